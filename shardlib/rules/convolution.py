@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -89,33 +89,17 @@ def _forward(call: Call) -> Rule:
     out = result_shape(call)
     how = Settings.of(call, 3, len(x) - 2)
     linear = "{0,2} {1,2}" if len(call.operands) > 2 else "{0} {1}"
-    stencil = how.stencil("i", weight, (x[2:], out[2:]), every=True, read=0)
-    found = pattern(f"{_text(x, weight, out, how)} ci:sum {linear}", local=None, stencil=stencil)(call)
+    stencil = how.stencil("i", weight, (x[2:], out[2:]), every=True, read=0, run=_convolved)
     flops = 2 * math.prod(x if how.transposed else out) * math.prod(weight[1:])
-    found = _finished(found, how, weight, flops)
-    return replace(found, local=found.local and partial(_forward_local, stencil))
+    return pattern(f"{_text(x, weight, out, how)} ci:sum {linear}", stencil=stencil, flops=lambda *_: flops)(call)
 
 
-def _finished(rule: Rule, how: Settings, weight: Shape, flops: int) -> Rule:
-    """What the text of a rule does not say."""
-    reads = {}
-    for k in range(len(weight) - 2):
-        x, y = (f"i{k}", f"o{k}")[:: -1 if how.transposed else 1]
-        if {x, y} <= rule.sizes.keys() - rule.whole:
-            reads[x] = how.window(k, weight).laid(y, rule.sizes[y])
-    return replace(rule, loose=frozenset({"g", "ci", "co"} & rule.sizes.keys()), reads=reads, flops=flops)
-
-
-def _forward_local(stencil: Stencil, local: Local) -> Any:
+def _convolved(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """A sum over input channels that are cut has the bias once."""
-    contracted = cut(local, {f for d in local.rule.operands[1] for f in d if local.rule.reduce.get(f) == "sum"})
-
-    def run(args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
-        given = _inside(local.call, args, kwargs, begins)
-        bias = given["bias"]
-        return local.call.target(**given | {"bias": None if bias is None else once(bias, contracted)})
-
-    return replace(stencil, run=run).local(local)
+    given, labels = _inside(local.call, args, kwargs, begins), local.rule.operands[1]
+    if (bias := given["bias"]) is not None:
+        given["bias"] = once(bias, cut(local, {f for d in labels for f in d if local.rule.reduce.get(f) == "sum"}))
+    return local.call.target(**given)
 
 
 def _inside(call: Call, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> dict[str, Any]:
@@ -135,23 +119,18 @@ def _backward(call: Call) -> Rule:
     alone = call.results[0] is None and not how.transposed
     reads, sizes = ("i", (x[2:], grad[2:])) if alone else ("o", (grad[2:], x[2:]))
     name = "input" if alone else "gradient"
-    stencil = how.stencil(reads, weight, sizes, every=False, read=int(alone), name=name)
+    stencil = how.stencil(reads, weight, sizes, every=False, read=int(alone), name=name, run=_pulled)
     lonely = " ".join(f"{reads}{k}:whole" for k, (n, m) in enumerate(zip(*sizes, strict=True)) if n != m == 1)
     text = gradient(_text(x, weight, grad, how), "0 1", of="0 1 2")
-    found = pattern(f"{text} ci:none {lonely}", stencil=stencil)(call)
     work = 2 * math.prod(x if how.transposed else grad) * math.prod(weight[1:])
-    found = _finished(found, how, weight, work * sum(m is not None for m in call.results[:2]))
-    return replace(found, local=found.local and partial(_backward_local, stencil))
+    flops = work * sum(m is not None for m in call.results[:2])
+    local = partial(_backward_local, stencil)
+    return pattern(f"{text} ci:none {lonely}", local=local, stencil=stencil, flops=lambda *_: flops)(call)
 
 
 def _backward_local(stencil: Stencil, local: Local) -> Any:
     grad, *_, mask = positional(local)
-
-    def run(args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
-        given = _inside(local.call, args, kwargs, begins)
-        return local.call.target(**given | {"bias_sizes": None, "output_mask": [*mask[:2], False]})
-
-    pulled = replace(stencil, run=run).form(local)
+    pulled = stencil.form(local)
 
     def form(grad: Tensor, firsts: dict[int, int], *given: Any) -> tuple[Any, ...]:
         found = pulled(*given)[:2] if any(mask[:2]) else (None, None)
@@ -161,6 +140,12 @@ def _backward_local(stencil: Stencil, local: Local) -> Any:
 
     firsts, sizes = {} if stencil.read else _firsts(local), {f: local.size(f) for f in local.rule.sizes}
     return local.run(form, grad, firsts, local.args, local.kwargs, sizes)
+
+
+def _pulled(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+    """The gradients of x and of the weight: that of the bias has nothing to do with what is read around."""
+    given = _inside(local.call, args, kwargs, begins)
+    return local.call.target(**given | {"bias_sizes": None, "output_mask": [*given["output_mask"][:2], False]})
 
 
 def _firsts(local: Local) -> dict[int, Any]:

@@ -33,7 +33,7 @@ def _product(local: Local) -> Any:
     operands, results = _along(local.rule.operands), _along(local.rule.results)
     masked = local.rule.reduce.get("e") != OWNED
 
-    def run(args: list[Any], kwargs: dict[str, Any], _: Any) -> Any:
+    def run(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Any) -> Any:
         given = dict(enumerate(args))
         count, ends = next(args[i].shape[at] for i, at in enumerate(operands) if at is not None), args[2]
         if rows:

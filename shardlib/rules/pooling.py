@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import argument_named, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
 from shardlib.rules.window import Window, each
@@ -57,7 +57,7 @@ def _rule(call: Call) -> Rule:
     notes = "c:local {0}" if backward or "avg" in name or "unpool" in name else "c:local"
     if "adaptive" in name and not backward:
         notes += "".join(f" {o}:size(output_size.{k})" for k, o in enumerate(made) if o in reach)
-    stencil = Stencil(reach, backward, 1 if backward else None, partial(_run, call, dims))
+    stencil = Stencil(reach, backward, 1 if backward else None, partial(_run, dims))
     flops = math.prod(small) * math.prod(w.kernel for w in windows if w)
     return pattern(f"{text} | {notes}", stencil=stencil, flops=lambda *_: flops)(call)
 
@@ -81,8 +81,9 @@ def _beside(call: Call, dims: int, x: str) -> list[str]:
     return [f"{batch} {'c' if m.shape[1] > 1 else '1'} _" for m in call.operands[1:]]
 
 
-def _run(call: Call, dims: int, args: Sequence[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _run(dims: int, local: Local, args: Sequence[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The op, on a part of the plane that begins there."""
+    call = local.call
     given = dict(zip((a.name for a in schema_of(call.target).arguments), args, strict=False)) | kwargs
     part = given["self"].shape
     if "backward" in str(call.target):

@@ -35,7 +35,7 @@ class Reach:
     needs: tuple[Callable[[Range], Range], ...]  # one behind the other
     frame: Callable[[Range], Range]  # what the op runs on, as the needs count, filled up with zeros
     made: Callable[[Range], Range]  # the results that it makes of that
-    window: Window | None = None  # that slides along the source
+    lies: Callable[[str], tuple[str, Reads]] | None = None  # by the results' factor, which one lies where in the other
     dim: int | None = None  # the dim of operands that is read; None: where the source stands
     framed: bool = False  # also where nothing cuts it
 
@@ -59,7 +59,8 @@ class Reach:
     @staticmethod
     def windows(source: str, size: int, count: int, window: Window, *, ceil: bool = False) -> Reach:
         pool = Pool(window, size, count, ceil)
-        return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made, window)
+        lies = lambda f: (source, window.laid(f, count))
+        return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made, lies)
 
     @staticmethod
     def sliding(window: Window, source: str, size: int, count: int, *, back: bool, every: bool, **how: Any) -> Reach:
@@ -80,7 +81,10 @@ class Reach:
         def made(r: Range) -> Range:
             return window.reads(frame(r)) if back else _one_at_least(r)
 
-        return Reach(source, size, count, (need,), frame, made, **how)
+        def lies(f: str) -> tuple[str, Reads]:
+            return (f, window.laid(source, size)) if back else (source, window.laid(f, count))
+
+        return Reach(source, size, count, (need,), frame, made, lies, **how)
 
     def fetched(self, x: Tensor, dim: int, mine: Range, name: str) -> Tensor:
         """A piece of an operand with all that a range of results reads."""
@@ -96,7 +100,7 @@ class Reach:
         return give_back(x, dim, (self.source,), need(mine), self.size, name="gradient")
 
 
-Run = Callable[[list[Any], dict[str, Any], Mapping[int, int]], Any]
+Run = Callable[[Local, list[Any], dict[str, Any], Mapping[int, int]], Any]
 
 
 @dataclass(frozen=True)
@@ -122,9 +126,7 @@ class Stencil:
     @property
     def reads(self) -> dict[str, Reads]:
         """Where results lie in what they read."""
-        return {
-            r.source: r.window.laid(f, r.count) for f, r in self.reach.items() if r.window is not None and r.source != f
-        }
+        return dict(r.lies(f) for f, r in self.reach.items() if r.lies and r.source not in ("", f))
 
     def local(self, local: Local) -> Any:
         return local.run(self.form(local), local.args, local.kwargs, {f: local.size(f) for f in local.rule.sizes})
@@ -134,7 +136,7 @@ class Stencil:
         here = {f: r for f, r in self.reach.items() if r.framed or any(map(local.axes, {f, r.source} - {""}))}
         alike = local.rule.local_factors - self.reach.keys() - self.sources.keys()
         thin = {f for f in alike if may_be_empty(local, f)}
-        run = self.run or (lambda args, kwargs, _: local.call.target(*args, **kwargs))
+        run = self.run or (lambda _, args, kwargs, __: local.call.target(*args, **kwargs))
 
         def form(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
             piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin, sizes)
@@ -147,7 +149,7 @@ class Stencil:
             given = list(given)
             for path, size in piece.counted(local.rule.ints):
                 put(named if isinstance(path[0], str) else given, path, size)
-            found = run(given, named, piece.begins)
+            found = run(local, given, named, piece.begins)
             outs = list(found) if isinstance(found, tuple) else [found]
             made = zip(outs, local.rule.results, strict=True)
             outs = [None if x is None else piece.kept(x, labels) for x, labels in made]
@@ -161,7 +163,7 @@ def nonempty(local: Local, **then: Any) -> Any:
     target = local.call.target
     if not any(may_be_empty(local, f) for f in local.rule.local_factors):
         return local.op(target, *local.args, **local.kwargs)
-    return Stencil({}, run=lambda args, kwargs, _: target(*args, **kwargs, **then)).local(local)
+    return Stencil({}, run=lambda _, args, kwargs, __: target(*args, **kwargs, **then)).local(local)
 
 
 @dataclass(frozen=True)
