@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.counting` and `shardlib.rules.powers`."""
+"""Samples for `shardlib.rules.counting` and `shardlib.rules.reduction`."""
 
 from __future__ import annotations
 
