@@ -110,12 +110,12 @@ def contraction() -> Iterator[Sample]:
 def grouped() -> Iterator[Sample]:
     for ends in ([2, 2, 5], [0, 5, 5], [1, 4, 5]):
         offs = torch.tensor(ends, dtype=torch.int32)
-        yield s("_grouped_mm", f(5, 8).float(), f(3, 8, 16).float(), offs)
-    for ends in ([4, 4, 12], [0, 5, 12]):
+        yield s("_grouped_mm", f(5, 16).bfloat16(), f(3, 16, 32).bfloat16(), offs)
+    for ends in ([4, 4, 16], [0, 5, 16]):
         offs = torch.tensor(ends, dtype=torch.int32)
-        yield s("_grouped_mm", f(12, 8).float().t(), f(12, 4).float(), offs)
-        yield s("_grouped_mm", f(3, 6, 8).float(), f(12, 8).float().t(), offs)
-    yield s("_grouped_mm", f(3, 5, 16).float(), f(3, 16, 8).float())
+        yield s("_grouped_mm", f(16, 16).bfloat16().t(), f(16, 8).bfloat16(), offs)
+        yield s("_grouped_mm", f(3, 6, 16).bfloat16(), f(16, 16).bfloat16().t(), offs)
+    yield s("_grouped_mm", f(3, 5, 32).bfloat16(), f(3, 32, 16).bfloat16())
     if importlib.util.find_spec("transformers") is None:
         return
     importlib.import_module("transformers.integrations.moe")  # defines its ops

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import shardlib as sl
 from shardlib import Mesh, P
 
+aten = torch.ops.aten
 F64 = torch.float64
 X, V, W = torch.randn(5, 7, dtype=F64), torch.randn(6, dtype=F64), torch.rand(7, dtype=F64)
 Z = torch.randn(3, 7, dtype=torch.complex128)
@@ -39,6 +40,8 @@ CALLS = {
     "index_put of a row, added": (lambda x, w: x.index_put((MASK,), w, accumulate=True), X, W),
     "index_put_ of a row": (lambda x, w: x.clone().index_put_((MASK,), w), X, W),
     "index_fill_": (lambda x, v: x.clone().index_fill_(1, torch.tensor([1, 4]), v), X, VALUE),
+    "bilinear": (lambda x, y, w, b: F.bilinear(x, y, w, b), X, X[:, :3], torch.randn(4, 7, 3, dtype=F64), W[:4]),
+    "a product of three": (lambda x, w: aten._trilinear(x, w, x, [], [0], [], [-1]), X, W),
     "stft": (lambda x: torch.stft(x, 4, 2, window=torch.hann_window(4, dtype=F64), return_complex=True), X),
     "stft of a short window": (
         lambda v, w: v.stft(4, 1, 3, w[:3], center=False, normalized=True, onesided=False, return_complex=True),

@@ -175,6 +175,11 @@ DEVICES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tup
         lambda x, grid: F.grid_sample(x, grid, align_corners=True),
         ((5, 2, 3, 3), (5, 2, 2, 2)),
     ),
+    "grid, on CPUs": (
+        lambda x, grid: aten._grid_sampler_2d_cpu_fallback(x, grid, 0, 0, True),
+        lambda x, grid: F.grid_sample(x, grid, align_corners=True),
+        ((5, 2, 3, 3), (5, 2, 2, 2)),
+    ),
     "affine grid": (
         lambda theta: aten.cudnn_affine_grid_generator(theta, 5, 2, 3, 4),
         lambda theta: F.affine_grid(theta, [5, 2, 3, 4], align_corners=True),

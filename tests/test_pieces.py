@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError
-from shardlib.rules import creation, powers, reduction, scattering
+from shardlib.rules import creation, diagonals, reduction, writing
 from tests.prover import same, target_of
 from tests.ranks import run_ranks
 
@@ -186,11 +186,20 @@ WRITTEN: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
         ),
         ((f(), torch.tensor(0), f()), {}),
     ],
+    "aminmax": [
+        ((x,), how)
+        for x in (f(3, 5), torch.arange(15).view(3, 5), f(3, 5) > 0, torch.tensor([[1.0, math.nan], [2.0, 0.5]]))
+        for how in ({}, {"dim": 1}, {"dim": -2, "keepdim": True})
+    ],
+    "_aminmax": [((f(3, 5),), {})],
+    "_aminmax.dim": [((f(3, 5), 1, True), {})],
+    "trace": [((f(*shape),), {}) for shape in ((5, 5), (2, 7), (4, 3), (1, 5))]
+    + [((torch.arange(20).view(5, 4),), {})],
     "_efficientzerotensor": [(([2, 3],), {"dtype": torch.float64})],
     "eye": [((5,), {"dtype": torch.float64}), ((1,), {}), ((0,), {})],
     "eye.m": [((3, 5), {}), ((5, 2), {"dtype": torch.int64})],
 }
-FORMS = reduction.DECOMPOSED | powers.DECOMPOSED | scattering.DECOMPOSED | creation.DECOMPOSED
+FORMS = reduction.DECOMPOSED | writing.DECOMPOSED | creation.DECOMPOSED | diagonals.DECOMPOSED
 
 
 def test_all_forms_are_tried() -> None:

@@ -250,7 +250,6 @@ MISTAKES: dict[str, tuple[Sample, Callable[[Rule], Rule]]] = {
     "a matrix cut before it is inverted": (s("linalg_inv_ex", f(2, 3, 3) + 4 * torch.eye(3)), without("whole")),
     "half a signal transformed": (s("_fft_r2c", f(3, 4), [1], 0, True), without("whole")),
     "a transform of no signals": (s("_fft_r2c", f(3, 4), [1], 0, True), without("local")),
-    "a trace of every block": (s("trace", f(5, 5)), without("local")),
     "a line that every piece draws anew": (s("linspace", 0.0, 1.0, 5), without("local")),
     "columns counted as rows of a solution": (s("linalg_solve_triangular", f(3, 3), f(3, 3), upper=True), swapped),
     "a distance declared linear": (s("_cdist_forward", f(3, 4), f(3, 4), 1.0, None), linear({0})),

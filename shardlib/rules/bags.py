@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from shardlib.internals import schema_of
 from shardlib.ops.bags import MAX, MEAN, SUM
-from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import Rows, checked, cut, located, positional
 from shardlib.rules.space import Space, arg, axis, numel, result_shape
+from shardlib.rules.stencil import nonempty
 
 aten = torch.ops.aten
 

@@ -15,20 +15,12 @@ from torch import Tensor
 
 from shardlib.internals import schema_of
 from shardlib.rules.halo import extent, length, padded
-from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import adds_up
 from shardlib.rules.space import Dim, Ints, Space, argument_named, axis, path, result_shape, shape_ints
 from shardlib.rules.view import walked
 
 aten = torch.ops.aten
-
-
-def _trace(local: Local) -> Any:
-    """The part of the diagonal that crosses this device's block."""
-    rows, columns = (local.offset(f) if local.axes(f) else 0 for f in "mn")
-    offset = rows - columns
-    return local.op(aten.sum.default, local.op(aten.diagonal.default, local.args[0], offset))
 
 
 def _diagonal(call: Call) -> Rule:
@@ -91,6 +83,7 @@ def _zeros(part: Tensor, at: Sequence[int], sizes: tuple[int, int]) -> Tensor:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "trace": pattern("m n -> | m:sum n:sum m:local n:local {0}", local=_trace),
     **dict.fromkeys(["diagonal", "diagonal_copy", "diag_embed", "diagonal_backward", "diagonal_scatter"], _diagonal),
 }
+
+DECOMPOSED: dict[str, Any] = {"trace": lambda x: x.diagonal().sum()}

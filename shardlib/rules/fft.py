@@ -5,10 +5,10 @@ The last of the transformed dims may change its size: real signals have half a s
 
 from __future__ import annotations
 
-from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, RuleFn
 from shardlib.rules.space import arg, numel, result_shape
+from shardlib.rules.stencil import nonempty
 
 
 def _flops(call: Call, _: int) -> int:

@@ -8,17 +8,17 @@ last as it is.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardlib.rules.nonempty import nonempty
+from shardlib.manual.collectives import piece
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import OWNED, Call, Groups, Labels, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import is_zero
+from shardlib.rules.rule import OWNED, Call, Groups, Labels, Local, Rule, RuleFn
+from shardlib.rules.stencil import Stencil, nonempty
 
 aten = torch.ops.aten
 _GROUPS = Groups("e", "s", 2)
@@ -26,41 +26,39 @@ _GROUPS = Groups("e", "s", 2)
 
 def _product(local: Local) -> Any:
     """The op with the ends of groups that this device's rows have, and those of its own groups alone."""
-    mine = copy.copy(local)
-    rows = local.size("s") * local.rule.sizes.get("s_in_block", 1)
-    ends = local.args[2] if len(local.args) > 2 else None
-    if local.axes("s"):
-        first = local.offset("s") * local.rule.sizes.get("s_in_block", 1)
-        ends = local.op(aten.clamp.default, local.op(aten.sub.Tensor, ends, first), 0, rows)
-        mine.args = (*local.args[:2], ends, *local.args[3:])
-    if not local.axes("e") or ends is None:
-        return nonempty(mine)
-    first, held = local.offset("e"), local.size("e")
-    edges = local.op(aten.constant_pad_nd.default, ends, [1, 0], 0)
-    begin = local.op(aten.slice.Tensor, edges, 0, first, first + 1)
-    own = local.op(aten.slice.Tensor, edges, 0, first + 1 - is_zero(held), first + held + 1)  # of no group, one of 0
-    own = local.op(aten.sub.Tensor, own, begin)
-    place = local.op(aten.arange.default, rows, dtype=torch.int64, device=local.device)
-    cycle = rows + is_zero(rows)
-    ahead, back = (
-        local.op(aten.remainder.Scalar, local.op(op, place, begin), cycle) for op in (aten.add.Tensor, aten.sub.Tensor)
-    )
-    dims = iter(_along(local.rule.operands))
-    given = [
-        _turned(local, x, next(dims), ahead) if isinstance(whole, Meta) else x
-        for x, whole in zip(local.args, local.call.args, strict=True)
-    ]
-    mine.args = (*given[:2], own, *given[3:])
-    found = nonempty(mine)
-    total = local.op(aten.sub.Tensor, local.op(aten.slice.Tensor, edges, 0, first + held, first + held + 1), begin)
-    others = local.op(aten.ge.Tensor, place, total)
-    out = []
-    for x, d in zip(found if isinstance(found, tuple) else (found,), _along(local.rule.results), strict=True):
-        if d is not None and local.rule.reduce["e"] != OWNED:
-            mask = local.op(aten.unsqueeze.default, others, 1) if d == 0 else others
-            x = local.op(aten.masked_fill.Scalar, x, mask, 0)
-        out.append(_turned(local, x, d, back))
-    return tuple(out)
+    rows, groups = bool(local.axes("s")), bool(local.axes("e"))
+    if not rows and not groups:
+        return nonempty(local)
+    block = local.rule.sizes.get("s_in_block", 1)
+    operands, results = _along(local.rule.operands), _along(local.rule.results)
+    masked = local.rule.reduce.get("e") != OWNED
+
+    def run(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Any) -> Any:
+        given = dict(enumerate(args))
+        count, ends = next(args[i].shape[at] for i, at in enumerate(operands) if at is not None), args[2]
+        if rows:
+            start, held, _ = piece("s")
+            ends = (ends - start * block).clamp(0, held * block)
+        if not groups:
+            return local.call.target(*(given | {2: ends}).values(), **kwargs)
+        first, held, _ = piece("e")
+        edges = aten.constant_pad_nd.default(ends, [1, 0], 0)
+        begin = edges.narrow(0, first, 1)
+        own = edges.narrow(0, first + 1 - (not held), max(held, 1)) - begin  # of no group, one of 0
+        place = torch.arange(count, device=ends.device)
+        ahead, back = ((place + begin) % max(count, 1), (place - begin) % max(count, 1))
+        tensors = (i for i, x in enumerate(args) if isinstance(x, Tensor))
+        given |= {i: _turned(args[i], d, ahead) for i, d in zip(tensors, operands, strict=True)} | {2: own}
+        found = local.call.target(*given.values(), **kwargs)
+        others = place >= edges.narrow(0, first + held, 1) - begin
+        out = []
+        for x, d in zip(found if isinstance(found, tuple) else (found,), results, strict=True):
+            if d is not None and masked:
+                x = x.masked_fill(others.unsqueeze(1) if d == 0 else others, 0)
+            out.append(_turned(x, d, back))
+        return tuple(out) if isinstance(found, tuple) else out[0]
+
+    return Stencil({}, run=run).local(local)
 
 
 def _along(tensors: Sequence[Labels]) -> list[int | None]:
@@ -68,13 +66,11 @@ def _along(tensors: Sequence[Labels]) -> list[int | None]:
     return [next((d for d, dim in enumerate(labels) if "s" in dim), None) for labels in tensors]
 
 
-def _turned(local: Local, x: Any, dim: int | None, index: Any) -> Any:
+def _turned(x: Tensor, dim: int | None, index: Tensor) -> Tensor:
     """A matrix with its rows, which may be its columns, in another order; as kernels want it, rows stay consecutive."""
     if dim is None:
         return x
-    if dim == 0:
-        return local.op(aten.index_select.default, x, 0, index)
-    return local.op(aten.t.default, local.op(aten.index_select.default, local.op(aten.t.default, x), 0, index))
+    return x.index_select(0, index) if dim == 0 else x.t().index_select(0, index).t()
 
 
 # By the ranks of the two factors: rows in groups, columns in groups, a sum in groups, and one product for each group.
@@ -91,7 +87,7 @@ def _grouped_mm(call: Call) -> Rule:
     a, b = call.operands[:2]
     ranks = len(a.shape), len(b.shape)
     if ranks == (3, 3):
-        return _in_blocks(pattern(_PRODUCTS[ranks], local=_product)(call), "kmns", 16 // a.dtype.itemsize)
+        return _in_blocks(pattern(_PRODUCTS[ranks])(call), "kmns", 16 // a.dtype.itemsize)
     rows = "kmn" if ranks == (2, 3) else "kmns"  # s is never the last dim of rows in groups
     return _in_blocks(_ragged(_PRODUCTS[ranks])(call), rows, 16 // a.dtype.itemsize)
 
@@ -123,7 +119,7 @@ def _in_blocks(rule: Rule, factors: Iterable[str], block: int) -> Rule:
 
     return replace(
         rule,
-        local=_product,
+        local=rule.local or nonempty,
         local_factors=(rule.local_factors | split.keys()) - whole,
         operands=blocked(rule.operands),
         results=blocked(rule.results),

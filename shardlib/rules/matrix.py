@@ -8,31 +8,23 @@ import torch
 from torch import Tensor
 
 from shardlib.rules.pointwise import pointwise
-from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import Space, arg, axis
+from shardlib.rules.rule import RuleFn
+from shardlib.rules.space import axes
 from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
 
-def _trilinear(call: Call) -> Rule:
+def _trilinear(
+    x: Tensor, y: Tensor, z: Tensor, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1
+) -> Tensor:
     """The product of three tensors, each with new dims of size 1 at its `expand`, summed over `sumdim`."""
-    space = Space()
-    gaps: list[list[int]] = [list(arg(call, 3 + i, f"expand{i + 1}")) for i in range(3)]
-    rank = len(call.operands[0].shape) + len(gaps[0])
-    shapes = []
-    for m, gap in zip(call.operands, gaps, strict=True):
-        sizes = iter(m.shape)
-        shapes.append([1 if i in gap else next(sizes) for i in range(rank)])
-    dims = space.dims([next((n for n in column if n != 1), 1) for column in zip(*shapes, strict=True)])
-    operands = [
-        [() if shape[i] == 1 else dims[i] for i in range(rank) if i not in gap]
-        for shape, gap in zip(shapes, gaps, strict=True)
-    ]
-    gone = [axis(d, rank) for d in arg(call, 6, "sumdim")]
-    out = [d for i, d in enumerate(dims) if i not in gone]
-    reduce = {f: "sum" for i in gone for f in dims[i]}
-    return space.rule(operands, [out], reduce=reduce, linear=[{0}, {1}, {2}], flops=3 * space.size(sum(dims, ())))
+    rank = x.dim() + len(expand1)
+    of_x, of_y, of_z, out = (
+        [d for d in range(rank) if d not in axes(gone, rank)] if gone else [*range(rank)]
+        for gone in (expand1, expand2, expand3, sumdim)
+    )
+    return torch.einsum(x, of_x, y, of_y, z, of_z, out)
 
 
 def _pairs(x: Tensor, p: float = 2) -> Tensor:
@@ -51,7 +43,6 @@ def _pairs_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Ten
 
 
 ROWS: dict[str, RuleFn | str] = {
-    "_trilinear": _trilinear,
     # Distances between rows of m numbers; given the distances, their gradient goes number by number.
     **dict.fromkeys(["_cdist_forward", "_euclidean_dist"], "... p m, ... r m -> ... p r | m:whole"),
     "_cdist_backward": "... p r, ... p m, ... r m, ... p r -> ... p m | r:sum {0}",
@@ -65,6 +56,7 @@ ROWS: dict[str, RuleFn | str] = {
 
 DECOMPOSED: dict[str, Any] = {
     **by_torch("dist", "block_diag"),
+    "_trilinear": _trilinear,
     "_pdist_forward": _pairs,
     "_pdist_backward": _pairs_backward,
 }

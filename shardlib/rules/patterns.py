@@ -150,7 +150,7 @@ def _apply(
         wide = {f for labels in out for d in labels for f in d}
         stencil = Stencil(around, back=any(r.source != f and r.source in wide for f, r in around.items()))
     if stencil:
-        local, cut_locally = stencil.local, [*cut_locally, *stencil.reach, *stencil.sources]
+        local, cut_locally = local or stencil.local, [*cut_locally, *stencil.reach, *stencil.sources]
         ties = {i: o for i, o in stencil.sources.items() if i != o}
         reduce |= dict.fromkeys(ties, "none") | (dict.fromkeys(ties.values(), "sum") if stencil.back else {})
         tied["with"] |= ties

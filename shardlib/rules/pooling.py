@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.nonempty import nonempty
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import argument_named, path, result_shape
-from shardlib.rules.stencil import Reach, Stencil
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.space import argument_named, result_shape
+from shardlib.rules.stencil import Reach, Stencil, nonempty
 from shardlib.rules.window import Window, each
 
 
@@ -59,7 +57,7 @@ def _rule(call: Call) -> Rule:
     notes = "c:local {0}" if backward or "avg" in name or "unpool" in name else "c:local"
     if "adaptive" in name and not backward:
         notes += "".join(f" {o}:size(output_size.{k})" for k, o in enumerate(made) if o in reach)
-    stencil = Stencil(reach, backward, 1 if backward else None, partial(_run, call, dims))
+    stencil = Stencil(reach, backward, 1 if backward else None, partial(_run, dims))
     flops = math.prod(small) * math.prod(w.kernel for w in windows if w)
     return pattern(f"{text} | {notes}", stencil=stencil, flops=lambda *_: flops)(call)
 
@@ -70,12 +68,9 @@ def _copied(call: Call, times: Sequence[int], *, backward: bool) -> Rule:
     out = " ".join(f"(h{k} r{k})" for k in range(len(times)))
     text = f"... c {out}, ... c {x} -> ... c {x}" if backward else f"... c {x} -> ... c {out}"
     notes = " ".join(f"h{k}:local r{k}:whole" for k in range(len(times)))
-    found = pattern(f"{text} | c:local {notes} {{0}}", local=nonempty)(call)
-    if backward:
-        return found
-    labels = found.operands[0][-len(times) :]
-    ints = {(*path(call, 1, "output_size"), k): (n, labels[k]) for k, n in enumerate(times)}
-    return replace(found, ints={**found.ints, **ints})
+    if not backward:
+        notes += "".join(f" (h{k} r{k}):size(output_size.{k})" for k in range(len(times)))
+    return pattern(f"{text} | c:local {notes} {{0}}", local=nonempty)(call)
 
 
 def _beside(call: Call, dims: int, x: str) -> list[str]:
@@ -86,8 +81,9 @@ def _beside(call: Call, dims: int, x: str) -> list[str]:
     return [f"{batch} {'c' if m.shape[1] > 1 else '1'} _" for m in call.operands[1:]]
 
 
-def _run(call: Call, dims: int, args: Sequence[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _run(dims: int, local: Local, args: Sequence[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The op, on a part of the plane that begins there."""
+    call = local.call
     given = dict(zip((a.name for a in schema_of(call.target).arguments), args, strict=False)) | kwargs
     part = given["self"].shape
     if "backward" in str(call.target):

@@ -1,19 +1,25 @@
-"""Reductions: a cut factor that is reduced leaves a pending sum, maximum or minimum."""
+"""Reductions: a cut factor that is reduced leaves a pending sum, maximum or minimum.
+
+Of norms, a sum of first powers, a count and a maximum may stay pending; the root of any other sum cannot wait, so
+devices add up before they take it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.manual.collectives import all_gather
+from shardlib.manual.collectives import all_gather, psum
 from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
-from shardlib.rules.rule import Local, RuleFn
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, wide, worst
 from shardlib.rules.space import arg, axes, numel, result_dtype, result_shape
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
@@ -28,18 +34,17 @@ def _mean(local: Local) -> Any:
 
 
 def _extreme(local: Local) -> Any:
-    """amax, amin, max, min of shards that may be empty: these count as one worst element."""
+    """amax, amin, max, min."""
     call = local.call
     rows = Rows.over(local, None if call.target in (aten.max.default, aten.min.default) else "dim")
-    fill = worst(call.operands[0].dtype, lowest=call.target in (aten.amax.default, aten.max.default))
-    form = lambda x, *rest, **how: call.target(rows.held(x, fill), *rest, **how)
+    lowest = call.target in (aten.amax.default, aten.max.default)
+    return _filled(local, rows, worst(call.operands[0].dtype, lowest=lowest))
+
+
+def _filled(local: Local, rows: Rows, fill: float) -> Any:
+    """The op on pieces, which may be empty: these count as one element of `fill`."""
+    form = lambda x, *rest, **how: local.call.target(rows.held(x, fill), *rest, **how)
     return local.run(form, *local.args, **local.kwargs)
-
-
-def _aminmax(local: Local) -> Any:
-    """Both ends of a row: a pending value can be one kind of reduction only."""
-    rows = Rows.over(local, None if local.call.target is aten._aminmax.default else "dim")
-    return local.run(lambda x: (rows.left(rows.min(x)), rows.left(rows.max(x))), local.args[0])
 
 
 def _truth(kind: str) -> RuleFn:
@@ -57,6 +62,45 @@ def _prod(local: Local) -> Any:
         return pieces.prod(0, dtype=result_dtype(call))  # type: ignore[no-any-return]
 
     return local.run(form, *local.args, **local.kwargs)
+
+
+# Norms ---------------------------------------------------------------------------------------------------------------
+
+_PENDING = {math.inf: "max", -math.inf: "min", 0: "sum", 1: "sum"}
+
+
+def _vector_norm(call: Call) -> Rule | None:
+    """`linalg_vector_norm(x, ord, dim, keepdim, dtype)`."""
+    order = arg(call, 1, "ord", 2)
+    kind = _PENDING.get(order, "none")
+    piece = lambda local: _filled(local, Rows.over(local, "dim"), _neutral(order))
+    return pattern(f"[dim] -> ... | dim:{kind} dim:local", local=_root if kind == "none" else piece)(call)
+
+
+def _neutral(order: float) -> float:
+    """What changes no norm."""
+    return math.inf if order < 0 else 0
+
+
+def _root(local: Local) -> Any:
+    call, rows, order = local.call, Rows.over(local, "dim"), arg(local, 1, "ord", 2)
+    out = result_dtype(call)
+    acc = wide(out).to_complex() if call.operands[0].dtype.is_complex else wide(out)
+
+    def form(x: Tensor) -> Tensor:
+        held = rows.held(x, _neutral(order))
+        norm = torch.linalg.vector_norm(held, order, rows.dims, rows.kept, dtype=acc)
+        return psum(norm**order, rows.factors).pow(1 / order).to(out)  # type: ignore[no-any-return]
+
+    return local.run(form, local.args[0])
+
+
+def _renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
+    """Every slice along `dim` scaled down to a norm of at most `maxnorm`."""
+    others = [d for d in range(x.dim()) if d != dim % x.dim()]
+    norm = torch.linalg.vector_norm(x.to(wide(x.dtype)), p, others, keepdim=True)
+    scale = torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), torch.ones_like(norm))
+    return (x * scale).to(x.dtype)
 
 
 # Variance, written as sums, so that it may be cut like them -----------------------------------------------------------
@@ -88,6 +132,12 @@ def _variance(*, root: bool = False, mean: bool = False) -> Callable[..., Any]:
     return form
 
 
+def _both_ends(x: Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """A pending value can be one kind of reduction only: so these are two."""
+    over = () if dim is None else (dim,)
+    return x.amin(over, keepdim), x.amax(over, keepdim)
+
+
 ROWS: dict[str, RuleFn | str] = {
     "sum": "... -> | ...:sum {0}",
     "sum.dim_IntList": "[dim] -> ... | dim:sum {0}",
@@ -100,9 +150,6 @@ ROWS: dict[str, RuleFn | str] = {
     "amin": pattern("[dim] -> ... | dim:min dim:local", local=_extreme),
     "max": pattern("... -> | ...:max ...:local", local=_extreme),
     "min": pattern("... -> | ...:min ...:local", local=_extreme),
-    "aminmax": pattern("[dim] -> ..., ... | dim:none dim:local", local=_aminmax),
-    "_aminmax": pattern("... -> , | ...:none ...:local", local=_aminmax),
-    "_aminmax.dim": pattern("[dim] -> ..., ... | dim:none dim:local", local=_aminmax),
     "any": "... -> | ...:max",
     **dict.fromkeys(["any.dim", "any.dims"], _truth("max")),
     "all": "... -> | ...:min",
@@ -111,10 +158,14 @@ ROWS: dict[str, RuleFn | str] = {
     "_is_all_true": "... -> | ...:min",
     "prod": pattern("... -> | ...:none ...:local", local=_prod),
     "prod.dim_int": pattern("[dim] -> ... | dim:none dim:local", local=_prod),
+    "linalg_vector_norm": _vector_norm,
     "hash_tensor": "[dim] -> ... | dim:whole",
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
+    **by_torch("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype"),
+    "renorm": _renorm,
+    **dict.fromkeys(["aminmax", "_aminmax", "_aminmax.dim"], _both_ends),
     "var.correction": _variance(),
     "std.correction": _variance(root=True),
     "var_mean.correction": _variance(mean=True),

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.halo import extent, fetch, give_back, length, overlap, reframe
-from shardlib.rules.nonempty import nonempty
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import positional
-from shardlib.rules.shifting import exposed, joined
-from shardlib.rules.space import Dim, arg, argument_named, path, result_shape
+from shardlib.rules.rule import Call, Rule, RuleFn
+from shardlib.rules.space import arg, argument_named, result_shape
+from shardlib.rules.stencil import Reach, Stencil, nonempty
 
 aten = torch.ops.aten
 Shape = Sequence[int]
@@ -52,8 +47,7 @@ def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
         corners = arg(call, 3 if backward else 2, "align_corners")
         kept = [i for i in range(dims) if said[i] and times[i] and not corners]
         work = 2 * taps**dims * max(math.prod(small), math.prod(large))
-        found = replace(_in_blocks(call, small, times, kept, backward=backward), flops=work)
-        return replace(found, local=partial(_bordered, taps // 2, times, backward)) if kept else found
+        return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
 
     return rule
 
@@ -67,7 +61,7 @@ def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
         # In other dims torch has kernels that round otherwise, and chooses by shapes.
         if not all(said[i] and _certain(small[i + 2], large[i + 2]) for i in range(dims) if i not in kept):
             kept = []
-        return _in_blocks(call, small, times, kept, backward=backward)
+        return _in_blocks(call, small, kept, 0, backward=backward)
 
     return rule
 
@@ -93,64 +87,21 @@ def _grown(call: Call, dims: int, *, backward: bool) -> tuple[Shape, Shape, list
     return small, large, times, [scale in (None, n or None) for scale, n in zip(scales, times, strict=True)]
 
 
-def _in_blocks(call: Call, small: Shape, times: Sequence[int], kept: Sequence[int], *, backward: bool) -> Rule:
-    """The rule where in the dims `kept` of space an element becomes a block of so many."""
-    space = range(len(times))
+def _in_blocks(call: Call, small: Shape, kept: Sequence[int], reach: int, *, backward: bool, flops: Any = None) -> Rule:
+    """The rule where in the dims `kept` of space an element, and so many around it, become a block."""
+    space = range(len(small) - 2)
     x = " ".join(f"h{i}" if i in kept else "_" for i in space)
     y = " ".join(f"(h{i} r{i})" if i in kept else "_" for i in space)
-    blocks = " ".join(f"r{i}:whole" for i in kept)
-    text = f"n c {x} -> n c {y} | {blocks} {{0}}"
-    text = f"{gradient(text)} {_SIZES}" if backward else text
-    found = _plain(text, "n", "c", *(f"h{i}" for i in kept))(call)
-    ints = {(*path(call, 1, "output_size"), i): (times[i], _dim(call, small, i)) for i in kept}
+    notes = " ".join(f"h{i}:local r{i}:whole (h{i} r{i}):size(output_size.{i})" for i in kept)
+    text = f"n c {x} -> n c {y} | n:local c:local {notes} {{0}}"
     if backward:
-        ints |= {(*path(call, 2, "input_size"), i + 2): (1, _dim(call, small, i)) for i in kept}
-    return replace(found, ints={**found.ints, **ints})
-
-
-def _bordered(reach: int, times: Sequence[int], backward: bool, local: Local) -> Any:
-    """A device's blocks, of its elements and `reach` more at either side; the gradients of these, made of those of its
-    blocks alone, go home to whose they are."""
-    small = local.rule.results[0] if backward else local.rule.operands[0]
-    whole = result_shape(local.call) if backward else local.call.operands[0].shape
-    here = [at for at in range(2, len(small)) if any(local.axes(f) for f in small[at])]
-    if not here:
-        return nonempty(local)
-
-    def form(x: Tensor, output_size: Sequence[int], *args: Any) -> Tensor:
-        batch = x.shape[:2]
-        mine = {at: extent(small[at], whole[at]) for at in here}
-        read = {at: overlap((0, whole[at]), (r[0] - reach, r[1] + reach)) if length(r) else r for at, r in mine.items()}
-        frame = {at: (r[0], max(r[1], r[0] + 1)) for at, r in read.items()}  # of nothing, one that means nothing
-        for at in here:
-            if backward:
-                blocks = exposed(x, at, small[at], whole[at], times[at - 2])
-                x = joined(reframe(blocks, at, mine[at], frame[at]), at)
-            else:
-                x = fetch(x, at, small[at], read[at], frame[at], name="input")
-        for d, n in enumerate(batch):
-            x = reframe(x, d, (0, n), (0, max(n, 1)))
-        sizes = {at: length(r) for at, r in frame.items()}
-        out = [sizes[at] * times[at - 2] if at in sizes else n for at, n in enumerate(output_size, 2)]
-        if backward:
-            given = [sizes.get(at, n) for at, n in enumerate(args[0][2:], 2)]
-            args = ([*x.shape[:2], *given], *args[1:])
-        y: Tensor = local.call.target(x, out, *args)
-        for d, n in enumerate(batch):
-            y = y.narrow(d, 0, n)
-        for at in here:
-            if backward:
-                y = reframe(y, at, frame[at], read[at])
-                y = give_back(y, at, small[at], read[at], whole[at], name="gradient")
-            else:
-                block = times[at - 2]
-                y = y.narrow(at, (mine[at][0] - frame[at][0]) * block, length(mine[at]) * block)
-        return y
-
-    return local.run(form, *positional(local))
-
-
-_SIZES = "n:size(input_size.0) c:size(input_size.1)"  # of a gradient: those of its input, the batch and channels too
+        sizes = {"n": 0, "c": 1} | {f"h{i}": i + 2 for i in kept}
+        text = " ".join([gradient(text), *(f"{f}:size(input_size.{i})" for f, i in sizes.items())])
+    if not reach:
+        return pattern(text, local=nonempty, flops=flops)(call)
+    there = [i for i in kept if small[i + 2] > 1]
+    around = {f"h{i}": Reach.around("halo", f"h{i}", small[i + 2], reach, reach) for i in there}
+    return pattern(text, stencil=Stencil(around, backward), flops=flops)(call)
 
 
 @cache
@@ -172,10 +123,6 @@ def _certain(small: int, large: int) -> bool:
     steps: Any = np.arange(large)
     places = [steps.astype(dtype) * dtype(small / large) for dtype in (np.float32, np.float64)]
     return all(np.array_equal(*(np.floor(x + half * small / large) for x in places)) for half in (0.0, 0.5))
-
-
-def _dim(call: Call, small: Sequence[int], i: int) -> Dim:
-    return (f"h{i}",) if small[i + 2] > 1 else ()
 
 
 def _grid(dims: int, *, backward: bool = False) -> RuleFn:
@@ -214,7 +161,7 @@ _FAMILIES: dict[Callable[..., RuleFn], dict[str, tuple[int, ...]]] = {
         "upsample_bicubic2d": (2, 4),
         **{f"_upsample_{kind}2d_aa": (2, taps) for kind, taps in (("bilinear", 2), ("bicubic", 4), ("lanczos", 6))},
     },
-    _grid: {"grid_sampler_2d": (2,), "grid_sampler_3d": (3,), "_grid_sampler_2d_cpu_fallback": (2,)},
+    _grid: {"grid_sampler_2d": (2,), "grid_sampler_3d": (3,)},
 }
 
 ROWS: dict[str, RuleFn | str] = {
@@ -231,6 +178,8 @@ ROWS: dict[str, RuleFn | str] = {
 
 # Kernels for one kind of device only: the op that is there on all.
 DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "_grid_sampler_2d_cpu_fallback": aten.grid_sampler_2d,
+    "_grid_sampler_2d_cpu_fallback_backward": lambda *args: aten.grid_sampler_2d_backward(*args, [True, True]),
     "cudnn_grid_sampler": lambda x, grid: aten.grid_sampler_2d(x, grid, 0, 0, True),
     "cudnn_grid_sampler_backward": lambda x, grid, grad: aten.grid_sampler_2d_backward(
         grad, x, grid, 0, 0, True, [True, True]

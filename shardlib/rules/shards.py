@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.manual.collectives import axis_index, piece, pmax, pmin, psum
+from shardlib.manual.collectives import axis_index, piece, pmax, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
 from shardlib.rules.space import argument_named, axes, result_shape
@@ -125,9 +125,6 @@ class Rows:
 
     def max(self, x: Tensor) -> Tensor:
         return pmax(self.held(x, worst(x.dtype, lowest=True)).amax(self.dims, keepdim=True), self.factors)  # type: ignore[no-any-return]
-
-    def min(self, x: Tensor) -> Tensor:
-        return pmin(self.held(x, worst(x.dtype, lowest=False)).amin(self.dims, keepdim=True), self.factors)  # type: ignore[no-any-return]
 
     def held(self, x: Tensor, value: float) -> Tensor:
         """x with one element of `value` in every dim of which this device has nothing."""

@@ -1,12 +1,16 @@
-"""The local form of ops that read a dim around every element, or in windows, and of gradients of windows.
+"""The local form of ops that read a dim around every element, or in windows, of gradients of these, and of ops that
+refuse empty dims.
 
 Where results read what others have, a device gets it, runs the op on that, and drops what belongs to others. So the op
 does at the ends of the whole dim what it always does there. A gradient goes the other way: the op is run on the
-gradients of a device's own results, with zeros for all else, and what it makes for elements of others goes home.
+gradients of a device's own results, with zeros for all else, and what it makes for elements of others goes home. A
+result that reads, or its gradient, may be a block of elements: `(h r)`, of which `h` is cut. Of what a device has
+nothing, it takes one element of zeros, which results lose.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +20,6 @@ from torch import Tensor
 
 from shardlib.internals import pytree
 from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
-from shardlib.rules.nonempty import put
 from shardlib.rules.rule import Labels, Local, Path, Reads
 from shardlib.rules.shards import may_be_empty
 from shardlib.rules.window import Pool, Window
@@ -32,7 +35,9 @@ class Reach:
     needs: tuple[Callable[[Range], Range], ...]  # one behind the other
     frame: Callable[[Range], Range]  # what the op runs on, as the needs count, filled up with zeros
     made: Callable[[Range], Range]  # the results that it makes of that
-    window: Window | None = None  # that slides along the source
+    lies: Callable[[str], tuple[str, Reads]] | None = None  # by the results' factor, which one lies where in the other
+    dim: int | None = None  # the dim of operands that is read; None: where the source stands
+    framed: bool = False  # also where nothing cuts it
 
     @staticmethod
     def around(word: str, source: str, size: int, before: int, after: int) -> Reach:
@@ -46,7 +51,7 @@ class Reach:
             return lambda r: overlap((0, size), (reads(r)[0] - turn, reads(r)[1] - turn))
 
         def frame(r: Range) -> Range:
-            return ((reads if rings else need(0))(r)) if length(r) else (r[0], r[0] + 1)
+            return (reads if rings else need(0))(r) if length(r) else _one_at_least(r)
 
         needs = tuple(need(turn) for turn in ((-size, 0, size) if rings else (0,)))
         return Reach(source, size, size, needs, frame, frame)
@@ -54,11 +59,36 @@ class Reach:
     @staticmethod
     def windows(source: str, size: int, count: int, window: Window, *, ceil: bool = False) -> Reach:
         pool = Pool(window, size, count, ceil)
-        return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made, window)
+        lies = lambda f: (source, window.laid(f, count))
+        return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made, lies)
 
-    def fetched(self, x: Tensor, dim: int, mine: Range) -> Tensor:
+    @staticmethod
+    def sliding(window: Window, source: str, size: int, count: int, *, back: bool, every: bool, **how: Any) -> Reach:
+        """Windows, with zeros where they reach over the ends; `back` says that they are the source, and what they lie
+        over is the results: `every` one of these, or those that some window has. A source of size 1 has no name.
+
+        Kernels refuse to make nothing: where there is nothing, a device has one element that means nothing.
+        """
+
+        def need(r: Range) -> Range:
+            return window.readers(r, size) if back else overlap((0, size), window.reads(r))
+
+        def frame(r: Range) -> Range:
+            if not back:
+                return window.reads(r)
+            return window.over(need(r), r) if every else _one_at_least(need(r))
+
+        def made(r: Range) -> Range:
+            return window.reads(frame(r)) if back else _one_at_least(r)
+
+        def lies(f: str) -> tuple[str, Reads]:
+            return (f, window.laid(source, size)) if back else (source, window.laid(f, count))
+
+        return Reach(source, size, count, (need,), frame, made, lies, **how)
+
+    def fetched(self, x: Tensor, dim: int, mine: Range, name: str) -> Tensor:
         """A piece of an operand with all that a range of results reads."""
-        parts = fetch_all(x, dim, (self.source,), [need(mine) for need in self.needs], "input")
+        parts = fetch_all(x, dim, (self.source,) if self.source else (), [need(mine) for need in self.needs], name)
         held = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
         low = self.needs[0](mine)[0] if len(parts) == 1 else self.frame(mine)[0]
         return reframe(held, dim, (low, low + held.shape[dim]), self.frame(mine))
@@ -70,14 +100,15 @@ class Reach:
         return give_back(x, dim, (self.source,), need(mine), self.size, name="gradient")
 
 
-Run = Callable[[list[Any], dict[str, Any], Mapping[int, int]], Any]
+Run = Callable[[Local, list[Any], dict[str, Any], Mapping[int, int]], Any]
 
 
 @dataclass(frozen=True)
 class Stencil:
-    """An op whose results read so much, by the factors of results; each factor is a dim of its own wherever it is.
+    """An op whose results read so much, by the factors of results; what is read is a dim of its own wherever it is.
 
     * `back`: it is the gradient of such an op, and operand `like` says by its shape how large the result is.
+    * `read`: the operand that is read, called `name`; others have what the op makes. None: all are read.
     * `run`: what runs instead of the op, on its arguments; it is told where dims begin that are not here as a whole.
     """
 
@@ -85,25 +116,30 @@ class Stencil:
     back: bool = False
     like: int | None = None
     run: Run | None = None
+    read: int | None = None
+    name: str = "input"
 
     @property
     def sources(self) -> dict[str, str]:
-        return {r.source: f for f, r in self.reach.items()}
+        return {r.source: f for f, r in self.reach.items() if r.source}
 
     @property
     def reads(self) -> dict[str, Reads]:
         """Where results lie in what they read."""
-        return {
-            r.source: r.window.laid(f, r.count) for f, r in self.reach.items() if r.window is not None and r.source != f
-        }
+        return dict(r.lies(f) for f, r in self.reach.items() if r.lies and r.source not in ("", f))
 
     def local(self, local: Local) -> Any:
-        here = {f: r for f, r in self.reach.items() if local.axes(f) or local.axes(r.source)}
-        thin = [f for f in local.rule.loose if may_be_empty(local, f)]
-        run = self.run or (lambda args, kwargs, _: local.call.target(*args, **kwargs))
+        return local.run(self.form(local), local.args, local.kwargs, {f: local.size(f) for f in local.rule.sizes})
 
-        def form(*args: Any, **kwargs: Any) -> Any:
-            piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin)
+    def form(self, local: Local) -> Callable[..., Any]:
+        """What a device runs, as a function of the op's arguments and of how much it has of every factor."""
+        here = {f: r for f, r in self.reach.items() if r.framed or any(map(local.axes, {f, r.source} - {""}))}
+        alike = local.rule.local_factors - self.reach.keys() - self.sources.keys()
+        thin = {f for f in alike if may_be_empty(local, f)}
+        run = self.run or (lambda _, args, kwargs, __: local.call.target(*args, **kwargs))
+
+        def form(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+            piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin, sizes)
             flat, tree = pytree.tree_flatten((args, kwargs))
             operands = iter(enumerate(local.rule.operands))
             for i, x in enumerate(flat):
@@ -113,32 +149,40 @@ class Stencil:
             given = list(given)
             for path, size in piece.counted(local.rule.ints):
                 put(named if isinstance(path[0], str) else given, path, size)
-            found = run(given, named, piece.begins)
+            found = run(local, given, named, piece.begins)
             outs = list(found) if isinstance(found, tuple) else [found]
-            outs = [piece.kept(x, labels) for x, labels in zip(outs, local.rule.results, strict=True)]
+            made = zip(outs, local.rule.results, strict=True)
+            outs = [None if x is None else piece.kept(x, labels) for x, labels in made]
             return tuple(outs) if isinstance(found, tuple) else outs[0]
 
-        return local.run(form, *local.args, **local.kwargs)
+        return form
+
+
+def nonempty(local: Local, **then: Any) -> Any:
+    """The op itself, where a device may have nothing on one element of zeros; it is told `then`, too."""
+    target = local.call.target
+    if not any(may_be_empty(local, f) for f in local.rule.local_factors):
+        return local.op(target, *local.args, **local.kwargs)
+    return Stencil({}, run=lambda _, args, kwargs, __: target(*args, **kwargs, **then)).local(local)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one device runs the op on, for the results `mine`.
-
-    Of the factors `thin`, of which it may have nothing, it takes one element that means nothing.
-    """
+    """What one device runs the op on, for the results `mine`: of the factors `thin` it may have nothing."""
 
     stencil: Stencil
     here: Mapping[str, Reach]  # those that are cut
     mine: Mapping[str, Range]
-    thin: Sequence[str]
+    thin: Container[str]
+    sizes: Mapping[str, int]  # of all factors, what it has
     begins: dict[int, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
 
     def _wide(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
         """The dims of a tensor that are read, or are gradients of what is."""
-        sources = {r.source: f for f, r in self.here.items()}
-        return ((dim, self.here[sources[f]], self.mine[sources[f]]) for dim, f in _along(labels, sources))
+        for f, reach in self.here.items():
+            for dim, label in enumerate(labels):
+                if dim == reach.dim or (reach.dim is None and reach.source in label):
+                    yield dim, reach, self.mine[f]
 
     def _windows(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
         """The dims of a tensor that read."""
@@ -146,16 +190,17 @@ class _Piece:
 
     def given(self, x: Tensor, at: int, labels: Labels) -> Tensor:
         """An operand as the op gets it."""
-        if at == self.stencil.like or not self.stencil.back:
+        how = self.stencil
+        if at == how.like or (not how.back and how.read in (None, at)):
             for dim, reach, mine in self._wide(labels):
                 self.begins[dim] = reach.frame(mine)[0]
-                x = _sized(x, dim, length(reach.frame(mine))) if self.stencil.back else reach.fetched(x, dim, mine)
+                x = _sized(x, dim, length(reach.frame(mine))) if how.back else reach.fetched(x, dim, mine, how.name)
         else:
             for dim, reach, mine in self._windows(labels):
-                x = reframe(x, dim, mine, reach.made(mine))
-        for dim, f in _along(labels, self.thin):
-            n = self.sizes[f] = x.shape[dim]
-            x = reframe(x, dim, (0, n), (0, max(n, 1)))
+                n = self._inside(labels[dim])
+                x = reframe(x, dim, _scaled(mine, n), _scaled(reach.made(mine), n))
+        for dim, _ in _along(labels, self.thin):
+            x = reframe(x, dim, (0, x.shape[dim]), (0, math.prod(map(self._taken, labels[dim]))))
         return x
 
     def kept(self, x: Tensor, labels: Labels) -> Tensor:
@@ -165,18 +210,49 @@ class _Piece:
                 x = reach.given_back(x, dim, mine)
         else:
             for dim, reach, mine in self._windows(labels):
-                x = x.narrow(dim, mine[0] - reach.made(mine)[0], length(mine))
-        for dim, f in _along(labels, self.thin):
-            x = x.narrow(dim, 0, self.sizes[f])
+                n = self._inside(labels[dim])
+                x = reframe(x, dim, _scaled(reach.made(mine), n), _scaled(mine, n))
+        for dim, _ in _along(labels, self.thin):
+            x = x.narrow(dim, 0, self._held(labels[dim]))
         return x
 
     def counted(self, ints: Mapping[Path, tuple[int, Sequence[str]]]) -> Iterator[tuple[Path, int]]:
         """Arguments that count what the op gets of a dim, or makes."""
-        for path, (k, factors) in ints.items():
-            read = [length(reach.frame(mine)) for _, reach, mine in self._wide((tuple(factors),))]
-            made = [length(reach.made(mine)) for _, reach, mine in self._windows((tuple(factors),))]
-            for n in (made + read if self.stencil.back else read + made)[-1:]:
-                yield path, k * n
+        return ((path, k * math.prod(map(self._taken, factors))) for path, (k, factors) in ints.items())
+
+    def _held(self, label: Sequence[str]) -> int:
+        """How much the device has of a dim."""
+        return math.prod(self.sizes[f] for f in label)
+
+    def _inside(self, label: Sequence[str]) -> int:
+        """How many elements of a dim there are for one of its major factor."""
+        return self._held(label[1:])
+
+    def _taken(self, factor: str) -> int:
+        """How much the op is given of a factor, or makes."""
+        if factor in self.here:
+            return length(self.here[factor].made(self.mine[factor]))
+        for f, reach in self.here.items():
+            if reach.source == factor:
+                return length(reach.frame(self.mine[f]))
+        n = self.sizes[factor]
+        return max(n, 1) if factor in self.thin else n
+
+
+def put(arguments: Any, path: Path, value: Any) -> None:
+    """Set the argument that sits there."""
+    *outer, last = path
+    for step in outer:
+        arguments = arguments[step]
+    arguments[last] = value
+
+
+def _one_at_least(r: Range) -> Range:
+    return r[0], max(r[1], r[0] + 1)
+
+
+def _scaled(r: Range, n: int) -> Range:
+    return r[0] * n, r[1] * n
 
 
 def _sized(x: Tensor, dim: int, n: int) -> Tensor:

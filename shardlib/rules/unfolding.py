@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardlib.rules.lineup import whole
-from shardlib.rules.nonempty import nonempty
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
 from shardlib.rules.space import arg, axis, result_shape
+from shardlib.rules.stencil import nonempty
 
 
 def _rule(call: Call, shape: Sequence[int], windows: Sequence[int], first: int, dim: str) -> Rule:
@@ -29,7 +29,7 @@ def _rule(call: Call, shape: Sequence[int], windows: Sequence[int], first: int, 
     if first > 1:
         sizes = " ".join(f"{word}:size(input_sizes.{i})" for i, word in enumerate(words))
         text = f"{gradient(text)} {sizes}"
-    return pattern(text, local=nonempty, flops=lambda *_: 0)(call)
+    return pattern(text, local=nonempty if touching else None, flops=lambda *_: 0)(call)
 
 
 def _unfold(call: Call) -> Rule:

@@ -41,6 +41,15 @@ class Window:
             return -self.span, 0
         return low * self.stride - self.padding, (high - 1) * self.stride - self.padding + self.span
 
+    def over(self, outputs: Range, inputs: Range) -> Range:
+        """Outputs, those that are given among them, whose windows lie over all of the inputs, and one at least."""
+        low, high = inputs
+        if low >= high:
+            return -1, 0
+        first, last = (low + self.padding) // self.stride, -(-(high + self.padding - self.span) // self.stride) + 1
+        least, most = outputs if length(outputs) else (first, first + 1)
+        return min(least, first), max(most, last)
+
     def readers(self, inputs: Range, count: int) -> Range:
         """Those of `count` outputs that read some of the inputs."""
         low, high = inputs

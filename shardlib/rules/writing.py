@@ -1,7 +1,8 @@
-"""Writing at indices, also along a cut dim.
+"""Writing at indices, also along a cut dim, with any reduction; reading and writing a tensor as one row.
 
 Along a cut dim every device drops what lies on the others: it goes into one row more than the shard has, which is then
-left out.
+left out. What is added up may come from all devices; so may what is compared, as long as the old values count too.
+Every other reduction needs its entries in one place.
 """
 
 from __future__ import annotations
@@ -139,6 +140,18 @@ def extremes(call: Call) -> str | None:
     return kind if call.kwargs.get("include_self", True) else None
 
 
+def _reduces(call: Call) -> str | None:
+    """`scatter_reduce(x, dim, index, src, reduce, include_self)`."""
+    if arg(call, 4, "reduce") == "sum":
+        return "sum" if call.kwargs.get("include_self", True) else None
+    return extremes(call)
+
+
+def _adds(call: Call) -> str | None:
+    """`scatter(x, dim, index, src, reduce)`."""
+    return "sum" if call.kwargs["reduce"] == "add" else None
+
+
 def _index_put(call: Call) -> Rule:
     """`index_put(x, indices, values, accumulate)`; without accumulation later entries win, so they stay together."""
     if masks(call):
@@ -167,6 +180,42 @@ def _put_where(call: Call) -> Rule:
     return space.rule([x, covered, broadcast(rest, values)], [x], flops=numel(shape))
 
 
+# A tensor as one row --------------------------------------------------------------------------------------------------
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    out: Tensor = aten.index.Tensor(x.reshape(-1), [index])
+    return out
+
+
+def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    flat: Tensor = aten.index_put.default(x.reshape(-1), [index], source.reshape(index.shape), accumulate)
+    return flat.reshape(x.shape)
+
+
+# Masked indices -------------------------------------------------------------------------------------------------------
+
+
+def _clamped(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None]:
+    return [i if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape, strict=False)]
+
+
+def _masked_index(x: Tensor, mask: Tensor, indices: list[Tensor | None], fill: float) -> Tensor:
+    """Read where the mask says; elsewhere an index may be anything, and the table may be empty."""
+    if x.numel() == 0:
+        indexed = [i is not None for i in indices] + [False] * x.dim()
+        x = x.new_full([max(n, 1) if at else n for n, at in zip(x.shape, indexed, strict=False)], fill)
+    out: Tensor = aten.index.Tensor(x, _clamped(x, indices))
+    return out.masked_fill(~mask, fill)
+
+
+def _masked_put(x: Tensor, mask: Tensor, indices: list[Tensor | None], values: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return x.clone()
+    out: Tensor = aten.index_put.default(x, _clamped(x, indices), values.masked_fill(~mask, 0), True)
+    return out
+
+
 # Rows of one index add up, wherever they are; scaling by how often it occurs needs all of them in one place.
 _ROWS_ADDED = pattern(
     "... d, ... -> v d | ...:sum ...:gather ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
@@ -183,4 +232,14 @@ ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"], indexed(lambda call: None)),
     "index_reduce": indexed(extremes),
     **dict.fromkeys(["index_put", "_unsafe_index_put", "_index_put_impl"], _index_put),
+    "scatter_reduce.two": scattered(_reduces),
+    **dict.fromkeys(["scatter.reduce", "scatter.value_reduce"], scattered(_adds)),
+    **dict.fromkeys(["masked_scatter", "masked_scatter_backward"], whole),
+}
+
+DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "take": _take,
+    "put": _put,
+    "_unsafe_masked_index": _masked_index,
+    "_unsafe_masked_index_put_accumulate": _masked_put,
 }

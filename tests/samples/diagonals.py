@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
-
 from tests.prover import Sample
 from tests.samples.make import f, s
-
-
-def traces() -> Iterator[Sample]:
-    for shape in ((5, 5), (2, 7), (4, 3), (5, 1), (1, 5)):
-        yield s("trace", f(*shape))
-    yield s("trace", torch.randint(0, 9, (5, 4)))
 
 
 def diagonals() -> Iterator[Sample]:
@@ -36,4 +28,4 @@ def diagonals() -> Iterator[Sample]:
     yield s("diagonal_scatter", f(3, 4), f(3), 1)
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (traces, diagonals)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (diagonals,)

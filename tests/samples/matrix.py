@@ -23,9 +23,6 @@ def distances() -> Iterator[Sample]:
         x, y = f(2, 5, 3), f(2, 4, 3)
         yield s("_cdist_backward", f(2, 5, 4), x, y, p, torch.cdist(x, y, p))
     yield s("_euclidean_dist", f(5, 3), f(4, 3))
-    yield s("_trilinear", f(5, 3), f(2, 3, 4), f(5, 4), [1, 3], [0], [1, 2], [2, 3])
-    yield s("_trilinear", f(5, 2), f(2, 3, 4), f(5, 4), [2, 3], [0], [1, 2], [1, 3])
-    yield s("_trilinear", f(5, 3), f(5, 3), f(5, 3), [], [], [], [1], 0)
 
 
 def complex_numbers() -> Iterator[Sample]:

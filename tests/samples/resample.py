@@ -71,9 +71,6 @@ def grid() -> Iterator[Sample]:
             yield f"grid_sampler_{dims}d", (x, at, *how), {}
             for mask in ([True, True], [False, True]):
                 yield f"grid_sampler_{dims}d_backward", (grad, x, at, *how, mask), {}
-    x, at, grad = (_f(*shape).float() for shape in ((2, 3, 4, 3), (2, 5, 1, 2), (2, 3, 5, 1)))
-    yield "_grid_sampler_2d_cpu_fallback", (x, at, 0, 0, False), {}
-    yield "_grid_sampler_2d_cpu_fallback_backward", (grad, x, at, 0, 0, False), {}
     yield "affine_grid_generator", (_f(3, 2, 3), [3, 2, 4, 5], True), {}
     yield "affine_grid_generator", (_f(5, 3, 4), [5, 1, 2, 3, 4], False), {}
 

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.scattering` and the rows of `shardlib.rules.writing` with reductions."""
+"""Samples for the rows of `shardlib.rules.writing` with reductions."""
 
 from __future__ import annotations
 
