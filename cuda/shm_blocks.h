@@ -11,6 +11,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <memory>
@@ -23,6 +24,7 @@ namespace shm {
 
 constexpr int64_t kIdle = int64_t{128} << 20;
 constexpr uint64_t kPage = 4096;
+constexpr uint64_t kStep = uint64_t{1} << 20;
 
 // A claim: the number of the round (40 bits, one more than it), the member (12), and which of its blocks (12).
 struct Claim {
@@ -148,9 +150,28 @@ class Blocks {
         if (!block.held.compare_exchange_strong(nobody, 1)) return;
         const uint64_t size = block.size.load();
         owner.idle.fetch_sub(static_cast<int64_t>(size));
-        fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(block.start.load()),
-                  static_cast<off_t>(size));
+        clear(file, block.start.load(), size);
         block.held.store(kNone, std::memory_order_release);
+    }
+
+    static void clear(int file, uint64_t start, uint64_t size) {
+        fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(start),
+                  static_cast<off_t>(size));
+    }
+
+    // Reserves so many bytes at the end of the file: step by step, since a signal may undo what a step has done.
+    bool reserve(uint64_t size) {
+        for (uint64_t at = 0; at < size;) {
+            const uint64_t step = std::min(kStep, size - at);
+            const int error = posix_fallocate(own_->file, static_cast<off_t>(end_ + at), static_cast<off_t>(step));
+            if (error == EINTR) continue;
+            if (error) {
+                if (at) clear(own_->file, end_, at);
+                return fault = error, false;
+            }
+            at += step;
+        }
+        return true;
     }
 
     // A new block of this process, held by `holders`.
@@ -162,10 +183,7 @@ class Blocks {
         while (k < count && own_->blocks[k].held.load() != kNone) ++k;
         if (k == kBlocks) return fault = ENOBUFS, false;
         if (own_->file < 0) return fault = EMFILE, false;
-        int error;
-        while ((error = posix_fallocate(own_->file, static_cast<off_t>(end_), static_cast<off_t>(size))) == EINTR) {
-        }
-        if (error) return fault = error, false;
+        if (!reserve(size)) return false;
         Block& block = own_->blocks[k];
         block.start.store(end_);
         block.size.store(size);
