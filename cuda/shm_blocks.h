@@ -1,15 +1,19 @@
 // Blocks: memory in which the members of a channel build one result together, and read it without a copy.
 //
 // The first member that comes to such a collective takes a block that nobody holds, of any member, or makes one, and
-// says so in a claim that the others find. Every member holds it until its tensors there are gone. A process keeps idle
-// blocks of its own for the next result, up to kIdle bytes.
+// says so in a claim that the others find. Every member holds it until its tensors there are gone. Of a process's blocks
+// up to kIdle bytes stay for the next result when nobody holds them; the rest is dropped.
+//
+// All blocks of a process lie in one file, each in a place of its own that is never used twice: so many blocks take one
+// descriptor, and any member can drop one.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <fcntl.h>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -18,8 +22,9 @@
 
 namespace shm {
 
-constexpr uint64_t kIdle = uint64_t{128} << 20;
+constexpr int64_t kIdle = int64_t{128} << 20;
 constexpr uint64_t kPage = 4096;
+constexpr uint64_t kStep = uint64_t{1} << 20;
 
 // A claim: the number of the round (40 bits, one more than it), the member (12), and which of its blocks (12).
 struct Claim {
@@ -36,9 +41,11 @@ static_assert(kBlocks <= 0x1000, "a claim has 12 bits for a block");
 
 // A block as this process sees it.
 struct Mapped {
+    Header* owner = nullptr;
     Block* block = nullptr;
+    int file = -1;
     char* base = nullptr;
-    uint64_t size = 0;
+    uint64_t start = 0, size = 0;
     uint32_t version = 0;
     std::atomic<int> held{0};  // by this process
 
@@ -50,12 +57,15 @@ struct Mapped {
 
 class Blocks {
   public:
-    explicit Blocks(Header* own) : own_(own) { own_->pid = getpid(); }
+    explicit Blocks(Header* own) : own_(own) {
+        own_->pid = getpid();
+        own_->file = files_[own_] = memfd_create("shardlib-block", MFD_CLOEXEC);
+    }
 
     ~Blocks() {
         for (auto& [block, mapped] : mapped_) mapped->unmap();
-        for (uint32_t i = 0; i < own_->count.load(); ++i)
-            if (own_->blocks[i].held.load() != kNone) close(own_->blocks[i].fd.load());
+        for (auto& [owner, file] : files_)
+            if (file >= 0) close(file);
     }
 
     int fault = 0;  // the errno of what went wrong
@@ -71,7 +81,7 @@ class Blocks {
             if (claims.compare_exchange_strong(word, mine.word(), std::memory_order_acq_rel)) {
                 word = mine.word();
             } else {  // another member was first
-                at(members, mine).held.store(0, std::memory_order_release);
+                rest(*reinterpret_cast<Header*>(members[mine.member]), at(members, mine));
             }
         }
         const Claim claim = Claim::of(word);
@@ -86,8 +96,13 @@ class Blocks {
     }
 
     static void give(Mapped* mapped) {
+        Header& owner = *mapped->owner;
+        Block& block = *mapped->block;
+        const int file = mapped->file;
+        const auto size = static_cast<int64_t>(mapped->size);
         mapped->held.fetch_sub(1);
-        mapped->block->held.fetch_sub(1, std::memory_order_acq_rel);
+        if (block.held.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+        if (owner.idle.fetch_add(size) + size > kIdle) drop(owner, block, file);
     }
 
   private:
@@ -106,6 +121,7 @@ class Blocks {
                 if (block.held.load(std::memory_order_relaxed) || !fits(block, bytes)) continue;
                 if (!block.held.compare_exchange_strong(nobody, static_cast<uint32_t>(members.size()))) continue;
                 if (fits(block, bytes)) {
+                    header->idle.fetch_sub(static_cast<int64_t>(block.size.load()));
                     claim.member = i;
                     claim.index = k;
                     return true;
@@ -121,6 +137,43 @@ class Blocks {
         return size >= bytes && size <= bytes + bytes / 4 + kPage;
     }
 
+    // Gives back what was taken for a claim that came too late.
+    static void rest(Header& owner, Block& block) {
+        const auto size = static_cast<int64_t>(block.size.load());
+        block.held.store(0, std::memory_order_release);
+        owner.idle.fetch_add(size);
+    }
+
+    // Drops a block if nobody holds it. Its pages go now, whoever maps them still.
+    static void drop(Header& owner, Block& block, int file) {
+        uint32_t nobody = 0;
+        if (!block.held.compare_exchange_strong(nobody, 1)) return;
+        const uint64_t size = block.size.load();
+        owner.idle.fetch_sub(static_cast<int64_t>(size));
+        clear(file, block.start.load(), size);
+        block.held.store(kNone, std::memory_order_release);
+    }
+
+    static void clear(int file, uint64_t start, uint64_t size) {
+        fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(start),
+                  static_cast<off_t>(size));
+    }
+
+    // Reserves so many bytes at the end of the file: step by step, since a signal may undo what a step has done.
+    bool reserve(uint64_t size) {
+        for (uint64_t at = 0; at < size;) {
+            const uint64_t step = std::min(kStep, size - at);
+            const int error = posix_fallocate(own_->file, static_cast<off_t>(end_ + at), static_cast<off_t>(step));
+            if (error == EINTR) continue;
+            if (error) {
+                if (at) clear(own_->file, end_, at);
+                return fault = error, false;
+            }
+            at += step;
+        }
+        return true;
+    }
+
     // A new block of this process, held by `holders`.
     bool make(uint32_t holders, uint64_t bytes, int me, Claim& claim) {
         const uint64_t size = (bytes + kPage - 1) / kPage * kPage;
@@ -128,22 +181,16 @@ class Blocks {
         uint32_t k = 0;
         const uint32_t count = own_->count.load();
         while (k < count && own_->blocks[k].held.load() != kNone) ++k;
-        if (k == kBlocks) return fault = EMFILE, false;
-        const int fd = memfd_create("shardlib-block", MFD_CLOEXEC);
-        if (fd < 0) return fault = errno, false;
-        int error;
-        while ((error = posix_fallocate(fd, 0, static_cast<off_t>(size))) == EINTR) {
-        }
-        if (error) {
-            close(fd);
-            return fault = error, false;
-        }
+        if (k == kBlocks) return fault = ENOBUFS, false;
+        if (own_->file < 0) return fault = EMFILE, false;
+        if (!reserve(size)) return false;
         Block& block = own_->blocks[k];
-        block.fd.store(fd);
+        block.start.store(end_);
         block.size.store(size);
         block.version.fetch_add(1);
         block.held.store(holders, std::memory_order_release);
         if (k == count) own_->count.store(count + 1, std::memory_order_release);
+        end_ += size;
         claim.member = static_cast<uint32_t>(me);
         claim.index = k;
         return true;
@@ -151,15 +198,9 @@ class Blocks {
 
     // Drops idle blocks of this process until they and one of `size` bytes may be kept.
     void drop_idle(uint64_t size) {
-        uint64_t kept = size;
-        for (uint32_t k = own_->count.load(); k-- > 0;) {
+        for (uint32_t k = own_->count.load(); k-- > 0 && own_->idle.load() + static_cast<int64_t>(size) > kIdle;) {
             Block& block = own_->blocks[k];
-            uint32_t nobody = 0;
-            if (block.held.load()) continue;
-            if ((kept += block.size.load()) <= kIdle || !block.held.compare_exchange_strong(nobody, kNone)) continue;
-            kept -= block.size.load();
-            (void)!ftruncate(block.fd.load(), 0);  // others may map it still: its pages go now
-            close(block.fd.load());
+            if (!block.held.load()) drop(*own_, block, own_->file);
         }
     }
 
@@ -169,25 +210,34 @@ class Blocks {
         const uint32_t version = block.version.load(std::memory_order_acquire);
         if (mapped->base && mapped->version == version) return mapped.get();
         mapped->unmap();
-        int fd = block.fd.load();
-        if (owner != own_) {
-            char path[64];
-            std::snprintf(path, sizeof path, "/proc/%d/fd/%d", owner->pid, fd);
-            fd = open(path, O_RDWR | O_CLOEXEC);
-            if (fd < 0) return fault = errno, nullptr;
-        }
-        const uint64_t size = block.size.load();
-        void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
-        if (owner != own_) close(fd);
+        const int file = file_of(owner);
+        if (file < 0) return fault = errno, nullptr;
+        const uint64_t start = block.start.load(), size = block.size.load();
+        void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file,
+                          static_cast<off_t>(start));
         if (base == MAP_FAILED) return fault = errno, nullptr;
+        mapped->owner = owner;
         mapped->block = &block;
+        mapped->file = file;
         mapped->base = static_cast<char*>(base);
+        mapped->start = start;
         mapped->size = size;
         mapped->version = version;
         return mapped.get();
     }
 
+    int file_of(Header* owner) {
+        const auto found = files_.find(owner);
+        if (found != files_.end()) return found->second;
+        char path[64];
+        std::snprintf(path, sizeof path, "/proc/%d/fd/%d", owner->pid, owner->file);
+        const int file = open(path, O_RDWR | O_CLOEXEC);
+        return file < 0 ? file : files_[owner] = file;
+    }
+
     Header* own_;
+    uint64_t end_ = 0;  // of this process's file
+    std::unordered_map<Header*, int> files_;
     std::unordered_map<Block*, std::unique_ptr<Mapped>> mapped_;
 };
 

@@ -311,7 +311,7 @@ class Engine {
             if (op.got[i]) continue;
             const Segment& s = r.receives[i];
             const size_t length = r.length(s, op.taken);
-            if (length) {
+            if (length || op.block) {  // a stranger may write to a block, too, whatever it should send
                 const Channel& peer = *m.peers[i];
                 const bool gathers = r.how == kReduceGather;
                 if ((gathers ? peer.reduced : peer.posted).load(std::memory_order_acquire) <= number) {

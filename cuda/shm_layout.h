@@ -47,12 +47,11 @@ struct Channel {
     std::atomic<uint64_t> claims[kRounds];  // the first member's: in which block a shared result lies, by first round
 };
 
-// Memory of shared results: a file of the process in whose header this stands.
+// Memory of shared results: bytes of the file of the process in whose header this stands.
 struct Block {
-    std::atomic<uint32_t> held;     // members that have not given it back; kNone: there is no file
-    std::atomic<uint32_t> version;  // files that have stood here
-    std::atomic<int32_t> fd;
-    std::atomic<uint64_t> size;
+    std::atomic<uint32_t> held;     // members that have not given it back; kNone: there is no block
+    std::atomic<uint32_t> version;  // blocks that have stood here
+    std::atomic<uint64_t> start, size;
 };
 constexpr uint32_t kNone = ~uint32_t{0};
 
@@ -62,7 +61,8 @@ struct Header {
     // Whoever sleeps has said in `wants` what for, and sleeps until `rings` changes.
     alignas(kLine) std::atomic<uint32_t> rings;
     std::atomic<uint32_t> wants;
-    int32_t pid;
+    int32_t pid, file;
+    std::atomic<int64_t> idle;    // bytes of blocks that nobody holds
     std::atomic<uint32_t> count;  // of blocks that were ever used
     Block blocks[kBlocks];
     Channel channels[kChannels];

@@ -191,6 +191,19 @@ def _whole(x: Tensor) -> Tensor:
     return sl.shard(x, "_ _")
 
 
+@torch.library.custom_op("codegen_test::note", mutates_args=())
+def note(x: Tensor) -> None:
+    """An op that may keep what it is given."""
+
+
+note.register_fake(lambda x: None)
+
+
+def _noted(x: Tensor) -> Tensor:
+    note(y := _whole(x))
+    return y @ x.t()
+
+
 @pytest.mark.parametrize(
     ("fn", "shared"),
     [
@@ -201,6 +214,7 @@ def _whole(x: Tensor) -> Tensor:
         (lambda x: (_whole(x)[0].sort()[0], torch.exp(_whole(x)[0]).sort()[0]), True),
         (lambda x: (_whole(x).sort()[0], torch.exp(_whole(x)).sort()[0]), False),  # written over
         (lambda x: torch.exp(_whole(x)), True),
+        (_noted, False),
     ],
 )
 def test_who_may_read_what_is_gathered_with_others(fn: Callable[..., Any], shared: bool) -> None:

@@ -500,12 +500,63 @@ def shared_or_not() -> str:
     return str(refused.value)
 
 
+def many_at_once() -> tuple[int, int]:
+    """The files of many blocks, all of the first rank, and the bytes that stay when nobody has them any more."""
+    group, count = group_of(2), 1 << 20
+    x = torch.zeros(count)
+    held = []
+    for _ in range(18):
+        if dist.get_rank() == 1:
+            dist.barrier()
+        handle = all_gather.start(x, 0, [count, count], group, shared=True)
+        if dist.get_rank() == 0:
+            dist.barrier()
+        held.append(handle.finish())
+    files = [path for path in Path("/proc/self/fd").iterdir() if "memfd:shardlib-block" in os.path.realpath(path)]
+    held.clear()
+    del handle
+    dist.barrier()
+    return len(files), sum(path.stat().st_blocks * 512 for path in files)
+
+
+@pytest.mark.ranks
+@RANKED
+def test_blocks_take_few_files_and_few_of_them_stay():
+    with fresh(2) as run:
+        for files, stay in run(many_at_once):
+            assert files <= 2
+            assert 0 < stay <= 128 << 20
+
+
 @pytest.mark.ranks
 @RANKED
 def test_ranks_of_which_one_shares_are_out_of_step():
     with fresh(2) as run:
         for text in run(shared_or_not):
             assert "is in another collective of ranks 0 and 1" in text or "gave up" in text
+
+
+def other_sizes() -> tuple[str, list[float]]:
+    """The last rank sends nothing by what the others say; by what it says itself it writes where they read."""
+    group = group_of(3)
+    gathered(group)
+    mine, count = dist.get_rank(), all_gather.SHARED_BYTES
+    sizes = [0, count - 32, count] if mine == 2 else [count, count, 0]
+    time.sleep(0.2 * (mine == 2))
+    try:
+        out = all_gather.start(torch.full((sizes[mine],), float(mine)), 0, sizes, group, shared=True).finish()
+    except CollectiveError as error:
+        return str(error), []
+    time.sleep(0.4)
+    return "", out.unique().tolist()
+
+
+@pytest.mark.ranks
+@RANKED
+def test_who_sends_nothing_to_a_shared_result_is_asked_too():
+    with fresh(3) as run:
+        for error, values in run(other_sizes):
+            assert "another collective" in error or "gave up" in error, values
 
 
 def test_memory_of_results_is_used_again_when_nobody_has_them():

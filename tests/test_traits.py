@@ -218,6 +218,8 @@ def test_marks() -> None:
 def test_what_nobody_measured_may_show_anything() -> None:
     library = torch.library.Library("traits_test", "DEF")
     library.define("own(Tensor x) -> Tensor")
+    library.define("keep(Tensor x) -> ()")
     assert may_show(torch.ops.traits_test.own.default)
+    assert may_show(torch.ops.traits_test.keep.default)
     assert may_show(len)
     assert not may_show(torch.ops.shardlib.attention.default)

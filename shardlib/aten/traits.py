@@ -194,7 +194,7 @@ def is_view(target: Any) -> bool:
 
 @cache
 def may_show(target: Any) -> bool:
-    """Whether an op's results may show the memory of any operand: also what nobody here has measured may.
+    """Whether an op's results may show the memory of any operand: also what nobody here has measured may, or keep it.
 
     Example:
         >>> import torch
@@ -205,7 +205,7 @@ def may_show(target: Any) -> bool:
     if not isinstance(target, OpOverload):
         return True
     if target.namespace not in ("aten", "prims", "shardlib"):
-        return bool(schema_of(target).returns)
+        return True
     quiet = any(a.alias_info is not None and not a.alias_info.is_write for a in schema_of(target).arguments[1:])
     return quiet or "may show" in _of(target)
 

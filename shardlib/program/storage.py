@@ -65,7 +65,7 @@ def last_reads(steps: Iterable[Step]) -> dict[Var, int]:
 
 
 def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
-    """Owners whose memory an op may, or may not, have handed on to its results, and these."""
+    """Owners whose memory an op may, or may not, have kept or handed on to its results, and these."""
     return {
         owner.get(v, v)
         for step in steps
