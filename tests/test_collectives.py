@@ -499,7 +499,7 @@ def test_virtual_meshes_have_no_groups():
         (("all_reduce", 10**6, True, torch.complex64, "max", "shm", 4), "torch/scatter_gather: "),
         (("all_gather", 100, False, torch.float32, "", "nccl", 4), "torch/padded: sizes differ"),
         (("all_gather", 100, False, torch.float32, "", "gloo", 4), "torch/exchange: sizes differ"),
-        (("all_gather", 100, False, torch.float32, "", "shm", 4), "shm: each member reads"),
+        (("all_gather", 100, False, torch.float32, "", "shm", 4), "shm: each member's part"),
         (("all_gather", 100, True, torch.float32, "", "virtual", 4), "torch: all members are in this process"),
         (("all_gather", 100, True, torch.float32, "", "none", 1), "torch: one member"),
         (
