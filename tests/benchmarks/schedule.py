@@ -2,8 +2,8 @@
 
 `python -m tests.benchmarks.schedule` prints seconds of messages that nothing hides, by the simulator's clock.
 `--table ranks` runs both programs in turns in the same 4 processes, one thread each, over shared memory, and prints
-seconds of a step, and in how many of them a rank waited for messages (the mean of all ranks, copies into results
-included).
+seconds of a step, in how many of them a rank waited for messages (the mean of all ranks, copies into results
+included), and in how many of these it was ready and stood in the queue for a core, as the system counts it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,10 +113,14 @@ def simulated() -> str:
 
 
 class Contestant:
-    """A step on this rank, loaded with or without the schedule; `waited` are its seconds in waits, call by call."""
+    """A step on this rank, loaded with or without the schedule.
+
+    `waited` are its seconds in waits, call by call, and `queued` those of them in which it was ready to run.
+    """
 
     def __init__(self, make: Callable[[], Callable[[], Any]]) -> None:
         self.waited: list[float] = []
+        self.queued: list[float] = []
         kept = distributed.source, distributed.ranged
         distributed.source = lambda *args, ranges=False: kept[0](*args, ranges=True)  # type: ignore[assignment]
         distributed.ranged = self._timed  # type: ignore[assignment]
@@ -130,27 +135,38 @@ class Contestant:
             return fn
 
         def call(*args: Any) -> Any:
-            start = time.perf_counter()
+            start, before = time.perf_counter(), queued()
             out = fn(*args)
             self.waited[-1] += time.perf_counter() - start
+            self.queued[-1] += queued() - before
             return out
 
         return call
 
     def __call__(self) -> Any:
         self.waited.append(0.0)
+        self.queued.append(0.0)
         return self.step()
 
 
-def measure(name: str, layers: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of every step, and those that this rank waited, with the schedule and without."""
+def queued() -> float:
+    """Seconds that this thread was ready to run and had no core; 0 where the system does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except FileNotFoundError:
+        return 0.0
+
+
+def measure(name: str, layers: int, rounds: int) -> dict[str, tuple[list[float], list[float], list[float]]]:
+    """Seconds of every step, those that this rank waited, and queued meanwhile, with the schedule and without."""
     makes = {"llama": _llama}.get(name, lambda layers: _w1(name, layers))
     contestants = {}
     with unscheduled():
         contestants["unscheduled"] = Contestant(makes(layers))
     contestants["scheduled"] = Contestant(makes(layers))
     samples = interleave(contestants, rounds, before=dist.barrier)
-    return {who: (seconds, contestants[who].waited[-rounds:]) for who, seconds in samples.items()}
+    each = {who: (contestants[who].waited[-rounds:], contestants[who].queued[-rounds:]) for who in samples}
+    return {who: (seconds, *each[who]) for who, seconds in samples.items()}
 
 
 def _w1(name: str, layers: int) -> Callable[[], Callable[[], Any]]:
@@ -196,14 +212,16 @@ def on_ranks(names: list[str], layers: int, rounds: int) -> str:
     rows: list[tuple[object, ...]] = []
     for name in names:
         of_ranks = run_ranks(measure, 4, name, layers, rounds, timeout=900.0)
-        steps, waits = {}, {}
+        steps, waits, queues = {}, {}, {}
         for who in ("unscheduled", "scheduled"):
             steps[who] = of_ranks[0][who][0]
             waits[who] = [statistics.mean(r[who][1][i] for r in of_ranks) for i in range(rounds)]
+            queues[who] = [statistics.mean(r[who][2][i] for r in of_ranks) for i in range(rounds)]
         times = (ms(steps["unscheduled"]), ms(steps["scheduled"]), ratio(steps["scheduled"], steps["unscheduled"]))
         held = (ms(waits["unscheduled"]), ms(waits["scheduled"]), ratio(waits["scheduled"], waits["unscheduled"]))
-        rows.append((f"{name} L={layers}", *times, *held))
+        rows.append((f"{name} L={layers}", *times, *held, ms(queues["unscheduled"]), ms(queues["scheduled"])))
     header = ("4 processes", "step, unscheduled", "scheduled", "ratio", "waited, unscheduled", "scheduled", "ratio")
+    header += ("of it in the queue for a core, unscheduled", "scheduled")
     return markdown("Measured over shared memory, one thread each", header, rows)
 
 
