@@ -162,10 +162,15 @@ class Channel:
             rank = self.ranks[late] if late >= 0 else session.rank
             self._fail(f"rank {rank} did not come to a collective of {names(self.ranks)} within {seconds:g} s", rank)
 
-    def refuse_size(self) -> NoReturn:
-        """Raise the error for a shared result for which there is no memory."""
+    def refuse_size(self, results: Sequence[Like]) -> NoReturn:
+        """Raise the error for shared results for which there is no memory."""
         rank, fault = self.session.rank, self.library.shm_fault(self.session.engine)
-        self._fail(f"rank {rank} has no memory for a result of {names(self.ranks)}: {os.strerror(fault)}", rank)
+        size = f"{sum(x.nbytes for x in results) / 2**20:.1f} MiB of " if results else ""  # of an earlier one
+        self._fail(
+            f"rank {rank} cannot reserve {size}memory for what {names(self.ranks)} gather: "
+            f"{os.strerror(fault)}; raise that limit, or start with SHARDLIB_OPS=all_gather=torch",
+            rank,
+        )
 
     def refuse_stranger(self, ticket: int) -> NoReturn:
         """Raise the error for a member that is in another collective."""
@@ -215,7 +220,7 @@ class Transfer:
             if answer == _OUT_OF_STEP:
                 channel.refuse_stranger(self.ticket)
             if answer == _NO_MEMORY:
-                channel.refuse_size()
+                channel.refuse_size(() if self.shared is None else self.shared.outs)
             begin, look = begin or time.monotonic(), look or order.Patience()
             channel.watch(self.ticket, begin, look)
 

@@ -90,7 +90,8 @@ def _root(local: Local) -> Any:
     def form(x: Tensor) -> Tensor:
         held = rows.held(x, _neutral(order))
         norm = torch.linalg.vector_norm(held, order, rows.dims, rows.kept, dtype=acc)
-        return psum(norm**order, rows.factors).pow(1 / order).to(out)  # type: ignore[no-any-return]
+        powers: Tensor = psum(norm**order, rows.factors)
+        return powers.pow(1 / order).to(out)
 
     return local.run(form, local.args[0])
 

@@ -114,7 +114,7 @@ def trace(
             try:
                 found, tracked, inputs = _trace(*what, given, once, grads)
                 grads.refuse_hidden(call.state.grads)
-            except Exception as error:  # a piece was none, or it is the function's own, and comes again without pieces
+            except Exception as error:  # whatever the function raises: without pieces it does so again, to the caller
                 grads.refuse_hidden(call.state.grads)
                 if not once.used or watch is None or isinstance(error, TraceAnewError):
                     raise
