@@ -17,6 +17,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "all_to_all": ("torch", "shm", "cuda"),
     "ppermute": ("torch", "shm"),
     "random": ("torch", "host"),
+    "matmul": ("torch", "onednn"),  # of large float32 matrices on CPUs
     # Not an op but a plan's way with attention whose sequence is cut: keys passed round (in the order of the sequence,
     # or balanced), heads cut instead, or keys gathered.
     "sequence": ("ring", "zigzag", "heads", "gather"),

@@ -194,6 +194,7 @@ def innermost(x: Any) -> Any:
 
 has_onednn = _torch("torch._C._get_mkldnn_enabled", "oneDNN has ops of its own, for which there are no rules")
 set_onednn = _torch("torch._C._set_mkldnn_enabled", "the public switch is refused where tests froze torch's flags")
+ONEDNN_LINEAR = _late("torch.ops.mkldnn._linear_pointwise", "its products of float32 matrices, where they are faster")
 set_slot = _torch("torch.fx.experimental.proxy_tensor.set_proxy_slot", "a tensor is a node, and its shape is known")
 SLOT = _torch("torch.fx.experimental.proxy_tensor._ProxyTensor", "what such a slot holds")
 is_profiling = _global("torch.autograd.profiler._is_profiler_enabled", "a program with ranges runs where one looks")

@@ -22,6 +22,7 @@ from shardlib.jit import jit
 from shardlib.machine import Device, Link, Machine
 from shardlib.manual.collectives import all_gather, psum
 from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.ops.matmul import mm
 from shardlib.ranks import world
 from shardlib.shard_map import shard_map
 from shardlib.specs.spec import P
@@ -53,7 +54,7 @@ def _device(where: torch.device) -> Device:
     rates, side, copied = {}, _SIDE[where.type], _COPIED[where.type]
     for name, dtype in (("f64", torch.float64), ("f32", torch.float32), ("bf16", torch.bfloat16)):
         a = torch.rand(side, side, device=where).to(dtype)
-        rates[name] = 2 * side**3 / _seconds(partial(torch.mm, a, a), where)
+        rates[name] = 2 * side**3 / _seconds(partial(mm, a, a), where)
     values = [torch.zeros(copied // 4, device=where) for _ in range(_COPIES)]
     bandwidth = 3 * copied / (_seconds(partial(_added, values), where) / _COPIES)
     small = torch.zeros(16, device=where)

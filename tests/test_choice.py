@@ -7,7 +7,7 @@ import pytest
 from shardlib.errors import ShardingError
 from shardlib.ops._choice import BACKENDS, Choice, unavailable, wanted
 
-OPS = ("attention", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "random")
+OPS = ("attention", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "random", "matmul")
 REST = 'Rule: SHARDLIB_OPS is "torch", which means every op, or entries op=backend with commas between them'
 REMEDY = 'Remedy: for instance "all_gather=shm,attention=math"'
 
@@ -41,7 +41,7 @@ def test_what_is_wanted(text: str | None, wants: dict[str, str], monkeypatch: py
             "gather=shm",
             [
                 "'gather=shm': there is no op 'gather'; the ops are attention, all_gather, reduce_scatter, all_reduce,"
-                " all_to_all, ppermute, random, sequence"
+                " all_to_all, ppermute, random, matmul, sequence"
             ],
         ),
         ("sequence=torch", ["'sequence=torch': sequence has no backend 'torch'; it has ring, zigzag, heads, gather"]),

@@ -9,6 +9,7 @@ import torch
 
 from shardlib.aten.traits import has, is_view
 from shardlib.internals import OpOverload, c_functions, schema_of
+from shardlib.ops import matmul
 
 _OWN = ("prims", "shardlib", "shardlib_cuda", "shardlib_emulated", "torchvision")
 _FAST: Mapping[str, Any] = {
@@ -84,6 +85,8 @@ def callable_of(target: Any) -> Any:
     """
     if not isinstance(target, OpOverload):
         return target
+    if (own := matmul.FORMS.get(target)) is not None:
+        return own
     schema = schema_of(target)
     if not schema.name.startswith("aten::"):
         return target if target.namespace in _OWN or schema.is_mutable else _dense(target)  # a copy takes no write
