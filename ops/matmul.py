@@ -20,7 +20,8 @@ from shardlib.ops._choice import Choice, unavailable, wanted
 
 _backends: Any = torch.backends  # whose functions have no types
 SMALLEST = 128**3  # multiplications, below which what oneDNN does once a call takes longer
-THINNEST = 16  # of the three sizes: products with vectors read memory, and that is all
+THINNEST = 32  # of the three sizes: products with vectors read memory, and that is all
+THINNEST_COPIED = 128  # where an operand is copied first
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def _is_faster(a: Tensor, b: Tensor) -> bool:
     (m, k), n = a.shape, b.shape[1]
     return (
         m * k * n >= SMALLEST
-        and min(m, k, n) >= THINNEST
+        and min(m, k, n) >= (THINNEST if _is_dense(a) and _is_dense(b) else THINNEST_COPIED)
         and a.dtype == b.dtype == torch.float32
         and a.device.type == "cpu"
         and choose().backend == "onednn"
@@ -97,14 +98,22 @@ def _has_wide_vectors() -> bool:
 
 def linear(a: Tensor, b: Tensor, row: Tensor | None) -> Tensor:
     """oneDNN's product, with a row (in order) added or not."""
-    out: Tensor = _op()(_apart(a), _apart(b).t(), row, "none", [], "")
+    out: Tensor = _op()(_dense(a), _dense(b).t(), row, "none", [], "")
     return out
 
 
-def _apart(x: Tensor) -> Tensor:
-    """A matrix in rows or in columns that do not overlap: oneDNN reads others wrongly."""
-    (m, n), (down, across) = x.shape, x.stride()
-    return x if (across == 1 and down >= n) or (down == 1 and across >= m) else x.contiguous()
+def _dense(x: Tensor) -> Tensor:
+    """A matrix without gaps: of others oneDNN takes a thousand times as long, or reads wrongly where rows overlap."""
+    if _is_dense(x):
+        return x
+    down, across = x.stride()
+    return x.contiguous() if down >= across else x.t().contiguous().t()
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether it lies in rows or in columns, without gaps."""
+    m, n = x.shape
+    return x.stride() in ((n, 1), (1, m))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
     reason="this build of torch is without oneDNN",
 )
-M, K, N = 140, 112, 144
+M, K, N = 140, 130, 144
 
 
 @pytest.fixture(autouse=True)
@@ -27,16 +27,18 @@ def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Called(TorchDispatchMode):
-    """The names of the ops that run."""
+    """The ops that run, and the matrices that oneDNN is given."""
 
     only_observes = True
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.operands: list[Tensor] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(op))
+        self.operands += args[:2] if str(op) == ONEDNN else ()
         return op(*args, **(kwargs or {}))
 
     @property
@@ -67,6 +69,8 @@ def test_products_are_those_of_float64(first: str, second: str) -> None:
     assert called.products == [ONEDNN]
     torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
     assert found.is_contiguous()
+    for x in called.operands:
+        assert x.is_contiguous() or x.t().is_contiguous(), "others take a thousand times as long"
 
 
 @pytest.mark.parametrize("row", [torch.randn(N), torch.randn(2 * N)[::2], torch.randn(1).expand(N)])
