@@ -273,6 +273,7 @@ def unmark_stepped(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer).pop("_opt_called", None)
 
 
+SINGLE_ADAM = _slot("torch.optim.adam._single_tensor_adam", "torch steps several parameters at once on its own tensors")
 LOADED_STATE = _slot(
     "torch.optim.Optimizer._process_value_according_to_param_policy", "what is loaded of a parameter lives as that does"
 )

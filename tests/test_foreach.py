@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -104,14 +105,14 @@ def steps(make: Callable[..., torch.optim.Optimizer], params: list[Tensor], plac
         optimiser.step()
 
 
-@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {}], ids=["foreach", "fused", "plain"])
 @pytest.mark.parametrize("name", OPTIMISERS)
-def test_optimisers_step_on_shards(name: str, how: str) -> None:
+def test_optimisers_step_on_shards(name: str, how: dict[str, bool]) -> None:
     whole = [x.requires_grad_() for x in draw(0)]
-    steps(OPTIMISERS[name], whole, lambda x: x, {how: True})
+    steps(OPTIMISERS[name], whole, lambda x: x, how)
     with sl.Mesh(x=4):
         mine = [x.requires_grad_() for x in placed(draw(0))]
-        steps(OPTIMISERS[name], mine, placed, {how: True})
+        steps(OPTIMISERS[name], mine, placed, how)
     assert same([x.detach() for x in mine], [x.detach() for x in whole])
     assert [x.spec for x in mine if isinstance(x, sl.ShardedTensor)] == [x.spec for x in _placed_in_mesh()]
 
@@ -191,19 +192,110 @@ def test_lists_outside_jit(fn: Callable[[list[Tensor], list[Tensor]], Any]) -> N
     assert both(fn)
 
 
-def test_a_list_in_the_same_pieces_is_one_call_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    flat = together._flat
-    monkeypatch.setattr(together, "_flat", lambda results: calls.append(results) or flat(results))
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each call on the pieces of all, how many pieces of a list it has."""
+    found: list[int] = []
+    calls = together._calls
+    monkeypatch.setattr(together, "_calls", lambda lists: found.append(len((it := calls(lists))[0])) or it)
+    return found
+
+
+def test_a_list_in_the_same_pieces_is_one_call(parts: list[int]) -> None:
     with sl.Mesh(x=4):
         xs = [sl.shard(x, spec) for x, spec in zip(in_pieces(), SPECS_OF, strict=True)]
         whole = [sl.shard(x, sl.P()) for x in in_pieces()]
         for scale in (2.0, 3.0):
             torch._foreach_mul_(xs, scale)
-            torch._foreach_mul_(whole, scale)  # once for all
-        assert len(calls) == 2 * (4 + 1)
+            torch._foreach_mul_(whole, scale)
+        different = sum(len({s.data.data_ptr() for s in x.shards}) for x in xs)
+        assert 4 < different == parts[0] <= 13
+        assert parts == [different, 4] * 2, "devices that hold the same share it"
         torch._foreach_add_(xs, whole)  # in other pieces
-        assert len(calls) == 2 * (4 + 1)
+        assert len(parts) == 4
+
+
+ADAM: dict[str, tuple[bool, Callable[..., dict[str, Any]]]] = {  # in one call, options
+    "plain": (True, dict),
+    "weight decay": (True, lambda: {"weight_decay": 0.1}),
+    "uphill": (True, lambda: {"maximize": True}),
+    "rate in a tensor": (False, lambda: {"lr": torch.tensor(0.01)}),
+    "the most so far": (False, lambda: {"amsgrad": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("name", ADAM)
+def test_adam_outside_jit(name: str, kind: Any, dtype: torch.dtype, parts: list[int]) -> None:
+    at_once, options = ADAM[name]
+
+    def train(place: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        params = [x.requires_grad_() for x in place([x.to(dtype) for x in in_pieces()])]
+        opt = kind(params, **options())
+        for _ in range(3):
+            for p in params:
+                p.grad = (p * p).detach()
+            opt.step()
+        assert all(opt.state[p]["step"] == 3 for p in params)
+        return [x.detach() for p in params for x in (p, opt.state[p]["exp_avg"], opt.state[p]["exp_avg_sq"])]
+
+    with sl.Mesh(x=4):
+        mine = train(lambda xs: [sl.shard(x, spec) for x, spec in zip(xs, SPECS_OF, strict=True)])
+    for x, y in zip(mine, train(lambda xs: xs), strict=True):
+        torch.testing.assert_close(x.full_tensor(), y)
+    assert len(parts) == (3 if at_once and dtype != torch.bfloat16 else 0)
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "nobody": lambda x: None,
+    "a copy": lambda x: x.clone(),
+    "a copy of the object": copy.copy,
+    "a deep copy": lambda x: copy.deepcopy(x.detach()),
+    "another name": lambda x: x.detach(),
+    "a view": lambda x: x[1:],
+    "a view that was read": lambda x: (y := x.view(-1), y + 1)[0],
+    "a result": lambda x: x.detach() + 0,
+    "what a backward pass needs": lambda x: x * x,
+    "another placement": lambda x: x.redistribute(sl.P("x")) if isinstance(x, sl.ShardedTensor) else x.clone(),
+}
+
+
+@pytest.mark.parametrize("spec", [sl.P("x"), sl.P()])
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_step_writes_over_what_nobody_else_holds(name: str, spec: sl.P) -> None:
+    def run(place: Callable[[Tensor], Any]) -> tuple[Any, Any, list[int], list[int]]:
+        x, grad, mean, square = (place(torch.arange(1.0, 9) + i) for i in range(4))
+        x.requires_grad_()
+        other = HOLDERS[name](x)
+        before = [piece.data_ptr() for piece in getattr(x, "_locals", ())]
+        with torch.no_grad():
+            torch._fused_adamw_(
+                [x], [grad], [mean], [square], [], [torch.tensor(1.0)], lr=0.5, beta1=0.9, beta2=0.9, weight_decay=0.1,
+                eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        return x, other, before, [piece.data_ptr() for piece in getattr(x, "_locals", ())]
+
+    with sl.Mesh(x=4):
+        x, other, before, after = run(lambda x: sl.shard(x, spec))
+    expected, expected_other, *_ = run(lambda x: x)
+    torch.testing.assert_close(x.detach().full_tensor(), expected.detach())
+    if other is not None:
+        torch.testing.assert_close(other.detach().full_tensor(), expected_other.detach())
+    is_shared = name == "another placement" and spec == sl.P("x")
+    assert (before == after) is not is_shared
+
+
+def test_what_was_handed_out_of_a_tensor_stays() -> None:
+    with sl.Mesh(x=4):
+        x, *state = (sl.shard(torch.arange(1.0, 9) + i, "_@x") for i in range(4))
+    local, shards = x.to_local(), x.shards[1:3]
+    torch._fused_adamw_(
+        [x], *([s] for s in state), [], [torch.tensor(1.0)], lr=0.5, beta1=0.9, beta2=0.9, weight_decay=0.1, eps=1e-8,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+    assert [local.tolist(), *(s.data.tolist() for s in shards)] == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    assert x.shards[0].data[0] < 1
 
 
 def test_integers_are_not_cast_outside_jit() -> None:

@@ -6,6 +6,7 @@ elements in one place, so it may run on any pieces. What is in other pieces, or 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain
@@ -23,6 +24,7 @@ from shardlib.ranks.lineage import made, note
 from shardlib.ranks.telling import number
 from shardlib.tensors.aliases import assign
 from shardlib.tensors.form import Form, contiguous
+from shardlib.tensors.holders import Every, counts_alone, is_sole
 from shardlib.tensors.tensor import ShardedTensor, wrap
 from shardlib.tensors.warm import Run
 
@@ -47,33 +49,40 @@ def together(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, othe
         return None
     if any(args[i] for i in changes if i not in lists):
         return None
-    if not is_step(op) and not _keeps(Prepared(function, args, kwargs, mesh), forms):
+    in_place = is_step(op)  # as a function of values it copies all that it is given
+    if not in_place and not _keeps(Prepared(function, args, kwargs, mesh), forms):
         return None
-    own = number(str(op), "") if mesh.kind == "distributed" else 0
-    devices = range(len(args[lists[0]][0]._locals))
+    digest = number(str(op), "") if mesh.kind == "distributed" else 0
 
     def run(args: Any, kwargs: Any) -> Any:
         kwargs, tensors = kwargs or {}, list(chain.from_iterable([args[i] for i in lists]))
         changed = list(chain.from_iterable([args[i] for i in written]))
         if written and not _apart(changed, list(chain.from_iterable([args[i] for i in read]))):
             return otherwise(args, kwargs)
+        pieces = {i: [x._locals for x in args[i]] for i in lists}
+        calls, where = _calls([*pieces.values()])
+        own = {i: _own(args[i], pieces[i], calls) for i in written} if in_place else {}
+        operands: list[Any] = []
+        for i, a in enumerate(args):
+            if i in lists:
+                parts = [pieces[i][k][d] for k, d in calls]
+                if i in own:
+                    parts = [x if alone else x.clone() for x, alone in zip(parts, own[i], strict=True)]
+                operands.append(parts)
+            elif isinstance(a, list | tuple) and len(a) == len(where):
+                operands.append([_on(a[k], d) for k, d in calls])
+            else:
+                operands.append(_on(a, 0))
+        results = (op if in_place else function)(*operands, **{k: _on(a, 0) for k, a in kwargs.items()})
         numbers = [a for i, a in enumerate(args) if i not in lists]
-        known: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        by_device: list[list[torch.Tensor]] = []
-        for d in devices:
-            pieces = [x._locals[d] for x in tensors]
-            if (here := tuple(map(id, pieces))) not in known:  # devices with the same operands share results
-                left, others = iter(pieces), iter([_on(a, d) for a in numbers])
-                operands = [[next(left) for _ in a] if i in lists else next(others) for i, a in enumerate(args)]
-                known[here] = _flat(function(*operands, **{k: _on(a, d) for k, a in kwargs.items()}))
-            by_device.append(known[here])
-        results: list[tuple[torch.Tensor, ...]] = list(zip(*by_device, strict=True))
-        origin = made(own, tensors, list(numbers_of((numbers, kwargs)))) if own else 0
+        origin = made(digest, tensors, list(numbers_of((numbers, kwargs)))) if digest else 0
+        lists_made = [operands[i] for i in written] if in_place else [results]
+        values = [tuple([parts[c] for c in here]) for parts in lists_made for here in where]
         if not written:
-            out = [wrap(form, pieces) for form, pieces in zip(forms, results, strict=True)]
+            out = [wrap(form, value) for form, value in zip(forms, values, strict=True)]
             note(origin, out)
             return out
-        for i, (x, value) in enumerate(zip(changed, results, strict=True)):
+        for i, (x, value) in enumerate(zip(changed, values, strict=True)):
             assign(x, value, value, origin + i if origin else 0)
         torch.autograd.graph.increment_version([x for x in changed if not x.is_inference()])
         return None
@@ -134,6 +143,36 @@ def _apart(written: Sequence[ShardedTensor], read: Sequence[ShardedTensor]) -> b
     return owners.isdisjoint([id(x.__dict__.get("_memory") or x) for x in read])
 
 
+def _calls(lists: Sequence[Every]) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """The parts of one call, as indices of tensors and devices: devices with the same operands share one. And which
+    part is that of every device, tensor by tensor."""
+    if len(lists[0][0]) == 1:
+        return [(k, 0) for k in range(len(lists[0]))], [[k] for k in range(len(lists[0]))]
+    calls: list[tuple[int, int]] = []
+    where: list[list[int]] = []
+    for k, here in enumerate(zip(*lists, strict=True)):
+        known: dict[tuple[int, ...], int] = {}
+        for d, operands in enumerate(zip(*here, strict=True)):
+            if known.setdefault(tuple(map(id, operands)), len(calls)) == len(calls):
+                calls.append((k, d))
+        where.append([known[tuple(map(id, operands))] for operands in zip(*here, strict=True)])
+    return calls, where
+
+
+def _own(tensors: Sequence[ShardedTensor], pieces: Every, calls: Sequence[tuple[int, int]]) -> list[bool]:
+    """For each part of a call, whether its piece is held by this tensor alone, and part of no other part."""
+    base, memories = counts_alone(), [x.__dict__.get("_memory") for x in tensors]
+    parts = Counter([id(pieces[k][d]) for k, d in calls])
+    found = []
+    for k, d in calls:
+        if (memory := memories[k]) is not None:
+            memory.forget(but=tensors[k])  # they look at it again, behind this
+        times = sum(x is pieces[k][d] for x in pieces[k])
+        alone = is_sole(pieces, k, ((d, times),), 2 + (memory is not None), base)
+        found.append(alone and parts[id(pieces[k][d])] == 1)
+    return found
+
+
 def _on(x: Any, d: int) -> Any:
     """What one device has of an argument that is no list of parameters."""
     if isinstance(x, list | tuple):
@@ -141,8 +180,3 @@ def _on(x: Any, d: int) -> Any:
     if isinstance(x, ShardedTensor):
         return x._locals[d]
     return x.detach() if isinstance(x, torch.Tensor) else x
-
-
-def _flat(results: Any) -> list[torch.Tensor]:
-    """The tensors of one list, or of the lists of several results."""
-    return [x for list_ in results for x in (list_ if isinstance(list_, list | tuple) else (list_,))]

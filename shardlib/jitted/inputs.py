@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import gt
 from typing import Any, NoReturn
 
 import torch
 
 from shardlib.errors import ShardingError
-from shardlib.internals import memory_of, memory_uses, tensor_uses
+from shardlib.internals import memory_of
 from shardlib.meshes.axis import alike
 from shardlib.meshes.mesh import Mesh
 from shardlib.specs.layout import Layout
 from shardlib.tensors.aliases import Memory
+from shardlib.tensors.holders import Counts, Every, counts_alone, is_sole
 from shardlib.tensors.tensor import ShardedTensor
 
 
@@ -47,7 +46,7 @@ def donate(
     Writes to a plain tensor show in all that share its memory, on one device, too: what replaces it is written there.
     """
     gone: list[ShardedTensor] = []
-    base = _counted([(torch.zeros(1) + 1,)], 0, 0)
+    base = counts_alone()
     counts = Counter(id(leaves[given.leaf]) for given in inputs)
     for i, given in enumerate(inputs):
         if not given.donated and not given.replaced:
@@ -56,15 +55,11 @@ def donate(
         if given.replaced:
             if not _is_at_home(leaf, pieces, i, given.firsts, base):
                 pieces[i] = _copied(pieces[i], given, mesh)
-        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and _sole(pieces, i, given.firsts, 2, base):
+        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and is_sole(pieces, i, given.firsts, 2, base):
             gone.append(leaf)
         else:
             pieces[i] = _copied(pieces[i], given, mesh)
     return gone
-
-
-Every = Sequence[tuple[torch.Tensor, ...]]  # the pieces of every input
-Counts = tuple[int, ...]
 
 
 def _is_at_home(leaf: torch.Tensor, pieces: Every, i: int, firsts: tuple[tuple[int, int], ...], base: Counts) -> bool:
@@ -76,28 +71,7 @@ def _is_at_home(leaf: torch.Tensor, pieces: Every, i: int, firsts: tuple[tuple[i
     memory: Memory | None = leaf.__dict__.get("_memory")
     if memory is not None:
         memory.forget(but=leaf)
-    return not leaf.__dict__.get("_path") and _sole(pieces, i, firsts, 2 + (memory is not None), base)
-
-
-def _sole(pieces: Every, i: int, firsts: tuple[tuple[int, int], ...], holders: int, base: Counts) -> bool:
-    """Whether only `holders` of the i-th tuple, and nothing beside it, refer to the memory of its pieces."""
-    whole, piece, *below = base
-    for d, n in firsts:
-        if any(map(gt, _counted(pieces, i, d), (whole + holders - 1, piece + n - 1, *below))):
-            return False
-    return True
-
-
-def _counted(pieces: Every, i: int, d: int) -> Counts:
-    """How many refer to a tuple of pieces, to one of these, to its storage, and to both below Python.
-
-    All that is counted is looked up in this frame: interpreters differ in how often a call refers to its arguments, and
-    one differs from itself where `torch.compile` has been at work. So counts of this frame compare with each other.
-    """
-    x = pieces[i][d]
-    storage = x.untyped_storage()
-    known = int(memory_uses(memory_of(storage))), int(tensor_uses(x))
-    return sys.getrefcount(pieces[i]), sys.getrefcount(x), sys.getrefcount(storage), *known
+    return not leaf.__dict__.get("_path") and is_sole(pieces, i, firsts, 2 + (memory is not None), base)
 
 
 def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:

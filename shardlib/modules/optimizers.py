@@ -1,19 +1,26 @@
 """What optimizers are told: those of parameters that a module no longer has are refused, moments live where a
-parameter's `moments_at` says. Both are hooks of every optimizer's step, so they hold inside `jit` and outside."""
+parameter's `moments_at` says. Both are hooks of every optimizer's step, so they hold inside `jit` and outside. Outside,
+Adam steps all parameters in one call, as torch does with tensors of its own on GPUs."""
 
 from __future__ import annotations
 
 import functools
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardlib.internals import LOAD_OPTIMIZER, LOADED_STATE
+from shardlib.internals import LOAD_OPTIMIZER, LOADED_STATE, SINGLE_ADAM
 from shardlib.moments import begins, parameters, place, placed
+from shardlib.ops.adam import DTYPES
 from shardlib.state import is_tracing
+from shardlib.tensors.form import Form, contiguous
 from shardlib.tensors.replaced import refuse_replaced
+from shardlib.tensors.tensor import ShardedTensor
 
+aten = torch.ops.aten
 _known: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # what an optimizer keeps in front of its step
 
 
@@ -34,6 +41,45 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     place(optimizer, _known.pop(optimizer, ()))
 
 
+_one_by_one = SINGLE_ADAM.value
+
+
+@functools.wraps(_one_by_one)
+def _adam(
+    params: list[Any], grads: list[Any], means: list[Any], squares: list[Any], most: list[Any], steps: list[Any],
+    *scales: Any, **how: Any,
+) -> None:  # fmt: skip
+    """By torch's fused kernel on the pieces, which a program has, too, where they lie alike; else parameter by
+    parameter."""
+    if is_tracing() or not _lie_alike(params, grads, means, squares) or not _are_numbers(steps, how):
+        _one_by_one(params, grads, means, squares, most, steps, *scales, **how)
+        return
+    kernel = aten._fused_adamw_ if how["decoupled_weight_decay"] else aten._fused_adam_
+    told = {name: how[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize")}
+    torch._foreach_add_(steps, 1)
+    kernel(params, grads, means, squares, [], [x.float() for x in steps], **told)
+
+
+def _lie_alike(*lists: list[Any]) -> bool:
+    """Whether all are on CPUs, of one dtype in which the kernel rounds as torch's steps do, and what belongs to a
+    parameter is in its pieces."""
+    if not all(type(x) is ShardedTensor for x in chain.from_iterable(lists)):
+        return False
+    forms: list[Form] = [x._form for x in lists[0]]
+    kinds = {(f.dtype, f.mesh.device, bool(f.layout.pending), f.strides == contiguous(f.shape)) for f in forms}
+    alike = all(x._form is form for xs in lists for x, form in zip(xs, forms, strict=True))
+    return alike and kinds in [{(dtype, "cpu", False, True)} for dtype in DTYPES]
+
+
+def _are_numbers(steps: list[Any], how: dict[str, Any]) -> bool:
+    """Whether the kernel is told all: what a step is made of are numbers, and nobody differentiates through it."""
+    return (
+        not (how["amsgrad"] or how["differentiable"] or how["capturable"] or torch.is_grad_enabled())
+        and not any(isinstance(how[name], torch.Tensor) for name in ("lr", "beta1", "beta2"))
+        and all(type(x) is torch.Tensor and not x.dim() and x.device.type == "cpu" for x in steps)
+    )
+
+
 _loaded = LOADED_STATE.value
 
 
@@ -43,6 +89,7 @@ def _placed(param: Any, *args: Any, **kwargs: Any) -> Any:
     return placed(param, _loaded(param, *args, **kwargs))
 
 
+SINGLE_ADAM.value = _adam
 LOADED_STATE.value = staticmethod(_placed)
 _load = LOAD_OPTIMIZER.value
 
