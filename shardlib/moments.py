@@ -1,8 +1,9 @@
 """What an optimizer keeps of its parameters: where it lives, and that it is there before the first step is traced.
 
 An optimizer makes its moments in its first step, so that this is another function than all later ones. Those whose
-moments begin as constants make them here, by torch's own code, in front of the call: one program serves all steps. So
-does a gradient scaler (`scales`).
+moments begin as constants, or with the rate, make them here, by torch's own code, in front of the call: one program
+serves all steps. So does a gradient scaler (`scales`), and so is done what the first step, or `load_state_dict`, would
+leave behind beside them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardlib.calls.changing import Item
 from shardlib.calls.numbers import is_given
 from shardlib.eager.moving import laid_as
-from shardlib.internals import has_step_hooks, init_group, mark_stepped, unmark_stepped
+from shardlib.internals import LAST_RATES, has_step_hooks, init_group, mark_loaded, mark_stepped
 from shardlib.jitted.planning import Invocation
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
@@ -34,6 +36,7 @@ from shardlib.tensors.tensor import ShardedTensor
 
 _RATE = (str, "lr")
 _PARTS = 16  # in which moments are made that live in the host's memory
+_BY_RATE = torch.optim.Rprop | torch.optim.ASGD  # they begin with the rate of the first step
 _MOMENTA = ((str, "momentum"), *(Item((str, "betas"), i) for i in range(3)))  # what schedulers set beside it
 
 
@@ -89,6 +92,7 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
             with ExitStack() as undo:
                 away = MOMENTS in call.function.keeping.schedule.state
                 made = {id(x): _begun(x, untouched, undo, away=away) for x in optimizers}
+                _part([x for x in call.state.kept if isinstance(x, LRScheduler)], undo)
                 for lacking in scales:
                     begin(lacking.scaler, lacking.device, undo)
                 call.around = partial(_hidden, [x for x in optimizers if made[id(x)]], scalers)
@@ -121,13 +125,14 @@ def _begun(
     """
     undo.callback(_put_back, optimizer, {p: dict(kept) for p, kept in optimizer.state.items()})
     _settle(optimizer)
-    if mark_stepped(optimizer):
-        undo.callback(unmark_stepped, optimizer)
+    for unmark in (mark_stepped(optimizer), mark_loaded(optimizer)):
+        undo.callback(unmark)
     fresh = [p for p in parameters(optimizer) if p.requires_grad and p.is_leaf and not optimizer.state.get(p)]
     fresh = [p for p in fresh if id(p) not in untouched]
-    by_rate = isinstance(optimizer, torch.optim.Rprop | torch.optim.ASGD)  # begins with the rate of the first step
-    if not fresh or by_rate or not type(optimizer).__module__.startswith("torch.") or has_step_hooks(optimizer):
+    if not fresh or not type(optimizer).__module__.startswith("torch.") or has_step_hooks(optimizer):
         return []
+    if isinstance(optimizer, _BY_RATE) and any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        return []  # which may be filled until it steps
     part = max(len(fresh) // _PARTS, 1) if away else len(fresh)
     for i in range(0, len(fresh), part):
         now = fresh[i : i + part]
@@ -138,6 +143,18 @@ def _begun(
             if isinstance(x, ShardedTensor) and x.dim():
                 sent(x)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
+
+
+def _part(schedules: Sequence[LRScheduler], undo: ExitStack) -> None:
+    """Give each schedule a list of rates of its own, as a step in a program does: one that is made of others has the
+    list of one of these, and of another one later."""
+    seen: set[int] = set()
+    for x in schedules:
+        rates = vars(x).get(LAST_RATES)
+        if type(rates) is list and id(rates) in seen:
+            undo.callback(setattr, x, LAST_RATES, rates)
+            setattr(x, LAST_RATES, list(rates))
+        seen.add(id(rates))
 
 
 def _put_back(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> None:
@@ -196,8 +213,9 @@ def begins(optimizer: torch.optim.Optimizer) -> None:
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """All settings by which moments are made; numbers that are inputs as what they are in this call, tensors by
     identity, and of a momentum whether there is one."""
+    without = {"params", "betas"} if isinstance(optimizer, _BY_RATE) else {"params", "betas", "lr"}
     return [
-        {k: x != 0 if k == "momentum" else _setting(x) for k, x in group.items() if k not in ("params", "lr", "betas")}
+        {k: x != 0 if k == "momentum" else _setting(x) for k, x in group.items() if k not in without}
         for group in optimizer.param_groups
     ]
 
