@@ -33,7 +33,10 @@ _COMPARISONS: dict[Any, str] = {
     operator.gt: ">",
     operator.ge: ">=",
 }
-_NAMES = ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "sin", "cos", "tan", "tanh", "atan")
+_NAMES = (
+    *("sqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "fabs", "fmod", "hypot"),
+    *("copysign", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf", "erfc"),
+)
 MATH: dict[Any, str] = {getattr(math, name): f"math.{name}" for name in _NAMES}  # functions of numbers
 _CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float", operator.abs: "abs", **MATH}
 OPERATIONS = frozenset({*_INFIX, *_PREFIX, *_CALLS})
@@ -74,7 +77,7 @@ class Scalar:
             return f"float{text}" if self.op is operator.pow and type(self.hint) is float else text  # no complex number
         if self.op in _PREFIX:
             return f"({_PREFIX[self.op]}{parts[0]})"
-        return f"{_CALLS[self.op]}({parts[0]})"
+        return f"{_CALLS[self.op]}({', '.join(parts)})"
 
     def value(self, leaves: Sequence[Any]) -> Any:
         """Its value in a call with these leaves."""

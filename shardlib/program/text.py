@@ -316,12 +316,12 @@ def _scalar(text: str) -> Scalar:
         if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
             return Scalar(operator.neg if isinstance(node.op, ast.USub) else operator.pos, (read(node.operand),))
         if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute):
+                return Scalar(getattr(math, node.func.attr), tuple(map(read, node.args)), hint=1.0)
             (given,) = node.args
             if isinstance(given, ast.Constant):
                 return float(str(given.value))
             inside = read(given)
-            if isinstance(node.func, ast.Attribute):
-                return Scalar(getattr(math, node.func.attr), (inside,), hint=1.0)
             if isinstance(node.func, ast.Name) and node.func.id == "abs":
                 return Scalar(operator.abs, (inside,), hint=1)
             is_power = inside.op is operator.pow and inside.hint == 1 and type(inside.hint) is int

@@ -19,9 +19,10 @@ from shardlib.scalar import MATH, Scalar
 def _following(function: Callable[..., float]) -> Callable[..., Any]:
     @functools.wraps(function)
     def follow(*args: Any) -> Any:
-        if len(args) == 1 and is_given(args[0]):
-            return Given.of(Scalar.of(function, args[0].scalar), args[0].numbers)
-        return function(*args)
+        given = [x for x in args if is_given(x)]
+        if not given or any(not is_given(x) and type(x) not in (int, float, bool) for x in args):
+            return function(*args)
+        return Given.of(Scalar.of(function, *(x.scalar if is_given(x) else x for x in args)), given[0].numbers)
 
     return follow
 

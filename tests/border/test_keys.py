@@ -305,6 +305,10 @@ def test_functions_of_numbers_are_part_of_the_program() -> None:
     each(lambda x, n: x * (1 + math.cos(math.pi * n / 20)) / 2, [(X, n) for n in range(12)], programs=1)
     each(lambda x, n: x * (math.sqrt(1 - 0.99**n) / (1 - 0.9**n)), [(X, n) for n in range(1, 9)], programs=1)
     each(lambda x, n: (x * math.exp(-n / 3), math.log1p(n) + 1), [(X, n) for n in range(8)], programs=1)
+    each(lambda x, n: x * (1 - math.pow(n, -0.8)), [(X, n) for n in range(1, 8)], programs=1)  # Adafactor
+    each(lambda x, n: x * math.log(n, 2) + math.atan2(-1.0, n), [(X, n) for n in (2, 3.0)], programs=2)
+    program = sl.jit(lambda x, n: x * math.hypot(n, -0.5, math.inf)).plan(X, 7).compiled.program
+    assert show(parse(show(program))) == show(program)
     program = sl.jit(lambda x, n: x * math.tanh(n) + math.sqrt(abs(math.sin(n) * 2))).plan(X, 7).compiled.program
     assert show(parse(show(program))) == show(program)
     assert "math.sqrt(abs((math.sin($" in show(program)
