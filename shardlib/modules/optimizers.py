@@ -46,18 +46,19 @@ _one_by_one = SINGLE_ADAM.value
 
 @functools.wraps(_one_by_one)
 def _adam(
-    params: list[Any], grads: list[Any], means: list[Any], squares: list[Any], most: list[Any], steps: list[Any],
-    *scales: Any, **how: Any,
+    params: list[Any], grads: list[Any], exp_avgs: list[Any], exp_avg_sqs: list[Any], max_exp_avg_sqs: list[Any],
+    state_steps: list[Any], *scales: Any, **how: Any,
 ) -> None:  # fmt: skip
     """By torch's fused kernel on the pieces, which a program has, too, where they lie alike; else parameter by
     parameter."""
-    if is_tracing() or not _lie_alike(params, grads, means, squares) or not _are_numbers(steps, how):
-        _one_by_one(params, grads, means, squares, most, steps, *scales, **how)
+    lists = params, grads, exp_avgs, exp_avg_sqs
+    if is_tracing() or not _lie_alike(*lists) or not _are_numbers(state_steps, how):
+        _one_by_one(*lists, max_exp_avg_sqs, state_steps, *scales, **how)
         return
     kernel = aten._fused_adamw_ if how["decoupled_weight_decay"] else aten._fused_adam_
     told = {name: how[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize")}
-    torch._foreach_add_(steps, 1)
-    kernel(params, grads, means, squares, [], [x.float() for x in steps], **told)
+    aten._foreach_add_(state_steps, 1)
+    kernel(*lists, [], [x.float() for x in state_steps], **told)
 
 
 def _lie_alike(*lists: list[Any]) -> bool:
