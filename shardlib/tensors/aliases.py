@@ -1,9 +1,9 @@
 """Which ShardedTensors share memory, so that a write through one of them is seen by all, as on one device.
 
-Pieces are never written to, so devices and tensors may share them; no plain tensor does. A write computes new pieces
-instead. So a tensor that was viewed has a `Memory`: the value of whoever owns it, and all tensors that show a part of
-it, each with the views that lead there from the owner. A write through any of them makes the owner's new value; the
-others forget their pieces, and make them again from the owner's when they are next read.
+Pieces are not written to while anybody else holds them, so devices and tensors may share them; no plain tensor does. A
+write computes new pieces instead. So a tensor that was viewed has a `Memory`: the value of whoever owns it, and all
+tensors that show a part of it, each with the views that lead there from the owner. A write through any of them makes
+the owner's new value; the others forget their pieces, and make them again from the owner's when they are next read.
 """
 
 from __future__ import annotations
