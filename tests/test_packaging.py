@@ -10,6 +10,7 @@ import tomllib
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
     sdist = build("sdist", tree)
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        safely: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python has it from 3.11.4 on
+        archive.extractall(folder / "unpacked", **safely)
     (unpacked,) = (folder / "unpacked").iterdir()
     return sdist, build("wheel", unpacked)
 
