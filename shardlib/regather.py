@@ -20,10 +20,10 @@ def mark(graph: Graph, way: Regather, said: Collection[Value]) -> None:
         return
     again = set(graph.inputs) if way == "always" else {*said, *_read_twice(graph)}
     for value in graph.values() if again else ():
-        value.again = not value.constant and _origin(value) in again
+        value.again = not value.constant and origin(value) in again
 
 
-def _origin(value: Value) -> Value:
+def origin(value: Value) -> Value:
     """What a value is a view of, a part, or another form element by element (a cast): made again at no great cost."""
     while (op := value.op) is not None and len(op.operands) == 1 and not op.constrains and not op.manual:
         (operand,) = op.operands
@@ -53,4 +53,4 @@ def _read_twice(graph: Graph) -> Iterator[Value]:
     twice = {x for x in first.values() if x.op is not None and not x.op.transparent and not x.constant}
     for op in known.values() if twice else ():
         if any(x is not None and viewed(x) in twice for x in (*op.operands, *op.results)):
-            yield from (x for x in map(_origin, op.operands) if x.op is None)
+            yield from (x for x in map(origin, op.operands) if x.op is None)

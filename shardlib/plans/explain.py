@@ -249,7 +249,10 @@ class Explainer:
             decision = decider.decision(unit, axis)
             if decision is None:
                 continue
-            yield f"{axis} cuts {decision.winner} here ({decision.units} alike); estimated, with all that it touches:"
+            share = self.compiled.propagated.flood.share
+            paid = f" (messages that arithmetic hides at {share:.0%})" if share < 1 else ""
+            cuts = f"{axis} cuts {decision.winner} here ({decision.units} alike)"
+            yield f"{cuts}; estimated, with all that it touches{paid}:"
             for name, seconds, first in decision.alternatives:
                 source = self._asked(unit, first[0], axis) if first else "no device does less"
                 yield f"  {name}: {seconds * 1e6:.1f} us, {source}"

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
-from shardlib.propagate.decide import Decider
+from shardlib.propagate.decide import TIE, Decider
 from shardlib.propagate.fixing import Key
 from shardlib.propagate.flood import Assignment, Flood, Message
 from shardlib.propagate.flooding import flood
+from shardlib.propagate.hidden import SHARE, hidden
 from shardlib.propagate.loose import Loose, matter
 from shardlib.propagate.meeting import met
 from shardlib.propagate.offers import best, offered
@@ -67,17 +69,33 @@ def propagate(
 ) -> Propagated:
     """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided.
 
-    `sends` says what an op sends while it runs, if it is cut in some way.
+    `sends` says what an op sends while it runs, if it is cut in some way. Where arithmetic can hide messages, there are
+    two ways: to send least, or what nobody waits for, if that takes markedly less time.
     """
+    values = hidden(graph, mesh)
+
+    def flooded(share: float, *said: Any, **known: Any) -> Flood:
+        found = flood(graph, fixed, outputs, doors, *said, **known)
+        found.hidden, found.share, found.sends = values, share, partial(sends, found)
+        return found
+
+    decider = _decided(graph, mesh, partial(flooded, 1.0))
+    work, seconds = decider.estimate.whole(decider.choices)[0], decider.unhidden
+    if values and seconds > work * TIE:
+        other = _decided(graph, mesh, partial(flooded, SHARE))
+        decider = other if other.unhidden * TIE < seconds else decider
+    return Propagated(decider.problem.flood, decider.units, decider, doors, outputs)
+
+
+def _decided(graph: Graph, mesh: Mesh, again: Callable[..., Flood]) -> Decider:
+    """The best decision where annotations flood as they do, as inputs meet, or past cuts that stand in the way."""
 
     def decide(flooded: Flood) -> Decider:
-        flooded.sends = partial(sends, flooded)
         first = Decider(graph, flooded, build_units(graph, flooded), mesh)
         decided = refine(graph, flooded, mesh, first)
         decider = offered(graph, flooded, mesh, first, decided)
         return decider if decider is decided else refine(graph, flooded, mesh, decider)
 
-    again = partial(flood, graph, fixed, outputs, doors)
     flooded = again()
     decider = decide(flooded)
     if values := met(flooded, graph):
@@ -87,8 +105,7 @@ def propagate(
     if flooded.tight and matter(flooded, graph):
         other = _loosened(again, flooded)
         decider, flooded = best([(decider, flooded), (decide(other), other)])
-    decider = spared(graph, flooded, mesh, decider)
-    return Propagated(flooded, decider.units, decider, doors, outputs)
+    return spared(graph, flooded, mesh, decider)
 
 
 def _loosened(again: Callable[[Loose], Flood], flooded: Flood) -> Flood:

@@ -95,6 +95,11 @@ class Decider:
         """The estimated time of the whole program."""
         return self.estimate.total(self.choices)
 
+    @property
+    def unhidden(self) -> float:
+        """The same, with all that nobody decides, where arithmetic hides the messages that nobody waits for."""
+        return self.estimate.unhidden(self.choices)
+
     def order(self, unit: Unit) -> Order:
         """The choice of a unit, for every mesh axis."""
         return self.choices[self.problem.kind[unit]]

@@ -28,10 +28,13 @@ class Moves:
     """The reshards of `count` values that are one record, by the states of their ends; states are numbered.
 
     A `rough` figure takes each reshard by what its axes do, without looking for its steps. The best steps at some
-    `prices` are taken, and charged as `paid` says, or by these.
+    `prices` are taken, and charged as `paid` says, or by these; a `share` of them where arithmetic hides the rest.
     """
 
-    def __init__(self, record: Record, count: int, prices: Prices = USUAL, paid: Prices | None = None) -> None:
+    def __init__(
+        self, record: Record, count: int, prices: Prices = USUAL, paid: Prices | None = None, share: float = 1.0
+    ) -> None:
+        self.share = (HOLDING if record.held else 1.0) * (share if record.hidden else 1.0)
         self.record, self.count, self.prices, self.paid = record, count, prices, paid or prices
         self.flat = tuple(n for dim in record.sizes for n in dim)
         self.ends = (*record.sources, *record.readers, *record.through)
@@ -102,7 +105,7 @@ class Moves:
             left = reduce(np.logical_and, map(self._owes, have))
             paid = [np.where(left, self._paid(s, np.array(-2), rough)[0], 0.0) for s in have]
             total = total + sum(np.where(mine, seconds, 0.0) for mine, seconds in zip(new, paid, strict=True))
-        return total * (HOLDING if record.held else 1.0)
+        return total * self.share
 
     def _owes(self, states: Numbers) -> NDArray[np.bool_]:
         return np.array([bool(pending) for _, pending in self._states] + [False])[states]

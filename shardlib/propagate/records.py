@@ -44,6 +44,7 @@ class Record:
     returned: tuple[tuple[Axis, ...], ...] | None = None
     through: tuple[End, ...] = ()  # where its sum began, if it came through linear ops: the first that owes counts
     late: bool = False  # while its sum is pending, who needs it takes it so, and has a record of `through`
+    hidden: bool = False  # nobody waits for its messages while there is arithmetic
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -77,7 +78,7 @@ class Records:
             made = sources.get(root) or (self._input(root),) if fixed is None else (End(None, cut=fixed[0]),)
             what = f.sizes(root), root.dtype.itemsize, tuple(dict.fromkeys(made)), tuple(ends)
             held = root.op is None and len(self.directions[root]) > 1
-            record = Record(*what, held, returned.get(root), through.get(root, ()), root in late)
+            record = Record(*what, held, returned.get(root), through.get(root, ()), root in late, root in f.hidden)
             yield record, root.times
 
     def _given_apart(self) -> Iterable[tuple[Record, int]]:
