@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 import shardlib as sl
 from shardlib.eager import together
@@ -245,6 +247,97 @@ def test_adam_outside_jit(name: str, kind: Any, dtype: torch.dtype, parts: list[
     for x, y in zip(mine, train(lambda xs: xs), strict=True):
         torch.testing.assert_close(x.full_tensor(), y)
     assert len(parts) == (3 if at_once and dtype != torch.bfloat16 else 0)
+
+
+def _saved(params: list[Tensor], opt: Any) -> list[Tensor]:
+    ones = [torch.ones_like(p, requires_grad=True) for p in params]
+    loss = sum(((p.grad * one).sum() for p, one in zip(params, ones, strict=True)), torch.zeros(()))
+    opt.step()
+    loss.backward()
+    return [one.grad for one in ones]
+
+
+def _shared(name: str, other: str | None = None) -> Callable[[list[Tensor], Any], list[Tensor]]:
+    """Steps with one counter for all parameters, or with one tensor as both moments."""
+
+    def run(params: list[Tensor], opt: Any) -> list[Tensor]:
+        opt.step()
+        for p in params:
+            opt.state[p][name] = opt.state[p if other else params[0]][other or name]
+        opt.step()
+        return []
+
+    return run
+
+
+def _set(**options: Any) -> Callable[[list[Tensor], Any], list[Tensor]]:
+    def run(params: list[Tensor], opt: Any) -> list[Tensor]:
+        opt.param_groups[0].update(options)
+        opt.step()
+        return []
+
+    return run
+
+
+UNUSUAL: dict[str, Callable[[list[Tensor], Any], list[Tensor]]] = {
+    "a graph has saved the gradients": _saved,
+    "one counter for all": _shared("step"),
+    "one tensor is both moments": _shared("exp_avg_sq", "exp_avg"),
+    "a rate with three digits": _set(lr=numpy.float16(0.1)),
+    "a decay with three digits": _set(weight_decay=numpy.float16(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_adam_does_what_torchs_does(name: str) -> None:
+    def run(place: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        params = [x.requires_grad_() for x in place(draw(0))]
+        for p, g in zip(params, place(draw(1)), strict=True):
+            p.grad = g
+        opt = torch.optim.AdamW(params, lr=0.1)
+        found = UNUSUAL[name](params, opt)
+        return [x.detach() for x in (*params, *found)] + [opt.state[p]["exp_avg_sq"] for p in params]
+
+    with sl.Mesh(x=4):
+        mine = run(placed)
+    assert same(mine, run(lambda xs: xs))
+
+
+def test_adam_refuses_a_scale_as_torch_does() -> None:
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    flags = {"amsgrad": False, "maximize": False, "foreach": False, "fused": False}
+    with sl.Mesh(x=4), torch.no_grad(), pytest.raises(AssertionError):
+        adam(
+            *(placed(draw(i)) for i in range(4)), [], [torch.tensor(1.0) for _ in SHAPES],
+            **flags, **numbers, grad_scale=torch.tensor(2.0),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
+@pytest.mark.parametrize("turned", range(4), ids=["parameter", "gradient", "mean", "square"])
+def test_a_step_goes_through_pieces_in_order(turned: int, held: bool) -> None:
+    """Those of a program's results may lie in memory as the strides do not say."""
+
+    def step(xs: list[Tensor]) -> list[Tensor]:
+        before = [x.clone() for x in xs] if held else []
+        torch._fused_adamw_(
+            *([x] for x in xs), [], [torch.tensor(1.0)], lr=0.5, beta1=0.9, beta2=0.9, weight_decay=0.1, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+        return [*xs, *before]
+
+    def turn(x: Tensor) -> Tensor:
+        return sl.shard(x.t().contiguous(), "_@x _")
+
+    whole = [torch.arange(1.0, 17).view(4, 4) + i for i in range(4)]
+    with sl.Mesh(x=2):
+        mine = [sl.shard(x, "_@x _") for x in whole]
+        mine[turned] = sl.jit(turn)(sl.shard(whole[turned].t().contiguous(), "_ _@x"))
+        (piece, *_), strides = mine[turned]._locals, mine[turned].stride()
+        assert piece.stride() != strides == (4, 1), "else nothing is tested here"
+        found = step(mine)
+    for x, y in zip(found, step(whole), strict=True):
+        torch.testing.assert_close(x.full_tensor(), y)
 
 
 HOLDERS: dict[str, Callable[[Any], Any]] = {

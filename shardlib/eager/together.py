@@ -22,7 +22,7 @@ from shardlib.internals import OpOverload, schema_of
 from shardlib.meshes.mesh import Mesh
 from shardlib.ranks.lineage import made, note
 from shardlib.ranks.telling import number
-from shardlib.tensors.aliases import assign
+from shardlib.tensors.aliases import are_apart, assign
 from shardlib.tensors.form import Form, contiguous
 from shardlib.tensors.holders import Every, counts_alone, is_sole
 from shardlib.tensors.tensor import ShardedTensor, wrap
@@ -43,13 +43,15 @@ def together(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, othe
     forms = _forms(args, mesh)
     lists = [i for i, a in enumerate(args) if forms and _is_list_of(a, forms)]
     rest = [a for i, a in enumerate(args) if i not in lists] + list(kwargs.values())
-    changes = [i for i, a in enumerate(schema_of(op).arguments) if a.name in written_arguments(op)]
+    names = _written(op, kwargs)
+    changes = [i for i, a in enumerate(schema_of(op).arguments) if a.name in names]
     written, read = [i for i in changes if i in lists], [i for i in lists if i not in changes]
     if not _is_elementwise(op) or function is None or not lists or not all(_is_whole(a, mesh) for a in rest):
         return None
     if any(args[i] for i in changes if i not in lists):
         return None
     in_place = is_step(op)  # as a function of values it copies all that it is given
+    dense = torch.contiguous_format  # its kernel goes through all of them as through rows of numbers
     if not in_place and not _keeps(Prepared(function, args, kwargs, mesh), forms):
         return None
     digest = number(str(op), "") if mesh.kind == "distributed" else 0
@@ -57,7 +59,7 @@ def together(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, othe
     def run(args: Any, kwargs: Any) -> Any:
         kwargs, tensors = kwargs or {}, list(chain.from_iterable([args[i] for i in lists]))
         changed = list(chain.from_iterable([args[i] for i in written]))
-        if written and not _apart(changed, list(chain.from_iterable([args[i] for i in read]))):
+        if written and not are_apart(changed, list(chain.from_iterable([args[i] for i in read]))):
             return otherwise(args, kwargs)
         pieces = {i: [x._locals for x in args[i]] for i in lists}
         calls, where = _calls([*pieces.values()])
@@ -67,7 +69,11 @@ def together(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, othe
             if i in lists:
                 parts = [pieces[i][k][d] for k, d in calls]
                 if i in own:
-                    parts = [x if alone else x.clone() for x, alone in zip(parts, own[i], strict=True)]
+                    parts = [
+                        x if alone else x.clone(memory_format=dense) for x, alone in zip(parts, own[i], strict=True)
+                    ]
+                elif in_place:
+                    parts = [x.contiguous() for x in parts]
                 operands.append(parts)
             elif isinstance(a, list | tuple) and len(a) == len(where):
                 operands.append([_on(a[k], d) for k, d in calls])
@@ -88,6 +94,12 @@ def together(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, othe
         return None
 
     return run
+
+
+def _written(op: OpOverload, kwargs: dict[str, Any]) -> set[str]:
+    """The arguments that this call writes to: gradients only where they are unscaled."""
+    scaled = kwargs.get("grad_scale") is not None
+    return {name for name in written_arguments(op) if scaled or not is_step(op) or name != "grads"}
 
 
 @cache
@@ -135,14 +147,6 @@ def _keeps(call: Prepared, forms: Sequence[Form]) -> bool:
     )
 
 
-def _apart(written: Sequence[ShardedTensor], read: Sequence[ShardedTensor]) -> bool:
-    """Whether what is written is all of its memory, and nothing else shows it."""
-    owners = {id(x.__dict__.get("_memory") or x) for x in written}
-    if len(owners) < len(written) or any(x.__dict__.get("_path") for x in written):
-        return False
-    return owners.isdisjoint([id(x.__dict__.get("_memory") or x) for x in read])
-
-
 def _calls(lists: Sequence[Every]) -> tuple[list[tuple[int, int]], list[list[int]]]:
     """The parts of one call, as indices of tensors and devices: devices with the same operands share one. And which
     part is that of every device, tensor by tensor."""
@@ -160,7 +164,7 @@ def _calls(lists: Sequence[Every]) -> tuple[list[tuple[int, int]], list[list[int
 
 
 def _own(tensors: Sequence[ShardedTensor], pieces: Every, calls: Sequence[tuple[int, int]]) -> list[bool]:
-    """For each part of a call, whether its piece is held by this tensor alone, and part of no other part."""
+    """For each part of a call, whether its piece is held by this tensor alone, part of no other part, and in order."""
     base, memories = counts_alone(), [x.__dict__.get("_memory") for x in tensors]
     parts = Counter([id(pieces[k][d]) for k, d in calls])
     found = []
@@ -169,7 +173,7 @@ def _own(tensors: Sequence[ShardedTensor], pieces: Every, calls: Sequence[tuple[
             memory.forget(but=tensors[k])  # they look at it again, behind this
         times = sum(x is pieces[k][d] for x in pieces[k])
         alone = is_sole(pieces, k, ((d, times),), 2 + (memory is not None), base)
-        found.append(alone and parts[id(pieces[k][d])] == 1)
+        found.append(alone and parts[id(pieces[k][d])] == 1 and pieces[k][d].is_contiguous())
     return found
 
 

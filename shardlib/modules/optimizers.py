@@ -16,6 +16,7 @@ from shardlib.internals import LOAD_OPTIMIZER, LOADED_STATE, SINGLE_ADAM
 from shardlib.moments import begins, parameters, place, placed
 from shardlib.ops.adam import DTYPES
 from shardlib.state import is_tracing
+from shardlib.tensors.aliases import are_apart
 from shardlib.tensors.form import Form, contiguous
 from shardlib.tensors.replaced import refuse_replaced
 from shardlib.tensors.tensor import ShardedTensor
@@ -61,23 +62,28 @@ def _adam(
     kernel(*lists, [], [x.float() for x in state_steps], **told)
 
 
-def _lie_alike(*lists: list[Any]) -> bool:
+def _lie_alike(params: list[Any], *lists: list[Any]) -> bool:
     """Whether all are on CPUs, of one dtype in which the kernel rounds as torch's steps do, and what belongs to a
-    parameter is in its pieces."""
-    if not all(type(x) is ShardedTensor for x in chain.from_iterable(lists)):
+    parameter is in its pieces. Two that share memory step one after the other."""
+    if not all(type(x) is ShardedTensor for x in chain(params, *lists)):
         return False
-    forms: list[Form] = [x._form for x in lists[0]]
+    forms: list[Form] = [x._form for x in params]
     kinds = {(f.dtype, f.mesh.device, bool(f.layout.pending), f.strides == contiguous(f.shape)) for f in forms}
     alike = all(x._form is form for xs in lists for x, form in zip(xs, forms, strict=True))
-    return alike and kinds in [{(dtype, "cpu", False, True)} for dtype in DTYPES]
+    return (
+        alike and kinds in [{(dtype, "cpu", False, True)} for dtype in DTYPES] and are_apart([*chain(params, *lists)])
+    )
 
 
 def _are_numbers(steps: list[Any], how: dict[str, Any]) -> bool:
-    """Whether the kernel is told all: what a step is made of are numbers, and nobody differentiates through it."""
+    """Whether the kernel is told all: a step is made of numbers of Python, every parameter counts its own, and nobody
+    differentiates through them."""
     return (
         not (how["amsgrad"] or how["differentiable"] or how["capturable"] or torch.is_grad_enabled())
-        and not any(isinstance(how[name], torch.Tensor) for name in ("lr", "beta1", "beta2"))
+        and how.get("grad_scale") is None
+        and all(isinstance(how[name], int | float) for name in ("lr", "beta1", "beta2", "weight_decay", "eps"))
         and all(type(x) is torch.Tensor and not x.dim() and x.device.type == "cpu" for x in steps)
+        and len({x.data_ptr() for x in steps}) == len(steps)
     )
 
 

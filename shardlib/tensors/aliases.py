@@ -9,6 +9,7 @@ the owner's new value; the others forget their pieces, and make them again from 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,14 @@ def like(x: torch.Tensor) -> AbstractContextManager[object]:
 def view(x: ShardedTensor, out: ShardedTensor, path: Path) -> None:
     """Note that `out` is what the views of `path`, one after the other, make of `x`."""
     memory_of(x).join(out, x.__dict__["_path"] + path)
+
+
+def are_apart(written: Sequence[ShardedTensor], read: Sequence[ShardedTensor] = ()) -> bool:
+    """Whether each tensor that is written is all of its memory, and nothing else here shows it."""
+    owners = {id(x.__dict__.get("_memory") or x) for x in written}
+    if len(owners) < len(written) or any(x.__dict__.get("_path") for x in written):
+        return False
+    return owners.isdisjoint([id(x.__dict__.get("_memory") or x) for x in read])
 
 
 def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch.Tensor, ...], origin: int = 0) -> None:
