@@ -313,6 +313,13 @@ def test_adam_refuses_a_scale_as_torch_does() -> None:
         )  # fmt: skip
 
 
+def _adamw(x: Tensor, *state: Tensor) -> None:
+    torch._fused_adamw_(
+        [x], *([s] for s in state), [], [torch.tensor(1.0)], lr=0.5, beta1=0.9, beta2=0.9, weight_decay=0.1, eps=1e-8,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
 @pytest.mark.parametrize("turned", range(4), ids=["parameter", "gradient", "mean", "square"])
 def test_a_step_goes_through_pieces_in_order(turned: int, held: bool) -> None:
@@ -320,10 +327,7 @@ def test_a_step_goes_through_pieces_in_order(turned: int, held: bool) -> None:
 
     def step(xs: list[Tensor]) -> list[Tensor]:
         before = [x.clone() for x in xs] if held else []
-        torch._fused_adamw_(
-            *([x] for x in xs), [], [torch.tensor(1.0)], lr=0.5, beta1=0.9, beta2=0.9, weight_decay=0.1, eps=1e-8,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
+        _adamw(*xs)
         return [*xs, *before]
 
     def turn(x: Tensor) -> Tensor:
@@ -363,10 +367,7 @@ def test_a_step_writes_over_what_nobody_else_holds(name: str, spec: sl.P) -> Non
         other = HOLDERS[name](x)
         before = [piece.data_ptr() for piece in getattr(x, "_locals", ())]
         with torch.no_grad():
-            torch._fused_adamw_(
-                [x], [grad], [mean], [square], [], [torch.tensor(1.0)], lr=0.5, beta1=0.9, beta2=0.9, weight_decay=0.1,
-                eps=1e-8, amsgrad=False, maximize=False,
-            )  # fmt: skip
+            _adamw(x, grad, mean, square)
         return x, other, before, [piece.data_ptr() for piece in getattr(x, "_locals", ())]
 
     with sl.Mesh(x=4):
@@ -383,12 +384,21 @@ def test_what_was_handed_out_of_a_tensor_stays() -> None:
     with sl.Mesh(x=4):
         x, *state = (sl.shard(torch.arange(1.0, 9) + i, "_@x") for i in range(4))
     local, shards = x.to_local(), x.shards[1:3]
-    torch._fused_adamw_(
-        [x], *([s] for s in state), [], [torch.tensor(1.0)], lr=0.5, beta1=0.9, beta2=0.9, weight_decay=0.1, eps=1e-8,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+    _adamw(x, *state)
     assert [local.tolist(), *(s.data.tolist() for s in shards)] == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     assert x.shards[0].data[0] < 1
+
+
+@pytest.mark.parametrize("step", [_adamw, sl.jit(lambda x, *_: x.add_(1.0))], ids=["outside jit", "inside"])
+def test_what_another_process_may_read_stays(step: Callable[..., Any]) -> None:
+    with sl.Mesh(x=2):
+        x, *state = (sl.shard(torch.arange(1.0, 5) + i, "_@x") for i in range(4))
+        for written_over in (True, False):
+            if not written_over:
+                x.to_local().share_memory_()  # as a queue of torch.multiprocessing does
+            before = x.to_local().data_ptr()
+            step(x, *state)
+            assert (x.to_local().data_ptr() == before) is written_over
 
 
 def test_integers_are_not_cast_outside_jit() -> None:

@@ -33,12 +33,14 @@ def is_sole(pieces: Every, i: int, firsts: Iterable[tuple[int, int]], holders: i
 
 
 def _counted(pieces: Every, i: int, d: int) -> Counts:
-    """How many refer to a tuple of pieces, to one of these, to its storage, and to both below Python.
+    """How many refer to a tuple of pieces, to one of these, to its storage, and to both below Python; and whether other
+    processes may.
 
     All that is counted is looked up in this frame: interpreters differ in how often a call refers to its arguments, and
     one differs from itself where `torch.compile` has been at work. So counts of this frame compare with each other.
     """
     x = pieces[i][d]
     storage = x.untyped_storage()
-    known = int(memory_uses(memory_of(storage))), int(tensor_uses(x))
+    sent = x.is_cpu and storage.is_shared()  # on GPUs it says so of all
+    known = int(memory_uses(memory_of(storage))), int(tensor_uses(x)), int(sent)
     return sys.getrefcount(pieces[i]), sys.getrefcount(x), sys.getrefcount(storage), *known
