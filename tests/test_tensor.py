@@ -149,6 +149,12 @@ def test_type_of_plain_and_pending(mesh: Mesh) -> None:
     assert torch.equal(x.full_tensor(), torch.full((4, 2), 4.0))
 
 
+def test_pieces_have_no_history(mesh: Mesh) -> None:
+    piece = torch.nn.Parameter(torch.ones(2, 2))
+    x = ShardedTensor([piece] * 8, Layout.parse("4@data, 2", mesh.axes), mesh)
+    assert not any(s.data.requires_grad or s.data.data_ptr() != piece.data_ptr() for s in x.shards)
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,8 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         refuse_misfits(f"ShardedTensor of layout {layout}", locals_, layout, mesh)
         first = locals_[0]
-        self = wrap(Form.of(layout, mesh, first.dtype, first.device, names), tuple(locals_))
+        pieces = tuple([x.detach() if x.requires_grad else x for x in locals_])  # histories are of whole tensors
+        self = wrap(Form.of(layout, mesh, first.dtype, first.device, names), pieces)
         if requires_grad:
             self.requires_grad_()
         return self
