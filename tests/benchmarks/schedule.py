@@ -3,7 +3,8 @@
 `python -m tests.benchmarks.schedule` prints seconds of messages that nothing hides, by the simulator's clock.
 `--table ranks` runs both programs in turns in the same 4 processes, one thread each, over shared memory, and prints
 seconds of a step, in how many of them a rank waited for messages (the mean of all ranks, copies into results
-included), and in how many of these it was ready and stood in the queue for a core, as the system counts it.
+included), and in how many of these it was ready and stood in the queue for a core, as the system counts it. `--machine`
+names one on the mesh: where messages fly meanwhile (`h100`, not `cpu`), any weights are gathered that this hides.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +159,11 @@ def queued() -> float:
         return 0.0
 
 
-def measure(name: str, layers: int, rounds: int) -> dict[str, tuple[list[float], list[float], list[float]]]:
+def measure(
+    name: str, layers: int, rounds: int, machine: str | None = None
+) -> dict[str, tuple[list[float], list[float], list[float]]]:
     """Seconds of every step, those that this rank waited, and queued meanwhile, with the schedule and without."""
-    makes = {"llama": _llama}.get(name, lambda layers: _w1(name, layers))
+    makes = partial(_llama, machine) if name == "llama" else partial(_w1, name, machine)
     contestants = {}
     with unscheduled():
         contestants["unscheduled"] = Contestant(makes(layers))
@@ -169,14 +173,14 @@ def measure(name: str, layers: int, rounds: int) -> dict[str, tuple[list[float],
     return {who: (seconds, *each[who]) for who, seconds in samples.items()}
 
 
-def _w1(name: str, layers: int) -> Callable[[], Callable[[], Any]]:
+def _w1(name: str, machine: str | None, layers: int) -> Callable[[], Callable[[], Any]]:
     from tests.models import w1_sharded
 
     config = w1.Config(layers=layers)
     mode = w1.modes(config, dist.get_world_size())[name]
 
     def make() -> Callable[[], Any]:
-        mesh = w1_sharded.mesh_of(mode)
+        mesh = w1_sharded.mesh_of(mode, machine=machine)
         with mesh:
             step = w1_sharded.sharded_step(mode, config)
             state, *batch = w1_sharded.place(mode, w1.init(config), *w1.batch(config))
@@ -192,9 +196,9 @@ def _w1(name: str, layers: int) -> Callable[[], Callable[[], Any]]:
     return make
 
 
-def _llama(layers: int) -> Callable[[], Callable[[], Any]]:
+def _llama(machine: str | None, layers: int) -> Callable[[], Callable[[], Any]]:
     def make() -> Callable[[], Any]:
-        mesh = sl.Mesh(data=dist.get_world_size())
+        mesh = sl.Mesh(data=dist.get_world_size(), machine=machine)
         with mesh:
             ids = torch.arange(8 * 128).remainder(4096).reshape(8, 128)
             step, given = trained(llama(256, layers), ids)
@@ -208,10 +212,10 @@ def _llama(layers: int) -> Callable[[], Callable[[], Any]]:
     return make
 
 
-def on_ranks(names: list[str], layers: int, rounds: int) -> str:
+def on_ranks(names: list[str], layers: int, rounds: int, machine: str | None) -> str:
     rows: list[tuple[object, ...]] = []
     for name in names:
-        of_ranks = run_ranks(measure, 4, name, layers, rounds, timeout=900.0)
+        of_ranks = run_ranks(measure, 4, name, layers, rounds, machine, timeout=900.0)
         steps, waits, queues = {}, {}, {}
         for who in ("unscheduled", "scheduled"):
             steps[who] = of_ranks[0][who][0]
@@ -231,5 +235,6 @@ if __name__ == "__main__":
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--machine")
     args = parser.parse_args()
-    print(simulated() if args.table == "simulated" else on_ranks(args.cases, args.layers, args.rounds))
+    print(simulated() if args.table == "simulated" else on_ranks(args.cases, args.layers, args.rounds, args.machine))

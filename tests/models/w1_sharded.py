@@ -12,9 +12,9 @@ import shardlib as sl
 from . import w1
 
 
-def mesh_of(mode: w1.Mode, *, abstract: bool = False) -> sl.Mesh:
+def mesh_of(mode: w1.Mode, *, abstract: bool = False, machine: str | None = None) -> sl.Mesh:
     make = sl.Mesh.abstract if abstract else sl.Mesh
-    return make(**mode.axes, rules=dict(mode.rules))
+    return make(**mode.axes, rules=dict(mode.rules), machine=machine)
 
 
 def sharded_step(mode: w1.Mode, config: w1.Config) -> Any:
