@@ -82,3 +82,17 @@ def test_whose_messages_are_hidden() -> None:
     made = [v for v in flood.hidden if v.op is not None and v.op.kind == "mm"]
     assert len(made) == len(matrices) - 1, "gradients of all matrices but the first"
     assert not names & {"x", "mm", "relu"}
+
+
+def test_gradients_are_those_of_one_device() -> None:
+    torch.manual_seed(0)
+    plain, x = stack(), torch.randn(256 * DEVICES, D)
+    ours = stack()
+    ours.load_state_dict(plain.state_dict())
+    plain(x).square().mean().backward()
+    with sl.Mesh(data=DEVICES):
+        m = sl.parallelize(ours, strategy="fsdp")
+        m(sl.shard(x, "batch@data _")).square().mean().backward()
+    for (name, p), q in zip(m.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(p.grad, sl.ShardedTensor)
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-7, msg=name)
