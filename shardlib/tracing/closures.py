@@ -94,9 +94,12 @@ class Closures(Staying):
             y = self._known[id(x)] = stand_in(like) if is_followed(x) else alike(like)
         self.stand_ins.append(y)
         self._grads.append(None)
-        if x is base and (x.is_leaf or x.retains_grad) and x.grad is not None:
-            at = len(self._grads) - 1
-            y.grad = self._grads[at] = self._argument(x.grad)
+        if x is base and (x.is_leaf or x.retains_grad):
+            with torch.DisableTorchFunction():  # nobody has asked for it yet: who does in the body asks the stand-in
+                grad = x.grad
+            if grad is not None:
+                at = len(self._grads) - 1
+                y.grad = self._grads[at] = self._argument(grad)
         return y
 
 

@@ -120,6 +120,16 @@ def drops_of_equal_pieces(net: Any, opt: Any, x: Tensor) -> None:
     sum(net(n * x) for n in range(4)).backward()
 
 
+def asks_in_equal_pieces(net: Any, opt: Any, x: Tensor) -> Any:
+    """A hook is part of a piece, and its stand-in of a parameter is what it asks."""
+    asked = net.register_forward_pre_hook(lambda net, args: args[0] * (1 if net.used.weight.grad is None else 2))
+    total = sum(net(n * x) for n in range(4)).detach()
+    asked.remove()
+    net.zero_grad()
+    net(x).backward()
+    return total
+
+
 # How often it is compiled again in 3 calls: where nothing has a `.grad` at first, and where all parameters have one.
 STEPS: dict[Step, tuple[int, int]] = {
     drops: (0, 0),
@@ -137,6 +147,7 @@ STEPS: dict[Step, tuple[int, int]] = {
     steps_first: (1, 1),
     asks: (1, 1),
     asks_by_name: (1, 1),
+    asks_in_equal_pieces: (1, 1),
 }
 
 
@@ -214,9 +225,21 @@ def test_of_one_function_some_calls_look() -> None:
         assert same(all_turns(step), all_turns(sl.jit(step, in_specs=(None, None, "b@data _"))))
 
 
+class Pieces(nn.Module):
+    """Equal ones: from the third on, a trace is a copy of one that was made apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.net(n * x) for n in range(4)]).sum()
+
+
+@pytest.mark.parametrize("make", [Net, Pieces])
 @pytest.mark.parametrize("door", ["jit", "parallelize"])
-def test_a_loop_outside_has_one_program(door: str) -> None:
-    nets = [Net().double()]
+def test_a_loop_outside_has_one_program(door: str, make: type[nn.Module]) -> None:
+    nets = [make().double()]
     nets.append(copy.deepcopy(nets[0]))
     with sl.Mesh(data=2):
         program = sl.parallelize(nets[1]) if door == "parallelize" else nets[1]
