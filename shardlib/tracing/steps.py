@@ -1,6 +1,6 @@
 """Optimizers that count their steps in a tensor: inside a trace they compute with it, outside they read its value.
 
-Most can: they are `capturable`. Two cannot, and are written here.
+Most can: they are `capturable`. Three cannot, or compute otherwise then, and are written here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def counting() -> Iterator[None]:
 def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(update)
     name = next(update.__name__.removeprefix(kind) for kind in UPDATES if update.__name__.startswith(kind))
-    run = _OWN.get(name) or (_capturable(update) if "capturable" in signature.parameters else update)
+    one = _singly().get(name, update) if update.__name__.startswith("_multi_tensor_") else update
+    run = _OWN.get(name) or (_capturable(one) if "capturable" in signature.parameters else update)
     run = _adam(run) if name == "adam" else run
 
     @functools.wraps(update)
@@ -62,13 +63,18 @@ def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
-    def run(state_steps: Sequence[Tensor], **call: Any) -> None:
-        exact = [x.double() for x in state_steps]  # read as Python's numbers, 0.999**n keeps all its digits
-        update(**call | {"capturable": True, "state_steps": exact})
-        for x, now in zip(state_steps, exact, strict=True):
-            x.copy_(now)
+    def run(**call: Any) -> None:
+        # Read as Python's numbers, 0.999**n keeps all its digits.
+        exact = {k: [x.double() for x in call[k]] for k in _NUMBERS if k in call}
+        update(**call | exact | {"capturable": True})
+        for k, made in exact.items():
+            for x, now in zip(call[k], made, strict=True):
+                x.copy_(now)
 
     return run
+
+
+_NUMBERS = ("state_steps", "etas", "mus")  # what updates keep in tensors, and read as numbers
 
 
 def _one_by_one(run: Callable[..., Any], call: dict[str, Any]) -> None:
@@ -118,6 +124,12 @@ def _updates() -> list[tuple[Any, str, Callable[..., Any]]]:
     return [(m, name, x) for m, name, x in named if callable(x)]
 
 
+def _singly() -> dict[str, Callable[..., Any]]:
+    """What updates one parameter after the other, by its name: some that take lists make factors of them in float32."""
+    kind = "_single_tensor_"
+    return {name.removeprefix(kind): x for _, name, x in _updates() if name.startswith(kind)}
+
+
 def _adam(plainly: Callable[..., Any]) -> Callable[..., Any]:
     """As one op a parameter, where that is what torch computes."""
 
@@ -147,7 +159,7 @@ def _is_one_op(state: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> bo
     return all(x.dtype in DTYPES and x.dtype == xs[0].dtype for xs in zip(*state, strict=True) for x in xs)
 
 
-# --- those that read their step ---------------------------------------------------------------------------------------
+# --- those that read their numbers ------------------------------------------------------------------------------------
 
 
 def _adagrad(
@@ -165,6 +177,35 @@ def _adagrad(
         total.addcmul_(grad, grad)
         rate = lr / (1 + (step.double() - 1) * lr_decay)
         p.sub_(rate * (grad / (total.sqrt() + eps)))
+
+
+def _nadam(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    mu_products: Sequence[Tensor], state_steps: Sequence[Tensor],
+    *, beta1: Any, beta2: Any, lr: Any, weight_decay: float, momentum_decay: float, eps: float,
+    decoupled_weight_decay: bool, maximize: bool, **_: Any,
+) -> None:  # fmt: skip
+    """Dozat, "Incorporating Nesterov Momentum into Adam" (2016), its product kept in the product's own digits."""
+    for p, grad, mean, square, product, step in zip(
+        params, grads, exp_avgs, exp_avg_sqs, mu_products, state_steps, strict=True
+    ):
+        step += 1
+        count = step.double()
+        grad = -grad if maximize else grad
+        if p.is_complex():
+            p, grad, mean, square = map(torch.view_as_real, (p, grad, mean, square))
+        if weight_decay and decoupled_weight_decay:
+            p.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            grad = grad + weight_decay * p
+        mu, next_mu = (beta1 * (1 - 0.5 * 0.96 ** (n * momentum_decay)) for n in (count, count + 1))
+        product.mul_(mu.to(product.dtype))
+        so_far = product.double()
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        size = square.div(1 - beta2**count).sqrt() + eps
+        p.sub_(lr * (1 - mu) / (1 - so_far) * grad / size)
+        p.sub_(lr * next_mu / (1 - so_far * next_mu) * mean / size)
 
 
 def _adafactor(
@@ -195,5 +236,5 @@ def _adafactor(
         p.sub_(update * (rate / (update.norm(2).double() / (root * d)).clamp(min=1)))
 
 
-# What is run instead of an update that reads its step.
-_OWN: dict[str, Callable[..., None]] = {"adagrad": _adagrad, "adafactor": _adafactor}
+# What is run instead of an update that reads its numbers.
+_OWN: dict[str, Callable[..., None]] = {"adagrad": _adagrad, "nadam": _nadam, "adafactor": _adafactor}
