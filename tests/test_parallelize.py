@@ -498,6 +498,32 @@ def test_arguments_stay_what_they_are(how: str, door: str) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+class Experts(nn.Module):
+    """The gradient of its weights is made in memory of another order than theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bd,edf->ebf", x, self.w)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_steps_on_pieces_in_any_order_of_memory(make: Any, fused: bool | None) -> None:
+    models = [Experts(), Experts()]
+    with Mesh(data=2):
+        sl.parallelize(models[0], strategy="fsdp")
+        for model in models:
+            opt = make(model.parameters(), lr=0.1, fused=fused)
+            for x in torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1)).double():
+                model(x).square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+    same(*models)
+
+
 def test_small_parameters_stay_whole() -> None:
     with Mesh(data=2):
         model = sl.parallelize(nn.Linear(8, 4), strategy=S.fsdp("data", threshold=8))
