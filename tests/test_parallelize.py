@@ -524,6 +524,29 @@ def test_steps_on_pieces_in_any_order_of_memory(make: Any, fused: bool | None) -
     same(*models)
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_the_state_of_another_models_optimizer_is_refused(make: Any) -> None:
+    def trained(*widths: int) -> Any:
+        model = sl.parallelize(nn.Sequential(nn.Linear(4, widths[0]), nn.Linear(widths[0], widths[1])), strategy="fsdp")
+        opt = make(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        return opt
+
+    with Mesh(data=2):
+        other, opt = trained(6, 2).state_dict(), trained(8, 2)
+        opt.load_state_dict(trained(8, 2).state_dict())
+        before = copy.deepcopy(opt.state_dict())
+        with pytest.raises(ShardingError) as refused:
+            opt.load_state_dict(other)
+    text = str(refused.value)
+    assert f"{make.__name__} cannot load this state" in text
+    assert "parameter 0 of shape [8, 4] has" in text
+    assert "of shape [6, 4]" in text or "of shape [6, 1]" in text
+    assert {line.split()[2] for line in text.splitlines() if "of shape" in line} >= {"0", "1", "2"}, "all of them"
+    assert str(before) == str(opt.state_dict()), "nothing was loaded"
+
+
 def test_small_parameters_stay_whole() -> None:
     with Mesh(data=2):
         model = sl.parallelize(nn.Linear(8, 4), strategy=S.fsdp("data", threshold=8))

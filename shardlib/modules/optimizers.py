@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardlib.errors import ShardingError
 from shardlib.internals import LOAD_OPTIMIZER, LOADED_STATE, SINGLE_ADAM
 from shardlib.moments import begins, parameters, place, placed
 from shardlib.ops.adam import DTYPES
@@ -104,12 +105,40 @@ _load = LOAD_OPTIMIZER.value
 @functools.wraps(_load)
 def _loaded_in_order(self: Any, state_dict: Any) -> None:
     """Torch puts a group's parameters behind its settings then: for a program that is another order of inputs."""
+    _refuse_others(self, state_dict)
     before = [list(group) for group in self.param_groups]
     _load(self, state_dict)
     for group, names in zip(self.param_groups, before, strict=False):
         now = dict(group)
         group.clear()
         group.update({k: now[k] for k in (*(k for k in names if k in now), *now)})
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise `ShardingError` for what was kept of parameters of other shapes. Torch's own optimizers keep one element of
+    each of a parameter, or one for all along a dim; LBFGS keeps all in one row."""
+    if not type(optimizer).__module__.startswith("torch.") or isinstance(optimizer, torch.optim.LBFGS):
+        return
+    saved = [group["params"] for group in state_dict["param_groups"]]
+    groups = [group["params"] for group in optimizer.param_groups]
+    if list(map(len, saved)) != list(map(len, groups)):
+        return  # torch says so
+    wrong = []
+    for p, at in zip(chain(*groups), chain(*saved), strict=True):
+        if isinstance(p, ShardedTensor):
+            kept = {k: x for k, x in state_dict["state"].get(at, {}).items() if isinstance(x, torch.Tensor) and x.dim()}
+            wrong += [
+                f"parameter {at!r} of shape {list(p.shape)} has {k} of shape {list(x.shape)}"
+                for k, x in kept.items()
+                if x.dim() != p.dim() or any(n not in (1, size) for n, size in zip(x.shape, p.shape, strict=True))
+            ]
+    if wrong:
+        raise ShardingError(
+            f"{type(optimizer).__name__} cannot load this state",
+            wrong,
+            rule="it is that of an optimizer of other parameters, or of these in another order",
+            remedy="load what the optimizer of this model saved; nothing was loaded",
+        )
 
 
 LOAD_OPTIMIZER.value = _loaded_in_order
