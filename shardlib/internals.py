@@ -244,7 +244,7 @@ settle_rnn = _torch("torch.nn.RNNBase._init_flat_weights", "recurrent modules li
 BATCH_NORM = _slot("torch.nn.modules.batchnorm._BatchNorm.forward", "Python reads a buffer that counts batches")
 input_check_of = _attribute("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "what that forward does first")
 # What updates parameters has one of these names in one of these modules, which nobody has to have imported.
-UPDATES = ("_single_tensor_", "_multi_tensor_", "_fused_")
+SINGLY, BY_LISTS, _FUSED = UPDATES = ("_single_tensor_", "_multi_tensor_", "_fused_")
 OPTIMIZERS: tuple[str, ...] = ("sgd", "adam", "adamax", "nadam", "radam", "adagrad", "adadelta", "_adafactor")
 OPTIMIZERS += ("rmsprop", "rprop", "asgd", "_muon")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -69,21 +69,20 @@ def propagate(
 ) -> Propagated:
     """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided.
 
-    `sends` says what an op sends while it runs, if it is cut in some way. Where arithmetic can hide messages, there are
-    two ways: to send least, or what nobody waits for, if that takes markedly less time.
+    `sends` says what an op sends while it runs, if it is cut in some way. Where arithmetic can hide messages, units
+    decide once more, as if these cost little: that stands if it takes markedly less time.
     """
-    values = hidden(graph, mesh)
-
-    def flooded(share: float, *said: Any, **known: Any) -> Flood:
+    def flooded(*said: Any, **known: Any) -> Flood:
         found = flood(graph, fixed, outputs, doors, *said, **known)
-        found.hidden, found.share, found.sends = values, share, partial(sends, found)
+        found.hidden, found.sends = values, partial(sends, found)
         return found
 
-    decider = _decided(graph, mesh, partial(flooded, 1.0))
-    work, seconds = decider.estimate.whole(decider.choices)[0], decider.unhidden
-    if values and seconds > work * TIE:
-        other = _decided(graph, mesh, partial(flooded, SHARE))
-        decider = other if other.unhidden * TIE < seconds else decider
+    values = hidden(graph, mesh)
+    decider = _decided(graph, mesh, flooded)
+    if values and decider.unhidden > decider.estimate.whole(decider.choices)[0] * TIE:
+        cheap = replace(decider.problem.flood, share=SHARE)
+        other = Decider(graph, cheap, decider.units, mesh, decider.order)
+        decider = other if other.unhidden * TIE < decider.unhidden else decider
     return Propagated(decider.problem.flood, decider.units, decider, doors, outputs)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from shardlib.internals import OPTIMIZERS, UPDATES, is_wrapped
+from shardlib.internals import BY_LISTS, OPTIMIZERS, SINGLY, UPDATES, is_wrapped
 from shardlib.ops.adam import ADAM, DTYPES
 from shardlib.state import is_tracing
 from shardlib.tracing import muon
@@ -44,7 +44,7 @@ def counting() -> Iterator[None]:
 def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(update)
     name = next(update.__name__.removeprefix(kind) for kind in UPDATES if update.__name__.startswith(kind))
-    one = _singly().get(name, update) if update.__name__.startswith("_multi_tensor_") else update
+    one = _singly().get(name, update) if update.__name__.startswith(BY_LISTS) else update
     run = _OWN.get(name) or (_capturable(one) if "capturable" in signature.parameters else update)
     run = _adam(run) if name == "adam" else run
 
@@ -126,8 +126,7 @@ def _updates() -> list[tuple[Any, str, Callable[..., Any]]]:
 
 def _singly() -> dict[str, Callable[..., Any]]:
     """What updates one parameter after the other, by its name: some that take lists make factors of them in float32."""
-    kind = "_single_tensor_"
-    return {name.removeprefix(kind): x for _, name, x in _updates() if name.startswith(kind)}
+    return {name.removeprefix(SINGLY): x for _, name, x in _updates() if name.startswith(SINGLY)}
 
 
 def _adam(plainly: Callable[..., Any]) -> Callable[..., Any]:
