@@ -72,6 +72,7 @@ def propagate(
     `sends` says what an op sends while it runs, if it is cut in some way. Where arithmetic can hide messages, units
     decide once more, as if these cost little: that stands if it takes markedly less time.
     """
+
     def flooded(*said: Any, **known: Any) -> Flood:
         found = flood(graph, fixed, outputs, doors, *said, **known)
         found.hidden, found.sends = values, partial(sends, found)

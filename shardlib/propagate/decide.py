@@ -167,10 +167,11 @@ class Decider:
         down, of one axis after the other, and of all that is around each kind, until nothing improves. Where even that
         is too much, all that share a value are put alike, and each kind chooses alone."""
         whole = {kind: domain for kind, domain in enumerate(self.domains) if len(domain) > 1}
+        last: dict[Kind, Choices] = {}  # with which choices around it nothing could be improved
         while self._improve(whole, dear, allowed) is None:
             improved = [self._improve(self._on_axis(a, whole), dear, allowed) for a in range(len(self.problem.atoms))]
             if not any(improved):
-                improved = [self._improve(self._around(kind), dear, allowed) for kind in whole]
+                improved = [self._improve_around(kind, dear, allowed, last) for kind in whole]
             if not any(improved) and None in improved:
                 improved = [self._try(some, dear, allowed) for some in self.estimate.alike(whole, _AT_ONCE)]
                 improved += [self._improve({kind: domain}, dear, allowed) for kind, domain in whole.items()]
@@ -182,8 +183,18 @@ class Decider:
         rest = {k: (self.choices[k][:a], self.choices[k][a + 1 :]) for k in kinds}
         return {k: [x for x in self.domains[k] if (x[:a], x[a + 1 :]) == rest[k]] for k in kinds}
 
-    def _around(self, kind: Kind) -> dict[Kind, list[Order]]:
-        return {k: self.domains[k] for k in self.estimate.beside(kind)}
+    def _improve_around(
+        self, kind: Kind, dear: float, allowed: Callable[[Choices], bool], last: dict[Kind, Choices]
+    ) -> bool | None:
+        """Choose best for a kind and those beside it, unless all is as it was when it could not be improved."""
+        beside = self.estimate.beside(kind)
+        now = [self.choices[k] for k in self.estimate.beside(*beside)]
+        if last.get(kind) == now:
+            return False
+        better = self._improve({k: self.domains[k] for k in beside}, dear, allowed)
+        if better is False:
+            last[kind] = now
+        return better
 
     def _improve(
         self, free: Mapping[Kind, Sequence[Order]], dear: float, allowed: Callable[[Choices], bool]

@@ -130,9 +130,9 @@ class Estimate:
         """Seconds of what is sent by the ops of a kind, and of the reshards of values beside it."""
         return self.work(kind, choices[kind])[1] + sum(self.sent(i, choices) for i in self._touching[kind])
 
-    def beside(self, kind: Kind) -> tuple[Kind, ...]:
-        """A kind and those that share a value with it."""
-        return tuple(dict.fromkeys([kind, *(k for i in self._touching[kind] for k in self.moves[i].record.kinds)]))
+    def beside(self, *kinds: Kind) -> tuple[Kind, ...]:
+        """Kinds and those that share a value with one of them."""
+        return tuple(dict.fromkeys([*kinds, *(k for i in self._touched(kinds) for k in self.moves[i].record.kinds)]))
 
     def worth(
         self, free: Mapping[Kind, Sequence[Order]], choices: Choices, dear: float = 1.0
