@@ -221,6 +221,7 @@ FLEX_DEVICES = _slot(f"{_FLEX}_validate_device", "on a CPU torch's kernel has no
 FLEX_IDENTITY = _torch(f"{_FLEX}_identity", "there is no score_mod")
 IN_FLEX = _torch(f"{_FLEX}flex_attention.__code__", "the call that asks the switch, whose tensors say whose it is")
 
+INTO_FUNCTION = _slot("torch._functorch.utils.unwrap_dead_wrappers", "a Function of somebody's begins with it")
 ENGINE = _slot("torch.autograd._engine_run_backward", "modes stay on in what the engine calls back")
 CHECKPOINT = _slot("torch.utils.checkpoint._checkpoint_without_reentrant_generator", "what it keeps to run it again")
 REENTRANT_CHECKPOINT = _slot("torch.utils.checkpoint.CheckpointFunction.forward", "so does the other kind")

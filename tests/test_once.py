@@ -147,6 +147,147 @@ class Around(nn.Module):
         return x
 
 
+class Store:
+    """What layers are handed, and fill."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.named: dict[Any, Any] = {}
+        self.calls = 0
+
+
+class Fills(Block):
+    """It keeps what nobody differentiates, and what somebody does, at its own number."""
+
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        y = super().forward(x)
+        store.kept.append(torch.tanh(y))
+        store.named[self.number] = {"y": y * 2, "shape": y.shape}
+        store.calls += 1
+        return y * store.kept[self.number]
+
+
+class Odd(Fills):
+    """All but the last make the same."""
+
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        return self.ends(super().forward(x, store), x, last=self.number == LAYERS - 1)
+
+    def ends(self, y: Tensor, x: Tensor, *, last: bool) -> Tensor:
+        return y * 3 if last else y
+
+
+class OddNumber(Odd):
+    def ends(self, y: Tensor, x: Tensor, *, last: bool) -> Tensor:
+        return y * (3 if last else 2)
+
+
+class OddTensor(Odd):
+    def ends(self, y: Tensor, x: Tensor, *, last: bool) -> Tensor:
+        return y + (y if last else x)
+
+
+class OddWeight(Odd):
+    def ends(self, y: Tensor, x: Tensor, *, last: bool) -> Tensor:
+        return y * (self.down.bias if last else self.norm.bias)
+
+
+class Less(Odd):
+    def ends(self, y: Tensor, x: Tensor, *, last: bool) -> Tensor:
+        return y if last else y.sin()
+
+
+class Chained(Block):
+    """It finds what the one before has left."""
+
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        y = super().forward(x) + (store.kept[-1] if store.kept else 0)
+        store.kept.append(y.sin())
+        return y
+
+
+LIMIT = torch.tensor(3.0)
+
+
+class Slides(Block):
+    """It keeps a part of what is saved, and a constant."""
+
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        y = super().forward(x).exp()
+        store.kept.append(y[:, 2:])
+        store.named[self.number] = {"y": LIMIT.to(y.device)}
+        return torch.log(y + 1)
+
+
+class Hides(Block):
+    """The last one keeps a value where nobody looks."""
+
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        y = super().forward(x)
+        z = y * 2
+        store.kept.append(y.sin() if self.number < LAYERS - 1 else iter([z, y.sin()]))
+        return y
+
+
+class Overwrites(Block):
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        if not store.kept:
+            store.kept.append(torch.zeros_like(x))
+        store.kept[0].add_(x.detach())
+        return super().forward(x) + store.kept[0]
+
+
+class Tempered(torch.autograd.Function):
+    """Its gradient knows a number that nobody asks for on the way there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * (1 + ctx.number), None
+
+
+class Tempers(Block):
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        store.calls += 1
+        return Tempered.apply(super().forward(x), self.number)
+
+
+class Casts(Block):
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        store.calls += 1
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.number > 2):
+            return super().forward(x)
+
+
+class Stops(Block):
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        store.calls += 1
+        with torch.set_grad_enabled(self.number < 3):
+            y = super().forward(x)
+        return x + y
+
+
+class Filled(nn.Module):
+    """Layers that are handed an object, which is read when all have run."""
+
+    def __init__(self, layer: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(layer, range(LAYERS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        store = Store()
+        for layer in self.layers:
+            x = layer(x, store)
+        COUNT["calls"] += store.calls
+        found = [y if isinstance(y, Tensor) else next(y) for y in [x, *store.kept]]
+        x = x + sum(y.sum() for y in found[1::2])
+        return x + sum(y["y"].detach() for y in store.named.values()) + len(store.named)
+
+
 def _in_place(layer: nn.Module, i: int, x: Tensor) -> Tensor:
     y: Tensor = layer(x)
     return y.add_(1).mul_(0.5)
@@ -186,6 +327,22 @@ def _paired(layer: nn.Module, i: int, x: Tensor) -> Tensor:
     out = layer(x, mask=(X > 0).to(x.dtype))
     assert out["how"] == "masked"
     return out["y"] + out["mask"]
+
+
+class Two(Block):
+    """Nobody asks for its second result, nor, if `own`, for a parameter."""
+
+    def __init__(self, number: int, *, own: bool) -> None:
+        super().__init__(number)
+        self.scale = nn.Parameter(torch.ones(8)) if own else 1
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(super().forward(x))
+        return y.sin() * y, y * self.scale
+
+
+def _first(layer: nn.Module, i: int, x: Tensor) -> Tensor:
+    return layer(x)[0]
 
 
 def _caught(layer: nn.Module, i: int, x: Tensor) -> Tensor:
@@ -250,6 +407,21 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "checkpoints inside": (_stack(lambda i: Inner(i, 0.4)), ["Inner"]),
     "autocast": (lambda: Around(Block, _cast), ["Block"]),
     "arguments come back": (lambda: Around(Pair, _paired), ["Pair"]),
+    "a result is not used": (lambda: Around(lambda i: Two(i, own=False), _first), ["Two"]),
+    "nor is a parameter": (lambda: Around(lambda i: Two(i, own=True), _first), ["Two"]),
+    "they fill an object": (lambda: Filled(Fills), ["Fills"]),
+    **{
+        f"one is other: {kind.__name__}": (lambda kind=kind: Filled(kind), [kind.__name__])
+        for kind in (Odd, OddNumber, OddTensor, OddWeight, Less)
+    },
+    "they find what was left": (lambda: Filled(Chained), ["Chained"]),
+    "they keep parts": (lambda: Filled(Slides), ["Slides"]),
+    "they draw, and fill an object": (lambda: Filled(lambda i: Fills(i, 0.4)), ["Fills"]),
+    "one hides a value in an object": (lambda: Filled(Hides), ["Hides"]),
+    "they write to what an object holds": (lambda: Filled(Overwrites), ["not Overwrites"]),
+    "their gradient knows their number": (lambda: Filled(Tempers), ["Tempers"]),
+    "one casts": (lambda: Filled(Casts), ["Casts"]),
+    "one stops gradients": (lambda: Filled(Stops), ["Stops"]),
     "what they raise is caught": (lambda: Around(Raises, _caught), ["not Raises"]),
 }
 
@@ -327,7 +499,7 @@ def test_layers_of_transformers(build: Callable[[], nn.Module], apart: str) -> N
     tokens = torch.randint(32, (4, 8))
 
     def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-        loss: Tensor = model(input_ids=x, labels=x, use_cache=False).loss  # a cache is kept by who calls the layers
+        loss: Tensor = model(input_ids=x, labels=x).loss  # layers fill a cache, which nobody reads
         loss.backward()
         optimizer.step()
         return loss
@@ -429,6 +601,34 @@ def test_a_write_between_a_layer_and_its_gradient_is_found() -> None:
         loss(model, X).backward()
     with sl.Mesh(data=2), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         sl.jit(lambda m, x: loss(m, x).backward())(model, X)
+
+
+def test_a_write_to_what_a_layer_has_left_is_found() -> None:
+    """Behind the gradient it is one as any other."""
+
+    def step(m: Any, x: Tensor, early: bool) -> Any:
+        store = Store()
+        for layer in m:
+            x = layer(x, store)
+        if early:
+            store.kept[3].mul_(2)
+        x.sum().backward()
+        store.kept[3].mul_(2)
+        return store.kept[3].detach(), m[0].up.weight.grad
+
+    model = nn.Sequential(*map(Slides, range(LAYERS)))
+    with pieces(1) as seen, sl.Mesh(data=2):
+        found, grad = (x.full_tensor() for x in sl.jit(step)(model, X, early=False))
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            sl.jit(step)(model, X, early=True)
+    assert seen[0] == "Slides"
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model, X, early=True)
+    model.zero_grad()
+    for a, b in zip((found, grad), step(model, X, early=False), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_gradients_of_pieces_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,15 @@ from shardlib.tracing.lifted import Lifted
 
 
 class Copy:
-    """One copy: `nodes` are what stands for each node that it is of. What it does not know is the same for all."""
+    """One copy: `nodes` are what stands for each node that it is of. What it does not know is the same for all.
 
-    def __init__(self) -> None:
+    `made` are tensors that are there already, which nothing has computed, by the nodes that they become.
+    """
+
+    def __init__(self, made: Mapping[fx.Node, Tensor] | None = None) -> None:
         self.nodes: dict[fx.Node, fx.Node] = {}
+        self.is_followed = made is not None
+        self._made = dict(made or {})
         self._redrawn = Redrawn()
 
     def begin(self, env: Mapping[fx.Node | None, Tensor | None]) -> None:
@@ -41,12 +46,15 @@ class Copy:
             if node is not None and x is not None:
                 self.nodes[node] = node_of(innermost(x))
 
-    def write(self, nodes: Iterable[fx.Node]) -> None:
-        """Write nodes again into the graph that is being traced."""
+    def write(self, nodes: Iterable[fx.Node], same: Mapping[fx.Node, fx.Node] | None = None) -> None:
+        """Write nodes again into the graph that is being traced, but for those that are the `same` as another one."""
         graph: fx.Graph = _tracer().graph
         env, late = self.nodes, running_node() is not None
         for node in nodes:
             if node.op != "call_function":
+                continue
+            if same and node in same:
+                env[node] = env[same[node]]
                 continue
             if (key := self._redrawn.key(node)) is not None:
                 env[node] = node_of(key)
@@ -64,8 +72,8 @@ class Copy:
                 new.meta["backward"] = True
 
     def tensor(self, node: fx.Node) -> Tensor:
-        """A new tensor that is the copy of a node."""
-        x = alike(node.meta["val"])
+        """A tensor that is the copy of a node: a new one, or the one that waits for it."""
+        x = self._made.pop(node) if node in self._made else alike(node.meta["val"])
         shows(x, self.nodes.get(node, node))
         return x
 

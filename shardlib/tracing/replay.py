@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shardlib.aten.traits import is_view
+from shardlib.aten.traits import has, is_view
 from shardlib.errors import NoDerivativeError
 from shardlib.internals import TransformType, is_wrapped, transforms
 from shardlib.lines import replayed
@@ -33,8 +33,8 @@ class Body:
 
     `forward` are its nodes in order, `backward` those of its gradient, which reads `saved` nodes and `cotangents`;
     `gradients` are by input, None where there is none; `made` are the values of its trace; `strict`: whoever goes back
-    through it in a way that it was not traced for, a second time or from some results only, gets `NotOnceError`;
-    `refused` is what whoever goes back gets, where something inside has no derivative.
+    through it in a way that it was not traced for, a second time, or from results that say nothing of some input, gets
+    `NotOnceError`; `refused` is what whoever goes back gets, where something inside has no derivative.
     """
 
     arguments: int
@@ -50,20 +50,91 @@ class Body:
     made: tuple[weakref.ref[Tensor], ...]
     strict: bool
     refused: NoDerivativeError | None = None
+    _ways: dict[frozenset[int], Way] = field(default_factory=dict)
 
     @functools.cached_property
     def kept(self) -> frozenset[fx.Node]:
         """Whose memory is saved."""
         return frozenset(map(owner, self.saved))
 
-    def __call__(self, *leaves: Tensor, captured: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def __call__(
+        self,
+        *leaves: Tensor,
+        captured: Sequence[Tensor] | None = None,
+        made: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor]:
         """Write one step out: its result's leaves, differentiable once.
 
-        `captured` are other tensors in the place of those that it closes over.
+        `captured` are other tensors in the place of those that it closes over; `made` are tensors that become its
+        results, None where a new one does: then a result may be what is given.
         """
         inputs = *leaves, *(self.captured if captured is None else captured)
-        out: tuple[Tensor, ...] = _Step.apply(self, Copy(), *inputs)  # type: ignore[no-untyped-call]
+        ready = None if made is None else zip(self.outputs, made, strict=True)
+        copy = Copy(None if ready is None else {node: x for node, x in ready if x is not None})
+        out: tuple[Tensor, ...] = _Step.apply(self, copy, *inputs)  # type: ignore[no-untyped-call]
         return list(out[: len(self.outputs)])
+
+    def back(self, gone: frozenset[int]) -> Way:
+        """The way back from all results but these, which nobody has made anything of."""
+        if not gone:
+            return Way(self.backward, {}, self.gradients)
+        if gone not in self._ways:
+            self._ways[gone] = _without(
+                self, {x for i, x in zip(self.differentiable, self.cotangents, strict=True) if i in gone}
+            )
+        return self._ways[gone]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Nodes of a backward part, those of them that are the `same` as another one, and the gradients, by input."""
+
+    nodes: tuple[fx.Node, ...]
+    same: Mapping[fx.Node, fx.Node]
+    gradients: tuple[fx.Node | None, ...]
+
+
+def _without(body: Body, missing: set[fx.Node | None]) -> Way:
+    """The backward part without some cotangents: what is made of these alone is nothing, and so is adding it.
+
+    So torch does it: it does not get to what leads to such results alone, and has zeros for those beside others.
+    """
+    if any(has(node.target, "strides") for node in body.backward):  # which are others without an addition
+        raise NotOnceError("its gradient is one of some of its results, and asks for strides")
+    follows, gone = {x for x in body.cotangents if x is not None}, {x for x in missing if x is not None}
+    same: dict[fx.Node, fx.Node] = {}
+    for node in body.backward:
+        reads = [x for x in node.all_input_nodes if x in follows]
+        if reads:
+            follows.add(node)
+        if reads and gone.issuperset(reads):
+            gone.add(node)
+        elif not gone.isdisjoint(reads):
+            rest = [x for x in node.all_input_nodes if x not in gone]
+            if (
+                node.target is not torch.ops.aten.add.Tensor
+                or node.kwargs
+                or len(rest) != 1
+                or not _is_like(rest[0], node)
+            ):
+                raise NotOnceError("its gradient is one of some of its results")
+            same[node] = rest[0]
+    if any(x in gone for x in body.gradients):
+        raise NotOnceError("its gradient is one of some of its results")
+    needed = {x for x in body.gradients if x is not None}
+    for node in reversed(body.backward):
+        if node in needed:
+            needed.update([same[node]] if node in same else node.all_input_nodes)
+    spared = {
+        node for node in body.backward if node not in needed and (node in gone or any(x in gone for x in node.users))
+    }
+    return Way(tuple(x for x in body.backward if x not in spared), same, body.gradients)
+
+
+def _is_like(x: Any, node: fx.Node) -> bool:
+    """Whether a value has the shape and the dtype of another one: ops of a gradient read nothing else."""
+    a, b = (y.meta.get("val") if isinstance(y, fx.Node) else None for y in (x, node))
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 class _Step(torch.autograd.Function):
@@ -83,7 +154,7 @@ class _Step(torch.autograd.Function):
         taken: set[int] = set(map(id, inputs))
         out = []
         for node in wanted:
-            x = env[node] if node in env else copy.tensor(node)
+            x = env[node] if node in env and not copy.is_followed else copy.tensor(node)
             out.append(x.clone() if id(x) in taken else x)  # an output is memory of its own
             taken.add(id(out[-1]))
         return tuple(out)
@@ -115,17 +186,21 @@ class _Step(torch.autograd.Function):
             if body.strict:  # something was written to: a trace of every call says what
                 raise NotOnceError(str(error)) from error
             raise
-        if body.strict and (torch.is_grad_enabled() or any(grads[i] is None for i in body.differentiable)):
-            raise NotOnceError("its gradient has a gradient, or is one of some of its results")
+        if body.strict and torch.is_grad_enabled():
+            raise NotOnceError("its gradient has a gradient")
+        way = body.back(frozenset(i for i in body.differentiable if body.strict and grads[i] is None))
         saved = saved[: len(saved) - ctx.shown]
         history = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
         here = dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
+        here = {node: x for node, x in here.items() if x is not None}
         again = torch.is_grad_enabled() and bool(history)
         with torch.no_grad() if again else nullcontext():
             if copy.nodes and (_only_gradients() or not any(map(is_wrapped, here.values()))):
                 copy.begin(here)
-                copy.write(body.backward)
-                made = [None if x is None else here[x] if x in here else copy.tensor(x) for x in body.gradients]
+                copy.write(way.nodes, way.same)
+                made = [None if x is None else here[x] if x in here else copy.tensor(x) for x in way.gradients]
+            elif way.nodes is not body.backward:
+                raise NotOnceError("its gradient is one of some of its results, in a transform")
             else:
                 env = here | dict(zip(body.saved, saved, strict=True))
                 _run(body.backward, env)
