@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -14,6 +13,7 @@ from shardlib.calls.arguments import argument_of, by_argument, describe
 from shardlib.calls.flat import FlatCall, arguments_of, flatten_call, twins
 from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
+from shardlib.clock import Clock
 from shardlib.errors import ShardingError
 from shardlib.folding import fold, spread, unroll
 from shardlib.graph import Graph, Op, Value, is_door
@@ -34,6 +34,7 @@ from shardlib.program.storage import peak_bytes
 from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
 from shardlib.regather import mark
+from shardlib.sameness import is_same
 from shardlib.schedule import Schedule
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
@@ -55,10 +56,11 @@ class Compiled:
     told: Callable[[], Propagated]
     program: Program
     inputs: tuple[tuple[str, Value], ...]
-    fixed_inputs: Mapping[int, Fixed]  # by input position
+    fixed_inputs: Mapping[int, Fixed]  # by position
     halves: Halves | None = None  # of the program, where its results have gradients
     recomputed: Recomputed | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    fixed_outputs: Mapping[int, Fixed] = field(default_factory=dict)  # by position
 
     @cached_property
     def propagated(self) -> Propagated:
@@ -85,14 +87,16 @@ def compile_program(
     owned: int | None = None,
     keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
     tracer: Callable[..., Traced] = trace,
+    before: Iterable[Compiled] = (),
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`, which `tracer` does; `donate` are arguments
-    whose memory is given up, `owned` is as in `Program`.
+    whose memory is given up, `owned` is as in `Program`. `before` are programs of the function on the mesh, `keeping`
+    the same: one whose trace is the same again is the program.
     """
-    clock = _Clock()
+    clock = Clock()
     call = flatten_call(fn, args, kwargs, static, state)
     specs = _leaf_specs(fn, call, in_specs)
     with mesh, tracing():
@@ -122,13 +126,19 @@ def compile_program(
     mark(graph, keeping.regather, _regathered(traced, graph, call))
     mark_owned(graph)
     outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
+    away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
+    same = lambda x: is_same(
+        traced, x.traced, (graph, x.graph), (fixed_inputs, x.fixed_inputs), (outputs, x.fixed_outputs)
+    )
+    found = None if away else next(filter(same, before), None)
     clock.stop("rules")
+    if found is not None:  # the rest of this trace is what it finds of the call, and leaves
+        return replace(found, traced=replace(traced, graph=found.traced.graph), seconds=clock.seconds)
     program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
     refuse_offload(program, keeping.schedule, whole=is_whole)
-    away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
     finished = partial(_finished, traced, keeping.schedule, away)
     draft = lambda other, memory, moved: finished(memory, other, moved, draft=True)[0]
     program, moved, recomputed = recompute(program, keeping, draft, moves=is_whole)
@@ -137,7 +147,8 @@ def compile_program(
         warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, halves, recomputed, clock.seconds)
+    more = halves, recomputed, clock.seconds, outputs
+    return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, *more)
 
 
 def _finished(
@@ -190,7 +201,7 @@ def _decided(
     fixed: Mapping[Value, Fixed],
     outputs: Mapping[int, Fixed],
     doors: Mapping[Op, Fixed],
-    clock: _Clock,
+    clock: Clock,
 ) -> tuple[Program, list[Part], Callable[[], Propagated]]:
     """Decide and lower; where layers are alike, one for many of them."""
     sends = Senders(mesh).messages
@@ -208,16 +219,6 @@ def _decided(
     program, parts = lower_in_parts(graph, propagated, mesh)
     clock.stop("lower")
     return program, parts, lambda: propagated
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def stop(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage], self._last = self.seconds.get(stage, 0.0) + now - self._last, now
 
 
 def _refuse_other_meshes(name: str, given: Sequence[tuple[Any, str]], mesh: Mesh) -> None:

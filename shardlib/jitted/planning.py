@@ -19,7 +19,7 @@ from shardlib.calls.reasons import Change, difference, listed, seen
 from shardlib.calls.rebound import Watch
 from shardlib.calls.snapshot import Snapshot
 from shardlib.calls.state import State
-from shardlib.compile import compile_program
+from shardlib.compile import Compiled, compile_program
 from shardlib.errors import NoProgramError, ShardingError
 from shardlib.internals import preserved_versions
 from shardlib.jitted.function import Function
@@ -237,12 +237,19 @@ class Invocation:
                 donate=function.donate,
                 keeping=function.keeping,
                 tracer=tracer(self.key, self.leaves),
+                before=self._before(),
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
             )
         after = compiled.traced.after
         if function.goes_back and after.refused:
             raise NoProgramError(f"the backward pass of {function.name} is no program", [after.why])
         return Plan(compiled)
+
+    def _before(self) -> Iterator[Compiled]:
+        """The programs that are there for this mesh and these modes, the last one first."""
+        for key, plans in reversed(self.programs.plans.items()):
+            if key[:2] == self.key[:2]:
+                yield from (plan.compiled for (plan, _), _ in reversed(plans))
 
     def _placed(self, leaf: Any) -> Fixed | None:
         """Where a leaf lives by itself."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
+from shardlib import compile as compiling
 from shardlib.jit import RetraceWarning
 from shardlib.jitted.programs import PROGRAMS
 from shardlib.program.text import parse, show
@@ -567,3 +568,51 @@ def test_a_record_that_may_be_read_is_told_with_the_remedy() -> None:
         run = Training()
         run.fit(torch.ones(4, 4), [])
         assert run.run.retraces == []
+
+
+# --- traced again, planned once ---------------------------------------------------------------------------------------
+
+
+class Chooses:
+    """Notes in the first call what it does, as models note what their labels are; `way` is what it does then, and
+    later."""
+
+    def __init__(self, way: tuple[Any, Any]) -> None:
+        self.way, self.chosen = way, ""
+        self.weight = torch.ones(4)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        is_first, self.chosen = not self.chosen, "chosen"
+        how: Callable[..., Tensor] = self.way[not is_first]
+        return how(x, self.weight)
+
+
+SECOND: dict[str, tuple[Any, Any, int]] = {
+    "the same": ((lambda x, w: x * w + 2.0), None, 1),
+    "another number": ((lambda x, w: x * w + 2.0), (lambda x, w: x * w + 3.0), 2),
+    "zero with a sign": ((lambda x, w: w / (x * 0.0)), (lambda x, w: w / (x * -0.0)), 2),
+    "other operands": ((lambda x, w: x - w), (lambda x, w: w - x), 2),
+    "another constant": ((lambda x, w: x * torch.tensor([1.0, 2, 3, 4])), (lambda x, w: x * torch.arange(4.0)), 2),
+    "other values": (
+        *((lambda x, w, t=t: x * w * torch.tensor(t)) for t in ([1.0, 2, 3, 4], [1.0, 2, 3, 5])),
+        2,
+    ),
+    "another place": ((lambda x, w: sl.shard(x * w, "data _")), (lambda x, w: sl.shard(x * w, "_ tensor")), 2),
+    "another result": ((lambda x, w: x.sin() + x.cos()), (lambda x, w: [x.sin() + x.cos()][0].cos()), 2),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_what_is_traced_again_to_the_same_program_is_planned_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, later, programs = SECOND[name]
+    decided: list[int] = []
+    decide = compiling._decided
+    monkeypatch.setattr(compiling, "_decided", lambda *args: (decided.append(1), decide(*args))[1])
+    sharded, plain = (Chooses((first, later or first)) for _ in range(2))
+    step = sl.jit(lambda f, x: f(x), in_specs=(None, "batch _"))
+    for x in (X, X + 1, X - 1):
+        same(step(sharded, x), plain(x))
+    assert len(step.retraces) == 1
+    assert len(decided) == programs
+    assert "chosen" in str(step.retraces)
+    assert str(step.plan(sharded, X)).startswith("<lambda> on data=2, tensor=2")
