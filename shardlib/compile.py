@@ -34,7 +34,7 @@ from shardlib.program.storage import peak_bytes
 from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
 from shardlib.regather import mark
-from shardlib.sameness import is_same
+from shardlib.sameness import is_same, is_there
 from shardlib.schedule import Schedule
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
@@ -93,8 +93,8 @@ def compile_program(
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`, which `tracer` does; `donate` are arguments
-    whose memory is given up, `owned` is as in `Program`. `before` are programs of the function on the mesh, `keeping`
-    the same: one whose trace is the same again is the program.
+    whose memory is given up, `owned` is as in `Program`; `before` are programs of the function on this mesh: one whose
+    trace is the same is the program.
     """
     clock = Clock()
     call = flatten_call(fn, args, kwargs, static, state)
@@ -126,19 +126,19 @@ def compile_program(
     mark(graph, keeping.regather, _regathered(traced, graph, call))
     mark_owned(graph)
     outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
-    away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
-    same = lambda x: is_same(
-        traced, x.traced, (graph, x.graph), (fixed_inputs, x.fixed_inputs), (outputs, x.fixed_outputs)
+    fits: Callable[[Compiled], bool] = lambda x: (
+        is_same(traced, x.traced, (graph, x.graph), (fixed_inputs, x.fixed_inputs))
+        and is_there(outputs, x.fixed_outputs, x.program.outputs)
     )
-    found = None if away else next(filter(same, before), None)
     clock.stop("rules")
-    if found is not None:  # the rest of this trace is what it finds of the call, and leaves
+    if not keeping.schedule.state and (found := next(filter(fits, before), None)):  # calls are its own matter
         return replace(found, traced=replace(traced, graph=found.traced.graph), seconds=clock.seconds)
     program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
     refuse_offload(program, keeping.schedule, whole=is_whole)
+    away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
     finished = partial(_finished, traced, keeping.schedule, away)
     draft = lambda other, memory, moved: finished(memory, other, moved, draft=True)[0]
     program, moved, recomputed = recompute(program, keeping, draft, moves=is_whole)
@@ -147,8 +147,8 @@ def compile_program(
         warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    more = halves, recomputed, clock.seconds, outputs
-    return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, *more)
+    how = halves, recomputed, clock.seconds, outputs
+    return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, *how)
 
 
 def _finished(

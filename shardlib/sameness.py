@@ -7,38 +7,53 @@ object that was made anew), often comes to the same graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardlib.graph import Graph
+from shardlib.program.steps import Var
 from shardlib.specs.fixed import Fixed
 from shardlib.tracing.traced import Traced
 
 Said = Mapping[int, Fixed]  # by position
 
 
-def is_same(
-    a: Traced, b: Traced, graphs: tuple[Graph, Graph], inputs: tuple[Said, Said], outputs: tuple[Said, Said]
-) -> bool:
+def is_same(a: Traced, b: Traced, graphs: tuple[Graph, Graph], inputs: tuple[Said, Said]) -> bool:
     """Whether two normalised traces differ in what they find, and leave, of a call alone; `graphs` are what was read of
-    them, `inputs` and `outputs` what is said of these."""
+    them, `inputs` what is said of theirs."""
     return (
         inputs[0] == inputs[1]
-        and outputs[0] == outputs[1]
         and _facts(a) == _facts(b)
         and [v.again for v in graphs[0].values()] == [v.again for v in graphs[1].values()]
         and _is_same_graph(a.graph, b.graph)
     )
 
 
+def is_there(said: Said, before: Said, outputs: Sequence[Any]) -> bool:
+    """Whether the outputs of a program, of which that was said `before`, are where something else is said to be: what
+    nobody had said a word of may be found where it was put."""
+    for i in said.keys() | before.keys():
+        now, var = said.get(i), outputs[i]
+        if now == before.get(i):
+            continue
+        if now is None or i in before or now.spec is not None or any(now.open):
+            return False
+        if not isinstance(var, Var) or var.layout != now.layout or var.host:
+            return False
+    return True
+
+
 def _facts(x: Traced) -> tuple[Any, ...]:
-    """What stages read of a trace beside its graph."""
-    after = replace(x.after, rebound=())
-    return x.name, x.input_names, x.input_leaves, x.input_paths, x.result_names, x.static, after, x.strides, x.same
+    """What stages read of a trace beside its graph; leaves of the call are what inputs they are, if they are some."""
+    after, at = x.after, {leaf: i for i, leaf in enumerate(x.input_leaves) if leaf >= 0}
+    pairs = [[(at.get(leaf), i) for leaf, i in of] for of in (after.grads, after.written, after.data, after.gradients)]
+    takes = [(at.get(leaf), what, at.get(other)) for leaf, what, other in after.takes]
+    back = after.cotangents, after.within, after.reached, after.leaves, after.refused
+    given = x.name, x.input_names, x.input_paths, [leaf < 0 for leaf in x.input_leaves], x.static
+    return *given, x.result_names, x.strides, x.same, pairs, takes, back
 
 
 def _is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:

@@ -573,6 +573,15 @@ def test_a_record_that_may_be_read_is_told_with_the_remedy() -> None:
 # --- traced again, planned once ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An item for each program that is decided."""
+    found: list[int] = []
+    decide = compiling._decided
+    monkeypatch.setattr(compiling, "_decided", lambda *args: (found.append(1), decide(*args))[1])
+    return found
+
+
 class Chooses:
     """Notes in the first call what it does, as models note what their labels are; `way` is what it does then, and
     later."""
@@ -602,12 +611,35 @@ SECOND: dict[str, tuple[Any, Any, int]] = {
 }
 
 
+def test_a_module_that_notes_something_is_planned_once(decided: list[int]) -> None:
+    """Its parameters have gradients by the second call, which are found, too."""
+
+    class Notes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.kind = nn.Linear(4, 2), ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kind = self.kind or "regression"
+            out: Tensor = self.lin(x)
+            return out
+
+    torch.manual_seed(0)
+    plain = Notes()
+    model = sl.parallelize(copy.deepcopy(plain), {"lin.weight": "_ in@tensor"})
+    for x in (X, X + 1, X - 1):
+        a, b = model(x), plain(x)
+        same(a, b)
+        for y in (a, b):
+            y.square().sum().backward()
+        same(model.lin.weight.grad, plain.lin.weight.grad)
+    assert len(decided) == 1
+    assert model.kind == "regression"
+
+
 @pytest.mark.parametrize("name", SECOND)
-def test_what_is_traced_again_to_the_same_program_is_planned_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_traced_again_to_the_same_program_is_planned_once(name: str, decided: list[int]) -> None:
     first, later, programs = SECOND[name]
-    decided: list[int] = []
-    decide = compiling._decided
-    monkeypatch.setattr(compiling, "_decided", lambda *args: (decided.append(1), decide(*args))[1])
     sharded, plain = (Chooses((first, later or first)) for _ in range(2))
     step = sl.jit(lambda f, x: f(x), in_specs=(None, "batch _"))
     for x in (X, X + 1, X - 1):
@@ -616,3 +648,32 @@ def test_what_is_traced_again_to_the_same_program_is_planned_once(name: str, mon
     assert len(decided) == programs
     assert "chosen" in str(step.retraces)
     assert str(step.plan(sharded, X)).startswith("<lambda> on data=2, tensor=2")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_weight_that_each_call_makes_is_planned_once(norm: Any, tensor: bool, decided: list[int]) -> None:
+    """From the second call on it is found where the first one put it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(norm(nn.Linear(4, 8)), nn.Linear(8, 2))
+    model = copy.deepcopy(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+    norm(model[0])
+    model.load_state_dict(plain.state_dict())
+    if tensor:
+        sl.parallelize(model, {"1.weight": "_ in@tensor"})
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    jitted = sl.jit(step)
+    mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, plain))
+    for x in (X, X + 1, X - 1):
+        same(jitted(model, mine, x), step(plain, theirs, x))
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        same(a, b)
+    assert len(decided) == 1
