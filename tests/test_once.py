@@ -37,6 +37,7 @@ def pieces(after: int) -> Iterator[list[str]]:
 
     once.AFTER = after
     once._IMPURE.clear()
+    once._BY_FLAGS.clear()
     once.Once._traced = noted
     try:
         yield seen
@@ -192,6 +193,17 @@ class OddWeight(Odd):
         return y * (self.down.bias if last else self.norm.bias)
 
 
+class Flagged(Odd):
+    """Every other one does something else, as a number says."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.flag = (number + 1) % 2
+
+    def ends(self, y: Tensor, x: Tensor, *, last: bool) -> Tensor:
+        return y.sin() if self.flag else y
+
+
 class Less(Odd):
     def ends(self, y: Tensor, x: Tensor, *, last: bool) -> Tensor:
         return y if last else y.sin()
@@ -274,9 +286,9 @@ class Stops(Block):
 class Filled(nn.Module):
     """Layers that are handed an object, which is read when all have run."""
 
-    def __init__(self, layer: Callable[[int], nn.Module]) -> None:
+    def __init__(self, layer: Callable[[int], nn.Module], count: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(map(layer, range(LAYERS)))
+        self.layers = nn.ModuleList(map(layer, range(count)))
 
     def forward(self, x: Tensor) -> Tensor:
         store = Store()
@@ -414,6 +426,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         f"one is other: {kind.__name__}": (lambda kind=kind: Filled(kind), [kind.__name__])
         for kind in (Odd, OddNumber, OddTensor, OddWeight, Less)
     },
+    "a number is a flag": (lambda: Filled(Flagged, 8), ["Flagged", "Flagged", "Flagged"]),
     "they find what was left": (lambda: Filled(Chained), ["Chained"]),
     "they keep parts": (lambda: Filled(Slides), ["Slides"]),
     "they draw, and fill an object": (lambda: Filled(lambda i: Fills(i, 0.4)), ["Fills"]),

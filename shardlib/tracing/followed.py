@@ -45,6 +45,10 @@ class Asking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class OtherError(NotOnceError):
+    """A call that looked like another one does something else."""
+
+
 class _Asked(Asking):
     """Numbers the tensors that functions of torch are given, in the order in which they come; `given` come first."""
 
@@ -171,18 +175,18 @@ class Following(_Asked):
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._step == len(self._record.steps):
-            raise NotOnceError("it asks for more")
+            raise OtherError("it asks for more")
         asked, gives, has_tensors = self._record.steps[self._step]
         self._step += 1
         if self._asks(func, args, kwargs) != asked:
-            raise NotOnceError("it asks for something else")
+            raise OtherError("it asks for something else")
         if has_tensors:
             with torch.DisableTorchFunction():
                 return self._made(gives)
         if func is Tensor.__setitem__:
             return None
         if self._form(out := func(*args, **kwargs)) != gives:
-            raise NotOnceError("it is told something else")
+            raise OtherError("it is told something else")
         return out
 
     def _made(self, gives: Form) -> Any:
@@ -202,7 +206,7 @@ class Following(_Asked):
         if self._wrong is not None:
             raise self._wrong
         if self._step != len(self._record.steps):
-            raise NotOnceError("it asks for less")
+            raise OtherError("it asks for less")
         if next(iter(reversed(self._graph.nodes))) is not self._last:
             raise NotOnceError("something is computed where nobody sees it")
         left = {at: x for at in self._record.made if (x := self.met[at]()) is not None}

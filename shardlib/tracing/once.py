@@ -39,7 +39,7 @@ from shardlib.internals import (
 from shardlib.lines import Line
 from shardlib.random.draw import rehearsed
 from shardlib.tracing.body import trace_body
-from shardlib.tracing.followed import Asking, Recording
+from shardlib.tracing.followed import Asking, OtherError, Recording
 from shardlib.tracing.pieces import (
     REACHED,
     At,
@@ -66,6 +66,8 @@ _current: ContextVar[Once | None] = ContextVar("shardlib_once", default=None)
 
 # Code that does more than compute, with the modes in which it does: tried once a process.
 _IMPURE: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+# Code that is followed, and did something else where only a number was another: there 0 and 1 are taken for flags.
+_BY_FLAGS: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def _code(of: Any) -> Any:
@@ -182,7 +184,8 @@ class Once:
             yield
         except Exception as error:  # whatever it is: if it is the function's own, it comes again in the next trace
             self.refused = True
-            _IMPURE.setdefault(_code(of), set()).add(_mode(of, call))
+            is_new = isinstance(error, OtherError) and _mode(of, call) not in _BY_FLAGS.get(_code(of), ())
+            (_BY_FLAGS if is_new else _IMPURE).setdefault(_code(of), set()).add(_mode(of, call))
             raise NotOnceError(str(error)) from error
         finally:
             self._busy = False
@@ -250,7 +253,8 @@ class Once:
                 raise NotOnceError("it changes what it finds")
             if record is not None:  # numbers are a matter of the code, which runs in every call
                 held = {everything.modules[id(m)]: vars(m) for m in everything.held}
-                reads = {(at, k) for at, k in reads if type(held[at].get(k)) is not int}
+                flags = (0, 1) if _mode(of, call) in _BY_FLAGS.get(_code(of), ()) else ()
+                reads = {(at, k) for at, k in reads if type(x := held[at].get(k)) is not int or x in flags}
             walk = Alike(reads)
             known = walk.read(of, call.shown, REACHED)
             refuse_shared(body, copied=record is not None)
