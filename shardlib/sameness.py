@@ -76,7 +76,12 @@ def _is_same_constant(a: Any, b: Any) -> bool:
     if a is b:
         return True
     plain = type(a) is torch.Tensor and type(b) is torch.Tensor and not a.is_meta and a.numel() <= _LARGE
-    return plain and _form(a) == _form(b) and torch.equal(a, b)
+    return plain and _form(a) == _form(b) and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """A zero is another one with another sign."""
+    return x.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _is_like(a: Any, b: Any) -> bool:

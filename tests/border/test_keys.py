@@ -606,6 +606,7 @@ SECOND: dict[str, tuple[Any, Any, int]] = {
         *((lambda x, w, t=t: x * w * torch.tensor(t)) for t in ([1.0, 2, 3, 4], [1.0, 2, 3, 5])),
         2,
     ),
+    "a value's sign": ((lambda x, w: w / torch.tensor(0.0) * x), (lambda x, w: w / torch.tensor(-0.0) * x), 2),
     "another place": ((lambda x, w: sl.shard(x * w, "data _")), (lambda x, w: sl.shard(x * w, "_ tensor")), 2),
     "another result": ((lambda x, w: x.sin() + x.cos()), (lambda x, w: [x.sin() + x.cos()][0].cos()), 2),
 }
