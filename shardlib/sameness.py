@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardlib.calls.differing import is_value
+from shardlib.calls.kinds import PLAIN
 from shardlib.graph import Graph
 from shardlib.program.steps import Var
 from shardlib.specs.fixed import Fixed
@@ -60,6 +62,8 @@ def _is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     if len(a.graph.nodes) != len(b.graph.nodes):
         return False
     for x, y in zip(a.graph.nodes, b.graph.nodes, strict=True):
+        if x.op == "output" and not _are_results(x.args, y.args):
+            return False
         if (x.op, x.name) != (y.op, y.name) or not _is_like((x.args, dict(x.kwargs)), (y.args, dict(y.kwargs))):
             return False
         if x.op == "get_attr":
@@ -70,6 +74,13 @@ def _is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
         if not _is_like(*({k: z for k, z in of.meta.items() if k not in _NOTES} for of in (x, y))):
             return False
     return True
+
+
+def _are_results(a: Any, b: Any) -> bool:
+    """Whether results that are no tensors are the same: of objects, it matters which."""
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_are_results, a, b))
+    return a is b or isinstance(a, fx.Node | torch.Tensor) or (type(a) is type(b) and (type(a) in PLAIN or is_value(a)))
 
 
 def _is_same_constant(a: Any, b: Any) -> bool:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -678,3 +679,24 @@ def test_a_weight_that_each_call_makes_is_planned_once(norm: Any, tensor: bool, 
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         same(a, b)
     assert len(decided) == 1
+
+
+class Equal:
+    """Equal to all others of its kind, as dataclasses are."""
+
+    def __init__(self) -> None:
+        self.counts = np.arange(3)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("result", ["object", "array"])
+def test_what_is_traced_again_to_the_same_program_returns_its_own_objects(result: str) -> None:
+    step = sl.jit(lambda f, x: (x * 2, f if result == "object" else f.counts))
+    first, second = Equal(), Equal()
+    for f in (first, second, first):
+        found = step(f, X)[1]
+        assert (found is f) if result == "object" else np.array_equal(found, f.counts)
