@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import queue
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -642,6 +645,114 @@ def test_a_write_to_what_a_layer_has_left_is_found() -> None:
     model.zero_grad()
     for a, b in zip((found, grad), step(model, X, early=False), strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Deep:
+    """A number that is far inside."""
+
+    def __init__(self, depth: int = 40) -> None:
+        self.number, self.inner = 0, Deep(depth - 1) if depth else None
+
+    def count(self) -> int:
+        self.number += 1
+        return self.number if self.inner is None else self.inner.count()
+
+
+def _in_a_long_one(counts: dict[int, list[int]]) -> int:
+    counts[5].append(1)
+    return len(counts[5])
+
+
+def _queued(waiting: queue.SimpleQueue[int]) -> int:
+    waiting.put(1)
+    return waiting.qsize()
+
+
+HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "a number far inside": (Deep, Deep.count),
+    "a list in a long dict": (lambda: {i: [] for i in range(2000)}, _in_a_long_one),
+    "a queue": (queue.SimpleQueue, _queued),
+    "a generator of numpy's": (lambda: np.random.default_rng(7), lambda x: float(x.random())),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_no_walk_sees_changes_once_a_layer(name: str) -> None:
+    """A layer that is traced apart runs once more, and all that it did to objects is undone before."""
+    made, change = HIDDEN[name]
+
+    class Changes(Block):
+        def forward(self, x: Tensor, store: Any) -> Tensor:
+            change(store.named["hidden"])
+            return super().forward(x)
+
+    def step(layers: Any, x: Tensor) -> tuple[Tensor, float]:
+        store = Store()
+        store.named["hidden"] = made()
+        for layer in layers:
+            x = layer(x, store)
+        return x, change(store.named["hidden"])
+
+    model = nn.Sequential(*map(Changes, range(LAYERS)))
+    with pieces(1), sl.Mesh(data=2):
+        _, found = sl.jit(step)(model, X)
+    assert found == step(model, X)[1]
+
+
+@pytest.mark.filterwarnings("ignore::shardlib.modules.forward.EagerWarning")
+def test_what_is_drawn_from_python_is_drawn_once() -> None:
+    """A module that no program runs is as it was, also where its trace began anew."""
+
+    class Draws(Block):
+        def forward(self, x: Tensor, store: Any) -> Tensor:
+            store.calls += 1
+            return super().forward(x) * random.random()
+
+    model = Filled(Draws)
+    random.seed(5)
+    want = model(X)
+    with pieces(1), sl.Mesh(data=2):
+        sharded = sl.parallelize(model)
+        random.seed(5)
+        torch.testing.assert_close(sharded(X).full_tensor(), want)
+
+
+def test_a_function_that_a_layer_leaves_is_let_go() -> None:
+    class Leaves(Block):
+        def forward(self, x: Tensor, store: Any) -> Tensor:
+            y = super().forward(x)
+            store.kept.append(lambda: y * 2)
+            return y.sin()
+
+    def step(layers: Any, x: Tensor) -> Tensor:
+        store = Store()
+        for layer in layers:
+            x = layer(x, store)
+        return x + sum(fn() for fn in store.kept)
+
+    model = nn.Sequential(*map(Leaves, range(LAYERS)))
+    with pieces(1) as seen, sl.Mesh(data=2):
+        torch.testing.assert_close(sl.jit(step)(model, X).full_tensor(), step(model, X))
+    assert seen == ["Leaves"]
+
+
+def _scaled(x: Tensor, by: float) -> Tensor:
+    return x.sin() * by
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_torch_asks_inside_its_own_code_ends_no_process() -> None:
+    script = torch.jit.script(_scaled)
+
+    class Scripted(Block):
+        def forward(self, x: Tensor, store: Any) -> Tensor:
+            store.calls += 1
+            y: Tensor = script(super().forward(x), 1.0 + self.number)
+            return y
+
+    model = Filled(Scripted)
+    with pieces(1), sl.Mesh(data=2):
+        torch.testing.assert_close(sl.jit(lambda m, x: m(x))(model, X).full_tensor(), model(X))
 
 
 def test_gradients_of_pieces_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from shardlib.calls.closure import follow
 from shardlib.calls.flat import read
 from shardlib.calls.inside import attributes
+from shardlib.calls.kinds import is_closed
 from shardlib.calls.numbers import is_given
 from shardlib.calls.reach import Reached
 from shardlib.calls.state import State
@@ -34,7 +35,8 @@ class Alike(State):
     """`reads` are the attributes that count beside those that say how a module is built; None: all.
 
     `opaque`: something is there that calls do not repeat: hooks, iterators, generators of random numbers, attributes
-    that are read by code of the class's own. `modules` and `held` are the modules, each with its place.
+    that are read by code of the class's own. `unread`: something is there that may change unseen. `modules` and `held`
+    are the modules, each with its place.
     """
 
     def __init__(self, reads: Set[Read] | None) -> None:
@@ -43,7 +45,7 @@ class Alike(State):
         self.reads = reads
         self.modules: dict[int, tuple[Any, ...]] = {}  # by id, where each was found
         self.held: list[nn.Module] = []
-        self.opaque = False
+        self.opaque = self.unread = False
 
     def read(self, x: Any, given: Sequence[Any], reached: Reached) -> tuple[Any, ...]:
         """All facts about `x`, what it is `given`, and what the code of both closes over."""
@@ -62,6 +64,14 @@ class Alike(State):
         elif isinstance(x, random.Random) or (hasattr(type(x), "__next__") and not isinstance(x, type)):
             self.opaque = True
         super()._value(x, known, depth)
+
+    def _object(self, x: Any, known: list[Any], depth: int) -> None:
+        self.unread |= is_closed(x)
+        super()._object(x, known, depth)
+
+    def _unread(self, x: Any, known: list[Any]) -> None:
+        self.unread = True
+        super()._unread(x, known)
 
     def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
         if self._again(x, known):

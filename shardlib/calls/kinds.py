@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import hashlib
 import sys
@@ -36,6 +37,15 @@ def is_its_own(x: Any) -> bool:
     """Whether `x` is equal to nothing else, or may change: it may be another one, inside, next time."""
     hashes: Any = type(x).__hash__
     return hashes is None or hashes is object.__hash__
+
+
+def is_closed(x: Any) -> bool:
+    """Whether `x` is of a type that is not written in Python, may change, and shows nothing of it: a queue, a hash, a
+    generator of numpy's."""
+    kind: Any = type(x)
+    shows = kind.__dictoffset__ or any("__slots__" in vars(k) for k in kind.__mro__)
+    known = kind.__module__.partition(".")[0] in ("torch", "builtins", "_thread") or kind is array.array
+    return not (shows or known or callable(x)) and not of_numpy(x) and is_its_own(x)
 
 
 def is_object(x: Any) -> bool:

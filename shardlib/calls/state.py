@@ -241,7 +241,7 @@ class State(Found):
             if len(x) <= LONGEST and PLAIN.issuperset(map(type, items)):
                 known += (tuple(map(type, items)), tuple(y.hex() if type(y) is float else y for y in items))
             else:
-                self._identity(x, known)
+                self._unread(x, known)
             return
         at = self._at
         if isinstance(x, dict | types.MappingProxyType):
@@ -338,9 +338,16 @@ class State(Found):
             made = own(x).get("made_with", ())  # what else a jitted function has, somebody gave it
             for k in [k for k in own(x) if made and k not in made]:
                 self._attribute(id(x), k, own(x)[k], known, depth)
-        if depth >= DEPTH or not is_object(x):
+        if not is_object(x):
             return
-        self._own_part(x, known, depth)
+        if depth < DEPTH:
+            self._own_part(x, known, depth)
+        else:
+            self._unread(x, known)
+
+    def _unread(self, x: Any, known: list[Any]) -> None:
+        """What is deeper than one looks, or longer, counts by who it is."""
+        self._identity(x, known)
 
 
 _BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})

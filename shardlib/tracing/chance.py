@@ -45,12 +45,16 @@ class Chance:
         known = [("Python's random", random), *([] if numpy is None else [("numpy.random", numpy)])]
         self.generators = [_Generator.of(*x) for x in (*known, *((f"a {type(x).__name__}", x) for x in mine))]
 
+    def put_back(self) -> list[_Generator]:
+        """Have the next numbers be the same again; returns the generators that have moved."""
+        moved = [x for x in self.generators if x.is_moved]
+        for x in moved:
+            x.set(x.before)
+        return moved
+
     def refuse_draws(self, name: str) -> None:
         """Raise the error if numbers were drawn since; the next ones are the same again."""
-        moved = [x for x in self.generators if x.is_moved]
-        if moved:
-            for x in moved:
-                x.set(x.before)
+        if moved := self.put_back():
             drawn = list(dict.fromkeys(x.name for x in moved))
             raise NoProgramError(
                 f"{name} draws random numbers from {' and '.join(drawn)}",

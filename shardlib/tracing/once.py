@@ -26,6 +26,7 @@ from shardlib.calls.alike import Alike, Read, noted
 from shardlib.calls.ambient import is_of_traces
 from shardlib.calls.kinds import PLAIN
 from shardlib.calls.mappings import opened
+from shardlib.calls.reach import Reached
 from shardlib.calls.rebound import Watch
 from shardlib.internals import (
     IS_PARAMETER,
@@ -52,6 +53,7 @@ from shardlib.tracing.pieces import (
     looked,
     place,
     refuse_shared,
+    shows_all,
     surroundings,
 )
 from shardlib.tracing.replay import NotOnceError
@@ -194,6 +196,7 @@ class Once:
         reads: set[Read] = set()
         found: list[Any] = []
         record: Recording | None = None
+        reached = Reached() if call.objects else REACHED  # functions in objects may hold values of the trace
 
         def flat(*given: Tensor) -> list[Tensor]:
             nonlocal record
@@ -218,7 +221,7 @@ class Once:
             results: list[Any]
             if record is not None:
                 with torch.DisableTorchFunction():
-                    tensors = left_behind(record, of, (args, kwargs), out)
+                    tensors = left_behind(record, of, (args, kwargs), out, reached)
                 results, shape = [], None
             elif containers.isdisjoint(containers_in(out)):
                 results, shape = pytree.tree_flatten(opened(out))
@@ -239,17 +242,17 @@ class Once:
             return tensors
 
         with torch.DisableTorchFunction():
-            before, everything = surroundings(of, call.given)
-            if everything.opaque:
+            before, everything = surroundings(of, call.given, reached)
+            if everything.opaque or (call.objects and not shows_all(call.given)):
                 raise NotOnceError("it finds what no call repeats")
-            watch = Watch(lambda: looked(of, call.given)) if call.objects else None
+            watch = Watch(lambda: looked(of, call.given, reached)) if call.objects else None
         names = list(map(str, call.where))
         with rehearsed(), noted(everything, reads):
             body = trace_body(flat, call.tensors, names, self._line, differentiate=call.follows, strict=True)
         with torch.DisableTorchFunction():
             if watch is not None:
                 watch.restore()
-            if surroundings(of, call.given)[0] != before:
+            if surroundings(of, call.given, reached)[0] != before:
                 raise NotOnceError("it changes what it finds")
             if record is not None:  # numbers are a matter of the code, which runs in every call
                 held = {everything.modules[id(m)]: vars(m) for m in everything.held}

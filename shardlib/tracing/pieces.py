@@ -138,30 +138,37 @@ def place(x: Tensor, at: dict[int, int]) -> int | None:
     raise NotOnceError("it closes over a value of the trace around it")
 
 
-def surroundings(of: Any, given: Any) -> tuple[list[Any], Alike]:
+def surroundings(of: Any, given: Any, reached: Reached) -> tuple[list[Any], Alike]:
     """All that a piece finds: facts, and which tensors; and the walk that found it."""
     walk = Alike(None)
-    known = [*walk.read(of, given, REACHED), *map(id, walk.tensors)]
+    known = [*walk.read(of, given, reached), *map(id, walk.tensors)]
     for x in walk.held:
         known += [(k, id(y), list(map(id, y.values())) if isinstance(y, dict) else ()) for k, y in vars(x).items()]
     return known, walk
 
 
-def looked(of: Any, given: Any) -> Snapshot:
+def shows_all(given: Any) -> bool:
+    """Whether nothing in what a piece is given changes unseen."""
+    walk = Alike(None)
+    read(given, [], [], walk)
+    return not walk.unread
+
+
+def looked(of: Any, given: Any, reached: Reached) -> Snapshot:
     """All that a piece finds, with its places."""
     found = Snapshot()
     known: list[Any] = []
     found.named("self", of, known)
     read(given, [], known, found)
-    follow_code(REACHED, None, found, known)
+    follow_code(reached, None, found, known)
     return found
 
 
-def left_behind(record: Recording, of: Any, given: Any, out: Any) -> list[Tensor]:
+def left_behind(record: Recording, of: Any, given: Any, out: Any, reached: Reached) -> list[Tensor]:
     """The tensors that a piece has made, and that are there when it has run: its results, and those in objects."""
     walk = Alike(None)
     leaves = pytree.tree_leaves(opened(out))
-    walk.read(of, (given, leaves), REACHED)
+    walk.read(of, (given, leaves), reached)
     found = {id(x): x for x in (*leaves, *walk.tensors) if isinstance(x, Tensor)}
     made = {at: x for x in found.values() if (at := record.number(x)) in record.made}
     record.outputs = list(made)
