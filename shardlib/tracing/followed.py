@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
@@ -27,7 +26,7 @@ from shardlib.calls.found import plain_form
 from shardlib.calls.kinds import PLAIN, QUICK
 from shardlib.calls.parts import itself
 from shardlib.calls.state import State
-from shardlib.internals import INTO_FUNCTION, function_modes, saved_hooks, transforms
+from shardlib.internals import INTO_FUNCTION, OpOverload, function_modes, saved_hooks, transforms
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.asked import ASKED, user_is_asking
 from shardlib.tracing.copying import alike
