@@ -34,7 +34,8 @@ _COPIES = 24  # of as many values as no cache holds
 _NUMBERS = 1 << 16  # of which functions are worked out
 _TILE = 128  # of attention, of which no op tells
 _SENT = (1 << 12, 1 << 16, 1 << 20)  # bytes of a rank's piece
-_SECONDS, _BATCHES = 0.02, 9  # a figure is the lower quartile of means, each of what is done in that time
+# A figure is the lower quartile of means, each of what is done in that time: many turns of processes that share a core.
+_SECONDS, _BATCHES = 0.1, 9
 _MESSAGES = 10  # or the median of what so many messages take: all ranks send as many
 
 
@@ -53,8 +54,8 @@ def measure() -> Machine:
 def _device(where: torch.device) -> Device:
     rates, side, copied = {}, _SIDE[where.type], _COPIED[where.type]
     for name, dtype in (("f64", torch.float64), ("f32", torch.float32), ("bf16", torch.bfloat16)):
-        a = torch.rand(side, side, device=where).to(dtype)
-        rates[name] = 2 * side**3 / _seconds(partial(mm, a, a), where)
+        factors = [torch.rand(side, side, device=where).to(dtype) for _ in range(_COPIES)]
+        rates[name] = 2 * side**3 / (_seconds(partial(_multiplied, factors), where) / _COPIES)
     values = [torch.zeros(copied // 4, device=where) for _ in range(_COPIES)]
     bandwidth = 3 * copied / (_seconds(partial(_added, values), where) / _COPIES)
     small = torch.zeros(16, device=where)
@@ -70,6 +71,12 @@ def _device(where: torch.device) -> Device:
         x = torch.rand(_NUMBERS)
         special = _NUMBERS / _seconds(lambda: x.exp(), where)
     return Device(rates, bandwidth, memory, host, launch, special=special, tile=_TILE, overlaps=where.type == "cuda")
+
+
+def _multiplied(values: list[torch.Tensor]) -> None:
+    """Products of some matrices, which no cache holds any more."""
+    for i, x in enumerate(values):
+        mm(x, values[i - 1])
 
 
 def _added(values: list[torch.Tensor]) -> None:
