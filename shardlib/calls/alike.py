@@ -45,7 +45,7 @@ class Alike(State):
         self.reads = reads
         self.modules: dict[int, tuple[Any, ...]] = {}  # by id, where each was found
         self.held: list[nn.Module] = []
-        self.opaque = self.unread = False
+        self.opaque = False
 
     def read(self, x: Any, given: Sequence[Any], reached: Reached) -> tuple[Any, ...]:
         """All facts about `x`, what it is `given`, and what the code of both closes over."""
@@ -68,10 +68,6 @@ class Alike(State):
     def _object(self, x: Any, known: list[Any], depth: int) -> None:
         self.unread |= is_closed(x)
         super()._object(x, known, depth)
-
-    def _unread(self, x: Any, known: list[Any]) -> None:
-        self.unread = True
-        super()._unread(x, known)
 
     def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
         if self._again(x, known):

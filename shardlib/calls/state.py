@@ -50,7 +50,9 @@ LONGEST = 20_000  # and beyond these, or with other things in it, by identity an
 
 
 class State(Found):
-    """What one call brings along; facts go into the call's key."""
+    """What one call brings along; facts go into the call's key. What is `unread` counts by who it is."""
+
+    unread = False  # whether something is there that is deeper, or longer, than one looks
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class State(Found):
         if is_object(x):
             self.runs(type(x))
             for k, y in attributes(x):
-                if k not in _OF_MODES:
+                if k not in ("inner", "old_dispatch_mode_flags"):
                     self._at = (type(x).__name__, ".", k)
                     self._attribute(place, k, y, known, 0)
 
@@ -241,7 +243,8 @@ class State(Found):
             if len(x) <= LONGEST and PLAIN.issuperset(map(type, items)):
                 known += (tuple(map(type, items)), tuple(y.hex() if type(y) is float else y for y in items))
             else:
-                self._unread(x, known)
+                self.unread = True
+                self._identity(x, known)
             return
         at = self._at
         if isinstance(x, dict | types.MappingProxyType):
@@ -331,27 +334,17 @@ class State(Found):
         if isinstance(x, bytearray | memoryview | array.array):
             known.append(digest(memoryview(x)))
             return
-        if is_cache(x):
-            known.append(emptied(x))
+        known += [emptied(x)] if is_cache(x) else []
         if (inner := own(x).get("__wrapped__")) is not None:  # a jitted function, say
             self._attribute(id(x), "__wrapped__", inner, known, depth)
             made = own(x).get("made_with", ())  # what else a jitted function has, somebody gave it
             for k in [k for k in own(x) if made and k not in made]:
                 self._attribute(id(x), k, own(x)[k], known, depth)
-        if not is_object(x):
-            return
-        if depth < DEPTH:
+        if is_object(x) and depth < DEPTH:
             self._own_part(x, known, depth)
-        else:
-            self._unread(x, known)
-
-    def _unread(self, x: Any, known: list[Any]) -> None:
-        """What is deeper than one looks, or longer, counts by who it is."""
-        self._identity(x, known)
+        self.unread |= depth >= DEPTH and is_object(x)
 
 
-_BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})
-_OF_MODES = frozenset({"inner", "old_dispatch_mode_flags"})
+_BOUND, _DICTS = frozenset({types.BuiltinMethodType, types.MethodWrapperType}), frozenset({dict, OrderedDict})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
-_DICTS = frozenset({dict, OrderedDict})
 LENGTH = "len()"

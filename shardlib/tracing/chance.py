@@ -36,7 +36,8 @@ class _Generator(NamedTuple):
 
 
 class Chance:
-    """Knows where generators stand: the global ones, and those that a function holds."""
+    """Knows where generators stand: the global ones, and those that a function holds. Where an error ends the trace,
+    who is traced anew, or runs as it is, draws the same."""
 
     def __init__(self, held: Iterable[Any]) -> None:
         numpy = sys.modules.get("numpy.random")
@@ -45,7 +46,14 @@ class Chance:
         known = [("Python's random", random), *([] if numpy is None else [("numpy.random", numpy)])]
         self.generators = [_Generator.of(*x) for x in (*known, *((f"a {type(x).__name__}", x) for x in mine))]
 
-    def put_back(self) -> list[_Generator]:
+    def __enter__(self) -> None:
+        """The trace begins."""
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self._put_back()
+
+    def _put_back(self) -> list[_Generator]:
         """Have the next numbers be the same again; returns the generators that have moved."""
         moved = [x for x in self.generators if x.is_moved]
         for x in moved:
@@ -54,7 +62,7 @@ class Chance:
 
     def refuse_draws(self, name: str) -> None:
         """Raise the error if numbers were drawn since; the next ones are the same again."""
-        if moved := self.put_back():
+        if moved := self._put_back():
             drawn = list(dict.fromkeys(x.name for x in moved))
             raise NoProgramError(
                 f"{name} draws random numbers from {' and '.join(drawn)}",

@@ -200,18 +200,16 @@ def _trace(
         if numbers is not None and watch is not None:
             watch.give(numbers, len(leaves) + len(call.state.tensors))
         known = {} if watch is None else watch.before.owners
-        chance = Chance(call.state.kept)
+        chance, iterators = Chance(call.state.kept), Iterators(call.state.kept)
         with nullcontext() if numbers is None else numbers:
             try:
-                with asked, users, followed(), nullcontext() if watch is None else watch.around():
-                    iterators = Iterators(call.state.kept)
+                with asked, users, followed(), chance, nullcontext() if watch is None else watch.around():
                     found, tree = pytree.tree_flatten_with_path(taken_apart(opened(fn(*a, **k)), known))
                     chance.refuse_draws(lines.fallback.function)
                     iterators.refuse_steps(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value
                     raise unseen
             except Exception as error:
-                chance.put_back()  # who is traced anew, or runs as it is, draws the same
                 if lifted.refusal is not None and error is not lifted.refusal:
                     raise lifted.refusal from error
                 refused = refusal(error, tracer, named) or mistake(error, named)
