@@ -126,12 +126,13 @@ def compile_program(
     mark(graph, keeping.regather, _regathered(traced, graph, call))
     mark_owned(graph)
     outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
-    fits: Callable[[Compiled], bool] = lambda x: (
-        is_same(traced, x.traced, (graph, x.graph), (fixed_inputs, x.fixed_inputs))
-        and is_there(outputs, x.fixed_outputs, x.program.outputs)
-    )
+
+    def is_it(x: Compiled) -> bool:
+        same = is_same(traced, x.traced, (graph, x.graph), (fixed_inputs, x.fixed_inputs))
+        return same and is_there(outputs, x.fixed_outputs, x.program.outputs)
+
     clock.stop("rules")
-    if not keeping.schedule.state and (found := next(filter(fits, before), None)):  # calls are its own matter
+    if not keeping.schedule.state and (found := next(filter(is_it, before), None)):  # calls are its own matter
         return replace(found, traced=replace(traced, graph=found.traced.graph), seconds=clock.seconds)
     program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
     program = replace(program, donated=_donated(traced, donate), owned=owned)
@@ -147,8 +148,7 @@ def compile_program(
         warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    how = halves, recomputed, clock.seconds, outputs
-    return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, *how)
+    return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, halves, recomputed, clock.seconds, outputs)
 
 
 def _finished(

@@ -89,6 +89,7 @@ PLAIN = frozenset(
 )
 QUICK = PLAIN - {complex, range}  # equal ones are one, but for 0.0 and -0.0
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
+DICTS = frozenset({dict, OrderedDict})
 BUILTIN = frozenset({*CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
 _TRAINING = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.grad_scaler.GradScaler)
 OPAQUE: tuple[Any, ...] = (

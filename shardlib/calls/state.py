@@ -14,7 +14,6 @@ import array
 import dataclasses
 import functools
 import types
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +28,7 @@ from shardlib.calls.inside import attributes, content, own
 from shardlib.calls.kinds import (
     BUILTIN,
     CONTAINERS,
+    DICTS,
     OPAQUE,
     PLAIN,
     QUICK,
@@ -306,7 +306,7 @@ class State(Found):
             kind = type(y)
             if quick and kind in QUICK:  # as _attribute does it
                 known += (k, kind, y if kind is not float else y.hex())
-            elif quick and kind in _DICTS and not y:
+            elif quick and kind in DICTS and not y:
                 known += (k, kind, LENGTH, int, 0)
             elif k in MODULE_DICTS:
                 for name, z in y.items():
@@ -345,6 +345,6 @@ class State(Found):
         self.unread |= depth >= DEPTH and is_object(x)
 
 
-_BOUND, _DICTS = frozenset({types.BuiltinMethodType, types.MethodWrapperType}), frozenset({dict, OrderedDict})
+_BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})
 OWN = 2  # attributes that a ShardedTensor has at least: its form and its pieces
 LENGTH = "len()"

@@ -690,8 +690,6 @@ class Equal:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Equal)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 @pytest.mark.parametrize("result", ["object", "array"])
 def test_what_is_traced_again_to_the_same_program_returns_its_own_objects(result: str) -> None:
