@@ -255,3 +255,24 @@ def test_sums_that_meet_behind_what_is_complete_are_sent_once() -> None:
     sent = [c for c in plan.collectives if "[tensor]" in str(c)]
     assert [(c.kind, c.bytes) for c in sent] == [("all_reduce", 2 * 256 * 1024 * 4 * 2 * 7 / 8)] * 2
     assert not [r for r in plan.redundant if r.op == "mm"]
+
+
+def test_what_could_not_be_improved_is_tried_again_when_something_around_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = sl.jit(lambda x, w: torch.relu(x @ w) @ w.t(), in_specs=("b@data d", "d o@data"))
+    with sl.Mesh.abstract(data=4):
+        decider = step.plan(meta(64, 256), meta(256, 128)).compiled.propagated.decider
+    tried: list[int] = []
+    monkeypatch.setattr(decider, "_improve", lambda *args: bool(tried.append(1)))
+    kind = next(k for k, domain in enumerate(decider.domains) if len(domain) > 1)
+    for _ in range(2):
+        decider._improve_around(kind, 1.0, lambda choices: True, last := {})
+    assert len(tried) == 2, "each search begins anew"
+    for _ in range(2):
+        decider._improve_around(kind, 1.0, lambda choices: True, last)
+    assert len(tried) == 2, "all is as it was"
+    other = next(choice for choice in decider.domains[kind] if choice != decider.choices[kind])
+    decider.choices = [other if k == kind else choice for k, choice in enumerate(decider.choices)]
+    decider._improve_around(kind, 1.0, lambda choices: True, last)
+    assert len(tried) == 3
