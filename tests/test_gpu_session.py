@@ -507,6 +507,23 @@ def test_the_committed_report_has_every_figure() -> None:
     assert ("| GPU |" in REPORT.read_text()) or REPORT.read_text() == never  # measured, or it says that nothing was
 
 
+def test_a_report_keeps_what_was_measured_before() -> None:
+    (first, second, third, *_), target = of_part("collectives"), "equal"
+    facts = {"GPU": "a card", report.DIGEST: "0123456789"}
+    found = [Record(name, "", True, f"of {name} | 1") for name in (first, second)]
+    table = report.kept(report.rows(found, {}, {}), facts, "2026-01-01", "")
+    for card, then in (("a card", "2026-01-01, 01234567"), ("another card", "")):
+        now = {"GPU": card, report.DIGEST: "9876543210"}
+        again = report.rows([Record(first, "", False, "worse")], {}, {})
+        rows = report.kept(again, now, "2026-02-02", report.page(table, facts, "2026-01-01"))
+        rows = report.kept(again, now, "2026-03-03", report.page(rows, now, "2026-02-02"))  # and once more
+        by_name = {row.figure: row for row in rows}
+        assert by_name[first] == report.Row("collectives", first, target, "worse", "missed", "2026-03-03, 98765432")
+        assert by_name[second].of == then
+        assert (by_name[second].measured == found[1].text) == bool(then)
+        assert by_name[third].verdict == report.NOT_MEASURED
+
+
 def test_verdicts() -> None:
     found = [
         Record(figures.error_of("forward", "sm_80", "bf16"), "full", True, "o: 0.50", 0.5),

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.gpu.figures import FIGURES
 from tests.gpu.records import Record, summed_up
 
 COMMAND = "python -m tests.gpu.session --out tests/gpu"
+DIGEST = "digest of cuda/"
 NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: `verdict` is met, missed, empty where there is no target, or not measured."""
+    """One figure: `verdict` is met, missed, empty where there is no target, or not measured; `of`, a day and kernels."""
 
     part: str
     figure: str
     target: str
     measured: str
     verdict: str
+    of: str = ""
 
 
 def rows(records: Sequence[Record], absent: Mapping[str, str], skipped: Mapping[str, str]) -> list[Row]:
@@ -43,6 +46,29 @@ def rows(records: Sequence[Record], absent: Mapping[str, str], skipped: Mapping[
         if outcome is not None:
             found.append(Row("", name, "", outcome.text, "missed" if outcome.ok is False else ""))
     return found
+
+
+def kept(table: Sequence[Row], facts: Mapping[str, str], day: str, page: str) -> list[Row]:
+    """The table with what each row is of, a day and kernels; what was not measured now is as the page before has it, if
+    that is of the same card."""
+    of = ", ".join((day, facts.get(DIGEST, "")[:8]))
+    before, card, digest = {}, "", ""
+    for line in page.splitlines():
+        match [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]:
+            case ["GPU", card]:
+                pass
+            case [str(name), digest] if name == DIGEST:
+                pass
+            case [figure, _, measured, "met" | "missed" | "" as verdict, *others]:
+                (then,) = others or [", ".join((re.findall(r"^Measured on (\S+)", page, re.M)[0], digest[:8]))]
+                before[figure] = {"measured": measured, "verdict": verdict, "of": then}
+    same = card == facts.get("GPU")
+    return [
+        replace(row, **(before.get(row.figure, {}) if same else {}))
+        if row.verdict == NOT_MEASURED
+        else replace(row, of=of)
+        for row in table
+    ]
 
 
 def text(table: Sequence[Row], facts: Mapping[str, str], width: int = 44) -> str:
@@ -67,6 +93,7 @@ def page(table: Sequence[Row], facts: Mapping[str, str], day: str) -> str:
         "# Report of the GPU session",
         "",
         head,
+        "The last column has the day and the digest of cuda/ that a row is of; what stands above the table is of the last.",
         f"`{COMMAND}` makes this page on a machine with a CUDA GPU. A call takes 10 minutes; the next goes on.",
         "",
         "Speeds are medians with quartiles, contestants by turns in one process. Virtual ranks share one GPU: their",
@@ -75,8 +102,10 @@ def page(table: Sequence[Row], facts: Mapping[str, str], day: str) -> str:
     ]
     if facts:
         lines += ["| | |", "|---|---|", *(f"| {_cell(name)} | {_cell(said)} |" for name, said in facts.items()), ""]
-    lines += ["| figure | target | measured | verdict |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(map(_cell, (row.figure, row.target, row.measured, row.verdict)))} |" for row in table]
+    lines += ["| figure | target | measured | verdict | of |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {' | '.join(map(_cell, (row.figure, row.target, row.measured, row.verdict, row.of)))} |" for row in table
+    ]
     return "\n".join(lines) + "\n"
 
 

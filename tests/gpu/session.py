@@ -71,7 +71,7 @@ PARTS: tuple[Part, ...] = (
     Part("collectives", check_collectives.collectives, 70, 15, needs="build"),
     Part("collective speed", speed_memory.collectives, 60, 15, needs="build"),
     Part("same bits", check_attention.same_bits, 40, 10, needs="build"),
-    Part("gpu tests", tools.gpu_tests, 100, 25),
+    Part("gpu tests", tools.gpu_tests, 170, 25),
     Part("rings", speed_attention.rings, 30, 10, needs="build"),
     Part("steps", speed_steps.steps, 150, 60, needs="build"),
     Part("collective sweeps", sweeps.collectives, 60, 15, needs="build"),
@@ -186,7 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = report.rows(found, absent, skipped)
     print(report.text(table, facts))
     if options.out:
-        report.write(folder / "REPORT.md", report.page(table, facts, _today()))
+        page = folder / "REPORT.md"
+        table = report.kept(table, facts, _today(), page.read_text() if page.exists() else "")
+        report.write(page, report.page(table, facts, _today()))
     if options.write:
         writeback.write(found, facts["GPU"])
     return 1 if any(row.verdict in ("missed", report.NOT_MEASURED) for row in table) else 0

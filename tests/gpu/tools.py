@@ -19,6 +19,7 @@ import torch
 from shardlib import build as builder
 from shardlib import ptxas
 from shardlib.recipe import Missing, Recipe, recipe
+from tests.gpu import report
 from tests.gpu.figures import LIBRARY_BYTES, TOOLS, of_part
 from tests.gpu.records import Outcome, Recorder
 
@@ -44,7 +45,7 @@ def environment(run: Recorder) -> None:
     run.fact("nvcc", _said([_tool("nvcc") or "nvcc", "--version"], pick=r"release .*"))
     run.fact("Python, system", f"{platform.python_version()}, {platform.release()}")
     wanted = recipe("cuda")
-    run.fact("digest of cuda/", wanted.key if isinstance(wanted, Recipe) else str(wanted))
+    run.fact(report.DIGEST, wanted.key if isinstance(wanted, Recipe) else str(wanted))
 
 
 def identity(device: str) -> str:
