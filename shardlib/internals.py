@@ -242,6 +242,7 @@ LOAD_WHOLE = _slot("torch.nn.Module.load_state_dict", "what is assigned to two n
 LOAD_OWN = _slot("torch.nn.Module._load_from_state_dict", "a tensor that is assigned lives where a parameter did")
 MODULE_APPLY = _slot("torch.nn.Module._apply", "a module that a trace converts is refused before it is half done")
 settle_rnn = _torch("torch.nn.RNNBase._init_flat_weights", "recurrent modules list their parameters a second time")
+FLATTEN_RNN = _slot("torch.nn.RNNBase.flatten_parameters", "cuDNN wants weights in one memory, which pieces have not")
 BATCH_NORM = _slot("torch.nn.modules.batchnorm._BatchNorm.forward", "Python reads a buffer that counts batches")
 input_check_of = _attribute("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "what that forward does first")
 # What updates parameters has one of these names in one of these modules, which nobody has to have imported.

@@ -213,7 +213,7 @@ def test_sequence_is_passed_round() -> None:
         (lambda b, h, i, j: i <= j, False),
         (lambda b, h, i, j: i >= h, False),
         (lambda b, h, i, j: ~(i >= j), False),
-        (lambda b, h, i, j: i + 1 >= j, False),
+        (lambda b, h, i, j: i + 1 >= j, True),
         (lambda b, h, i, j: (i >= j, YES)[1], False),
     ],
 )

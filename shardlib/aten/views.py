@@ -56,6 +56,12 @@ def argument(node: fx.Node, name: str) -> Any:
     raise KeyError(name)
 
 
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, in the order of its schema."""
+    assert isinstance(node.target, OpOverload)
+    return {a.name: argument(node, a.name) for a in schema_of(node.target).arguments}
+
+
 def tensors_in(value: Any) -> list[fx.Node]:
     """The nodes of an argument: one, a list of them, or none."""
     if isinstance(value, fx.Node):

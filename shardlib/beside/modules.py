@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.errors import ShardingError
-from shardlib.internals import BATCH_NORM, MODULE_APPLY, FakeTensor, input_check_of
+from shardlib.internals import BATCH_NORM, FLATTEN_RNN, MODULE_APPLY, FakeTensor, input_check_of
 from shardlib.state import is_tracing
+from shardlib.tensors.tensor import ShardedTensor
 
 
 def _batchnorm(_: Any) -> None:
@@ -37,6 +38,18 @@ def _batchnorm(_: Any) -> None:
         return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
     BATCH_NORM.value = cumulative
+
+
+def _recurrent(_: Any) -> None:
+    """On a GPU, weights are put into one memory where they can be."""
+    flatten = FLATTEN_RNN.value
+
+    @functools.wraps(flatten)
+    def where_whole(self: Any) -> None:
+        if not any(isinstance(w, ShardedTensor) for w in self._flat_weights):
+            flatten(self)
+
+    FLATTEN_RNN.value = where_whole
 
 
 def _replace(self: Any, of: Mapping[str, tuple[Tensor, Tensor]]) -> None:
@@ -83,4 +96,5 @@ def _module(_: Any) -> None:
 TAUGHT: dict[str, Callable[[Any], None]] = {
     "torch.nn.modules.module": _module,
     "torch.nn.modules.batchnorm": _batchnorm,
+    "torch.nn.modules.rnn": _recurrent,
 }

@@ -14,6 +14,8 @@ from torch import fx
 from shardlib.aten.views import written_arguments
 from shardlib.manual.claims import hold_claims
 from shardlib.normalise.bags import even_bags
+from shardlib.normalise.bands import know_bands
+from shardlib.normalise.heads import group_heads
 from shardlib.normalise.likes import free_likes
 from shardlib.normalise.lookups import look_up_aligned
 from shardlib.normalise.pads import convolve_padded
@@ -44,6 +46,7 @@ from shardlib.tracing.traced import Traced
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     hold_claims,  # before anything goes that nobody reads
     free_draws,
+    know_bands,
     fill_by_masks,
     leave_out_empty,
     drop_identities,
@@ -57,6 +60,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     even_bags,
     look_up_aligned,
     dim_by_dim,
+    group_heads,
     compose_reshapes,
     divide_losses_late,
     forget_totals,

@@ -72,15 +72,14 @@ def flex_attention(
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     score = None if score_mod is FLEX_IDENTITY else _mapped(score_mod, True, score_mod_other_buffers)
-    noted = _Noted(block_mask[-1])
-    keep = None if noted.fn is _torch.noop_mask else _mapped(noted, False, mask_mod_other_buffers)
+    mask_mod = block_mask[-1]
+    keep = None if mask_mod is _torch.noop_mask else _mapped(mask_mod, False, mask_mod_other_buffers)
     wants_max = bool(kernel_options.get("OUTPUT_MAX", True))
     with torch.autocast(device, enabled=False), _ReadByPlace():
         alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
         if fused and score is None and alike and not wants_max:
             mask = None if keep is None else _unrepeated(keep(*_places(query, key)))
-            how: Any = {"causal": True} if noted.causal else {"mask": mask}
-            o, lse = attention(query, key, value, **how, scale=scale)
+            o, lse = attention(query, key, value, mask=mask, scale=scale)
             return _strided_as(query, o), lse / math.log(2), query.new_empty(0)
         wants_lse = bool(kernel_options.get("OUTPUT_LOGSUMEXP", True))
         return _dense(query, key, value, score, keep, scale, wants_lse, wants_max)
@@ -160,36 +159,6 @@ def _strided_as(query: Tensor, o: Tensor) -> Tensor:
     if order == [0, 1, 2, 3]:
         return o.contiguous()
     return o.permute(order).contiguous().permute([order.index(d) for d in range(4)])
-
-
-_AT_LEAST = (Tensor.__ge__, Tensor.ge, torch.ge)
-_AT_MOST = (Tensor.__le__, Tensor.le, torch.le)
-
-
-class _Noted(TorchFunctionMode):
-    """A `mask_mod`, and whether it only said `q_idx >= kv_idx`: the commonest needs no mask, only to be known."""
-
-    def __init__(self, fn: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.fn = fn
-        self.calls: list[tuple[Any, Any, Any]] = []
-        self.causal = False
-
-    def __call__(self, *at: Any) -> Tensor:
-        self.calls.clear()
-        with self:
-            keep = self.fn(*at)
-        if len(self.calls) == 1 and len(at) == 4:
-            func, args, made = self.calls[0]
-            first, second = (2, 3) if func in _AT_LEAST else (3, 2)
-            known = func in _AT_LEAST or func in _AT_MOST
-            self.causal = known and made is keep and args[0] is at[first] and args[1] is at[second]
-        return keep
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, made))
-        return made
 
 
 class _ReadByPlace(TorchFunctionMode):

@@ -19,7 +19,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: `verdict` is met, missed, empty where there is no target, or not measured; `of`, a day and kernels."""
+    """One figure: `verdict` is met, missed, empty where there is no target, or not measured; `of` day and kernels."""
 
     part: str
     figure: str
@@ -93,7 +93,7 @@ def page(table: Sequence[Row], facts: Mapping[str, str], day: str) -> str:
         "# Report of the GPU session",
         "",
         head,
-        "The last column has the day and the digest of cuda/ that a row is of; what stands above the table is of the last.",
+        "The last column: the day and the digest of cuda/ that a row is of. Above the table is what the last is of.",
         f"`{COMMAND}` makes this page on a machine with a CUDA GPU. A call takes 10 minutes; the next goes on.",
         "",
         "Speeds are medians with quartiles, contestants by turns in one process. Virtual ranks share one GPU: their",

@@ -1,0 +1,140 @@
+"""Masks that say how far a query sees, and nothing else: attention is told so, by its causal order and its window.
+
+Models make them of counted places (`k <= q`, `k > q - window`, `tril(ones)`), of packed sequences where there is one,
+of -inf where a key is hidden. Kernels that know leave out what is hidden, a cut sequence needs no part of such a mask,
+and nobody holds a square of numbers. What else hides keys, some of a batch's or single pairs, stays a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from shardlib.aten.views import arguments
+from shardlib.normalise.forms import Form, Forms
+from shardlib.normalise.passes import call
+from shardlib.ops.attention import OPS as ATTENTION
+
+aten = torch.ops.aten
+_HOPELESS = -1e30  # -inf, or the least float32 or bfloat16: where something else is seen, exp of it is 0
+_ANDS = (aten.bitwise_and.Tensor, aten.logical_and.default)
+
+
+class Band(NamedTuple):
+    """A query sees the keys with distances from `low` to `high`; None where there is no such end."""
+
+    low: int | None
+    high: int | None
+
+
+def know_bands(gm: fx.GraphModule) -> None:
+    """Masks of attention that are bands become its causal order and its window."""
+    calls = [node for target in ATTENTION for node in gm.graph.find_nodes(op="call_function", target=target)]
+    forms = Forms()
+    told: dict[Any, dict[str, Any] | None] = {}
+    for node in sorted(calls):
+        how = arguments(node)
+        mask, bias, s, t = how["mask"], how["bias"], how["q"].meta["val"].shape[2], how["k"].meta["val"].shape[2]
+        fixed = how["alibi"] is not None or how["causal"] or how["window"] or how["q_offset"] or how["k_offset"]
+        if (mask is None and bias is None) or fixed or how.get("need_bias"):
+            continue
+        key = mask, bias, s, t, bool(how["dropout"])
+        if key not in told:
+            told[key] = _told(gm, forms, *key)
+        if (new := told[key]) is not None:
+            node.args, node.kwargs = tuple((how | new).values()), {}
+
+
+# --- what attention is told -------------------------------------------------------------------------------------------
+
+
+def _told(gm: fx.GraphModule, forms: Forms, mask: Any, bias: Any, s: int, t: int, drops: bool) -> dict[str, Any] | None:
+    """Arguments in place of a mask and a bias; None if none are known that say the same."""
+    found, rest = list[Band](), list[fx.Node]()
+    for factor in _factors(mask):
+        if (band := _band(forms.of(factor), factor, s, t)) is None:
+            rest.append(factor)
+        else:
+            found.append(band)
+    if bias is not None and not rest and (band := _band(_hidden(forms.of(bias)), bias, s, t)) is not None:
+        found.append(band)
+        bias = None
+    if not found:
+        return None
+    said = _said(_all_of(found))
+    if said is None or (drops and (said["q_offset"] or said["k_offset"])):  # draws go by places
+        return None
+    return said | {"mask": _all(gm, rest), "bias": bias}
+
+
+def _factors(mask: Any) -> Iterator[fx.Node]:
+    """The masks of which one is made by `and`."""
+    if not isinstance(mask, fx.Node):
+        return
+    if mask.target is aten.expand.default or (
+        mask.target in _ANDS and all(x.meta["val"].dtype == torch.bool for x in mask.all_input_nodes)
+    ):
+        for x in mask.all_input_nodes:
+            yield from _factors(x)
+    else:
+        yield mask
+
+
+def _all(gm: fx.GraphModule, masks: list[fx.Node]) -> fx.Node | None:
+    """`and` of what is left, behind the last of them."""
+    masks = list(dict.fromkeys(masks))
+    if not masks:
+        return None
+    whole, *others = sorted(masks)
+    for mask in others:
+        with gm.graph.inserting_after(max(whole, mask)):
+            whole = call(gm, mask, aten.bitwise_and.Tensor, whole, mask)
+    return whole
+
+
+def _hidden(form: Form | None) -> Form | None:
+    """The mask that a bias is, of 0 and of what no score makes up for."""
+    if form is None:
+        return None
+    hides = form.values < _HOPELESS
+    return form._replace(values=~hides) if bool((hides | (form.values == 0)).all()) else None
+
+
+def _band(form: Form | None, node: fx.Node, s: int, t: int) -> Band | None:
+    """The band that a mask is; None where it is another one, or some query sees nothing by it."""
+    if form is None:
+        return None
+    if form.values.numel() == 1:
+        return Band(None, None) if bool(form.values) else None
+    if not form.by_distance or form.values.numel() != s + t - 1:
+        return None
+    seen = form.values.flatten().nonzero().flatten()
+    if not len(seen) or len(seen) != seen[-1] - seen[0] + 1:
+        return None
+    low, high = int(seen[0]) - (s - 1), int(seen[-1]) - (s - 1)
+    if high < 0 or low > t - s:
+        return None
+    return Band(None if low == 1 - s else low, None if high == t - 1 else high)
+
+
+def _all_of(bands: Sequence[Band]) -> Band:
+    lows, highs = [x.low for x in bands if x.low is not None], [x.high for x in bands if x.high is not None]
+    return Band(max(lows, default=None), min(highs, default=None))
+
+
+def _said(band: Band) -> dict[str, Any] | None:
+    """Causal, window and offsets that leave a band to see; None for one that is empty, or open above and not below."""
+    low, high = band
+    said = {"causal": False, "window": 0, "q_offset": 0, "k_offset": 0}
+    if high is None:
+        return said if low is None else None
+    if low is None:
+        return said | {"causal": True, "q_offset": max(high, 0), "k_offset": max(-high, 0)}
+    if low > high:
+        return None
+    if low == -high:
+        return said | {"window": high + 1}
+    return said | {"causal": True, "window": high - low + 1, "q_offset": max(high, 0), "k_offset": max(-high, 0)}

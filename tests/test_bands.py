@@ -1,0 +1,330 @@
+"""Masks that are bands, keys that are repeated: known for what they are, by brute force, and the same attention."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardlib as sl
+from shardlib.aten.views import arguments
+from shardlib.normalise import bands, normalise
+from shardlib.normalise.forms import Forms, spread
+from shardlib.normalise.passes import drop_dead
+from shardlib.ops.attention import OPS
+from shardlib.tracing.trace import trace
+
+S, T = 6, 9
+INF = float("inf")
+Mask = Callable[[int, int], Tensor]
+
+
+def rows(s: int) -> Tensor:
+    return torch.arange(s)[:, None]
+
+
+def _packed(s: int, t: int) -> Tensor:
+    """As models look for sequences that are packed into one."""
+    places = torch.arange(max(s, t))[None].expand(2, -1)
+    which = (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    b = torch.arange(2)[:, None, None, None]
+    q, k = torch.arange(s)[None, None, :, None], torch.arange(t)[None, None, None, :]
+    same = which[b, q] == which[b, k]
+    return q.new_ones((), dtype=torch.bool) & (places[b, k] <= places[b, q]) & same
+
+
+# A mask -> causal, window, offset of the queries less that of the keys; None where it stays a mask.
+MASKS: dict[str, tuple[Mask, tuple[bool, int, int] | None]] = {
+    "all": (lambda s, t: torch.ones(s, t, dtype=torch.bool), (False, 0, 0)),
+    "no bias": (lambda s, t: torch.zeros(s, t), (False, 0, 0)),
+    "compared": (lambda s, t: torch.arange(t) <= rows(s), (True, 0, 0)),
+    "compared the other way": (lambda s, t: rows(s) >= torch.arange(t), (True, 0, 0)),
+    "before": (lambda s, t: torch.arange(t) - 1 < rows(s), (True, 0, 0)),
+    "of differences": (lambda s, t: (rows(s) - torch.arange(t)) >= 0, (True, 0, 0)),
+    "triangle": (lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(), (True, 0, 0)),
+    "not a triangle": (lambda s, t: ~torch.ones(s, t, dtype=torch.bool).triu(1), (True, 0, 0)),
+    "ones as bool": (lambda s, t: torch.tril(torch.ones(s, t)).bool(), (True, 0, 0)),
+    "compared to 0": (lambda s, t: torch.tril(torch.ones(s, t)) != 0, (True, 0, 0)),
+    "to the last": (lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(t - s), (True, 0, T - S)),
+    "behind a cache": (lambda s, t: torch.arange(t) <= torch.arange(t - s, t)[:, None], (True, 0, T - S)),
+    "part of a larger one": (lambda s, t: torch.ones(20, 20, dtype=torch.bool).tril()[t - s : t, :t], (True, 0, T - S)),
+    "window": (lambda s, t: (torch.arange(t) <= rows(s)) & (torch.arange(t) > rows(s) - 3), (True, 3, 0)),
+    "window on both sides": (lambda s, t: (rows(s) - torch.arange(t)).abs() < 4, (False, 4, 0)),
+    "band": (lambda s, t: torch.ones(s, t, dtype=torch.bool).tril(2).triu(-1), (True, 4, 2)),
+    "-inf": (lambda s, t: torch.full((s, t), -INF).triu(1), (True, 0, 0)),
+    "-inf filled in": (lambda s, t: torch.zeros(s, t).masked_fill(torch.arange(t) > rows(s), -INF), (True, 0, 0)),
+    "least": (lambda s, t: torch.where(torch.arange(t) <= rows(s), 0.0, torch.finfo(torch.float32).min), (True, 0, 0)),
+    "with dims": (lambda s, t: (torch.arange(t) <= rows(s))[None, None].expand(2, 1, s, t), (True, 0, 0)),
+    "packed": (_packed, (True, 0, 0)),
+    "twice": (lambda s, t: (torch.arange(t) <= rows(s)) & (torch.arange(t) < rows(s) + 3), (True, 0, 0)),
+    "some more than -inf": (lambda s, t: torch.full((s, t), -9.0).triu(1), None),
+    "ahead": (lambda s, t: torch.arange(t) >= rows(s) - 1, None),
+    "not in one piece": (lambda s, t: (rows(s) - torch.arange(t)) % 2 == 0, None),
+    "prefix": (lambda s, t: (torch.arange(t) <= rows(s)) | (torch.arange(t) < 2), None),
+    "by key": (lambda s, t: (torch.arange(t) % 3 != 1).expand(s, t), None),
+    "one that sees nothing": (lambda s, t: torch.arange(t) < rows(s), None),
+    "slopes": (lambda s, t: -(rows(s) - torch.arange(t)).abs().float(), None),
+}
+
+
+def _attend(mask: Mask) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = mask(q.shape[2], k.shape[2])
+        if keep.is_floating_point():
+            keep = keep.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep).square().sum()
+
+    return attend
+
+
+def _qkv(heads: int = 4, kv: int = 4, s: int = S, t: int = T, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, h, n, 8, dtype=dtype) for h, n in ((heads, s), (kv, t), (kv, t))]
+
+
+def _said(fn: Callable[..., Any], *args: Tensor) -> list[dict[str, Any]]:
+    """What the attention ops of a function are told."""
+    nodes = normalise(trace(fn, args)).graph.graph.nodes
+    return [arguments(n) for n in nodes if n.target in OPS]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_known(name: str) -> None:
+    mask, known = MASKS[name]
+    (how,) = _said(_attend(mask), *_qkv(dtype=torch.float32))
+    if known is None:
+        assert (how["mask"] is None) != (how["bias"] is None)
+        assert (how["causal"], how["window"], how["q_offset"], how["k_offset"]) == (False, 0, 0, 0)
+    else:
+        assert how["mask"] is how["bias"] is None
+        assert (how["causal"], how["window"], how["q_offset"] - how["k_offset"]) == known
+
+
+@pytest.mark.parametrize(("axes", "spec"), [({"data": 2}, "b@data h s e"), ({"seq": 3}, "b h s@seq e")])
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_is_the_same(name: str, axes: dict[str, int], spec: str) -> None:
+    """Values and gradients, with other sizes of the same kinds too."""
+    mask, _ = MASKS[name]
+    if name == "one that sees nothing":  # torch's kernel gives NaN there
+        return
+    for s, t in ((S, T), (6, 6), (3, 9)):
+        with sl.Mesh(**axes):
+            sl.check(sl.jit(_attend(mask), in_specs=(spec, None, None)), *_qkv(s=s, t=t))
+
+
+def test_what_else_hides_keys_stays_a_mask_of_these() -> None:
+    """A mask of a batch's keys beside a causal one is no square of them."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, there: Tensor) -> Tensor:
+        keep = (torch.arange(T) <= rows(S) + T - S) & there[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep.expand(2, 1, S, T)).square().sum()
+
+    there = torch.ones(2, T, dtype=torch.bool)
+    there[0, -2:] = False
+    (how,) = _said(attend, *_qkv(), there)
+    assert tuple(how["mask"].meta["val"].shape) == (2, 1, 1, T)
+    assert (how["causal"], how["q_offset"]) == (True, T - S)
+    with sl.Mesh(data=2, seq=3):
+        sl.check(sl.jit(attend, in_specs=("b@data h s@seq e", None, None, None)), *_qkv(), there)
+
+
+def test_a_bias_beside_something_that_hides_stays() -> None:
+    """-inf in a bias and a mask are two things; dropout draws by places, and attention that is told one knows it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, there: Tensor) -> Any:
+        bias = torch.full((S, S), -INF, dtype=q.dtype).triu(1)
+        o, _ = torch.ops.shardlib.attention(q, k, v, there, bias, None, None, False, 1.0, 0, 0.0)
+        return o
+
+    (how,) = _said(attend, *_qkv(t=S), torch.ones(S, S, dtype=torch.bool))
+    assert None not in (how["mask"], how["bias"])
+
+
+@pytest.mark.parametrize("s", [S, T])
+def test_dropout_draws_as_before(s: int) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = torch.arange(T) <= torch.arange(T - s, T)[:, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep, dropout_p=0.5)
+
+    (how,) = _said(attend, *_qkv(s=s))
+    assert (how["mask"] is None) == (s == T)
+    assert how["q_offset"] == how["k_offset"] == 0
+
+
+def test_no_square_is_made() -> None:
+    """A causal mask of 128k places, and a window, are known by lines of numbers."""
+    n = 1 << 17
+
+    def attend(x: Tensor) -> Tensor:
+        keep = torch.ones(n, n, dtype=torch.bool).tril() & (rows(n) - torch.arange(n) < 4096)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=keep)
+
+    (how,) = _said(attend, torch.empty(1, 1, n, 8, device="meta"))
+    assert (how["mask"], how["causal"], how["window"]) == (None, True, 4096)
+
+
+# --- what is known of values ------------------------------------------------------------------------------------------
+
+
+def _drawn(rng: random.Random, s: int, t: int) -> Callable[[Tensor], Tensor]:
+    """A mask of counted places, compared, shifted, combined and cut at random."""
+    ops = (torch.le, torch.lt, torch.ge, torch.gt, torch.eq, torch.ne)
+
+    def line(n: int) -> Tensor:
+        x = torch.arange(rng.choice([0, 0, 3]), 100)[:n] + rng.randint(-2, 2)
+        return rng.choice([lambda: x, lambda: x, lambda: x * 2, lambda: x % 3, lambda: x.new_zeros(n)])()
+
+    def mask(depth: int) -> Tensor:
+        kind = rng.randrange(8) if depth else rng.randrange(4)
+        q, k = line(s)[:, None], line(t)[None]
+        if kind == 0:
+            return rng.choice(ops)(*rng.choice([(q, k), (k, q)]))
+        if kind == 1:
+            return rng.choice(ops)(rng.choice([q - k, k - q, (q - k).abs()]), rng.randint(-3, 3))
+        if kind == 2:
+            one = torch.full((s, t), rng.random() < 0.7)
+            return rng.choice([torch.tril, torch.triu])(one, rng.randint(-3, 3))
+        if kind == 3:
+            wide = rng.choice(ops)(torch.arange(s + 3)[:, None] + rng.randint(-2, 2), torch.arange(t + 4))
+            a, b = rng.randint(0, 3), rng.randint(0, 4)
+            return wide[a : a + s, b : b + t]
+        if kind == 4:
+            return ~mask(depth - 1)
+        both = mask(depth - 1), mask(depth - 1)
+        return both[0] & both[1] if kind < 7 else torch.where(both[0], both[1], mask(depth - 1))
+
+    return lambda x: mask(3)[None, None] & x.new_ones((), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_values_that_are_known_are_those_that_are(seed: int) -> None:
+    """Each node of a random mask: what its form says, spread out, is what torch makes."""
+    s, t = random.Random(seed).choice([(5, 5), (4, 7), (7, 4), (1, 6), (6, 1)])
+    gm = trace(lambda x: _drawn(random.Random(seed), s, t)(x), (torch.zeros(()),)).graph
+    forms = Forms()
+    for node, value in _values(gm).items():
+        form = forms.of(node)
+        assert form is not None
+        assert torch.equal(spread(form, value.shape), value), node.format_node()
+
+
+def _values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Tensor]:
+    found: dict[torch.fx.Node, Tensor] = {}
+
+    class Noting(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            value = super().run_node(n)
+            if isinstance(value, Tensor) and n.op == "call_function":
+                found[n] = value
+            return value
+
+    Noting(gm).run(torch.zeros(()))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_mask_is_the_same_attention(seed: int) -> None:
+    """Whatever attention is told of it: the band that is said shows what the mask shows."""
+    rng = random.Random(seed)
+    s, t = rng.choice([(5, 5), (4, 7), (7, 4)])
+    gm = trace(lambda x: _drawn(random.Random(seed + 1000), s, t)(x), (torch.zeros(()),)).graph
+    (mask,) = gm.graph.output_node().all_input_nodes
+    value = _values(gm)[mask]
+    told = bands._told(gm, Forms(), mask, None, s, t, False)
+    if told is None:
+        return
+    assert told["mask"] is None or told["mask"] is not mask
+    apart = torch.arange(s)[:, None] + told["q_offset"] - told["k_offset"] - torch.arange(t)
+    seen = (apart >= 0) | (not told["causal"])
+    seen &= (apart.abs() < told["window"]) | (told["window"] == 0)
+    if told["mask"] is not None:
+        gm.graph.output_node().args = ((told["mask"],),)
+        drop_dead(gm)
+        gm.recompile()
+        seen = seen & _values(gm)[told["mask"]]
+    assert torch.equal(seen.expand_as(value), value)
+
+
+# --- heads that share keys --------------------------------------------------------------------------------------------
+
+
+def _repeat(x: Tensor, n: int) -> Tensor:
+    b, kv, t, e = x.shape
+    return x[:, :, None].expand(b, kv, n, t, e).reshape(b, kv * n, t, e)
+
+
+WAYS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "reshaped": _repeat,
+    "unsqueezed": lambda x, n: x.unsqueeze(2).expand(-1, -1, n, -1, -1).flatten(1, 2),
+    "expanded": lambda x, n: x.expand(-1, n, -1, -1) if x.shape[1] == 1 else _repeat(x, n),
+}
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 4}, {"tensor": 2}, {"seq": 3}])
+@pytest.mark.parametrize(("way", "kv"), list(itertools.product(WAYS, (1, 2))))
+def test_keys_are_read_once(way: str, kv: int, axes: dict[str, int]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (WAYS[way](x, 4 // kv) for x in (k, v))
+        return (
+            F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, T, dtype=torch.bool).tril()).square().sum()
+        )
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return torch.func.grad(attend, (0, 1, 2))(q, k, v)
+
+    args = _qkv(kv=kv)
+    for how in _said(gradients, *args):
+        assert how["k"].meta["val"].shape[1] == how["v"].meta["val"].shape[1] == kv
+    spec = {"data": "b@data h s e", "tensor": "b h@tensor s e", "seq": "b h s@seq e"}[next(iter(axes))]
+    with sl.Mesh(**axes):
+        sl.check(sl.jit(attend, in_specs=(spec, None, None)), *args)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda q, k, v: (k.sum(), v), lambda q, k, v: (k, v[:, :1].expand(-1, 4, -1, -1)), lambda q, k, v: (k * 2, v)],
+)
+def test_keys_that_somebody_else_reads(read: Callable[..., Any]) -> None:
+    """Gradients of repeated keys that are more than a sum, and keys that are repeated otherwise than values."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = _repeat(k, 2), _repeat(v, 2)
+        one, other = read(q, k, v)
+        if one.dim():
+            k, v = one, other
+        return F.scaled_dot_product_attention(q, k, v).square().sum() + one.sin().sum()
+
+    with sl.Mesh(data=2):
+        sl.check(sl.jit(attend, in_specs=("b@data h s e", None, None)), *_qkv(kv=2))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_language_model_makes_no_mask(padded: bool) -> None:
+    """In training, without a cache, transformers makes a mask wherever it may not look at positions."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MistralConfig(num_hidden_layers=2, vocab_size=64, use_cache=False, sliding_window=4, **sizes)
+    model, ids = transformers.MistralForCausalLM(config).double(), torch.arange(16).view(2, 8)
+    mask = torch.ones_like(ids) if padded else None
+
+    def loss(m: nn.Module, ids: Tensor, mask: Tensor | None) -> Tensor:
+        value: Tensor = m(input_ids=ids, attention_mask=mask, labels=ids).loss
+        return value
+
+    with sl.Mesh(data=2):
+        plan = sl.jit(loss).plan(model, ids, mask)
+    calls = [step for step in plan.compiled.graph.ops if step.target in OPS]
+    assert len(calls) == 4
+    listing = plan.listing()
+    assert len(re.findall(r"shardlib\.attention\S*\(.*True, 0\.3535533905932\d+, 4, 0\.0", listing)) == 4
+    assert "2, 1, 8, 8]" not in listing  # no square
