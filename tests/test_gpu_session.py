@@ -508,20 +508,24 @@ def test_the_committed_report_has_every_figure() -> None:
 
 
 def test_a_report_keeps_what_was_measured_before() -> None:
-    (first, second, third, *_), target = of_part("collectives"), "equal"
-    facts = {"GPU": "a card", report.DIGEST: "0123456789"}
-    found = [Record(name, "", True, f"of {name} | 1") for name in (first, second)]
-    table = report.kept(report.rows(found, {}, {}), facts, "2026-01-01", "")
-    for card, then in (("a card", "2026-01-01, 01234567"), ("another card", "")):
-        now = {"GPU": card, report.DIGEST: "9876543210"}
-        again = report.rows([Record(first, "", False, "worse")], {}, {})
-        rows = report.kept(again, now, "2026-02-02", report.page(table, facts, "2026-01-01"))
-        rows = report.kept(again, now, "2026-03-03", report.page(rows, now, "2026-02-02"))  # and once more
-        by_name = {row.figure: row for row in rows}
-        assert by_name[first] == report.Row("collectives", first, target, "worse", "missed", "2026-03-03, 98765432")
-        assert by_name[second].of == then
-        assert (by_name[second].measured == found[1].text) == bool(then)
-        assert by_name[third].verdict == report.NOT_MEASURED
+    """Of each card the last; nobody who measures a part loses the rest."""
+    (first, second, third, *_), page = of_part("collectives"), ""
+    calls = [
+        ("a card", "2026-01-01", [Record(first, "", True, "1 | 2"), Record(second, "", True, "3")]),
+        ("another card", "2026-02-02", [Record(first, "", False, "4")]),
+        ("a card", "2026-03-03", [Record(first, "", True, "5")]),
+    ]
+    for card, day, found in calls:
+        facts = {"GPU": card, report.DIGEST: "0123456789"}
+        page = report.page(report.kept(report.rows(found, {}, {}), facts, day, page), facts, day)
+    rows = [(row.measured, row.verdict, row.of) for row in report._read(page) if row.figure in (first, second)]
+    assert rows == [
+        ("5", "met", "a card, 2026-03-03, 01234567"),
+        ("4", "missed", "another card, 2026-02-02, 01234567"),
+        ("3", "met", "a card, 2026-01-01, 01234567"),
+    ]
+    assert f"| {third} | equal | not measured: its part ended before it | not measured |  |" in page
+    assert "1 | 2" not in page
 
 
 def test_verdicts() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: `verdict` is met, missed, empty where there is no target, or not measured; `of` day and kernels."""
+    """One figure: `verdict` is met, missed, empty where there is no target, or not measured; `of` its card and day."""
 
     part: str
     figure: str
@@ -49,26 +50,27 @@ def rows(records: Sequence[Record], absent: Mapping[str, str], skipped: Mapping[
 
 
 def kept(table: Sequence[Row], facts: Mapping[str, str], day: str, page: str) -> list[Row]:
-    """The table with what each row is of, a day and kernels; what was not measured now is as the page before has it, if
-    that is of the same card."""
-    of = ", ".join((day, facts.get(DIGEST, "")[:8]))
-    before, card, digest = {}, "", ""
+    """The table with what each row is of: a card, a day, kernels. What was not measured now, and what other cards did,
+    is as the page before has it."""
+    card, kernels = facts.get("GPU", ""), facts.get(DIGEST, "")[:8]
+    before = defaultdict[str, dict[str, Row]](dict)
+    for row in _read(page):
+        before[row.figure][row.of.partition(",")[0]] = row
+    found = []
+    for row in table:
+        rows = before[row.figure]
+        if row.verdict != NOT_MEASURED:
+            rows[card] = replace(row, of=f"{card}, {day}, {kernels}")
+        found += [replace(x, part=row.part, target=row.target) for x in rows.values()] or [row]
+    return found
+
+
+def _read(page: str) -> Iterator[Row]:
+    """What a page says was measured."""
     for line in page.splitlines():
         match [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]:
-            case ["GPU", card]:
-                pass
-            case [str(name), digest] if name == DIGEST:
-                pass
-            case [figure, _, measured, "met" | "missed" | "" as verdict, *others]:
-                (then,) = others or [", ".join((re.findall(r"^Measured on (\S+)", page, re.M)[0], digest[:8]))]
-                before[figure] = {"measured": measured, "verdict": verdict, "of": then}
-    same = card == facts.get("GPU")
-    return [
-        replace(row, **(before.get(row.figure, {}) if same else {}))
-        if row.verdict == NOT_MEASURED
-        else replace(row, of=of)
-        for row in table
-    ]
+            case [figure, target, measured, "met" | "missed" | "" as verdict, of]:
+                yield Row("", figure, target, measured, verdict, of)
 
 
 def text(table: Sequence[Row], facts: Mapping[str, str], width: int = 44) -> str:
@@ -93,7 +95,7 @@ def page(table: Sequence[Row], facts: Mapping[str, str], day: str) -> str:
         "# Report of the GPU session",
         "",
         head,
-        "The last column: the day and the digest of cuda/ that a row is of. Above the table is what the last is of.",
+        "The last column: the card, the day and the digest of cuda/ that a row is of. Above: the last call.",
         f"`{COMMAND}` makes this page on a machine with a CUDA GPU. A call takes 10 minutes; the next goes on.",
         "",
         "Speeds are medians with quartiles, contestants by turns in one process. Virtual ranks share one GPU: their",
