@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -263,25 +262,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_optimizer_step_pre_hooks", ()))
 
 
-def mark_stepped(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Set the mark that the first step sets under a scheduler, which warns without; what undoes that."""
-    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        return lambda: None
-    return _marked(vars(optimizer), "_opt_called", True)
-
-
-def mark_loaded(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Set the default that `load_state_dict` gives an optimizer that has none; what undoes that."""
-    return _marked(optimizer.defaults, "differentiable", False)
-
-
-def _marked(space: dict[str, Any], name: str, mark: bool) -> Callable[[], Any]:
-    if name in space:
-        return lambda: None
-    space[name] = mark
-    return lambda: space.pop(name, None)
-
-
+HAS_STEPPED, WARNS_OF_ORDER = "_opt_called", "_wrapped_by_lr_sched"  # what a schedule puts on an optimizer and its step
 LAST_RATES = "_last_lr"  # the attribute of a schedule
 SINGLE_ADAM = _slot("torch.optim.adam._single_tensor_adam", "torch steps several parameters at once on its own tensors")
 LOADED_STATE = _slot(

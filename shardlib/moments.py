@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardlib.calls.changing import Item
 from shardlib.calls.numbers import is_given
 from shardlib.eager.moving import laid_as
-from shardlib.internals import LAST_RATES, has_step_hooks, init_group, mark_loaded, mark_stepped
+from shardlib.internals import HAS_STEPPED, LAST_RATES, WARNS_OF_ORDER, has_step_hooks, init_group
 from shardlib.jitted.planning import Invocation
 from shardlib.placing import shard
 from shardlib.plans.plan import Plan
@@ -125,8 +125,9 @@ def _begun(
     """
     undo.callback(_put_back, optimizer, {p: dict(kept) for p, kept in optimizer.state.items()})
     _settle(optimizer)
-    for unmark in (mark_stepped(optimizer), mark_loaded(optimizer)):
-        undo.callback(unmark)
+    _mark(optimizer.defaults, "differentiable", False, undo)  # as `load_state_dict` does where there is none
+    if hasattr(optimizer.step, WARNS_OF_ORDER):  # its schedule warns where no step came first
+        _mark(vars(optimizer), HAS_STEPPED, True, undo)
     fresh = [p for p in parameters(optimizer) if p.requires_grad and p.is_leaf and not optimizer.state.get(p)]
     fresh = [p for p in fresh if id(p) not in untouched]
     if not fresh or not type(optimizer).__module__.startswith("torch.") or has_step_hooks(optimizer):
@@ -143,6 +144,12 @@ def _begun(
             if isinstance(x, ShardedTensor) and x.dim():
                 sent(x)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
+
+
+def _mark(space: dict[str, Any], name: str, mark: bool, undo: ExitStack) -> None:
+    if name not in space:
+        space[name] = mark
+        undo.callback(space.pop, name, None)
 
 
 def _part(schedules: Sequence[LRScheduler], undo: ExitStack) -> None:

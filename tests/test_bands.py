@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardlib as sl
 from shardlib.aten.views import arguments
 from shardlib.normalise import bands, normalise
-from shardlib.normalise.forms import Forms, spread
+from shardlib.normalise.constants import Constants, spread
 from shardlib.normalise.passes import drop_dead
 from shardlib.ops.attention import OPS
 from shardlib.tracing.trace import trace
@@ -208,11 +208,11 @@ def test_values_that_are_known_are_those_that_are(seed: int) -> None:
     """Each node of a random mask: what its form says, spread out, is what torch makes."""
     s, t = random.Random(seed).choice([(5, 5), (4, 7), (7, 4), (1, 6), (6, 1)])
     gm = trace(lambda x: _drawn(random.Random(seed), s, t)(x), (torch.zeros(()),)).graph
-    forms = Forms()
+    constants = Constants()
     for node, value in _values(gm).items():
-        form = forms.of(node)
-        assert form is not None
-        assert torch.equal(spread(form, value.shape), value), node.format_node()
+        found = constants.of(node)
+        assert found is not None
+        assert torch.equal(spread(found, value.shape), value), node.format_node()
 
 
 def _values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Tensor]:
@@ -237,7 +237,7 @@ def test_a_random_mask_is_the_same_attention(seed: int) -> None:
     gm = trace(lambda x: _drawn(random.Random(seed + 1000), s, t)(x), (torch.zeros(()),)).graph
     (mask,) = gm.graph.output_node().all_input_nodes
     value = _values(gm)[mask]
-    told = bands._told(gm, Forms(), mask, None, s, t, False)
+    told = bands._told(gm, Constants(), mask, None, s, t, False)
     if told is None:
         return
     assert told["mask"] is None or told["mask"] is not mask

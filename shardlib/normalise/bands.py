@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from shardlib.aten.views import arguments
-from shardlib.normalise.forms import Form, Forms
+from shardlib.normalise.constants import Constants, Values
 from shardlib.normalise.passes import call
 from shardlib.ops.attention import OPS as ATTENTION
 
@@ -33,7 +33,7 @@ class Band(NamedTuple):
 def know_bands(gm: fx.GraphModule) -> None:
     """Masks of attention that are bands become its causal order and its window."""
     calls = [node for target in ATTENTION for node in gm.graph.find_nodes(op="call_function", target=target)]
-    forms = Forms()
+    constants = Constants()
     told: dict[Any, dict[str, Any] | None] = {}
     for node in sorted(calls):
         how = arguments(node)
@@ -43,7 +43,7 @@ def know_bands(gm: fx.GraphModule) -> None:
             continue
         key = mask, bias, s, t, bool(how["dropout"])
         if key not in told:
-            told[key] = _told(gm, forms, *key)
+            told[key] = _told(gm, constants, *key)
         if (new := told[key]) is not None:
             node.args, node.kwargs = tuple((how | new).values()), {}
 
@@ -51,15 +51,17 @@ def know_bands(gm: fx.GraphModule) -> None:
 # --- what attention is told -------------------------------------------------------------------------------------------
 
 
-def _told(gm: fx.GraphModule, forms: Forms, mask: Any, bias: Any, s: int, t: int, drops: bool) -> dict[str, Any] | None:
+def _told(
+    gm: fx.GraphModule, constants: Constants, mask: Any, bias: Any, s: int, t: int, drops: bool
+) -> dict[str, Any] | None:
     """Arguments in place of a mask and a bias; None if none are known that say the same."""
     found, rest = list[Band](), list[fx.Node]()
     for factor in _factors(mask):
-        if (band := _band(forms.of(factor), factor, s, t)) is None:
+        if (band := _band(constants.of(factor), factor, s, t)) is None:
             rest.append(factor)
         else:
             found.append(band)
-    if bias is not None and not rest and (band := _band(_hidden(forms.of(bias)), bias, s, t)) is not None:
+    if bias is not None and not rest and (band := _band(_hidden(constants.of(bias)), bias, s, t)) is not None:
         found.append(band)
         bias = None
     if not found:
@@ -95,23 +97,23 @@ def _all(gm: fx.GraphModule, masks: list[fx.Node]) -> fx.Node | None:
     return whole
 
 
-def _hidden(form: Form | None) -> Form | None:
+def _hidden(values: Values | None) -> Values | None:
     """The mask that a bias is, of 0 and of what no score makes up for."""
-    if form is None:
+    if values is None:
         return None
-    hides = form.values < _HOPELESS
-    return form._replace(values=~hides) if bool((hides | (form.values == 0)).all()) else None
+    hides = values.numbers < _HOPELESS
+    return values._replace(numbers=~hides) if bool((hides | (values.numbers == 0)).all()) else None
 
 
-def _band(form: Form | None, node: fx.Node, s: int, t: int) -> Band | None:
+def _band(values: Values | None, node: fx.Node, s: int, t: int) -> Band | None:
     """The band that a mask is; None where it is another one, or some query sees nothing by it."""
-    if form is None:
+    if values is None:
         return None
-    if form.values.numel() == 1:
-        return Band(None, None) if bool(form.values) else None
-    if not form.by_distance or form.values.numel() != s + t - 1:
+    if values.numbers.numel() == 1:
+        return Band(None, None) if bool(values.numbers) else None
+    if not values.by_distance or values.numbers.numel() != s + t - 1:
         return None
-    seen = form.values.flatten().nonzero().flatten()
+    seen = values.numbers.flatten().nonzero().flatten()
     if not len(seen) or len(seen) != seen[-1] - seen[0] + 1:
         return None
     low, high = int(seen[0]) - (s - 1), int(seen[-1]) - (s - 1)

@@ -40,9 +40,6 @@ class LocalShard:
     data: torch.Tensor
 
 
-_modes = count_dispatch_modes
-
-
 class _Stale:
     """Stands in for pieces that are made again, since memory was written to by another name, or brought back."""
 
@@ -290,7 +287,7 @@ class ShardedTensor(torch.Tensor):
             read(key, kwargs.values(), loose)
         if _tracing.get():  # numbers of a trace must not be looked at
             return above.redirected(op, args, kwargs or {})
-        if (run := PROGRAMS.get(known := tuple(key))) is None or _modes():  # of which one may record what runs
+        if (run := PROGRAMS.get(known := tuple(key))) is None or count_dispatch_modes():  # of which one may record what runs
             return above.dispatch(op, args, kwargs or {}, known)
         return run(args, kwargs)
 
