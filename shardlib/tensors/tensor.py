@@ -287,7 +287,7 @@ class ShardedTensor(torch.Tensor):
             read(key, kwargs.values(), loose)
         if _tracing.get():  # numbers of a trace must not be looked at
             return above.redirected(op, args, kwargs or {})
-        if (run := PROGRAMS.get(known := tuple(key))) is None or count_dispatch_modes():  # of which one may record what runs
+        if (run := PROGRAMS.get(known := tuple(key))) is None or count_dispatch_modes():  # one may record ops
             return above.dispatch(op, args, kwargs or {}, known)
         return run(args, kwargs)
 
