@@ -287,6 +287,27 @@ def test_keys_are_read_once(way: str, kv: int, axes: dict[str, int]) -> None:
         sl.check(sl.jit(attend, in_specs=(spec, None, None)), *args)
 
 
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"seq": 3}, {"data": 2, "seq": 3}])
+def test_repeated_keys_cost_what_shared_ones_cost(axes: dict[str, int]) -> None:
+    """Messages, memory and arithmetic are those of a call that says which heads share keys, and what is causal."""
+
+    def said(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).square().sum()
+
+    def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = torch.arange(S) <= rows(S)
+        return F.scaled_dot_product_attention(q, _repeat(k, 2), _repeat(v, 2), attn_mask=keep).square().sum()
+
+    args, at = _qkv(kv=2, t=S), {"tensor": "b h@tensor s e", "seq": "b h s@seq e"}[list(axes)[-1]]
+    found = []
+    with sl.Mesh(**axes):
+        for fn in (said, repeated):
+            step = sl.jit(lambda *x, fn=fn: torch.func.grad(fn, (0, 1, 2))(*x), in_specs=(at, None, None))
+            plan = step.plan(*args)
+            found.append(([(c.kind, c.bytes) for c in plan.collectives], plan.peak_memory, plan.flops))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "read",
     [lambda q, k, v: (k.sum(), v), lambda q, k, v: (k, v[:, :1].expand(-1, 4, -1, -1)), lambda q, k, v: (k * 2, v)],
