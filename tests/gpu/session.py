@@ -63,6 +63,8 @@ class Part:
 PARTS: tuple[Part, ...] = (
     Part("environment", tools.environment, 40, 5),
     Part("build", tools.build, 240, 20),
+    Part("gpu tests", tools.gpu_tests, 170, 25),
+    Part("steps", speed_steps.steps, 150, 60, needs="build"),
     Part("errors sm_90a", functools.partial(check_attention.errors, card="sm_90a"), 110, 20, needs="build"),
     Part("errors sm_80", functools.partial(check_attention.errors, card="sm_80"), 110, 20, needs="build"),
     Part("ceilings", speed_memory.ceilings, 40, 10),
@@ -71,9 +73,7 @@ PARTS: tuple[Part, ...] = (
     Part("collectives", check_collectives.collectives, 70, 15, needs="build"),
     Part("collective speed", speed_memory.collectives, 60, 15, needs="build"),
     Part("same bits", check_attention.same_bits, 40, 10, needs="build"),
-    Part("gpu tests", tools.gpu_tests, 170, 25),
     Part("rings", speed_attention.rings, 30, 10, needs="build"),
-    Part("steps", speed_steps.steps, 150, 60, needs="build"),
     Part("collective sweeps", sweeps.collectives, 60, 15, needs="build"),
     Part("sanitizer", tools.sanitizer, 180, 30, needs="build"),
     Part("cpu tests", tools.cpu_tests, 120, 25),
