@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardlib as sl
 from shardlib.aten.views import arguments
 from shardlib.normalise import bands, normalise
-from shardlib.normalise.constants import Constants, spread
+from shardlib.normalise.constants import Constants
 from shardlib.normalise.passes import drop_dead
 from shardlib.ops.attention import OPS
 from shardlib.tracing.trace import trace
@@ -63,6 +63,11 @@ MASKS: dict[str, tuple[Mask, tuple[bool, int, int] | None]] = {
     "least": (lambda s, t: torch.where(torch.arange(t) <= rows(s), 0.0, torch.finfo(torch.float32).min), (True, 0, 0)),
     "with dims": (lambda s, t: (torch.arange(t) <= rows(s))[None, None].expand(2, 1, s, t), (True, 0, 0)),
     "packed": (_packed, (True, 0, 0)),
+    "turned": (lambda s, t: (torch.triu(torch.ones(t, s)) == 1).transpose(0, 1), (True, 0, 0)),
+    "int32": (lambda s, t: torch.arange(t, dtype=torch.int32) <= rows(s).int(), (True, 0, 0)),
+    "float": (lambda s, t: torch.arange(t, dtype=torch.float32) <= rows(s), (True, 0, 0)),
+    "literal": (lambda s, t: torch.where(torch.arange(t) > rows(s), torch.tensor(-INF), 0.0), (True, 0, 0)),
+    "row beside": (lambda s, t: torch.ones(s, t, dtype=torch.bool).tril() | (torch.arange(t) < 0), (True, 0, 0)),
     "twice": (lambda s, t: (torch.arange(t) <= rows(s)) & (torch.arange(t) < rows(s) + 3), (True, 0, 0)),
     "some more than -inf": (lambda s, t: torch.full((s, t), -9.0).triu(1), None),
     "ahead": (lambda s, t: torch.arange(t) >= rows(s) - 1, None),
@@ -158,6 +163,72 @@ def test_dropout_draws_as_before(s: int) -> None:
     assert how["q_offset"] == how["k_offset"] == 0
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda w: rows(S) - torch.arange(T) < w,
+        lambda w: torch.full((S, T), w).triu(1) < 3,
+        lambda w: torch.where(torch.arange(T) <= rows(S), 0.0, -2.0 * w),
+    ],
+)
+def test_a_number_of_the_call_is_not_known(mask: Callable[[Any], Tensor]) -> None:
+    """It is another one in the next call, by the same program."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, w: Any) -> Tensor:
+        keep = mask(w)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep if keep.dtype == torch.bool else keep.to(q))
+
+    with sl.Mesh(data=2):
+        step = sl.jit(attend, in_specs=("b@data h s e", None, None, None))
+        for w in (3, 5, 2):
+            found = step(*_qkv(), w)
+            torch.testing.assert_close(found.full_tensor(), attend(*_qkv(), w), rtol=1e-12, atol=1e-12)
+        assert step.retraces == []
+
+
+PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # causal, and which keys are there -> a mask of both
+    "and": lambda c, there: c & there[:, None, None],
+    "with dims behind": lambda c, there: (c[None] & there[:, None])[:, None],
+    "viewed": lambda c, there: (c & there[:, None]).view(2, 1, S, T),
+    "expanded": lambda c, there: (c & there[:, None, None]).expand(2, 4, S, T).clone(),
+    "product": lambda c, there: c * there[:, None, None],
+    "sliced": lambda c, there: (c & there[:, None, None].expand(2, 4, 1, T))[:, :1],
+    "some of a batch": lambda c, there: (c & torch.cat([there, there])[:, None, None])[1:3],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_mask_is_taken_apart(name: str) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, there: Tensor) -> Tensor:
+        keep = PARTS[name](torch.arange(T) <= rows(S), there)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep).square().sum()
+
+    there = torch.ones(2, T, dtype=torch.bool)
+    there[0, 3:5] = False
+    (how,) = _said(attend, *_qkv(), there)
+    assert how["causal"]
+    assert how["mask"].meta["val"].shape[-2] == 1
+    with sl.Mesh(data=2, tensor=2):
+        sl.check(sl.jit(attend, in_specs=("b@data h@tensor s e", None, None)), *_qkv(), there)
+
+
+def test_flex_takes_documents_apart() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    which = torch.tensor([0, 0, 1, 1, 1, 2])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        blocks = create_block_mask(lambda b, h, i, j: (i >= j) & (which[i] == which[j]), None, None, S, S, device="cpu")
+        found: Any = flex_attention(q, k, v, block_mask=blocks)
+        return found.square().sum()
+
+    (how,) = _said(attend, *_qkv(t=S))
+    assert how["causal"]
+    assert how["mask"].meta["val"].shape[-2:] == (S, S)
+    with sl.Mesh(data=2):
+        sl.check(sl.jit(attend, in_specs=("b@data h s e", None, None)), *_qkv(t=S))
+
+
 def test_no_square_is_made() -> None:
     """A causal mask of 128k places, and a window, are known by lines of numbers."""
     n = 1 << 17
@@ -179,15 +250,24 @@ def _drawn(rng: random.Random, s: int, t: int) -> Callable[[Tensor], Tensor]:
 
     def line(n: int) -> Tensor:
         x = torch.arange(rng.choice([0, 0, 3]), 100)[:n] + rng.randint(-2, 2)
-        return rng.choice([lambda: x, lambda: x, lambda: x * 2, lambda: x % 3, lambda: x.new_zeros(n)])()
+        x = rng.choice([lambda: x, lambda: x, lambda: x * 2, lambda: x % 3, lambda: x.new_zeros(n)])()
+        return x.to(rng.choice([torch.int64, torch.int64, torch.int32, torch.int8, torch.float32, torch.float64]))
+
+    def number() -> Any:
+        n = rng.randint(-3, 3)
+        return rng.choice([n, torch.full((), n), torch.full((), float(n), dtype=torch.float64), torch.full((1, 1), n)])
+
+    def square() -> Tensor:
+        q, k = line(s)[:, None], line(t)[None]
+        return rng.choice([lambda: q - k, lambda: k - q, lambda: (q - k).abs(), lambda: torch.maximum(q, k)])()
 
     def mask(depth: int) -> Tensor:
-        kind = rng.randrange(8) if depth else rng.randrange(4)
+        kind = rng.randrange(11) if depth else rng.randrange(4)
         q, k = line(s)[:, None], line(t)[None]
         if kind == 0:
             return rng.choice(ops)(*rng.choice([(q, k), (k, q)]))
         if kind == 1:
-            return rng.choice(ops)(rng.choice([q - k, k - q, (q - k).abs()]), rng.randint(-3, 3))
+            return rng.choice(ops)(square() * rng.choice([1, 1, 2, -1]) + number(), number())
         if kind == 2:
             one = torch.full((s, t), rng.random() < 0.7)
             return rng.choice([torch.tril, torch.triu])(one, rng.randint(-3, 3))
@@ -195,24 +275,35 @@ def _drawn(rng: random.Random, s: int, t: int) -> Callable[[Tensor], Tensor]:
             wide = rng.choice(ops)(torch.arange(s + 3)[:, None] + rng.randint(-2, 2), torch.arange(t + 4))
             a, b = rng.randint(0, 3), rng.randint(0, 4)
             return wide[a : a + s, b : b + t]
+        x = mask(depth - 1)
         if kind == 4:
-            return ~mask(depth - 1)
-        both = mask(depth - 1), mask(depth - 1)
-        return both[0] & both[1] if kind < 7 else torch.where(both[0], both[1], mask(depth - 1))
+            return ~x
+        if kind == 5:  # a row of it, or a column
+            row, column = rng.randrange(s), rng.randrange(t)
+            return rng.choice([torch.bitwise_or, torch.logical_and])(x, rng.choice([x[row][None], x[:, column, None]]))
+        if kind == 6:  # elsewhere
+            moves = [lambda: x.flip(0, 1), lambda: x.roll(1, 0), lambda: torch.cat([x[s // 2 :], x[: s // 2]])]
+            moves = [*moves[: 3 if s > 1 else 2], lambda: x.clone(), lambda: x.t().contiguous().t()]
+            return rng.choice([*moves, lambda: x.float().cumsum(1).tril() > 1])()
+        y = mask(depth - 1)
+        if kind < 9:
+            return rng.choice([x & y, x & y, x * y, x | y, x ^ y])
+        return torch.where(x, y, mask(depth - 1)) if kind == 9 else x.float().masked_fill(y, -1.0) > number()
 
     return lambda x: mask(3)[None, None] & x.new_ones((), dtype=torch.bool)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(120))
 def test_values_that_are_known_are_those_that_are(seed: int) -> None:
     """Each node of a random mask: what its form says, spread out, is what torch makes."""
     s, t = random.Random(seed).choice([(5, 5), (4, 7), (7, 4), (1, 6), (6, 1)])
     gm = trace(lambda x: _drawn(random.Random(seed), s, t)(x), (torch.zeros(()),)).graph
-    constants = Constants()
+    constants = Constants(gm)
     for node, value in _values(gm).items():
         found = constants.of(node)
-        assert found is not None
-        assert torch.equal(spread(found, value.shape), value), node.format_node()
+        assert found is not None, node.format_node()
+        assert found.numbers.dtype == value.dtype, node.format_node()
+        assert torch.equal(found.spread(value.shape), value), node.format_node()
 
 
 def _values(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, Tensor]:
@@ -237,7 +328,7 @@ def test_a_random_mask_is_the_same_attention(seed: int) -> None:
     gm = trace(lambda x: _drawn(random.Random(seed + 1000), s, t)(x), (torch.zeros(()),)).graph
     (mask,) = gm.graph.output_node().all_input_nodes
     value = _values(gm)[mask]
-    told = bands._told(gm, Constants(), mask, None, s, t, False)
+    told = bands._told(gm, Constants(gm), mask, None, s, t, False)
     if told is None:
         return
     assert told["mask"] is None or told["mask"] is not mask

@@ -7,20 +7,21 @@ and nobody holds a square of numbers. What else hides keys, some of a batch's or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from shardlib.aten.views import arguments
+from shardlib.aten.traits import has
+from shardlib.aten.views import argument, arguments
 from shardlib.normalise.constants import Constants, Values
 from shardlib.normalise.passes import call
 from shardlib.ops.attention import OPS as ATTENTION
 
 aten = torch.ops.aten
 _HOPELESS = -1e30  # -inf, or the least float32 or bfloat16: where something else is seen, exp of it is 0
-_ANDS = (aten.bitwise_and.Tensor, aten.logical_and.default)
+_ANDS = (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor)
 
 
 class Band(NamedTuple):
@@ -33,7 +34,7 @@ class Band(NamedTuple):
 def know_bands(gm: fx.GraphModule) -> None:
     """Masks of attention that are bands become its causal order and its window."""
     calls = [node for target in ATTENTION for node in gm.graph.find_nodes(op="call_function", target=target)]
-    constants = Constants()
+    constants = Constants(gm)
     told: dict[Any, dict[str, Any] | None] = {}
     for node in sorted(calls):
         how = arguments(node)
@@ -56,7 +57,7 @@ def _told(
 ) -> dict[str, Any] | None:
     """Arguments in place of a mask and a bias; None if none are known that say the same."""
     found, rest = list[Band](), list[fx.Node]()
-    for factor in _factors(mask):
+    for factor in _factors(gm, mask):
         if (band := _band(constants.of(factor), factor, s, t)) is None:
             rest.append(factor)
         else:
@@ -72,17 +73,40 @@ def _told(
     return said | {"mask": _all(gm, rest), "bias": bias}
 
 
-def _factors(mask: Any) -> Iterator[fx.Node]:
-    """The masks of which one is made by `and`."""
+def _factors(gm: fx.GraphModule, mask: Any) -> list[fx.Node]:
+    """The masks of which one is made by `and`, as they broadcast; what moves leading dims moves those of each."""
     if not isinstance(mask, fx.Node):
-        return
-    if mask.target is aten.expand.default or (
-        mask.target in _ANDS and all(x.meta["val"].dtype == torch.bool for x in mask.all_input_nodes)
-    ):
-        for x in mask.all_input_nodes:
-            yield from _factors(x)
-    else:
-        yield mask
+        return []
+    target, shape, inner = mask.target, mask.meta["val"].shape, mask.all_input_nodes[:1]
+    if target in _ANDS and all(isinstance(x, fx.Node) and x.meta["val"].dtype == torch.bool for x in mask.args):
+        return [factor for x in mask.all_input_nodes for factor in _factors(gm, x)]
+    if target in (aten.expand.default, aten.clone.default):
+        return _factors(gm, *inner)
+    if target is aten.slice.Tensor or has(target, "regroups"):
+        (whole,) = inner
+        factors = _factors(gm, whole)
+        if len(factors) > 1 and whole.meta["val"].shape[-2:] == shape[-2:]:
+            with gm.graph.inserting_before(mask):
+                moved = [_moved(gm, mask, x, whole.meta["val"].shape) for x in factors]
+            return [mask] if None in moved else [x for x in moved if x is not None]
+    return [mask]
+
+
+def _moved(gm: fx.GraphModule, mask: fx.Node, factor: fx.Node, whole: torch.Size) -> fx.Node | None:
+    """What becomes of a factor where leading dims of the mask are sliced, or dims of 1 come and go among them."""
+    sizes = [1] * (len(whole) - factor.meta["val"].dim()) + list(factor.meta["val"].shape)
+    if mask.target is aten.slice.Tensor:
+        dim = argument(mask, "dim") % len(whole)
+        if sizes[dim] == 1:
+            return factor
+        at = dim - len(whole)  # from behind
+        return call(gm, mask, aten.slice.Tensor, factor, at, *(argument(mask, n) for n in ("start", "end", "step")))
+    new, rest = list[int](), [(n, size) for n, size in zip(whole[:-2], sizes[:-2], strict=True) if n != 1]
+    for n in mask.meta["val"].shape[:-2]:
+        if n != 1 and (not rest or rest[0][0] != n):
+            return None
+        new.append(rest.pop(0)[1] if n != 1 else 1)
+    return None if rest else call(gm, mask, aten.reshape.default, factor, [*new, *sizes[-2:]])
 
 
 def _all(gm: fx.GraphModule, masks: list[fx.Node]) -> fx.Node | None:

@@ -14,14 +14,18 @@ from torch import Tensor, fx
 
 from shardlib.aten.traits import has, is_view
 from shardlib.aten.views import argument
-from shardlib.internals import OpOverload, schema_of, without_modes
+from shardlib.internals import OpOverload, pytree, schema_of, without_modes
+from shardlib.scalar import Scalar
 
 aten = torch.ops.aten
-_LARGE = 1 << 22  # elements of what is worked out
+_LARGE, _MOST = 1 << 23, 1 << 26  # elements that are worked out, at once and in all
+_EXACT = 1 << 20  # numbers up to which sums are exact in all of these
+_COUNTING = (torch.int32, torch.int64, torch.float32, torch.float64)
 _BY_DISTANCE = {  # f(a + x, b + x) is f(a, b)
     getattr(aten, name).Tensor for name in ("le", "lt", "ge", "gt", "eq", "ne", "sub")
 }
 _UNKNOWN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+_FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 
 class Values(NamedTuple):
@@ -33,12 +37,21 @@ class Values(NamedTuple):
     numbers: Tensor
     by_distance: bool = False
 
+    def spread(self, shape: torch.Size) -> Tensor:
+        """All of them."""
+        numbers = self.numbers
+        if self.by_distance:
+            numbers = numbers[..., _places(shape[-1]) - _places(shape[-2])[:, None] + shape[-2] - 1]
+        return numbers.expand(shape).contiguous()
+
 
 class Constants:
-    """Values of nodes that depend on no input, each worked out once."""
+    """Values of the nodes of a graph that depend on no input, each worked out once."""
 
-    def __init__(self) -> None:
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
         self._known: dict[fx.Node, Values | None] = {}
+        self._left = _MOST
 
     def of(self, node: fx.Node) -> Values | None:
         """The values of a node; None where it depends on an input, or is too large."""
@@ -53,16 +66,34 @@ class Constants:
         return self._known[node]
 
     def _find(self, node: Any) -> Values | None:
-        val, target = node.meta.get("val"), node.target
-        if not isinstance(val, Tensor) or not isinstance(target, OpOverload) or node.op != "call_function":
+        val = node.meta.get("val")
+        if not isinstance(val, Tensor) or not val.numel() or self._left < 0:
             return None
-        made = _filled(node, val)
-        if made is None:
-            known = {x: found for x in node.all_input_nodes if (found := self._known[x]) is not None}
-            if len(known) < len(node.all_input_nodes) or not _is_plain(target):
-                return None
-            made = _moved(node, known, val) or _pointwise(node, known, val) or _worked_out(node, known, val)
-        return made and _short(made)
+        made = self._made(node, val)
+        if made is None or made.numbers.dtype != val.dtype or not _fits(made, val.shape):
+            return None
+        self._left -= made.numbers.numel()
+        return _short(made)
+
+    def _made(self, node: Any, val: Tensor) -> Values | None:
+        if node.op == "get_attr":  # what `torch.tensor` makes, not what somebody may write to
+            is_literal = all(user.target in _FRESH for user in node.users)
+            return Values(getattr(self._gm, node.target).detach().cpu()) if is_literal else None
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        if not isinstance(node.target, OpOverload) or any(isinstance(x, Scalar) for x in leaves):
+            return None
+        if (made := _filled(node, val)) is not None:
+            return made
+        known = {x: found for x in node.all_input_nodes if (found := self._known[x]) is not None}
+        if len(known) < len(node.all_input_nodes) or not _is_plain(node.target):
+            return None
+        return _moved(node, known, val) or _pointwise(node, known, val) or _worked_out(node, known, val)
+
+
+def _fits(made: Values, shape: torch.Size) -> bool:
+    sizes = [*shape[:-2], shape[-2] + shape[-1] - 1] if made.by_distance else [*shape]
+    found = made.numbers.shape
+    return len(found) == len(sizes) and all(n in (1, size) for n, size in zip(found, sizes, strict=True))
 
 
 def _is_plain(target: OpOverload) -> bool:
@@ -70,6 +101,21 @@ def _is_plain(target: OpOverload) -> bool:
     name = schema_of(target).name
     of_torch = name.startswith(("aten::", "prims::")) or name == "shardlib::splice"
     return of_torch and torch.Tag.nondeterministic_seeded not in target.tags and name.split("::")[1] not in _UNKNOWN
+
+
+def _places(n: int) -> Tensor:
+    return torch.arange(n, device="cpu")
+
+
+def _distances(shape: torch.Size) -> Tensor:
+    return torch.arange(1 - shape[-2], shape[-1], device="cpu")
+
+
+def _line(line: Tensor, rank: int) -> Values:
+    return Values(line.reshape([1] * (rank - 2) + [-1]), by_distance=True)
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
 
 
 def _filled(node: Any, val: Tensor) -> Values | None:
@@ -80,7 +126,9 @@ def _filled(node: Any, val: Tensor) -> Values | None:
         number = 1
     else:
         return None
-    return None if isinstance(number, fx.Node) else Values(torch.full([1] * val.dim(), number, dtype=val.dtype))
+    if isinstance(number, fx.Node):
+        return None
+    return Values(torch.full([1] * val.dim(), number, dtype=val.dtype, device="cpu"))
 
 
 def _moved(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | None:
@@ -93,16 +141,18 @@ def _moved(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | 
         return _triangle(node, found, val)
     if not (is_view(target) or has(target, "regroups")):
         return None
-    if found.numbers.numel() == 1 and not any(has(target, t) for t in ("retypes", "marks", "strides", "pairs")):
-        return Values(found.numbers.reshape([1] * rank))
-    shape = source.meta["val"].shape
+    numbers, shape = found.numbers, source.meta["val"].shape
+    if numbers.numel() == 1 and not any(has(target, t) for t in ("retypes", "marks", "strides", "pairs")):
+        return Values(numbers.reshape([1] * rank))
     if target is aten.expand.default and not found.by_distance:
-        return Values(found.numbers.reshape([1] * (rank - len(shape)) + list(found.numbers.shape)))
-    if not found.by_distance or found.numbers.shape[:-1].numel() > 1:
+        return Values(numbers.reshape([1] * (rank - len(shape)) + list(numbers.shape)))
+    if not found.by_distance or numbers.shape[:-1].numel() > 1:
         return None
-    line = found.numbers.flatten()
+    line = numbers.flatten()
     if (target is aten.expand.default or has(target, "regroups")) and val.shape[-2:] == shape[-2:]:
         return _line(line, rank)
+    if has(target, "permutes") and rank == 2:
+        return _line(line.flip(0), rank)
     if target is aten.slice.Tensor and argument(node, "step") == 1:
         dim, start = argument(node, "dim") % rank, argument(node, "start") or 0
         start = min(max(start + shape[dim] if start < 0 else start, 0), shape[dim])
@@ -111,58 +161,55 @@ def _moved(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | 
     return None
 
 
-def _line(line: Tensor, rank: int) -> Values:
-    return Values(line.reshape([1] * (rank - 2) + [-1]), by_distance=True)
-
-
-def _distances(shape: torch.Size) -> Tensor:
-    return torch.arange(1 - shape[-2], shape[-1])
-
-
 def _triangle(node: Any, found: Values, val: Tensor) -> Values | None:
-    values = found.numbers
+    numbers = found.numbers
     if not found.by_distance:
-        if values.shape[-2:].numel() > 1:
+        if numbers.shape[-2:].numel() > 1:
             return None
-        values = values[..., 0]
-    upto, below = argument(node, "diagonal"), node.target is aten.tril.default
-    apart = _distances(val.shape)
-    return Values(torch.where(apart <= upto if below else apart >= upto, values, 0).to(val.dtype), by_distance=True)
+        numbers = numbers[..., 0]
+    upto, apart = argument(node, "diagonal"), _distances(val.shape)
+    kept = apart <= upto if node.target is aten.tril.default else apart >= upto
+    return Values(torch.where(kept, numbers, torch.zeros_like(numbers)), by_distance=True)
 
 
 def _pointwise(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | None:
     """Element by element: of what there is once, once."""
-    rank = val.dim()
     if torch.Tag.pointwise not in node.target.tags and not has(node.target, "copies"):
         return None
-    at = {x: _ranked(found, rank) for x, found in known.items()}
-    if any(found.by_distance for found in at.values()):
-        if any(found.numbers.shape[-2:].numel() > 1 for found in at.values() if not found.by_distance):
-            return None  # of places, too
-        operands = {x: found.numbers if found.by_distance else found.numbers[..., 0] for x, found in at.items()}
-        return Values(_run(node, operands), by_distance=True)
-    operands = {x: found.numbers for x, found in at.items()}
-    ends = [_counted(operands.get(x)) for x in node.args] if node.target in _BY_DISTANCE and not node.kwargs else []
+    if any(found.by_distance for found in known.values()):
+        lines = {x: _as_line(x, found, val.shape) for x, found in known.items()}
+        operands = {x: line for x, line in lines.items() if line is not None}
+        return Values(_run(node, operands), by_distance=True) if len(operands) == len(lines) else None
+    ends = [_counted(known.get(x)) for x in node.args] if node.target in _BY_DISTANCE and not node.kwargs else []
     if {end and end[1] for end in ends} == {-2, -1}:
         apart = _distances(val.shape)
-        pair = [apart + first if dim == -1 else torch.tensor(first) for first, dim in filter(None, ends)]
-        return _line(node.target(*pair), rank)
+        pair = [first + apart.to(first.dtype) * (dim == -1) for first, dim in filter(None, ends)]
+        return _line(node.target(*pair), val.dim())
+    operands = {x: found.numbers for x, found in known.items()}
     shape = torch.broadcast_shapes(*(x.shape for x in operands.values()))  # type: ignore[no-untyped-call]
     return Values(_run(node, operands)) if shape.numel() <= _LARGE else None
 
 
-def _ranked(found: Values, rank: int) -> Values:
-    missing = rank - found.numbers.dim() - found.by_distance
-    return found._replace(numbers=found.numbers[(None,) * missing]) if missing > 0 else found
-
-
-def _counted(values: Tensor | None) -> tuple[int, int] | None:
-    """Of whole numbers that count up along one of the last two dims: the first, and which dim."""
-    if values is None or values.dtype != torch.int64 or not 1 < values.numel() == max(values.shape[-2:]):
+def _as_line(x: fx.Node, found: Values, shape: torch.Size) -> Tensor | None:
+    """An operand by distance; None of one that is not. What has no dims has none then: it says less of a dtype."""
+    numbers = found.numbers
+    if found.by_distance:
+        return numbers if x.meta["val"].shape[-2:] == shape[-2:] else None
+    if numbers.shape[-2:].numel() > 1:
         return None
-    line = values.flatten()
-    counts = torch.equal(line, torch.arange(len(line)) + line[0])
-    return (int(line[0]), -1 if values.shape[-1] > 1 else -2) if counts else None
+    return numbers if numbers.dim() < 2 else numbers[..., 0]
+
+
+def _counted(found: Values | None) -> tuple[Tensor, int] | None:
+    """Of whole numbers that count up along one of the last two dims: the first, and which dim."""
+    if found is None or found.numbers.dtype not in _COUNTING:
+        return None
+    numbers = found.numbers
+    if not 1 < numbers.numel() == max(numbers.shape[-2:]) or numbers.abs().max() > _EXACT:
+        return None
+    line, dim = numbers.flatten(), -1 if numbers.shape[-1] > 1 else -2
+    counts = torch.equal(line, line[0] + _places(len(line)).to(line.dtype))
+    return (line[:1], dim) if counts else None
 
 
 def _worked_out(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | None:
@@ -170,15 +217,7 @@ def _worked_out(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Valu
     shapes = {x: x.meta["val"].shape for x in known}
     if max([val.numel(), *(shape.numel() for shape in shapes.values())]) > _LARGE:
         return None
-    return Values(_run(node, {x: spread(found, shapes[x]) for x, found in known.items()}))
-
-
-def spread(found: Values, shape: torch.Size) -> Tensor:
-    """All values."""
-    values = found.numbers
-    if found.by_distance:
-        values = values[..., torch.arange(shape[-1]) - torch.arange(shape[-2])[:, None] + shape[-2] - 1]
-    return values.expand(shape)
+    return Values(_run(node, {x: found.spread(shapes[x]) for x, found in known.items()}))
 
 
 def _run(node: Any, operands: Mapping[fx.Node, Tensor]) -> Tensor:
@@ -189,15 +228,15 @@ def _run(node: Any, operands: Mapping[fx.Node, Tensor]) -> Tensor:
     return made
 
 
-def _short(found: Values) -> Values:
+def _short(made: Values) -> Values:
     """One in place of many that are the same along a dim; a square that goes by distance, by distance."""
-    values = found.numbers
-    for dim, n in enumerate(values.shape):
-        first = values.narrow(dim, 0, min(n, 1))
-        if n > 1 and torch.equal(values, first.expand_as(values)):
-            values = first
-    if found.by_distance:
-        return Values(values[..., None]) if values.shape[-1] == 1 else Values(values, by_distance=True)
-    if values.dim() > 1 and min(values.shape[-2:]) > 1 and torch.equal(values[..., 1:, 1:], values[..., :-1, :-1]):
-        return _short(Values(torch.cat([values[..., :, 0].flip(-1), values[..., 0, 1:]], -1), by_distance=True))
-    return Values(values)
+    numbers = made.numbers
+    for dim, n in enumerate(numbers.shape):
+        first = numbers.narrow(dim, 0, 1)
+        if n > 1 and torch.equal(numbers, first.expand_as(numbers)):
+            numbers = first
+    if made.by_distance:
+        return Values(numbers[..., None]) if numbers.shape[-1] == 1 else Values(numbers, by_distance=True)
+    if numbers.dim() > 1 and min(numbers.shape[-2:]) > 1 and torch.equal(numbers[..., 1:, 1:], numbers[..., :-1, :-1]):
+        return _short(Values(torch.cat([numbers[..., :, 0].flip(-1), numbers[..., 0, 1:]], -1), by_distance=True))
+    return Values(numbers)
