@@ -140,16 +140,18 @@ def test_what_else_hides_keys_stays_a_mask_of_these() -> None:
         sl.check(sl.jit(attend, in_specs=("b@data h s@seq e", None, None, None)), *_qkv(), there)
 
 
-def test_a_bias_beside_something_that_hides_stays() -> None:
-    """-inf in a bias and a mask are two things; dropout draws by places, and attention that is told one knows it."""
+@pytest.mark.parametrize(("least", "known"), [(-INF, True), (torch.finfo(torch.float64).min, False)])
+def test_a_bias_beside_something_that_hides(least: float, known: bool) -> None:
+    """What a mask leaves of a row may be hidden by the least number alone: then that is what is seen."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, there: Tensor) -> Any:
-        bias = torch.full((S, S), -INF, dtype=q.dtype).triu(1)
+        bias = torch.full((S, S), least, dtype=q.dtype).triu(1)
         o, _ = torch.ops.shardlib.attention(q, k, v, there, bias, None, None, False, 1.0, 0, 0.0)
         return o
 
     (how,) = _said(attend, *_qkv(t=S), torch.ones(S, S, dtype=torch.bool))
-    assert None not in (how["mask"], how["bias"])
+    assert how["mask"] is not None
+    assert (how["bias"] is None, how["causal"]) == (known, known)
 
 
 @pytest.mark.parametrize("s", [S, T])
@@ -193,6 +195,7 @@ PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # causal, and which ke
     "expanded": lambda c, there: (c & there[:, None, None]).expand(2, 4, S, T).clone(),
     "product": lambda c, there: c * there[:, None, None],
     "sliced": lambda c, there: (c & there[:, None, None].expand(2, 4, 1, T))[:, :1],
+    "dims made one": lambda c, there: (c & there[:, None].expand(2, 4, T).reshape(8, 1, T)).view(2, 4, S, T),
     "some of a batch": lambda c, there: (c & torch.cat([there, there])[:, None, None])[1:3],
 }
 
@@ -210,6 +213,28 @@ def test_a_mask_is_taken_apart(name: str) -> None:
     assert how["mask"].meta["val"].shape[-2] == 1
     with sl.Mesh(data=2, tensor=2):
         sl.check(sl.jit(attend, in_specs=("b@data h@tensor s e", None, None)), *_qkv(), there)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_causal_transformer_with_padding(keep: bool) -> None:
+    """torch adds up what hides keys: a square of -inf, and a row of it for each sequence."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+
+    def loss(model: nn.Module, x: Tensor, hidden: Tensor) -> Tensor:
+        mask = torch.ones(S, S, dtype=torch.bool).triu(1) if keep else torch.full((S, S), -INF, dtype=x.dtype).triu(1)
+        return model(x, mask=mask, src_key_padding_mask=hidden if keep else None).square().mean()
+
+    x, hidden = torch.randn(4, S, 8, dtype=torch.float64), torch.zeros(4, S, dtype=torch.bool)
+    hidden[:2, -2:] = True
+    with sl.Mesh(data=2):
+        step = sl.jit(loss, in_specs=(None, "b@data s d", "b@data s"))
+        sl.check(step, model, x, hidden)
+        plan = step.plan(model, x, hidden)
+    listing = plan.listing()
+    assert len(re.findall(r"shardlib\.attention\S*\(.*None, None, True, 0\.5", listing)) == 4
+    assert f"2, {S}, {S}]" not in listing
 
 
 def test_flex_takes_documents_apart() -> None:
@@ -328,7 +353,7 @@ def test_a_random_mask_is_the_same_attention(seed: int) -> None:
     gm = trace(lambda x: _drawn(random.Random(seed + 1000), s, t)(x), (torch.zeros(()),)).graph
     (mask,) = gm.graph.output_node().all_input_nodes
     value = _values(gm)[mask]
-    told = bands._told(gm, Constants(gm), mask, None, s, t, False)
+    told = bands._told(gm, Constants(gm), mask, None, s, t, drops=False)
     if told is None:
         return
     assert told["mask"] is None or told["mask"] is not mask

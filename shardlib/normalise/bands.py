@@ -22,6 +22,7 @@ from shardlib.ops.attention import OPS as ATTENTION
 aten = torch.ops.aten
 _HOPELESS = -1e30  # -inf, or the least float32 or bfloat16: where something else is seen, exp of it is 0
 _ANDS = (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor)
+_SUMS = (aten.add.Tensor,)
 
 
 class Band(NamedTuple):
@@ -56,80 +57,89 @@ def _told(
     gm: fx.GraphModule, constants: Constants, mask: Any, bias: Any, s: int, t: int, drops: bool
 ) -> dict[str, Any] | None:
     """Arguments in place of a mask and a bias; None if none are known that say the same."""
-    found, rest = list[Band](), list[fx.Node]()
-    for factor in _factors(gm, mask):
-        if (band := _band(constants.of(factor), factor, s, t)) is None:
-            rest.append(factor)
-        else:
-            found.append(band)
-    if bias is not None and not rest and (band := _band(_hidden(constants.of(bias)), bias, s, t)) is not None:
-        found.append(band)
-        bias = None
-    if not found:
-        return None
-    said = _said(_all_of(found))
+    factors, terms = _parts(gm, mask, _ANDS), _parts(gm, bias, _SUMS)
+    found = {x: _band(constants.of(x), s, t) for x in factors}
+    alone = not any(band is None for band in found.values()) and len(terms) == 1
+    found |= {x: _band(_seen(constants.of(x), alone), s, t) for x in terms}
+    bands = [band for band in found.values() if band is not None]
+    said = _said(_all_of(bands)) if bands else None
     if said is None or (drops and (said["q_offset"] or said["k_offset"])):  # draws go by places
         return None
-    return said | {"mask": _all(gm, rest), "bias": bias}
+    left = ([x for x in parts if found[x] is None] for parts in (factors, terms))
+    rest = (_joined(gm, x, join) for x, join in zip(left, (_ANDS[0], _SUMS[0]), strict=True))
+    return said | dict(zip(("mask", "bias"), rest, strict=True))
 
 
-def _factors(gm: fx.GraphModule, mask: Any) -> list[fx.Node]:
-    """The masks of which one is made by `and`, as they broadcast; what moves leading dims moves those of each."""
+def _parts(gm: fx.GraphModule, mask: Any, joins: Sequence[Any]) -> list[fx.Node]:
+    """The masks of which one is made, as they broadcast; what moves leading dims moves those of each."""
     if not isinstance(mask, fx.Node):
         return []
-    target, shape, inner = mask.target, mask.meta["val"].shape, mask.all_input_nodes[:1]
-    if target in _ANDS and all(isinstance(x, fx.Node) and x.meta["val"].dtype == torch.bool for x in mask.args):
-        return [factor for x in mask.all_input_nodes for factor in _factors(gm, x)]
+    target = mask.target
+    if target in joins and not mask.kwargs and _are_alike(mask, *mask.args):
+        return [part for x in mask.args for part in _parts(gm, x, joins)]
     if target in (aten.expand.default, aten.clone.default):
-        return _factors(gm, *inner)
+        return _parts(gm, mask.args[0], joins)
     if target is aten.slice.Tensor or has(target, "regroups"):
-        (whole,) = inner
-        factors = _factors(gm, whole)
-        if len(factors) > 1 and whole.meta["val"].shape[-2:] == shape[-2:]:
+        whole = mask.all_input_nodes[0].meta["val"].shape
+        parts = _parts(gm, mask.args[0], joins)
+        if len(parts) > 1 and whole[-2:] == mask.meta["val"].shape[-2:]:
             with gm.graph.inserting_before(mask):
-                moved = [_moved(gm, mask, x, whole.meta["val"].shape) for x in factors]
+                moved = [_moved(gm, mask, x, whole) for x in parts]
             return [mask] if None in moved else [x for x in moved if x is not None]
     return [mask]
 
 
-def _moved(gm: fx.GraphModule, mask: fx.Node, factor: fx.Node, whole: torch.Size) -> fx.Node | None:
-    """What becomes of a factor where leading dims of the mask are sliced, or dims of 1 come and go among them."""
-    sizes = [1] * (len(whole) - factor.meta["val"].dim()) + list(factor.meta["val"].shape)
+def _are_alike(mask: fx.Node, *parts: Any) -> bool:
+    """Whether all are tensors, of bools or of numbers."""
+    is_bool = mask.meta["val"].dtype == torch.bool
+    return all(isinstance(x, fx.Node) and (x.meta["val"].dtype == torch.bool) == is_bool for x in parts)
+
+
+def _moved(gm: fx.GraphModule, mask: fx.Node, part: fx.Node, whole: torch.Size) -> fx.Node | None:
+    """What becomes of a part where leading dims of the mask are sliced, or regrouped; None of what nobody can say."""
+    sizes = [1] * (len(whole) - part.meta["val"].dim()) + list(part.meta["val"].shape)
     if mask.target is aten.slice.Tensor:
         dim = argument(mask, "dim") % len(whole)
         if sizes[dim] == 1:
-            return factor
+            return part
         at = dim - len(whole)  # from behind
-        return call(gm, mask, aten.slice.Tensor, factor, at, *(argument(mask, n) for n in ("start", "end", "step")))
-    new, rest = list[int](), [(n, size) for n, size in zip(whole[:-2], sizes[:-2], strict=True) if n != 1]
-    for n in mask.meta["val"].shape[:-2]:
-        if n != 1 and (not rest or rest[0][0] != n):
-            return None
-        new.append(rest.pop(0)[1] if n != 1 else 1)
-    return None if rest else call(gm, mask, aten.reshape.default, factor, [*new, *sizes[-2:]])
+        return call(gm, mask, aten.slice.Tensor, part, at, *(argument(mask, n) for n in ("start", "end", "step")))
+    lead = _regrouped(list(whole[:-2]), sizes[:-2], list(mask.meta["val"].shape[:-2]))
+    return None if lead is None else call(gm, mask, aten.reshape.default, part, [*lead, *sizes[-2:]])
 
 
-def _all(gm: fx.GraphModule, masks: list[fx.Node]) -> fx.Node | None:
-    """`and` of what is left, behind the last of them."""
-    masks = list(dict.fromkeys(masks))
-    if not masks:
+def _regrouped(whole: list[int], sizes: list[int], new: list[int]) -> list[int] | None:
+    """Sizes that broadcast to `new`, of those that broadcast to `whole`, which has become `new`."""
+    if all(size == 1 for size in sizes):
+        return [1] * len(new)
+    if sizes == whole:
+        return new
+    kept = [(n, size) for n, size in zip(whole, sizes, strict=True) if n != 1]
+    if [n for n, _ in kept] != [n for n in new if n != 1]:
         return None
-    whole, *others = sorted(masks)
-    for mask in others:
-        with gm.graph.inserting_after(max(whole, mask)):
-            whole = call(gm, mask, aten.bitwise_and.Tensor, whole, mask)
+    return [1 if n == 1 else kept.pop(0)[1] for n in new]
+
+
+def _joined(gm: fx.GraphModule, parts: Sequence[fx.Node], join: Any) -> fx.Node | None:
+    """What is left, behind the last of it."""
+    if not parts:
+        return None
+    whole, *others = sorted(parts)
+    for part in others:
+        with gm.graph.inserting_after(max(whole, part)):
+            whole = call(gm, part, join, whole, part)
     return whole
 
 
-def _hidden(values: Values | None) -> Values | None:
-    """The mask that a bias is, of 0 and of what no score makes up for."""
+def _seen(values: Values | None, alone: bool) -> Values | None:
+    """The mask that a bias is, of 0 and -inf; or, where nothing else hides a key, of what no score makes up for."""
     if values is None:
         return None
-    hides = values.numbers < _HOPELESS
+    hides = values.numbers < _HOPELESS if alone else values.numbers.isneginf()
     return values._replace(numbers=~hides) if bool((hides | (values.numbers == 0)).all()) else None
 
 
-def _band(values: Values | None, node: fx.Node, s: int, t: int) -> Band | None:
+def _band(values: Values | None, s: int, t: int) -> Band | None:
     """The band that a mask is; None where it is another one, or some query sees nothing by it."""
     if values is None:
         return None
