@@ -115,26 +115,25 @@ def check(
         if is_small:
             runs[" (nothing shared)"] = lambda *args, **kwargs: unshared(step, mesh, args, kwargs)
         leaves: list[Compared] = []
+
+        def compared(root: str, names: Any, changed: Sequence[str], out: Any, left: Any) -> list[Compared]:
+            one, other = ([run.get(n) for n in changed] for run in (written, left))
+            return close(root, expected, out, names=names) + close("", one, other, names=changed)
+
         for suffix, run in runs.items():
             found, others = world.run(functools.partial(_seeded, run, times), args, kwargs)
-            both = [name for name in written | others if world.is_changed(name, written, others)]
-
-            def compared(out: Any, left: Mapping[str, Tensor | None], both: Any = both) -> list[Compared]:
-                one, other = ([run.get(n) for n in both] for run in (written, left))
-                return close("result", expected, out) + close("", one, other, names=both)
-
-            seen = compared(found, others)
+            result = functools.partial(compared, "result", None, world.changed(written, others))
+            seen = result(found, others)
             if rtol is atol is None and any(leaf.fault for leaf in seen):
-                rounded = compared(*world.rounded(functools.partial(_alone, step.fn, times), args, kwargs))
+                rounded = result(*world.rounded(functools.partial(_alone, step.fn, times), args, kwargs))
                 seen = [a.beside(b.error) for a, b in zip(seen, rounded, strict=True)]
             leaves += [replace(leaf, path=leaf.path + suffix) for leaf in seen]
         names = [name for name, value in plan.compiled.inputs if value.dtype.is_floating_point]
-        if names and _is_loss(expected) and not after.writes:
-            pull = _gradients(step)
+        for pull in (_gradients(step), _backward(step)) if _is_loss(expected) and not after.writes else ():
             back = _with_options_of(step, pull)
-            expected, _ = world.run(functools.partial(_alone, pull, 1), *_copies(args, kwargs))
-            found, _ = world.run(functools.partial(_seeded, back, 1), args, kwargs)
-            leaves += close("gradient of ", expected, found, names=names)
+            expected, written = world.run(functools.partial(_alone, pull, 1), *_copies(args, kwargs))
+            found, others = world.run(functools.partial(_seeded, back, 1), args, kwargs)
+            leaves += compared("gradient of ", names, world.changed(written, others), found, others)
         faults = [str(leaf) for leaf in leaves if leaf.fault]
         if faults and is_small and plan.compiled.halves is None:
             first = world.run(functools.partial(_first, step, mesh, rtol, atol), args, kwargs)[0]
@@ -212,9 +211,10 @@ class _World:
                     x.detach().copy_(torch.where(up, was * (1 + torch.finfo(was.dtype).eps), was))
         return self.run(run, *_copies(args, kwargs))
 
-    def is_changed(self, name: str, *runs: Mapping[str, Tensor | None]) -> bool:
-        """Whether some run leaves another value than was there."""
-        return not all(_equal(run.get(name), self.before.get(name)) for run in runs)
+    def changed(self, *runs: Mapping[str, Tensor | None]) -> list[str]:
+        """The tensors of which some run leaves other values than were there."""
+        names = dict.fromkeys(name for run in runs for name in run)
+        return [n for n in names if not all(_equal(run.get(n), self.before.get(n)) for run in runs)]
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Snapshot) -> Iterator[tuple[str, Any]]:
         call = flatten_call(self.step.fn, args, kwargs, self.step.static, found)
@@ -317,7 +317,20 @@ def _gradients(step: Jitted) -> Callable[..., tuple[Tensor, ...]]:
             a, k = pytree.tree_unflatten(leaves, call.tree)
             return step.fn(*a, **k)
 
-        found = torch.func.grad(loss, argnums=tuple(range(len(where))))(*(call.leaves[i] for i in where))
-        return tuple(found)
+        some = [call.leaves[i] for i in where]
+        return tuple(torch.func.grad(loss, argnums=tuple(range(len(some))))(*some)) if some else ()
 
     return gradients
+
+
+def _backward(step: Jitted) -> Callable[..., tuple[()]]:
+    """The call's loss goes back: what that leaves in a module's parameters is compared as all that a call leaves."""
+
+    @functools.wraps(step.fn)
+    def backward(*args: Any, **kwargs: Any) -> tuple[()]:
+        loss = step.fn(*args, **kwargs)
+        if loss.requires_grad:
+            loss.backward()
+        return ()
+
+    return backward

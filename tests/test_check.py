@@ -133,6 +133,30 @@ def test_gradients_that_differ() -> None:
         check(fn, torch.ones(4), in_specs=("_@data",))
 
 
+@pytest.mark.parametrize("argument", [torch.arange(4), torch.ones(4)])
+def test_gradients_of_a_module_that_differ(argument: Tensor) -> None:
+    """Those of its parameters, whether or not the call has an argument with a gradient, too."""
+    model = torch.nn.Embedding(4, 3)
+
+    def fn(m: torch.nn.Module, x: Tensor, *, wrong: bool) -> Tensor:
+        w = m.weight if is_single_device() or not wrong else m.weight.detach() * 2 - m.weight
+        return (w[x.long()] * (1 + x[:, None])).square().sum()
+
+    with Mesh(data=2):
+        report = check(fn, model, argument, wrong=False)
+        assert "m.weight.grad" in {leaf.path for leaf in report.leaves}
+        with pytest.raises(ShardingError, match=r"1 of \d tensors.*\n  \* m.weight.grad f32\[4, 3\]: error 2.0e"):
+            check(fn, model, argument, wrong=True)
+    assert model.weight.grad is None
+
+
+def test_bools_are_compared() -> None:
+    with Mesh(data=2):
+        assert [leaf.error for leaf in check(lambda x: (x > 0, x.sum() > 0), torch.randn(4)).leaves] == [0.0] * 4
+        with pytest.raises(ShardingError, match=r"result bool.*, first at \[1\]: True on one device, False"):
+            check(lambda x: x > 0 if is_single_device() else x > 1, torch.tensor([0.0, 1.0, 2.0, 3.0]))
+
+
 @pytest.mark.parametrize(
     ("sharded", "text"),
     [

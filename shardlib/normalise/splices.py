@@ -254,7 +254,7 @@ def _flip(node: fx.Node) -> _Splice | None:
     (source, *_), dims = node.args, argument(node, "dims")
     assert isinstance(source, fx.Node)
     shape = source.meta["val"].shape
-    if len(dims) != 1:
+    if len(dims) != 1 or not shape:
         return None
     return _Splice(dims[0] % len(shape), (_Range(source, 0, shape[dims[0]], mirrored=True),))
 

@@ -19,7 +19,7 @@ from shardlib.rules.space import Space, arg, axis
 def flip(call: Call) -> Rule:
     """A piece is the piece at the other end, turned round: where all are alike, that is one exchange."""
     space, shape = Space(), call.operands[0].shape
-    turned = [axis(d, len(shape)) for d in arg(call, 1, "dims")]
+    turned = [axis(d, len(shape)) for d in arg(call, 1, "dims") if shape]
     x = space.dims(shape)
     along = {at: x[at][0] for at in turned if x[at]}
 
