@@ -109,31 +109,22 @@ def check(
         plan = step.plan(*args, **kwargs)
         after, is_small = plan.compiled.traced.after, mesh.kind == "virtual" and mesh.size <= _SMALL
         times = _STEPS if after.writes or after.rebound else 1
-        close = functools.partial(compare, rtol=rtol, atol=atol, looser=10 if times > 1 else 1)
-        expected, written = world.run(functools.partial(_alone, step.fn, times), *_copies(args, kwargs))
+        close = _Close(rtol, atol, 10 if times > 1 else 1)
         runs: dict[str, Callable[..., Any]] = {"": step}
         if is_small:
             runs[" (nothing shared)"] = lambda *args, **kwargs: unshared(step, mesh, args, kwargs)
         leaves: list[Compared] = []
-
-        def compared(root: str, names: Any, changed: Sequence[str], out: Any, left: Any) -> list[Compared]:
-            one, other = ([run.get(n) for n in changed] for run in (written, left))
-            return close(root, expected, out, names=names) + close("", one, other, names=changed)
-
+        alone = functools.partial(_alone, step.fn, times)
+        one = world.run(alone, *_copies(args, kwargs))
         for suffix, run in runs.items():
-            found, others = world.run(functools.partial(_seeded, run, times), args, kwargs)
-            result = functools.partial(compared, "result", None, world.changed(written, others))
-            seen = result(found, others)
-            if rtol is atol is None and any(leaf.fault for leaf in seen):
-                rounded = result(*world.rounded(functools.partial(_alone, step.fn, times), args, kwargs))
-                seen = [a.beside(b.error) for a, b in zip(seen, rounded, strict=True)]
+            seen = world.compared(close, "result", None, alone, one, functools.partial(_seeded, run, times))
             leaves += [replace(leaf, path=leaf.path + suffix) for leaf in seen]
         names = [name for name, value in plan.compiled.inputs if value.dtype.is_floating_point]
-        for pull in (_gradients(step), _backward(step)) if _is_loss(expected) and not after.writes else ():
-            back = _with_options_of(step, pull)
-            expected, written = world.run(functools.partial(_alone, pull, 1), *_copies(args, kwargs))
-            found, others = world.run(functools.partial(_seeded, back, 1), args, kwargs)
-            leaves += compared("gradient of ", names, world.changed(written, others), found, others)
+        if _is_loss(one[0]) and not after.writes:
+            for pull in (_gradients(step), *([_backward(step)] if world.ends else [])):
+                alone, back = functools.partial(_alone, pull, 1), _with_options_of(step, pull)
+                one = world.run(alone, *_copies(args, kwargs))
+                leaves += world.compared(close, "gradient of ", names, alone, one, functools.partial(_seeded, back, 1))
         faults = [str(leaf) for leaf in leaves if leaf.fault]
         if faults and is_small and plan.compiled.halves is None:
             first = world.run(functools.partial(_first, step, mesh, rtol, atol), args, kwargs)[0]
@@ -172,18 +163,32 @@ def _with_options_of(step: Jitted, fn: Callable[..., Any]) -> Jitted:
     return Jitted(fn, step.in_specs, None, step.static, frozenset(), (), keeping)
 
 
+_Run = Callable[..., Any]
+_Ran = tuple[Any, dict[str, Tensor | None]]  # what a run returns, and what it leaves in each tensor
+
+
+@dataclass(frozen=True)
+class _Close:
+    """How results are compared; a tolerance that nobody said is so many times `looser`."""
+
+    rtol: float | None
+    atol: float | None
+    looser: float
+
+    def __call__(self, root: str, one: Any, other: Any, names: Sequence[str] | None) -> list[Compared]:
+        return compare(root, one, other, names=names, rtol=self.rtol, atol=self.atol, looser=self.looser)
+
+
 class _World:
     """What a call may change beside what it returns; each run finds it as it was."""
 
     def __init__(self, step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.step = step
+        self.step, self.given = step, (args, kwargs)
         self.watch = Watch(Invocation.of(step, step.programs, None, args, kwargs).look)
         self.tensors = dict(self._tensors(args, kwargs, self.watch.before))
         self.before = {name: _whole(x) for name, x in self.tensors.items()}
 
-    def run(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor | None]]:
+    def run(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ran:
         """What a run returns, and what it leaves in each tensor that it is given or finds."""
         try:
             out = pytree.tree_map_only(Tensor, torch.clone, run(*args, **kwargs))
@@ -198,9 +203,7 @@ class _World:
                     if name.endswith(_GRAD):
                         self.tensors[name.removesuffix(_GRAD)].grad = x
 
-    def rounded(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor | None]]:
+    def rounded(self, run: _Run) -> _Ran:
         """The same of a run on one device in which some of the numbers that it is given are rounded up."""
         draws = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -209,22 +212,45 @@ class _World:
                 if was is not None and was.is_floating_point() and not x.is_inference() and not name.endswith(_GRAD):
                     up = torch.rand(was.shape, generator=draws).to(was.device) < 0.5
                     x.detach().copy_(torch.where(up, was * (1 + torch.finfo(was.dtype).eps), was))
-        return self.run(run, *_copies(args, kwargs))
+        return self.run(run, *_copies(*self.given))
 
-    def changed(self, *runs: Mapping[str, Tensor | None]) -> list[str]:
-        """The tensors of which some run leaves other values than were there."""
-        names = dict.fromkeys(name for run in runs for name in run)
-        return [n for n in names if not all(_equal(run.get(n), self.before.get(n)) for run in runs)]
+    @property
+    def ends(self) -> bool:
+        """Whether a way back ends at these tensors, and does not go on to what others have made."""
+        return all(x is None or x.grad_fn is None for x in self.tensors.values())
+
+    def compared(
+        self, close: _Close, root: str, names: Sequence[str] | None, alone: _Run, one: _Ran, run: _Run
+    ) -> list[Compared]:
+        """A run beside what one device made of it, `one`; where they differ, that runs once more, rounded."""
+        (expected, written), (found, others) = one, self.run(run, *self.given)
+        changed = [
+            n for n in written | others if not all(_equal(x.get(n), self.before.get(n)) for x in (written, others))
+        ]
+
+        def beside(out: Any, left: Mapping[str, Tensor | None]) -> list[Compared]:
+            ours, theirs = ([x.get(n) for n in changed] for x in (left, written))
+            return close(root, expected, out, names) + close("", theirs, ours, changed)
+
+        seen = beside(found, others)
+        if close.rtol is close.atol is None and any(leaf.fault for leaf in seen):
+            seen = [a.beside(b.error) for a, b in zip(seen, beside(*self.rounded(alone)), strict=True)]
+        return seen
 
     def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Snapshot) -> Iterator[tuple[str, Any]]:
         call = flatten_call(self.step.fn, args, kwargs, self.step.static, found)
         for name, x in zip(names_of(self.step.fn, call, range(len(call.leaves))), call.leaves, strict=True):
             if isinstance(x, Tensor) and not name.endswith(_GRAD):
                 yield name, x
-                yield name + _GRAD, x.grad
+                yield name + _GRAD, _grad(x)
 
 
 _GRAD = ".grad"
+
+
+def _grad(x: Tensor) -> Tensor | None:
+    """The gradient of a tensor that has one; torch warns of the question where it has none."""
+    return x.grad if x.is_leaf or x.retains_grad else None
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -244,10 +270,12 @@ def _copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, .
     made: dict[int, Tensor] = {}  # one tensor in two places stays one
 
     def copied(x: Tensor) -> Tensor:
+        if type(x) is torch.nn.Parameter:  # a module that the function finds may have it, too; it is put back
+            return x
         if id(x) not in made:
             made[id(x)] = torch.clone(x if type(x) is not ShardedTensor else x.full_tensor()).detach()
             made[id(x)].requires_grad_(x.requires_grad)
-            made[id(x)].grad = _whole(x.grad)
+            made[id(x)].grad = _whole(_grad(x))
         return made[id(x)]
 
     found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, copied, (args, kwargs))

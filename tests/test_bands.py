@@ -69,6 +69,11 @@ MASKS: dict[str, tuple[Mask, tuple[bool, int, int] | None]] = {
     "literal": (lambda s, t: torch.where(torch.arange(t) > rows(s), torch.tensor(-INF), 0.0), (True, 0, 0)),
     "row beside": (lambda s, t: torch.ones(s, t, dtype=torch.bool).tril() | (torch.arange(t) < 0), (True, 0, 0)),
     "twice": (lambda s, t: (torch.arange(t) <= rows(s)) & (torch.arange(t) < rows(s) + 3), (True, 0, 0)),
+    "turned by nothing": (lambda s, t: torch.ones(s, t, dtype=torch.bool).tril().permute(0, 1), (True, 0, 0)),
+    "ahead, turned by nothing": (lambda s, t: torch.ones(s, t, dtype=torch.bool).triu().transpose(1, -1), None),
+    "fractions": (lambda s, t: (torch.arange(0.3, s)[:, None] - torch.arange(t).float()) >= 0.3, None),
+    "signs of 0": (lambda s, t: ~torch.signbit(torch.where(torch.arange(t) > rows(s), -0.0, 0.0)), (True, 0, 0)),
+    "not a number": (lambda s, t: rows(s) >= torch.arange(t) * torch.full((t,), float("nan")), None),
     "some more than -inf": (lambda s, t: torch.full((s, t), -9.0).triu(1), None),
     "ahead": (lambda s, t: torch.arange(t) >= rows(s) - 1, None),
     "not in one piece": (lambda s, t: (rows(s) - torch.arange(t)) % 2 == 0, None),
@@ -117,7 +122,7 @@ def test_a_mask_is_known(name: str) -> None:
 def test_attention_is_the_same(name: str, axes: dict[str, int], spec: str) -> None:
     """Values and gradients, with other sizes of the same kinds too."""
     mask, _ = MASKS[name]
-    if name == "one that sees nothing":  # torch's kernel gives NaN there
+    if name in ("one that sees nothing", "not a number"):  # torch's kernel gives NaN there
         return
     for s, t in ((S, T), (6, 6), (3, 9)):
         with sl.Mesh(**axes):
@@ -152,6 +157,37 @@ def test_a_bias_beside_something_that_hides(least: float, known: bool) -> None:
     (how,) = _said(attend, *_qkv(t=S), torch.ones(S, S, dtype=torch.bool))
     assert how["mask"] is not None
     assert (how["bias"] is None, how["causal"]) == (known, known)
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # causal, a bias -> what attention adds
+    "one": lambda c, b: b + c,
+    "one of another dtype": lambda c, b: c + b.bfloat16(),
+    "numbers that run over": lambda c, b: c + (b * 40).to(torch.uint8) + (b * 40).to(torch.uint8),
+    "two": lambda c, b: (b + c) + b / 3,
+    "three": lambda c, b: ((b + 1e16).neg() + (b + 1e16)) + (b.sin() + c),
+    "twice": lambda c, b: b + c + c,
+    "rows and columns": lambda c, b: (b[:1] + c) + b[:, :1],
+}
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_add_up_as_torch_adds(name: str, learned: bool) -> None:
+    """To the last bit, whatever is taken out of them."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        bias = SUMS[name](torch.full((S, S), -INF, dtype=q.dtype).triu(1), b)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    b = (torch.rand(S, S, dtype=torch.float64) * 4).requires_grad_(learned)
+    args = _qkv(t=S)
+    want = attend(*args, b)
+    with sl.Mesh(data=2):
+        found = sl.jit(attend, in_specs=("b@data h s e", None, None, None))(*args, b)
+        torch.testing.assert_close(found.full_tensor(), want, rtol=1e-12, atol=1e-13)
+        if learned and want.requires_grad:
+            grads = [torch.autograd.grad(x.square().sum(), b)[0] for x in (found, want)]
+            torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("s", [S, T])

@@ -150,6 +150,34 @@ def test_gradients_of_a_module_that_differ(argument: Tensor) -> None:
     assert model.weight.grad is None
 
 
+def test_a_way_back_that_leads_out_of_the_function() -> None:
+    """It is not gone: what others have made keeps its graph, and what it is made of has no gradient."""
+    model, w = torch.nn.Linear(4, 4).double(), torch.ones(4, dtype=torch.float64, requires_grad=True)
+    made, x = (w * 2).sin(), torch.randn(4, 4, dtype=torch.float64)
+    with Mesh(data=2):
+        check(lambda x: model(x * made).square().sum(), x, in_specs=("b@data _",))
+        check(lambda x: model(x).square().sum(), x * w)
+    assert w.grad is model.weight.grad is None
+    model(x * made).sum().backward()
+
+
+def test_a_parameter_that_is_an_argument_too() -> None:
+    model = torch.nn.Linear(4, 4).double()
+    with Mesh(data=2):
+        report = check(lambda x, w: model(x).square().sum() + (w * x).sum(), torch.randn(4, 4).double(), model.weight)
+    assert {"gradient of x", "w.grad", "model.bias.grad"} < {leaf.path for leaf in report.leaves}
+
+
+def test_what_rounding_does_to_gradients_is_no_difference() -> None:
+    """The gradient of a bias in front of a batch norm is 0, and rounding all that is there of it."""
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(64, track_running_stats=False)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), norm, torch.nn.Linear(64, 10))
+    with Mesh(data=2):
+        report = check(lambda m, x: m(x).square().sum(), model, torch.randn(32, 64), in_specs=(None, "b@data _"))
+    assert "m.0.bias.grad" in {leaf.path for leaf in report.leaves}
+
+
 def test_bools_are_compared() -> None:
     with Mesh(data=2):
         assert [leaf.error for leaf in check(lambda x: (x > 0, x.sum() > 0), torch.randn(4)).leaves] == [0.0] * 4

@@ -2,7 +2,8 @@
 
 Models make them of counted places (`k <= q`, `k > q - window`, `tril(ones)`), of packed sequences where there is one,
 of -inf where a key is hidden. Kernels that know leave out what is hidden, a cut sequence needs no part of such a mask,
-and nobody holds a square of numbers. What else hides keys, some of a batch's or single pairs, stays a mask.
+and nobody holds a square of numbers. What else hides keys, some of a batch's or single pairs, stays a mask. (What is
+hidden is not looked at: where -inf is added to NaN or inf, torch makes NaN.)
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def _told(
     said = _said(_all_of(bands)) if bands else None
     if said is None or (drops and (said["q_offset"] or said["k_offset"])):  # draws go by places
         return None
-    left = ([x for x in parts if found[x] is None] for parts in (factors, terms))
-    rest = (_joined(gm, x, join) for x, join in zip(left, (_ANDS[0], _SUMS[0]), strict=True))
-    return said | dict(zip(("mask", "bias"), rest, strict=True))
+    factors, terms = ([x for x in parts if found[x] is None] for parts in (factors, terms))
+    if len(terms) > 2:  # which add up to other bits in another order
+        return None
+    return said | {"mask": _joined(gm, factors, _ANDS[0]), "bias": _joined(gm, terms, _SUMS[0])}
 
 
 def _parts(gm: fx.GraphModule, mask: Any, joins: Sequence[Any]) -> list[fx.Node]:
@@ -90,9 +92,8 @@ def _parts(gm: fx.GraphModule, mask: Any, joins: Sequence[Any]) -> list[fx.Node]
 
 
 def _are_alike(mask: fx.Node, *parts: Any) -> bool:
-    """Whether all are tensors, of bools or of numbers."""
-    is_bool = mask.meta["val"].dtype == torch.bool
-    return all(isinstance(x, fx.Node) and (x.meta["val"].dtype == torch.bool) == is_bool for x in parts)
+    """Whether all are tensors of one dtype: what is left of others would add up in another one."""
+    return all(isinstance(x, fx.Node) and x.meta["val"].dtype == mask.meta["val"].dtype for x in parts)
 
 
 def _moved(gm: fx.GraphModule, mask: fx.Node, part: fx.Node, whole: torch.Size) -> fx.Node | None:

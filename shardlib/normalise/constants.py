@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from shardlib.aten.traits import has, is_view
 from shardlib.aten.views import argument
 from shardlib.internals import OpOverload, pytree, schema_of, without_modes
+from shardlib.normalise.passes import dims_of
 from shardlib.scalar import Scalar
 
 aten = torch.ops.aten
@@ -152,7 +153,7 @@ def _moved(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | 
     if (target is aten.expand.default or has(target, "regroups")) and val.shape[-2:] == shape[-2:]:
         return _line(line, rank)
     if has(target, "permutes") and rank == 2:
-        return _line(line.flip(0), rank)
+        return _line(line.flip(0) if dims_of(node) == [1, 0] else line, rank)
     if target is aten.slice.Tensor and argument(node, "step") == 1:
         dim, start = argument(node, "dim") % rank, argument(node, "start") or 0
         start = min(max(start + shape[dim] if start < 0 else start, 0), shape[dim])
@@ -205,10 +206,10 @@ def _counted(found: Values | None) -> tuple[Tensor, int] | None:
     if found is None or found.numbers.dtype not in _COUNTING:
         return None
     numbers = found.numbers
-    if not 1 < numbers.numel() == max(numbers.shape[-2:]) or numbers.abs().max() > _EXACT:
+    if not 1 < numbers.numel() == max(numbers.shape[-2:]) or not numbers.abs().max() <= _EXACT:
         return None
     line, dim = numbers.flatten(), -1 if numbers.shape[-1] > 1 else -2
-    counts = torch.equal(line, line[0] + _places(len(line)).to(line.dtype))
+    counts = torch.equal(line, int(line[0]) + _places(len(line)).to(line.dtype))
     return (line[:1], dim) if counts else None
 
 
@@ -233,10 +234,15 @@ def _short(made: Values) -> Values:
     numbers = made.numbers
     for dim, n in enumerate(numbers.shape):
         first = numbers.narrow(dim, 0, 1)
-        if n > 1 and torch.equal(numbers, first.expand_as(numbers)):
+        if n > 1 and _equal(numbers, first.expand_as(numbers)):
             numbers = first
     if made.by_distance:
         return Values(numbers[..., None]) if numbers.shape[-1] == 1 else Values(numbers, by_distance=True)
-    if numbers.dim() > 1 and min(numbers.shape[-2:]) > 1 and torch.equal(numbers[..., 1:, 1:], numbers[..., :-1, :-1]):
+    if numbers.dim() > 1 and min(numbers.shape[-2:]) > 1 and _equal(numbers[..., 1:, 1:], numbers[..., :-1, :-1]):
         return _short(Values(torch.cat([numbers[..., :, 0].flip(-1), numbers[..., 0, 1:]], -1), by_distance=True))
     return Values(numbers)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two are the same to the bit: 0.0 is not -0.0."""
+    return torch.equal(a, b) and (not a.is_floating_point() or torch.equal(a.signbit(), b.signbit()))

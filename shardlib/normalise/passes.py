@@ -61,7 +61,7 @@ def one_permute(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if not has(node.target, "permutes"):
             continue
-        dims, source = _dims(node), node.args[0]
+        dims, source = dims_of(node), node.args[0]
         if source.target is aten.permute.default:
             dims, source = [source.args[1][d] for d in dims], source.args[0]
         if dims == sorted(dims):
@@ -320,7 +320,8 @@ def _key(value: Any) -> Any:
     return kind, repr(value)
 
 
-def _dims(node: fx.Node) -> list[int]:
+def dims_of(node: fx.Node) -> list[int]:
+    """The order in which a permutation has the dims of its operand."""
     rank = node.meta["val"].dim()
     if node.target is aten.permute.default:
         return [d % rank for d in node.args[1]]  # type: ignore[union-attr]
