@@ -74,12 +74,14 @@ def check(
 
     What it leaves in arguments, parameters, buffers, `.grad` and an optimizer's moments is a result, too, and such a
     step runs three times; after each run all is again as it was before. A function that returns one real number, a
-    loss, and writes nothing has its gradients compared, too, for all floating-point arguments. On small virtual meshes
-    the program also runs with nothing shared between devices. `fn` may be jitted: its specs hold. Errors are relative,
-    in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16), ten times that
-    after three steps, and `atol`, for tensors that are zero, to a hundredth of that. All runs start from the same
-    random state. Where something differs by more, and nobody has said a tolerance, one device runs again with its
-    numbers rounded otherwise: what that changes is rounding, too (a bias that cancels out, whose gradient Adam scales).
+    loss, and writes nothing has its gradients compared, too, for all floating-point arguments, and for parameters of
+    modules (unless something that it is given or finds has been made by others, whose graph would be gone). On small
+    virtual meshes the program also runs with nothing shared between devices. `fn` may be jitted: its specs hold. Errors
+    are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16),
+    ten times that after three steps, and `atol`, for tensors that are zero, to a hundredth of that. All runs start from
+    the same random state. Where something differs by more, and nobody has said a tolerance, one device runs again with
+    its numbers rounded otherwise: what that changes is rounding, too (a bias that cancels out, whose gradient Adam
+    scales).
 
     Raises `ShardingError` that lists every tensor that differs and, on small virtual meshes, the first value inside
     that does, with its line.
