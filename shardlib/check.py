@@ -111,6 +111,7 @@ def check(
         plan = step.plan(*args, **kwargs)
         after, is_small = plan.compiled.traced.after, mesh.kind == "virtual" and mesh.size <= _SMALL
         times = _STEPS if after.writes or after.rebound else 1
+        world.eps = max((torch.finfo(d).eps for d in _dtypes(plan) if d.is_floating_point), default=0.0)
         close = _Close(rtol, atol, 10 if times > 1 else 1)
         runs: dict[str, Callable[..., Any]] = {"": step}
         if is_small:
@@ -152,6 +153,10 @@ def check(
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
+def _dtypes(plan: Plan) -> set[torch.dtype]:
+    return {value.dtype for value in plan.compiled.graph.values()}
+
+
 def _copied(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Jitted:
     """A jitted function of its own, which donates nothing: arguments are used several times."""
     if not isinstance(fn, Jitted):
@@ -186,6 +191,7 @@ class _World:
 
     def __init__(self, step: Jitted, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step, self.given = step, (args, kwargs)
+        self.eps = 0.0  # of the coarsest numbers that the function computes with
         self.watch = Watch(Invocation.of(step, step.programs, None, args, kwargs).look)
         self.tensors = dict(self._tensors(args, kwargs, self.watch.before))
         self.before = {name: _whole(x) for name, x in self.tensors.items()}
@@ -213,7 +219,8 @@ class _World:
                 was = self.before[name]
                 if was is not None and was.is_floating_point() and not x.is_inference() and not name.endswith(_GRAD):
                     up = torch.rand(was.shape, generator=draws).to(was.device) < 0.5
-                    x.detach().copy_(torch.where(up, was * (1 + torch.finfo(was.dtype).eps), was))
+                    eps = max(self.eps, torch.finfo(was.dtype).eps)
+                    x.detach().copy_(torch.where(up, was * (1 + eps), was))
         return self.run(run, *_copies(*self.given))
 
     @property

@@ -178,6 +178,22 @@ def test_what_rounding_does_to_gradients_is_no_difference() -> None:
     assert "m.0.bias.grad" in {leaf.path for leaf in report.leaves}
 
 
+def test_rounding_is_that_of_the_coarsest_numbers() -> None:
+    """Gradients of float32 parameters, which add up products of bfloat16."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+
+    def loss(m: torch.nn.Module, x: Tensor, *, twice: bool) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = m(x).float().square().mean()
+        return y if is_single_device() or not twice else 2 * y - y.detach()
+
+    with Mesh(data=2):
+        check(loss, model, torch.randn(24, 8), twice=False, in_specs=(None, "b@data _"))
+        with pytest.raises(ShardingError, match=r"m.0.weight.grad f32\[8, 8\]: error 1.0e"):
+            check(loss, model, torch.randn(24, 8), twice=True, in_specs=(None, "b@data _"))
+
+
 def test_bools_are_compared() -> None:
     with Mesh(data=2):
         assert [leaf.error for leaf in check(lambda x: (x > 0, x.sum() > 0), torch.randn(4)).leaves] == [0.0] * 4
