@@ -164,7 +164,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # causal, a bias -> wha
     "one of another dtype": lambda c, b: c + b.bfloat16(),
     "numbers that run over": lambda c, b: c + (b * 40).to(torch.uint8) + (b * 40).to(torch.uint8),
     "two": lambda c, b: (b + c) + b / 3,
-    "three": lambda c, b: ((b + 1e16).neg() + (b + 1e16)) + (b.sin() + c),
+    "three, the first of which is added last": lambda c, b: b.sin() + c + ((b + 1e16).neg() + (b + 1e16)),
     "twice": lambda c, b: b + c + c,
     "rows and columns": lambda c, b: (b[:1] + c) + b[:, :1],
 }
