@@ -27,6 +27,7 @@ TRAITS: Mapping[str, str] = {
     "creates": "made from sizes and numbers alone",
     "fills": "one number everywhere: `fill_value`, or 0",
     "zeros": "fills, with 0",
+    "unset": "memory as it comes: nobody knows what is in it",
     "marks": "the result is the operand with a bit that says what is still to be done with it",
     "leaves marks": "a kernel may leave conjugation to who reads its results, by a bit",
     "commutes": "the first two operands may change places",
@@ -78,7 +79,8 @@ _TABLE: Mapping[str, str] = {
     "clone": "copies, plumbing",
     "_to_copy": "copies, plumbing",
     "lift_fresh_copy": "copies",
-    **dict.fromkeys(("empty_like", "ones_like"), "like"),
+    "ones_like": "like",
+    "empty_like": "like, unset",
     "zeros_like": "like, fills, zeros",
     "full_like": "like, fills",
     "view.default": "regroups, reshapes",
@@ -111,8 +113,9 @@ _TABLE: Mapping[str, str] = {
     "view_as_complex": "pairs",
     "view_copy.dtype": "retypes",
     **dict.fromkeys(("_linalg_solve_ex", "linalg_lu_solve", "linalg_solve_triangular", "vdot"), "leaves marks"),
-    **dict.fromkeys(("ones", "empty", "scalar_tensor", "arange", "eye"), "creates"),
-    **dict.fromkeys(("new_ones", "new_empty", "new_empty_strided"), "creates"),
+    **dict.fromkeys(("ones", "new_ones", "scalar_tensor", "arange", "eye"), "creates"),
+    **dict.fromkeys(("empty", "new_empty", "new_empty_strided"), "creates, unset"),
+    **dict.fromkeys(("empty_strided", "empty_permuted"), "unset"),
     **dict.fromkeys(("full", "new_full"), "creates, fills"),
     **dict.fromkeys(("zeros", "new_zeros"), "creates, fills, zeros"),
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"), "slack"),
@@ -208,6 +211,21 @@ def may_show(target: Any) -> bool:
         return True
     quiet = any(a.alias_info is not None and not a.alias_info.is_write for a in schema_of(target).arguments[1:])
     return quiet or "may show" in _of(target)
+
+
+@cache
+def repeats(target: Any) -> bool:
+    """Whether an op of torch makes the same of the same operands in every call.
+
+    Example:
+        >>> import torch
+        >>> aten = torch.ops.aten
+        >>> repeats(aten.add.Tensor), repeats(aten.bernoulli.default), repeats(aten.empty_like.default)
+        (True, False, False)
+    """
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and not has(target, "unset")
 
 
 def _of(target: Any) -> frozenset[str]:

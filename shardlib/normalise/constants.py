@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from shardlib.aten.traits import has, is_view
+from shardlib.aten.traits import has, is_view, repeats
 from shardlib.aten.views import argument
 from shardlib.internals import OpOverload, pytree, schema_of, without_modes
 from shardlib.normalise.passes import dims_of
+from shardlib.ops.splice import SPLICE
 from shardlib.scalar import Scalar
+from shardlib.tracing.known import is_literal
 
 aten = torch.ops.aten
 _LARGE, _MOST = 1 << 23, 1 << 26  # elements that are worked out, at once and in all
@@ -25,8 +27,6 @@ _COUNTING = (torch.int32, torch.int64, torch.float32, torch.float64)
 _BY_DISTANCE = {  # f(a + x, b + x) is f(a, b)
     getattr(aten, name).Tensor for name in ("le", "lt", "ge", "gt", "eq", "ne", "sub")
 }
-_UNKNOWN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
-_FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 
 class Values(NamedTuple):
@@ -77,16 +77,15 @@ class Constants:
         return _short(made)
 
     def _made(self, node: Any, val: Tensor) -> Values | None:
-        if node.op == "get_attr":  # what `torch.tensor` makes, not what somebody may write to
-            is_literal = all(user.target in _FRESH for user in node.users)
-            return Values(getattr(self._gm, node.target).detach().cpu()) if is_literal else None
+        if node.op == "get_attr":
+            return Values(getattr(self._gm, node.target).detach().cpu()) if is_literal(node) else None
         leaves = pytree.tree_leaves((node.args, node.kwargs))
         if not isinstance(node.target, OpOverload) or any(isinstance(x, Scalar) for x in leaves):
             return None
         if (made := _filled(node, val)) is not None:
             return made
         known = {x: found for x in node.all_input_nodes if (found := self._known[x]) is not None}
-        if len(known) < len(node.all_input_nodes) or not _is_plain(node.target):
+        if len(known) < len(node.all_input_nodes) or not (repeats(node.target) or node.target is SPLICE):
             return None
         return _moved(node, known, val) or _pointwise(node, known, val) or _worked_out(node, known, val)
 
@@ -95,13 +94,6 @@ def _fits(made: Values, shape: torch.Size) -> bool:
     sizes = [*shape[:-2], shape[-2] + shape[-1] - 1] if made.by_distance else [*shape]
     found = made.numbers.shape
     return len(found) == len(sizes) and all(n in (1, size) for n, size in zip(found, sizes, strict=True))
-
-
-def _is_plain(target: OpOverload) -> bool:
-    """Whether it makes the same of the same operands in every call."""
-    name = schema_of(target).name
-    of_torch = name.startswith(("aten::", "prims::")) or name == "shardlib::splice"
-    return of_torch and torch.Tag.nondeterministic_seeded not in target.tags and name.split("::")[1] not in _UNKNOWN
 
 
 def _places(n: int) -> Tensor:

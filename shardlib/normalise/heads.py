@@ -39,7 +39,8 @@ def group_heads(gm: fx.GraphModule) -> None:
 
 
 def _shape(node: fx.Node) -> torch.Size:
-    return node.meta["val"].shape  # type: ignore[no-any-return]
+    shape: torch.Size = node.meta["val"].shape
+    return shape
 
 
 def _repeated(x: Any) -> fx.Node | None:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, has_proxy_slot
 
-from shardlib.aten.traits import is_view, may_show
+from shardlib.aten.traits import is_view, may_show, repeats
 from shardlib.internals import FakeTensor, OpOverload, pytree, schema_of, without_modes
 
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _LARGE = 1 << 26  # elements of what is worked out for an answer
-_UNKNOWN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
 
 def answer(op: Any, args: Any, tracer: Any) -> Any:
@@ -66,15 +65,16 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return [x for x in pytree.tree_leaves(into) if isinstance(x, fx.Node)]
 
 
+def is_literal(node: fx.Node) -> bool:
+    """Whether a `get_attr` is what `torch.tensor` makes, and not a tensor that somebody may write to."""
+    return all(user.target in _FRESH for user in node.users)
+
+
 def _is_constant(node: fx.Node) -> bool:
     """Whether it makes the same of the same operands in every call."""
-    if node.op == "get_attr":  # one that `torch.tensor` makes, not one that somebody may write to
-        return all(user.target in _FRESH for user in node.users)
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(op := node.target, OpOverload) or not _is_of_torch(node):
-        return False
-    return torch.Tag.nondeterministic_seeded not in op.tags and schema_of(op).name.partition("::")[2] not in _UNKNOWN
+    if node.op == "get_attr":
+        return is_literal(node)
+    return node.target is operator.getitem or repeats(node.target)
 
 
 def _is_of_torch(node: fx.Node) -> bool:
