@@ -29,3 +29,6 @@ STACK = _aten.stack.default
 SPLIT = _aten.split_with_sizes.default
 VIEW = _aten.view.default
 UNSQUEEZE = _aten.unsqueeze.default
+
+# Products, and what adds one to its first operand.
+ADDED = {_aten.mm.default: _aten.addmm.default, _aten.bmm.default: _aten.baddbmm.default}

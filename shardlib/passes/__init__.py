@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from shardlib.machine import Machine
-from shardlib.passes import borders, bundle, common, free, fuse, offload, offload_state, reuse, schedule, settle
+from shardlib.passes import borders, bundle, common, free, fuse, offload, offload_state, parts, reuse, schedule, settle
 from shardlib.program.check import check
 from shardlib.program.steps import Program, Var
 from shardlib.program.storage import peak_bytes
@@ -20,6 +20,7 @@ PASSES = (
     common.share_messages,
     borders.share_borders,
     fuse.fuse,
+    parts.parts,
     bundle.bundle,
     schedule.schedule,
     offload.offload,
@@ -28,7 +29,7 @@ PASSES = (
     reuse.reuse,
     free.free,
 )
-_MOVING = {bundle.bundle, schedule.schedule}
+_MOVING = {parts.parts, bundle.bundle, schedule.schedule}
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def _memory(program: Program) -> float:
 def _passed(program: Program, how: Schedule, hosted: Hosted, *, moves: bool) -> Iterator[Program]:
     """What each pass makes; where nothing `moves`, messages stay where they are."""
     told: dict[Any, Callable[[Program], Program]] = {
+        parts.parts: partial(parts.parts, how=how),
         bundle.bundle: partial(bundle.bundle, how=how),
         offload.offload: partial(offload.offload, how=how, chosen=hosted.values),
         offload_state.offload_state: partial(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardlib.aten.calls import ADDED
 from shardlib.aten.traits import has
 from shardlib.internals import schema_of
 from shardlib.ops.adam import ADAM, adam
@@ -46,7 +47,8 @@ def _adam(over: tuple[int | None, ...]) -> Callable[..., Any]:
 
 def in_place_form(target: Any) -> Any:
     """The op that writes a result over the first operand, place by place; None if there is none."""
-    if torch.Tag.pointwise not in getattr(target, "tags", ()) and not has(target, "writes places"):
+    by_place = torch.Tag.pointwise in getattr(target, "tags", ()) or has(target, "writes places")
+    if not by_place and target not in ADDED.values():
         return None
     packet = getattr(torch.ops.aten, schema_of(target).name.removeprefix("aten::") + "_", None)
     return getattr(packet, schema_of(target).overload_name or "default", None) if packet is not None else None

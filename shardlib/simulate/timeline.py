@@ -7,6 +7,7 @@ and end what waits for them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardlib.errors import ShardingError
@@ -45,12 +46,17 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Events in the order of the program; `memory` are bytes in use from a second on; `exposed`, seconds that calls
-    waited for messages."""
+    """Events in the order of the program; `memory` are bytes in use from a second on; `waits`, by message, seconds that
+    calls waited for it."""
 
     events: tuple[Event, ...]
-    exposed: float
+    waits: Mapping[Start, float]
     memory: tuple[tuple[float, int], ...]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that calls waited for messages."""
+        return sum(self.waits.values())
 
     @property
     def seconds(self) -> float:
@@ -90,14 +96,14 @@ class _Clock:
         self.flying: dict[Var, Event] = {}
         self.waited: Event | None = None  # what the next call waits for
         self.events: list[Event] = []
-        self.exposed = 0.0
+        self.waits: dict[Start, float] = {}
 
     def run(self) -> Timeline:
         memory = []
         for step, held in zip(self.program.steps, alive(self.program), strict=True):
             self._take(step)
             memory.append((self.now, held))
-        return Timeline(tuple(self.events), self.exposed, tuple(memory))
+        return Timeline(tuple(self.events), self.waits, tuple(memory))
 
     def _take(self, step: Step) -> None:
         device = self.machine.device
@@ -111,7 +117,8 @@ class _Clock:
         elif isinstance(step, Wait):
             message = max((self.flying.pop(out) for out in step.outs), key=lambda e: e.end)
             if message.end > self.now:
-                self.exposed += message.end - self.now
+                assert isinstance(message.step, Start)
+                self.waits[message.step] = message.end - self.now
                 self.waited = message
 
     def _start(self, step: Start) -> None:
@@ -127,7 +134,7 @@ class _Clock:
     def _fly(self, step: Start, stream: str, name: str, seconds: float) -> None:
         if not self.machine.device.overlaps:
             stream = COMPUTE
-            self.exposed += seconds
+            self.waits[step] = seconds
         event = self._add(stream, name, step, seconds)
         self.flying |= dict.fromkeys(step.outs, event)
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import shardlib as sl
 from shardlib import passes
-from shardlib.passes import bundle, schedule
+from shardlib.passes import bundle, parts, schedule
 from shardlib.plans.plan import Plan
 from shardlib.run import distributed
 from tests.models import w1
@@ -32,6 +32,8 @@ from tests.ranks import run_ranks
 from .timing import interleave, markdown, ms, ratio
 
 BIG = {"d": 4096, "heads": 32, "kv_heads": 8, "ff": 11008, "seq": 2048, "batch": 16}
+import os
+PARTS = int(os.environ["PARTS"]) if "PARTS" in os.environ else None
 CASES = ("fsdp8", "fsdp_tp", "tp_sp", "llama")
 
 
@@ -39,7 +41,7 @@ CASES = ("fsdp8", "fsdp_tp", "tp_sp", "llama")
 def unscheduled() -> Iterator[None]:
     """Programs that are planned meanwhile wait for each message where it stands."""
     kept = passes.PASSES
-    passes.PASSES = tuple(one for one in kept if one not in (bundle.bundle, schedule.schedule))
+    passes.PASSES = tuple(one for one in kept if one not in (parts.parts, bundle.bundle, schedule.schedule))
     try:
         yield
     finally:
@@ -182,7 +184,7 @@ def _w1(name: str, machine: str | None, layers: int) -> Callable[[], Callable[[]
     def make() -> Callable[[], Any]:
         mesh = w1_sharded.mesh_of(mode, machine=machine)
         with mesh:
-            step = w1_sharded.sharded_step(mode, config)
+            step = w1_sharded.sharded_step(mode, config, schedule=sl.Schedule(parts=PARTS))
             state, *batch = w1_sharded.place(mode, w1.init(config), *w1.batch(config))
 
         def call() -> Any:

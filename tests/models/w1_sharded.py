@@ -17,8 +17,9 @@ def mesh_of(mode: w1.Mode, *, abstract: bool = False, machine: str | None = None
     return make(**mode.axes, rules=dict(mode.rules), machine=machine)
 
 
-def sharded_step(mode: w1.Mode, config: w1.Config) -> Any:
-    """The jitted step of a mode; weights and batch are annotated, and the residual stream where the mode does."""
+def sharded_step(mode: w1.Mode, config: w1.Config, **kept: Any) -> Any:
+    """The jitted step of a mode; weights and batch are annotated, and the residual stream where the mode does; `kept` is
+    what else `jit` is told."""
 
     def residual(x: Tensor) -> Tensor:
         return sl.shard(x, mode.residual) if mode.residual else x
@@ -29,7 +30,7 @@ def sharded_step(mode: w1.Mode, config: w1.Config) -> Any:
     block = sl.jit(w1.block)  # traced once, not for every layer
 
     specs = (mode.params, mode.batch, mode.batch)
-    return sl.jit(step, in_specs=specs, out_specs=(None, mode.params), donate_argnums=(0,))
+    return sl.jit(step, in_specs=specs, out_specs=(None, mode.params), donate_argnums=(0,), **kept)
 
 
 def place(mode: w1.Mode, params: w1.Params, *batch: Tensor) -> tuple[Any, ...]:

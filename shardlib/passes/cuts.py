@@ -1,0 +1,274 @@
+"""Which values of a device can be there in parts: what steps may do to some rows after the others.
+
+One dim of one value is cut, and rules say where it comes from and where it goes: what they let devices cut, a device
+may work on in turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from shardlib.internals import OpOverload, without_modes
+from shardlib.program.device import REFUSALS, Device
+from shardlib.program.nested import leaves, rebuild
+from shardlib.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes, reads
+from shardlib.program.sym import Sym
+from shardlib.rules import rule_for
+from shardlib.rules.rule import Call, Labels, Meta, Path, Rule
+
+
+class Cut(NamedTuple):
+    """Dim `dim` of a local tensor in parts: seen as (`outer`, parts, rest), part i is all that has i in the middle."""
+
+    dim: int
+    outer: int = 1
+
+
+class Way(NamedTuple):
+    """How a step works on a part: how each of its operands and results is cut (None: not at all), and, by path, the
+    integers among its arguments that are sizes of parts. A result that is not cut is the sum of what parts make."""
+
+    operands: tuple[Cut | None, ...]
+    results: tuple[Cut | None, ...]
+    ints: Mapping[Path, int] = {}
+
+
+@dataclass
+class Region:
+    """Steps that one cut leads through; `cuts` are those of their values."""
+
+    cuts: dict[Var, Cut]
+    ways: dict[Step, Way] = field(default_factory=dict)
+
+
+class Cutter:
+    """Finds what of a program can be in `n` parts."""
+
+    def __init__(self, program: Program, n: int) -> None:
+        self.n = n
+        self.device, self.uneven = Device(program.mesh, {}), _uneven(program)
+        self.around: dict[Var, list[Step]] = defaultdict(list)
+        with without_modes():
+            for step in program.steps:
+                for v in dict.fromkeys((*reads(step), *_made(step))):
+                    self.around[v].append(step)
+                hold(self.device, step)
+
+    def shape(self, v: Var) -> tuple[int, ...]:
+        """The shape that a value has on every device; () where nobody knows."""
+        x = None if v in self.uneven else self.device.held(v)
+        return () if x is None else x.shape
+
+    def seeds(self, v: Var) -> Iterator[Cut]:
+        """Every dim of a value that can be cut."""
+        return (Cut(d) for d, size in enumerate(self.shape(v)) if size and size % self.n == 0)
+
+    def region(self, v: Var, cut: Cut) -> Region:
+        """All that a cut leads to."""
+        found, todo = Region({v: cut}), deque([v])
+        while todo:
+            for step in self.around[todo.popleft()]:
+                if step in found.ways or (way := self._way(step, found.cuts)) is None:
+                    continue
+                found.ways[step] = way
+                said = _said(step, way)
+                todo += [v for v in said if v not in found.cuts]
+                found.cuts |= said
+        return found
+
+    def _way(self, step: Step, cuts: Mapping[Var, Cut]) -> Way | None:
+        """How a step works in parts, some of whose values are cut; None: it does not."""
+        if isinstance(step, Start):
+            ways = self._sent(step.moves, cuts)
+        elif isinstance(step, Compute):
+            ways = self._computed(step, cuts)
+        else:
+            return None
+        values = _values(step)
+        for way in ways:
+            pairs = {(v, c) for v, c in zip(values, (*way.operands, *way.results), strict=True) if v is not None and c}
+            if len(pairs) == len({v for v, _ in pairs}) and all(cuts.get(v, c) == c for v, c in pairs):
+                return way
+        return None
+
+    def _computed(self, step: Compute, cuts: Mapping[Var, Cut]) -> Iterator[Way]:
+        """A way along each factor that is cut."""
+        if step.work is not None or not step.is_pure or not (call := self._call(step)) or not (rule := rule_for(call)):
+            return
+        labels = (*rule.operands, *rule.results)
+        fixed = _fixed(rule)
+        for v, dims in zip(_values(step), labels, strict=True):
+            cut = None if v is None else cuts.get(v)
+            along = None if cut is None or cut.dim >= len(dims) else self._factor(dims[cut.dim], rule.sizes, cut.outer)
+            if along is None or along[0] in fixed:
+                continue
+            f, outer = along
+            every = [_cut(x, f, outer, rule.sizes) for x in labels]
+            operands, results = every[: len(rule.operands)], every[len(rule.operands) :]
+            adds = all(
+                v is None or c is not None or rule.owed(r, f) == "sum"
+                for r, (v, c) in enumerate(zip(step.outs, results, strict=True))
+            )
+            if adds and any(operands) and all(sum(f in dim for dim in x) < 2 for x in labels):
+                ints = {
+                    path: k * math.prod(rule.sizes[x] for x in factors) // self.n
+                    for path, (k, factors) in rule.ints.items()
+                    if f in factors
+                }
+                yield Way(tuple(operands), tuple(results), ints)
+
+    def _factor(self, dim: Sequence[str], sizes: Mapping[str, int], outer: int) -> tuple[str, int] | None:
+        """The factor of a dim that a cut cuts, and what is outside the cut in it."""
+        for f in dim:
+            if sizes[f] % (outer * self.n) == 0:
+                return f, outer
+            if outer % sizes[f]:
+                return None
+            outer //= sizes[f]
+        return None
+
+    def _call(self, step: Compute) -> Call | None:
+        """A call as rules see it; None where they would not see all that matters."""
+        metas = {v: x for v in (*step.operands, *step.made) if (x := self._meta(v)) is not None}
+        if not all(v in metas for v in (*step.operands, *step.made)) or not isinstance(step.target, OpOverload):
+            return None
+        if len(step.told) > len(step.operands) and torch.Tag.pointwise not in step.target.tags:
+            return None  # told of sizes or places, which are those of all rows
+
+        def seen(x: Any) -> Any:
+            return metas[x] if isinstance(x, Var) else 0 if isinstance(x, Sym) else x
+
+        args, kwargs = rebuild(step.args, seen), rebuild(dict(step.kwargs), seen)
+        args = tuple(tuple(x) if isinstance(x, list) else x for x in args)
+        operands = tuple(leaves((args, tuple(kwargs.values())), Meta))
+        return Call(step.target, args, kwargs, operands, tuple(None if v is None else metas[v] for v in step.outs))
+
+    def _meta(self, v: Var) -> Meta | None:
+        x = None if v in self.uneven else self.device.held(v)
+        return None if x is None else Meta(x.shape, x.dtype)
+
+    def _sent(self, moves: Sequence[Collective], cuts: Mapping[Var, Cut]) -> Iterator[Way]:
+        """A way of a message along what is cut of what it brings or takes."""
+        (c,) = moves if len(moves) == 1 else (None,)
+        if c is None or c.kind not in _DIMS or not self.shape(c.source) or not self.shape(c.out):
+            return
+        ways = math.prod(a.size for a in c.axes)
+        parted, joined = (c.params.get(key) for key in _DIMS[c.kind])  # dims that it cuts, and that it joins
+        even = all(type(n) is int and n == sizes[0] for sizes in _sizes(c) for n in sizes)
+        if not even or "shapes" in c.params or (parted is not None and parted == joined):
+            return
+        source, result = cuts.get(c.source), cuts.get(c.out)
+        if source is not None:
+            result = _through(source, ways, parted, joined)
+        elif result is not None:
+            source = _through(result, ways, joined, parted)
+        if (
+            source
+            and result
+            and all(
+                self.shape(v)[cut.dim] % (cut.outer * self.n) == 0 for v, cut in ((c.source, source), (c.out, result))
+            )
+        ):
+            yield Way((source,), (result,))
+
+
+def _through(cut: Cut, ways: int, parted: int | None, joined: int | None) -> Cut | None:
+    """A cut behind a message that parts a dim among so many members, and joins another of theirs."""
+    if cut.dim == parted:
+        return Cut(cut.dim, cut.outer // ways) if cut.outer % ways == 0 else None
+    return Cut(cut.dim, cut.outer * ways) if cut.dim == joined else cut
+
+
+# By kind of message, which of what it is told are the dim that it cuts, and the one that it joins.
+_DIMS = {
+    "all_reduce": ("", ""),
+    "all_gather": ("", "dim"),
+    "reduce_scatter": ("dim", ""),
+    "all_to_all": ("split_dim", "concat_dim"),
+    "ppermute": ("", ""),
+}
+
+
+# By what it is told of a dim, what it is told of sizes along it.
+SIZES = {"dim": ("sizes",), "split_dim": ("split_sizes",), "concat_dim": ("concat_sizes",)}
+
+
+def _sizes(c: Collective) -> Iterator[Sequence[Any]]:
+    return (c.params[key] for keys in SIZES.values() for key in keys if c.params.get(key))
+
+
+def _fixed(rule: Rule) -> set[str]:
+    """The factors of which an op must have all, or more than its own rows."""
+    pairs = {*rule.rounds.items(), *rule.follows.items(), *((f, x.by) for f, x in rule.reads.items())}
+    found = {*rule.whole, *rule.local_factors, *(f for pair in pairs for f in pair), *(h.factor for h in rule.held)}
+    found |= {rule.groups.factor, rule.groups.along} if rule.groups else set()
+    return found | ({*rule.looks.rows} if rule.looks else set())
+
+
+def _cut(labels: Labels, f: str, outer: int, sizes: Mapping[str, int]) -> Cut | None:
+    """The cut of a tensor of which a factor is cut."""
+    for d, dim in enumerate(labels):
+        if f in dim:
+            return Cut(d, outer * math.prod(sizes[x] for x in dim[: dim.index(f)]))
+    return None
+
+
+def _values(step: Step) -> tuple[Var | None, ...]:
+    """The operands and results of a step, each as often as it occurs."""
+    if isinstance(step, Start):
+        return (*step.sources, *step.outs)
+    return (*step.operands, *step.outs) if isinstance(step, Compute) else ()
+
+
+def _said(step: Step, way: Way) -> dict[Var, Cut]:
+    """The values of a step that are cut."""
+    pairs = zip(_values(step), (*way.operands, *way.results), strict=True)
+    return {v: c for v, c in pairs if v is not None and c is not None}
+
+
+def _made(step: Step) -> tuple[Var, ...]:
+    """What a step makes; what is in flight, where it starts."""
+    return step.outs if isinstance(step, Start) else makes(step)
+
+
+def hold(device: Device, step: Step) -> bool:
+    """Let a device hold what a step makes; whether torch takes it."""
+    if isinstance(step, Compute):
+        try:
+            made = device.compute(step)
+        except REFUSALS:
+            return False
+        for v, x in zip(step.outs, made, strict=False):
+            if v is not None:
+                device.hold(v, x)
+    elif isinstance(step, Start):
+        for c in step.moves:
+            device.hold(c.out, device.collective(c))
+    elif isinstance(step, Copy):
+        device.hold(step.out, device.held(step.source))
+    return True
+
+
+def _uneven(program: Program) -> set[Var]:
+    """Values of which devices may hold pieces of different sizes."""
+    found = {v for v in program.given if _differs(v)}
+    for step in program.steps:
+        made = _made(step)
+        told = isinstance(step, Compute) and len(step.told) > len(step.operands)
+        if isinstance(step, Compute) and torch.Tag.pointwise in getattr(step.target, "tags", ()):
+            told = False  # numbers, not sizes
+        elif isinstance(step, Start):
+            told = not all(type(n) is int and n == sizes[0] for c in step.moves for sizes in _sizes(c) for n in sizes)
+        lost = told or not found.isdisjoint(reads(step))
+        found.update(v for v in made if _differs(v) or (v.layout is None and lost))
+    return found
+
+
+def _differs(v: Var) -> bool:
+    return v.layout is not None and not all(f.even for f in v.layout.factors)
