@@ -191,11 +191,13 @@ def test_ranks_measure_one_machine() -> None:
 
 
 def product(mesh: sl.Mesh, n: int = 4096) -> Plan:
-    """A product of which each axis cuts two dims, and whose result goes elsewhere."""
+    """A product of which each axis cuts two dims, and whose result goes elsewhere; as a whole."""
     x = torch.empty(n, n, device="meta", dtype=torch.bfloat16)
     specs = ("i@data k@tensor", "k@data j@tensor")
     with mesh:
-        return sl.jit(lambda x, w: (x @ w).relu(), in_specs=specs, out_specs="i j@(data tensor)").plan(x, x)
+        whole = sl.Schedule(parts=1)
+        fn = sl.jit(lambda x, w: (x @ w).relu(), in_specs=specs, out_specs="i j@(data tensor)", schedule=whole)
+        return fn.plan(x, x)
 
 
 def sent(plan: Plan, axis: str) -> float:

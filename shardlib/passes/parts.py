@@ -194,7 +194,7 @@ class _Writer:
     def _part(self, v: Var, cut: Cut | None, i: int) -> Var:
         name, shape = f"{v.name}.{i + 1}of{self.n}", None if v.shape is None else _shape(v.shape, cut, self.n)
         layout = v.layout if v.layout is None or cut is None else _layout(v.layout, cut, self.n)
-        return replace(v, name=name, layout=layout, shape=shape, placement=None)
+        return replace(v, name=name, layout=layout, shape=shape, part=(i + 1, self.n))
 
     def _slice(self, v: Var, cut: Cut, parts: Sequence[Var]) -> None:
         """Take parts of a value that is there."""

@@ -70,7 +70,9 @@ class Naming:
         return self._names.get(value, value.name)
 
     def var(self, var: Var) -> str:
-        return var.name if var.value is None else self.value(var.value)
+        if var.value is None:
+            return var.name
+        return self.value(var.value) + ("" if var.part is None else " ({} of {})".format(*var.part))
 
     def call(self, op: Op, limit: int = 4) -> str:
         """An op as a call on named values, at most `limit` of them; an annotation as the user wrote it."""

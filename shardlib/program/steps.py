@@ -31,7 +31,7 @@ class Var:
     """One local tensor: `layout` says its local shape on every device; `value` is what it is a piece of.
 
     What only the local form of a rule knows has no layout, but the `shape` of the fullest device that was looked at.
-    `host`: it lives in the host's memory.
+    `host`: it lives in the host's memory. `part`: it is the first, second, ... of so many parts of it.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Var:
     placement: Any = None  # (cut, what is owed)
     shape: tuple[int, ...] | None = None
     host: bool = False
+    part: tuple[int, int] | None = None
 
     @kept
     def nbytes(self) -> int:
