@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.internals import OpOverload, without_modes
-from shardlib.program.device import REFUSALS, Device
 from shardlib.program.nested import leaves, rebuild
-from shardlib.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes, reads
+from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, makes, reads
 from shardlib.program.sym import Sym
+from shardlib.program.verify import Found, Run
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Labels, Meta, Path, Rule
 
@@ -52,13 +52,13 @@ class Cutter:
 
     def __init__(self, program: Program, n: int) -> None:
         self.n = n
-        self.device, self.uneven = Device(program.mesh, {}), _uneven(program)
+        self.device, self.uneven = Run(program, {}, Found()), _uneven(program)
         self.around: dict[Var, list[Step]] = defaultdict(list)
+        for step in program.steps:
+            for v in dict.fromkeys((*reads(step), *_made(step))):
+                self.around[v].append(step)
         with without_modes():
-            for step in program.steps:
-                for v in dict.fromkeys((*reads(step), *_made(step))):
-                    self.around[v].append(step)
-                hold(self.device, step)
+            self.device.run(program.steps)
 
     def shape(self, v: Var) -> tuple[int, ...]:
         """The shape that a value has on every device; () where nobody knows."""
@@ -235,24 +235,6 @@ def _said(step: Step, way: Way) -> dict[Var, Cut]:
 def _made(step: Step) -> tuple[Var, ...]:
     """What a step makes; what is in flight, where it starts."""
     return step.outs if isinstance(step, Start) else makes(step)
-
-
-def hold(device: Device, step: Step) -> bool:
-    """Let a device hold what a step makes; whether torch takes it."""
-    if isinstance(step, Compute):
-        try:
-            made = device.compute(step)
-        except REFUSALS:
-            return False
-        for v, x in zip(step.outs, made, strict=False):
-            if v is not None:
-                device.hold(v, x)
-    elif isinstance(step, Start):
-        for c in step.moves:
-            device.hold(c.out, device.collective(c))
-    elif isinstance(step, Copy):
-        device.hold(step.out, device.held(step.source))
-    return True
 
 
 def _uneven(program: Program) -> set[Var]:

@@ -16,9 +16,9 @@ from shardlib.internals import without_modes
 from shardlib.lower.arguments import put
 from shardlib.machine import Machine
 from shardlib.passes.bundle import bundle
-from shardlib.passes.cuts import SIZES, Cut, Cutter, Region, Way, hold
+from shardlib.passes.cuts import SIZES, Cut, Cutter, Region, Way
 from shardlib.passes.schedule import schedule
-from shardlib.program.device import Device
+from shardlib.program.device import Local
 from shardlib.program.nested import rebuild
 from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.schedule import DEFAULT, Schedule
@@ -26,6 +26,7 @@ from shardlib.simulate.timeline import Timeline, timeline
 from shardlib.specs.layout import Factor, Layout
 
 _WORTH = 0.05  # of a step's seconds, by which it is to be less
+_NOTE = "part"  # of steps that slice and join
 _TRIED = 4  # messages that are waited for longest
 
 
@@ -41,10 +42,11 @@ def parts(program: Program, how: Schedule = DEFAULT) -> Program:
         return timeline(schedule(bundle(program, how)), machine)
 
     before, least = timed(program), _WORTH if n is None else 0.0
-    region = _best(Cutter(program, n or 2), before, least * before.seconds)
+    cutter = Cutter(program, n or 2)
+    region = _best(cutter, before, least * before.seconds)
     if region is None:
         return program
-    made = _Writer(program, region, n or 2).run()
+    made = _Writer(program, region, cutter).run()
     return made if n is not None or timed(made).seconds < (1 - least) * before.seconds else program
 
 
@@ -70,9 +72,8 @@ def _best(cutter: Cutter, before: Timeline, least: float) -> Region | None:
 class _Writer:
     """Writes the steps of a region once for each part, message by message; all others between these."""
 
-    def __init__(self, program: Program, region: Region, n: int) -> None:
-        self.program, self.region, self.n = program, region, n
-        self.device = Device(program.mesh, {})
+    def __init__(self, program: Program, region: Region, cutter: Cutter) -> None:
+        self.program, self.region, self.n, self.device = program, region, cutter.n, cutter.device
         self.steps: list[Step] = []
         self.now: Step | None = None  # what is written
         self.whole: set[Var] = set(program.given)
@@ -84,7 +85,6 @@ class _Writer:
     def run(self) -> Program:
         with without_modes():
             for step in self.program.steps:
-                hold(self.device, step)
                 self.now = step
                 if isinstance(step, Wait) and step.outs[0] in self.made:
                     continue  # each part waits for its own
@@ -94,7 +94,16 @@ class _Writer:
             for v in self.program.results:
                 self._join(v)
             self._flush()
-        return replace(self.program, steps=tuple(self.steps))
+        return replace(self.program, steps=self._read())
+
+    def _read(self) -> tuple[Step, ...]:
+        """What was written, but for slices of what turned out to be taken as a whole."""
+        used, kept = {*self.program.results}, list[Step]()
+        for step in reversed(self.steps):
+            if not (isinstance(step, Compute) and step.note == _NOTE and used.isdisjoint(step.made)):
+                used.update(reads(step))
+                kept.append(step)
+        return tuple(reversed(kept))
 
     def _plain(self, step: Step) -> None:
         for v in reads(step):
@@ -150,26 +159,31 @@ class _Writer:
 
     def _is(self, part: Step, outs: Sequence[Var | None], whole: Sequence[Var | None], way: Way) -> bool:
         """Whether a step makes parts of what is made as a whole, as torch says."""
-        if not hold(self.device, part):
-            return False
-        for v, x, cut in zip(whole, outs, way.results, strict=True):
-            if v is not None and x is not None:
-                have, every = self.device.held(x), self.device.held(v)
-                if have is None or every is None or have.shape != _shape(every.shape, cut, self.n):
-                    return False
+        made: Sequence[Local | None] = ()
+        if isinstance(part, Start):
+            made = [self.device.moved(part.first)]
+        elif isinstance(part, Compute):
+            made = self.device.called(part)
+        for r, (v, x, cut) in enumerate(zip(whole, outs, way.results, strict=True)):
+            if v is None or x is None:
+                continue
+            every, have = self.device.held(v), made[r] if r < len(made) else None
+            if have is None or every is None or have.shape != _shape(every.shape, cut, self.n):
+                return False
+            self.device.hold(x, have)
         return True
 
     def _sum(self, v: Var, parts: Sequence[Var], every: list[list[Step]]) -> None:
         """Add up what parts make: products, while they are made."""
         total = parts[0]
         for i, (part, steps) in enumerate(zip(parts[1:], every[1:], strict=True), 2):
-            last, out = steps[-1], v if i == self.n else self._other(v, f"{i}of{self.n}.sum")
+            last, out = steps[-1], v if i == self.n else self._other(v, f"sum{i}of{self.n}.all")
             assert isinstance(last, Compute)
             if last.target in ADDED:
                 steps[-1] = replace(last, target=ADDED[last.target], args=(total, *last.args), outs=(out,))
             else:
                 steps.append(self._step(ADD, (total, part), out))
-            hold(self.device, steps[-1])
+            self.device.run(steps[-1:])
             total = out
 
     def _flush(self) -> None:
@@ -192,7 +206,8 @@ class _Writer:
         return self.parts[v]
 
     def _part(self, v: Var, cut: Cut | None, i: int) -> Var:
-        name, shape = f"{v.name}.{i + 1}of{self.n}", None if v.shape is None else _shape(v.shape, cut, self.n)
+        name = f"{v.name}.{'sum' if cut is None else ''}{i + 1}of{self.n}"
+        shape = None if v.shape is None else _shape(v.shape, cut, self.n)
         layout = v.layout if v.layout is None or cut is None else _layout(v.layout, cut, self.n)
         return replace(v, name=name, layout=layout, shape=shape, part=(i + 1, self.n))
 
@@ -234,11 +249,11 @@ class _Writer:
     def _step(self, target: Any, args: tuple[Any, ...], out: Var) -> Compute:
         at = self.now.first if isinstance(self.now, Start) else self.now
         said = (at.line, at.backward) if isinstance(at, Compute | Collective) else (None, False)
-        return Compute(target, args, {}, (out,), *said, note="part")
+        return Compute(target, args, {}, (out,), *said, note=_NOTE)
 
     def _call(self, target: Any, args: tuple[Any, ...], out: Var) -> Var:
-        self.steps.append(step := self._step(target, args, out))
-        hold(self.device, step)
+        self.steps.append(self._step(target, args, out))
+        self.device.run(self.steps[-1:])
         return out
 
 

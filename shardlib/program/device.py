@@ -202,7 +202,8 @@ def _all_to_all(shape: Shape, told: Mapping[str, Any], at: int, n: int) -> Shape
         return _with(shape, split, sum(row[at] for row in splits))
     _expect("a piece has the length", shape[split], sum(splits))
     _expect("a piece has the length", shape[concat], concats[at])
-    return _with(_with(shape, split, splits[at]), concat, sum(concats))
+    joined = n * splits[at] if split == concat else sum(concats)
+    return _with(_with(shape, split, splits[at]), concat, joined)
 
 
 def _ppermute(shape: Shape, told: Mapping[str, Any], at: int, n: int) -> Shape:

@@ -30,16 +30,16 @@ STRICT = False  # whether what torch says of tensors without values is law: it i
 def verify(program: Program) -> Program:
     """The program, with the size of every value; raises `ProgramError`, with all faults, where it cannot run."""
     faults = [*order_faults(program), *_calls(program)]
-    found = _Found()
+    found = Found()
     if not faults:
         with without_modes():  # which are to see what runs, and nothing of this
             differing = _Differing.of(program)
             coords, *others = differing.devices(program)
-            first = _Run(program, coords, found)
+            first = Run(program, coords, found)
             faults += first.run(program.steps)
             alike = {v: x for v, x in first.known.items() if v not in differing.vars}
             for coords in others:
-                faults += _Run(program, coords, found, alike).run(differing.steps)
+                faults += Run(program, coords, found, alike).run(differing.steps)
     refuse(faults)
     return found.said(program)
 
@@ -123,7 +123,7 @@ def _alike(told: Any) -> bool:
 _NONE: set[str] = set()
 
 
-class _Found:
+class Found:
     """What devices told: shape and dtype of what no layout describes, on the fullest device so far, and which views are
     copies.
     """
@@ -146,11 +146,11 @@ class _Found:
         return replace(step, copies=True) if isinstance(step, Compute) and step in self.copies else step
 
 
-class _Run(Device):
+class Run(Device):
     """A program on one device, and what is wrong with it there."""
 
     def __init__(
-        self, program: Program, coords: Coords, found: _Found, alike: Mapping[Var, Local | None] = MappingProxyType({})
+        self, program: Program, coords: Coords, found: Found, alike: Mapping[Var, Local | None] = MappingProxyType({})
     ) -> None:
         super().__init__(program.mesh, coords)
         self.known |= alike
