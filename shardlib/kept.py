@@ -1,11 +1,15 @@
-"""An attribute that is worked out when it is first asked for."""
+"""What is worked out when it is first asked for."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
+F = TypeVar("F")
+P = ParamSpec("P")
 
 
 class kept(cached_property[T]):
@@ -30,3 +34,28 @@ class kept(cached_property[T]):
                 return self
             made = of.__dict__[self.attrname] = self.func(of)
             return made
+
+
+def remembered(function: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
+    """A function of a frozen value, which is remembered for as long as that lives; other arguments have a `repr`.
+
+    Example:
+        >>> @remembered
+        ... def doubled(x):
+        ...     print("doubles")
+        ...     return {*x, *x}
+        >>> x = frozenset({1})
+        >>> doubled(x), doubled(x)
+        doubles
+        ({1}, {1})
+    """
+    known: WeakKeyDictionary[F, dict[str, T]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def call(of: F, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        made, key = known.setdefault(of, {}), repr((args, kwargs))
+        if key not in made:
+            made[key] = function(of, *args, **kwargs)
+        return made[key]
+
+    return call

@@ -90,7 +90,7 @@ def _passed(program: Program, how: Schedule, hosted: Hosted, *, moves: bool) -> 
     """What each pass makes; where nothing `moves`, messages stay where they are."""
     told: dict[Any, Callable[[Program], Program]] = {
         parts.parts: partial(parts.parts, how=how),
-        bundle.bundle: partial(bundle.bundle, how=how),
+        bundle.bundle: lambda p: bundle.bundle(p, how),
         offload.offload: partial(offload.offload, how=how, chosen=hosted.values),
         offload_state.offload_state: partial(
             offload_state.offload_state, away=hosted.inputs, sent=hosted.outputs, how=how

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from shardlib.kept import remembered
 from shardlib.machine import Machine
 from shardlib.meshes.axis import Axis
 from shardlib.passes.units import units
@@ -33,6 +34,7 @@ FLIGHT = 8  # steps that a collective is given before another one builds on it
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
 
 
+@remembered
 def bundle(program: Program, how: Schedule = DEFAULT) -> Program:
     """The program with collectives that start early, and together."""
     if not program.collectives:

@@ -42,6 +42,8 @@ def parts(program: Program, how: Schedule = DEFAULT) -> Program:
         return timeline(schedule(bundle(program, how)), machine)
 
     before, least = timed(program), _WORTH if n is None else 0.0
+    if before.exposed <= least * before.seconds:
+        return program
     cutter = Cutter(program, n or 2)
     region = _best(cutter, before, least * before.seconds)
     if region is None:

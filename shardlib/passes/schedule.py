@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardlib.kept import remembered
 from shardlib.machine import Machine
 from shardlib.meshes.axis import Axis
 from shardlib.passes.bundle import GATHERS
@@ -20,6 +21,7 @@ WINDOW = 32  # steps around a wait among which work is looked for
 _SURE = 2  # times the seconds of a message that are covered: they are estimates
 
 
+@remembered
 def schedule(program: Program) -> Program:
     """The program with such work beside its messages."""
     return replace(program, steps=tuple(_Clock(program).run())) if program.collectives else program

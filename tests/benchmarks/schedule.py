@@ -4,7 +4,8 @@
 `--table ranks` runs both programs in turns in the same 4 processes, one thread each, over shared memory, and prints
 seconds of a step, in how many of them a rank waited for messages (the mean of all ranks, copies into results
 included), and in how many of these it was ready and stood in the queue for a core, as the system counts it. `--machine`
-names one on the mesh: where messages fly meanwhile (`h100`, not `cpu`), any weights are gathered that this hides.
+names one on the mesh: where messages fly meanwhile (`h100`, not `cpu`), any weights are gathered that this hides, and
+where its clock says so, or `--parts`, rows are worked on in parts.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from tests.ranks import run_ranks
 from .timing import interleave, markdown, ms, ratio
 
 BIG = {"d": 4096, "heads": 32, "kv_heads": 8, "ff": 11008, "seq": 2048, "batch": 16}
-import os
-PARTS = int(os.environ["PARTS"]) if "PARTS" in os.environ else None
 CASES = ("fsdp8", "fsdp_tp", "tp_sp", "llama")
 
 
@@ -48,12 +47,12 @@ def unscheduled() -> Iterator[None]:
         passes.PASSES = kept
 
 
-def w1_plan(name: str, devices: int, layers: int = 8, **sizes: Any) -> Plan:
+def w1_plan(name: str, devices: int, layers: int = 8, machine: str | None = None, **sizes: Any) -> Plan:
     from tests.models import w1_sharded
 
     config = w1.Config(layers=layers, **sizes)
     mode = w1.modes(config, devices)[name]
-    with w1_sharded.mesh_of(mode, abstract=True):
+    with w1_sharded.mesh_of(mode, abstract=True, machine=machine):
         plan: Plan = w1_sharded.sharded_step(mode, config).plan(*w1.abstract(config))
     return plan
 
@@ -72,7 +71,7 @@ def llama(hidden: int, layers: int, *, device: str = "cpu") -> Any:
         ).train()  # fmt: skip
 
 
-def trained(m: Any, ids: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+def trained(m: Any, ids: torch.Tensor, parts: int | None = None) -> tuple[Any, tuple[Any, ...]]:
     """A step of a placed model, and its arguments."""
 
     def step(m: Any, opt: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
@@ -83,7 +82,7 @@ def trained(m: Any, ids: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
         return loss
 
     sl.parallelize(m, strategy="fsdp")
-    return sl.jit(step), (m, torch.optim.AdamW(m.parameters(), foreach=True), ids)
+    return sl.jit(step, schedule=sl.Schedule(parts=parts)), (m, torch.optim.AdamW(m.parameters(), foreach=True), ids)
 
 
 def llama_plan(axes: dict[str, int], hidden: int, batch: int, sequence: int) -> Plan:
@@ -101,6 +100,9 @@ def simulated() -> str:
         cases[f"W1 {name}"] = lambda name=name: w1_plan(name, 8)  # type: ignore[misc]
     for name in ("fsdp8", "fsdp_tp"):
         cases[f"W1 {name}, as wide as Llama 8B"] = lambda name=name: w1_plan(name, 8, **BIG)  # type: ignore[misc]
+    for name in ("fsdp_tp", "tp", "tp_sp"):
+        told = {"machine": "h100", "dtype": torch.bfloat16, **BIG}
+        cases[f"the same, {name}, bf16, H100s named"] = lambda name=name, told=told: w1_plan(name, 8, **told)  # type: ignore[misc]
     for axes in ({"data": 8}, {"data": 64}, {"data": 8, "tensor": 8}):
         what = " x ".join(f"{axis} {n}" for axis, n in axes.items())
         cases[f"Llama, {what}"] = lambda axes=axes: llama_plan(axes, 4096, 2 * axes["data"], 4096)  # type: ignore[misc]
@@ -162,10 +164,10 @@ def queued() -> float:
 
 
 def measure(
-    name: str, layers: int, rounds: int, machine: str | None = None
+    name: str, layers: int, rounds: int, machine: str | None = None, parts: int | None = None
 ) -> dict[str, tuple[list[float], list[float], list[float]]]:
     """Seconds of every step, those that this rank waited, and queued meanwhile, with the schedule and without."""
-    makes = partial(_llama, machine) if name == "llama" else partial(_w1, name, machine)
+    makes = partial(_llama, machine, parts) if name == "llama" else partial(_w1, name, machine, parts)
     contestants = {}
     with unscheduled():
         contestants["unscheduled"] = Contestant(makes(layers))
@@ -175,7 +177,7 @@ def measure(
     return {who: (seconds, *each[who]) for who, seconds in samples.items()}
 
 
-def _w1(name: str, machine: str | None, layers: int) -> Callable[[], Callable[[], Any]]:
+def _w1(name: str, machine: str | None, parts: int | None, layers: int) -> Callable[[], Callable[[], Any]]:
     from tests.models import w1_sharded
 
     config = w1.Config(layers=layers)
@@ -184,7 +186,7 @@ def _w1(name: str, machine: str | None, layers: int) -> Callable[[], Callable[[]
     def make() -> Callable[[], Any]:
         mesh = w1_sharded.mesh_of(mode, machine=machine)
         with mesh:
-            step = w1_sharded.sharded_step(mode, config, schedule=sl.Schedule(parts=PARTS))
+            step = w1_sharded.sharded_step(mode, config, schedule=sl.Schedule(parts=parts))
             state, *batch = w1_sharded.place(mode, w1.init(config), *w1.batch(config))
 
         def call() -> Any:
@@ -198,12 +200,12 @@ def _w1(name: str, machine: str | None, layers: int) -> Callable[[], Callable[[]
     return make
 
 
-def _llama(machine: str | None, layers: int) -> Callable[[], Callable[[], Any]]:
+def _llama(machine: str | None, parts: int | None, layers: int) -> Callable[[], Callable[[], Any]]:
     def make() -> Callable[[], Any]:
         mesh = sl.Mesh(data=dist.get_world_size(), machine=machine)
         with mesh:
             ids = torch.arange(8 * 128).remainder(4096).reshape(8, 128)
-            step, given = trained(llama(256, layers), ids)
+            step, given = trained(llama(256, layers), ids, parts)
 
         def call() -> Any:
             with mesh:
@@ -214,10 +216,10 @@ def _llama(machine: str | None, layers: int) -> Callable[[], Callable[[], Any]]:
     return make
 
 
-def on_ranks(names: list[str], layers: int, rounds: int, machine: str | None) -> str:
+def on_ranks(names: list[str], layers: int, rounds: int, machine: str | None, parts: int | None) -> str:
     rows: list[tuple[object, ...]] = []
     for name in names:
-        of_ranks = run_ranks(measure, 4, name, layers, rounds, machine, timeout=900.0)
+        of_ranks = run_ranks(measure, 4, name, layers, rounds, machine, parts, timeout=900.0)
         steps, waits, queues = {}, {}, {}
         for who in ("unscheduled", "scheduled"):
             steps[who] = of_ranks[0][who][0]
@@ -238,5 +240,7 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--machine")
+    parser.add_argument("--parts", type=int)
     args = parser.parse_args()
-    print(simulated() if args.table == "simulated" else on_ranks(args.cases, args.layers, args.rounds, args.machine))
+    how = args.cases, args.layers, args.rounds, args.machine, args.parts
+    print(simulated() if args.table == "simulated" else on_ranks(*how))
