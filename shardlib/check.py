@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlib.calls.flat import Static, flatten_call, names_of
 from shardlib.calls.mappings import opened
 from shardlib.comparing import Compared
-from shardlib.errors import ShardingError
+from shardlib.errors import CollectiveError, ShardingError
 from shardlib.internals import pytree
 from shardlib.jit import Jitted, jit
 from shardlib.jitted.planning import Invocation
@@ -25,7 +25,7 @@ from shardlib.program.steps import Program, makes
 from shardlib.reruns import GRAD, Close, Reruns, seeded
 from shardlib.rules.table import own_rules
 from shardlib.run import virtual
-from shardlib.tracing.ending import After
+from shardlib.tracing.ending import FREED, After
 
 _BUG = "it is a bug of shardlib: report the program"
 _STEPS = 3  # of a function that changes what it finds
@@ -71,16 +71,17 @@ def check(
 ) -> CheckReport:
     """Run `fn` on one device, as the plain torch program that it is, and sharded on `mesh`, and compare every result.
 
-    What it leaves in arguments, parameters, buffers, `.grad` and an optimizer's moments is a result, too, and such a
-    step runs three times; after each run all is again as it was before. A function that returns one real number, a
-    loss, and writes nothing has its gradients compared, too, for all floating-point arguments, and for parameters of
-    modules (unless something that it is given or finds has been made by others, whose graph would be gone). On small
-    virtual meshes the program also runs with nothing shared between devices. `fn` may be jitted: its specs hold. Errors
-    are relative, in the maximum norm of each tensor; `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16),
-    ten times that after three steps, and `atol`, for tensors that are zero, to a hundredth of that. All runs start from
-    the same random state. Where something differs by more, and nobody has said a tolerance, one device runs again with
-    its numbers rounded otherwise: what that changes is rounding, too (a bias that cancels out, whose gradient Adam
-    scales).
+    On one device there are no ShardedTensors: a parallelized module runs with whole parameters. What a call leaves in
+    arguments, parameters, buffers, `.grad` and an optimizer's moments is a result, too, and such a step runs three
+    times; after each run all is again as it was before. A loss, one real number, that does not go back itself has its
+    gradients compared, too: for all floating-point and complex arguments (copies of them, where they require none), and
+    for whatever it finds that requires one (unless something there has been made by others, whose graph would be gone);
+    where torch has no way back on one device, the report says so. On small virtual meshes the program also runs with
+    nothing shared between devices. `fn` may be jitted: its specs hold. Errors are relative, in the maximum norm of each
+    tensor; `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16), ten times that after three steps, and
+    `atol`, for tensors that are zero, to a hundredth of that. All runs start from the same random state. Where
+    something differs by more, and nobody has said a tolerance, one device runs again with its numbers rounded
+    otherwise: what that changes is rounding, too (a bias that cancels out, whose gradient Adam scales).
 
     Raises `ShardingError` that lists every tensor that differs and, on small virtual meshes, the first value inside
     that does, with its line.
@@ -122,18 +123,9 @@ def check(
             leaves += [replace(leaf, path=leaf.path + suffix) for leaf in seen]
         without = ""
         if _is_loss(one.out) and not _goes_back(plan):
-            names, back = _backward(reruns, after)
-            try:
-                one = reruns.alone(back)
-                without = f"{' and '.join(one.kept)} would keep what was written there with its history" * bool(
-                    one.kept
-                )
-            except RuntimeError as error:
-                without = f"on one device, torch says: {str(error).partition(chr(10))[0]}"
-            if not without:
-                seen = reruns.compared(close, "gradient of ", names, back, one, _with_options_of(step, back))
-                twice = {leaf.path for leaf in leaves}.intersection(leaf.path for leaf in seen)
-                leaves += [replace(leaf, path=leaf.path + " (going back)" * (leaf.path in twice)) for leaf in seen]
+            seen, without = _gradients(step, plan, reruns, close)
+            twice = {leaf.path for leaf in leaves}.intersection(leaf.path for leaf in seen)
+            leaves += [replace(leaf, path=leaf.path + " (going back)" * (leaf.path in twice)) for leaf in seen]
         faults = [str(leaf) for leaf in leaves if leaf.fault]
         if faults and is_small and plan.compiled.halves is None:
             first = reruns.sharded(functools.partial(_first, step, mesh, rtol, atol)).out
@@ -213,6 +205,24 @@ def _goes_back(plan: Plan) -> bool:
     traced = plan.compiled.traced
     after, names = traced.after, dict(zip(traced.input_leaves, traced.input_names, strict=True))
     return bool(after.grads or after.takes) or any(names[leaf].endswith(GRAD) for leaf, _ in after.written)
+
+
+def _gradients(step: Jitted, plan: Plan, reruns: Reruns, close: Close) -> tuple[list[Compared], str]:
+    """The gradients of a call's loss, compared; or none of them, and why."""
+    names, back = _backward(reruns, plan.compiled.traced.after)
+    try:
+        one = reruns.alone(back)
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0].partition(". ")[0]
+        return (
+            [],
+            "" if FREED in said else f"on one device, torch says: {said}",
+        )  # where it goes back itself, all is said
+    if one.kept:
+        return [], f"{', '.join(one.kept)} would keep the history of what is written there"
+    return reruns.compared(close, "gradient of ", names, back, one, _with_options_of(step, back)), ""
 
 
 def _backward(reruns: Reruns, after: After) -> tuple[list[str], Callable[..., tuple[Tensor | None, ...]]]:

@@ -7,7 +7,6 @@ one, or finds one (in a module, an optimizer, a closure).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from shardlib.tensors.tensor import ShardedTensor, marks
 from shardlib.tracing.history import Autograd
 
 Run = Callable[..., Any]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 GRAD = ".grad"
 
 
@@ -79,17 +79,16 @@ class Reruns:
 
     def sharded(self, run: Run, times: int = 1) -> Ran:
         """What the last of so many runs returns, and what all leave."""
-        return self._ran(lambda *args, **kwargs: seeded(run, times, *args, **kwargs), *self.given)
+        return self._ran(run, times, lambda: self.given)
 
     def alone(self, run: Run, times: int = 1) -> Ran:
         """The same on one device."""
 
         def once(*args: Any, **kwargs: Any) -> Any:
-            with plain_program():
+            with single_device(), plain_program():
                 return run(*args, **kwargs)
 
-        with self._on_one_device() as (args, kwargs):
-            return self._ran(lambda *args, **kwargs: seeded(once, times, *args, **kwargs), args, kwargs)
+        return self._ran(once, times, self._plain)
 
     def rounded(self, run: Run, times: int = 1) -> Ran:
         """The same on one device, where some of the numbers that it is given are rounded up."""
@@ -121,9 +120,10 @@ class Reruns:
             seen = [a.beside(b.error) for a, b in zip(seen, beside(self.rounded(alone, times)), strict=True)]
         return seen
 
-    def _ran(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ran:
+    def _ran(self, run: Run, times: int, given: Callable[[], Call]) -> Ran:
         try:
-            out = pytree.tree_map_only(Tensor, torch.clone, run(*args, **kwargs))
+            args, kwargs = given()
+            out = pytree.tree_map_only(Tensor, torch.clone, seeded(run, times, *args, **kwargs))
             left = dict(self._tensors(args, kwargs, self.watch.look()))
             kept = (name for name in self.tensors.keys() & left if left[name] is not None and name not in self.made)
             has = tuple(sorted(name for name in kept if left[name].grad_fn is not None))
@@ -147,9 +147,8 @@ class Reruns:
                 yield name, x
                 yield name + GRAD, _grad(x)
 
-    @contextmanager
-    def _on_one_device(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of a run that finds no ShardedTensor; `_ran` gives back what it finds instead."""
+    def _plain(self) -> Call:
+        """A call's arguments on one device, which finds no ShardedTensor; `_ran` gives back what stands there then."""
         standing, made = Standing(self.watch.before, keys=True), _Plain()
         for i, x in self.found.items():
             if type(x) is ShardedTensor and not standing.put(x, made(x)):
@@ -161,10 +160,9 @@ class Reruns:
             stays = id(x) not in made.of and (id(x) in self.found or type(x) is torch.nn.Parameter)
             return x if stays else made(x)
 
-        call = pytree.tree_map_only(Tensor, given, self.given)
+        call: Call = pytree.tree_map_only(Tensor, given, self.given)
         made.mark()
-        with single_device():
-            yield call
+        return call
 
 
 class _Plain:
