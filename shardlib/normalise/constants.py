@@ -6,7 +6,7 @@ number for each distance between the two. So a causal mask of 128k places is a l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,12 +82,26 @@ class Constants:
         leaves = pytree.tree_leaves((node.args, node.kwargs))
         if not isinstance(node.target, OpOverload) or any(isinstance(x, Scalar) for x in leaves):
             return None
-        if (made := _filled(node, val)) is not None:
+        if (made := _filled(node, val) or self._laid(node, val)) is not None:
             return made
         known = {x: found for x in node.all_input_nodes if (found := self._known[x]) is not None}
         if len(known) < len(node.all_input_nodes) or not (repeats(node.target) or node.target is SPLICE):
             return None
         return _moved(node, known, val) or _pointwise(node, known, val) or _worked_out(node, known, val)
+
+    def _laid(self, node: Any, val: Tensor) -> Values | None:
+        """Of ops that turn values round, or lay them side by side."""
+        if node.target is aten.flip.default:
+            source, dims = _turned(node)
+            found = self._known[source]
+            return None if found is None else _flipped(found, dims)
+        if node.target is aten.cat.default:
+            full = [x for x in node.args[0] if x.meta["val"].numel()]
+            return _side_by_side([_Piece(self._known[x], x.meta["val"].shape) for x in full], argument(node, "dim"))
+        if node.target is aten.constant_pad_nd.default:
+            source, *_ = node.args
+            return _padded(node, _Piece(self._known[source], source.meta["val"].shape), val)
+        return None
 
 
 def _fits(made: Values, shape: torch.Size) -> bool:
@@ -163,6 +177,91 @@ def _triangle(node: Any, found: Values, val: Tensor) -> Values | None:
     upto, apart = argument(node, "diagonal"), _distances(val.shape)
     kept = apart <= upto if node.target is aten.tril.default else apart >= upto
     return Values(torch.where(kept, numbers, torch.zeros_like(numbers)), by_distance=True)
+
+
+def _turned(node: Any) -> tuple[Any, set[int]]:
+    """What is turned round, and along which dims in all."""
+    dims = set[int]()
+    while node.target is aten.flip.default:
+        dims ^= {dim % node.meta["val"].dim() for dim in node.args[1]}
+        node = node.args[0]
+    return node, dims
+
+
+def _flipped(found: Values, dims: set[int]) -> Values | None:
+    """By distance, along both of the last dims or none of them."""
+    rank = found.numbers.dim() + found.by_distance
+    if not found.by_distance or dims.isdisjoint({rank - 2, rank - 1}):
+        return found._replace(numbers=found.numbers.flip(sorted(dims)))
+    if not dims >= {rank - 2, rank - 1}:
+        return None
+    return found._replace(numbers=found.numbers.flip(sorted(dims - {rank - 1})))
+
+
+class _Piece(NamedTuple):
+    """Values of a shape."""
+
+    values: Values | None
+    shape: torch.Size
+
+
+def _side_by_side(pieces: Sequence[_Piece], dim: int) -> Values | None:
+    """One behind the other along a dim; along one of the last two, by distance where each goes on as the one before."""
+    known = [(values, shape) for values, shape in pieces if values is not None]
+    if len(known) < len(pieces) or len({values.numbers.dtype for values, _ in known}) != 1:
+        return None
+    rank = len(known[0][1])
+    dim %= rank
+    if not any(values.by_distance for values, _ in known):
+        return _cat([values.numbers for values, _ in known], dim, [shape[dim] for _, shape in known])
+    if any(not values.by_distance and values.numbers.shape[-2:].numel() > 1 for values, _ in known):
+        return None
+    lines = [values.numbers if values.by_distance else values.numbers[..., 0] for values, _ in known]
+    if dim < rank - 2:
+        made = _cat(lines, dim, [shape[dim] for _, shape in known])
+        return made and made._replace(by_distance=True)
+    whole: Tensor | None = None
+    for line, (_, shape) in zip(lines, known, strict=True):
+        line = line.expand(*line.shape[:-1], shape[-2] + shape[-1] - 1)
+        if whole is not None:
+            left, right = (whole, line) if dim == rank - 1 else (line, whole)
+            lead = torch.broadcast_shapes(left.shape[:-1], right.shape[:-1])  # type: ignore[no-untyped-call]
+            left, right = (x.expand(*lead, x.shape[-1]) for x in (left, right))
+            shared = shape[-2 if dim == rank - 1 else -1] - 1  # distances that both have
+            if not _equal(left[..., left.shape[-1] - shared :], right[..., :shared]):
+                return None
+            line = torch.cat([left, right[..., shared:]], -1)
+        whole = line
+    return None if whole is None else Values(whole, by_distance=True)
+
+
+def _cat(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> Values | None:
+    """Parts of these sizes along a dim; along others there may be one of what is the same."""
+    others = [[1 if d == dim else n for d, n in enumerate(x.shape)] for x in parts]
+    lead = torch.broadcast_shapes(*others)  # type: ignore[no-untyped-call]
+    if lead.numel() * sum(sizes) > _LARGE:
+        return None
+    full = (
+        x.expand([size if d == dim else n for d, n in enumerate(lead)]) for x, size in zip(parts, sizes, strict=True)
+    )
+    return Values(torch.cat([*full], dim))
+
+
+def _padded(node: Any, piece: _Piece, val: Tensor) -> Values | None:
+    """A tensor with a number around it."""
+    sizes, number, rank = argument(node, "pad"), argument(node, "value"), val.dim()
+    if min(sizes) < 0 or isinstance(number, fx.Node):
+        return None
+    around = Values(torch.full([1] * rank, number, dtype=val.dtype, device="cpu"))
+    for dim, ends in zip(range(rank - 1, -1, -1), zip(sizes[::2], sizes[1::2], strict=True), strict=False):
+        parts = [_Piece(around, _resized(piece.shape, dim, n)) for n in ends]
+        parts = [x for x in (parts[0], piece, parts[1]) if x.shape[dim]]
+        piece = _Piece(_side_by_side(parts, dim), _resized(piece.shape, dim, piece.shape[dim] + sum(ends)))
+    return piece.values
+
+
+def _resized(shape: torch.Size, dim: int, size: int) -> torch.Size:
+    return torch.Size([*shape[:dim], size, *shape[dim + 1 :]])
 
 
 def _pointwise(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | None:
