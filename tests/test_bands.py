@@ -233,6 +233,35 @@ PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # causal, and which ke
     "sliced": lambda c, there: (c & there[:, None, None].expand(2, 4, 1, T))[:, :1],
     "dims made one": lambda c, there: (c & there[:, None].expand(2, 4, T).reshape(8, 1, T)).view(2, 4, S, T),
     "some of a batch": lambda c, there: (c & torch.cat([there, there])[:, None, None])[1:3],
+    "neither is hidden": lambda c, there: ~(~c | ~there[:, None, None]),
+    "neither is hidden, in words": lambda c, there: (c.logical_not().logical_or(~there[:, None, None])).logical_not(),
+    "none of a sum": lambda c, there: ~(~c + ~there[:, None, None]),
+    "none of three": lambda c, there: ~(~c | (~there[:, None, None] | (torch.arange(T) > rows(S) + 3))),
+    "chosen": lambda c, there: torch.where(there[:, None, None], c, False),
+    "chosen the other way": lambda c, there: torch.where(~there[:, None, None], torch.zeros((), dtype=torch.bool), c),
+    "not chosen": lambda c, there: ~torch.where(there[:, None, None], ~c, True),
+    "filled": lambda c, there: c.expand(2, 1, S, T).masked_fill(~there[:, None, None], False),
+    "not filled": lambda c, there: ~(~c).expand(2, 1, S, T).masked_fill(~there[:, None, None], True),
+    "the least of both": lambda c, there: torch.minimum(c, there[:, None, None]),
+    "viewed, none of it": lambda c, there: ~(~c | ~there[:, None]).view(2, 1, S, T),
+}
+
+
+BIASES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # and a bias -> one with -inf
+    "chosen": lambda c, there, b: torch.where(c & there[:, None, None], 0.0, -INF),
+    "chosen, cast": lambda c, there, b: torch.where(~(c & there[:, None, None]), -INF, 0.0).to(b.dtype),
+    "filled": lambda c, there, b: torch.zeros(2, 1, S, T).masked_fill(~c | ~there[:, None, None], -INF),
+    "filled twice": lambda c, there, b: (
+        torch.zeros(S, T).masked_fill(~c, -INF).masked_fill(~there[:, None, None], -INF)
+    ),
+    "filled where it is seen": lambda c, there, b: torch.full((2, 1, S, T), -INF).masked_fill(
+        c & there[:, None, None], 0
+    ),
+    "a bias, chosen": lambda c, there, b: torch.where(c & there[:, None, None], b, -INF),
+    "a bias, filled": lambda c, there, b: b.masked_fill(~c, -INF).masked_fill(~there[:, None, None], -INF),
+    "a sum": lambda c, there, b: torch.where(there[:, None, None], b, -INF) + torch.where(c, 0.0, -INF).to(b.dtype),
+    "a bias, viewed": lambda c, there, b: torch.where(c & there[:, None], b, -INF).view(2, 1, S, T),
+    "viewed, and nothing else": lambda c, there, b: torch.where(c & there[:, None], 0.0, -INF).view(2, 1, S, T),
 }
 
 
@@ -249,6 +278,41 @@ def test_a_mask_is_taken_apart(name: str) -> None:
     assert how["mask"].meta["val"].shape[-2] == 1
     with sl.Mesh(data=2, tensor=2):
         sl.check(sl.jit(attend, in_specs=("b@data h@tensor s e", None, None)), *_qkv(), there)
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_is_taken_apart(name: str) -> None:
+    """What is -inf by it is a mask, of keys and of places."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, there: Tensor, b: Tensor) -> Tensor:
+        bias = BIASES[name](torch.arange(T) <= rows(S), there, b).to(b.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).square().sum()
+
+    there, b = torch.ones(2, T, dtype=torch.bool), torch.randn(S, T, dtype=torch.float64)
+    there[0, 3:5] = False
+    (how,) = _said(attend, *_qkv(), there, b)
+    assert how["causal"]
+    assert how["mask"].meta["val"].shape[-2] == 1
+    assert (how["bias"] is None) == ("a bias" not in name and name != "a sum")
+    with sl.Mesh(data=2, tensor=2):
+        sl.check(sl.jit(attend, in_specs=("b@data h@tensor s e", None, None)), *_qkv(), there, b)
+
+
+@pytest.mark.parametrize("value", [float("nan"), INF, -INF])
+def test_a_sum_that_is_known_to_be_undefined_stays(value: float) -> None:
+    """torch makes NaN of NaN, or inf, and -inf, though a band hides the place."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = torch.full((S, S), -INF, dtype=q.dtype).triu(1) + torch.where(torch.arange(S) == S - 1, value, 0.5).to(
+            q.dtype
+        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    (how,) = _said(attend, *_qkv(t=S))
+    assert how["causal"] == (value == -INF)
+    with sl.Mesh(data=2):
+        found = sl.jit(attend, in_specs=("b@data h s e", None, None))(*_qkv(t=S)).full_tensor()
+    torch.testing.assert_close(found, attend(*_qkv(t=S)), equal_nan=True)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -290,16 +354,48 @@ def test_flex_takes_documents_apart() -> None:
         sl.check(sl.jit(attend, in_specs=("b@data h s e", None, None)), *_qkv(t=S))
 
 
-def test_no_square_is_made() -> None:
+LARGE: dict[str, tuple[Mask, tuple[bool, int]]] = {  # causal, window
+    "triangle and window": (
+        lambda s, t: torch.ones(s, t, dtype=torch.bool).tril() & (rows(s) - torch.arange(t) < 4096),
+        (True, 4096),
+    ),
+    "neither ahead nor far": (
+        lambda s, t: ~((torch.arange(t) > rows(s)) | (rows(s) - torch.arange(t) >= 4096)),
+        (True, 4096),
+    ),
+    "chosen": (
+        lambda s, t: torch.where(torch.arange(t) > rows(s), False, torch.ones(s, t, dtype=torch.bool)),
+        (True, 0),
+    ),
+    "filled": (
+        lambda s, t: torch.ones(s, t, dtype=torch.bool).masked_fill(torch.arange(t) > rows(s), False),
+        (True, 0),
+    ),
+    "turned round": (lambda s, t: torch.ones(s, t, dtype=torch.bool).triu().flip(0, 1), (True, 0)),
+    "turned once, and again": (lambda s, t: torch.ones(s, t, dtype=torch.bool).triu().fliplr().flipud(), (True, 0)),
+    "beside": (
+        lambda s, t: torch.cat([torch.ones(s, 8).tril(), torch.ones(s, t).tril(-8)], 1).bool()[:, :t],
+        (True, 0),
+    ),
+    "below": (
+        lambda s, t: torch.cat([torch.ones(8, t).tril(), torch.ones(s - 8, t).tril(8)]).bool(),
+        (True, 0),
+    ),
+    "padded": (lambda s, t: ~F.pad(torch.ones(s - 1, t - 1, dtype=torch.bool).triu(), (1, 0, 0, 1)), (True, 0)),
+    "padded with 0": (lambda s, t: F.pad(torch.full((s - 1, t - 1), -INF).triu(), (1, 0, 0, 1)), (True, 0)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_square_is_made(name: str) -> None:
     """A causal mask of 128k places, and a window, are known by lines of numbers."""
-    n = 1 << 17
+    n, (mask, known) = 1 << 17, LARGE[name]
 
     def attend(x: Tensor) -> Tensor:
-        keep = torch.ones(n, n, dtype=torch.bool).tril() & (rows(n) - torch.arange(n) < 4096)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=keep)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask(n, n))
 
     (how,) = _said(attend, torch.empty(1, 1, n, 8, device="meta"))
-    assert (how["mask"], how["causal"], how["window"]) == (None, True, 4096)
+    assert (how["mask"], how["bias"], how["causal"], how["window"]) == (None, None, *known)
 
 
 # --- what is known of values ------------------------------------------------------------------------------------------
@@ -330,7 +426,7 @@ def _drawn(rng: random.Random, s: int, t: int) -> Callable[[Tensor], Tensor]:
         return [
             lambda: x.flip(0).logical_not().flip(0) if fill else x.flip(1).flip(0, 1).flip(0),
             lambda: padded[a : a + s, b : b + t] if fill else padded[2 - a :, 3 - b :][:s, :t],
-            lambda: torch.cat([x[:rows], x[rows:]] if fill else [*x.split(ends, 1)], int(not fill)),
+            lambda: torch.cat([x[:rows], x[rows:]] if fill else [x[:, : ends[0]], x[:, ends[0] :]], int(not fill)),
             lambda: torch.cat([torch.full((s, b), fill), x, x[:, :0]], 1)[:, :t],
             lambda: torch.cat([torch.full((a, t), fill), x])[:s],
             lambda: torch.stack([x, x])[1],
