@@ -16,7 +16,8 @@ from torch import fx
 
 from shardlib.aten.views import arguments
 from shardlib.normalise.apart import Apart, Mask
-from shardlib.normalise.constants import Constants, Values
+from shardlib.normalise.constants import Constants
+from shardlib.normalise.distances import Values
 from shardlib.ops.attention import OPS as ATTENTION
 
 aten = torch.ops.aten
