@@ -121,9 +121,12 @@ def check(
         for suffix, run in runs.items():
             seen = reruns.compared(close, "result", None, step.fn, one, run, times)
             leaves += [replace(leaf, path=leaf.path + suffix) for leaf in seen]
-        without = ""
+        without, plans = "", [plan]
         if _is_loss(one.out) and not _goes_back(plan):
-            seen, without = _gradients(step, plan, reruns, close)
+            names, back = _backward(reruns, after)
+            there = _with_options_of(step, back)
+            seen, without = _gradients(names, back, there, reruns, close)
+            plans += [] if without or not seen else [there.plan(*args, **kwargs)]
             twice = {leaf.path for leaf in leaves}.intersection(leaf.path for leaf in seen)
             leaves += [replace(leaf, path=leaf.path + " (going back)" * (leaf.path in twice)) for leaf in seen]
         faults = [str(leaf) for leaf in leaves if leaf.fault]
@@ -139,7 +142,7 @@ def check(
             remedy="if the differences are rounding, give rtol=; if not, "
             + (
                 f"look at the rule of {' and '.join(own)}"
-                if (own := own_rules(n.target for n in plan.compiled.traced.graph.graph.nodes))
+                if (own := own_rules(n.target for x in plans for n in x.compiled.traced.graph.graph.nodes))
                 else _BUG
             ),
         )
@@ -207,22 +210,22 @@ def _goes_back(plan: Plan) -> bool:
     return bool(after.grads or after.takes) or any(names[leaf].endswith(GRAD) for leaf, _ in after.written)
 
 
-def _gradients(step: Jitted, plan: Plan, reruns: Reruns, close: Close) -> tuple[list[Compared], str]:
-    """The gradients of a call's loss, compared; or none of them, and why."""
-    names, back = _backward(reruns, plan.compiled.traced.after)
+def _gradients(
+    names: list[str], back: Callable[..., Any], sharded: Jitted, reruns: Reruns, close: Close
+) -> tuple[list[Compared], str]:
+    """What a way back from a loss leaves and returns, compared; or none of it, and why."""
     try:
         one = reruns.alone(back)
     except CollectiveError:
         raise
     except RuntimeError as error:
         said = str(error).partition("\n")[0].partition(". ")[0]
-        return (
-            [],
-            "" if FREED in said else f"on one device, torch says: {said}",
-        )  # where it goes back itself, all is said
+        goes_back = FREED in said  # the function itself: then all is compared
+        return [], "" if goes_back else f"on one device, torch says: {said}"
     if one.kept:
         return [], f"{', '.join(one.kept)} would keep the history of what is written there"
-    return reruns.compared(close, "gradient of ", names, back, one, _with_options_of(step, back)), ""
+    seen = reruns.compared(close, "gradient of ", names, back, one, sharded)
+    return [leaf for leaf in seen if leaf.fault or leaf.type != "None"], ""
 
 
 def _backward(reruns: Reruns, after: After) -> tuple[list[str], Callable[..., tuple[Tensor | None, ...]]]:
@@ -246,9 +249,10 @@ def _backward(reruns: Reruns, after: After) -> tuple[list[str], Callable[..., tu
         found = [made[id(leaves[i])] for i in copied]
         given = made | {id(leaves[i]): made[id(leaves[i])].clone() for i in written}
         a, k = pytree.tree_unflatten([given.get(id(x), x) for x in leaves], call.tree)
-        loss = fn(*a, **k)
-        if loss.requires_grad and (ends or inputs):
-            torch.autograd.backward(loss, inputs=None if ends else inputs)
+        with torch.enable_grad():
+            loss = fn(*a, **k)
+            if loss.requires_grad and (ends or inputs):
+                torch.autograd.backward(loss, inputs=None if ends else inputs)
         return tuple(x.grad for x in found)
 
     return list(names_of(fn, call, copied)), backward
