@@ -224,11 +224,10 @@ def _gradients(
         return [], "" if goes_back else f"on one device, torch says: {said}"
     if one.kept:
         return [], f"{', '.join(one.kept)} would keep the history of what is written there"
-    seen = reruns.compared(close, "gradient of ", names, back, one, sharded)
-    return [leaf for leaf in seen if leaf.fault or leaf.type != "None"], ""
+    return reruns.compared(close, "gradient of ", names, back, one, sharded), ""
 
 
-def _backward(reruns: Reruns, after: After) -> tuple[list[str], Callable[..., tuple[Tensor | None, ...]]]:
+def _backward(reruns: Reruns, after: After) -> tuple[list[str], Callable[..., tuple[Tensor, ...]]]:
     """The way back from a call's loss; it returns gradients of arguments that have no `.grad` by themselves, so called.
 
     These are of copies, to which the function may write, too. What the way back leaves in the `.grad` of whatever
@@ -241,7 +240,7 @@ def _backward(reruns: Reruns, after: After) -> tuple[list[str], Callable[..., tu
     written = [leaf for leaf, _ in after.written if leaf in copied]
 
     @functools.wraps(fn)
-    def backward(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    def backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         call = flatten_call(fn, args, kwargs, static)
         leaves = [x.value if isinstance(x, Static) else x for x in call.leaves]
         made = {id(leaves[i]): leaves[i].detach().clone().requires_grad_() for i in copied}
@@ -251,8 +250,10 @@ def _backward(reruns: Reruns, after: After) -> tuple[list[str], Callable[..., tu
         a, k = pytree.tree_unflatten([given.get(id(x), x) for x in leaves], call.tree)
         with torch.enable_grad():
             loss = fn(*a, **k)
-            if loss.requires_grad and (ends or inputs):
-                torch.autograd.backward(loss, inputs=None if ends else inputs)
-        return tuple(x.grad for x in found)
+        if not loss.requires_grad:
+            return ()
+        if ends or inputs:
+            torch.autograd.backward(loss, inputs=None if ends else inputs)
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in found)
 
     return list(names_of(fn, call, copied)), backward

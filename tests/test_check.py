@@ -218,11 +218,10 @@ def test_gradients_are_autograds(fn: Any, dtype: torch.dtype, gradients: set[str
 
 
 def test_gradients_whatever_is_on_around() -> None:
-    """Under no_grad, too; not of what nothing depends on, or of a function that takes none."""
+    """Under no_grad, too; they are 0 where nothing depends on an argument; a function that takes none has none."""
     with Mesh(data=2), torch.no_grad():
         report = check(lambda x, y: x.square().sum(), torch.ones(4), torch.ones(2), in_specs=("_@data", None))
-        assert "gradient of x" in _paths(report)
-        assert "gradient of y" not in _paths(report)
+        assert {"gradient of x", "gradient of y"} <= {*_paths(report)}
         report = check(torch.no_grad()(lambda x: x.square().sum()), torch.ones(4))
         assert not [path for path in _paths(report) if "gradient" in path]
 
