@@ -42,6 +42,7 @@ class CheckReport:
     steps: int = 1
     cut: bool = True  # whether any value of the program is
     without: str = ""  # why no gradients were compared of a loss
+    stays: tuple[str, ...] = ()  # what was on the mesh in the run on one device, too
 
     @property
     def max_error(self) -> float:
@@ -54,8 +55,12 @@ class CheckReport:
             head += f" after {self.steps} steps"
         if not self.cut:
             head += "; but all devices do all of it: nothing says where a tensor lives (in_specs=, shard, parallelize)"
-        without = [f"  no gradients: {self.without}"] if self.without else []
-        return "\n".join([head, *(f"  {leaf}" for leaf in self.leaves), *without])
+        notes = [f"no gradients: {self.without}"] if self.without else []
+        if self.stays:
+            notes.append(
+                f"on one device, too, on the mesh, since something holds them for good: {', '.join(self.stays)}"
+            )
+        return "\n".join([head, *(f"  {x}" for x in (*self.leaves, *notes))])
 
 
 def check(
@@ -71,17 +76,18 @@ def check(
 ) -> CheckReport:
     """Run `fn` on one device, as the plain torch program that it is, and sharded on `mesh`, and compare every result.
 
-    On one device there are no ShardedTensors: a parallelized module runs with whole parameters. What a call leaves in
-    arguments, parameters, buffers, `.grad` and an optimizer's moments is a result, too, and such a step runs three
-    times; after each run all is again as it was before. A loss, one real number, that does not go back itself has its
-    gradients compared, too: for all floating-point and complex arguments (copies of them, where they require none), and
-    for whatever it finds that requires one (unless something there has been made by others, whose graph would be gone);
-    where torch has no way back on one device, the report says so. On small virtual meshes the program also runs with
-    nothing shared between devices. `fn` may be jitted: its specs hold. Errors are relative, in the maximum norm of each
-    tensor; `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16), ten times that after three steps, and
-    `atol`, for tensors that are zero, to a hundredth of that. All runs start from the same random state. Where
-    something differs by more, and nobody has said a tolerance, one device runs again with its numbers rounded
-    otherwise: what that changes is rounding, too (a bias that cancels out, whose gradient Adam scales).
+    On one device there are no ShardedTensors: a parallelized module runs with whole parameters (what a default argument
+    holds stays, and the report says so). What a call leaves in arguments, parameters, buffers, `.grad` and an
+    optimizer's moments is a result, too, and such a step runs three times; after each run all is again as it was
+    before. A loss, one real number, that does not go back itself has its gradients compared, too: for all
+    floating-point and complex arguments (copies of them, where they require none), and for whatever it finds that
+    requires one (unless something there has been made by others, whose graph would be gone); where torch has no way
+    back on one device, the report says so. On small virtual meshes the program also runs with nothing shared between
+    devices. `fn` may be jitted: its specs hold. Errors are relative, in the maximum norm of each tensor; `rtol`
+    defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16), ten times that after three steps, and `atol`, for tensors
+    that are zero, to a hundredth of that. All runs start from the same random state. Where something differs by more,
+    and nobody has said a tolerance, one device runs again with its numbers rounded otherwise: what that changes is
+    rounding, too (a bias that cancels out, whose gradient Adam scales).
 
     Raises `ShardingError` that lists every tensor that differs and, on small virtual meshes, the first value inside
     that does, with its line.
@@ -148,7 +154,7 @@ def check(
         )
     made = (var for step in plan.compiled.program.steps for var in makes(step))
     cut = any(var.layout is not None and not var.layout.is_replicated for var in (*plan.compiled.program.inputs, *made))
-    return CheckReport(plan.name, mesh, tuple(leaves), times, cut, without)
+    return CheckReport(plan.name, mesh, tuple(leaves), times, cut, without, tuple(reruns.stays))
 
 
 # --- the runs ---------------------------------------------------------------------------------------------------------

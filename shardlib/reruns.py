@@ -64,6 +64,7 @@ class Reruns:
         self.tensors = dict(self._tensors(args, kwargs, self.watch.before))
         self.before = {name: whole(x) for name, x in self.tensors.items()}
         self.histories = [(x, Autograd.of(x)) for x in self.tensors.values() if x is not None]
+        self.stays: list[str] = []  # ShardedTensors on one device, too: something holds them that can hold no others
         self.made = {name for name, x in self.tensors.items() if x is not None and x.grad_fn is not None}
 
     @property
@@ -150,8 +151,11 @@ class Reruns:
     def _plain(self) -> Call:
         """A call's arguments on one device, which finds no ShardedTensor; `_ran` gives back what stands there then."""
         standing, made = Standing(self.watch.before, keys=True), _Plain()
+        names = {id(x): name for name, x in self.tensors.items()}
+        self.stays = []
         for i, x in self.found.items():
             if type(x) is ShardedTensor and not standing.put(x, made(x)):
+                self.stays += [names[i]] if self.watch.before.places_of(x) else []
                 del made.of[i]
         standing.put_keys(made.of)
 

@@ -433,9 +433,10 @@ def test_one_device_has_no_sharded_tensors() -> None:
         model = sl.parallelize(torch.nn.Linear(4, 4).double(), strategy="fsdp")
         opt, x = torch.optim.Adam(model.parameters()), torch.randn(4, 4).double()
         average, held = {p: p.detach().clone() for p in model.parameters()}, (model.weight, [model.bias])
+        some = {model.bias}
 
         def step(model: Any, opt: Any, x: Tensor) -> Tensor:
-            loss = model(x).square().sum() + held[0].sum() + held[1][0].sum()
+            loss = model(x).square().sum() + held[0].sum() + held[1][0].sum() + sum(map(torch.sum, some))
             opt.zero_grad()
             loss.backward()
             opt.step()
@@ -444,7 +445,8 @@ def test_one_device_has_no_sharded_tensors() -> None:
                     mean.lerp_(p, 0.1)
             if is_single_device():
                 moments = [y for p in model.parameters() for y in opt.state[p].values()]
-                found = [*opt.state, *moments, *average, *average.values(), held[0], *held[1], *model.parameters()]
+                found = [*opt.state, *moments, *average, *average.values(), held[0], *held[1], *some]
+                found += model.parameters()
                 assert {type(y) for y in found} == {Tensor, torch.nn.Parameter}
             return loss
 
@@ -454,9 +456,21 @@ def test_one_device_has_no_sharded_tensors() -> None:
         assert "average[model.weight]" in _paths(report)
         assert [*map(id, average)] == [*map(id, opt.state)] == [*map(id, model.parameters())]
         assert held[0] is model.weight
-        assert held[1] == [model.bias]
+        assert held[1] == [*some] == [model.bias]
         assert all(map(torch.equal, before, [p.full_tensor() for p in (*average, *average.values())]))
         assert all(isinstance(p.grad, sl.ShardedTensor) for p in model.parameters())
+
+
+def test_what_stays_on_the_mesh_is_told() -> None:
+    """A default argument is the function's for good."""
+    with Mesh(data=2):
+        w = shard(torch.ones(4), "f@data")
+
+        def fn(x: Tensor, w: Tensor = w) -> Tensor:
+            return x * w
+
+        text = str(check(fn, torch.ones(4)))
+    assert "\n  on one device, too, on the mesh, since something holds them for good: " in text
 
 
 class Halves(torch.nn.Module):

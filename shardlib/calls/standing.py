@@ -13,7 +13,7 @@ from shardlib.calls.snapshot import Snapshot
 class Standing:
     """`places`, with what stands there; what stands for `tuples`, and these, by their ids.
 
-    `before` is what was found before. Items of a dict by tensors are places if these are `keys` that may be others.
+    `before` is what was found before. With `keys`, those of dicts and items of sets may be others, by `put_keys`.
     """
 
     def __init__(self, before: Snapshot, *, keys: bool = False) -> None:
@@ -31,11 +31,12 @@ class Standing:
         return True
 
     def put_keys(self, instead: Mapping[int, Any]) -> None:
-        """The same of the keys of dicts (an optimizer's parameters), by their ids; when all else stands."""
+        """The same of the keys of dicts (an optimizer's parameters) and of sets, by ids; when all else stands."""
         for number in self.before.copies:
             owner = self.before.owners[number]
-            if isinstance(owner, dict) and not instead.keys().isdisjoint(map(id, owner)):
-                refill(owner, {instead.get(id(key), key): x for key, x in owner.items()})
+            if isinstance(owner, dict | set) and not instead.keys().isdisjoint(map(id, owner)):
+                keys = [instead.get(id(key), key) for key in owner]
+                refill(owner, dict(zip(keys, owner.values(), strict=True)) if isinstance(owner, dict) else set(keys))
 
     def again(self) -> None:
         """Put what stands somewhere there once more."""
@@ -54,6 +55,8 @@ class Standing:
         if type(owner) is tuple:  # another one can stand where it does
             around = self.before.places_of(owner)
             return bool(around) and all(map(self._can_hold, around))
+        if self.keys and isinstance(owner, set):
+            return True
         return owner is not None and not isinstance(owner, FIXED) and (self.keys or not is_by_tensor(key))
 
     def _holder(self, place: Place) -> tuple[Any, Any]:
@@ -66,6 +69,8 @@ class Standing:
     def _stand(self, place: Place, x: Any) -> None:
         """Let something else stand at a place; in a tuple, this is another tuple."""
         owner, key = self._holder(place)
+        if isinstance(owner, set):
+            return
         if type(owner) is not tuple:
             put(owner, key, x)
             self.places[place] = x
