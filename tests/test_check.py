@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError, shard
@@ -161,11 +164,92 @@ def test_a_way_back_that_leads_out_of_the_function() -> None:
     model(x * made).sum().backward()
 
 
-def test_a_parameter_that_is_an_argument_too() -> None:
+@pytest.mark.parametrize("parallelized", [False, True])
+def test_a_parameter_that_is_an_argument_too(parallelized: bool) -> None:
     model = torch.nn.Linear(4, 4).double()
     with Mesh(data=2):
+        if parallelized:
+            sl.parallelize(model, strategy="fsdp")
         report = check(lambda x, w: model(x).square().sum() + (w * x).sum(), torch.randn(4, 4).double(), model.weight)
     assert {"gradient of x", "w.grad", "model.bias.grad"} < {leaf.path for leaf in report.leaves}
+
+
+def _checkpointed(x: Tensor, w: Tensor, *, reentrant: bool) -> Tensor:
+    y: Tensor = checkpoint(lambda x: torch.nn.functional.dropout(x @ w).sin(), x, use_reentrant=reentrant)
+    return y.square().sum()
+
+
+def _penalty(x: Tensor, w: Tensor) -> Tensor:
+    y = x.detach().requires_grad_()
+    return torch.autograd.grad((y @ w).sin().sum(), y, create_graph=True)[0].square().sum() + x.sum()
+
+
+def _written(x: Tensor, w: Tensor) -> Tensor:
+    x.mul_(2)
+    w[1:] *= x[:3]
+    return (x @ w.relu_()).square().sum()
+
+
+def _normed(norm: torch.nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = norm(x)
+    return y.sin().sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype", "gradients"),
+    [
+        (partial(_checkpointed, reentrant=False), torch.float64, {"gradient of x", "gradient of w"}),
+        (partial(_checkpointed, reentrant=True), torch.float64, {"gradient of x", "gradient of w"}),
+        (_penalty, torch.float64, {"gradient of x", "gradient of w"}),
+        (_written, torch.float64, {"gradient of x", "gradient of w"}),
+        (partial(_normed, torch.nn.BatchNorm1d(4).double()), torch.float64, {"gradient of x"}),
+        (lambda x, w: (x @ w).abs().square().sum(), torch.complex128, {"gradient of x", "gradient of w"}),
+    ],
+)
+def test_gradients_are_autograds(fn: Any, dtype: torch.dtype, gradients: set[str]) -> None:
+    """Of checkpoints, leaves that the function makes, what it writes to, and complex numbers."""
+    args = [torch.randn(4, 4, dtype=dtype) for _ in range(1 + (len(gradients) == 2))]
+    before = [x.clone() for x in args]
+    with Mesh(data=2), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")  # without gradients
+        report = check(fn, *args, in_specs=("b@data _",))
+    assert {path for path in _paths(report) if path.startswith("gradient")} == gradients
+    assert all(map(torch.equal, args, before))
+
+
+def test_gradients_whatever_is_on_around() -> None:
+    """Under no_grad, too; they are 0 where nothing depends on an argument; a function that takes none has none."""
+    with Mesh(data=2), torch.no_grad():
+        report = check(lambda x, y: x.square().sum(), torch.ones(4), torch.ones(2), in_specs=("_@data", None))
+        assert {"gradient of x", "gradient of y"} <= {*_paths(report)}
+        report = check(torch.no_grad()(lambda x: x.square().sum()), torch.ones(4))
+        assert not [path for path in _paths(report) if "gradient" in path]
+
+
+def test_losses_without_a_way_back_say_so() -> None:
+    buffer, x = torch.zeros(4), torch.randn(4)
+
+    def keeps(x: Tensor) -> Tensor:
+        return buffer.add_(x).square().sum()
+
+    def overwrites(x: Tensor) -> Tensor:
+        y = x.exp()
+        return (y.mul_(2) * y).sum()
+
+    w = torch.ones(4, requires_grad=True)
+
+    def goes_back(x: Tensor) -> Tensor:
+        loss = (x * w).square().sum()
+        (grad,) = torch.autograd.grad(loss, w)
+        with torch.no_grad():
+            w.sub_(grad)
+        return loss
+
+    with Mesh(data=2):
+        assert "\n  no gradients: buffer would keep the history of what is written there" in str(check(keeps, x))
+        assert "\n  no gradients: on one device, torch says: one of the variables needed" in str(check(overwrites, x))
+        assert "no gradients" not in str(check(goes_back, x))
+    assert not buffer.requires_grad
 
 
 def test_what_rounding_does_to_gradients_is_no_difference() -> None:
@@ -307,6 +391,86 @@ unsummed.register_autograd(
     lambda ctx, grad: (grad @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ grad),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+@sl.rule("m k, k n -> m n")
+@torch.library.custom_op("test_check::product", mutates_args=())
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """A product whose gradient for `b` adds up nothing."""
+    return a @ b
+
+
+product.register_fake(lambda a, b: a @ b)
+product.register_autograd(
+    lambda ctx, grad: (grad @ ctx.saved_tensors[1].t(), unsummed(ctx.saved_tensors[0].t(), grad)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@pytest.mark.parametrize("op", [unsummed, product])
+@pytest.mark.parametrize("parallelized", [False, True])
+def test_a_wrong_rule_is_told(op: Any, parallelized: bool) -> None:
+    """Of values, and of gradients alone; where parameters live on the mesh, too: one device has whole ones."""
+    torch.manual_seed(0)
+    cut = {"up": "f@tensor _", "down": "_ f@tensor"} if op is unsummed else {"up": "f _"}
+    with Mesh(data=2, tensor=2):
+        model = Halves(op)
+        if parallelized:
+            sl.parallelize(model, cut)
+        else:
+            model.product = lambda x, up: op(shard(x, "b@data f@tensor" if op is unsummed else "b@data f"), up)
+        with pytest.raises(ShardingError) as error:
+            check(lambda m, x: m(x).square().mean(), model, torch.randn(4, 4), in_specs=(None, "b@data _"))
+    wrong = {text.partition(" f32")[0] for text in error.value.offenders}
+    assert {"m.up.grad"} <= wrong
+    assert ("result" in wrong) == (op is unsummed)
+    assert "test_check::unsummed" in error.value.remedy
+
+
+def test_one_device_has_no_sharded_tensors() -> None:
+    """Wherever they are found: in modules, optimizers, closures, dicts by them; and all is put back."""
+    with Mesh(data=2):
+        model = sl.parallelize(torch.nn.Linear(4, 4).double(), strategy="fsdp")
+        opt, x = torch.optim.Adam(model.parameters()), torch.randn(4, 4).double()
+        average, held = {p: p.detach().clone() for p in model.parameters()}, (model.weight, [model.bias])
+        some = {model.bias}
+
+        def step(model: Any, opt: Any, x: Tensor) -> Tensor:
+            loss = model(x).square().sum() + held[0].sum() + held[1][0].sum() + sum(map(torch.sum, some))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            with torch.no_grad():
+                for p, mean in average.items():
+                    mean.lerp_(p, 0.1)
+            if is_single_device():
+                moments = [y for p in model.parameters() for y in opt.state[p].values()]
+                found = [*opt.state, *moments, *average, *average.values(), held[0], *held[1], *some]
+                found += model.parameters()
+                assert {type(y) for y in found} == {Tensor, torch.nn.Parameter}
+            return loss
+
+        sl.jit(step)(model, opt, x)
+        before = [p.full_tensor() for p in (*average, *average.values())]
+        report = check(step, model, opt, x)
+        assert "average[model.weight]" in _paths(report)
+        assert [*map(id, average)] == [*map(id, opt.state)] == [*map(id, model.parameters())]
+        assert held[0] is model.weight
+        assert held[1] == [*some] == [model.bias]
+        assert all(map(torch.equal, before, [p.full_tensor() for p in (*average, *average.values())]))
+        assert all(isinstance(p.grad, sl.ShardedTensor) for p in model.parameters())
+
+
+def test_what_stays_on_the_mesh_is_told() -> None:
+    """A default argument is the function's for good."""
+    with Mesh(data=2):
+        w = shard(torch.ones(4), "f@data")
+
+        def fn(x: Tensor, w: Tensor = w) -> Tensor:
+            return x * w
+
+        text = str(check(fn, torch.ones(4)))
+    assert "\n  on one device, too, on the mesh, since something holds them for good: " in text
 
 
 class Halves(torch.nn.Module):

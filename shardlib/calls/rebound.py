@@ -41,6 +41,7 @@ from shardlib.calls.leaks import Leak, forgotten
 from shardlib.calls.numbers import Numbers, is_given
 from shardlib.calls.parts import Leaf, Part, Rebound, Rest, itself
 from shardlib.calls.snapshot import EMPTY, Snapshot
+from shardlib.calls.standing import Standing
 from shardlib.calls.state import LENGTH, LONG, State
 from shardlib.errors import ShardingError
 from shardlib.internals import pytree
@@ -60,8 +61,7 @@ class Watch:
         self._tuples: dict[Place, tuple[Any, ...]] = {}  # with such numbers in them
         self._left: set[Place] = set()  # whose new values stay as the trace leaves them
         self._cut: Mapping[int, Any] = {}  # what stands for tensors, and for tuples of them, by ids
-        self._cut_tuples: dict[int, tuple[Any, Any]] = {}  # what stands for a tuple, and this, by its id
-        self._standing: dict[Place, Any] = {}  # what stands where such a tensor, or tuple, is held
+        self._standing = Standing(self.before)  # where such a tensor, or tuple, is held
         self._after = self.before  # when the function had returned
         self._returned: set[Place | int] = set()  # places, and containers, that have got back what they had since
         self._late: dict[str, None] = {}
@@ -90,7 +90,7 @@ class Watch:
             return
         around = owner, key.key
         held = self.before.values[around]
-        held = self._tuples.get(around, self._cut_tuples.get(id(held), (held,))[0])
+        held = self._tuples.get(around, self._standing.tuples.get(id(held), (held,))[0])
         if type(held) is list:
             held[key.index] = given
             self._leaf[id(held), key.index] = leaf
@@ -104,53 +104,18 @@ class Watch:
         for i, x in enumerate(state.tensors):
             if x.is_leaf or x.retains_grad:
                 continue
-            places = self.before.places_of(x)
-            if not places or not all(map(self._can_hold, places)):
-                continue
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
             leaf.__dict__.update({k: y for k, y in x.__dict__.items() if k not in leaf.__dict__})
-            state.tensors[i], state.cut = leaf, {**state.cut, id(leaf): x}
-            for place in places:
-                self._stand(place, leaf)
-        self._cut = {**state.cut, **{id(made): was for made, was in self._cut_tuples.values()}}
+            if self._standing.put(x, leaf):
+                state.tensors[i], state.cut = leaf, {**state.cut, id(leaf): x}
+        self._cut = {**state.cut, **{id(made): was for made, was in self._standing.tuples.values()}}
         try:
             yield
         finally:
             state.tensors[:] = [state.cut.get(id(x), x) for x in state.tensors]
-            now = self.look().values if self._standing else {}
-            for place, x in self._standing.items():
-                if now.get(place) is x:
-                    put(*self._holder(place), self.before.values[place])
-            self._standing, self._cut_tuples = {}, {}
+            self._standing.end(self.look().values if self._standing.places else {})
             state.cut = {}
-
-    def _can_hold(self, place: Place) -> bool:
-        owner, key = self._holder(place)
-        if type(owner) is tuple:  # another one can stand where it does
-            around = self.before.places_of(owner)
-            return bool(around) and all(map(self._can_hold, around))
-        return owner is not None and not isinstance(owner, FIXED) and not is_by_tensor(key)
-
-    def _holder(self, place: Place) -> tuple[Any, Any]:
-        """Who holds what is at a place, and under which key."""
-        owner, key = place
-        if isinstance(key, Item):
-            return self.before.values[owner, key.key], key.index
-        return self.before.owners.get(owner), key
-
-    def _stand(self, place: Place, x: Any) -> None:
-        """Let something else stand at a place; in a tuple, this is another tuple."""
-        owner, key = self._holder(place)
-        if type(owner) is not tuple:
-            put(owner, key, x)
-            self._standing[place] = x
-            return
-        held, _ = self._cut_tuples.get(id(owner), (owner, owner))
-        made = (*held[:key], x, *held[key + 1 :])
-        self._cut_tuples[id(owner)] = made, owner
-        for around in self.before.places_of(owner):
-            self._stand(around, made)
 
     def take_back(self, *, gone_back: bool = False) -> None:
         """Give the holders of such numbers what they had, but what no program can repeat stays."""
@@ -192,8 +157,7 @@ class Watch:
             mine = place[0] in before.owners and place[0] not in before.copies and place[0] in after.owners
             if mine and not isinstance(place[1], Item) and not is_same(had, has):
                 put_back(before.owners[place[0]], place, before)
-        for place, x in self._standing.items():  # it is traced again
-            put(*self._holder(place), x)
+        self._standing.again()  # it is traced again
 
     def learn(self, changing: Changing) -> bool:
         """Note what the function changes; whether the program is right: a number that it changes is an input, so with

@@ -3,7 +3,7 @@
 Models make them of counted places (`k <= q`, `k > q - window`, `tril(ones)`), of packed sequences where there is one,
 of -inf where a key is hidden. Kernels that know leave out what is hidden, a cut sequence needs no part of such a mask,
 and nobody holds a square of numbers. What else hides keys, some of a batch's or single pairs, stays a mask. (What is
-hidden is not looked at: where -inf is added to NaN or inf, torch makes NaN.)
+hidden is not looked at: where -inf is added to NaN or inf, torch makes NaN. Where that is known, all stays as it is.)
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardlib.aten.traits import has
-from shardlib.aten.views import argument, arguments
-from shardlib.normalise.constants import Constants, Values
-from shardlib.normalise.passes import call
+from shardlib.aten.views import arguments
+from shardlib.normalise.apart import Apart, Mask
+from shardlib.normalise.constants import Constants
+from shardlib.normalise.distances import Values
 from shardlib.ops.attention import OPS as ATTENTION
 
 aten = torch.ops.aten
 _HOPELESS = -1e30  # -inf, or the least float32 or bfloat16: where something else is seen, exp of it is 0
-_ANDS = (aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor)
-_SUMS = (aten.add.Tensor,)
 
 
 class Band(NamedTuple):
@@ -58,81 +56,37 @@ def _told(
     gm: fx.GraphModule, constants: Constants, mask: Any, bias: Any, s: int, t: int, drops: bool
 ) -> dict[str, Any] | None:
     """Arguments in place of a mask and a bias; None if none are known that say the same."""
-    factors, terms = _parts(gm, mask, _ANDS), _parts(gm, bias, _SUMS)
-    found = {x: _band(constants.of(x), s, t) for x in factors}
-    alone = not any(band is None for band in found.values()) and len(terms) == 1
-    found |= {x: _band(_seen(constants.of(x), alone), s, t) for x in terms}
-    bands = [band for band in found.values() if band is not None]
-    said = _said(_all_of(bands)) if bands else None
+
+    def band(x: Mask) -> Band | None:
+        values = constants.of(x.node)
+        if values is not None and x.node.meta["val"].dtype != torch.bool:
+            return _band(_seen(values, alone=False), s, t)
+        return _band(values and values._replace(numbers=values.numbers ^ x.hides), s, t)
+
+    apart = Apart(gm, constants, lambda x: band(x) is not None)
+    masks, (terms, hiding) = apart.masks(mask), apart.terms(bias)
+    masks += hiding
+    bands = {x: band(x) for x in (*masks, *map(Mask, terms))}
+    if len(terms) == 1 and None not in [bands[x] for x in masks]:
+        bands[Mask(terms[0])] = _band(_seen(constants.of(terms[0]), alone=True), s, t)
+    known = [x for x in bands.values() if x is not None]
+    said = _said(_all_of(known)) if known else None
     if said is None or (drops and (said["q_offset"] or said["k_offset"])):  # draws go by places
         return None
-    factors, terms = ([x for x in parts if found[x] is None] for parts in (factors, terms))
+    masks, terms = [x for x in masks if bands[x] is None], [x for x in terms if bands[Mask(x)] is None]
     if len(terms) > 2:  # which add up to other bits in another order
         return None
-    return said | {"mask": _joined(gm, factors, _ANDS[0]), "bias": _joined(gm, terms, _SUMS[0])}
-
-
-def _parts(gm: fx.GraphModule, mask: Any, joins: Sequence[Any]) -> list[fx.Node]:
-    """The masks of which one is made, as they broadcast; what moves leading dims moves those of each."""
-    if not isinstance(mask, fx.Node):
-        return []
-    target = mask.target
-    if target in joins and not mask.kwargs and _are_alike(mask, *mask.args):
-        return [part for x in mask.args for part in _parts(gm, x, joins)]
-    if target in (aten.expand.default, aten.clone.default):
-        return _parts(gm, mask.args[0], joins)
-    if target is aten.slice.Tensor or has(target, "regroups"):
-        whole = mask.all_input_nodes[0].meta["val"].shape
-        parts = _parts(gm, mask.args[0], joins)
-        if len(parts) > 1 and whole[-2:] == mask.meta["val"].shape[-2:]:
-            with gm.graph.inserting_before(mask):
-                moved = [_moved(gm, mask, x, whole) for x in parts]
-            return [mask] if None in moved else [x for x in moved if x is not None]
-    return [mask]
-
-
-def _are_alike(mask: fx.Node, *parts: Any) -> bool:
-    """Whether all are tensors of one dtype: what is left of others would add up in another one."""
-    return all(isinstance(x, fx.Node) and x.meta["val"].dtype == mask.meta["val"].dtype for x in parts)
-
-
-def _moved(gm: fx.GraphModule, mask: fx.Node, part: fx.Node, whole: torch.Size) -> fx.Node | None:
-    """What becomes of a part where leading dims of the mask are sliced, or regrouped; None of what nobody can say."""
-    sizes = [1] * (len(whole) - part.meta["val"].dim()) + list(part.meta["val"].shape)
-    if mask.target is aten.slice.Tensor:
-        dim = argument(mask, "dim") % len(whole)
-        if sizes[dim] == 1:
-            return part
-        at = dim - len(whole)  # from behind
-        return call(gm, mask, aten.slice.Tensor, part, at, *(argument(mask, n) for n in ("start", "end", "step")))
-    lead = _regrouped(list(whole[:-2]), sizes[:-2], list(mask.meta["val"].shape[:-2]))
-    return None if lead is None else call(gm, mask, aten.reshape.default, part, [*lead, *sizes[-2:]])
-
-
-def _regrouped(whole: list[int], sizes: list[int], new: list[int]) -> list[int] | None:
-    """Sizes that broadcast to `new`, of those that broadcast to `whole`, which has become `new`."""
-    if all(size == 1 for size in sizes):
-        return [1] * len(new)
-    if sizes == whole:
-        return new
-    kept = [(n, size) for n, size in zip(whole, sizes, strict=True) if n != 1]
-    if [n for n, _ in kept] != [n for n in new if n != 1]:
+    if any(_is_undefined(constants.of(x)) for x in terms):
         return None
-    return [1 if n == 1 else kept.pop(0)[1] for n in new]
+    return said | {"mask": apart.joined(masks), "bias": apart.together(terms, aten.add.Tensor)}
 
 
-def _joined(gm: fx.GraphModule, parts: Sequence[fx.Node], join: Any) -> fx.Node | None:
-    """What is left, behind the last of it."""
-    if not parts:
-        return None
-    whole, *others = sorted(parts)
-    for part in others:
-        with gm.graph.inserting_after(max(whole, part)):
-            whole = call(gm, part, join, whole, part)
-    return whole
+def _is_undefined(values: Values | None) -> bool:
+    """Whether some sums with -inf are NaN."""
+    return values is not None and bool((values.numbers.isnan() | values.numbers.isposinf()).any())
 
 
-def _seen(values: Values | None, alone: bool) -> Values | None:
+def _seen(values: Values | None, *, alone: bool) -> Values | None:
     """The mask that a bias is, of 0 and -inf; or, where nothing else hides a key, of what no score makes up for."""
     if values is None:
         return None

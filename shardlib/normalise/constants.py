@@ -7,7 +7,7 @@ number for each distance between the two. So a causal mask of 128k places is a l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,35 +15,20 @@ from torch import Tensor, fx
 from shardlib.aten.traits import has, is_view, repeats
 from shardlib.aten.views import argument
 from shardlib.internals import OpOverload, pytree, schema_of, without_modes
+from shardlib.normalise.distances import Values, distances, is_large, line_of, places, short
+from shardlib.normalise.laid import Piece, flipped, padded, side_by_side, turned
 from shardlib.normalise.passes import dims_of
 from shardlib.ops.splice import SPLICE
 from shardlib.scalar import Scalar
 from shardlib.tracing.known import is_literal
 
 aten = torch.ops.aten
-_LARGE, _MOST = 1 << 23, 1 << 26  # elements that are worked out, at once and in all
+_MOST = 1 << 26  # elements that are worked out in all
 _EXACT = 1 << 20  # numbers up to which sums are exact in all of these
 _COUNTING = (torch.int32, torch.int64, torch.float32, torch.float64)
 _BY_DISTANCE = {  # f(a + x, b + x) is f(a, b)
     getattr(aten, name).Tensor for name in ("le", "lt", "ge", "gt", "eq", "ne", "sub")
 }
-
-
-class Values(NamedTuple):
-    """The values of a node of shape `[..., S, T]`; along a dim where they are the same there is one.
-
-    By distance: the last two dims are one, of the distances `t - s` from `1 - S` to `T - 1`.
-    """
-
-    numbers: Tensor
-    by_distance: bool = False
-
-    def spread(self, shape: torch.Size) -> Tensor:
-        """All of them."""
-        numbers = self.numbers
-        if self.by_distance:
-            numbers = numbers[..., _places(shape[-1]) - _places(shape[-2])[:, None] + shape[-2] - 1]
-        return numbers.expand(shape).contiguous()
 
 
 class Constants:
@@ -74,7 +59,7 @@ class Constants:
         if made is None or made.numbers.dtype != val.dtype or not _fits(made, val.shape):
             return None
         self._left -= made.numbers.numel()
-        return _short(made)
+        return short(made)
 
     def _made(self, node: Any, val: Tensor) -> Values | None:
         if node.op == "get_attr":
@@ -82,30 +67,32 @@ class Constants:
         leaves = pytree.tree_leaves((node.args, node.kwargs))
         if not isinstance(node.target, OpOverload) or any(isinstance(x, Scalar) for x in leaves):
             return None
-        if (made := _filled(node, val)) is not None:
+        if (made := _filled(node, val) or self._laid(node, val)) is not None:
             return made
         known = {x: found for x in node.all_input_nodes if (found := self._known[x]) is not None}
         if len(known) < len(node.all_input_nodes) or not (repeats(node.target) or node.target is SPLICE):
             return None
         return _moved(node, known, val) or _pointwise(node, known, val) or _worked_out(node, known, val)
 
+    def _laid(self, node: Any, val: Tensor) -> Values | None:
+        """Of ops that turn values round, or lay them side by side."""
+        if node.target is aten.flip.default:
+            source, dims = turned(node)
+            found = self._known[source]
+            return None if found is None else flipped(found, dims)
+        if node.target is aten.cat.default:
+            full = [x for x in node.args[0] if x.meta["val"].numel()]
+            return side_by_side([Piece(self._known[x], x.meta["val"].shape) for x in full], argument(node, "dim"))
+        if node.target is aten.constant_pad_nd.default:
+            source, *_ = node.args
+            return padded(node, Piece(self._known[source], source.meta["val"].shape), val)
+        return None
+
 
 def _fits(made: Values, shape: torch.Size) -> bool:
     sizes = [*shape[:-2], shape[-2] + shape[-1] - 1] if made.by_distance else [*shape]
     found = made.numbers.shape
     return len(found) == len(sizes) and all(n in (1, size) for n, size in zip(found, sizes, strict=True))
-
-
-def _places(n: int) -> Tensor:
-    return torch.arange(n, device="cpu")
-
-
-def _distances(shape: torch.Size) -> Tensor:
-    return torch.arange(1 - shape[-2], shape[-1], device="cpu")
-
-
-def _line(line: Tensor, rank: int) -> Values:
-    return Values(line.reshape([1] * (rank - 2) + [-1]), by_distance=True)
 
 
 # --- ops --------------------------------------------------------------------------------------------------------------
@@ -143,14 +130,14 @@ def _moved(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | 
         return None
     line = numbers.flatten()
     if (target is aten.expand.default or has(target, "regroups")) and val.shape[-2:] == shape[-2:]:
-        return _line(line, rank)
+        return line_of(line, rank)
     if has(target, "permutes") and rank == 2:
-        return _line(line.flip(0) if dims_of(node) == [1, 0] else line, rank)
+        return line_of(line.flip(0) if dims_of(node) == [1, 0] else line, rank)
     if target is aten.slice.Tensor and argument(node, "step") == 1:
         dim, start = argument(node, "dim") % rank, argument(node, "start") or 0
         start = min(max(start + shape[dim] if start < 0 else start, 0), shape[dim])
         first = shape[-2] - val.shape[-2] - start if dim == rank - 2 else start if dim == rank - 1 else 0
-        return _line(line[first : first + val.shape[-2] + val.shape[-1] - 1], rank)
+        return line_of(line[first : first + val.shape[-2] + val.shape[-1] - 1], rank)
     return None
 
 
@@ -160,7 +147,7 @@ def _triangle(node: Any, found: Values, val: Tensor) -> Values | None:
         if numbers.shape[-2:].numel() > 1:
             return None
         numbers = numbers[..., 0]
-    upto, apart = argument(node, "diagonal"), _distances(val.shape)
+    upto, apart = argument(node, "diagonal"), distances(val.shape)
     kept = apart <= upto if node.target is aten.tril.default else apart >= upto
     return Values(torch.where(kept, numbers, torch.zeros_like(numbers)), by_distance=True)
 
@@ -175,12 +162,12 @@ def _pointwise(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Value
         return Values(_run(node, operands), by_distance=True) if len(operands) == len(lines) else None
     ends = [_counted(known.get(x)) for x in node.args] if node.target in _BY_DISTANCE and not node.kwargs else []
     if {end and end[1] for end in ends} == {-2, -1}:
-        apart = _distances(val.shape)
+        apart = distances(val.shape)
         pair = [first + apart.to(first.dtype) * (dim == -1) for first, dim in filter(None, ends)]
-        return _line(node.target(*pair), val.dim())
+        return line_of(node.target(*pair), val.dim())
     operands = {x: found.numbers for x, found in known.items()}
     shape = torch.broadcast_shapes(*(x.shape for x in operands.values()))  # type: ignore[no-untyped-call]
-    return Values(_run(node, operands)) if shape.numel() <= _LARGE else None
+    return None if is_large(shape) else Values(_run(node, operands))
 
 
 def _as_line(x: fx.Node, found: Values, shape: torch.Size) -> Tensor | None:
@@ -201,14 +188,14 @@ def _counted(found: Values | None) -> tuple[Tensor, int] | None:
     if not 1 < numbers.numel() == max(numbers.shape[-2:]) or not numbers.abs().max() <= _EXACT:
         return None
     line, dim = numbers.flatten(), -1 if numbers.shape[-1] > 1 else -2
-    counts = torch.equal(line, int(line[0]) + _places(len(line)).to(line.dtype))
+    counts = torch.equal(line, int(line[0]) + places(len(line)).to(line.dtype))
     return (line[:1], dim) if counts else None
 
 
 def _worked_out(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | None:
     """By the op itself, of all of its operands."""
     shapes = {x: x.meta["val"].shape for x in known}
-    if max([val.numel(), *(shape.numel() for shape in shapes.values())]) > _LARGE:
+    if any(map(is_large, (val.shape, *shapes.values()))):
         return None
     return Values(_run(node, {x: found.spread(shapes[x]) for x, found in known.items()}))
 
@@ -219,22 +206,3 @@ def _run(node: Any, operands: Mapping[fx.Node, Tensor]) -> Tensor:
         kwargs = dict(kwargs, device="cpu")
     made: Tensor = node.target(*args, **kwargs)
     return made
-
-
-def _short(made: Values) -> Values:
-    """One in place of many that are the same along a dim; a square that goes by distance, by distance."""
-    numbers = made.numbers
-    for dim, n in enumerate(numbers.shape):
-        first = numbers.narrow(dim, 0, 1)
-        if n > 1 and _equal(numbers, first.expand_as(numbers)):
-            numbers = first
-    if made.by_distance:
-        return Values(numbers[..., None]) if numbers.shape[-1] == 1 else Values(numbers, by_distance=True)
-    if numbers.dim() > 1 and min(numbers.shape[-2:]) > 1 and _equal(numbers[..., 1:, 1:], numbers[..., :-1, :-1]):
-        return _short(Values(torch.cat([numbers[..., :, 0].flip(-1), numbers[..., 0, 1:]], -1), by_distance=True))
-    return Values(numbers)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two are the same to the bit: 0.0 is not -0.0."""
-    return torch.equal(a, b) and (not a.is_floating_point() or torch.equal(a.signbit(), b.signbit()))

@@ -238,7 +238,7 @@ class Ending:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 found = pulled([result[i] for i in outs], list(wanted.values()), [c.value for c in cotangents])
         except (RuntimeError, ShardingError) as error:  # as torch has it, the way back is refused when somebody goes it
-            if self.strict and _FREED not in str(error):
+            if self.strict and FREED not in str(error):
                 raise
             for node in reversed(tracer.graph.nodes):
                 if node not in before:
@@ -313,7 +313,7 @@ class Ending:
         )
 
 
-_FREED = "backward through the graph a second time"  # a loss that is returned after its backward()
+FREED = "backward through the graph a second time"  # a loss that is returned after its backward()
 
 
 def _refuse_retained(results: Sequence[Tensor]) -> None:
