@@ -6,7 +6,6 @@ A device adds up what it holds of every channel or group, and the sums travel. W
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.norm import affine
+from shardlib.rules.norm import affine, layer_norm, layer_norm_terms
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
@@ -31,28 +30,24 @@ aten = torch.ops.aten
 def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool | None = None) -> RuleFn:
     """Of channels `c`; `{saved}` is what only a call reads, or makes, that trains, as an argument says or `trains`."""
 
-    def local(local: Local, training: bool) -> Any:
-        n, c, *space = local.rule.operands[0]
-        batch = [f for d in (n, *space) for f in d]
-        if (training and cut(local, batch)) or any(may_be_empty(local, f) for f in (*batch, *c)):
-            rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
-            unread = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
-            rows = replace(rows, factors=rows.factors if training else ())
-            every = partial(form, rows, unread, training)
-            wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
-            return local.run(wanted, *local.args)
-        return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
-
     backward = form is _backward
 
     def made(training: bool) -> RuleFn:
+        def local(local: Local) -> Any:
+            n, c, *space = local.rule.operands[0]
+            batch = [f for d in (n, *space) for f in d]
+            if not (training and cut(local, batch)) and not any(may_be_empty(local, f) for f in (*batch, *c)):
+                return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
+            rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
+            unread = [m.shape for m in local.call.results[1:3] if m is not None]
+            every = partial(form, rows if training else replace(rows, factors=()), unread, training)
+            wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
+            return local.run(wanted, *local.args)
+
         rows = "sum" if backward and not training else "none"
         said = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
-        return pattern(
-            f"{text.format(saved='c' if training else '_')} | {said}",
-            local=lambda call: local(call, training),
-            flops=lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape),
-        )
+        flops = lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape)
+        return pattern(f"{text.format(saved='c' if training else '_')} | {said}", local=local, flops=flops)
 
     rules = {training: made(training) for training in (False, True)}
 
@@ -67,7 +62,7 @@ _FLAGS = {"training", "train", "update"}
 
 
 def _forward(
-    rows: Rows, unread: Sequence[int], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
+    rows: Rows, unread: Sequence[Sequence[int]], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
     running = [_along(x, v) for v in rest if isinstance(v, Tensor)]
     momentum, eps = rest[-2:]
@@ -113,25 +108,23 @@ def _along(x: Tensor, c: Any) -> Any:
 def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
     """Of a group's statistics every device has its channels and space."""
 
-    def local(local: Local) -> Any:
+    def run(local: Local, *args: Any) -> Any:
         call, within = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
-        if cut(local, within) or any(may_be_empty(local, f) for f in "ng" if f in local.rule.sizes):
-            count = numel(call.operands[0].shape[1:]) // argument_named(call, "group")
-            rows = Rows([2, 3], tuple(within), count)
-            return local.run(widely(partial(form, rows), call), *local.args)
-        return local.op(call.target, *local.args)
+        if not cut(local, within) and not any(may_be_empty(local, f) for f in "ng" if f in local.rule.sizes):
+            return call.target(*args)
+        count = numel(call.operands[0].shape[1:]) // argument_named(call, "group")
+        return widely(form, call)(Rows([2, 3], tuple(within), count), *args)
 
-    return pattern(text, local=local, flops=lambda call, _: flops * numel(call.operands[0].shape))
+    return pattern(text, form=run, flops=flops)
 
 
 def _group_forward(
     rows: Rows, x: Tensor, w: Tensor | None, b: Tensor | None, n: int, c: int, space: int, groups: int, eps: float
 ) -> tuple[Tensor, ...]:
     each = c // max(groups, 1)
-    mean, centred, var = rows.moments(x.reshape(n, groups, each, space))
-    rstd = (var + eps).rsqrt()
     w, b = (None if v is None else v.reshape(1, groups, each, 1) for v in (w, b))
-    return affine(centred * rstd, w, b).reshape(x.shape), *(v.reshape(n, groups) for v in (mean, rstd))
+    out, *saved = layer_norm(rows, x.reshape(n, groups, each, space), None, w, b, eps)
+    return out.reshape(x.shape), *(v.reshape(n, groups) for v in saved)
 
 
 def _group_backward(
@@ -141,9 +134,8 @@ def _group_backward(
     shape, each = x.shape, c // max(groups, 1)
     grad, x = (v.reshape(n, groups, each, space) for v in (grad, x))
     mean, rstd = (v.reshape(n, groups, 1, 1) for v in (mean, rstd))
-    unit, pull = (x - mean) * rstd, affine(grad, None if w is None else w.reshape(1, groups, each, 1))
-    dx = (pull - rows.mean(pull) - unit * rows.mean(pull * unit)) * rstd
-    return dx.reshape(shape), *(v.sum([0, 3]).reshape(c) for v in (grad * unit, grad))
+    dx, *terms = layer_norm_terms(rows, grad, x, mean, rstd, None if w is None else w.reshape(1, groups, each, 1))
+    return dx.reshape(shape), *(term.sum([0, 3]).reshape(c) for term in terms)
 
 
 # Ops that write to the running statistics although their schemas do not say so ----------------------------------------

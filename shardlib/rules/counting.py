@@ -49,15 +49,12 @@ def _histogram(call: Call) -> Rule:
     fixed = (bins or call.kwargs.get("range") is not None) and not call.kwargs.get("density")
     operands = ", ".join(["...", *(["_"] if bins else []), *["..."] * (len(call.operands) - 1 - bins)])
 
-    def local(local: Local) -> Any:
-        def form(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            counts, edges = call.target(*args, **kwargs)
-            return psum(counts, list(local.rule.reduce)), edges
-
-        return local.run(form, *local.args, **local.kwargs)
+    def form(local: Local, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        counts, edges = call.target(*args, **kwargs)
+        return psum(counts, list(local.rule.reduce)), edges
 
     kinds = "...:none ...:local" if fixed else "...:whole"
-    return pattern(f"{operands} -> _, _ | {kinds}", local=local, flops=elements)(call)
+    return pattern(f"{operands} -> _, _ | {kinds}", form=form, flops=elements)(call)
 
 
 _WHOLE = [

@@ -17,7 +17,7 @@ from shardlib.manual.collectives import all_gather
 from shardlib.ops.behind import BEHIND
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import Rows, widely, worst
+from shardlib.rules.shards import Rows, shares, widely, worst
 from shardlib.rules.space import arg, axis
 
 aten = torch.ops.aten
@@ -28,28 +28,20 @@ Form = Callable[[Tensor, int, Before, int], Any]  # of the piece, the dim, what 
 def _scan(make: Callable[[Local, Any], Form], text: str, op: Any = None) -> Callable[[Call], Rule]:
     """The rule of an op that runs along `dim`, or of `op` from behind: there what comes behind is what came before."""
 
-    def local(local: Local) -> Any:
-        shape = local.call.operands[0].shape
-        at = axis(arg(local.call, 1, "dim"), len(shape))
-        scan = make(local, op or local.call.target)
-        place, first, size = local.position("dim"), local.offset("dim"), local.size("dim")
-        ways, whole = local.ways("dim"), shape[at]
-        if op is not None:
-            place = local.calc(lambda i: ways - 1 - i, place)
-            first = local.calc(lambda i, n: whole - i - n, first, size)
+    def turned(x: Tensor, at: int) -> Tensor:
+        return x if op is None else x.flip(at)
 
-        def turned(x: Tensor) -> Tensor:
-            return x if op is None else x.flip(at)
-
-        def form(x: Tensor, place: int, first: int) -> Any:
-            found = scan(turned(x), at, lambda total: turned(all_gather(total, "dim", at)).narrow(at, 0, place), first)
-            return turned(found) if isinstance(found, Tensor) else tuple(map(turned, found))
-
-        return local.run(form, local.args[0], place, first)
+    def form(local: Local, x: Tensor, dim: int, **_: Any) -> Any:
+        at = axis(dim, x.dim())
+        place, sizes = shares("dim")
+        earlier = sizes[:place] if op is None else sizes[place + 1 :]
+        before = lambda total: turned(all_gather(total, "dim", at), at).narrow(at, 0, len(earlier))
+        found = make(local, op or local.call.target)(turned(x, at), at, before, sum(earlier))
+        return turned(found, at) if isinstance(found, Tensor) else tuple(turned(v, at) for v in found)
 
     def rule(call: Call) -> Rule:
         many = call.operands[0].dtype.is_complex and "log" in schema_of(call.target).name  # there are many logarithms
-        return pattern(f"{text} {'dim:whole' if many else ''}", local=local)(call)
+        return pattern(f"{text} {'dim:whole' if many else ''}", form=form)(call)
 
     return rule
 

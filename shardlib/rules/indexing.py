@@ -39,11 +39,10 @@ def _taken(
     return value if outside is None else value.masked_fill(outside[(..., *[None] * behind)], nothing(value.dtype))
 
 
-def _embedding(local: Local) -> Any:
-    (v, _), cuts, rows = local.call.operands[0].shape, [cut(local, ["v"])], Rows.of(local, [0])
+def _embedding(local: Local, table: Tensor, index: Tensor, *_: Any) -> Tensor:
     read = lambda table, mine: aten.embedding.default(table, *mine)
-    form = lambda table, index: _taken(rows.held(table, 0), [checked(index, v)], cuts, read, 1)
-    return local.run(form, *local.args[:2])
+    indices = [checked(index, local.call.operands[0].shape[0])]
+    return _taken(Rows.of(local, [0]).held(table, 0), indices, [cut(local, ["v"])], read, 1)
 
 
 def _reads(call: Call, space: Space, places: Places) -> Rule:
@@ -90,7 +89,7 @@ def _index(call: Call) -> Rule | None:
 
 
 _EMBEDDING = pattern(
-    "v d, ... -> ... d | v:sum v:local {0}", local=_embedding, flops=lambda call, _: numel(result_shape(call))
+    "v d, ... -> ... d | v:sum v:local {0}", form=_embedding, flops=lambda call, _: numel(result_shape(call))
 )
 
 ROWS: dict[str, RuleFn | str] = {

@@ -7,7 +7,7 @@ Along a cut dim a selection asks every device for what it found in its piece: th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ def _anywhere(rule: Rule) -> Rule:
 def _candidates(local: Local) -> Any:
     """The `k` best of every piece, gathered, and the `k` best among them; short pieces are gathered as they are."""
     (row,) = local.rule.reduce
-    places, ways = _places(local, [row]), range(local.ways(row))
+    places, ways = local.pieces(row), range(local.ways(row))
     known = [(local.values(size, row), local.values(first, row), whole) for size, first, whole in places]
     theirs = [[(min(sizes[i]), min(firsts[i]), whole) for sizes, firsts, whole in known] for i in ways]
     sizes = [math.prod(size for size, *_ in place) for place in theirs]
@@ -87,7 +87,7 @@ def _found(local: Local) -> Any:
         index = pmin(index.masked_fill(elsewhere, numel(shape)), row)
         return (top, index) if len(call.results) == 2 else index
 
-    return local.run(form, local.args[0], _places(local, [f for d in dims if shape for f in labels[d]]))
+    return local.run(form, local.args[0], [leaf for d in dims if shape for f in labels[d] for leaf in local.pieces(f)])
 
 
 def _extreme(text: str) -> RuleFn:
@@ -96,10 +96,6 @@ def _extreme(text: str) -> RuleFn:
 
 
 _Places = Sequence[tuple[int, int, int]]  # of a position's coordinates: how many are here, the first, and of how many
-
-
-def _places(local: Local, factors: Iterable[str]) -> list[tuple[Any, Any, int]]:
-    return [leaf for f in factors for leaf in local.pieces(f)]
 
 
 def _global(index: Tensor, places: _Places) -> Tensor:

@@ -12,6 +12,7 @@ from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
 from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach, source
 from shardlib.rules.rule import Call, Local, Meta, Rule
+from shardlib.rules.shards import torch_code
 from shardlib.rules.space import Dim, Ints, Space, argument_named, axes, largest, path
 from shardlib.rules.stencil import Reach, Stencil
 from shardlib.rules.window import Window
@@ -21,15 +22,17 @@ def pattern(
     text: str,
     *,
     local: Callable[[Local], Any] | None = None,
-    flops: Callable[[Call, int], int] | None = None,
+    form: Callable[..., Any] | None = None,
+    flops: Callable[[Call, int], int] | int | None = None,
     transparent: bool = False,
     stencil: Stencil | None = None,
 ) -> Callable[[Call], Rule]:
     """A rule function from the notation.
 
-    `flops` gets the call and the size of the iteration space; without it, a point is two operations where operands are
-    contracted; elsewhere there is one for each element of the largest tensor. `stencil` says what results read of a
-    dim, where the text does not.
+    `form` is the local form as torch code, which gets what it is a form of, then what the op gets: tensors in pieces.
+    `flops` says how many a point of the iteration space is, or gets the call and the size of that; without it, a point
+    is two operations where operands are contracted; elsewhere there is one for each element of the largest tensor.
+    `stencil` says what results read of a dim, where the text does not.
 
     Example:
         >>> import torch
@@ -41,8 +44,9 @@ def pattern(
         >>> rule.sizes, rule.reduce, rule.flops
         ({'m': 2, 'k': 3, 'n': 4}, {'k': 'sum'}, 48)
     """
-    parsed = parse(text)
-    return lambda call: _apply(parsed, call, local, flops, transparent, stencil)
+    parsed, local = parse(text), torch_code(form) if form else local
+    work = (lambda _, points: flops * points) if isinstance(flops, int) else flops
+    return lambda call: _apply(parsed, call, local, work, transparent, stencil)
 
 
 def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:

@@ -103,7 +103,7 @@ def _log_sigmoid(call: Call) -> Rule:
 
 
 # Parameter, gradient and moments are of one shape; the counter has none.
-_ADAM = pattern("..., ..., ..., ..., -> ..., ..., ..., | ...:none", flops=lambda _, points: 14 * points)
+_ADAM = pattern("..., ..., ..., ..., -> ..., ..., ..., | ...:none", flops=14)
 
 # Identities, which never are a reason to lay a value out in some way.
 IDENTITIES = dict.fromkeys(

@@ -6,12 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
+from shardlib.manual.body import Shares, group
 from shardlib.manual.collectives import axis_index, piece, pmax, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
@@ -32,11 +34,6 @@ def held(local: Local, dim: Iterable[str]) -> Any:
     return local.calc(lambda *n: math.prod(n), *map(local.size, dim))
 
 
-def is_zero(n: Any) -> Any:
-    """1 where an int, possibly symbolic, is 0; else 0."""
-    return int(n == 0) if isinstance(n, int) else n.eq(0)
-
-
 def located(index: Tensor, factor: str) -> tuple[Tensor, Tensor]:
     """An index into the cut dim `factor`, as this device's piece counts: `(index, outside)`.
 
@@ -46,6 +43,18 @@ def located(index: Tensor, factor: str) -> tuple[Tensor, Tensor]:
     mine = index - offset
     outside = (mine < 0) | (mine >= size)
     return mine.masked_fill(outside, 0), outside
+
+
+def shares(factor: str) -> Shares:
+    """Of the devices along a factor, which one this is, and how many elements each has."""
+    body = group("shares", factor)[0]
+    assert body.shares is not None, "outside any local form"
+    return body.shares(factor)
+
+
+def torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:
+    """A local form that is torch code: `form(local, ...)` of the op's arguments, with pieces in place of tensors."""
+    return lambda local: local.run(partial(form, local), *local.args, **local.kwargs)
 
 
 def gathered(x: Tensor, factor: str, dim: int, total: int) -> Tensor:

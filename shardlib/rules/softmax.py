@@ -17,10 +17,6 @@ from shardlib.rules.space import argument_named
 _ROW = "[dim] -> [dim] | dim:local"
 
 
-def _flops(call: Call, points: int) -> int:
-    return 4 * points
-
-
 def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
     """The rule of an op along `dim`; `form` is for when that is cut."""
 
@@ -28,7 +24,7 @@ def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
         tensors = local.args[: len(local.call.operands)]
         return local.run(widely(form, local.call), Rows.over(local, "dim"), *tensors)
 
-    return pattern(text, local=local, flops=_flops)
+    return pattern(text, local=local, flops=4)
 
 
 def _shifted(rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +79,7 @@ def _masked(call: Call) -> Rule:
     kind = argument_named(call, "mask_type")
     square = f"b h q k, {masks.get(kind)} -> b h q k | q:whole k:whole"
     text = square if kind in masks else "[dim], [dim] -> [dim] | dim:whole"
-    return pattern(text, flops=lambda _, points: 4 * points)(call)
+    return pattern(text, flops=4)(call)
 
 
 ROWS: dict[str, RuleFn | str] = {
@@ -97,5 +93,5 @@ ROWS: dict[str, RuleFn | str] = {
     "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0")),
     "logsumexp": _logsumexp_rule,
     "_masked_softmax": _masked,
-    "_masked_softmax_backward": pattern("[dim], [dim], [dim] -> [dim] | dim:whole {0}", flops=_flops),
+    "_masked_softmax_backward": pattern("[dim], [dim], [dim] -> [dim] | dim:whole {0}", flops=4),
 }

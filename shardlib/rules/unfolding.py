@@ -29,7 +29,7 @@ def _rule(call: Call, shape: Sequence[int], windows: Sequence[int], first: int, 
     if first > 1:
         sizes = " ".join(f"{word}:size(input_sizes.{i})" for i, word in enumerate(words))
         text = f"{gradient(text)} {sizes}"
-    return pattern(text, local=nonempty if touching else None, flops=lambda *_: 0)(call)
+    return pattern(text, local=nonempty if touching else None, flops=0)(call)
 
 
 def _unfold(call: Call) -> Rule:

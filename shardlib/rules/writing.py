@@ -25,15 +25,11 @@ from shardlib.rules.space import Dim, Space, arg, argument_named, broadcast, ele
 aten = torch.ops.aten
 
 
-def _embedding_backward(local: Local) -> Any:
+def _embedding_backward(_: Local, grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
     """Torch skips rows of the padding index: what lies outside becomes one that no row of the shard has."""
-
-    def form(grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
-        mine, outside = located(index, "v")
-        skipped = outside | (index == padding) if padding >= 0 else outside
-        return aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)  # type: ignore[no-any-return]
-
-    return local.run(form, *local.args)
+    mine, outside = located(index, "v")
+    skipped = outside | (index == padding) if padding >= 0 else outside
+    return aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)  # type: ignore[no-any-return]
 
 
 def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Tensor], write: Any) -> Tensor:
@@ -220,7 +216,7 @@ def _masked_put(x: Tensor, mask: Tensor, indices: list[Tensor | None], values: T
 _ROWS_ADDED = pattern(
     "... d, ... -> v d | ...:sum ...:gather ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
     "v:size(num_weights) {0}",
-    local=_embedding_backward,
+    form=_embedding_backward,
     flops=elements,
 )
 
