@@ -54,7 +54,13 @@ def shares(factor: str) -> Shares:
 
 def torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:
     """A local form that is torch code: `form(local, ...)` of the op's arguments, with pieces in place of tensors."""
-    return lambda local: local.run(partial(form, local), *local.args, **local.kwargs)
+
+    def run(local: Local) -> Any:
+        alone = {a.name for a in schema_of(local.call.target).arguments if a.kwarg_only}
+        named = {name: x for name, x in local.kwargs.items() if name in alone}
+        return local.run(partial(form, local), *positional(local), **named)
+
+    return run
 
 
 def gathered(x: Tensor, factor: str, dim: int, total: int) -> Tensor:
@@ -182,6 +188,6 @@ def widely(form: Callable[..., Any], call: Call) -> Callable[..., Any]:
 
 
 def positional(local: Local) -> list[Any]:
-    """All arguments of the call by position, with the schema's defaults; for ops without keyword-only ones."""
-    given = schema_of(local.call.target).arguments
-    return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in given[len(local.args) :])]
+    """The arguments of the call by position, with the schema's defaults; without those that are keyword-only."""
+    behind = schema_of(local.call.target).arguments[len(local.args) :]
+    return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in behind if not a.kwarg_only)]
