@@ -23,7 +23,7 @@ from shardlib.rules.notation import gradient, parse
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, positional, wide, widely
-from shardlib.rules.space import arg, argument_named, numel
+from shardlib.rules.space import argument_named, numel
 
 aten = torch.ops.aten
 
@@ -83,17 +83,10 @@ def _nll_rule(call: Call) -> Rule:
     return replace(rule, complete=frozenset({(1, "c")}))
 
 
-def _scores_backward(call: Call) -> Rule:
+def _scores_backward(local: Local, *args: Any) -> Any:
     """The log-probabilities of a row and their gradients: of these, all devices know the sum."""
-    rank, dim = call.operands[0].rank, arg(call, 3, "dim") % call.operands[0].rank
-    labels = [f"s{d}" if d != dim else "c" for d in range(rank)]
-    logits, total = " ".join(labels), " ".join(x for x in labels if x != "c")
-
-    def form(_: Local, *args: Any) -> Any:
-        of = lambda grad, scores, total, dim: grad - scores.exp() * total.unsqueeze(dim)
-        return widely(of, call)(*args)
-
-    return pattern(f"{logits}, {logits}, {total} -> {logits} | c:local {{0,2}}", form=form, flops=4)(call)
+    form = lambda grad, scores, total, dim: grad - scores.exp() * total.unsqueeze(dim)
+    return widely(form, local.call)(*args)
 
 
 # Losses of elements, or of rows whose classes stay whole --------------------------------------------------------------
@@ -207,7 +200,9 @@ _CTC = "t n _, n _, n, n -> n, n t _ | t:whole"
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys([f"nll_loss{dims}_{way}" for dims in ("", "2d") for way in ("forward", "backward")], _nll_rule),
-    "shardlib::scores_backward": _scores_backward,
+    "shardlib::scores_backward": pattern(
+        "[dim], [dim], ... -> [dim] | dim:local {0,2}", form=_scores_backward, flops=4
+    ),
     **dict.fromkeys(_PAIRED, _loss(_PAIR)),
     **dict.fromkeys([f"{name}_backward" for name in _PAIRED], _loss(gradient(_PAIR, "0 1"), backward=True)),
     "binary_cross_entropy": _loss(_TRIPLE),

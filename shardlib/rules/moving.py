@@ -3,45 +3,34 @@ piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import piece, ppermute
-from shardlib.rules.halo import Range, extent, fetch
+from shardlib.rules.halo import extent, fetch
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule
-from shardlib.rules.shards import gathered, held
-from shardlib.rules.space import Space, arg, axis
+from shardlib.rules.shards import cut, gathered, held, shares
+from shardlib.rules.space import Space, axis
 
 
-def flip(call: Call) -> Rule:
+def _flip(local: Local, x: Tensor, dims: Sequence[int]) -> Tensor:
     """A piece is the piece at the other end, turned round: where all are alike, that is one exchange."""
-    space, shape = Space(), call.operands[0].shape
-    turned = [axis(d, len(shape)) for d in arg(call, 1, "dims") if shape]
-    x = space.dims(shape)
-    along = {at: x[at][0] for at in turned if x[at]}
-
-    def local(local: Local) -> Any:
-        ways = {at: local.ways(f) for at, f in along.items()}
-        alike = {at: len(set().union(*local.values(local.size(f), f))) == 1 for at, f in along.items()}
-
-        def form(value: Tensor) -> Tensor:
-            for at, f in along.items():
-                if alike[at] and ways[at] > 1:
-                    value = ppermute(value, f, [(i, ways[at] - 1 - i) for i in range(ways[at])])
-                else:
-                    value = fetch(value, at, (f,), _mirrored(shape[at])(extent((f,), shape[at])), name="input")
-            return torch.flip(value, turned)
-
-        return local.run(form, local.args[0])
-
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=along.values())
+    for at in {axis(d, x.dim()) for d in dims if x.dim()}:
+        for f in cut(local, local.rule.operands[0][at]):
+            sizes, size = shares(f).sizes, local.rule.sizes[f]
+            if len({*sizes}) == 1:
+                x = ppermute(x, f, [(i, len(sizes) - 1 - i) for i in range(len(sizes))])
+            else:
+                start, stop = extent((f,), size)
+                x = fetch(x, at, (f,), (size - stop, size - start), name="input")
+    return torch.flip(x, dims)
 
 
-def _mirrored(size: int) -> Callable[[Range], Range]:
-    return lambda r: (size - r[1], size - r[0])
+flip = pattern("[dims] -> [dims] | dims:local {0}", form=_flip, flops=0)
 
 
 def send_rows(call: Call) -> Rule:

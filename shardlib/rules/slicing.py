@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shardlib.manual.collectives import piece
 from shardlib.rules import moving, shifting, splicing
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.shards import torch_code
 from shardlib.rules.space import Dim, Space, arg, axis, result_shape
 
 aten = torch.ops.aten
@@ -41,13 +45,12 @@ def _split(call: Call) -> Rule:
     rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
     x, *out = ([d if i == at else r for i, r in enumerate(rest)] for d in (whole, *short))
 
-    def local(local: Local) -> Any:
-        size = local.size(inner[0])
-        ends = [sum(parts[:i]) // block for i in range(len(parts) + 1)]
-        slices = itertools.pairwise(ends)
-        return tuple(local.op(aten.slice.Tensor, local.args[0], at, size * lo, size * hi) for lo, hi in slices)
+    def form(_: Local, x: Tensor, *__: Any) -> tuple[Tensor, ...]:
+        size = piece(inner[0]).size
+        ends = [size * (sum(parts[:i]) // block) for i in range(len(parts) + 1)]
+        return tuple(aten.slice.Tensor(x, at, low, high) for low, high in itertools.pairwise(ends))
 
-    return space.rule([x], out, linear=[{0}], local=local, local_factors=inner)
+    return space.rule([x], out, linear=[{0}], local=torch_code(form), local_factors=inner)
 
 
 def _stack(call: Call) -> Rule:
@@ -59,22 +62,13 @@ def _stack(call: Call) -> Rule:
     return space.rule([out[:at] + out[at + 1 :]] * count, [out], linear=[range(count)])
 
 
-def _triangle(call: Call) -> Rule:
+def _triangle(local: Local, x: Tensor, diagonal: int = 0) -> Tensor:
     """tril and triu keep `column - row` on one side of the diagonal, which offsets of rows and columns shift."""
-    space = Space()
-    x = space.dims(call.operands[0].shape)
-    row, column = x[-2], x[-1]
+    found: Tensor = local.call.target(x, piece("r").offset + diagonal - piece("c").offset)
+    return found
 
-    def local(local: Local) -> Any:
-        diagonal = arg(local, 1, "diagonal", 0)
-        for f in row:
-            diagonal = local.offset(f) + diagonal
-        for f in column:
-            diagonal = diagonal - local.offset(f)
-        return local.op(local.call.target, local.args[0], diagonal)
 
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=(*row, *column))
-
+_TRIANGLE = pattern("... r c -> ... r c | r:local c:local {0}", form=_triangle, flops=0)
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["slice.Tensor", "slice_copy.Tensor", "slice_backward", "slice_scatter"], shifting.ranged),
@@ -89,6 +83,6 @@ ROWS: dict[str, RuleFn | str] = {
     "flip": moving.flip,
     "roll": splicing.roll,
     "shardlib::send_rows": moving.send_rows,
-    "tril": _triangle,
-    "triu": _triangle,
+    "tril": _TRIANGLE,
+    "triu": _TRIANGLE,
 }
