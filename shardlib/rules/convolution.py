@@ -46,12 +46,9 @@ class Settings:
 
     @staticmethod
     def of(call: Call, first: int, dims: int) -> Settings:
-        names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-        return Settings.over(call, dims, *(arg(call, first + i, name) for i, name in enumerate(names)))
-
-    @staticmethod
-    def over(call: Call, dims: int, s: Any, p: Any, d: Any, transposed: bool, o: Any, groups: Any) -> Settings:
         """Of `convolve`, the arguments for the end of a result say what is behind the input."""
+        names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+        s, p, d, transposed, o, groups = (arg(call, first + i, name) for i, name in enumerate(names))
         p, o, ours = each(p, dims), each(o, dims), call.target in (CONVOLVE, CONVOLVE_BACKWARD)
         lopsided = tuple(k for k in range(dims) if ours and (p[k] != o[k] or p[k] < 0))
         return Settings(each(s, dims), p, each(d, dims), transposed, [0] * dims if ours else o, groups, lopsided)

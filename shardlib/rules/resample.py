@@ -25,17 +25,6 @@ aten = torch.ops.aten
 Shape = Sequence[int]
 
 
-def _plain(text: str, *local: str, **ints: Any) -> Callable[[Call], Rule]:
-    """A row whose factors `local` may not be empty."""
-    notes = " ".join(f"{f}:local" for f in local)
-    return pattern(f"{text} {notes}" if "|" in text else f"{text} | {notes}", local=nonempty, **ints)
-
-
-def _space(dims: int) -> str:
-    """Dims that stay whole."""
-    return " ".join(["_"] * dims)
-
-
 def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
     """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up.
 
@@ -126,28 +115,11 @@ def _certain(small: int, large: int) -> bool:
 
 
 def _grid(dims: int, *, backward: bool = False) -> RuleFn:
-    points = " ".join(f"p{i}" for i in range(dims))
-    text = f"n c {_space(dims)}, n {points} _ -> n c {points} | {{0}}"
-    text = gradient(text, "0 1", of="0 1") if backward else text
+    text = f"n c {' '.join(['_'] * dims)}, n ... _ -> n c ... | n:local c:local ...:local {{0}}"
     # Of a gradient: for the image, and for the grid.
     shape = (lambda call: call.operands[0].shape) if backward else result_shape
     flops = lambda call, _: (1 + backward) * 2 * 2**dims * math.prod(shape(call))
-    return _plain(text, "n", "c", *points.split(), flops=flops)
-
-
-def _im2col(call: Call) -> Rule:
-    n = "n " if len(call.operands[0].shape) == 4 else ""
-    return _plain(f"{n}c _ _ -> {n}(c k) _ | k:whole {{0}}", *n.split(), "c")(call)
-
-
-def _col2im(call: Call) -> Rule:
-    n = "n " if len(call.operands[0].shape) == 3 else ""
-    return _plain(f"{n}(c k) _ -> {n}c _ _ | k:whole {{0}}", *n.split(), "c")(call)
-
-
-def _affine_grid(call: Call) -> Rule:
-    space = _space(len(call.args[1]) - 2)
-    return _plain(f"n _ _ -> n {space} _ | n:size(size.0) {{0}}", "n")(call)
+    return pattern(gradient(text, "0 1", of="0 1") if backward else text, local=nonempty, flops=flops)
 
 
 _NEAREST = {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")}
@@ -171,9 +143,9 @@ ROWS: dict[str, RuleFn | str] = {
         for name, sizes in family.items()
         for end in ("", "_backward")
     },
-    "im2col": _im2col,
-    "col2im": _col2im,
-    "affine_grid_generator": _affine_grid,
+    "im2col": pattern("... c _ _ -> ... (c k) _ | ...:local c:local k:whole {0}", local=nonempty),
+    "col2im": pattern("... (c k) _ -> ... c _ _ | ...:local c:local k:whole {0}", local=nonempty),
+    "affine_grid_generator": pattern("n _ _ -> n ... _ | n:local n:size(size.0) {0}", local=nonempty),
 }
 
 # Kernels for one kind of device only: the op that is there on all.

@@ -57,19 +57,12 @@ class Space:
         *,
         reduce: Mapping[str, str] | None = None,
         linear: Iterable[Iterable[int]] = (),
-        ints: Mapping[Path, tuple[int, Dim]] | None = None,
         local: Callable[[Local], Any] | None = None,
         local_factors: Iterable[str] = (),
-        rounds: Mapping[str, str] | None = None,
-        lends: Mapping[str, str] | None = None,
-        follows: Mapping[str, str] | None = None,
         reads: Mapping[str, Reads] | None = None,
-        loose: Iterable[str] = (),
-        gathers: Iterable[str] = (),
-        ones: Iterable[str] = (),
-        flops: int = 0,
-        transparent: bool = False,
+        **rest: Any,
     ) -> Rule:
+        """What is said of factors that must not be cut counts for nothing; `rest` are other fields of a `Rule`."""
         cut_locally = frozenset(local_factors) - self.whole
         return Rule(
             operands=tuple(tuple(o) for o in operands),
@@ -78,19 +71,14 @@ class Space:
             reduce={f: kind for f, kind in (reduce or {}).items() if f not in self.whole},
             whole=frozenset(self.whole),
             linear=tuple(frozenset(s) for s in linear),
-            ints=ints or {},
             local=local if cut_locally else None,
             local_factors=cut_locally,
-            rounds=rounds or {},
-            lends=lends or {},
-            follows=follows or {},
             reads={i: r for i, r in (reads or {}).items() if not {i, r.by} & self.whole},
-            loose=frozenset(loose),
-            gathers=frozenset(gathers),
-            ones=frozenset(ones),
-            flops=flops,
-            transparent=transparent,
+            **{name: frozenset(x) if name in _SETS else x for name, x in rest.items()},
         )
+
+
+_SETS = ("loose", "gathers", "ones")  # fields of rules
 
 
 def arg(call: Call | Local, position: int, name: str, default: Any = None) -> Any:
