@@ -70,9 +70,6 @@ class Shift:
         """Blocks of the long dim that make a range of the short one."""
         return self.window.reads(mine) if length(mine) else (0, 0)
 
-    def cut(self, local: Local) -> bool:
-        return any(local.axes(f) for d in self.outer for f in d)
-
 
 def granularity(block: int, long: int, most: int) -> int:
     """How large the blocks of a dim of `long` are, where all that counts are multiples of `block`, and `most` of it
