@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from torch.nn.functional import pad
 from shardlib.internals import schema_of
 from shardlib.ops.bags import MAX, MEAN, SUM
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, checked, cut, located, torch_code
-from shardlib.rules.space import Space, arg, axis, numel, result_shape
+from shardlib.rules.space import arg, axis, numel, result_shape, words
 from shardlib.rules.stencil import nonempty
 
 aten = torch.ops.aten
@@ -137,23 +138,13 @@ def _renorm(local: Local, table: Tensor, index: Tensor, *how: Any) -> Tensor:
 def _segments(call: Call) -> Rule:
     """Lengths (or offsets) lie along one dim of the data: dims before it have their own, dims behind share them."""
     backward = "backward" in schema_of(call.target).name
-    data, out = (call.operands[2], call.operands[0]) if backward else (call.operands[0], call.results[0])
-    assert out is not None
-    at = axis(arg(call, 7, "axis", 0), len(data.shape))
-    space = Space()
-    x = space.dims(data.shape, whole=[at])
-    reduced = [*x[:at], space.dim(out.shape[at], "segments", whole=True), *x[at + 1 :]]
-    bounds = [
-        [*x[:at], *space.dims(m.shape[at:], "bounds", whole=[0])] for m in call.kwargs.values() if type(m) is Meta
-    ]
-    operands = [reduced, reduced, x] if backward else [x]
-    return space.rule(
-        [*operands, *bounds],
-        [x if backward else reduced],
-        local=lambda local: nonempty(local, **({} if backward else {"unsafe": True})),
-        local_factors=[f for d in x[:at] for f in d],
-        flops=numel(data.shape),
-    )
+    data = call.operands[2 if backward else 0]
+    at = axis(arg(call, 7, "axis", 0), data.rank)
+    before, behind, tensors = words("n", at), words("d", data.rank - at - 1), 3 if backward else 1
+    terms = [f"{before} _ {behind}"] * tensors + [f"{before} _"] * (len(call.operands) - tensors)
+    notes = " ".join(f"{f}:local" for f in before.split())
+    local = nonempty if backward else partial(nonempty, unsafe=True)
+    return pattern(f"{', '.join(terms)} -> {terms[0]} | {notes}", local=local, flops=lambda *_: numel(data.shape))(call)
 
 
 ROWS: dict[str, RuleFn | str] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib.rules.lineup import Places, looking, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
-from shardlib.rules.shards import Rows, checked, cut, located, nothing
+from shardlib.rules.shards import Rows, checked, cut, located, nothing, torch_code
 from shardlib.rules.space import Space, numel, result_shape
 
 aten = torch.ops.aten
@@ -48,23 +48,18 @@ def _embedding(local: Local, table: Tensor, index: Tensor, *_: Any) -> Tensor:
 def _reads(call: Call, space: Space, places: Places) -> Rule:
     """The rule of an op that reads a table at places."""
 
-    def local(local: Local) -> Any:
-        cuts, (indices, rest, named) = places.cuts(local), places.given(local)
-        held = Rows.of(local, [d for d, factors in cuts.items() if factors])
-
-        def form(table: Tensor, given: Any) -> Tensor:
-            read = lambda table, mine: call.target(table, *places.arguments(mine), *rest, **named)
-            indices = places.ready(given, cuts)
-            return _taken(held.held(table, 0), indices, list(cuts.values()), read, places.behind)
-
-        return local.run(form, local.args[0], indices)
+    def form(local: Local, table: Tensor, *given: Any, **named: Any) -> Tensor:
+        cuts, (*_, indices), rest = places.cuts(local), given[: places.until], given[places.until :]
+        read = lambda table, mine: call.target(table, *places.arguments(mine), *rest, **named)
+        held = Rows.of(local, [d for d, factors in cuts.items() if factors]).held(table, 0)
+        return _taken(held, places.ready(indices, cuts), list(cuts.values()), read, places.behind)
 
     found = space.rule(
         [places.x, *places.indices],
         [places.out],
         reduce=dict.fromkeys(places.rows, "sum"),
         linear=[{0}],
-        local=local,
+        local=torch_code(form),
         local_factors=places.rows,
         flops=numel(result_shape(call)),
     )

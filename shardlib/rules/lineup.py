@@ -94,6 +94,11 @@ class Places:
         return tuple(range(1, 1 + len(self.indices)))
 
     @property
+    def until(self) -> int:
+        """How many arguments stand behind the table up to the indices: these, and the dim where they are no list."""
+        return 1 if self.listed else 2
+
+    @property
     def rows(self) -> tuple[str, ...]:
         """The factors of the table that indices count."""
         return tuple(f for d in self.dims if self.x for f in self.x[d])
@@ -101,15 +106,6 @@ class Places:
     def cuts(self, local: Local) -> dict[int, list[str]]:
         """What cuts each indexed dim here."""
         return {d: cut(local, self.x[d] if self.x else ()) for d in self.dims}
-
-    def given(self, local: Local) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-        """The index, or the list of them, and the arguments behind it."""
-        at, name = (1, "indices") if self.listed else (2, "index")
-        return (
-            arg(local, at, name),
-            local.args[at + 1 :],
-            {k: v for k, v in local.kwargs.items() if k not in (name, "dim")},
-        )
 
     def ready(self, given: Any, cuts: Mapping[int, Sequence[str]]) -> list[Tensor]:
         """The indices, which are checked where the dim is cut, and counted from the front."""

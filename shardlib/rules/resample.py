@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,26 +26,20 @@ Shape = Sequence[int]
 
 
 def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
-    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up.
+    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up; or 0,
+    where it is equal to the nearest one.
 
-    Where a size grows by a whole number, the block that an element becomes reads those around it.
+    Where a size grows by a whole number, the block that an element becomes reads those around it; of equal ones, it is
+    copies, unless rounding decides otherwise.
     """
 
     def rule(call: Call) -> Rule:
         small, large, times, said = _grown(call, dims, backward=backward)
-        corners = arg(call, 3 if backward else 2, "align_corners")
-        kept = [i for i in range(dims) if said[i] and times[i] and not corners]
-        work = 2 * taps**dims * max(math.prod(small), math.prod(large))
-        return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
-
-    return rule
-
-
-def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
-    """Where a size grows by a whole number, an element is a block: `h -> (h r)`, unless rounding decides otherwise."""
-
-    def rule(call: Call) -> Rule:
-        small, large, times, said = _grown(call, dims, backward=backward)
+        if taps:
+            corners = arg(call, 3 if backward else 2, "align_corners")
+            kept = [i for i in range(dims) if said[i] and times[i] and not corners]
+            work = 2 * taps**dims * max(math.prod(small), math.prod(large))
+            return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
         kept = [i for i in range(dims) if said[i] and _blocks(times[i], large[i + 2])]
         # In other dims torch has kernels that round otherwise, and chooses by shapes.
         if not all(said[i] and _certain(small[i + 2], large[i + 2]) for i in range(dims) if i not in kept):
@@ -124,25 +118,22 @@ def _grid(dims: int, *, backward: bool = False) -> RuleFn:
 
 _NEAREST = {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")}
 
-_FAMILIES: dict[Callable[..., RuleFn], dict[str, tuple[int, ...]]] = {
-    _nearest: {name: (dims,) for name, dims in _NEAREST.items()},
-    _upsample: {  # and how many elements of a dim one is made of
-        "upsample_linear1d": (1, 2),
-        "upsample_trilinear3d": (3, 2),
-        "upsample_bilinear2d": (2, 2),
-        "upsample_bicubic2d": (2, 4),
-        **{f"_upsample_{kind}2d_aa": (2, taps) for kind, taps in (("bilinear", 2), ("bicubic", 4), ("lanczos", 6))},
-    },
-    _grid: {"grid_sampler_2d": (2,), "grid_sampler_3d": (3,)},
+_ROWS: dict[str, Callable[..., RuleFn]] = {
+    **{name: partial(_upsample, dims, 0) for name, dims in _NEAREST.items()},
+    "upsample_linear1d": partial(_upsample, 1, 2),
+    "upsample_trilinear3d": partial(_upsample, 3, 2),
+    "upsample_bilinear2d": partial(_upsample, 2, 2),
+    "upsample_bicubic2d": partial(_upsample, 2, 4),
+    "_upsample_bilinear2d_aa": partial(_upsample, 2, 2),
+    "_upsample_bicubic2d_aa": partial(_upsample, 2, 4),
+    "_upsample_lanczos2d_aa": partial(_upsample, 2, 6),
+    "grid_sampler_2d": partial(_grid, 2),
+    "grid_sampler_3d": partial(_grid, 3),
 }
 
 ROWS: dict[str, RuleFn | str] = {
-    **{
-        f"{name}{end}": rule(*sizes, backward=bool(end))
-        for rule, family in _FAMILIES.items()
-        for name, sizes in family.items()
-        for end in ("", "_backward")
-    },
+    **{name: rule() for name, rule in _ROWS.items()},
+    **{f"{name}_backward": rule(backward=True) for name, rule in _ROWS.items()},
     "im2col": pattern("... c _ _ -> ... (c k) _ | ...:local c:local k:whole {0}", local=nonempty),
     "col2im": pattern("... (c k) _ -> ... c _ _ | ...:local c:local k:whole {0}", local=nonempty),
     "affine_grid_generator": pattern("n _ _ -> n ... _ | n:local n:size(size.0) {0}", local=nonempty),

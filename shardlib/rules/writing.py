@@ -19,8 +19,9 @@ from shardlib.internals import schema_of
 from shardlib.rules.lineup import Places, looking, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Looks, Meta, Rule, RuleFn
-from shardlib.rules.shards import cut, located, once
+from shardlib.rules.shards import cut, located, once, torch_code
 from shardlib.rules.space import Dim, Space, arg, argument_named, broadcast, elements, numel
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
@@ -60,22 +61,18 @@ def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], h
         space.whole |= set(entries)
     added = entries if how == "sum" else ()
 
-    def local(local: Local) -> Any:
-        cuts, shared, (indices, rest, named) = places.cuts(local), cut(local, added), places.given(local)
-
-        def form(x: Tensor, given: Any, rest: Sequence[Any], named: Any) -> Tensor:
-            there = lambda x, mine: call.target(x, *places.arguments(mine), *rest, **named)
-            # A value that addends share is added by each, which is right only where entries are not shared out.
-            return _write(once(x, shared), cuts, places.ready(given, cuts), there)
-
-        return local.run(form, local.args[0], indices, rest, named)
+    def form(local: Local, x: Tensor, *given: Any, **named: Any) -> Tensor:
+        cuts, (*_, indices), rest = places.cuts(local), given[: places.until], given[places.until :]
+        there = lambda x, mine: call.target(x, *places.arguments(mine), *rest, **named)
+        # A value that addends share is added by each, which is right only where entries are not shared out.
+        return _write(once(x, cut(local, added)), cuts, places.ready(indices, cuts), there)
 
     found = space.rule(
         [places.x, *places.indices, *values],
         [places.x],
         reduce=dict.fromkeys(entries, how) if how else {},
         linear=linear,
-        local=local,
+        local=torch_code(form),
         local_factors=(*places.rows, *added),
         gathers=entries,
         flops=numel(call.operands[-1].shape),
@@ -179,11 +176,6 @@ def _put_where(call: Call) -> Rule:
 # A tensor as one row --------------------------------------------------------------------------------------------------
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    out: Tensor = aten.index.Tensor(x.reshape(-1), [index])
-    return out
-
-
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     flat: Tensor = aten.index_put.default(x.reshape(-1), [index], source.reshape(index.shape), accumulate)
     return flat.reshape(x.shape)
@@ -234,7 +226,7 @@ ROWS: dict[str, RuleFn | str] = {
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    "take": _take,
+    **by_torch("take"),
     "put": _put,
     "_unsafe_masked_index": _masked_index,
     "_unsafe_masked_index_put_accumulate": _masked_put,
