@@ -20,7 +20,7 @@ from shardlib.aten.traits import has, returns_list
 from shardlib.errors import ShardingError
 from shardlib.internals import TorchDispatchMode, pytree, schema_of, without_modes
 from shardlib.lower import halo
-from shardlib.manual.body import Body, Piece, Shares, entered
+from shardlib.manual.body import Body, Piece, entered
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.program.device import REFUSALS, Local, frozen, makes
 from shardlib.program.steps import Var
@@ -99,7 +99,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = pytree.tree_unflatten(given, tree)
         ways = {f: self.local.ways(f) for f in self.local.factors}
         like = self.new(Local.dense((), torch.int64))
-        with entered(Body(None, tuple(ways), like, piece=self.piece, shares=self.shares, dims=ways)), self:
+        body = Body(None, tuple(ways), like, piece=self.piece, shares=self.shares, place=self.place, dims=ways)
+        with entered(body), self:
             try:
                 found = function(*args, **kwargs)
             except ShardingError:
@@ -114,10 +115,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, offset = (here(n, self.coords) for n in (self.local.size(name), self.local.offset(name)))
         return Piece(offset, size, self.local.rule.sizes.get(name, 1))
 
-    def shares(self, name: str) -> Shares:
+    def shares(self, name: str) -> list[int]:
+        return [size for (size,) in self.local.values(self.local.size(name), name)]
+
+    def place(self, name: str) -> int:
         self.asked.add(name)
-        sizes = [size for (size,) in self.local.values(self.local.size(name), name)]
-        return Shares(here(self.local.position(name), self.coords), sizes)
+        return int(here(self.local.position(name), self.coords))
 
     def new(self, x: Local) -> Tensor:
         """A tensor that is there from now on."""

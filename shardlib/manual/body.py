@@ -93,20 +93,14 @@ class Piece(NamedTuple):
     whole: int
 
 
-class Shares(NamedTuple):
-    """Which of the devices along a dim this one is, and how many elements of it each of them has."""
-
-    place: int
-    sizes: list[int]
-
-
 @dataclass(frozen=True)
 class Body:
     """The per-device code that runs now: a `shard_map` body along its axes `manual`, or the local form of a rule.
 
     `like` is one of its values while it is traced as it is written, for one device. Where all devices run at once,
     stacked, `indices` are the device's coordinates by axis, each batched in the vmap for its axis. In a local form the
-    axes are the dims of the rule, of no mesh; `piece` says of each what this device has, `shares` what all have.
+    axes are the dims of the rule, of no mesh; `piece` says of each what this device has, `shares` how much each device
+    along it has, `place` which of these it is.
     """
 
     mesh: Mesh | None
@@ -114,7 +108,8 @@ class Body:
     like: Tensor | None = None
     indices: Mapping[str, Tensor] = field(default_factory=dict)
     piece: Callable[[str], Piece] | None = None
-    shares: Callable[[str], Shares] | None = None
+    shares: Callable[[str], list[int]] | None = None
+    place: Callable[[str], int] | None = None
     dims: Mapping[str, int] = field(default_factory=dict)  # of a local form: in how many pieces each is cut
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,21 +10,26 @@ from torch import Tensor
 
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
-from shardlib.rules.shards import cut, once, shares
+from shardlib.rules.shards import cut, once
 
 aten = torch.ops.aten
 
 
-def _add_once(local: Local, bias: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+def _add_once(local: Local) -> Any:
     """`beta * bias + alpha * a @ b` with a summed factor cut: the bias is added where it begins, and nowhere else."""
     target, shared = local.call.target, cut(local, local.rule.reduce)
-    if target is aten.addmv.default:  # a product with no rows has the size of a bias that is broadcast
-        bias = bias.expand(len(a))
-    if beta == int(beta):
-        beta = int(beta) * math.prod(int(shares(f).place == 0) for f in shared)
-    else:
-        bias = once(bias, shared)
-    return target(bias, a, b, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
+
+    def form(bias: Tensor, a: Tensor, b: Tensor, first: int, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        if target is aten.addmv.default:  # a product with no rows has the size of a bias that is broadcast
+            bias = bias.expand(len(a))
+        if beta == int(beta):
+            beta = first * int(beta)
+        else:
+            bias = once(bias, shared)
+        return target(bias, a, b, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
+
+    first = local.calc(lambda *places: int(not any(places)), *map(local.position, shared))
+    return local.run(form, *local.args[:3], first, **local.kwargs)
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -41,12 +45,12 @@ ROWS: dict[str, RuleFn | str] = {
     "bmm": "b m k, b k n -> b m n | k:sum {0} {1}",
     "mv": "m k, k -> m | k:sum {0} {1}",
     "dot": "k, k -> | k:sum {0} {1}",
-    "addmm": pattern("~m n, m k, k n -> m n | k:sum k:local {0,1} {0,2}", form=_add_once),
-    "addmv": pattern("~m, m k, k -> m | k:sum k:local m:local {0,1} {0,2}", form=_add_once),
-    "addbmm": pattern("~m n, b m k, b k n -> m n | b:sum k:sum b:local k:local {0,1} {0,2}", form=_add_once),
+    "addmm": pattern("~m n, m k, k n -> m n | k:sum k:local {0,1} {0,2}", local=_add_once),
+    "addmv": pattern("~m, m k, k -> m | k:sum k:local m:local {0,1} {0,2}", local=_add_once),
+    "addbmm": pattern("~m n, b m k, b k n -> m n | b:sum k:sum b:local k:local {0,1} {0,2}", local=_add_once),
     "addr": "~m n, m, n -> m n | {0,1} {0,2}",
     "vdot": "k, k -> | k:sum {0} {1}",
     "_int_mm": "m k, k n -> m n | k:sum {0} {1}",
     "_addmm_activation": "~m n, m k, k n -> m n | k:whole",
-    "baddbmm": pattern("~b m n, b m k, b k n -> b m n | k:sum k:local {0,1} {0,2}", form=_add_once),
+    "baddbmm": pattern("~b m n, b m k, b k n -> b m n | k:sum k:local {0,1} {0,2}", local=_add_once),
 }

@@ -17,7 +17,7 @@ from shardlib.manual.collectives import all_gather
 from shardlib.ops.behind import BEHIND
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import Rows, shares, widely, worst
+from shardlib.rules.shards import Rows, place, shares, widely, worst
 from shardlib.rules.space import arg, axis
 
 aten = torch.ops.aten
@@ -33,8 +33,8 @@ def _scan(make: Callable[[Local, Any], Form], text: str, op: Any = None) -> Call
 
     def form(local: Local, x: Tensor, dim: int, **_: Any) -> Any:
         at = axis(dim, x.dim())
-        place, sizes = shares("dim")
-        earlier = sizes[:place] if op is None else sizes[place + 1 :]
+        sizes, at_dim = shares("dim"), place("dim")
+        earlier = sizes[:at_dim] if op is None else sizes[at_dim + 1 :]
         before = lambda total: turned(all_gather(total, "dim", at), at).narrow(at, 0, len(earlier))
         found = make(local, op or local.call.target)(turned(x, at), at, before, sum(earlier))
         return turned(found, at) if isinstance(found, Tensor) else tuple(turned(v, at) for v in found)

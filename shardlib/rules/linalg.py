@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib.ops.lstsq import lstsq
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import gathered, shares
+from shardlib.rules.shards import gathered, place, shares
 from shardlib.rules.space import arg, numel, result_shape
 
 aten = torch.ops.aten
@@ -82,10 +82,10 @@ def _by_triangles(_: Local, x: Tensor, mode: str = "reduced") -> tuple[Tensor, T
     """The QR decomposition of the pieces' triangles, with the first rows of the matrix as they are: the signs of what
     a decomposition by reflections makes depend on these, and on the length of what is below, in every column. Where
     columns depend on each other, the decomposition is not unique, and this is another one than that of one device."""
-    n, (place, sizes) = x.shape[-1], shares("r")
+    n, sizes, own = x.shape[-1], shares("r"), place("r")
     firsts = [max(0, min(s, n - sum(sizes[:i]))) for i, s in enumerate(sizes)]
     counts = [first + min(s - first, n) for s, first in zip(sizes, firsts, strict=True)]
-    first, begin = firsts[place], sum(counts[:place])
+    first, begin = firsts[own], sum(counts[:own])
     top, rest = x.narrow(-2, 0, first), x.narrow(-2, first, x.shape[-2] - first)
     q, r = torch.linalg.qr(rest)
     stack = gathered(torch.cat([top, r], -2), "r", x.dim() - 2, sum(counts))
@@ -108,7 +108,7 @@ def _of_triangles(local: Local, x: Tensor, *how: Any, **named: Any) -> tuple[Ten
     """The singular values of a matrix that is long in one dim are those of its pieces' triangles."""
     rows, columns = local.call.operands[0].shape[-2:]
     triangle = torch.linalg.qr(x if rows > columns else x.mT, "r")[1]
-    total = sum(min(n, rows, columns) for n in shares("r").sizes)
+    total = sum(min(n, rows, columns) for n in shares("r"))
     stack = gathered(triangle, "r", x.dim() - 2, total)
     return tuple(aten._linalg_svd.default(stack, *how, **named))
 
@@ -129,7 +129,7 @@ def _by_least_squares(local: Local, a: Tensor, b: Tensor, rcond: float | None, d
     whole, n, dtype = local.call.operands[0].shape, a.shape[-1], a.dtype
     _, residuals, *_ = local.call.results
     left = residuals is not None and residuals.shape != (0,)
-    total = sum(min(n, size) + left for size in shares("r").sizes)
+    total = sum(min(n, size) + left for size in shares("r"))
     single = b.dim() < a.dim()
     b = b.unsqueeze(-1) if single else b
     q, r = torch.linalg.qr(a)

@@ -13,7 +13,7 @@ from shardlib.manual.collectives import piece, ppermute
 from shardlib.rules.halo import extent, fetch
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule
-from shardlib.rules.shards import cut, gathered, held, shares
+from shardlib.rules.shards import cut, gathered, shares, torch_code
 from shardlib.rules.space import Space, axis
 
 
@@ -21,13 +21,13 @@ def _flip(local: Local, x: Tensor, dims: Sequence[int]) -> Tensor:
     """A piece is the piece at the other end, turned round: where all are alike, that is one exchange."""
     for at in {axis(d, x.dim()) for d in dims if x.dim()}:
         for f in cut(local, local.rule.operands[0][at]):
-            sizes, size = shares(f).sizes, local.rule.sizes[f]
+            sizes, size = shares(f), local.rule.sizes[f]
             if len({*sizes}) == 1:
                 x = ppermute(x, f, [(i, len(sizes) - 1 - i) for i in range(len(sizes))])
             else:
                 start, stop = extent((f,), size)
                 x = fetch(x, at, (f,), (size - stop, size - start), name="input")
-    return torch.flip(x, dims)
+    return torch.flip(x, tuple(dims))
 
 
 flip = pattern("[dims] -> [dims] | dims:local {0}", form=_flip, flops=0)
@@ -38,17 +38,13 @@ def send_rows(call: Call) -> Rule:
     space, (n, *_) = Space(), call.operands[0].shape
     x, pairs = space.dims(call.operands[0].shape, "n"), list(zip(*call.args[1:], strict=True))
 
-    def local(local: Local) -> Any:
-        value, (factor,) = local.args[0], x[0]
-        if local.values(local.size(factor), factor) == [{1}] * n:
-            return local.send(value, factor, pairs, [held(local, d) for d in x], name="input")
-
-        def form(value: Tensor, *args: Any) -> Tensor:
-            offset, size, whole = piece(factor)
-            sent: Tensor = call.target(gathered(value, factor, 0, whole), *args)
-            return sent.narrow(0, offset, size)
-
-        return local.run(form, *local.args)
+    def form(_: Local, value: Tensor, *args: Any) -> Tensor:
+        (factor,) = x[0]
+        if shares(factor) == [1] * n:
+            return ppermute(value, factor, pairs)  # type: ignore[no-any-return]
+        offset, size, whole = piece(factor)
+        sent: Tensor = call.target(gathered(value, factor, 0, whole), *args)
+        return sent.narrow(0, offset, size)
 
     cut = {*x[0]} if pairs else ()  # with nothing to send there are zeros everywhere
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=cut)
+    return space.rule([x], [x], linear=[{0}], local=torch_code(form), local_factors=cut)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.manual.body import Shares, group
+from shardlib.manual.body import group
 from shardlib.manual.collectives import axis_index, piece, pmax, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
@@ -45,11 +45,18 @@ def located(index: Tensor, factor: str) -> tuple[Tensor, Tensor]:
     return mine.masked_fill(outside, 0), outside
 
 
-def shares(factor: str) -> Shares:
-    """Of the devices along a factor, which one this is, and how many elements each has."""
+def shares(factor: str) -> list[int]:
+    """How many elements each of the devices along a factor has."""
     body = group("shares", factor)[0]
     assert body.shares is not None, "outside any local form"
     return body.shares(factor)
+
+
+def place(factor: str) -> int:
+    """Which of the devices along a factor this one is."""
+    body = group("place", factor)[0]
+    assert body.place is not None, "outside any local form"
+    return body.place(factor)
 
 
 def torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:

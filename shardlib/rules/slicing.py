@@ -18,7 +18,6 @@ from shardlib.manual.collectives import piece
 from shardlib.rules import moving, shifting, splicing
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import torch_code
 from shardlib.rules.space import Dim, Space, arg, axis, result_shape
 
 aten = torch.ops.aten
@@ -45,12 +44,13 @@ def _split(call: Call) -> Rule:
     rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
     x, *out = ([d if i == at else r for i, r in enumerate(rest)] for d in (whole, *short))
 
-    def form(_: Local, x: Tensor, *__: Any) -> tuple[Tensor, ...]:
-        size = piece(inner[0]).size
-        ends = [size * (sum(parts[:i]) // block) for i in range(len(parts) + 1)]
-        return tuple(aten.slice.Tensor(x, at, low, high) for low, high in itertools.pairwise(ends))
+    def local(local: Local) -> Any:
+        size = local.size(inner[0])
+        ends = [sum(parts[:i]) // block for i in range(len(parts) + 1)]
+        slices = itertools.pairwise(ends)
+        return tuple(local.op(aten.slice.Tensor, local.args[0], at, size * lo, size * hi) for lo, hi in slices)
 
-    return space.rule([x], out, linear=[{0}], local=torch_code(form), local_factors=inner)
+    return space.rule([x], out, linear=[{0}], local=local, local_factors=inner)
 
 
 def _stack(call: Call) -> Rule:

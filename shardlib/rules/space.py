@@ -64,6 +64,7 @@ class Space:
     ) -> Rule:
         """What is said of factors that must not be cut counts for nothing; `rest` are other fields of a `Rule`."""
         cut_locally = frozenset(local_factors) - self.whole
+        others: dict[str, Any] = {name: frozenset(x) if name in _SETS else x for name, x in rest.items()}
         return Rule(
             operands=tuple(tuple(o) for o in operands),
             results=tuple(tuple(r) for r in results),
@@ -74,7 +75,7 @@ class Space:
             local=local if cut_locally else None,
             local_factors=cut_locally,
             reads={i: r for i, r in (reads or {}).items() if not {i, r.by} & self.whole},
-            **{name: frozenset(x) if name in _SETS else x for name, x in rest.items()},
+            **others,
         )
 
 
