@@ -48,15 +48,25 @@ def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Ten
     return out
 
 
-Kind = Callable[[Call], str | None]  # how results of shared out entries combine; None: they stay together
+def _combined(call: Call) -> str | None:
+    """How results of shared out entries combine; None: they stay together.
+
+    Every device starts from x itself; that is the same for a sum, a maximum, a minimum, but no other reduction.
+    """
+    name, arguments = schema_of(call.target).name, {a.name for a in schema_of(call.target).arguments}
+    said = argument_named(call, "reduce") if "reduce" in arguments else "add" if name.endswith("_add") else None
+    if "accumulate" in arguments and argument_named(call, "accumulate"):
+        said = "add"
+    kind = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}.get(said or "")
+    return kind if call.kwargs.get("include_self", True) else None
 
 
-def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], how: str | None, linear: Any) -> Rule:
+def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], linear: Any) -> Rule:
     """The rule of an op that writes `values` to places of a tensor.
 
-    Of entries no order is known where devices share them out: these combine as `how` says, or stay together.
+    Of entries no order is known where devices share them out: these combine, or stay together.
     """
-    entries = places.entries
+    entries, how = places.entries, _combined(call)
     if how is None:
         space.whole |= set(entries)
     added = entries if how == "sum" else ()
@@ -90,59 +100,31 @@ def _linear(call: Call) -> list[set[int]]:
     return [{0, 2}] if reduce in (None, "add", "sum", "mean") else []
 
 
-def scattered(kind: Kind) -> RuleFn:
+def _scattered(call: Call) -> Rule:
     """`scatter(x, dim, index, src)` and its like."""
-
-    def rule(call: Call) -> Rule:
-        space = Space()
-        places = Places.beside(space, call)
-        if places is None:
-            return whole(call)
-        src, index = [], call.operands[1].shape
-        for m in call.operands[2:]:
-            fits = [a == b for a, b in zip(m.shape, index, strict=False)]
-            space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
-            sized = zip(fits, places.out, m.shape, strict=False)
-            src = [[d if same else space.dim(n, "s", whole=True) for same, d, n in sized]]
-        return replace(_writes(call, space, places, src, kind(call), _linear(call)), flops=numel(index))
-
-    return rule
+    space = Space()
+    places = Places.beside(space, call)
+    if places is None:
+        return whole(call)
+    src, index = [], call.operands[1].shape
+    for m in call.operands[2:]:
+        fits = [a == b for a, b in zip(m.shape, index, strict=False)]
+        space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
+        sized = zip(fits, places.out, m.shape, strict=False)
+        src = [[d if same else space.dim(n, "s", whole=True) for same, d, n in sized]]
+    return replace(_writes(call, space, places, src, _linear(call)), flops=numel(index))
 
 
-def indexed(kind: Kind) -> RuleFn:
+def _indexed(call: Call) -> Rule:
     """`op(x, dim, index, source, ...)`, which writes rows of `source` (or a number) to the rows that `index` names."""
-
-    def rule(call: Call) -> Rule:
-        space = Space()
-        places = Places.along(space, call, wraps=call.target in _WRAPS)
-        rows = [(places.entries if i in places.dims else d) for i, d in enumerate(places.x)]
-        return _writes(
-            call, space, places, [rows if m.shape else [] for m in call.operands[2:]], kind(call), _linear(call)
-        )
-
-    return rule
+    space = Space()
+    places = Places.along(space, call, wraps=call.target in _WRAPS)
+    rows = [(places.entries if i in places.dims else d) for i, d in enumerate(places.x)]
+    return _writes(call, space, places, [rows if m.shape else [] for m in call.operands[2:]], _linear(call))
 
 
 # Ops that count negative indices from the end.
 _WRAPS = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
-
-
-def extremes(call: Call) -> str | None:
-    """Every device starts from x itself; that is the same for a maximum, a minimum, but no other reduction."""
-    kind = {"amax": "max", "amin": "min"}.get(arg(call, 4, "reduce"))
-    return kind if call.kwargs.get("include_self", True) else None
-
-
-def _reduces(call: Call) -> str | None:
-    """`scatter_reduce(x, dim, index, src, reduce, include_self)`."""
-    if arg(call, 4, "reduce") == "sum":
-        return "sum" if call.kwargs.get("include_self", True) else None
-    return extremes(call)
-
-
-def _adds(call: Call) -> str | None:
-    """`scatter(x, dim, index, src, reduce)`."""
-    return "sum" if call.kwargs["reduce"] == "add" else None
 
 
 def _index_put(call: Call) -> Rule:
@@ -152,8 +134,7 @@ def _index_put(call: Call) -> Rule:
     space = Space()
     places = Places.advanced(space, call)
     values = broadcast(places.out, call.operands[-1].shape)
-    how = "sum" if arg(call, 3, "accumulate", False) else None
-    return _writes(call, space, places, [values], how, [{0, len(call.operands) - 1}])
+    return _writes(call, space, places, [values], [{0, len(call.operands) - 1}])
 
 
 def _put_where(call: Call) -> Rule:
@@ -214,14 +195,11 @@ _ROWS_ADDED = pattern(
 
 ROWS: dict[str, RuleFn | str] = {
     "embedding_dense_backward": lambda call: looking(_ROWS_ADDED(call), Looks(("v",), (1,), 0)),
-    **dict.fromkeys(["scatter.src", "scatter.value"], scattered(lambda call: None)),
-    "scatter_add": scattered(lambda call: "sum"),
-    "index_add": indexed(lambda call: "sum"),
-    **dict.fromkeys(["index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"], indexed(lambda call: None)),
-    "index_reduce": indexed(extremes),
+    **dict.fromkeys(["scatter.src", "scatter.value", "scatter_add", "scatter_reduce.two"], _scattered),
+    **dict.fromkeys(["scatter.reduce", "scatter.value_reduce"], _scattered),
+    **dict.fromkeys(["index_add", "index_copy", "index_reduce"], _indexed),
+    **dict.fromkeys(["index_fill.int_Scalar", "index_fill.int_Tensor"], _indexed),
     **dict.fromkeys(["index_put", "_unsafe_index_put", "_index_put_impl"], _index_put),
-    "scatter_reduce.two": scattered(_reduces),
-    **dict.fromkeys(["scatter.reduce", "scatter.value_reduce"], scattered(_adds)),
     **dict.fromkeys(["masked_scatter", "masked_scatter_backward"], whole),
 }
 
