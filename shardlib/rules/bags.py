@@ -8,7 +8,6 @@ its last.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,7 +73,7 @@ def _embedding_bag(call: Call) -> Rule:
     kinds = "v:whole d:local d:none" if most else "v:sum v:local d:local d:none"
     weights = ", _" if len(call.operands) == 4 else ""
     text = f"v d, _, _{weights} -> _ d, _, _, {'_ d' if most else '_'} | {kinds}"
-    return replace(pattern(text, local=_where_cut(_bag), flops=_looked_up)(call), complete=frozenset({1, 2, 3}))
+    return pattern(text, local=_where_cut(_bag), complete=frozenset({1, 2, 3}), flops=_looked_up)(call)
 
 
 def _even_bag(
@@ -90,7 +89,7 @@ def _even_bags(call: Call) -> Rule:
     mode = arg(call, 3, "mode")
     kinds = f"{'v:whole' if mode == MAX else 'v:sum v:local'} d:local d:none b:none"
     text = f"v d, b t, b t -> b d, {'_' if mode == SUM else 'b'}, {'b d' if mode == MAX else '_'} | {kinds}"
-    return replace(pattern(text, local=_where_cut(_even_bag), flops=_looked_up)(call), complete=frozenset({1, 2}))
+    return pattern(text, local=_where_cut(_even_bag), complete=frozenset({1, 2}), flops=_looked_up)(call)
 
 
 def _bag_backward(first: int, bag: str, between: str) -> RuleFn:

@@ -7,13 +7,12 @@ pending sum over the devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.lineup import Places, looking, masks, whole
+from shardlib.rules.lineup import Places, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
 from shardlib.rules.shards import Rows, checked, cut, located, nothing, torch_code
@@ -54,16 +53,16 @@ def _reads(call: Call, space: Space, places: Places) -> Rule:
         held = Rows.of(local, [d for d, factors in cuts.items() if factors]).held(table, 0)
         return _taken(held, places.ready(indices, cuts), list(cuts.values()), read, places.behind)
 
-    found = space.rule(
+    return space.rule(
         [places.x, *places.indices],
         [places.out],
         reduce=dict.fromkeys(places.rows, "sum"),
         linear=[{0}],
         local=torch_code(form),
         local_factors=places.rows,
+        looks=Looks(places.rows, places.given_as),
         flops=numel(result_shape(call)),
     )
-    return replace(found, looks=Looks(places.rows, places.given_as))
 
 
 def _gather(call: Call) -> Rule:
@@ -83,12 +82,13 @@ def _index(call: Call) -> Rule | None:
     return None if masks(call) else _reads(call, space, Places.advanced(space, call))
 
 
-_EMBEDDING = pattern(
-    "v d, ... -> ... d | v:sum v:local {0}", form=_embedding, flops=lambda call, _: numel(result_shape(call))
-)
-
 ROWS: dict[str, RuleFn | str] = {
-    "embedding": lambda call: looking(_EMBEDDING(call), Looks(("v",), (1,))),
+    "embedding": pattern(
+        "v d, ... -> ... d | v:sum v:local {0}",
+        form=_embedding,
+        looks=Looks(("v",), (1,)),
+        flops=lambda call, _: numel(result_shape(call)),
+    ),
     "gather": _gather,
     "index_select": _index_select,
     **dict.fromkeys(["index.Tensor", "_unsafe_index.Tensor"], _index),

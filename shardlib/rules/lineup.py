@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.rule import Call, Local, Looks, Meta, Rule
+from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.shards import checked, cut
 from shardlib.rules.space import Dim, Space, arg, axis, broadcast, join, numel
 
@@ -122,11 +122,6 @@ class Places:
         if not self.listed:
             return [*self.dims, *queue]
         return [[next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]]
-
-
-def looking(rule: Rule | None, looks: Looks) -> Rule | None:
-    """A rule of which it is said what it looks up."""
-    return None if rule is None else replace(rule, looks=looks)
 
 
 def masks(call: Call) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,11 +75,10 @@ def _nll_rule(call: Call) -> Rule:
     text = f"{logits}, {target}, c -> {loss}, | "
     if backward:
         return pattern(gradient(f"{text} c:local", "0 1 2 r1"), form=_nll_backward)(call)
-    rule = pattern(f"{text} {kinds}", form=_nll, flops=lambda call, _: 2 * numel(call.operands[1].shape))(call)
     # How many targets count does not depend on who has their classes; what these weigh does.
-    if rule is None or reduction != _SUM or argument_named(call, "weight") is not None:
-        return rule
-    return replace(rule, complete=frozenset({(1, "c")}))
+    counted = reduction == _SUM and argument_named(call, "weight") is None
+    flops, complete = 2 * numel(call.operands[1].shape), frozenset([(1, "c")] if counted else [])
+    return pattern(f"{text} {kinds}", form=_nll, complete=complete, flops=lambda *_: flops)(call)
 
 
 def _scores_backward(local: Local, *args: Any) -> Any:

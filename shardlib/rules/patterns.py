@@ -24,15 +24,15 @@ def pattern(
     local: Callable[[Local], Any] | None = None,
     form: Callable[..., Any] | None = None,
     flops: Callable[[Call, int], int] | int | None = None,
-    transparent: bool = False,
     stencil: Stencil | None = None,
+    **fields: Any,
 ) -> Callable[[Call], Rule]:
     """A rule function from the notation.
 
     `form` is the local form as torch code, which gets what it is a form of, then what the op gets: tensors in pieces.
     `flops` says how many a point of the iteration space is, or gets the call and the size of that; without it, a point
     is two operations where operands are contracted; elsewhere there is one for each element of the largest tensor.
-    `stencil` says what results read of a dim, where the text does not.
+    `stencil` says what results read of a dim, where the text does not; `fields` are others of the rule.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ def pattern(
     """
     parsed, local = parse(text), torch_code(form) if form else local
     work = (lambda _, points: flops * points) if isinstance(flops, int) else flops
-    return lambda call: _apply(parsed, call, local, work, transparent, stencil)
+    return lambda call: _apply(parsed, call, local, work, stencil, fields)
 
 
 def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
@@ -89,8 +89,8 @@ def _apply(
     call: Call,
     local: Callable[[Local], Any] | None,
     flops: Callable[[Call, int], int] | None,
-    transparent: bool,
     stencil: Stencil | None,
+    fields: Mapping[str, Any],
 ) -> Rule:
     here = present(call, len(pattern.operands))
     if len(here) != len(call.operands) or len(pattern.results) != len(call.results):
@@ -181,7 +181,7 @@ def _apply(
         gathers=gathers,
         ones=[f for f, n in sizes.items() if n == 1 and not is_own(f)],
         flops=flops(call, points) if flops else 2 * points if _contracts(labelled, reduce) else largest(call),
-        transparent=transparent,
+        **fields,
     )
 
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ def _spliced(
 
     follows = {i: o for s in splices.values() for i, o in s.follows.items() if i not in space.whole}
     led = {*follows, *(f for s in splices.values() for f in s.out)}
-    found = space.rule(
+    return space.rule(
         [labels(i) if i in there else space.dims(m.shape, whole=[0]) for i, m in enumerate(call.operands)],
         [labels(None)],
         reduce=dict.fromkeys(follows, "none"),
@@ -192,8 +192,8 @@ def _spliced(
         local_factors=led,
         follows=follows,
         reads={k: v for s in splices.values() for k, v in s.reads.items()},
+        held=tuple(held for s in splices.values() for held in s.held),
     )
-    return replace(found, held=tuple(held for s in splices.values() for held in s.held))
 
 
 def cat(call: Call) -> Rule:

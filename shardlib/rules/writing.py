@@ -8,7 +8,6 @@ Every other reduction needs its entries in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardlib.internals import schema_of
-from shardlib.rules.lineup import Places, looking, masks, whole
+from shardlib.rules.lineup import Places, masks, whole
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Looks, Meta, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
 from shardlib.rules.shards import cut, located, once, torch_code
 from shardlib.rules.space import Dim, Space, arg, argument_named, broadcast, elements, numel
 from shardlib.rules.written import by_torch
@@ -48,28 +47,31 @@ def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Ten
     return out
 
 
-def _combined(call: Call) -> str | None:
-    """How results of shared out entries combine; None: they stay together.
-
-    Every device starts from x itself; that is the same for a sum, a maximum, a minimum, but no other reduction.
-    """
-    name, arguments = schema_of(call.target).name, {a.name for a in schema_of(call.target).arguments}
-    said = argument_named(call, "reduce") if "reduce" in arguments else "add" if name.endswith("_add") else None
-    if "accumulate" in arguments and argument_named(call, "accumulate"):
-        said = "add"
-    kind = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}.get(said or "")
-    return kind if call.kwargs.get("include_self", True) else None
+def _reduction(call: Call) -> str | None:
+    """How what is written goes together with what is there; None: it replaces that."""
+    arguments = {a.name for a in schema_of(call.target).arguments}
+    if "reduce" in arguments:
+        return argument_named(call, "reduce")  # type: ignore[no-any-return]
+    adds = "accumulate" in arguments and argument_named(call, "accumulate")
+    return "add" if adds or schema_of(call.target).name.endswith("_add") else None
 
 
-def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], linear: Any) -> Rule:
+def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], flops: int | None = None) -> Rule:
     """The rule of an op that writes `values` to places of a tensor.
 
-    Of entries no order is known where devices share them out: these combine, or stay together.
+    Of entries no order is known where devices share them out: these add up, or are compared, or stay together. Every
+    device starts from x itself; that is the same for a sum, a maximum, a minimum, but no other reduction.
     """
-    entries, how = places.entries, _combined(call)
-    if how is None:
+    entries, said = places.entries, _reduction(call)
+    how = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}.get(said or "")
+    if how is None or not call.kwargs.get("include_self", True):
+        how = None
         space.whole |= set(entries)
     added = entries if how == "sum" else ()
+    # Sums on x and on what is written may stay pending: not where a number is written, unless it is 0.
+    linear: list[set[int]] = [{0, len(call.operands) - 1}] if said in (None, "add", "sum", "mean") else []
+    if not values:
+        linear = [] if said or argument_named(call, "value") else [{0}]
 
     def form(local: Local, x: Tensor, *given: Any, **named: Any) -> Tensor:
         cuts, (*_, indices), rest = places.cuts(local), given[: places.until], given[places.until :]
@@ -77,7 +79,7 @@ def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], l
         # A value that addends share is added by each, which is right only where entries are not shared out.
         return _write(once(x, cut(local, added)), cuts, places.ready(indices, cuts), there)
 
-    found = space.rule(
+    return space.rule(
         [places.x, *places.indices, *values],
         [places.x],
         reduce=dict.fromkeys(entries, how) if how else {},
@@ -85,19 +87,9 @@ def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], l
         local=torch_code(form),
         local_factors=(*places.rows, *added),
         gathers=entries,
-        flops=numel(call.operands[-1].shape),
+        looks=Looks(places.rows, places.given_as, 1 + len(places.indices)) if values else None,
+        flops=numel(call.operands[-1].shape) if flops is None else flops,
     )
-    written = 1 + len(places.indices)
-    return replace(found, looks=Looks(places.rows, places.given_as, written) if values else None)
-
-
-def _linear(call: Call) -> list[set[int]]:
-    """Sums on x and on what is written may stay pending: not where a number is written, unless it is 0."""
-    reduce = call.kwargs.get("reduce", arg(call, 4, "reduce"))
-    value = argument_named(call, schema_of(call.target).arguments[3].name)
-    if not isinstance(value, Meta):
-        return [] if value or reduce else [{0}]
-    return [{0, 2}] if reduce in (None, "add", "sum", "mean") else []
 
 
 def _scattered(call: Call) -> Rule:
@@ -112,7 +104,7 @@ def _scattered(call: Call) -> Rule:
         space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
         sized = zip(fits, places.out, m.shape, strict=False)
         src = [[d if same else space.dim(n, "s", whole=True) for same, d, n in sized]]
-    return replace(_writes(call, space, places, src, _linear(call)), flops=numel(index))
+    return _writes(call, space, places, src, numel(index))
 
 
 def _indexed(call: Call) -> Rule:
@@ -120,7 +112,7 @@ def _indexed(call: Call) -> Rule:
     space = Space()
     places = Places.along(space, call, wraps=call.target in _WRAPS)
     rows = [(places.entries if i in places.dims else d) for i, d in enumerate(places.x)]
-    return _writes(call, space, places, [rows if m.shape else [] for m in call.operands[2:]], _linear(call))
+    return _writes(call, space, places, [rows if m.shape else [] for m in call.operands[2:]])
 
 
 # Ops that count negative indices from the end.
@@ -134,7 +126,7 @@ def _index_put(call: Call) -> Rule:
     space = Space()
     places = Places.advanced(space, call)
     values = broadcast(places.out, call.operands[-1].shape)
-    return _writes(call, space, places, [values], [{0, len(call.operands) - 1}])
+    return _writes(call, space, places, [values])
 
 
 def _put_where(call: Call) -> Rule:
@@ -190,11 +182,12 @@ _ROWS_ADDED = pattern(
     "... d, ... -> v d | ...:sum ...:gather ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
     "v:size(num_weights) {0}",
     form=_embedding_backward,
+    looks=Looks(("v",), (1,), 0),
     flops=elements,
 )
 
 ROWS: dict[str, RuleFn | str] = {
-    "embedding_dense_backward": lambda call: looking(_ROWS_ADDED(call), Looks(("v",), (1,), 0)),
+    "embedding_dense_backward": _ROWS_ADDED,
     **dict.fromkeys(["scatter.src", "scatter.value", "scatter_add", "scatter_reduce.two"], _scattered),
     **dict.fromkeys(["scatter.reduce", "scatter.value_reduce"], _scattered),
     **dict.fromkeys(["index_add", "index_copy", "index_reduce"], _indexed),
