@@ -29,33 +29,30 @@ aten = torch.ops.aten
 
 def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool | None = None) -> RuleFn:
     """Of channels `c`; `{saved}` is what only a call reads, or makes, that trains, as an argument says or `trains`."""
-
     backward = form is _backward
 
-    def made(training: bool) -> RuleFn:
-        def local(local: Local) -> Any:
-            n, c, *space = local.rule.operands[0]
-            batch = [f for d in (n, *space) for f in d]
-            if not (training and cut(local, batch)) and not any(may_be_empty(local, f) for f in (*batch, *c)):
-                return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
-            rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
-            unread = [m.shape for m in local.call.results[1:3] if m is not None]
-            every = partial(form, rows if training else replace(rows, factors=()), unread, training)
-            wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
-            return local.run(wanted, *local.args)
-
+    def rule(call: Call) -> Rule:
+        flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
+        training = bool(argument_named(call, flag) if flag else trains)
         rows = "sum" if backward and not training else "none"
         said = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
         flops = lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape)
-        return pattern(f"{text.format(saved='c' if training else '_')} | {said}", local=local, flops=flops)
-
-    rules = {training: made(training) for training in (False, True)}
-
-    def rule(call: Call) -> Rule | None:
-        flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
-        return rules[bool(argument_named(call, flag) if flag else trains)](call)
+        local = partial(_batch_local, form, training)
+        return pattern(f"{text.format(saved='c' if training else '_')} | {said}", local=local, flops=flops)(call)
 
     return rule
+
+
+def _batch_local(form: Callable[..., tuple[Tensor, ...]], training: bool, local: Local) -> Any:
+    n, c, *space = local.rule.operands[0]
+    batch = [f for d in (n, *space) for f in d]
+    if not (training and cut(local, batch)) and not any(may_be_empty(local, f) for f in (*batch, *c)):
+        return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
+    rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
+    unread = [m.shape for m in local.call.results[1:3] if m is not None]
+    every = partial(form, rows if training else replace(rows, factors=()), unread, training)
+    wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
+    return local.run(wanted, *local.args)
 
 
 _FLAGS = {"training", "train", "update"}

@@ -7,7 +7,7 @@ the global count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,16 +57,10 @@ def _nll_backward(
     return local.call.target(grad, x, _classes(local, target, ignore), weight, reduction, -1, total)  # type: ignore[no-any-return]
 
 
-def _dims(shape: Sequence[int]) -> tuple[str, str]:
-    """Words for the logits and the targets: the classes stand first, or behind the batch."""
-    space = " ".join(f"s{i}" for i in range(len(shape) - 2))
-    return ("c", "") if len(shape) == 1 else (f"n c {space}", f"n {space}")
-
-
 def _nll_rule(call: Call) -> Rule:
     """Sums and single losses add up over rows and classes; of the logits one is looked up for each target."""
     backward = "backward" in schema_of(call.target).name
-    logits, target = _dims(call.operands[int(backward)].shape)
+    logits, target = ("n c ...", "n ...") if call.operands[int(backward)].rank > 1 else ("c", "")
     reduction = argument_named(call, "reduction")
     summed = ["c", *target.split()] if reduction != _NONE else ["c"]
     kinds = " ".join(f"{f}:{'none' if reduction == _MEAN else 'sum'}" for f in summed)

@@ -22,7 +22,7 @@ from shardlib.internals import pytree
 from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
 from shardlib.rules.rule import Labels, Local, Path, Reads
 from shardlib.rules.shards import may_be_empty
-from shardlib.rules.window import Pool, Window
+from shardlib.rules.window import Window
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,36 @@ class Reach:
 
     @staticmethod
     def windows(source: str, size: int, count: int, window: Window, *, ceil: bool = False) -> Reach:
-        pool = Pool(window, size, count, ceil)
+        """Windows of an op that pads itself; where it rounds up (`ceil`), none begins behind that padding."""
+        stride, pad, span = window.stride, window.padding, window.span
+
+        def need(r: Range) -> Range:
+            """Which inputs a range of results reads."""
+            low, high = window.reads(r)
+            return (max(low, 0), min(high, size)) if length(r) else (low, high)
+
+        def first(r: Range) -> int:
+            """The first result that the op makes on a frame: it has no padding in front of a device's own, and a window
+            fits in where one fits in the whole."""
+            before = max(-(-pad // stride), r[0] - max(size - span, 0) // stride)
+            return r[0] - min(r[0], before) if length(r) else r[0]
+
+        def frame(r: Range) -> Range:
+            """The inputs that the op is run on, of which those in `need` matter for a device's own results."""
+            low, high = need(r)
+            if not length(r):
+                return low, high
+            return first(r) * stride, max(high, min(first(r) * stride + span, size))
+
+        def made(r: Range) -> Range:
+            """The results that the op makes there."""
+            n = length(frame(r))
+            room = n + 2 * pad - span
+            many = (-(-room // stride) if ceil else room // stride) + 1
+            return first(r), first(r) + many - (ceil and (many - 1) * stride >= n + pad)
+
         lies = lambda f: (source, window.laid(f, count))
-        return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made, lies)
+        return Reach(source, size, count, (lambda r: overlap((0, size), need(r)),), frame, made, lies)
 
     @staticmethod
     def sliding(window: Window, source: str, size: int, count: int, *, back: bool, every: bool, **how: Any) -> Reach:
