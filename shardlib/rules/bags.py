@@ -28,8 +28,7 @@ aten = torch.ops.aten
 
 def _spare(index: Tensor, rows: int, padding: int = -1) -> Tensor:
     """Indices as this shard counts; those on other devices, and the padding, are one behind the shard's last."""
-    mine, outside = located(index, "v")
-    skipped = outside | (index == padding) if padding >= 0 else outside
+    mine, skipped = located(index, "v", padding)
     return mine.masked_fill(skipped, rows)
 
 
@@ -116,9 +115,8 @@ def _bag_backward(first: int, bag: str, between: str) -> RuleFn:
 
 def _weights_backward(local: Local, grad: Tensor, table: Tensor, index: Tensor, *rest: Any) -> Tensor:
     """The gradient of a weight is the product of a row and the bag's gradient: 0 where the row is elsewhere."""
-    mine, outside = located(index, "v")
     *more, padding = rest
-    skipped = outside | (index == padding) if padding >= 0 else outside
+    mine, skipped = located(index, "v", padding)
     grad, table = Rows.of(local, [1]).held(grad, 0), Rows.of(local, [0, 1], 1).held(table, 0)
     return local.call.target(grad, table, mine, *more, -1).masked_fill(skipped, 0)  # type: ignore[no-any-return]
 

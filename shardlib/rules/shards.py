@@ -34,14 +34,15 @@ def held(local: Local, dim: Iterable[str]) -> Any:
     return local.calc(lambda *n: math.prod(n), *map(local.size, dim))
 
 
-def located(index: Tensor, factor: str) -> tuple[Tensor, Tensor]:
+def located(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tensor]:
     """An index into the cut dim `factor`, as this device's piece counts: `(index, outside)`.
 
-    `index` is 0 where the element lies on another device, and `outside` is True there.
+    `index` is 0 where the element lies on another device, or is that of the padding, and `outside` is True there.
     """
     offset, size, _ = piece(factor)
     mine = index - offset
     outside = (mine < 0) | (mine >= size)
+    outside = outside | (index == padding) if padding >= 0 else outside
     return mine.masked_fill(outside, 0), outside
 
 
