@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.internals import schema_of
 from shardlib.ops.convolve import CONVOLVE, CONVOLVE_BACKWARD
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
@@ -76,17 +75,16 @@ def _forward(call: Call) -> Rule:
     return pattern(f"{_text(call, x, weight, out)} ci:sum {linear}", stencil=stencil, flops=lambda *_: flops)(call)
 
 
-def _convolved(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _convolved(local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """A sum over input channels that are cut has the bias once."""
-    given, labels = _inside(local.call, args, kwargs, begins), local.rule.operands[1]
+    given, labels = _inside(given, begins), local.rule.operands[1]
     if (bias := given["bias"]) is not None:
         given["bias"] = once(bias, cut(local, {f for d in labels for f in d if local.rule.reduce.get(f) == "sum"}))
     return local.call.target(**given)
 
 
-def _inside(call: Call, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> dict[str, Any]:
+def _inside(given: dict[str, Any], begins: Mapping[int, int]) -> dict[str, Any]:
     """The arguments for operands of which some dims are framed: there zeros stand around them already."""
-    given = dict(zip((a.name for a in schema_of(call.target).arguments), args, strict=False)) | kwargs
     for name in given.keys() & {"padding", "output_padding", "after"}:
         around = each(given[name], len(given["weight"].shape) - 2)
         given[name] = [0 if 2 + k in begins else n for k, n in enumerate(around)]
@@ -123,9 +121,9 @@ def _backward_local(stencil: Stencil, local: Local) -> Any:
     return local.run(form, grad, firsts, local.args, local.kwargs, sizes)
 
 
-def _pulled(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _pulled(local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The gradients of x and of the weight: that of the bias has nothing to do with what is read around."""
-    given = _inside(local.call, args, kwargs, begins)
+    given = _inside(given, begins)
     return local.call.target(**given | {"bias_sizes": None, "output_mask": [*given["output_mask"][:2], False]})
 
 

@@ -16,7 +16,7 @@ from shardlib.rules.lineup import Places, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
 from shardlib.rules.shards import Rows, checked, cut, located, nothing, torch_code
-from shardlib.rules.space import Space, numel, result_shape
+from shardlib.rules.space import numel, result_shape
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def _embedding(local: Local, table: Tensor, index: Tensor, *_: Any) -> Tensor:
     return _taken(Rows.of(local, [0]).held(table, 0), indices, [cut(local, ["v"])], read, 1)
 
 
-def _reads(call: Call, space: Space, places: Places) -> Rule:
+def _reads(call: Call, places: Places) -> Rule:
     """The rule of an op that reads a table at places."""
 
     def form(local: Local, table: Tensor, *given: Any, **named: Any) -> Tensor:
@@ -53,7 +53,7 @@ def _reads(call: Call, space: Space, places: Places) -> Rule:
         held = Rows.of(local, [d for d, factors in cuts.items() if factors]).held(table, 0)
         return _taken(held, places.ready(indices, cuts), list(cuts.values()), read, places.behind)
 
-    return space.rule(
+    return places.space.rule(
         [places.x, *places.indices],
         [places.out],
         reduce=dict.fromkeys(places.rows, "sum"),
@@ -67,19 +67,12 @@ def _reads(call: Call, space: Space, places: Places) -> Rule:
 
 def _gather(call: Call) -> Rule:
     """`gather(x, dim, index)`. Other dims of the index may be shorter than x's; those stay whole."""
-    space = Space()
-    places = Places.beside(space, call)
-    return _reads(call, space, places) if places else whole(call)
-
-
-def _index_select(call: Call) -> Rule:
-    space = Space()
-    return _reads(call, space, Places.along(space, call))
+    places = Places.beside(call)
+    return _reads(call, places) if places else whole(call)
 
 
 def _index(call: Call) -> Rule | None:
-    space = Space()
-    return None if masks(call) else _reads(call, space, Places.advanced(space, call))
+    return None if masks(call) else _reads(call, Places.advanced(call))
 
 
 ROWS: dict[str, RuleFn | str] = {
@@ -90,6 +83,6 @@ ROWS: dict[str, RuleFn | str] = {
         flops=lambda call, _: numel(result_shape(call)),
     ),
     "gather": _gather,
-    "index_select": _index_select,
+    "index_select": lambda call: _reads(call, Places.along(call)),
     **dict.fromkeys(["index.Tensor", "_unsafe_index.Tensor"], _index),
 }

@@ -35,6 +35,7 @@ class Places:
     * `listed`: the op takes a list of indices, else a dim and an index; `wraps`: they may count from the end.
     """
 
+    space: Space
     shape: Sequence[int]
     x: list[Dim]
     dims: list[int]
@@ -46,10 +47,10 @@ class Places:
     wraps: bool = False
 
     @staticmethod
-    def advanced(space: Space, call: Call) -> Places:
+    def advanced(call: Call) -> Places:
         """Of `x[indices]`."""
         given: list[Meta | None] = list(arg(call, 1, "indices"))
-        shape = call.operands[0].shape
+        space, shape = Space(), call.operands[0].shape
         x = space.dims(shape)
         dims = [i for i, m in enumerate(given) if m is not None]
         metas = [m for m in given if m is not None]
@@ -61,19 +62,19 @@ class Places:
         out = [*(x[i] for i in front), *index, *(x[i] for i in kept[len(front) :])]
         entries = tuple(f for d in index for f in d)
         indices = [broadcast(index, m.shape) for m in metas]
-        return Places(shape, x, dims, indices, out, entries, len(kept) - len(front), listed=True, wraps=True)
+        return Places(space, shape, x, dims, indices, out, entries, len(kept) - len(front), listed=True, wraps=True)
 
     @staticmethod
-    def along(space: Space, call: Call, *, wraps: bool = False) -> Places:
+    def along(call: Call, *, wraps: bool = False) -> Places:
         """Of ops that take a dim, and an index that names rows of it."""
-        shape = call.operands[0].shape
+        space, shape = Space(), call.operands[0].shape
         at = axis(arg(call, 1, "dim"), len(shape))
         x, index = space.dims(shape), space.dims(call.operands[1].shape, "j")
         out = [*x[:at], *(index or [()]), *x[at + 1 :]] if shape else []
-        return Places(shape, x, [at], [index], out, sum(index, ()), max(len(shape) - 1 - at, 0), wraps=wraps)
+        return Places(space, shape, x, [at], [index], out, sum(index, ()), max(len(shape) - 1 - at, 0), wraps=wraps)
 
     @staticmethod
-    def beside(space: Space, call: Call) -> Places | None:
+    def beside(call: Call) -> Places | None:
         """Of ops that take a dim, and an index of as many dims as the table; others are shared where sizes agree.
 
         An index may also have no elements, or be a number.
@@ -81,12 +82,12 @@ class Places:
         shape, index = call.operands[0].shape, call.operands[1].shape
         if len(shape) != len(index):
             return None
-        at = axis(arg(call, 1, "dim"), len(shape))
+        space, at = Space(), axis(arg(call, 1, "dim"), len(shape))
         x, out = [], []
         for i, (n, m) in enumerate(zip(shape, index, strict=True)):
             x.append(space.dim(n, "v") if i == at else space.dim(n, whole=n != m))
             out.append(x[-1] if i != at and n == m else space.dim(m, "j", whole=i != at))
-        return Places(shape, x, [at], [out], out, out[at] if shape else ())
+        return Places(space, shape, x, [at], [out], out, out[at] if shape else ())
 
     @property
     def given_as(self) -> tuple[int, ...]:

@@ -81,11 +81,9 @@ def _beside(call: Call, dims: int, x: str) -> list[str]:
     return [f"{batch} {'c' if m.shape[1] > 1 else '1'} _" for m in call.operands[1:]]
 
 
-def _run(dims: int, local: Local, args: Sequence[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _run(dims: int, local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The op, on a part of the plane that begins there."""
-    call = local.call
-    given = dict(zip((a.name for a in schema_of(call.target).arguments), args, strict=False)) | kwargs
-    part = given["self"].shape
+    call, part = local.call, given["self"].shape
     if "backward" in str(call.target):
         if "indices" in given and begins:
             at = {d: -n for d, n in begins.items()}

@@ -18,7 +18,7 @@ from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, wide, worst
-from shardlib.rules.space import arg, axes, numel, result_dtype, result_shape
+from shardlib.rules.space import arg, axes, numel, result, result_shape
 from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def _mean(local: Local, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Tensor:
     """Local sum over global count; half precision is summed in single, where counts do not overflow."""
-    shape, out, dtype = local.call.operands[0].shape, result_shape(local.call), result_dtype(local.call)
+    shape, out, dtype = local.call.operands[0].shape, result_shape(local.call), result(local.call).dtype
     dims = axes(dim, len(shape))
     count = numel(shape) // max(numel(out), 1)
     return (x.sum(dims, keepdim=len(out) == len(shape), dtype=wide(dtype)) / count).to(dtype)
@@ -48,7 +48,7 @@ def _truth(kind: str) -> RuleFn:
 
 def _prod(local: Local, *args: Any, **kwargs: Any) -> Tensor:
     """Products of the pieces, gathered: no sum or maximum can stand for them while they are pending."""
-    row, how = cut(local, local.rule.reduce), {"dtype": result_dtype(local.call)}
+    row, how = cut(local, local.rule.reduce), {"dtype": result(local.call).dtype}
     pieces = all_gather(local.call.target(*args, **(kwargs | how)), row, tiled=False)
     return pieces.prod(0, **how)  # type: ignore[no-any-return]
 
@@ -65,7 +65,7 @@ def _vector_norm(call: Call) -> Rule | None:
 
 
 def _norm(local: Local, x: Tensor, order: float = 2, *how: Any, **named: Any) -> Tensor:
-    rows, out = Rows.over(local, "dim"), result_dtype(local.call)
+    rows, out = Rows.over(local, "dim"), result(local.call).dtype
     held = rows.held(x, math.inf if order < 0 else 0)  # which changes no norm
     if order in _PENDING:
         return local.call.target(held, order, *how, **named)  # type: ignore[no-any-return]

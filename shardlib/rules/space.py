@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
-from shardlib.rules.rule import Call, Local, Path, Reads, Rule
+from shardlib.rules.rule import Call, Local, Meta, Path, Reads, Rule
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
@@ -114,18 +112,15 @@ def axes(dims: int | Sequence[int] | None, rank: int) -> list[int]:
     return sorted({axis(d, rank) for d in dims}) if dims else list(range(rank))
 
 
+def result(call: Call, i: int = 0) -> Meta:
+    found = call.results[i]
+    if found is None:
+        raise ValueError(f"{call.target} has no tensor as result {i}")
+    return found
+
+
 def result_shape(call: Call, i: int = 0) -> tuple[int, ...]:
-    found = call.results[i]
-    if found is None:
-        raise ValueError(f"{call.target} has no tensor as result {i}")
-    return found.shape
-
-
-def result_dtype(call: Call, i: int = 0) -> torch.dtype:
-    found = call.results[i]
-    if found is None:
-        raise ValueError(f"{call.target} has no tensor as result {i}")
-    return found.dtype
+    return result(call, i).shape
 
 
 def shape_ints(prefix: Path, dims: Sequence[Dim]) -> Ints:

@@ -21,7 +21,7 @@ from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padde
 from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
 from shardlib.rules.shards import cut, held, positional
 from shardlib.rules.shifting import exposed, granularity, joined
-from shardlib.rules.space import Dim, Space, arg, axis, path, result_dtype, result_shape
+from shardlib.rules.space import Dim, Space, arg, axis, path, result, result_shape
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _spliced(
 
         def form(x: Any, insides: Sequence[int], *args: Any) -> Tensor:
             for s, inside in zip(done.values(), insides, strict=True):
-                x = s.form([x] if isinstance(x, Tensor) else x, result_dtype(call), inside)
+                x = s.form([x] if isinstance(x, Tensor) else x, result(call).dtype, inside)
             return rest(x, done, *args)
 
         given, *args = positional(local)

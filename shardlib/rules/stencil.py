@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.internals import pytree
+from shardlib.internals import pytree, schema_of
 from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
 from shardlib.rules.rule import Labels, Local, Path, Reads
 from shardlib.rules.shards import may_be_empty
@@ -127,7 +127,7 @@ class Reach:
         return give_back(x, dim, (self.source,), need(mine), self.size, name="gradient")
 
 
-Run = Callable[[Local, list[Any], dict[str, Any], Mapping[int, int]], Any]
+Run = Callable[[Local, dict[str, Any], Mapping[int, int]], Any]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class Stencil:
 
     * `back`: it is the gradient of such an op, and operand `like` says by its shape how large the result is.
     * `read`: the operand that is read, called `name`; others have what the op makes. None: all are read.
-    * `run`: what runs instead of the op, on its arguments; it is told where dims begin that are not here as a whole.
+    * `run`: what runs instead of the op, on its arguments by their names; it is told where dims begin that are not here
+      as a whole.
     """
 
     reach: Mapping[str, Reach]
@@ -163,20 +164,20 @@ class Stencil:
         here = {f: r for f, r in self.reach.items() if r.framed or any(map(local.axes, {f, r.source} - {""}))}
         alike = local.rule.local_factors - self.reach.keys() - self.sources.keys()
         thin = {f for f in alike if may_be_empty(local, f)}
-        run = self.run or (lambda _, args, kwargs, __: local.call.target(*args, **kwargs))
+        run = self.run or (lambda _, given, __: local.call.target(**given))
+        names = [a.name for a in schema_of(local.call.target).arguments]
 
-        def form(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+        def form(args: Sequence[Any], kwargs: dict[str, Any], sizes: Mapping[str, int]) -> Any:
             piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin, sizes)
-            flat, tree = pytree.tree_flatten((args, kwargs))
+            flat, tree = pytree.tree_flatten(dict(zip(names, args, strict=False)) | kwargs)
             operands = iter(enumerate(local.rule.operands))
             for i, x in enumerate(flat):
                 if isinstance(x, Tensor):
                     flat[i] = piece.given(x, *next(operands))
-            given, named = pytree.tree_unflatten(flat, tree)
-            given = list(given)
-            for path, size in piece.counted(local.rule.ints):
-                put(named if isinstance(path[0], str) else given, path, size)
-            found = run(local, given, named, piece.begins)
+            given = pytree.tree_unflatten(flat, tree)
+            for (first, *rest), size in piece.counted(local.rule.ints):
+                put(given, (names[first] if isinstance(first, int) else first, *rest), size)
+            found = run(local, given, piece.begins)
             outs = list(found) if isinstance(found, tuple) else [found]
             made = zip(outs, local.rule.results, strict=True)
             outs = [None if x is None else piece.kept(x, labels) for x, labels in made]
@@ -190,7 +191,7 @@ def nonempty(local: Local, **then: Any) -> Any:
     target = local.call.target
     if not any(may_be_empty(local, f) for f in local.rule.local_factors):
         return local.op(target, *local.args, **local.kwargs)
-    return Stencil({}, run=lambda _, args, kwargs, __: target(*args, **kwargs, **then)).local(local)
+    return Stencil({}, run=lambda _, given, __: target(**given, **then)).local(local)
 
 
 @dataclass(frozen=True)

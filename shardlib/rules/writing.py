@@ -55,7 +55,7 @@ def _reduction(call: Call) -> str | None:
     return "add" if adds or schema_of(call.target).name.endswith("_add") else None
 
 
-def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], flops: int | None = None) -> Rule:
+def _writes(call: Call, places: Places, values: list[list[Dim]], flops: int | None = None) -> Rule:
     """The rule of an op that writes `values` to places of a tensor.
 
     Of entries no order is known where devices share them out: these add up, or are compared, or stay together. Every
@@ -65,7 +65,7 @@ def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], f
     how = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}.get(said or "")
     if how is None or not call.kwargs.get("include_self", True):
         how = None
-        space.whole |= set(entries)
+        places.space.whole |= set(entries)
     added = entries if how == "sum" else ()
     # Sums on x and on what is written may stay pending: not where a number is written, unless it is 0.
     linear: list[set[int]] = [{0, len(call.operands) - 1}] if said in (None, "add", "sum", "mean") else []
@@ -78,7 +78,7 @@ def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], f
         # A value that addends share is added by each, which is right only where entries are not shared out.
         return _write(once(x, cut(local, added)), cuts, places.ready(indices, cuts), there)
 
-    return space.rule(
+    return places.space.rule(
         [places.x, *places.indices, *values],
         [places.x],
         reduce=dict.fromkeys(entries, how) if how else {},
@@ -93,25 +93,23 @@ def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], f
 
 def _scattered(call: Call) -> Rule:
     """`scatter(x, dim, index, src)` and its like."""
-    space = Space()
-    places = Places.beside(space, call)
+    places = Places.beside(call)
     if places is None:
         return whole(call)
     src, index = [], call.operands[1].shape
     for m in call.operands[2:]:
         fits = [a == b for a, b in zip(m.shape, index, strict=False)]
-        space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
+        places.space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
         sized = zip(fits, places.out, m.shape, strict=False)
-        src = [[d if same else space.dim(n, "s", whole=True) for same, d, n in sized]]
-    return _writes(call, space, places, src, numel(index))
+        src = [[d if same else places.space.dim(n, "s", whole=True) for same, d, n in sized]]
+    return _writes(call, places, src, numel(index))
 
 
 def _indexed(call: Call) -> Rule:
     """`op(x, dim, index, source, ...)`, which writes rows of `source` (or a number) to the rows that `index` names."""
-    space = Space()
-    places = Places.along(space, call, wraps=call.target in _WRAPS)
+    places = Places.along(call, wraps=call.target in _WRAPS)
     rows = [(places.entries if i in places.dims else d) for i, d in enumerate(places.x)]
-    return _writes(call, space, places, [rows if m.shape else [] for m in call.operands[2:]])
+    return _writes(call, places, [rows if m.shape else [] for m in call.operands[2:]])
 
 
 # Ops that count negative indices from the end.
@@ -122,10 +120,9 @@ def _index_put(call: Call) -> Rule:
     """`index_put(x, indices, values, accumulate)`; without accumulation later entries win, so they stay together."""
     if masks(call):
         return _put_where(call)
-    space = Space()
-    places = Places.advanced(space, call)
+    places = Places.advanced(call)
     values = broadcast(places.out, call.operands[-1].shape)
-    return _writes(call, space, places, [values])
+    return _writes(call, places, [values])
 
 
 def _put_where(call: Call) -> Rule:
