@@ -6,6 +6,7 @@ A device adds up what it holds of every channel or group, and the sums travel. W
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,7 +50,7 @@ def _batch_local(form: Callable[..., tuple[Tensor, ...]], training: bool, local:
     if not (training and cut(local, batch)) and not any(may_be_empty(local, f) for f in (*batch, *c)):
         return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
     rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
-    unread = [m.shape for m in local.call.results[1:3] if m is not None]
+    unread = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
     every = partial(form, rows if training else replace(rows, factors=()), unread, training)
     wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
     return local.run(wanted, *local.args)
@@ -59,7 +60,7 @@ _FLAGS = {"training", "train", "update"}
 
 
 def _forward(
-    rows: Rows, unread: Sequence[Sequence[int]], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
+    rows: Rows, unread: Sequence[int], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
     running = [_along(x, v) for v in rest if isinstance(v, Tensor)]
     momentum, eps = rest[-2:]
