@@ -83,13 +83,9 @@ def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> Rul
 def _weight_norm_backward(
     grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    norm = norm.to(g.dtype)
-    along = (grad * v).sum(_others(v, dim), keepdim=True) if _others(v, dim) else grad * v
+    norm, others = norm.to(g.dtype), [d for d in range(v.dim()) if d != dim]
+    along = (grad * v).sum(others, keepdim=True) if others else grad * v
     return (g / norm) * (grad - v * (along / (norm * norm))), along / norm
-
-
-def _others(v: torch.Tensor, dim: int) -> list[int]:
-    return [d for d in range(v.dim()) if d != dim]
 
 
 _SHAPE = "| normalized_shape:size(normalized_shape) normalized_shape:local normalized_shape:none"
