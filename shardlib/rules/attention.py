@@ -22,7 +22,7 @@ from shardlib.rules import ring
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import positional
-from shardlib.rules.space import argument_named
+from shardlib.rules.space import arg
 
 _Q, _O, _LSE = "b (kv g) s d", "b (kv g) s d", "b (kv g) s"
 _K = "b kv t d"
@@ -42,8 +42,8 @@ def _is_backward(call: Call) -> bool:
 
 def _read(call: Call) -> tuple[Sequence[int], Sequence[int], Variant]:
     """The shapes of q and k, and what attention it is."""
-    q, k = (argument_named(call, name).shape for name in "qk")
-    return q, k, Variant(*(argument_named(call, name) for name in Variant._fields))
+    q, k = (arg(call, name).shape for name in "qk")
+    return q, k, Variant(*(arg(call, name) for name in Variant._fields))
 
 
 def _backward(call: Call) -> str:
@@ -55,7 +55,7 @@ def _backward(call: Call) -> str:
     words = () if bias is None else _SCORES[4 - len(bias.shape) :]
     kept = () if bias is None else tuple("1" if n == 1 else w for w, n in zip(words, bias.shape, strict=True))
     sums = "s:sum g:sum" if bias is None else "b:sum kv:sum s:sum g:sum"
-    linear = "{0,1}" if isinstance(argument_named(call, "grad_lse"), Meta) else "{0}"
+    linear = "{0,1}" if isinstance(arg(call, "grad_lse"), Meta) else "{0}"
     return (
         f"{_O}, {_LSE}, {_Q}, {_K}, {_K}, {_O}, {_LSE}, {_OTHERS} -> {_Q}, {_K}, {_K}, {' '.join(kept)} "
         f"| {sums} {_local(call)} d:whole {linear}"

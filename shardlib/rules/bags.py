@@ -68,7 +68,7 @@ def _looked_up(call: Call, _: int) -> int:
 
 def _embedding_bag(call: Call) -> Rule:
     """The other results hold integers about the bags, and for a maximum where it was found, which asks for all rows."""
-    most = arg(call, 4, "mode", SUM) == MAX
+    most = arg(call, "mode") == MAX
     kinds = "v:whole d:local d:none" if most else "v:sum v:local d:local d:none"
     weights = ", _" if len(call.operands) == 4 else ""
     text = f"v d, _, _{weights} -> _ d, _, _, {'_ d' if most else '_'} | {kinds}"
@@ -85,7 +85,7 @@ def _even_bag(
 
 
 def _even_bags(call: Call) -> Rule:
-    mode = arg(call, 3, "mode")
+    mode = arg(call, "mode")
     kinds = f"{'v:whole' if mode == MAX else 'v:sum v:local'} d:local d:none b:none"
     text = f"v d, b t, b t -> b d, {'_' if mode == SUM else 'b'}, {'b d' if mode == MAX else '_'} | {kinds}"
     return pattern(text, local=_where_cut(_even_bag), complete=frozenset({1, 2}), flops=_looked_up)(call)
@@ -103,7 +103,7 @@ def _bag_backward(first: int, bag: str, between: str) -> RuleFn:
         return local.call.target(grad, _spare(index, n, padding), *given).narrow(0, 0, n)  # type: ignore[no-any-return]
 
     def rule(call: Call) -> Rule:
-        most, every = arg(call, first + 2, "mode") == MAX, between.split(",")
+        most, every = arg(call, "mode") == MAX, between.split(",")
         # Torch's kernel on CPU scales by the counts of other indices than the row's: which, only the whole list tells.
         rows = "v:whole(scale_grad_by_freq) v:local v:size(num_weights) d:local {0}"
         rows += "" if bag == "_" else f" {bag}:sum {bag}:gather {bag}:whole(scale_grad_by_freq)"
@@ -136,7 +136,7 @@ def _segments(call: Call) -> Rule:
     """Lengths (or offsets) lie along one dim of the data: dims before it have their own, dims behind share them."""
     backward = "backward" in schema_of(call.target).name
     data = call.operands[2 if backward else 0]
-    at = axis(arg(call, 7, "axis", 0), data.rank)
+    at = axis(arg(call, "axis"), data.rank)
     before, behind, tensors = words("n", at), words("d", data.rank - at - 1), 3 if backward else 1
     terms = [f"{before} _ {behind}"] * tensors + [f"{before} _"] * (len(call.operands) - tensors)
     notes = " ".join(f"{f}:local" for f in before.split())

@@ -21,7 +21,7 @@ from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, may_be_empty, widely
-from shardlib.rules.space import argument_named, numel
+from shardlib.rules.space import arg, numel
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool
 
     def rule(call: Call) -> Rule:
         flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
-        training = bool(argument_named(call, flag) if flag else trains)
+        training = bool(arg(call, flag) if flag else trains)
         rows = "sum" if backward and not training else "none"
         said = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
         flops = lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape)
@@ -110,7 +110,7 @@ def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) 
         call, within = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
         if not cut(local, within) and not any(may_be_empty(local, f) for f in "ng" if f in local.rule.sizes):
             return call.target(*args)
-        count = numel(call.operands[0].shape[1:]) // argument_named(call, "group")
+        count = numel(call.operands[0].shape[1:]) // arg(call, "group")
         return widely(form, call)(Rows([2, 3], tuple(within), count), *args)
 
     return pattern(text, form=run, flops=flops)

@@ -22,7 +22,7 @@ from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import cut, once, positional
-from shardlib.rules.space import argument_named, result_shape, words
+from shardlib.rules.space import arg, result_shape, words
 from shardlib.rules.stencil import Reach, Stencil
 from shardlib.rules.window import Window, each
 
@@ -33,9 +33,9 @@ Shape = tuple[int, ...]
 def _stencil(call: Call, reads: str, weight: Shape, sizes: tuple[Shape, Shape], *, every: bool, **how: Any) -> Stencil:
     """Of what is made of dims `reads` of space: from which `sizes` to which, a dim."""
     dims, reach, back = len(weight) - 2, {}, _is_transposed(call) == (reads == "i")
-    stride, padding, dilation = (each(argument_named(call, name), dims) for name in ("stride", "padding", "dilation"))
+    stride, padding, dilation = (each(arg(call, name), dims) for name in ("stride", "padding", "dilation"))
     # Of `convolve`, the arguments for the end of a result say what is behind the input.
-    behind = each(argument_named(call, "after"), dims) if call.target in (CONVOLVE, CONVOLVE_BACKWARD) else padding
+    behind = each(arg(call, "after"), dims) if call.target in (CONVOLVE, CONVOLVE_BACKWARD) else padding
     for k, (size, count) in enumerate(zip(*sizes, strict=True)):
         source, made = (f"{'h' if size == count else name}{k}" for name in (reads, "o" if reads == "i" else "i"))
         if count != 1:
@@ -49,7 +49,7 @@ def _stencil(call: Call, reads: str, weight: Shape, sizes: tuple[Shape, Shape], 
 
 
 def _is_transposed(call: Call) -> bool:
-    return bool(argument_named(call, "transposed"))
+    return bool(arg(call, "transposed"))
 
 
 def _text(call: Call, x: Shape, weight: Shape, out: Shape) -> str:

@@ -39,13 +39,13 @@ def _isin(call: Call) -> Rule:
 
 def _histc(call: Call) -> Rule:
     """Without bounds, which then are those of all values, nothing may be cut."""
-    bounds = [arg(call, 2, "min", 0), arg(call, 3, "max", 0)]
+    bounds = [arg(call, "min"), arg(call, "max")]
     return pattern(f"... -> _ | ...:{'whole' if len({*bounds}) == 1 else 'sum'}", flops=elements)(call)
 
 
 def _histogram(call: Call) -> Rule:
     """`histogram(x, bins, range, weight, density)`: counts, and the edges of the bins, which all devices have."""
-    bins = isinstance(arg(call, 1, "bins"), Meta)
+    bins = isinstance(arg(call, "bins"), Meta)
     fixed = (bins or call.kwargs.get("range") is not None) and not call.kwargs.get("density")
     operands = ", ".join(["...", *(["_"] if bins else []), *["..."] * (len(call.operands) - 1 - bins)])
 

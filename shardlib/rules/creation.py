@@ -32,7 +32,7 @@ def _sized(call: Call) -> Rule:
         return local.op(target, *local.args[: len(like) + 1], **local.kwargs)
 
     strided = "strided" in schema_of(call.target).name
-    ints, factors = shape_ints(path(call, len(like), "size"), out), [f for d in out for f in d if strided]
+    ints, factors = shape_ints(path(call, "size"), out), [f for d in out for f in d if strided]
     return space.rule(like, [out], reduce=unread, ints=ints, local=local, local_factors=factors)
 
 

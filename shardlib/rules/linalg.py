@@ -56,7 +56,7 @@ def _sided(matrix: str, linear: int) -> RuleFn:
 
 
 def _is_left(call: Call) -> bool:
-    return bool(arg(call, 3, "left", True))
+    return bool(arg(call, "left"))
 
 
 def _solve_ex(call: Call) -> Rule:
@@ -73,7 +73,7 @@ def _solve_ex(call: Call) -> Rule:
 
 def _qr(call: Call) -> Rule:
     rows, columns = call.operands[0].shape[-2:]
-    if not rows >= 2 * columns > 0 or arg(call, 1, "mode", "reduced") == "complete":
+    if not rows >= 2 * columns > 0 or arg(call, "mode") == "complete":
         return _parts("... _ _ -> ... _ _, ... _ _")(call)
     return _parts("... r _ -> ... r _, ... _ _ | r:none r:local", form=_by_triangles)(call)
 
@@ -98,7 +98,7 @@ def _by_triangles(_: Local, x: Tensor, mode: str = "reduced") -> tuple[Tensor, T
 
 def _svd(call: Call) -> Rule:
     rows, columns = call.operands[0].shape[-2:]
-    if arg(call, 2, "compute_uv", True) or not max(rows, columns) >= 2 * min(rows, columns) > 0:
+    if arg(call, "compute_uv") or not max(rows, columns) >= 2 * min(rows, columns) > 0:
         return _parts("... _ _ -> ... _ _, ... _, ... _ _")(call)
     long = "r _" if rows > columns else "_ r"
     return _parts(f"... {long} -> ... _ _, ... _, ... _ _ | r:none r:local", form=_of_triangles)(call)

@@ -49,7 +49,7 @@ class Places:
     @staticmethod
     def advanced(call: Call) -> Places:
         """Of `x[indices]`."""
-        given: list[Meta | None] = list(arg(call, 1, "indices"))
+        given: list[Meta | None] = list(arg(call, "indices"))
         space, shape = Space(), call.operands[0].shape
         x = space.dims(shape)
         dims = [i for i, m in enumerate(given) if m is not None]
@@ -68,7 +68,7 @@ class Places:
     def along(call: Call, *, wraps: bool = False) -> Places:
         """Of ops that take a dim, and an index that names rows of it."""
         space, shape = Space(), call.operands[0].shape
-        at = axis(arg(call, 1, "dim"), len(shape))
+        at = axis(arg(call, "dim"), len(shape))
         x, index = space.dims(shape), space.dims(call.operands[1].shape, "j")
         out = [*x[:at], *(index or [()]), *x[at + 1 :]] if shape else []
         return Places(space, shape, x, [at], [index], out, sum(index, ()), max(len(shape) - 1 - at, 0), wraps=wraps)
@@ -82,7 +82,7 @@ class Places:
         shape, index = call.operands[0].shape, call.operands[1].shape
         if len(shape) != len(index):
             return None
-        space, at = Space(), axis(arg(call, 1, "dim"), len(shape))
+        space, at = Space(), axis(arg(call, "dim"), len(shape))
         x, out = [], []
         for i, (n, m) in enumerate(zip(shape, index, strict=True)):
             x.append(space.dim(n, "v") if i == at else space.dim(n, whole=n != m))
@@ -127,5 +127,5 @@ class Places:
 
 def masks(call: Call) -> bool:
     """Whether some index is a mask: what it selects depends on the data."""
-    given = [m for m in arg(call, 1, "indices") if m is not None]
+    given = [m for m in arg(call, "indices") if m is not None]
     return not given or any(m.dtype in (torch.bool, torch.uint8) for m in given)

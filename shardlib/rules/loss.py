@@ -22,7 +22,7 @@ from shardlib.rules.notation import gradient, parse
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, positional, wide, widely
-from shardlib.rules.space import argument_named, numel
+from shardlib.rules.space import arg, numel
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def _nll_rule(call: Call) -> Rule:
     """Sums and single losses add up over rows and classes; of the logits one is looked up for each target."""
     backward = "backward" in schema_of(call.target).name
     logits, target = ("n c ...", "n ...") if call.operands[int(backward)].rank > 1 else ("c", "")
-    reduction = argument_named(call, "reduction")
+    reduction = arg(call, "reduction")
     summed = ["c", *target.split()] if reduction != _NONE else ["c"]
     kinds = " ".join(f"{f}:{'none' if reduction == _MEAN else 'sum'}" for f in summed)
     kinds += " c:local" + " ".join(f" {f}:local" for f in target.split() if reduction == _MEAN)
@@ -70,7 +70,7 @@ def _nll_rule(call: Call) -> Rule:
     if backward:
         return pattern(gradient(f"{text} c:local", "0 1 2 r1"), form=_nll_backward)(call)
     # How many targets count does not depend on who has their classes; what these weigh does.
-    counted = reduction == _SUM and argument_named(call, "weight") is None
+    counted = reduction == _SUM and arg(call, "weight") is None
     flops, complete = 2 * numel(call.operands[1].shape), frozenset([(1, "c")] if counted else [])
     return pattern(f"{text} {kinds}", form=_nll, complete=complete, flops=lambda *_: flops)(call)
 
@@ -91,7 +91,7 @@ def _loss(text: str, *, backward: bool = False) -> RuleFn:
     def rule(call: Call) -> Rule | None:
         if max(m.rank for m in call.operands) < parse(text).operands[int(backward)].rank:
             return None  # one number has nothing to cut
-        how = argument_named(call, "reduction")
+        how = arg(call, "reduction")
         notes = "...:local" if how == _MEAN or (how == _SUM and not backward) else ""
         return pattern(f"{text} {notes}", local=partial(_reduced, backward=backward), flops=1)(call)
 

@@ -16,7 +16,7 @@ from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
 from shardlib.rules.shards import Rows, widely
-from shardlib.rules.space import argument_named
+from shardlib.rules.space import arg
 from shardlib.rules.written import by_torch
 
 
@@ -71,7 +71,7 @@ def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> Rul
 
     def run(local: Local, *args: Any) -> Any:
         rank = local.call.operands[0].rank
-        start = rank - len(argument_named(local.call, "normalized_shape"))
+        start = rank - len(arg(local.call, "normalized_shape"))
         return widely(form, local.call)(Rows.of(local, range(start, rank)), *args)
 
     return pattern(text, form=run, flops=flops)

@@ -32,7 +32,7 @@ _PICKED = "[dim] -> ..., ... | dim:whole"
 def _topk(call: Call) -> Rule:
     """`topk(x, k, dim, largest, sorted)`. Unsorted results come in no order that pieces could keep."""
     shape, k = call.operands[0].shape, call.args[1]
-    if not shape or not arg(call, 4, "sorted", True) or not 0 < 2 * k <= shape[arg(call, 2, "dim", -1)]:
+    if not shape or not arg(call, "sorted") or not 0 < 2 * k <= shape[arg(call, "dim")]:
         return _SORTED(call)
     return _anywhere(pattern("[dim] -> [_], [_] | dim:none dim:local", local=_candidates, flops=elements)(call))
 
@@ -71,7 +71,7 @@ def _found(local: Local) -> Any:
     it, or have a NaN."""
     call, labels = local.call, local.rule.operands[0]
     shape, out = call.operands[0].shape, result_shape(call)
-    dim, lowest = arg(local, 1, "dim"), schema_of(call.target).name in _LOWEST
+    dim, lowest = arg(call, "dim"), schema_of(call.target).name in _LOWEST
     dims = axes(dim, len(shape))
     rows, row = Rows.of(local, dims), cut(local, local.rule.reduce)
 

@@ -65,13 +65,13 @@ def _copy(call: Call) -> Rule:
     return _pointwise(call, [frozenset({1})] if same else [])
 
 
-def _by_number(fits: Callable[[complex], object], tensors: str = "", *, at: int = 1, name: str = "other") -> RuleFn:
+def _by_number(fits: Callable[[complex], object], tensors: str = "", *, name: str = "other") -> RuleFn:
     """The rule of an op that is linear in its first operand where the argument `name` is a number that fits, and in the
     sets `tensors` where it is a tensor; in nothing that it rounds."""
     linear, plain, of_tensors = pointwise("{0}"), pointwise(), pointwise(tensors)
 
     def rule(call: Call) -> Rule | None:
-        by = arg(call, at, name)
+        by = arg(call, name)
         if type(by) not in (int, float, complex):
             return of_tensors(call)
         return (linear if fits(by) and call.kwargs.get("rounding_mode") is None else plain)(call)
@@ -128,7 +128,7 @@ ROWS: dict[str, RuleFn | str] = {
     "fill.Scalar": pointwise(),
     "fill.Tensor": pointwise(),
     # Filling with zeros is linear.
-    "masked_fill.Scalar": _by_number(lambda n: n == 0, at=2, name="value"),
+    "masked_fill.Scalar": _by_number(lambda n: n == 0, name="value"),
     "masked_fill.Tensor": pointwise(),
     "shardlib::within": pointwise(),
     "shardlib::adam": _ADAM,

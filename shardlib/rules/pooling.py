@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlib.internals import schema_of
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import argument_named, result_shape
+from shardlib.rules.space import arg, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
 from shardlib.rules.window import Window, each
 
@@ -113,7 +113,7 @@ def _placed(index: Tensor, have: Sequence[int], want: Sequence[int], begin: Mapp
 
 def _argument(call: Call, name: str) -> Any:
     """An argument of an op, by its name in the schema; None where it has none."""
-    return argument_named(call, name) if name in {a.name for a in schema_of(call.target).arguments} else None
+    return arg(call, name) if name in {a.name for a in schema_of(call.target).arguments} else None
 
 
 _NAMES = ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool", "fractional_max_pool")

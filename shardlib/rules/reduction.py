@@ -43,7 +43,7 @@ def _extreme(local: Local, x: Tensor, *how: Any, **named: Any) -> Any:
 def _truth(kind: str) -> RuleFn:
     """`any` and `all` of a list of dims: only here, an empty list means none of them."""
     reduced, kept = pattern(f"[dim] -> ... | dim:{kind}"), pointwise()
-    return lambda call: kept(call) if arg(call, 1, "dim") in ([], ()) else reduced(call)
+    return lambda call: kept(call) if arg(call, "dim") in ([], ()) else reduced(call)
 
 
 def _prod(local: Local, *args: Any, **kwargs: Any) -> Tensor:
@@ -60,7 +60,7 @@ _PENDING = {math.inf: "max", -math.inf: "min", 0: "sum", 1: "sum"}
 
 def _vector_norm(call: Call) -> Rule | None:
     """`linalg_vector_norm(x, ord, dim, keepdim, dtype)`."""
-    order = arg(call, 1, "ord", 2)
+    order = arg(call, "ord")
     return pattern(f"[dim] -> ... | dim:{_PENDING.get(order, 'none')} dim:local", form=_norm)(call)
 
 

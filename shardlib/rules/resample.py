@@ -18,7 +18,7 @@ from shardlib.internals import schema_of
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import arg, argument_named, result_shape
+from shardlib.rules.space import arg, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
     def rule(call: Call) -> Rule:
         small, large, times, said = _grown(call, dims, backward=backward)
         if taps:
-            corners = arg(call, 3 if backward else 2, "align_corners")
+            corners = arg(call, "align_corners")
             kept = [i for i in range(dims) if said[i] and times[i] and not corners]
             work = 2 * taps**dims * max(math.prod(small), math.prod(large))
             return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
@@ -66,7 +66,7 @@ def _grown(call: Call, dims: int, *, backward: bool) -> tuple[Shape, Shape, list
     small, large = (large, small) if backward else (small, large)
     times = [b // a if a and b % a == 0 else 0 for a, b in zip(small[2:], large[2:], strict=True)]
     names = [a.name for a in schema_of(call.target).arguments if a.name.startswith("scale")]
-    scales = [argument_named(call, name) for name in names]
+    scales = [arg(call, name) for name in names]
     return small, large, times, [scale in (None, n or None) for scale, n in zip(scales, times, strict=True)]
 
 

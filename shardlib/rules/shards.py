@@ -17,7 +17,7 @@ from shardlib.manual.body import group
 from shardlib.manual.collectives import axis_index, piece, pmax, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
-from shardlib.rules.space import argument_named, axes, result_shape
+from shardlib.rules.space import arg, axes, result_shape
 
 aten = torch.ops.aten
 _NO_SUMS = {torch.bool, torch.uint16, torch.uint32, torch.uint64}
@@ -127,7 +127,7 @@ class Rows:
     def over(local: Local, name: str | None = None) -> Rows:
         """Over the dims of operand 0 that `[name]` is, or over all; the result has them with size 1, or not at all."""
         rank = len(local.call.operands[0].shape)
-        dims = axes(argument_named(local.call, name) if name else None, rank)
+        dims = axes(arg(local.call, name) if name else None, rank)
         return replace(Rows.of(local, dims), kept=len(result_shape(local.call)) == rank)
 
     def left(self, x: Tensor) -> Tensor:

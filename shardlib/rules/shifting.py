@@ -89,15 +89,15 @@ def ranged(call: Call) -> Rule:
     one, zeros, scatters = (word in name for word in ("select", "backward", "scatter"))
     first = 2 if zeros or scatters else 1  # where the dim stands among the arguments, before the range
     shape = result_shape(call) if zeros else call.operands[0].shape
-    space, at = Space(), axis(arg(call, first, "dim", 0), len(shape))
+    space, at = Space(), axis(arg(call, "dim"), len(shape))
     start, stop, step = _range(call, shape[at], first, one=one)
     count = len(range(start, stop, step))
     shift = Shift.of(space, (shape[at], count), start if count else 0, step)
     whole = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
     part = [*whole[:at], *([] if one else [shift.short]), *whole[at + 1 :]]
-    ints: Ints = shape_ints(path(call, 1, "input_sizes"), whole) if zeros else {}
+    ints: Ints = shape_ints(path(call, "input_sizes"), whole) if zeros else {}
     if shift.block and step == 1 and not one:
-        ends = {path(call, first + 1, "start"): start, path(call, first + 2, "end"): stop}
+        ends = {path(call, "start"): start, path(call, "end"): stop}
         ints |= {where: (n // shift.block, shift.inner) for where, n in ends.items() if _said(call, where)}
 
     def read(x: Tensor, inside: int) -> Tensor:
@@ -136,10 +136,10 @@ def ranged(call: Call) -> Rule:
 def _range(call: Call, size: int, first: int, *, one: bool) -> tuple[int, int, int]:
     """start, stop and step of a range whose dim argument stands at `first`, as Python would count them."""
     if one:
-        index = arg(call, first + 1, "index") % size
+        index = arg(call, "index") % size
         return index, index + 1, 1
-    step = arg(call, first + 3, "step", 1)
-    start, stop, _ = slice(arg(call, first + 1, "start"), arg(call, first + 2, "end")).indices(size)
+    step = arg(call, "step")
+    start, stop, _ = slice(arg(call, "start"), arg(call, "end")).indices(size)
     return start, max(start, stop), step
 
 

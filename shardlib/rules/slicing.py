@@ -38,7 +38,7 @@ def _split(call: Call) -> Rule:
     """Parts that are multiples of a block. An empty shard has as many parts, so the local form slices one by one."""
     space = Space()
     shape = call.operands[0].shape
-    at = axis(arg(call, 2, "dim", 0), len(shape))
+    at = axis(arg(call, "dim"), len(shape))
     parts = [m.shape[at] for m in call.results if m is not None]
     (whole, *short), inner, block = strided(space, (shape[at], *parts))
     rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
@@ -56,7 +56,7 @@ def _split(call: Call) -> Rule:
 def _stack(call: Call) -> Rule:
     space = Space()
     shape = result_shape(call)
-    at = axis(arg(call, 1, "dim", 0), len(shape))
+    at = axis(arg(call, "dim"), len(shape))
     out = space.dims(shape, whole=[at])
     count = len(call.operands)
     return space.rule([out[:at] + out[at + 1 :]] * count, [out], linear=[range(count)])

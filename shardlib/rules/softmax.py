@@ -12,7 +12,7 @@ from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, widely
-from shardlib.rules.space import argument_named
+from shardlib.rules.space import arg
 
 _ROW = "[dim] -> [dim] | dim:local"
 
@@ -76,7 +76,7 @@ def _masked(call: Call) -> Rule:
     """`_masked_softmax(x, mask, dim, kind)`: the mask is one of queries and keys (kind 0), of a batch's keys (1), or
     shaped like x. The kernel wants a square of the first two."""
     masks = {0: "q k", 1: "b k"}
-    kind = argument_named(call, "mask_type")
+    kind = arg(call, "mask_type")
     square = f"b h q k, {masks.get(kind)} -> b h q k | q:whole k:whole"
     text = square if kind in masks else "[dim], [dim] -> [dim] | dim:whole"
     return pattern(text, flops=4)(call)

@@ -80,23 +80,17 @@ class Space:
 _SETS = ("loose", "gathers", "ones")  # fields of rules
 
 
-def arg(call: Call | Local, position: int, name: str, default: Any = None) -> Any:
-    """An argument, given by position or by name."""
-    if position < len(call.args):
-        return call.args[position]
-    return call.kwargs.get(name, default)
-
-
-def argument_named(call: Call, name: str) -> Any:
+def arg(call: Call, name: str) -> Any:
     """An argument of the op, by its name in the schema; or its default."""
     for i, a in enumerate(schema_of(call.target).arguments):
         if a.name == name:
-            return arg(call, i, name, a.default_value)
+            return call.args[i] if i < len(call.args) else call.kwargs.get(name, a.default_value)
     raise ShardingError(f"{call.target} has no argument {name!r}, which its rule reads")
 
 
-def path(call: Call, position: int, name: str) -> Path:
+def path(call: Call, name: str) -> Path:
     """Where that argument sits."""
+    position = [a.name for a in schema_of(call.target).arguments].index(name)
     return (position,) if position < len(call.args) else (name,)
 
 

@@ -9,7 +9,7 @@ from shardlib.rules.lineup import whole
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import argument_named, axis, result_shape
+from shardlib.rules.space import arg, axis, result_shape
 from shardlib.rules.stencil import nonempty
 
 
@@ -22,7 +22,7 @@ def _rule(call: Call) -> Rule:
     shape, windows = (call.operands[0].shape, result_shape(call))[:: -1 if backward else 1]
     if not shape:
         return replace(whole(call), flops=0)
-    dim, size, step = (argument_named(call, name) for name in ("dim" if backward else "dimension", "size", "step"))
+    dim, size, step = (arg(call, name) for name in ("dim" if backward else "dimension", "size", "step"))
     at = axis(dim, len(shape))
     touching = size == step and shape[at] == windows[at] * size
     words = [f"d{i}" for i in range(len(shape))]

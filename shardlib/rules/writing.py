@@ -19,7 +19,7 @@ from shardlib.rules.lineup import Places, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
 from shardlib.rules.shards import cut, located, once, torch_code
-from shardlib.rules.space import Dim, Space, arg, argument_named, broadcast, elements, numel
+from shardlib.rules.space import Dim, Space, arg, broadcast, elements, numel
 from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
@@ -50,8 +50,8 @@ def _reduction(call: Call) -> str | None:
     """How what is written goes together with what is there; None: it replaces that."""
     arguments = {a.name for a in schema_of(call.target).arguments}
     if "reduce" in arguments:
-        return argument_named(call, "reduce")  # type: ignore[no-any-return]
-    adds = "accumulate" in arguments and argument_named(call, "accumulate")
+        return arg(call, "reduce")  # type: ignore[no-any-return]
+    adds = "accumulate" in arguments and arg(call, "accumulate")
     return "add" if adds or schema_of(call.target).name.endswith("_add") else None
 
 
@@ -70,7 +70,7 @@ def _writes(call: Call, places: Places, values: list[list[Dim]], flops: int | No
     # Sums on x and on what is written may stay pending: not where a number is written, unless it is 0.
     linear: list[set[int]] = [{0, len(call.operands) - 1}] if said in (None, "add", "sum", "mean") else []
     if not values:
-        linear = [] if said or argument_named(call, "value") else [{0}]
+        linear = [] if said or arg(call, "value") else [{0}]
 
     def form(local: Local, x: Tensor, *given: Any, **named: Any) -> Tensor:
         cuts, (*_, indices), rest = places.cuts(local), given[: places.until], given[places.until :]
@@ -127,7 +127,7 @@ def _index_put(call: Call) -> Rule:
 
 def _put_where(call: Call) -> Rule:
     """`x[mask] = value`: one number goes wherever a piece of the mask says; rows of values are counted on the whole."""
-    given, shape, values = arg(call, 1, "indices"), call.operands[0].shape, call.operands[-1].shape
+    given, shape, values = arg(call, "indices"), call.operands[0].shape, call.operands[-1].shape
     (mask, *others), one = [m for m in given if m is not None], numel(values) == 1
     if others or (given[0] is None and not one):
         return whole(call)
