@@ -106,14 +106,14 @@ def _along(x: Tensor, c: Any) -> Any:
 def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
     """Of a group's statistics every device has its channels and space."""
 
-    def run(local: Local, *args: Any) -> Any:
+    def local(local: Local) -> Any:
         call, within = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
         if not cut(local, within) and not any(may_be_empty(local, f) for f in "ng" if f in local.rule.sizes):
-            return call.target(*args)
+            return local.op(call.target, *local.args)
         count = numel(call.operands[0].shape[1:]) // arg(call, "group")
-        return widely(form, call)(Rows([2, 3], tuple(within), count), *args)
+        return local.run(widely(form, call), Rows([2, 3], tuple(within), count), *local.args)
 
-    return pattern(text, form=run, flops=flops)
+    return pattern(text, local=local, flops=flops)
 
 
 def _group_forward(
