@@ -46,7 +46,8 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
             for at in everywhere(axes):
                 coords = {**local.origin, **at}
                 given = [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else here(x, at) for x in flat]
-                lies = [(here(local.offset(f), coords), here(local.size(f), coords)) for f in sorted(asked)]
+                where = (of(f) for f in sorted(asked) for of in (local.position, local.offset, local.size))
+                lies = [here(n, coords) for n in where]
                 key, device = repr((given, lies)), tuple(coords.values())
                 if key not in kinds:
                     if device not in on:
@@ -98,7 +99,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = pytree.tree_unflatten(given, tree)
         ways = {f: self.local.ways(f) for f in self.local.factors}
         like = self.new(Local.dense((), torch.int64))
-        with entered(Body(None, tuple(ways), like, piece=self.piece, dims=ways)), self:
+        body = Body(None, tuple(ways), like, piece=self.piece, shares=self.shares, place=self.place, dims=ways)
+        with entered(body), self:
             try:
                 found = function(*args, **kwargs)
             except ShardingError:
@@ -112,6 +114,13 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.asked.add(name)
         size, offset = (here(n, self.coords) for n in (self.local.size(name), self.local.offset(name)))
         return Piece(offset, size, self.local.rule.sizes.get(name, 1))
+
+    def shares(self, name: str) -> list[int]:
+        return [size for (size,) in self.local.values(self.local.size(name), name)]
+
+    def place(self, name: str) -> int:
+        self.asked.add(name)
+        return int(here(self.local.position(name), self.coords))
 
     def new(self, x: Local) -> Tensor:
         """A tensor that is there from now on."""

@@ -299,7 +299,7 @@ def _joined(op: Op, rows: Sequence[Any]) -> Any:
         return _common(rows)
     (made,) = op.call.results
     assert made is not None
-    dim = axis(arg(op.call, 1, "dim", 0), len(made.shape))
+    dim = axis(arg(op.call, "dim"), len(made.shape))
     sizes = [1 if op.target is STACK else x.shape[dim] for x in op.operands]
     return _Joined(dim, tuple(zip(sizes, rows, strict=True)))
 
@@ -309,14 +309,14 @@ def _part(op: Op, rows: Any) -> Any:
     if not isinstance(rows, _Joined) or op.target not in (SELECT, SLICE):
         return None
     (value,), single = op.operands, op.target is SELECT
-    if axis(arg(op.call, 1, "dim", 0), len(value.shape)) != rows.dim or arg(op.call, 4, "step", 1) != 1:
+    if axis(arg(op.call, "dim"), len(value.shape)) != rows.dim or (not single and arg(op.call, "step") != 1):
         return None
     total = value.shape[rows.dim]
     if single:
-        low = arg(op.call, 2, "index") % total
+        low = arg(op.call, "index") % total
         high = low + 1
     else:
-        low, high, _ = slice(arg(op.call, 2, "start"), arg(op.call, 3, "end")).indices(total)
+        low, high, _ = slice(arg(op.call, "start"), arg(op.call, "end")).indices(total)
     ends = itertools.accumulate((size for size, _ in rows.parts), initial=0)
     for at, (size, part) in zip(ends, rows.parts, strict=False):
         if (at, at + size) == (low, high):

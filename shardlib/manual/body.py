@@ -99,7 +99,8 @@ class Body:
 
     `like` is one of its values while it is traced as it is written, for one device. Where all devices run at once,
     stacked, `indices` are the device's coordinates by axis, each batched in the vmap for its axis. In a local form the
-    axes are the dims of the rule, of no mesh, and `piece` says of each what this device has.
+    axes are the dims of the rule, of no mesh; `piece` says of each what this device has, `shares` how much each device
+    along it has, `place` which of these it is.
     """
 
     mesh: Mesh | None
@@ -107,6 +108,8 @@ class Body:
     like: Tensor | None = None
     indices: Mapping[str, Tensor] = field(default_factory=dict)
     piece: Callable[[str], Piece] | None = None
+    shares: Callable[[str], list[int]] | None = None
+    place: Callable[[str], int] | None = None
     dims: Mapping[str, int] = field(default_factory=dict)  # of a local form: in how many pieces each is cut
 
     @property

@@ -7,7 +7,8 @@ its last.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch.nn.functional import pad
 from shardlib.internals import schema_of
 from shardlib.ops.bags import MAX, MEAN, SUM
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
-from shardlib.rules.shards import Rows, checked, cut, located, positional
-from shardlib.rules.space import Space, arg, axis, numel, result_shape
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.shards import Rows, checked, cut, located, torch_code
+from shardlib.rules.space import arg, axis, numel, result_shape, words
 from shardlib.rules.stencil import nonempty
 
 aten = torch.ops.aten
@@ -27,34 +28,36 @@ aten = torch.ops.aten
 
 def _spare(index: Tensor, rows: int, padding: int = -1) -> Tensor:
     """Indices as this shard counts; those on other devices, and the padding, are one behind the shard's last."""
-    mine, outside = located(index, "v")
-    skipped = outside | (index == padding) if padding >= 0 else outside
+    mine, skipped = located(index, "v", padding)
     return mine.masked_fill(skipped, rows)
 
 
-def _bag(local: Local) -> Any:
-    if not cut(local, ["v"]):
-        return nonempty(local)
-    call = local.call
-    columns = Rows.of(local, [1])
+def _where_cut(form: Callable[..., Any]) -> Callable[[Local], Any]:
+    """`form` where the rows of the table are cut; all else is the op itself."""
+    return lambda local: torch_code(form)(local) if cut(local, ["v"]) else nonempty(local)
 
-    def form(
-        table: Tensor, index: Tensor, offsets: Tensor, by_count: bool, mode: int, sparse: bool, weights: Tensor | None,
-        last: bool, padding: int,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        # Where bags begin and what they count has nothing to do with the table: 1 is the padding, 0 what is none.
-        kinds = (index == padding).to(index.dtype)
-        how = (by_count, mode, sparse, weights, last, 1 if padding >= 0 else -1)
-        _, *counts = call.target(table.new_zeros(2, 1), kinds, offsets, *how)
-        mine = _spare(checked(index, call.operands[0].shape[0]), len(table), padding)
-        wide = pad(columns.held(table, 0), [0, 0, 0, 1])
-        out = call.target(wide, mine, offsets, False, SUM, False, weights, last, -1)[0].narrow(1, 0, table.shape[1])
-        if mode == MEAN:
-            bags = result_shape(call)[0]  # a GPU counts one more behind the last
-            out = out / counts[1].narrow(0, 0, bags).clamp_min(1).unsqueeze(1)
-        return out, *counts
 
-    return local.run(form, *positional(local))
+def _found(local: Local, table: Tensor, index: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """A piece of the table, which may be empty, with a row of zeros behind it, and the indices as it counts."""
+    mine = _spare(checked(index, local.call.operands[0].shape[0]), len(table), padding)
+    return pad(Rows.of(local, [1]).held(table, 0), [0, 0, 0, 1]), mine
+
+
+def _bag(
+    local: Local, table: Tensor, index: Tensor, offsets: Tensor, by_count: bool = False, mode: int = SUM,
+    sparse: bool = False, weights: Tensor | None = None, last: bool = False, padding: int = -1,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    target = local.call.target
+    # Where bags begin and what they count has nothing to do with the table: 1 is the padding, 0 what is none.
+    kinds = (index == padding).to(index.dtype)
+    how = (by_count, mode, sparse, weights, last, 1 if padding >= 0 else -1)
+    _, *counts = target(table.new_zeros(2, 1), kinds, offsets, *how)
+    wide, mine = _found(local, table, index, padding)
+    out = target(wide, mine, offsets, False, SUM, False, weights, last, -1)[0].narrow(1, 0, table.shape[1])
+    if mode == MEAN:
+        bags = result_shape(local.call)[0]  # a GPU counts one more behind the last
+        out = out / counts[1].narrow(0, 0, bags).clamp_min(1).unsqueeze(1)
+    return out, *counts
 
 
 def _looked_up(call: Call, _: int) -> int:
@@ -65,115 +68,80 @@ def _looked_up(call: Call, _: int) -> int:
 
 def _embedding_bag(call: Call) -> Rule:
     """The other results hold integers about the bags, and for a maximum where it was found, which asks for all rows."""
-    most = arg(call, 4, "mode", SUM) == MAX
+    most = arg(call, "mode") == MAX
     kinds = "v:whole d:local d:none" if most else "v:sum v:local d:local d:none"
     weights = ", _" if len(call.operands) == 4 else ""
     text = f"v d, _, _{weights} -> _ d, _, _, {'_ d' if most else '_'} | {kinds}"
-    return replace(pattern(text, local=_bag, flops=_looked_up)(call), complete=frozenset({1, 2, 3}))
+    return pattern(text, local=_where_cut(_bag), complete=frozenset({1, 2, 3}), flops=_looked_up)(call)
 
 
-def _even_bag(local: Local) -> Any:
-    if not cut(local, ["v"]):
-        return nonempty(local)
-    target, n, columns = local.call.target, local.call.operands[0].shape[0], Rows.of(local, [1])
-
-    def form(table: Tensor, index: Tensor, weights: Tensor | None, mode: int, padding: int) -> tuple[Tensor, ...]:
-        wide, mine = pad(columns.held(table, 0), [0, 0, 0, 1]), _spare(checked(index, n), len(table), padding)
-        out, _, none = target(wide, mine, weights, SUM, -1)
-        counts = index.ne(padding).sum(1).to(index.dtype) if mode == MEAN else none
-        out = out / counts.clamp_min(1).unsqueeze(1) if mode == MEAN else out
-        return out.narrow(1, 0, table.shape[1]), counts, none
-
-    return local.run(form, *local.args)
+def _even_bag(
+    local: Local, table: Tensor, index: Tensor, weights: Tensor | None, mode: int, padding: int
+) -> tuple[Tensor, ...]:
+    out, _, none = local.call.target(*_found(local, table, index, padding), weights, SUM, -1)
+    counts = index.ne(padding).sum(1).to(index.dtype) if mode == MEAN else none
+    out = out / counts.clamp_min(1).unsqueeze(1) if mode == MEAN else out
+    return out.narrow(1, 0, table.shape[1]), counts, none
 
 
 def _even_bags(call: Call) -> Rule:
-    mode = arg(call, 3, "mode")
+    mode = arg(call, "mode")
     kinds = f"{'v:whole' if mode == MAX else 'v:sum v:local'} d:local d:none b:none"
     text = f"v d, b t, b t -> b d, {'_' if mode == SUM else 'b'}, {'b d' if mode == MAX else '_'} | {kinds}"
-    return replace(pattern(text, local=_even_bag, flops=_looked_up)(call), complete=frozenset({1, 2}))
+    return pattern(text, local=_where_cut(_even_bag), complete=frozenset({1, 2}), flops=_looked_up)(call)
 
 
 def _bag_backward(first: int, bag: str, between: str) -> RuleFn:
     """`(grad, indices, ..., bag sizes, maxima, size of the vocabulary, ...)`, the size at position `first`; `between`
     are the terms from the indices to the bag sizes, `bag` is what bags are in them."""
 
-    def local(local: Local) -> Any:
-        if not cut(local, ["v"]):
-            return nonempty(local)
-        target = local.call.target
-
-        def form(*args: Any) -> Tensor:
-            grad, index, *rest = args
-            n, mode, padding = args[first], args[first + 2], args[-1]
-            rest[first - 2 :] = [n + 1, *args[first + 1 : -1], -1]
-            if mode == MAX:
-                rest[first - 3] = _spare(args[first - 1], n)
-            return target(grad, _spare(index, n, padding), *rest).narrow(0, 0, n)  # type: ignore[no-any-return]
-
-        return local.run(form, *positional(local))
+    def form(local: Local, grad: Tensor, index: Tensor, *rest: Any) -> Tensor:
+        *before, counted, maxima = rest[: first - 2]
+        n, by_count, mode, *others, padding = rest[first - 2 :]
+        maxima = _spare(maxima, n) if mode == MAX else maxima
+        given = *before, counted, maxima, n + 1, by_count, mode, *others, -1
+        return local.call.target(grad, _spare(index, n, padding), *given).narrow(0, 0, n)  # type: ignore[no-any-return]
 
     def rule(call: Call) -> Rule:
-        most, every = arg(call, first + 2, "mode") == MAX, between.split(",")
+        most, every = arg(call, "mode") == MAX, between.split(",")
         # Torch's kernel on CPU scales by the counts of other indices than the row's: which, only the whole list tells.
         rows = "v:whole(scale_grad_by_freq) v:local v:size(num_weights) d:local {0}"
         rows += "" if bag == "_" else f" {bag}:sum {bag}:gather {bag}:whole(scale_grad_by_freq)"
         text = f"{bag} d, {between}, {f'{bag} d' if most else '_'}, {every[0]} -> v d | {rows}"
-        return pattern(text, local=local, flops=_looked_up)(call)
+        return pattern(text, local=_where_cut(form), flops=_looked_up)(call)
 
     return rule
 
 
-def _weights_backward(local: Local) -> Any:
+def _weights_backward(local: Local, grad: Tensor, table: Tensor, index: Tensor, *rest: Any) -> Tensor:
     """The gradient of a weight is the product of a row and the bag's gradient: 0 where the row is elsewhere."""
-    target, rows, columns = local.call.target, Rows.of(local, [0, 1], 1), Rows.of(local, [1])
-
-    def form(grad: Tensor, table: Tensor, index: Tensor, *rest: Any) -> Tensor:
-        mine, outside = located(index, "v")
-        *more, padding = rest
-        skipped = outside | (index == padding) if padding >= 0 else outside
-        each = target(columns.held(grad, 0), rows.held(table, 0), mine, *more, -1)
-        return each.masked_fill(skipped, 0)  # type: ignore[no-any-return]
-
-    return local.run(form, *positional(local))
+    *more, padding = rest
+    mine, skipped = located(index, "v", padding)
+    grad, table = Rows.of(local, [1]).held(grad, 0), Rows.of(local, [0, 1], 1).held(table, 0)
+    return local.call.target(grad, table, mine, *more, -1).masked_fill(skipped, 0)  # type: ignore[no-any-return]
 
 
 def _weights(terms: str) -> RuleFn:
     flops = lambda call, points: 2 * _looked_up(call, points)
-    return pattern(f"{terms} | d:sum d:local v:sum v:local {{0}} {{1}}", local=_weights_backward, flops=flops)
+    return pattern(f"{terms} | d:sum d:local v:sum v:local {{0}} {{1}}", form=_weights_backward, flops=flops)
 
 
-def _renorm(local: Local) -> Any:
+def _renorm(local: Local, table: Tensor, index: Tensor, *how: Any) -> Tensor:
     """The row of zeros has no norm to speak of."""
-    target = local.call.target
-
-    def form(table: Tensor, index: Tensor, *how: Any) -> Tensor:
-        out: Tensor = target(pad(table, [0, 0, 0, 1]), _spare(index, len(table)), *how)
-        return out.narrow(0, 0, len(table))
-
-    return local.run(form, *local.args)
+    out: Tensor = local.call.target(pad(table, [0, 0, 0, 1]), _spare(index, len(table)), *how)
+    return out.narrow(0, 0, len(table))
 
 
 def _segments(call: Call) -> Rule:
     """Lengths (or offsets) lie along one dim of the data: dims before it have their own, dims behind share them."""
     backward = "backward" in schema_of(call.target).name
-    data, out = (call.operands[2], call.operands[0]) if backward else (call.operands[0], call.results[0])
-    assert out is not None
-    at = axis(arg(call, 7, "axis", 0), len(data.shape))
-    space = Space()
-    x = space.dims(data.shape, whole=[at])
-    reduced = [*x[:at], space.dim(out.shape[at], "segments", whole=True), *x[at + 1 :]]
-    bounds = [
-        [*x[:at], *space.dims(m.shape[at:], "bounds", whole=[0])] for m in call.kwargs.values() if type(m) is Meta
-    ]
-    operands = [reduced, reduced, x] if backward else [x]
-    return space.rule(
-        [*operands, *bounds],
-        [x if backward else reduced],
-        local=lambda local: nonempty(local, **({} if backward else {"unsafe": True})),
-        local_factors=[f for d in x[:at] for f in d],
-        flops=numel(data.shape),
-    )
+    data = call.operands[2 if backward else 0]
+    at = axis(arg(call, "axis"), data.rank)
+    before, behind, tensors = words("n", at), words("d", data.rank - at - 1), 3 if backward else 1
+    terms = [f"{before} _ {behind}"] * tensors + [f"{before} _"] * (len(call.operands) - tensors)
+    notes = " ".join(f"{f}:local" for f in before.split())
+    local = nonempty if backward else partial(nonempty, unsafe=True)
+    return pattern(f"{', '.join(terms)} -> {terms[0]} | {notes}", local=local, flops=lambda *_: numel(data.shape))(call)
 
 
 ROWS: dict[str, RuleFn | str] = {
@@ -184,6 +152,6 @@ ROWS: dict[str, RuleFn | str] = {
     "shardlib::bags": _even_bags,
     "shardlib::bags_backward": _bag_backward(4, "b", "b t, b"),
     "shardlib::bags_weights_backward": _weights("b d, v d, b t -> b t"),
-    "embedding_renorm": pattern("v _, ... -> v _ | v:local ...:whole", local=_renorm),
+    "embedding_renorm": pattern("v _, ... -> v _ | v:local ...:whole", form=_renorm),
     **dict.fromkeys(["segment_reduce", "_segment_reduce_backward"], _segments),
 }

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.norm import affine
+from shardlib.rules.norm import affine, layer_norm, layer_norm_terms
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, may_be_empty, widely
-from shardlib.rules.space import argument_named, numel
+from shardlib.rules.space import arg, numel
 
 aten = torch.ops.aten
 
@@ -30,37 +30,30 @@ aten = torch.ops.aten
 
 def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool | None = None) -> RuleFn:
     """Of channels `c`; `{saved}` is what only a call reads, or makes, that trains, as an argument says or `trains`."""
-
-    def local(local: Local, training: bool) -> Any:
-        n, c, *space = local.rule.operands[0]
-        batch = [f for d in (n, *space) for f in d]
-        if (training and cut(local, batch)) or any(may_be_empty(local, f) for f in (*batch, *c)):
-            rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
-            unread = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
-            rows = replace(rows, factors=rows.factors if training else ())
-            every = partial(form, rows, unread, training)
-            wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
-            return local.run(wanted, *local.args)
-        return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
-
     backward = form is _backward
 
-    def made(training: bool) -> RuleFn:
+    def rule(call: Call) -> Rule:
+        flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
+        training = bool(arg(call, flag) if flag else trains)
         rows = "sum" if backward and not training else "none"
         said = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
-        return pattern(
-            f"{text.format(saved='c' if training else '_')} | {said}",
-            local=lambda call: local(call, training),
-            flops=lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape),
-        )
-
-    rules = {training: made(training) for training in (False, True)}
-
-    def rule(call: Call) -> Rule | None:
-        flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
-        return rules[bool(argument_named(call, flag) if flag else trains)](call)
+        flops = lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape)
+        local = partial(_batch_local, form, training)
+        return pattern(f"{text.format(saved='c' if training else '_')} | {said}", local=local, flops=flops)(call)
 
     return rule
+
+
+def _batch_local(form: Callable[..., tuple[Tensor, ...]], training: bool, local: Local) -> Any:
+    n, c, *space = local.rule.operands[0]
+    batch = [f for d in (n, *space) for f in d]
+    if not (training and cut(local, batch)) and not any(may_be_empty(local, f) for f in (*batch, *c)):
+        return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
+    rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
+    unread = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
+    every = partial(form, rows if training else replace(rows, factors=()), unread, training)
+    wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
+    return local.run(wanted, *local.args)
 
 
 _FLAGS = {"training", "train", "update"}
@@ -115,23 +108,21 @@ def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) 
 
     def local(local: Local) -> Any:
         call, within = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
-        if cut(local, within) or any(may_be_empty(local, f) for f in "ng" if f in local.rule.sizes):
-            count = numel(call.operands[0].shape[1:]) // argument_named(call, "group")
-            rows = Rows([2, 3], tuple(within), count)
-            return local.run(widely(partial(form, rows), call), *local.args)
-        return local.op(call.target, *local.args)
+        if not cut(local, within) and not any(may_be_empty(local, f) for f in "ng" if f in local.rule.sizes):
+            return local.op(call.target, *local.args)
+        count = numel(call.operands[0].shape[1:]) // arg(call, "group")
+        return local.run(widely(form, call), Rows([2, 3], tuple(within), count), *local.args)
 
-    return pattern(text, local=local, flops=lambda call, _: flops * numel(call.operands[0].shape))
+    return pattern(text, local=local, flops=flops)
 
 
 def _group_forward(
     rows: Rows, x: Tensor, w: Tensor | None, b: Tensor | None, n: int, c: int, space: int, groups: int, eps: float
 ) -> tuple[Tensor, ...]:
     each = c // max(groups, 1)
-    mean, centred, var = rows.moments(x.reshape(n, groups, each, space))
-    rstd = (var + eps).rsqrt()
     w, b = (None if v is None else v.reshape(1, groups, each, 1) for v in (w, b))
-    return affine(centred * rstd, w, b).reshape(x.shape), *(v.reshape(n, groups) for v in (mean, rstd))
+    out, *saved = layer_norm(rows, x.reshape(n, groups, each, space), None, w, b, eps)
+    return out.reshape(x.shape), *(v.reshape(n, groups) for v in saved)
 
 
 def _group_backward(
@@ -141,9 +132,8 @@ def _group_backward(
     shape, each = x.shape, c // max(groups, 1)
     grad, x = (v.reshape(n, groups, each, space) for v in (grad, x))
     mean, rstd = (v.reshape(n, groups, 1, 1) for v in (mean, rstd))
-    unit, pull = (x - mean) * rstd, affine(grad, None if w is None else w.reshape(1, groups, each, 1))
-    dx = (pull - rows.mean(pull) - unit * rows.mean(pull * unit)) * rstd
-    return dx.reshape(shape), *(v.sum([0, 3]).reshape(c) for v in (grad * unit, grad))
+    dx, *terms = layer_norm_terms(rows, grad, x, mean, rstd, None if w is None else w.reshape(1, groups, each, 1))
+    return dx.reshape(shape), *(term.sum([0, 3]).reshape(c) for term in terms)
 
 
 # Ops that write to the running statistics although their schemas do not say so ----------------------------------------

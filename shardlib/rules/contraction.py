@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
-from shardlib.rules.shards import cut, is_zero, once
+from shardlib.rules.shards import cut, once
 
 aten = torch.ops.aten
 
@@ -29,7 +28,7 @@ def _add_once(local: Local) -> Any:
             bias = once(bias, shared)
         return target(bias, a, b, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
 
-    first = math.prod(is_zero(local.position(f)) for f in shared)
+    first = local.calc(lambda *places: int(not any(places)), *map(local.position, shared))
     return local.run(form, *local.args[:3], first, **local.kwargs)
 
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.internals import schema_of
 from shardlib.ops.convolve import CONVOLVE, CONVOLVE_BACKWARD
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
@@ -32,50 +30,34 @@ aten = torch.ops.aten
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of a convolution behind its tensors, per spatial dim where they are; `first` stands first."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool
-    output_padding: list[int]
-    groups: Any
-    lopsided: tuple[int, ...] = ()  # spatial dims with other zeros behind than in front, or less than none
-
-    @staticmethod
-    def of(call: Call, first: int, dims: int) -> Settings:
-        names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-        return Settings.over(call, dims, *(arg(call, first + i, name) for i, name in enumerate(names)))
-
-    @staticmethod
-    def over(call: Call, dims: int, s: Any, p: Any, d: Any, transposed: bool, o: Any, groups: Any) -> Settings:
-        """Of `convolve`, the arguments for the end of a result say what is behind the input."""
-        p, o, ours = each(p, dims), each(o, dims), call.target in (CONVOLVE, CONVOLVE_BACKWARD)
-        lopsided = tuple(k for k in range(dims) if ours and (p[k] != o[k] or p[k] < 0))
-        return Settings(each(s, dims), p, each(d, dims), transposed, [0] * dims if ours else o, groups, lopsided)
-
-    def window(self, k: int, weight: Shape) -> Window:
-        return Window(weight[2 + k], self.stride[k], self.padding[k], self.dilation[k])
-
-    def stencil(self, reads: str, weight: Shape, sizes: tuple[Shape, Shape], *, every: bool, **how: Any) -> Stencil:
-        """Of what is made of dims `reads` of space: from which `sizes` to which, a dim."""
-        reach, back = {}, self.transposed == (reads == "i")
-        for k, (size, count) in enumerate(zip(*sizes, strict=True)):
-            source, made = (f"{'h' if size == count else name}{k}" for name in (reads, "o" if reads == "i" else "i"))
-            if count != 1:
-                window, where, framed = self.window(k, weight), (source * (size != 1), size, count), k in self.lopsided
-                reach[made] = Reach.sliding(window, *where, back=back, every=every, dim=2 + k, framed=framed)
-        return Stencil(reach, **how)
+def _stencil(call: Call, reads: str, weight: Shape, sizes: tuple[Shape, Shape], *, every: bool, **how: Any) -> Stencil:
+    """Of what is made of dims `reads` of space: from which `sizes` to which, a dim."""
+    dims, reach, back = len(weight) - 2, {}, _is_transposed(call) == (reads == "i")
+    stride, padding, dilation = (each(arg(call, name), dims) for name in ("stride", "padding", "dilation"))
+    # Of `convolve`, the arguments for the end of a result say what is behind the input.
+    behind = each(arg(call, "after"), dims) if call.target in (CONVOLVE, CONVOLVE_BACKWARD) else padding
+    for k, (size, count) in enumerate(zip(*sizes, strict=True)):
+        source, made = (f"{'h' if size == count else name}{k}" for name in (reads, "o" if reads == "i" else "i"))
+        if count != 1:
+            window, where = (
+                Window(weight[2 + k], stride[k], padding[k], dilation[k]),
+                (source * (size != 1), size, count),
+            )
+            framed = padding[k] != behind[k] or padding[k] < 0  # other zeros behind than in front, or less than none
+            reach[made] = Reach.sliding(window, *where, back=back, every=every, dim=2 + k, framed=framed)
+    return Stencil(reach, **how)
 
 
-def _text(x: Shape, weight: Shape, out: Shape, how: Settings) -> str:
+def _is_transposed(call: Call) -> bool:
+    return bool(arg(call, "transposed"))
+
+
+def _text(call: Call, x: Shape, weight: Shape, out: Shape) -> str:
     """The labels of one convolution of x with a weight, which gives `out`; dims that keep their size are `h`."""
     spatial = range(len(weight) - 2)
     same = [x[2 + k] == out[2 + k] for k in spatial]
     before, after = (" ".join(f"{'h' if same[k] else name}{k}" for k in spatial) for name in "io")
-    channels = "(g ci) co" if how.transposed else "(g co) ci"
+    channels = "(g ci) co" if _is_transposed(call) else "(g co) ci"
     cut = dict.fromkeys(f"{before} {after}".split())
     kinds = " ".join([*(f"k{k}:whole" for k in spatial), *(f"{f}:local" for f in cut)])
     return (
@@ -87,24 +69,22 @@ def _text(x: Shape, weight: Shape, out: Shape, how: Settings) -> str:
 def _forward(call: Call) -> Rule:
     x, weight = (m.shape for m in call.operands[:2])
     out = result_shape(call)
-    how = Settings.of(call, 3, len(x) - 2)
     linear = "{0,2} {1,2}" if len(call.operands) > 2 else "{0} {1}"
-    stencil = how.stencil("i", weight, (x[2:], out[2:]), every=True, read=0, run=_convolved)
-    flops = 2 * math.prod(x if how.transposed else out) * math.prod(weight[1:])
-    return pattern(f"{_text(x, weight, out, how)} ci:sum {linear}", stencil=stencil, flops=lambda *_: flops)(call)
+    stencil = _stencil(call, "i", weight, (x[2:], out[2:]), every=True, read=0, run=_convolved)
+    flops = 2 * math.prod(x if _is_transposed(call) else out) * math.prod(weight[1:])
+    return pattern(f"{_text(call, x, weight, out)} ci:sum {linear}", stencil=stencil, flops=lambda *_: flops)(call)
 
 
-def _convolved(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _convolved(local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """A sum over input channels that are cut has the bias once."""
-    given, labels = _inside(local.call, args, kwargs, begins), local.rule.operands[1]
+    given, labels = _inside(given, begins), local.rule.operands[1]
     if (bias := given["bias"]) is not None:
         given["bias"] = once(bias, cut(local, {f for d in labels for f in d if local.rule.reduce.get(f) == "sum"}))
     return local.call.target(**given)
 
 
-def _inside(call: Call, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> dict[str, Any]:
+def _inside(given: dict[str, Any], begins: Mapping[int, int]) -> dict[str, Any]:
     """The arguments for operands of which some dims are framed: there zeros stand around them already."""
-    given = dict(zip((a.name for a in schema_of(call.target).arguments), args, strict=False)) | kwargs
     for name in given.keys() & {"padding", "output_padding", "after"}:
         around = each(given[name], len(given["weight"].shape) - 2)
         given[name] = [0 if 2 + k in begins else n for k, n in enumerate(around)]
@@ -115,14 +95,13 @@ def _backward(call: Call) -> Rule:
     """The gradient of the weight alone is made where the result's is: so what it fetches of x is what the forward pass
     did. Else all is made where x is."""
     grad, x, weight = (m.shape for m in call.operands[:3])
-    how = Settings.of(call, 4, len(x) - 2)
-    alone = call.results[0] is None and not how.transposed
+    alone = call.results[0] is None and not _is_transposed(call)
     reads, sizes = ("i", (x[2:], grad[2:])) if alone else ("o", (grad[2:], x[2:]))
     name = "input" if alone else "gradient"
-    stencil = how.stencil(reads, weight, sizes, every=False, read=int(alone), name=name, run=_pulled)
+    stencil = _stencil(call, reads, weight, sizes, every=False, read=int(alone), name=name, run=_pulled)
     lonely = " ".join(f"{reads}{k}:whole" for k, (n, m) in enumerate(zip(*sizes, strict=True)) if n != m == 1)
-    text = gradient(_text(x, weight, grad, how), "0 1", of="0 1 2")
-    work = 2 * math.prod(x if how.transposed else grad) * math.prod(weight[1:])
+    text = gradient(_text(call, x, weight, grad), "0 1", of="0 1 2")
+    work = 2 * math.prod(x if _is_transposed(call) else grad) * math.prod(weight[1:])
     flops = work * sum(m is not None for m in call.results[:2])
     local = partial(_backward_local, stencil)
     return pattern(f"{text} ci:none {lonely}", local=local, stencil=stencil, flops=lambda *_: flops)(call)
@@ -142,9 +121,9 @@ def _backward_local(stencil: Stencil, local: Local) -> Any:
     return local.run(form, grad, firsts, local.args, local.kwargs, sizes)
 
 
-def _pulled(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _pulled(local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The gradients of x and of the weight: that of the bias has nothing to do with what is read around."""
-    given = _inside(local.call, args, kwargs, begins)
+    given = _inside(given, begins)
     return local.call.target(**given | {"bias_sizes": None, "output_mask": [*given["output_mask"][:2], False]})
 
 

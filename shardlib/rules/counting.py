@@ -39,25 +39,22 @@ def _isin(call: Call) -> Rule:
 
 def _histc(call: Call) -> Rule:
     """Without bounds, which then are those of all values, nothing may be cut."""
-    bounds = [arg(call, 2, "min", 0), arg(call, 3, "max", 0)]
+    bounds = [arg(call, "min"), arg(call, "max")]
     return pattern(f"... -> _ | ...:{'whole' if len({*bounds}) == 1 else 'sum'}", flops=elements)(call)
 
 
 def _histogram(call: Call) -> Rule:
     """`histogram(x, bins, range, weight, density)`: counts, and the edges of the bins, which all devices have."""
-    bins = isinstance(arg(call, 1, "bins"), Meta)
+    bins = isinstance(arg(call, "bins"), Meta)
     fixed = (bins or call.kwargs.get("range") is not None) and not call.kwargs.get("density")
     operands = ", ".join(["...", *(["_"] if bins else []), *["..."] * (len(call.operands) - 1 - bins)])
 
-    def local(local: Local) -> Any:
-        def form(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            counts, edges = call.target(*args, **kwargs)
-            return psum(counts, list(local.rule.reduce)), edges
-
-        return local.run(form, *local.args, **local.kwargs)
+    def form(local: Local, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        counts, edges = call.target(*args, **kwargs)
+        return psum(counts, list(local.rule.reduce)), edges
 
     kinds = "...:none ...:local" if fixed else "...:whole"
-    return pattern(f"{operands} -> _, _ | {kinds}", local=local, flops=elements)(call)
+    return pattern(f"{operands} -> _, _ | {kinds}", form=form, flops=elements)(call)
 
 
 _WHOLE = [

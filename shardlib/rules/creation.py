@@ -12,6 +12,7 @@ from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import cut
 from shardlib.rules.space import Space, path, result_shape, shape_ints
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def _sized(call: Call) -> Rule:
         return local.op(target, *local.args[: len(like) + 1], **local.kwargs)
 
     strided = "strided" in schema_of(call.target).name
-    ints, factors = shape_ints(path(call, len(like), "size"), out), [f for d in out for f in d if strided]
+    ints, factors = shape_ints(path(call, "size"), out), [f for d in out for f in d if strided]
     return space.rule(like, [out], reduce=unread, ints=ints, local=local, local_factors=factors)
 
 
@@ -69,14 +70,6 @@ def _part_of_whole(call: Call) -> Rule:
     return space.rule(operands, [out], local=local, local_factors=[f for d in out for f in d])
 
 
-def _eye(
-    rows: int, columns: int | None = None, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
-) -> torch.Tensor:
-    """Ones where the row is the column."""
-    i, j = (torch.arange(n, device=device) for n in (rows, rows if columns is None else columns))
-    return (i.unsqueeze(1) == j).to(dtype or torch.get_default_dtype())
-
-
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     """Torch's own zeros of no memory are not strided."""
     return torch.zeros(size, **kwargs)
@@ -107,4 +100,4 @@ ROWS: dict[str, RuleFn | str] = {
     "scalar_tensor": "->",
 }
 
-DECOMPOSED: dict[str, Any] = {"_efficientzerotensor": _zeros, "eye": _eye, "eye.m": _eye}
+DECOMPOSED: dict[str, Any] = {"_efficientzerotensor": _zeros, **by_torch("eye", "eye.m")}

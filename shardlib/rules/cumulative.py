@@ -17,72 +17,57 @@ from shardlib.manual.collectives import all_gather
 from shardlib.ops.behind import BEHIND
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import Rows, widely, worst
-from shardlib.rules.space import arg, axis
+from shardlib.rules.shards import Rows, place, shares, widely, worst
+from shardlib.rules.space import axis
 
 aten = torch.ops.aten
 Before = Callable[[Tensor], Tensor]  # of this device's total, of size 1 along the dim: the totals of all before it
-Form = Callable[[Tensor, int, Before, int], Any]  # of the piece, the dim, what came before, and its first index
+Form = Callable[[Local, Any, Tensor, int, Before, int], Any]  # of the op, a piece, the dim, what came before, its begin
 
 
-def _scan(make: Callable[[Local, Any], Form], text: str, op: Any = None) -> Callable[[Call], Rule]:
+def _scan(scan: Form, text: str, op: Any = None) -> Callable[[Call], Rule]:
     """The rule of an op that runs along `dim`, or of `op` from behind: there what comes behind is what came before."""
 
-    def local(local: Local) -> Any:
-        shape = local.call.operands[0].shape
-        at = axis(arg(local.call, 1, "dim"), len(shape))
-        scan = make(local, op or local.call.target)
-        place, first, size = local.position("dim"), local.offset("dim"), local.size("dim")
-        ways, whole = local.ways("dim"), shape[at]
-        if op is not None:
-            place = local.calc(lambda i: ways - 1 - i, place)
-            first = local.calc(lambda i, n: whole - i - n, first, size)
+    def turned(x: Tensor, at: int) -> Tensor:
+        return x if op is None else x.flip(at)
 
-        def turned(x: Tensor) -> Tensor:
-            return x if op is None else x.flip(at)
-
-        def form(x: Tensor, place: int, first: int) -> Any:
-            found = scan(turned(x), at, lambda total: turned(all_gather(total, "dim", at)).narrow(at, 0, place), first)
-            return turned(found) if isinstance(found, Tensor) else tuple(map(turned, found))
-
-        return local.run(form, local.args[0], place, first)
+    def form(local: Local, x: Tensor, dim: int, **_: Any) -> Any:
+        at = axis(dim, x.dim())
+        sizes, at_dim = shares("dim"), place("dim")
+        earlier = sizes[:at_dim] if op is None else sizes[at_dim + 1 :]
+        before = lambda total: turned(all_gather(total, "dim", at), at).narrow(at, 0, len(earlier))
+        found = scan(local, op or local.call.target, turned(x, at), at, before, sum(earlier))
+        return turned(found, at) if isinstance(found, Tensor) else tuple(turned(v, at) for v in found)
 
     def rule(call: Call) -> Rule:
         many = call.operands[0].dtype.is_complex and "log" in schema_of(call.target).name  # there are many logarithms
-        return pattern(f"{text} {'dim:whole' if many else ''}", local=local)(call)
+        return pattern(f"{text} {'dim:whole' if many else ''}", form=form)(call)
 
     return rule
 
 
-def _combined(fold: Callable[..., Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Local, Any], Form]:
+def _combined(fold: Callable[..., Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Form:
     """A scan of one op: `fold` makes the total of a dim, `combine` puts what came before in front of a scan."""
 
-    def of(local: Local, op: Any) -> Form:
-        def form(x: Tensor, at: int, before: Before, first: int) -> Tensor:
-            return combine(op(x, at), fold(before(fold(x, at, keepdim=True)), at, keepdim=True))
+    def form(local: Local, op: Any, x: Tensor, at: int, before: Before, first: int) -> Any:
+        scan = lambda x: combine(op(x, at), fold(before(fold(x, at, keepdim=True)), at, keepdim=True))
+        return widely(scan, local.call)(x)
 
-        return widely(form, local.call)
-
-    return of
+    return form
 
 
-def _record(local: Local, op: Any) -> Form:
+def _record(local: Local, op: Any, x: Tensor, at: int, before: Before, first: int) -> tuple[Tensor, Tensor]:
     """cummax, cummin: the last of several equal values counts, and a NaN beats everything that follows, but a NaN."""
     lowest = op is aten.cummax.default
-    fill = worst(local.call.operands[0].dtype, lowest=lowest)
-
-    def form(x: Tensor, at: int, before: Before, first: int) -> tuple[Tensor, Tensor]:
-        best, index = op(x, at)
-        last, where = _last(op(rows.held(x, fill), at), at)
-        front = [0, 0] * (x.dim() - 1 - at) + [1, 0]  # so that something comes before the first
-        last = aten.constant_pad_nd.default(before(last), front, fill)
-        where = aten.constant_pad_nd.default(before(where + first), front)
-        last, which = _last(op(last, at), at)
-        own = (best >= last if lowest else best <= last) | (best != best)
-        return torch.where(own, best, last), torch.where(own, index + first, where.gather(at, which))
-
-    rows = Rows.of(local, [axis(arg(local.call, 1, "dim"), len(local.call.operands[0].shape))])
-    return form
+    fill = worst(x.dtype, lowest=lowest)
+    best, index = op(x, at)
+    last, where = _last(op(Rows.of(local, [at]).held(x, fill), at), at)
+    front = [0, 0] * (x.dim() - 1 - at) + [1, 0]  # so that something comes before the first
+    last = aten.constant_pad_nd.default(before(last), front, fill)
+    where = aten.constant_pad_nd.default(before(where + first), front)
+    last, which = _last(op(last, at), at)
+    own = (best >= last if lowest else best <= last) | (best != best)
+    return torch.where(own, best, last), torch.where(own, index + first, where.gather(at, which))
 
 
 def _last(found: Sequence[Tensor], at: int) -> list[Tensor]:
@@ -91,7 +76,7 @@ def _last(found: Sequence[Tensor], at: int) -> list[Tensor]:
 
 
 _SUMS = "[dim] -> [dim] | dim:local {0}"
-_SCANS: dict[str, tuple[Callable[[Local, Any], Form], str]] = {
+_SCANS: dict[str, tuple[Form, str]] = {
     "cumsum": (_combined(torch.sum, torch.add), _SUMS),
     "cumprod": (_combined(torch.prod, torch.mul), "[dim] -> [dim] | dim:local"),
     "logcumsumexp": (_combined(torch.logsumexp, torch.logaddexp), "[dim] -> [dim] | dim:local"),

@@ -17,7 +17,7 @@ from shardlib.internals import schema_of
 from shardlib.rules.halo import extent, length, padded
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import adds_up
-from shardlib.rules.space import Dim, Ints, Space, argument_named, axis, path, result_shape, shape_ints
+from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.view import walked
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ def _diagonal(call: Call) -> Rule:
     """A diagonal that is read, stands among zeros (`diag_embed`, `_backward`), or in another value (`_scatter`)."""
     reads = schema_of(call.target).name.endswith(("diagonal", "diagonal_copy"))
     shape = call.operands[0].shape if reads or len(call.operands) == 2 else result_shape(call)
-    offset, *dims = (argument_named(call, name) for name in ("offset", "dim1", "dim2"))
+    offset, *dims = (arg(call, name) for name in ("offset", "dim1", "dim2"))
     at = [axis(d, len(shape)) for d in dims]
     sizes = [shape[d] for d in at]
     count = min(sizes[0] + min(offset, 0), sizes[1] - max(offset, 0))
@@ -69,7 +69,7 @@ def _diagonal(call: Call) -> Rule:
 def _rule(call: Call, space: Space, x: Sequence[Dim], part: Sequence[Dim], *, reads: bool) -> Rule:
     ints: Ints = {}
     if call.target is aten.diagonal_backward.default:
-        ints = shape_ints(path(call, 1, "input_sizes"), x)
+        ints = shape_ints(path(call, "input_sizes"), x)
     operands, result = ([x], part) if reads else ([x, part] if len(call.operands) == 2 else [part], x)
     return space.rule(operands, [result], linear=[range(len(call.operands))], ints=ints)
 

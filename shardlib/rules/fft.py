@@ -13,7 +13,7 @@ from shardlib.rules.stencil import nonempty
 
 def _flops(call: Call, _: int) -> int:
     shape, new = call.operands[0].shape, result_shape(call)
-    steps: int = sum(max(shape[i], new[i]).bit_length() for i in arg(call, 1, "dim"))
+    steps: int = sum(max(shape[i], new[i]).bit_length() for i in arg(call, "dim"))
     return 5 * steps * max(numel(shape), numel(new))
 
 

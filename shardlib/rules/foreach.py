@@ -71,10 +71,11 @@ def _overloads() -> Iterator[str]:
 # Optimiser steps -----------------------------------------------------------------------------------------------------
 
 
-def _fused(step: Callable[..., list[Tensor]], lists: int) -> Callable[..., None]:
+def _fused(step: Callable[..., list[Tensor]], lists: int, *, decoupled: bool = False) -> Callable[..., None]:
     """An optimiser's step in place, from `step(parameter, gradient, states..., **options)`.
 
-    That returns the new values of the parameter and of its states.
+    That returns the new values of the parameter and of its states. Weight decay is added to the gradient before, or
+    taken off the parameter (`decoupled`).
 
     The first `lists` arguments are lists. A step whose `found_inf` is 1 changes nothing.
     """
@@ -89,7 +90,12 @@ def _fused(step: Callable[..., list[Tensor]], lists: int) -> Callable[..., None]
             p, grad, *states = _of_one(args[:lists], i)
             if grad_scale is not None:
                 grad.copy_(kept(grad / grad_scale, grad))
-            new = step(p, -grad if options["maximize"] else grad, *states, **options)
+            given, pull, decay = p, -grad if options["maximize"] else grad, options["weight_decay"]
+            if decoupled:
+                given = p * (1 - options["lr"] * decay)
+            elif decay:
+                pull = pull + decay * p
+            new = step(given, pull, *states, **options)
             for old, value in zip((p, *states), new, strict=False):
                 if old is not None:
                     old.copy_(kept(value, old))
@@ -104,12 +110,8 @@ def _of_one(lists: Any, i: int) -> list[Any]:
 
 def _adam(
     p: Tensor, grad: Tensor, m: Tensor, v: Tensor, top: Tensor | None, step: Tensor, *, lr: Any, beta1: float,
-    beta2: float, weight_decay: float, eps: float, amsgrad: bool, decoupled: bool = False, **_: Any,
+    beta2: float, eps: float, amsgrad: bool, **_: Any,
 ) -> list[Any]:  # fmt: skip
-    if decoupled:
-        p = p * (1 - lr * weight_decay)
-    elif weight_decay:
-        grad = grad + weight_decay * p
     m = m.lerp(grad, 1 - beta1)
     v = beta2 * v + (1 - beta2) * grad * grad
     top = torch.maximum(top, v) if amsgrad and top is not None else top
@@ -118,16 +120,10 @@ def _adam(
     return [p - lr / first * (m / spread), m, v, top]
 
 
-def _adamw(*tensors: Any, **options: Any) -> list[Any]:
-    return _adam(*tensors, decoupled=True, **options)
-
-
 def _sgd(
-    p: Tensor, grad: Tensor, kept: Tensor | None, *, weight_decay: float, momentum: float, lr: Any, dampening: float,
-    nesterov: bool, is_first_step: bool, **_: Any,
+    p: Tensor, grad: Tensor, kept: Tensor | None, *, momentum: float, lr: Any, dampening: float, nesterov: bool,
+    is_first_step: bool, **_: Any,
 ) -> list[Any]:  # fmt: skip
-    if weight_decay:
-        grad = grad + weight_decay * p
     if kept is not None and momentum:
         kept = grad if is_first_step else momentum * kept + (1 - dampening) * grad
         grad = grad + momentum * kept if nesterov else kept
@@ -135,11 +131,8 @@ def _sgd(
 
 
 def _adagrad(
-    p: Tensor, grad: Tensor, total: Tensor, step: Tensor, *, lr: Any, lr_decay: float, weight_decay: float, eps: float,
-    **_: Any,
-) -> list[Any]:  # fmt: skip
-    if weight_decay:
-        grad = grad + weight_decay * p
+    p: Tensor, grad: Tensor, total: Tensor, step: Tensor, *, lr: Any, lr_decay: float, eps: float, **_: Any
+) -> list[Any]:
     total = total + grad * grad
     rate = lr / (1 + (step.double() - 1) * lr_decay)
     return [p - rate * (grad / (total.sqrt() + eps)), total]
@@ -147,7 +140,7 @@ def _adagrad(
 
 _STEPS = {
     "_fused_adam_": _fused(_adam, 6),
-    "_fused_adamw_": _fused(_adamw, 6),
+    "_fused_adamw_": _fused(_adam, 6, decoupled=True),
     "_fused_sgd_": _fused(_sgd, 3),
     "_fused_adagrad_": _fused(_adagrad, 4),
 }

@@ -33,23 +33,24 @@ def _product(local: Local) -> Any:
     operands, results = _along(local.rule.operands), _along(local.rule.results)
     masked = local.rule.reduce.get("e") != OWNED
 
-    def run(local: Local, args: list[Any], kwargs: dict[str, Any], begins: Any) -> Any:
-        given = dict(enumerate(args))
-        count, ends = next(args[i].shape[at] for i, at in enumerate(operands) if at is not None), args[2]
+    def run(local: Local, given: dict[str, Any], begins: Any) -> Any:
+        tensors = dict(zip((name for name, x in given.items() if isinstance(x, Tensor)), operands, strict=True))
+        count = next(given[name].shape[at] for name, at in tensors.items() if at is not None)
+        at_ends = [*tensors][_GROUPS.ends]
+        ends = given[at_ends]
         if rows:
             start, held, _ = piece("s")
             ends = (ends - start * block).clamp(0, held * block)
         if not groups:
-            return local.call.target(*(given | {2: ends}).values(), **kwargs)
+            return local.call.target(**given | {at_ends: ends})
         first, held, _ = piece("e")
         edges = aten.constant_pad_nd.default(ends, [1, 0], 0)
         begin = edges.narrow(0, first, 1)
         own = edges.narrow(0, first + 1 - (not held), max(held, 1)) - begin  # of no group, one of 0
         place = torch.arange(count, device=ends.device)
         ahead, back = ((place + begin) % max(count, 1), (place - begin) % max(count, 1))
-        tensors = (i for i, x in enumerate(args) if isinstance(x, Tensor))
-        given |= {i: _turned(args[i], d, ahead) for i, d in zip(tensors, operands, strict=True)} | {2: own}
-        found = local.call.target(*given.values(), **kwargs)
+        given |= {name: _turned(given[name], d, ahead) for name, d in tensors.items()} | {at_ends: own}
+        found = local.call.target(**given)
         others = place >= edges.narrow(0, first + held, 1) - begin
         out = []
         for x, d in zip(found if isinstance(found, tuple) else (found,), results, strict=True):

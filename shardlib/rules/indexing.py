@@ -7,17 +7,16 @@ pending sum over the devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.lineup import Places, looking, masks, whole
+from shardlib.rules.lineup import Places, masks, whole
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
-from shardlib.rules.shards import Rows, checked, cut, located, nothing
-from shardlib.rules.space import Space, numel, result_shape
+from shardlib.rules.shards import Rows, checked, cut, located, nothing, torch_code
+from shardlib.rules.space import numel, result_shape
 
 aten = torch.ops.aten
 
@@ -39,63 +38,51 @@ def _taken(
     return value if outside is None else value.masked_fill(outside[(..., *[None] * behind)], nothing(value.dtype))
 
 
-def _embedding(local: Local) -> Any:
-    (v, _), cuts, rows = local.call.operands[0].shape, [cut(local, ["v"])], Rows.of(local, [0])
+def _embedding(local: Local, table: Tensor, index: Tensor, *_: Any) -> Tensor:
     read = lambda table, mine: aten.embedding.default(table, *mine)
-    form = lambda table, index: _taken(rows.held(table, 0), [checked(index, v)], cuts, read, 1)
-    return local.run(form, *local.args[:2])
+    indices = [checked(index, local.call.operands[0].shape[0])]
+    return _taken(Rows.of(local, [0]).held(table, 0), indices, [cut(local, ["v"])], read, 1)
 
 
-def _reads(call: Call, space: Space, places: Places) -> Rule:
+def _reads(call: Call, places: Places) -> Rule:
     """The rule of an op that reads a table at places."""
 
-    def local(local: Local) -> Any:
-        cuts, (indices, rest, named) = places.cuts(local), places.given(local)
-        held = Rows.of(local, [d for d, factors in cuts.items() if factors])
+    def form(local: Local, table: Tensor, *given: Any, **named: Any) -> Tensor:
+        cuts, (*_, indices), rest = places.cuts(local), given[: places.until], given[places.until :]
+        read = lambda table, mine: call.target(table, *places.arguments(mine), *rest, **named)
+        held = Rows.of(local, [d for d, factors in cuts.items() if factors]).held(table, 0)
+        return _taken(held, places.ready(indices, cuts), list(cuts.values()), read, places.behind)
 
-        def form(table: Tensor, given: Any) -> Tensor:
-            read = lambda table, mine: call.target(table, *places.arguments(mine), *rest, **named)
-            indices = places.ready(given, cuts)
-            return _taken(held.held(table, 0), indices, list(cuts.values()), read, places.behind)
-
-        return local.run(form, local.args[0], indices)
-
-    found = space.rule(
+    return places.space.rule(
         [places.x, *places.indices],
         [places.out],
         reduce=dict.fromkeys(places.rows, "sum"),
         linear=[{0}],
-        local=local,
+        local=torch_code(form),
         local_factors=places.rows,
+        looks=Looks(places.rows, places.given_as),
         flops=numel(result_shape(call)),
     )
-    return replace(found, looks=Looks(places.rows, places.given_as))
 
 
 def _gather(call: Call) -> Rule:
     """`gather(x, dim, index)`. Other dims of the index may be shorter than x's; those stay whole."""
-    space = Space()
-    places = Places.beside(space, call)
-    return _reads(call, space, places) if places else whole(call)
-
-
-def _index_select(call: Call) -> Rule:
-    space = Space()
-    return _reads(call, space, Places.along(space, call))
+    places = Places.beside(call)
+    return _reads(call, places) if places else whole(call)
 
 
 def _index(call: Call) -> Rule | None:
-    space = Space()
-    return None if masks(call) else _reads(call, space, Places.advanced(space, call))
+    return None if masks(call) else _reads(call, Places.advanced(call))
 
-
-_EMBEDDING = pattern(
-    "v d, ... -> ... d | v:sum v:local {0}", local=_embedding, flops=lambda call, _: numel(result_shape(call))
-)
 
 ROWS: dict[str, RuleFn | str] = {
-    "embedding": lambda call: looking(_EMBEDDING(call), Looks(("v",), (1,))),
+    "embedding": pattern(
+        "v d, ... -> ... d | v:sum v:local {0}",
+        form=_embedding,
+        looks=Looks(("v",), (1,)),
+        flops=lambda call, _: numel(result_shape(call)),
+    ),
     "gather": _gather,
-    "index_select": _index_select,
+    "index_select": lambda call: _reads(call, Places.along(call)),
     **dict.fromkeys(["index.Tensor", "_unsafe_index.Tensor"], _index),
 }

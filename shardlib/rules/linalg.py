@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib.ops.lstsq import lstsq
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import gathered
+from shardlib.rules.shards import gathered, place, shares
 from shardlib.rules.space import arg, numel, result_shape
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def _matrices(text: str) -> RuleFn:
 def _parts(
     text: str,
     flops: Callable[[Call, int], int] | None = _cubic,
-    local: Callable[[Local], Any] | None = None,
+    form: Callable[..., Any] | None = None,
 ) -> Callable[[Call], Rule]:
     """A pattern of which the call may leave out results: these are empty vectors."""
     operands, _, results = text.partition("->")
@@ -44,7 +44,7 @@ def _parts(
 
     def rule(call: Call) -> Rule:
         given = ["_" if m is not None and m.shape == (0,) else t for t, m in zip(terms, call.results, strict=True)]
-        return pattern(f"{operands} -> {', '.join(given)} | {notes}", flops=flops, local=local)(call)
+        return pattern(f"{operands} -> {', '.join(given)} | {notes}", flops=flops, form=form)(call)
 
     return rule
 
@@ -56,7 +56,7 @@ def _sided(matrix: str, linear: int) -> RuleFn:
 
 
 def _is_left(call: Call) -> bool:
-    return bool(arg(call, 3, "left", True))
+    return bool(arg(call, "left"))
 
 
 def _solve_ex(call: Call) -> Rule:
@@ -73,55 +73,44 @@ def _solve_ex(call: Call) -> Rule:
 
 def _qr(call: Call) -> Rule:
     rows, columns = call.operands[0].shape[-2:]
-    if not rows >= 2 * columns > 0 or arg(call, 1, "mode", "reduced") == "complete":
+    if not rows >= 2 * columns > 0 or arg(call, "mode") == "complete":
         return _parts("... _ _ -> ... _ _, ... _ _")(call)
-    return _parts("... r _ -> ... r _, ... _ _ | r:none r:local", local=_by_triangles)(call)
+    return _parts("... r _ -> ... r _, ... _ _ | r:none r:local", form=_by_triangles)(call)
 
 
-def _by_triangles(local: Local) -> Any:
+def _by_triangles(_: Local, x: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """The QR decomposition of the pieces' triangles, with the first rows of the matrix as they are: the signs of what
     a decomposition by reflections makes depend on these, and on the length of what is below, in every column. Where
     columns depend on each other, the decomposition is not unique, and this is another one than that of one device."""
-    n = local.call.operands[0].shape[-1]
-    sizes = [max(s) for s in local.values(local.size("r"), "r")]
+    n, sizes, own = x.shape[-1], shares("r"), place("r")
     firsts = [max(0, min(s, n - sum(sizes[:i]))) for i, s in enumerate(sizes)]
     counts = [first + min(s - first, n) for s, first in zip(sizes, firsts, strict=True)]
-    place = local.position("r")
-    first, begin = (local.calc(at.__getitem__, place) for at in (firsts, [sum(counts[:i]) for i in range(len(counts))]))
-
-    def form(x: Tensor, first: int, begin: int, mode: str = "reduced") -> tuple[Tensor, Tensor]:
-        top, rest = x.narrow(-2, 0, first), x.narrow(-2, first, x.shape[-2] - first)
-        q, r = torch.linalg.qr(rest)
-        stack = gathered(torch.cat([top, r], -2), "r", x.dim() - 2, sum(counts))
-        mixed, triangle = torch.linalg.qr(stack, mode)
-        if mode == "r":
-            return mixed, triangle
-        above, below = mixed.narrow(-2, begin, first), mixed.narrow(-2, begin + first, r.shape[-2])
-        return torch.cat([above, q @ below], -2), triangle
-
-    return local.run(form, local.args[0], first, begin, *local.args[1:], **local.kwargs)
+    first, begin = firsts[own], sum(counts[:own])
+    top, rest = x.narrow(-2, 0, first), x.narrow(-2, first, x.shape[-2] - first)
+    q, r = torch.linalg.qr(rest)
+    stack = gathered(torch.cat([top, r], -2), "r", x.dim() - 2, sum(counts))
+    mixed, triangle = torch.linalg.qr(stack, mode)
+    if mode == "r":
+        return mixed, triangle
+    above, below = mixed.narrow(-2, begin, first), mixed.narrow(-2, begin + first, r.shape[-2])
+    return torch.cat([above, q @ below], -2), triangle
 
 
 def _svd(call: Call) -> Rule:
     rows, columns = call.operands[0].shape[-2:]
-    if arg(call, 2, "compute_uv", True) or not max(rows, columns) >= 2 * min(rows, columns) > 0:
+    if arg(call, "compute_uv") or not max(rows, columns) >= 2 * min(rows, columns) > 0:
         return _parts("... _ _ -> ... _ _, ... _, ... _ _")(call)
     long = "r _" if rows > columns else "_ r"
-    return _parts(f"... {long} -> ... _ _, ... _, ... _ _ | r:none r:local", local=_of_triangles)(call)
+    return _parts(f"... {long} -> ... _ _, ... _, ... _ _ | r:none r:local", form=_of_triangles)(call)
 
 
-def _of_triangles(local: Local) -> Any:
+def _of_triangles(local: Local, x: Tensor, *how: Any, **named: Any) -> tuple[Tensor, ...]:
     """The singular values of a matrix that is long in one dim are those of its pieces' triangles."""
-    shape = local.call.operands[0].shape
-    tall, n = shape[-2] > shape[-1], min(shape[-2:])
-    total = sum(min(n, max(sizes)) for sizes in local.values(local.size("r"), "r"))
-
-    def form(x: Tensor, *how: Any, **named: Any) -> tuple[Tensor, ...]:
-        triangle = torch.linalg.qr(x if tall else x.mT, "r")[1]
-        stack = gathered(triangle, "r", x.dim() - 2, total)
-        return tuple(aten._linalg_svd.default(stack, *how, **named))
-
-    return local.run(form, *local.args, **local.kwargs)
+    rows, columns = local.call.operands[0].shape[-2:]
+    triangle = torch.linalg.qr(x if rows > columns else x.mT, "r")[1]
+    total = sum(min(n, rows, columns) for n in shares("r"))
+    stack = gathered(triangle, "r", x.dim() - 2, total)
+    return tuple(aten._linalg_svd.default(stack, *how, **named))
 
 
 def _least_squares(call: Call) -> Rule | None:
@@ -130,34 +119,30 @@ def _least_squares(call: Call) -> Rule | None:
     side, left = ("", "1") if len(b) == len(a) - 1 else ("_", "_")
     if a[-2] >= 2 * a[-1] > 0:
         text = f"... r _, ... r {side} -> ... _ {side}, ... {left}, ..., ... _ | r:none r:local"
-        return _parts(text, local=_by_least_squares)(call)
+        return _parts(text, form=_by_least_squares)(call)
     return _parts(f"... _ _, ... _ {side} -> ... _ {side}, ... {left}, ..., ... _")(call)
 
 
-def _by_least_squares(local: Local) -> Any:
+def _by_least_squares(local: Local, a: Tensor, b: Tensor, rcond: float | None, driver: str) -> tuple[Tensor, ...]:
     """The least squares of the pieces' triangles, with what is left of B in each piece as one row more, which no X
     makes smaller. What counts as nothing, by the size of the whole, is said."""
-    a, b = local.call.operands
-    n, dtype = a.shape[-1], a.dtype
+    whole, n, dtype = local.call.operands[0].shape, a.shape[-1], a.dtype
     _, residuals, *_ = local.call.results
     left = residuals is not None and residuals.shape != (0,)
-    total = sum(min(n, max(sizes)) + left for sizes in local.values(local.size("r"), "r"))
-    usual, single = torch.finfo(dtype).eps * max(a.shape[-2:]), len(b.shape) < len(a.shape)
-
-    def form(a: Tensor, b: Tensor, rcond: float | None, driver: str) -> tuple[Tensor, ...]:
-        b = b.unsqueeze(-1) if single else b
-        q, r = torch.linalg.qr(a)
-        c = q.mH @ b
-        piece = torch.cat([r, c], -1)
-        if left:
-            rest = torch.linalg.vector_norm(b - q @ c, dim=-2, keepdim=True).to(dtype)
-            piece = torch.cat([piece, torch.cat([rest.new_zeros([*rest.shape[:-1], n]), rest], -1)], -2)
-        stack = gathered(piece, "r", a.dim() - 2, total)
-        rows, columns = stack.narrow(-1, 0, n), stack.narrow(-1, n, b.shape[-1])
-        x, *others = lstsq(rows, columns, usual if rcond is None else rcond, driver)
-        return x.squeeze(-1) if single else x, *others
-
-    return local.run(form, *local.args)
+    total = sum(min(n, size) + left for size in shares("r"))
+    single = b.dim() < a.dim()
+    b = b.unsqueeze(-1) if single else b
+    q, r = torch.linalg.qr(a)
+    c = q.mH @ b
+    piece = torch.cat([r, c], -1)
+    if left:
+        rest = torch.linalg.vector_norm(b - q @ c, dim=-2, keepdim=True).to(dtype)
+        piece = torch.cat([piece, torch.cat([rest.new_zeros([*rest.shape[:-1], n]), rest], -1)], -2)
+    stack = gathered(piece, "r", a.dim() - 2, total)
+    rows, columns = stack.narrow(-1, 0, n), stack.narrow(-1, n, b.shape[-1])
+    least = torch.finfo(dtype).eps * max(whole[-2:]) if rcond is None else rcond
+    x, *others = lstsq(rows, columns, least, driver)
+    return x.squeeze(-1) if single else x, *others
 
 
 # For a determinant torch factorises the transpose of a matrix that lies in memory row by row, and its gradient decides

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.rules.rule import Call, Local, Looks, Meta, Rule
+from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.shards import checked, cut
 from shardlib.rules.space import Dim, Space, arg, axis, broadcast, join, numel
 
@@ -35,6 +35,7 @@ class Places:
     * `listed`: the op takes a list of indices, else a dim and an index; `wraps`: they may count from the end.
     """
 
+    space: Space
     shape: Sequence[int]
     x: list[Dim]
     dims: list[int]
@@ -46,10 +47,10 @@ class Places:
     wraps: bool = False
 
     @staticmethod
-    def advanced(space: Space, call: Call) -> Places:
+    def advanced(call: Call) -> Places:
         """Of `x[indices]`."""
-        given: list[Meta | None] = list(arg(call, 1, "indices"))
-        shape = call.operands[0].shape
+        given: list[Meta | None] = list(arg(call, "indices"))
+        space, shape = Space(), call.operands[0].shape
         x = space.dims(shape)
         dims = [i for i, m in enumerate(given) if m is not None]
         metas = [m for m in given if m is not None]
@@ -61,19 +62,19 @@ class Places:
         out = [*(x[i] for i in front), *index, *(x[i] for i in kept[len(front) :])]
         entries = tuple(f for d in index for f in d)
         indices = [broadcast(index, m.shape) for m in metas]
-        return Places(shape, x, dims, indices, out, entries, len(kept) - len(front), listed=True, wraps=True)
+        return Places(space, shape, x, dims, indices, out, entries, len(kept) - len(front), listed=True, wraps=True)
 
     @staticmethod
-    def along(space: Space, call: Call, *, wraps: bool = False) -> Places:
+    def along(call: Call, *, wraps: bool = False) -> Places:
         """Of ops that take a dim, and an index that names rows of it."""
-        shape = call.operands[0].shape
-        at = axis(arg(call, 1, "dim"), len(shape))
+        space, shape = Space(), call.operands[0].shape
+        at = axis(arg(call, "dim"), len(shape))
         x, index = space.dims(shape), space.dims(call.operands[1].shape, "j")
         out = [*x[:at], *(index or [()]), *x[at + 1 :]] if shape else []
-        return Places(shape, x, [at], [index], out, sum(index, ()), max(len(shape) - 1 - at, 0), wraps=wraps)
+        return Places(space, shape, x, [at], [index], out, sum(index, ()), max(len(shape) - 1 - at, 0), wraps=wraps)
 
     @staticmethod
-    def beside(space: Space, call: Call) -> Places | None:
+    def beside(call: Call) -> Places | None:
         """Of ops that take a dim, and an index of as many dims as the table; others are shared where sizes agree.
 
         An index may also have no elements, or be a number.
@@ -81,17 +82,22 @@ class Places:
         shape, index = call.operands[0].shape, call.operands[1].shape
         if len(shape) != len(index):
             return None
-        at = axis(arg(call, 1, "dim"), len(shape))
+        space, at = Space(), axis(arg(call, "dim"), len(shape))
         x, out = [], []
         for i, (n, m) in enumerate(zip(shape, index, strict=True)):
             x.append(space.dim(n, "v") if i == at else space.dim(n, whole=n != m))
             out.append(x[-1] if i != at and n == m else space.dim(m, "j", whole=i != at))
-        return Places(shape, x, [at], [out], out, out[at] if shape else ())
+        return Places(space, shape, x, [at], [out], out, out[at] if shape else ())
 
     @property
     def given_as(self) -> tuple[int, ...]:
         """Which operands of the op the indices are."""
         return tuple(range(1, 1 + len(self.indices)))
+
+    @property
+    def until(self) -> int:
+        """How many arguments stand behind the table up to the indices: these, and the dim where they are no list."""
+        return 1 if self.listed else 2
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -101,15 +107,6 @@ class Places:
     def cuts(self, local: Local) -> dict[int, list[str]]:
         """What cuts each indexed dim here."""
         return {d: cut(local, self.x[d] if self.x else ()) for d in self.dims}
-
-    def given(self, local: Local) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-        """The index, or the list of them, and the arguments behind it."""
-        at, name = (1, "indices") if self.listed else (2, "index")
-        return (
-            arg(local, at, name),
-            local.args[at + 1 :],
-            {k: v for k, v in local.kwargs.items() if k not in (name, "dim")},
-        )
 
     def ready(self, given: Any, cuts: Mapping[int, Sequence[str]]) -> list[Tensor]:
         """The indices, which are checked where the dim is cut, and counted from the front."""
@@ -128,12 +125,7 @@ class Places:
         return [[next(queue) if i in self.dims else None for i in range(self.dims[-1] + 1)]]
 
 
-def looking(rule: Rule | None, looks: Looks) -> Rule | None:
-    """A rule of which it is said what it looks up."""
-    return None if rule is None else replace(rule, looks=looks)
-
-
 def masks(call: Call) -> bool:
     """Whether some index is a mask: what it selects depends on the data."""
-    given = [m for m in arg(call, 1, "indices") if m is not None]
+    given = [m for m in arg(call, "indices") if m is not None]
     return not given or any(m.dtype in (torch.bool, torch.uint8) for m in given)

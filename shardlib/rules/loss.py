@@ -7,8 +7,8 @@ the global count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from shardlib.rules.notation import gradient, parse
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import checked, cut, located, positional, wide, widely
-from shardlib.rules.space import arg, argument_named, numel, result_dtype
+from shardlib.rules.space import arg, numel
 
 aten = torch.ops.aten
 
@@ -38,71 +38,47 @@ def _classes(local: Local, target: Tensor, ignore: int) -> Tensor:
     return mine.masked_fill(none, -1)
 
 
-def _nll(local: Local) -> Any:
+def _nll(
+    local: Local, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int
+) -> tuple[Tensor, Tensor]:
     """A mean is the sum of all devices over the weight of all devices: a target may be ignored, so both travel."""
-    op, shared = local.call.target, cut(local, local.rule.reduce)
-    counted = bool(local.rule.complete)
-
-    def form(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int) -> tuple[Tensor, Tensor]:
-        mine, dtype = _classes(local, target, ignore), x.dtype
-        if reduction != _MEAN:
-            loss, total = op(x, mine, weight, reduction, -1)
-            return loss, (target != ignore).sum().to(total.dtype) if counted else total
-        weight = None if weight is None else weight.to(wide(dtype))
-        loss, total = psum(op(x.to(wide(dtype)), mine, weight, _SUM, -1), shared)
-        return (loss / total).to(dtype), total.to(dtype)
-
-    return local.run(form, *local.args)
+    op, mine, dtype = local.call.target, _classes(local, target, ignore), x.dtype
+    if reduction != _MEAN:
+        loss, total = op(x, mine, weight, reduction, -1)
+        return loss, (target != ignore).sum().to(total.dtype) if local.rule.complete else total
+    weight = None if weight is None else weight.to(wide(dtype))
+    loss, total = psum(op(x.to(wide(dtype)), mine, weight, _SUM, -1), cut(local, local.rule.reduce))
+    return (loss / total).to(dtype), total.to(dtype)
 
 
-def _nll_backward(local: Local) -> Any:
-    op = local.call.target
-
-    def form(
-        grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, total: Tensor
-    ) -> Tensor:
-        return op(grad, x, _classes(local, target, ignore), weight, reduction, -1, total)  # type: ignore[no-any-return]
-
-    return local.run(form, *local.args)
-
-
-def _dims(shape: Sequence[int]) -> tuple[str, str]:
-    """Words for the logits and the targets: the classes stand first, or behind the batch."""
-    space = " ".join(f"s{i}" for i in range(len(shape) - 2))
-    return ("c", "") if len(shape) == 1 else (f"n c {space}", f"n {space}")
+def _nll_backward(
+    local: Local, grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, total: Tensor
+) -> Tensor:
+    return local.call.target(grad, x, _classes(local, target, ignore), weight, reduction, -1, total)  # type: ignore[no-any-return]
 
 
 def _nll_rule(call: Call) -> Rule:
     """Sums and single losses add up over rows and classes; of the logits one is looked up for each target."""
     backward = "backward" in schema_of(call.target).name
-    logits, target = _dims(call.operands[int(backward)].shape)
-    reduction = argument_named(call, "reduction")
+    logits, target = ("n c ...", "n ...") if call.operands[int(backward)].rank > 1 else ("c", "")
+    reduction = arg(call, "reduction")
     summed = ["c", *target.split()] if reduction != _NONE else ["c"]
     kinds = " ".join(f"{f}:{'none' if reduction == _MEAN else 'sum'}" for f in summed)
     kinds += " c:local" + " ".join(f" {f}:local" for f in target.split() if reduction == _MEAN)
     loss = target if reduction == _NONE else ""
     text = f"{logits}, {target}, c -> {loss}, | "
     if backward:
-        return pattern(gradient(f"{text} c:local", "0 1 2 r1"), local=_nll_backward)(call)
-    rule = pattern(f"{text} {kinds}", local=_nll, flops=lambda call, _: 2 * numel(call.operands[1].shape))(call)
+        return pattern(gradient(f"{text} c:local", "0 1 2 r1"), form=_nll_backward)(call)
     # How many targets count does not depend on who has their classes; what these weigh does.
-    if rule is None or reduction != _SUM or argument_named(call, "weight") is not None:
-        return rule
-    return replace(rule, complete=frozenset({(1, "c")}))
+    counted = reduction == _SUM and arg(call, "weight") is None
+    flops, complete = 2 * numel(call.operands[1].shape), frozenset([(1, "c")] if counted else [])
+    return pattern(f"{text} {kinds}", form=_nll, complete=complete, flops=lambda *_: flops)(call)
 
 
-def _scores_backward(call: Call) -> Rule:
+def _scores_backward(local: Local, *args: Any) -> Any:
     """The log-probabilities of a row and their gradients: of these, all devices know the sum."""
-    rank, dim = call.operands[0].rank, arg(call, 3, "dim") % call.operands[0].rank
-    labels = [f"s{d}" if d != dim else "c" for d in range(rank)]
-    logits, total = " ".join(labels), " ".join(x for x in labels if x != "c")
-
-    def form(grad: Tensor, scores: Tensor, total: Tensor, dim: int) -> Tensor:
-        return grad - scores.exp() * total.unsqueeze(dim)
-
-    run = lambda local: local.run(widely(form, call), *local.args)
-    text = f"{logits}, {logits}, {total} -> {logits} | c:local {{0,2}}"
-    return pattern(text, local=run, flops=lambda _, points: 4 * points)(call)
+    form = lambda grad, scores, total, dim: grad - scores.exp() * total.unsqueeze(dim)
+    return widely(form, local.call)(*args)
 
 
 # Losses of elements, or of rows whose classes stay whole --------------------------------------------------------------
@@ -115,40 +91,30 @@ def _loss(text: str, *, backward: bool = False) -> RuleFn:
     def rule(call: Call) -> Rule | None:
         if max(m.rank for m in call.operands) < parse(text).operands[int(backward)].rank:
             return None  # one number has nothing to cut
-        how = argument_named(call, "reduction")
+        how = arg(call, "reduction")
         notes = "...:local" if how == _MEAN or (how == _SUM and not backward) else ""
-        return pattern(f"{text} {notes}", local=local, flops=lambda _, points: points)(call)
-
-    local = _mean_backward if backward else _mean
+        return pattern(f"{text} {notes}", local=partial(_reduced, backward=backward), flops=1)(call)
 
     return rule
 
 
-def _how(local: Local) -> tuple[list[Any], int, int]:
-    """The arguments, where the reduction stands among them, and what a mean divides by: all losses there are."""
-    given, at = positional(local), [a.name for a in schema_of(local.call.target).arguments].index("reduction")
-    losses = (n for f, n in local.rule.sizes.items() if f.startswith("*"))
-    return given, at, math.prod(losses) if given[at] == _MEAN else 1
-
-
-def _mean(local: Local) -> Any:
+def _reduced(local: Local, *, backward: bool) -> Any:
     """The sum of what is here over the count of all. Losses come one by one: the op's own sum may be too large for half
-    precision, and that of none is whatever memory holds."""
-    (given, at, count), dtype = _how(local), result_dtype(local.call)
+    precision, and that of none is whatever memory holds. The gradient is that of the sum, over the count of all."""
+    op, given = local.call.target, positional(local)
+    at = [a.name for a in schema_of(op).arguments].index("reduction")
+    losses = (n for f, n in local.rule.sizes.items() if f.startswith("*"))
+    count = math.prod(losses) if given[at] == _MEAN else 1
 
     def form(*args: Any) -> Any:
-        found = local.call.target(*args[:at], _NONE, *args[at + 1 :])
+        before, after = args[:at], args[at + 1 :]
+        if backward:
+            return op(before[0] / count, *before[1:], _SUM, *after)
+        found = op(*before, _NONE, *after)
         each, *rest = found if isinstance(found, tuple) else (found,)
-        total = each.sum(dtype=wide(dtype))
-        return ((total / count if count > 1 else total).to(dtype), *rest)
+        total = each.sum(dtype=wide(each.dtype))
+        return ((total / count if count > 1 else total).to(each.dtype), *rest)
 
-    return local.run(form, *given)
-
-
-def _mean_backward(local: Local) -> Any:
-    """The gradient of a mean is that of the sum, over the count of all."""
-    given, at, count = _how(local)
-    form = lambda grad, *args: local.call.target(grad / count, *args[: at - 1], _SUM, *args[at:])
     return local.run(form, *given)
 
 
@@ -226,7 +192,9 @@ _CTC = "t n _, n _, n, n -> n, n t _ | t:whole"
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys([f"nll_loss{dims}_{way}" for dims in ("", "2d") for way in ("forward", "backward")], _nll_rule),
-    "shardlib::scores_backward": _scores_backward,
+    "shardlib::scores_backward": pattern(
+        "[dim], [dim], ... -> [dim] | dim:local {0,2}", form=_scores_backward, flops=4
+    ),
     **dict.fromkeys(_PAIRED, _loss(_PAIR)),
     **dict.fromkeys([f"{name}_backward" for name in _PAIRED], _loss(gradient(_PAIR, "0 1"), backward=True)),
     "binary_cross_entropy": _loss(_TRIPLE),

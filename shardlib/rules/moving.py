@@ -3,45 +3,34 @@ piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.manual.collectives import piece, ppermute
-from shardlib.rules.halo import Range, extent, fetch
+from shardlib.rules.halo import extent, fetch
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule
-from shardlib.rules.shards import gathered, held
-from shardlib.rules.space import Space, arg, axis
+from shardlib.rules.shards import cut, gathered, shares, torch_code
+from shardlib.rules.space import Space, axis
 
 
-def flip(call: Call) -> Rule:
+def _flip(local: Local, x: Tensor, dims: Sequence[int]) -> Tensor:
     """A piece is the piece at the other end, turned round: where all are alike, that is one exchange."""
-    space, shape = Space(), call.operands[0].shape
-    turned = [axis(d, len(shape)) for d in arg(call, 1, "dims") if shape]
-    x = space.dims(shape)
-    along = {at: x[at][0] for at in turned if x[at]}
-
-    def local(local: Local) -> Any:
-        ways = {at: local.ways(f) for at, f in along.items()}
-        alike = {at: len(set().union(*local.values(local.size(f), f))) == 1 for at, f in along.items()}
-
-        def form(value: Tensor) -> Tensor:
-            for at, f in along.items():
-                if alike[at] and ways[at] > 1:
-                    value = ppermute(value, f, [(i, ways[at] - 1 - i) for i in range(ways[at])])
-                else:
-                    value = fetch(value, at, (f,), _mirrored(shape[at])(extent((f,), shape[at])), name="input")
-            return torch.flip(value, turned)
-
-        return local.run(form, local.args[0])
-
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=along.values())
+    for at in {axis(d, x.dim()) for d in dims if x.dim()}:
+        for f in cut(local, local.rule.operands[0][at]):
+            sizes, size = shares(f), local.rule.sizes[f]
+            if len({*sizes}) == 1:
+                x = ppermute(x, f, [(i, len(sizes) - 1 - i) for i in range(len(sizes))])
+            else:
+                start, stop = extent((f,), size)
+                x = fetch(x, at, (f,), (size - stop, size - start), name="input")
+    return torch.flip(x, tuple(dims))
 
 
-def _mirrored(size: int) -> Callable[[Range], Range]:
-    return lambda r: (size - r[1], size - r[0])
+flip = pattern("[dims] -> [dims] | dims:local {0}", form=_flip, flops=0)
 
 
 def send_rows(call: Call) -> Rule:
@@ -49,17 +38,13 @@ def send_rows(call: Call) -> Rule:
     space, (n, *_) = Space(), call.operands[0].shape
     x, pairs = space.dims(call.operands[0].shape, "n"), list(zip(*call.args[1:], strict=True))
 
-    def local(local: Local) -> Any:
-        value, (factor,) = local.args[0], x[0]
-        if local.values(local.size(factor), factor) == [{1}] * n:
-            return local.send(value, factor, pairs, [held(local, d) for d in x], name="input")
-
-        def form(value: Tensor, *args: Any) -> Tensor:
-            offset, size, whole = piece(factor)
-            sent: Tensor = call.target(gathered(value, factor, 0, whole), *args)
-            return sent.narrow(0, offset, size)
-
-        return local.run(form, *local.args)
+    def form(_: Local, value: Tensor, *args: Any) -> Tensor:
+        (factor,) = x[0]
+        if shares(factor) == [1] * n:
+            return ppermute(value, factor, pairs)  # type: ignore[no-any-return]
+        offset, size, whole = piece(factor)
+        sent: Tensor = call.target(gathered(value, factor, 0, whole), *args)
+        return sent.narrow(0, offset, size)
 
     cut = {*x[0]} if pairs else ()  # with nothing to send there are zeros everywhere
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=cut)
+    return space.rule([x], [x], linear=[{0}], local=torch_code(form), local_factors=cut)

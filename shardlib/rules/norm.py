@@ -15,8 +15,8 @@ from torch import Tensor
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
-from shardlib.rules.shards import Rows, cut, widely
-from shardlib.rules.space import argument_named
+from shardlib.rules.shards import Rows, widely
+from shardlib.rules.space import arg
 from shardlib.rules.written import by_torch
 
 
@@ -26,7 +26,7 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tens
     return x if bias is None else x + bias
 
 
-def _layer_norm(rows: Rows, x: Tensor, _: Any, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+def layer_norm(rows: Rows, x: Tensor, _: Any, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     mean, centred, var = rows.moments(x)
     rstd = (var + eps).rsqrt()
     return affine(centred * rstd, w, b), mean, rstd
@@ -37,12 +37,20 @@ def _rms_norm(rows: Rows, x: Tensor, _: Any, w: Tensor | None, eps: float | None
     return affine(x * rstd, w), rstd
 
 
+def layer_norm_terms(
+    rows: Rows, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The gradient of x, and what is added up to those of weight and bias."""
+    unit, pull = (x - mean) * rstd, affine(grad, w)
+    dx = pull - rows.mean(pull) - unit * rows.mean(pull * unit)
+    return dx * rstd, grad * unit, grad
+
+
 def _layer_norm_backward(
     rows: Rows, grad: Tensor, x: Tensor, _: Any, mean: Tensor, rstd: Tensor, w: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    unit, pull = (x - mean) * rstd, affine(grad, w)
-    dx = pull - rows.mean(pull) - unit * rows.mean(pull * unit)
-    return dx * rstd, _outer_sum(rows, grad * unit), _outer_sum(rows, grad)
+    dx, *terms = layer_norm_terms(rows, grad, x, mean, rstd, w)
+    return dx, *(_outer_sum(rows, term) for term in terms)
 
 
 def _rms_norm_backward(
@@ -61,14 +69,12 @@ def _outer_sum(rows: Rows, x: Tensor) -> Tensor:
 def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
     """`form` is for the normalised dims cut: it gets the rows, then what the op gets."""
 
-    def local(local: Local) -> Any:
-        x = local.rule.operands[0]
-        start = len(x) - len(argument_named(local.call, "normalized_shape"))
-        if cut(local, (f for d in x[start:] for f in d)):
-            return local.run(widely(form, local.call), Rows.of(local, range(start, len(x))), *local.args)
-        return local.op(local.call.target, *local.args)
+    def run(local: Local, *args: Any) -> Any:
+        rank = local.call.operands[0].rank
+        start = rank - len(arg(local.call, "normalized_shape"))
+        return widely(form, local.call)(Rows.of(local, range(start, rank)), *args)
 
-    return pattern(text, local=local, flops=lambda _, points: flops * points)
+    return pattern(text, form=run, flops=flops)
 
 
 # Weight normalisation: w = g v / |v|, with one norm for every index of `dim`. -----------------------------------------
@@ -77,13 +83,9 @@ def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> Rul
 def _weight_norm_backward(
     grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    norm = norm.to(g.dtype)
-    along = (grad * v).sum(_others(v, dim), keepdim=True) if _others(v, dim) else grad * v
+    norm, others = norm.to(g.dtype), [d for d in range(v.dim()) if d != dim]
+    along = (grad * v).sum(others, keepdim=True) if others else grad * v
     return (g / norm) * (grad - v * (along / (norm * norm))), along / norm
-
-
-def _others(v: torch.Tensor, dim: int) -> list[int]:
-    return [d for d in range(v.dim()) if d != dim]
 
 
 _SHAPE = "| normalized_shape:size(normalized_shape) normalized_shape:local normalized_shape:none"
@@ -91,7 +93,7 @@ _LAYER = f"[normalized_shape], normalized_shape, normalized_shape -> [normalized
 _RMS = f"[normalized_shape], normalized_shape -> [normalized_shape], ... {_SHAPE}"
 
 ROWS: dict[str, RuleFn | str] = {
-    "native_layer_norm": _norm(_LAYER, _layer_norm, 5),
+    "native_layer_norm": _norm(_LAYER, layer_norm, 5),
     "native_layer_norm_backward": _norm(gradient(_LAYER, "0 r1 r2 1 2", of="0 1 2"), _layer_norm_backward, 8),
     "_fused_rms_norm": _norm(_RMS, _rms_norm, 5),
     "_fused_rms_norm_backward": _norm(gradient(_RMS, "0 r1 1", of="0 1"), _rms_norm_backward, 8),

@@ -7,7 +7,7 @@ Along a cut dim a selection asks every device for what it found in its piece: th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ _PICKED = "[dim] -> ..., ... | dim:whole"
 def _topk(call: Call) -> Rule:
     """`topk(x, k, dim, largest, sorted)`. Unsorted results come in no order that pieces could keep."""
     shape, k = call.operands[0].shape, call.args[1]
-    if not shape or not arg(call, 4, "sorted", True) or not 0 < 2 * k <= shape[arg(call, 2, "dim", -1)]:
+    if not shape or not arg(call, "sorted") or not 0 < 2 * k <= shape[arg(call, "dim")]:
         return _SORTED(call)
     return _anywhere(pattern("[dim] -> [_], [_] | dim:none dim:local", local=_candidates, flops=elements)(call))
 
@@ -45,7 +45,7 @@ def _anywhere(rule: Rule) -> Rule:
 def _candidates(local: Local) -> Any:
     """The `k` best of every piece, gathered, and the `k` best among them; short pieces are gathered as they are."""
     (row,) = local.rule.reduce
-    places, ways = _places(local, [row]), range(local.ways(row))
+    places, ways = local.pieces(row), range(local.ways(row))
     known = [(local.values(size, row), local.values(first, row), whole) for size, first, whole in places]
     theirs = [[(min(sizes[i]), min(firsts[i]), whole) for sizes, firsts, whole in known] for i in ways]
     sizes = [math.prod(size for size, *_ in place) for place in theirs]
@@ -71,7 +71,7 @@ def _found(local: Local) -> Any:
     it, or have a NaN."""
     call, labels = local.call, local.rule.operands[0]
     shape, out = call.operands[0].shape, result_shape(call)
-    dim, lowest = arg(local, 1, "dim"), schema_of(call.target).name in _LOWEST
+    dim, lowest = arg(call, "dim"), schema_of(call.target).name in _LOWEST
     dims = axes(dim, len(shape))
     rows, row = Rows.of(local, dims), cut(local, local.rule.reduce)
 
@@ -87,7 +87,7 @@ def _found(local: Local) -> Any:
         index = pmin(index.masked_fill(elsewhere, numel(shape)), row)
         return (top, index) if len(call.results) == 2 else index
 
-    return local.run(form, local.args[0], _places(local, [f for d in dims if shape for f in labels[d]]))
+    return local.run(form, local.args[0], [leaf for d in dims if shape for f in labels[d] for leaf in local.pieces(f)])
 
 
 def _extreme(text: str) -> RuleFn:
@@ -96,10 +96,6 @@ def _extreme(text: str) -> RuleFn:
 
 
 _Places = Sequence[tuple[int, int, int]]  # of a position's coordinates: how many are here, the first, and of how many
-
-
-def _places(local: Local, factors: Iterable[str]) -> list[tuple[Any, Any, int]]:
-    return [leaf for f in factors for leaf in local.pieces(f)]
 
 
 def _global(index: Tensor, places: _Places) -> Tensor:

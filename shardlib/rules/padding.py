@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shardlib.ops.splice import SPLICE
+from shardlib.rules.halo import Range, length
 
 
 def _sides(x: Tensor, padding: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -16,70 +19,57 @@ def _sides(x: Tensor, padding: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         yield (x.dim() - 1 - k, *pair)
 
 
-def _spliced(x: Tensor, dim: int, ranges: Sequence[tuple[int, int]], *, turned: Sequence[int] = ()) -> Tensor:
+def _spliced(x: Tensor, dim: int, ranges: Sequence[Range], *, turned: Sequence[bool]) -> Tensor:
     """Ranges of a dim side by side, some turned round; (-n, 0) are n zeros."""
-    kept = [(i, r) for i, r in enumerate(ranges) if r[0] < r[1]]
-    sources = [0 if start >= 0 else -1 for _, (start, _) in kept]
-    starts, stops = (
-        [max(start, 0) for _, (start, _) in kept],
-        [stop if start >= 0 else -start for _, (start, stop) in kept],
-    )
-    return SPLICE([x], dim, sources, starts, stops, [0] * len(kept), [], [i in turned for i, _ in kept])  # type: ignore[no-any-return]
+    kept = [(start, stop, turn) for (start, stop), turn in zip(ranges, turned, strict=True) if start < stop]
+    sources = [0 if start >= 0 else -1 for start, *_ in kept]
+    starts = [max(start, 0) for start, *_ in kept]
+    stops = [stop if start >= 0 else -start for start, stop, _ in kept]
+    turns = [turn for *_, turn in kept]
+    return SPLICE([x], dim, sources, starts, stops, [0] * len(kept), [], turns)  # type: ignore[no-any-return]
 
 
-def _reflected(x: Tensor, padding: Sequence[int]) -> Tensor:
-    for dim, before, after in _sides(x, padding):
-        n = x.shape[dim]
-        front, behind = (1, 1 + before), (n - 1 - after, n - 1)
-        x = _spliced(x, dim, [front, (max(-before, 0), n - max(-after, 0)), behind], turned=(0, 2))
-    return x
-
-
-def _reflected_back(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    for dim, before, after in _sides(x, padding):
-        n, total = x.shape[dim], grad.shape[dim]
-        found = _middle(grad, dim, before, after)
-        if before > 0:
-            found = found + _spliced(grad, dim, [(-1, 0), (0, before), (1 + before - n, 0)], turned=(1,))
-        if after > 0:
-            found = found + _spliced(grad, dim, [(1 + after - n, 0), (total - after, total), (-1, 0)], turned=(1,))
-        grad = found
-    return grad
-
-
-def _repeated(x: Tensor, padding: Sequence[int]) -> Tensor:
-    for dim, before, after in _sides(x, padding):
-        n = x.shape[dim]
-        x = _spliced(x, dim, [*[(0, 1)] * before, (max(-before, 0), n - max(-after, 0)), *[(n - 1, n)] * after])
-    return x
-
-
-def _repeated_back(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    for dim, before, after in _sides(x, padding):
-        n, total = x.shape[dim], grad.shape[dim]
-        found = _middle(grad, dim, before, after)
-        for i in range(before):
-            found = found + _spliced(grad, dim, [(i, i + 1), (1 - n, 0)])
-        for i in range(after):
-            found = found + _spliced(grad, dim, [(1 - n, 0), (total - 1 - i, total - i)])
-        grad = found
-    return grad
-
-
-def _middle(grad: Tensor, dim: int, before: int, after: int) -> Tensor:
-    """What there is for elements at their own places."""
-    kept = max(before, 0), grad.shape[dim] - max(after, 0)
-    return _spliced(grad, dim, [(min(before, 0), 0), kept, (min(after, 0), 0)])
-
-
-_FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "reflection": (_reflected, _reflected_back),
-    "replication": (_repeated, _repeated_back),
+# What is in front of a dim and behind it, of what the dim itself has.
+_AROUND: dict[str, Callable[[int, int, int], tuple[list[Range], list[Range]]]] = {
+    "reflection": lambda n, before, after: ([(1, 1 + before)], [(n - 1 - after, n - 1)]),
+    "replication": lambda n, before, after: ([(0, 1)] * before, [(n - 1, n)] * after),
 }
+
+
+def _parts(name: str, n: int, before: int, after: int) -> list[tuple[Range, int, bool]]:
+    """What a padded dim of n elements is put together of: ranges, where they begin in it, and whether they are turned
+    round. The first is of elements at their own places."""
+    front, behind = _AROUND[name](n, before, after)
+    own = max(-before, 0), n - max(-after, 0)
+    ranges, turns = [*front, own, *behind], name == "reflection"
+    begins = itertools.accumulate((max(length(r), 0) for r in ranges), initial=0)
+    parts = [(r, begin, turns and r is not own) for r, begin in zip(ranges, begins, strict=False)]
+    return [parts.pop(len(front)), *parts]
+
+
+def _padded(name: str, x: Tensor, padding: Sequence[int]) -> Tensor:
+    for dim, before, after in _sides(x, padding):
+        parts = sorted(_parts(name, x.shape[dim], before, after), key=lambda part: part[1])
+        x = _spliced(x, dim, [r for r, *_ in parts], turned=[turn for *_, turn in parts])
+    return x
+
+
+def _padded_back(name: str, grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Every range goes back to where it is from, and they are added up."""
+    for dim, before, after in _sides(x, padding):
+        n, found = x.shape[dim], list[Tensor]()
+        for (start, stop), begin, turn in _parts(name, n, before, after):
+            there = [(-start, 0), (begin, begin + stop - start), (stop - n, 0)]
+            if start < stop or not found:
+                found.append(_spliced(grad, dim, there, turned=[False, turn, False]))
+        grad = sum(found[1:], found[0])
+    return grad
+
+
 ROWS: dict[str, Any] = {}
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    f"{name}_pad{dims}d{way}": form
-    for name, forms in _FORMS.items()
+    f"{name}_pad{dims}d{way}": partial(form, name)
+    for name in _AROUND
     for dims in (1, 2, 3)
-    for way, form in zip(("", "_backward"), forms, strict=True)
+    for way, form in (("", _padded), ("_backward", _padded_back))
 }

@@ -12,7 +12,8 @@ from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
 from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach, source
 from shardlib.rules.rule import Call, Local, Meta, Rule
-from shardlib.rules.space import Dim, Ints, Space, argument_named, axes, largest, path
+from shardlib.rules.shards import torch_code
+from shardlib.rules.space import Dim, Ints, Space, arg, axes, largest, path
 from shardlib.rules.stencil import Reach, Stencil
 from shardlib.rules.window import Window
 
@@ -21,15 +22,17 @@ def pattern(
     text: str,
     *,
     local: Callable[[Local], Any] | None = None,
-    flops: Callable[[Call, int], int] | None = None,
-    transparent: bool = False,
+    form: Callable[..., Any] | None = None,
+    flops: Callable[[Call, int], int] | int | None = None,
     stencil: Stencil | None = None,
+    **fields: Any,
 ) -> Callable[[Call], Rule]:
     """A rule function from the notation.
 
-    `flops` gets the call and the size of the iteration space; without it, a point is two operations where operands are
-    contracted; elsewhere there is one for each element of the largest tensor. `stencil` says what results read of a
-    dim, where the text does not.
+    `form` is the local form as torch code, which gets what it is a form of, then what the op gets: tensors in pieces.
+    `flops` says how many a point of the iteration space is, or gets the call and the size of that; without it, a point
+    is two operations where operands are contracted; elsewhere there is one for each element of the largest tensor.
+    `stencil` says what results read of a dim, where the text does not; `fields` are others of the rule.
 
     Example:
         >>> import torch
@@ -41,8 +44,9 @@ def pattern(
         >>> rule.sizes, rule.reduce, rule.flops
         ({'m': 2, 'k': 3, 'n': 4}, {'k': 'sum'}, 48)
     """
-    parsed = parse(text)
-    return lambda call: _apply(parsed, call, local, flops, transparent, stencil)
+    parsed, local = parse(text), torch_code(form) if form else local
+    work = (lambda _, points: flops * points) if isinstance(flops, int) else flops
+    return lambda call: _apply(parsed, call, local, work, stencil, fields)
 
 
 def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
@@ -85,14 +89,14 @@ def _apply(
     call: Call,
     local: Callable[[Local], Any] | None,
     flops: Callable[[Call, int], int] | None,
-    transparent: bool,
     stencil: Stencil | None,
+    fields: Mapping[str, Any],
 ) -> Rule:
     here = present(call, len(pattern.operands))
     if len(here) != len(call.operands) or len(pattern.results) != len(call.results):
         raise _misfit(pattern, call, [f"it has {len(call.operands)} operands and {len(call.results)} results"])
     ranks = tuple([None if m is None else m.rank for m in (*call.operands, *call.results)])
-    said = argument_named(call, pattern.named) if pattern.named else None
+    said = arg(call, pattern.named) if pattern.named else None
     form = _form(pattern, tuple(here), ranks, tuple(said) if isinstance(said, Sequence) else said)
     operands = [(t, m.shape) for t, m in zip(form.operands, call.operands, strict=True)]
     results = [(t, _shape(t, m, operands)) for t, m in zip(form.results, call.results, strict=True) if t and m]
@@ -121,7 +125,7 @@ def _apply(
                 ints |= _sized(call, f"{argument(kind)}{item}", tuple(f for f in dim if f in space.sizes))
             continue
         for f in factors:
-            if f not in space.sizes or (kind.startswith("whole(") and not argument_named(call, str(argument(kind)))):
+            if f not in space.sizes or (kind.startswith("whole(") and not arg(call, str(argument(kind)))):
                 space.whole |= {source(f, kind)} & space.sizes.keys() - {f}  # one window
                 continue
             if kind.startswith("whole"):
@@ -177,13 +181,13 @@ def _apply(
         gathers=gathers,
         ones=[f for f, n in sizes.items() if n == 1 and not is_own(f)],
         flops=flops(call, points) if flops else 2 * points if _contracts(labelled, reduce) else largest(call),
-        transparent=transparent,
+        **fields,
     )
 
 
 def _reach(call: Call, kind: str, read: str, size: int, count: int, ends: tuple[str, ...]) -> Reach:
     """How far a dim reads around itself: numbers, or arguments that are."""
-    said = [int(n) if n.isdecimal() else argument_named(call, n) for n in ends]
+    said = [int(n) if n.isdecimal() else arg(call, n) for n in ends]
     word, limit = kind.partition("(")[0], size if kind.startswith("ring") else math.inf
     least = (1, 1, 0) if word == "windows" else (0, 0)
     checked = zip(ends, said, least, strict=True)
@@ -206,8 +210,7 @@ def _reach(call: Call, kind: str, read: str, size: int, count: int, ends: tuple[
 def _sized(call: Call, name: str, dim: Dim) -> Ints:
     """The argument of this name is the size of the dim; `n.0` is the first in the list `n`."""
     name, _, item = name.partition(".")
-    at = next(i for i, a in enumerate(schema_of(call.target).arguments) if a.name == name)
-    return {(*path(call, at, name), *([int(item)] if item else [])): (1, dim)}
+    return {(*path(call, name), *([int(item)] if item else [])): (1, dim)}
 
 
 def _contracts(operands: Sequence[Sequence[Dim]], reduce: Mapping[str, str]) -> bool:
@@ -258,7 +261,7 @@ def _counted(pattern: Pattern, call: Call) -> Iterator[tuple[str, int]]:
     for f, kind in pattern.notes:
         name, _, item = (argument(kind) or "").partition(".")
         if kind.startswith("size(") and f[0] != "(" and name != pattern.named:
-            n = argument_named(call, name)
+            n = arg(call, name)
             n = n[int(item)] if item and isinstance(n, Sequence) else n
             if type(n) is int and n > 0:
                 yield f, n

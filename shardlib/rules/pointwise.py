@@ -8,7 +8,7 @@ is linear in a set of operands when sums on exactly these pass through: `f(a + a
 from __future__ import annotations
 
 import cmath
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -65,33 +65,18 @@ def _copy(call: Call) -> Rule:
     return _pointwise(call, [frozenset({1})] if same else [])
 
 
-def _add(call: Call) -> Rule:
-    """Adding a number is not linear, unless it is 0, which Python's `sum` begins with."""
-    other = arg(call, 1, "other")
-    nothing = type(other) in (int, float) and other == 0
-    return _pointwise(call, [frozenset({0} if nothing else {0, 1})])
+def _by_number(fits: Callable[[complex], object], tensors: str = "", *, name: str = "other") -> RuleFn:
+    """The rule of an op that is linear in its first operand where the argument `name` is a number that fits, and in the
+    sets `tensors` where it is a tensor; in nothing that it rounds."""
+    linear, plain, of_tensors = pointwise("{0}"), pointwise(), pointwise(tensors)
 
+    def rule(call: Call) -> Rule | None:
+        by = arg(call, name)
+        if type(by) not in (int, float, complex):
+            return of_tensors(call)
+        return (linear if fits(by) and call.kwargs.get("rounding_mode") is None else plain)(call)
 
-def _masked_fill(call: Call) -> Rule:
-    """Filling with zeros is linear."""
-    value = arg(call, 2, "value")
-    return _pointwise(call, [frozenset({0})] if type(value) in (int, float) and value == 0 else [])
-
-
-def _mul(call: Call) -> Rule:
-    """A product with an infinite number is `s * inf` of a sum, and `0 * inf` of its terms."""
-    by = arg(call, 1, "other")
-    infinite = type(by) in (int, float, complex) and not cmath.isfinite(by)
-    return _pointwise(call, [] if infinite else [frozenset({0}), frozenset({1})])
-
-
-def _div(call: Call) -> Rule:
-    """Of a sum, `s / 0` is infinite, and of its terms, `0 / 0` is not: so numbers divide sums, other than 0. What
-    tensors hold, nobody knows."""
-    rounds = arg(call, 2, "rounding_mode") is not None
-    by = arg(call, 1, "other")
-    divides = type(by) in (int, float, complex) and by and not rounds
-    return _pointwise(call, [frozenset({0})] if divides else [])
+    return rule
 
 
 def _log_sigmoid(call: Call) -> Rule:
@@ -103,7 +88,7 @@ def _log_sigmoid(call: Call) -> Rule:
 
 
 # Parameter, gradient and moments are of one shape; the counter has none.
-_ADAM = pattern("..., ..., ..., ..., -> ..., ..., ..., | ...:none", flops=lambda _, points: 14 * points)
+_ADAM = pattern("..., ..., ..., ..., -> ..., ..., ..., | ...:none", flops=14)
 
 # Identities, which never are a reason to lay a value out in some way.
 IDENTITIES = dict.fromkeys(
@@ -128,9 +113,13 @@ ROWS: dict[str, RuleFn | str] = {
     **IDENTITIES,
     **{f"{name}_backward": pointwise("{0}") for name in _BENT},
     **{name: pointwise(sets) for name, sets in LINEAR.items()},
-    **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Scalar"), _add),
-    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _mul),
-    **dict.fromkeys(("div.Tensor", "div.Scalar", "div.Tensor_mode"), _div),
+    # Adding a number is not linear, unless it is 0, which Python's `sum` begins with.
+    **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Scalar"), _by_number(lambda n: n == 0, "{0,1}")),
+    # A product with an infinite number is `s * inf` of a sum, and `0 * inf` of its terms.
+    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _by_number(cmath.isfinite, "{0} {1}")),
+    # Of a sum, `s / 0` is infinite, and of its terms, `0 / 0` is not: so numbers divide sums, other than 0. What
+    # tensors hold, nobody knows.
+    **dict.fromkeys(("div.Tensor", "div.Scalar", "div.Tensor_mode"), _by_number(bool)),
     "_to_copy": _to_copy,
     "copy": _copy,
     **dict.fromkeys(["log_sigmoid_forward", "log_sigmoid_backward"], _log_sigmoid),
@@ -138,7 +127,8 @@ ROWS: dict[str, RuleFn | str] = {
     "floor_divide.Scalar": pointwise(),
     "fill.Scalar": pointwise(),
     "fill.Tensor": pointwise(),
-    "masked_fill.Scalar": _masked_fill,
+    # Filling with zeros is linear.
+    "masked_fill.Scalar": _by_number(lambda n: n == 0, name="value"),
     "masked_fill.Tensor": pointwise(),
     "shardlib::within": pointwise(),
     "shardlib::adam": _ADAM,

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlib.internals import schema_of
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import argument_named, result_shape
+from shardlib.rules.space import arg, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
 from shardlib.rules.window import Window, each
 
@@ -81,11 +81,9 @@ def _beside(call: Call, dims: int, x: str) -> list[str]:
     return [f"{batch} {'c' if m.shape[1] > 1 else '1'} _" for m in call.operands[1:]]
 
 
-def _run(dims: int, local: Local, args: Sequence[Any], kwargs: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _run(dims: int, local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The op, on a part of the plane that begins there."""
-    call = local.call
-    given = dict(zip((a.name for a in schema_of(call.target).arguments), args, strict=False)) | kwargs
-    part = given["self"].shape
+    call, part = local.call, given["self"].shape
     if "backward" in str(call.target):
         if "indices" in given and begins:
             at = {d: -n for d, n in begins.items()}
@@ -115,7 +113,7 @@ def _placed(index: Tensor, have: Sequence[int], want: Sequence[int], begin: Mapp
 
 def _argument(call: Call, name: str) -> Any:
     """An argument of an op, by its name in the schema; None where it has none."""
-    return argument_named(call, name) if name in {a.name for a in schema_of(call.target).arguments} else None
+    return arg(call, name) if name in {a.name for a in schema_of(call.target).arguments} else None
 
 
 _NAMES = ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool", "fractional_max_pool")

@@ -18,50 +18,39 @@ from shardlib.rules.patterns import pattern
 from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, cut, wide, worst
-from shardlib.rules.space import arg, axes, numel, result_dtype, result_shape
+from shardlib.rules.space import arg, axes, numel, result, result_shape
 from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
 
-def _mean(local: Local) -> Any:
+def _mean(local: Local, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Tensor:
     """Local sum over global count; half precision is summed in single, where counts do not overflow."""
-    shape, out, dtype = local.call.operands[0].shape, result_shape(local.call), result_dtype(local.call)
-    dims = axes(arg(local, 1, "dim") if local.call.target == aten.mean.dim else None, len(shape))
+    shape, out, dtype = local.call.operands[0].shape, result_shape(local.call), result(local.call).dtype
+    dims = axes(dim, len(shape))
     count = numel(shape) // max(numel(out), 1)
-    form = lambda x: (x.sum(dims, keepdim=len(out) == len(shape), dtype=wide(dtype)) / count).to(dtype)
-    return local.run(form, local.args[0])
+    return (x.sum(dims, keepdim=len(out) == len(shape), dtype=wide(dtype)) / count).to(dtype)
 
 
-def _extreme(local: Local) -> Any:
+def _extreme(local: Local, x: Tensor, *how: Any, **named: Any) -> Any:
     """amax, amin, max, min."""
-    call = local.call
-    rows = Rows.over(local, None if call.target in (aten.max.default, aten.min.default) else "dim")
-    lowest = call.target in (aten.amax.default, aten.max.default)
-    return _filled(local, rows, worst(call.operands[0].dtype, lowest=lowest))
-
-
-def _filled(local: Local, rows: Rows, fill: float) -> Any:
-    """The op on pieces, which may be empty: these count as one element of `fill`."""
-    form = lambda x, *rest, **how: local.call.target(rows.held(x, fill), *rest, **how)
-    return local.run(form, *local.args, **local.kwargs)
+    target = local.call.target
+    over = None if target in (aten.max.default, aten.min.default) else "dim"
+    fill = worst(x.dtype, lowest=target in (aten.amax.default, aten.max.default))
+    return target(Rows.over(local, over).held(x, fill), *how, **named)
 
 
 def _truth(kind: str) -> RuleFn:
     """`any` and `all` of a list of dims: only here, an empty list means none of them."""
     reduced, kept = pattern(f"[dim] -> ... | dim:{kind}"), pointwise()
-    return lambda call: kept(call) if arg(call, 1, "dim") in ([], ()) else reduced(call)
+    return lambda call: kept(call) if arg(call, "dim") in ([], ()) else reduced(call)
 
 
-def _prod(local: Local) -> Any:
+def _prod(local: Local, *args: Any, **kwargs: Any) -> Tensor:
     """Products of the pieces, gathered: no sum or maximum can stand for them while they are pending."""
-    call, row = local.call, cut(local, local.rule.reduce)
-
-    def form(*args: Any, **kwargs: Any) -> Tensor:
-        pieces = all_gather(call.target(*args, **(kwargs | {"dtype": result_dtype(call)})), row, tiled=False)
-        return pieces.prod(0, dtype=result_dtype(call))  # type: ignore[no-any-return]
-
-    return local.run(form, *local.args, **local.kwargs)
+    row, how = cut(local, local.rule.reduce), {"dtype": result(local.call).dtype}
+    pieces = all_gather(local.call.target(*args, **(kwargs | how)), row, tiled=False)
+    return pieces.prod(0, **how)  # type: ignore[no-any-return]
 
 
 # Norms ---------------------------------------------------------------------------------------------------------------
@@ -71,29 +60,19 @@ _PENDING = {math.inf: "max", -math.inf: "min", 0: "sum", 1: "sum"}
 
 def _vector_norm(call: Call) -> Rule | None:
     """`linalg_vector_norm(x, ord, dim, keepdim, dtype)`."""
-    order = arg(call, 1, "ord", 2)
-    kind = _PENDING.get(order, "none")
-    piece = lambda local: _filled(local, Rows.over(local, "dim"), _neutral(order))
-    return pattern(f"[dim] -> ... | dim:{kind} dim:local", local=_root if kind == "none" else piece)(call)
+    order = arg(call, "ord")
+    return pattern(f"[dim] -> ... | dim:{_PENDING.get(order, 'none')} dim:local", form=_norm)(call)
 
 
-def _neutral(order: float) -> float:
-    """What changes no norm."""
-    return math.inf if order < 0 else 0
-
-
-def _root(local: Local) -> Any:
-    call, rows, order = local.call, Rows.over(local, "dim"), arg(local, 1, "ord", 2)
-    out = result_dtype(call)
-    acc = wide(out).to_complex() if call.operands[0].dtype.is_complex else wide(out)
-
-    def form(x: Tensor) -> Tensor:
-        held = rows.held(x, _neutral(order))
-        norm = torch.linalg.vector_norm(held, order, rows.dims, rows.kept, dtype=acc)
-        powers: Tensor = psum(norm**order, rows.factors)
-        return powers.pow(1 / order).to(out)
-
-    return local.run(form, local.args[0])
+def _norm(local: Local, x: Tensor, order: float = 2, *how: Any, **named: Any) -> Tensor:
+    rows, out = Rows.over(local, "dim"), result(local.call).dtype
+    held = rows.held(x, math.inf if order < 0 else 0)  # which changes no norm
+    if order in _PENDING:
+        return local.call.target(held, order, *how, **named)  # type: ignore[no-any-return]
+    acc = wide(out).to_complex() if x.is_complex() else wide(out)
+    norm = torch.linalg.vector_norm(held, order, rows.dims, rows.kept, dtype=acc)
+    powers: Tensor = psum(norm**order, rows.factors)
+    return powers.pow(1 / order).to(out)
 
 
 def _renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
@@ -145,20 +124,20 @@ ROWS: dict[str, RuleFn | str] = {
     "nansum": "[dim] -> ... | dim:sum",
     "count_nonzero": "[dim] -> ... | dim:sum",
     "count_nonzero.dim_IntList": "[dim] -> ... | dim:sum",
-    "mean": pattern("... -> | ...:sum ...:local {0}", local=_mean),
-    "mean.dim": pattern("[dim] -> ... | dim:sum dim:local {0}", local=_mean),
-    "amax": pattern("[dim] -> ... | dim:max dim:local", local=_extreme),
-    "amin": pattern("[dim] -> ... | dim:min dim:local", local=_extreme),
-    "max": pattern("... -> | ...:max ...:local", local=_extreme),
-    "min": pattern("... -> | ...:min ...:local", local=_extreme),
+    "mean": pattern("... -> | ...:sum ...:local {0}", form=_mean),
+    "mean.dim": pattern("[dim] -> ... | dim:sum dim:local {0}", form=_mean),
+    "amax": pattern("[dim] -> ... | dim:max dim:local", form=_extreme),
+    "amin": pattern("[dim] -> ... | dim:min dim:local", form=_extreme),
+    "max": pattern("... -> | ...:max ...:local", form=_extreme),
+    "min": pattern("... -> | ...:min ...:local", form=_extreme),
     "any": "... -> | ...:max",
     **dict.fromkeys(["any.dim", "any.dims"], _truth("max")),
     "all": "... -> | ...:min",
     **dict.fromkeys(["all.dim", "all.dims"], _truth("min")),
     "_is_any_true": "... -> | ...:max",
     "_is_all_true": "... -> | ...:min",
-    "prod": pattern("... -> | ...:none ...:local", local=_prod),
-    "prod.dim_int": pattern("[dim] -> ... | dim:none dim:local", local=_prod),
+    "prod": pattern("... -> | ...:none ...:local", form=_prod),
+    "prod.dim_int": pattern("[dim] -> ... | dim:none dim:local", form=_prod),
     "linalg_vector_norm": _vector_norm,
     "hash_tensor": "[dim] -> ... | dim:whole",
 }

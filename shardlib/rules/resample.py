@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,45 +18,28 @@ from shardlib.internals import schema_of
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import arg, argument_named, result_shape
+from shardlib.rules.space import arg, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
 
 aten = torch.ops.aten
 Shape = Sequence[int]
 
 
-def _plain(text: str, *local: str, **ints: Any) -> Callable[[Call], Rule]:
-    """A row whose factors `local` may not be empty."""
-    notes = " ".join(f"{f}:local" for f in local)
-    return pattern(f"{text} {notes}" if "|" in text else f"{text} | {notes}", local=nonempty, **ints)
-
-
-def _space(dims: int) -> str:
-    """Dims that stay whole."""
-    return " ".join(["_"] * dims)
-
-
 def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
-    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up.
+    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up; or 0,
+    where it is equal to the nearest one.
 
-    Where a size grows by a whole number, the block that an element becomes reads those around it.
+    Where a size grows by a whole number, the block that an element becomes reads those around it; of equal ones, it is
+    copies, unless rounding decides otherwise.
     """
 
     def rule(call: Call) -> Rule:
         small, large, times, said = _grown(call, dims, backward=backward)
-        corners = arg(call, 3 if backward else 2, "align_corners")
-        kept = [i for i in range(dims) if said[i] and times[i] and not corners]
-        work = 2 * taps**dims * max(math.prod(small), math.prod(large))
-        return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
-
-    return rule
-
-
-def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
-    """Where a size grows by a whole number, an element is a block: `h -> (h r)`, unless rounding decides otherwise."""
-
-    def rule(call: Call) -> Rule:
-        small, large, times, said = _grown(call, dims, backward=backward)
+        if taps:
+            corners = arg(call, "align_corners")
+            kept = [i for i in range(dims) if said[i] and times[i] and not corners]
+            work = 2 * taps**dims * max(math.prod(small), math.prod(large))
+            return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
         kept = [i for i in range(dims) if said[i] and _blocks(times[i], large[i + 2])]
         # In other dims torch has kernels that round otherwise, and chooses by shapes.
         if not all(said[i] and _certain(small[i + 2], large[i + 2]) for i in range(dims) if i not in kept):
@@ -83,7 +66,7 @@ def _grown(call: Call, dims: int, *, backward: bool) -> tuple[Shape, Shape, list
     small, large = (large, small) if backward else (small, large)
     times = [b // a if a and b % a == 0 else 0 for a, b in zip(small[2:], large[2:], strict=True)]
     names = [a.name for a in schema_of(call.target).arguments if a.name.startswith("scale")]
-    scales = [argument_named(call, name) for name in names]
+    scales = [arg(call, name) for name in names]
     return small, large, times, [scale in (None, n or None) for scale, n in zip(scales, times, strict=True)]
 
 
@@ -126,54 +109,34 @@ def _certain(small: int, large: int) -> bool:
 
 
 def _grid(dims: int, *, backward: bool = False) -> RuleFn:
-    points = " ".join(f"p{i}" for i in range(dims))
-    text = f"n c {_space(dims)}, n {points} _ -> n c {points} | {{0}}"
-    text = gradient(text, "0 1", of="0 1") if backward else text
+    text = f"n c {' '.join(['_'] * dims)}, n ... _ -> n c ... | n:local c:local ...:local {{0}}"
     # Of a gradient: for the image, and for the grid.
     shape = (lambda call: call.operands[0].shape) if backward else result_shape
     flops = lambda call, _: (1 + backward) * 2 * 2**dims * math.prod(shape(call))
-    return _plain(text, "n", "c", *points.split(), flops=flops)
-
-
-def _im2col(call: Call) -> Rule:
-    n = "n " if len(call.operands[0].shape) == 4 else ""
-    return _plain(f"{n}c _ _ -> {n}(c k) _ | k:whole {{0}}", *n.split(), "c")(call)
-
-
-def _col2im(call: Call) -> Rule:
-    n = "n " if len(call.operands[0].shape) == 3 else ""
-    return _plain(f"{n}(c k) _ -> {n}c _ _ | k:whole {{0}}", *n.split(), "c")(call)
-
-
-def _affine_grid(call: Call) -> Rule:
-    space = _space(len(call.args[1]) - 2)
-    return _plain(f"n _ _ -> n {space} _ | n:size(size.0) {{0}}", "n")(call)
+    return pattern(gradient(text, "0 1", of="0 1") if backward else text, local=nonempty, flops=flops)
 
 
 _NEAREST = {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")}
 
-_FAMILIES: dict[Callable[..., RuleFn], dict[str, tuple[int, ...]]] = {
-    _nearest: {name: (dims,) for name, dims in _NEAREST.items()},
-    _upsample: {  # and how many elements of a dim one is made of
-        "upsample_linear1d": (1, 2),
-        "upsample_trilinear3d": (3, 2),
-        "upsample_bilinear2d": (2, 2),
-        "upsample_bicubic2d": (2, 4),
-        **{f"_upsample_{kind}2d_aa": (2, taps) for kind, taps in (("bilinear", 2), ("bicubic", 4), ("lanczos", 6))},
-    },
-    _grid: {"grid_sampler_2d": (2,), "grid_sampler_3d": (3,)},
+_ROWS: dict[str, Callable[..., RuleFn]] = {
+    **{name: partial(_upsample, dims, 0) for name, dims in _NEAREST.items()},
+    "upsample_linear1d": partial(_upsample, 1, 2),
+    "upsample_trilinear3d": partial(_upsample, 3, 2),
+    "upsample_bilinear2d": partial(_upsample, 2, 2),
+    "upsample_bicubic2d": partial(_upsample, 2, 4),
+    "_upsample_bilinear2d_aa": partial(_upsample, 2, 2),
+    "_upsample_bicubic2d_aa": partial(_upsample, 2, 4),
+    "_upsample_lanczos2d_aa": partial(_upsample, 2, 6),
+    "grid_sampler_2d": partial(_grid, 2),
+    "grid_sampler_3d": partial(_grid, 3),
 }
 
 ROWS: dict[str, RuleFn | str] = {
-    **{
-        f"{name}{end}": rule(*sizes, backward=bool(end))
-        for rule, family in _FAMILIES.items()
-        for name, sizes in family.items()
-        for end in ("", "_backward")
-    },
-    "im2col": _im2col,
-    "col2im": _col2im,
-    "affine_grid_generator": _affine_grid,
+    **{name: rule() for name, rule in _ROWS.items()},
+    **{f"{name}_backward": rule(backward=True) for name, rule in _ROWS.items()},
+    "im2col": pattern("... c _ _ -> ... (c k) _ | ...:local c:local k:whole {0}", local=nonempty),
+    "col2im": pattern("... (c k) _ -> ... c _ _ | ...:local c:local k:whole {0}", local=nonempty),
+    "affine_grid_generator": pattern("n _ _ -> n ... _ | n:local n:size(size.0) {0}", local=nonempty),
 }
 
 # Kernels for one kind of device only: the op that is there on all.

@@ -186,10 +186,6 @@ class Local(Protocol):
     kwargs: dict[str, Any]
 
     @property
-    def device(self) -> torch.device:
-        """Where the operands live."""
-
-    @property
     def prices(self) -> Prices: ...
     def axes(self, factor: str) -> tuple[Axis, ...]:
         """The mesh axes that cut `factor` here; () when it is whole."""
@@ -221,14 +217,6 @@ class Local(Protocol):
 
     def values(self, value: Any, factor: str) -> list[set[Any]]:
         """For each position in the group over `factor`'s axes, what a symbolic value is on the devices there."""
-
-    def send(
-        self, value: Any, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Any], *, name: str
-    ) -> Any:
-        """Send a local value of `shape` along (source, destination) positions in the group over `factor`'s axes.
-
-        Whoever receives nothing gets zeros of the shape of its own value.
-        """
 
     def ppermute(
         self,

@@ -6,16 +6,18 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
+from shardlib.manual.body import group
 from shardlib.manual.collectives import axis_index, piece, pmax, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
-from shardlib.rules.space import argument_named, axes, result_shape
+from shardlib.rules.space import arg, axes, result_shape
 
 aten = torch.ops.aten
 _NO_SUMS = {torch.bool, torch.uint16, torch.uint32, torch.uint64}
@@ -32,20 +34,41 @@ def held(local: Local, dim: Iterable[str]) -> Any:
     return local.calc(lambda *n: math.prod(n), *map(local.size, dim))
 
 
-def is_zero(n: Any) -> Any:
-    """1 where an int, possibly symbolic, is 0; else 0."""
-    return int(n == 0) if isinstance(n, int) else n.eq(0)
-
-
-def located(index: Tensor, factor: str) -> tuple[Tensor, Tensor]:
+def located(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tensor]:
     """An index into the cut dim `factor`, as this device's piece counts: `(index, outside)`.
 
-    `index` is 0 where the element lies on another device, and `outside` is True there.
+    `index` is 0 where the element lies on another device, or is that of the padding, and `outside` is True there.
     """
     offset, size, _ = piece(factor)
     mine = index - offset
     outside = (mine < 0) | (mine >= size)
+    outside = outside | (index == padding) if padding >= 0 else outside
     return mine.masked_fill(outside, 0), outside
+
+
+def shares(factor: str) -> list[int]:
+    """How many elements each of the devices along a factor has."""
+    body = group("shares", factor)[0]
+    assert body.shares is not None, "outside any local form"
+    return body.shares(factor)
+
+
+def place(factor: str) -> int:
+    """Which of the devices along a factor this one is."""
+    body = group("place", factor)[0]
+    assert body.place is not None, "outside any local form"
+    return body.place(factor)
+
+
+def torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:
+    """A local form that is torch code: `form(local, ...)` of the op's arguments, with pieces in place of tensors."""
+
+    def run(local: Local) -> Any:
+        alone = {a.name for a in schema_of(local.call.target).arguments if a.kwarg_only}
+        named = {name: x for name, x in local.kwargs.items() if name in alone}
+        return local.run(partial(form, local), *positional(local), **named)
+
+    return run
 
 
 def gathered(x: Tensor, factor: str, dim: int, total: int) -> Tensor:
@@ -104,7 +127,7 @@ class Rows:
     def over(local: Local, name: str | None = None) -> Rows:
         """Over the dims of operand 0 that `[name]` is, or over all; the result has them with size 1, or not at all."""
         rank = len(local.call.operands[0].shape)
-        dims = axes(argument_named(local.call, name) if name else None, rank)
+        dims = axes(arg(local.call, name) if name else None, rank)
         return replace(Rows.of(local, dims), kept=len(result_shape(local.call)) == rank)
 
     def left(self, x: Tensor) -> Tensor:
@@ -173,6 +196,6 @@ def widely(form: Callable[..., Any], call: Call) -> Callable[..., Any]:
 
 
 def positional(local: Local) -> list[Any]:
-    """All arguments of the call by position, with the schema's defaults; for ops without keyword-only ones."""
-    given = schema_of(local.call.target).arguments
-    return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in given[len(local.args) :])]
+    """The arguments of the call by position, with the schema's defaults; without those that are keyword-only."""
+    behind = schema_of(local.call.target).arguments[len(local.args) :]
+    return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in behind if not a.kwarg_only)]

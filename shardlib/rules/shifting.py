@@ -9,8 +9,7 @@ between neighbours. One block is a pending sum: of it where it is, and of zeros 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,23 +54,9 @@ class Shift:
         window = Window(1, step, -(start // block if block else 0))
         return Shift(*labels, (p, q), inner, (counts[0], counts[1]), block, window)
 
-    def ties(self, *, forward: bool) -> dict[str, str]:
-        """The long dim is cut with the short one (`forward`), or the other way round."""
-        pair = self.outer if forward else self.outer[::-1]
-        return dict(zip(*pair, strict=True)) if all(pair) else {}
-
-    @property
-    def reads(self) -> dict[str, Reads]:
-        """Where the blocks of the short one lie in the long one."""
-        pair, at = self.outer, -self.window.padding
-        return {pair[0][0]: Reads(pair[1][0], self.window.stride, at, at, self.counts[1])} if all(pair) else {}
-
     def needs(self, mine: Range) -> Range:
         """Blocks of the long dim that make a range of the short one."""
         return self.window.reads(mine) if length(mine) else (0, 0)
-
-    def cut(self, local: Local) -> bool:
-        return any(local.axes(f) for d in self.outer for f in d)
 
 
 def granularity(block: int, long: int, most: int) -> int:
@@ -94,33 +79,6 @@ def joined(x: Tensor, at: int) -> Tensor:
     return x.flatten(at, at + 1)
 
 
-def shift_rule(
-    space: Space,
-    operands: list[list[Dim]],
-    result: list[Dim],
-    shifts: list[Shift],
-    local: Callable[[Local], Any],
-    *,
-    forward: bool,
-    ints: Ints | None = None,
-    linear: Any = (),
-) -> Rule:
-    follows = {k: v for shift in shifts for k, v in shift.ties(forward=forward).items()}
-    lonely = {f for shift in shifts if not shift.outer[1] for f in shift.outer[0]}
-    return space.rule(
-        operands,
-        [result],
-        reduce=dict.fromkeys(follows, "none") | (dict.fromkeys(lonely, "sum") if forward else {}),
-        linear=linear,
-        ints=ints,
-        local=local,
-        local_factors={f for pair in follows.items() for f in pair} | lonely,
-        gathers=lonely if forward else (),
-        follows=follows,
-        reads={k: v for shift in shifts for k, v in shift.reads.items()},
-    )
-
-
 # Ranges that are read or written --------------------------------------------------------------------------------------
 
 
@@ -131,15 +89,15 @@ def ranged(call: Call) -> Rule:
     one, zeros, scatters = (word in name for word in ("select", "backward", "scatter"))
     first = 2 if zeros or scatters else 1  # where the dim stands among the arguments, before the range
     shape = result_shape(call) if zeros else call.operands[0].shape
-    space, at = Space(), axis(arg(call, first, "dim", 0), len(shape))
+    space, at = Space(), axis(arg(call, "dim"), len(shape))
     start, stop, step = _range(call, shape[at], first, one=one)
     count = len(range(start, stop, step))
     shift = Shift.of(space, (shape[at], count), start if count else 0, step)
     whole = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
     part = [*whole[:at], *([] if one else [shift.short]), *whole[at + 1 :]]
-    ints: Ints = shape_ints(path(call, 1, "input_sizes"), whole) if zeros else {}
+    ints: Ints = shape_ints(path(call, "input_sizes"), whole) if zeros else {}
     if shift.block and step == 1 and not one:
-        ends = {path(call, first + 1, "start"): start, path(call, first + 2, "end"): stop}
+        ends = {path(call, "start"): start, path(call, "end"): stop}
         ints |= {where: (n // shift.block, shift.inner) for where, n in ends.items() if _said(call, where)}
 
     def read(x: Tensor, inside: int) -> Tensor:
@@ -154,30 +112,34 @@ def ranged(call: Call) -> Rule:
     def local(local: Local) -> Any:
         return local.run(write if first == 2 else read, *local.args[: len(call.operands)], held(local, shift.inner))
 
-    if first == 1 and not shift.outer[1] and not adds_up(call.operands[0].dtype):
-        space.whole |= {*shift.outer[0]}  # one block is a sum of what devices have of it
-    found = shift_rule(
-        space,
+    long, short = shift.outer
+    if first == 1 and not short and not adds_up(call.operands[0].dtype):
+        space.whole |= {*long}  # one block is a sum of what devices have of it
+    single, at_block = () if short else long, -shift.window.padding
+    follows = dict(zip(long, short, strict=False)) if first == 1 else dict(zip(short, long, strict=False))
+    reads = {p: Reads(q, step, at_block, at_block, shift.counts[1]) for p, q in zip(long, short, strict=False)}
+    return space.rule(
         [whole, part] if scatters else [part] if zeros else [whole],
-        part if first == 1 else whole,
-        [shift],
-        local,
-        forward=first == 1,
-        ints=ints,
+        [part if first == 1 else whole],
+        reduce=dict.fromkeys(follows, "none") | (dict.fromkeys(single, "sum") if first == 1 else {}),
         linear=[range(len(call.operands))],
+        ints=ints,
+        local=local,
+        local_factors={*long, *short},
+        gathers=single if first == 1 else (),
+        follows=follows,
+        reads=reads,
+        held=tuple(Held(f, at_block, None if first == 1 else len(call.operands) - 1) for f in single),
     )
-    value = None if first == 1 else len(call.operands) - 1
-    single = () if shift.outer[1] else shift.outer[0]
-    return replace(found, held=tuple(Held(f, -shift.window.padding, value) for f in single))
 
 
 def _range(call: Call, size: int, first: int, *, one: bool) -> tuple[int, int, int]:
     """start, stop and step of a range whose dim argument stands at `first`, as Python would count them."""
     if one:
-        index = arg(call, first + 1, "index") % size
+        index = arg(call, "index") % size
         return index, index + 1, 1
-    step = arg(call, first + 3, "step", 1)
-    start, stop, _ = slice(arg(call, first + 1, "start"), arg(call, first + 2, "end")).indices(size)
+    step = arg(call, "step")
+    start, stop, _ = slice(arg(call, "start"), arg(call, "end")).indices(size)
     return start, max(start, stop), step
 
 

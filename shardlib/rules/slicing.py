@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from shardlib.manual.collectives import piece
 from shardlib.rules import moving, shifting, splicing
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import Dim, Space, arg, axis, result_shape
 
@@ -35,7 +38,7 @@ def _split(call: Call) -> Rule:
     """Parts that are multiples of a block. An empty shard has as many parts, so the local form slices one by one."""
     space = Space()
     shape = call.operands[0].shape
-    at = axis(arg(call, 2, "dim", 0), len(shape))
+    at = axis(arg(call, "dim"), len(shape))
     parts = [m.shape[at] for m in call.results if m is not None]
     (whole, *short), inner, block = strided(space, (shape[at], *parts))
     rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
@@ -53,28 +56,19 @@ def _split(call: Call) -> Rule:
 def _stack(call: Call) -> Rule:
     space = Space()
     shape = result_shape(call)
-    at = axis(arg(call, 1, "dim", 0), len(shape))
+    at = axis(arg(call, "dim"), len(shape))
     out = space.dims(shape, whole=[at])
     count = len(call.operands)
     return space.rule([out[:at] + out[at + 1 :]] * count, [out], linear=[range(count)])
 
 
-def _triangle(call: Call) -> Rule:
+def _triangle(local: Local, x: Tensor, diagonal: int = 0) -> Tensor:
     """tril and triu keep `column - row` on one side of the diagonal, which offsets of rows and columns shift."""
-    space = Space()
-    x = space.dims(call.operands[0].shape)
-    row, column = x[-2], x[-1]
+    found: Tensor = local.call.target(x, piece("r").offset + diagonal - piece("c").offset)
+    return found
 
-    def local(local: Local) -> Any:
-        diagonal = arg(local, 1, "diagonal", 0)
-        for f in row:
-            diagonal = local.offset(f) + diagonal
-        for f in column:
-            diagonal = diagonal - local.offset(f)
-        return local.op(local.call.target, local.args[0], diagonal)
 
-    return space.rule([x], [x], linear=[{0}], local=local, local_factors=(*row, *column))
-
+_TRIANGLE = pattern("... r c -> ... r c | r:local c:local {0}", form=_triangle, flops=0)
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["slice.Tensor", "slice_copy.Tensor", "slice_backward", "slice_scatter"], shifting.ranged),
@@ -89,6 +83,6 @@ ROWS: dict[str, RuleFn | str] = {
     "flip": moving.flip,
     "roll": splicing.roll,
     "shardlib::send_rows": moving.send_rows,
-    "tril": _triangle,
-    "triu": _triangle,
+    "tril": _TRIANGLE,
+    "triu": _TRIANGLE,
 }

@@ -12,13 +12,9 @@ from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, widely
-from shardlib.rules.space import argument_named
+from shardlib.rules.space import arg
 
 _ROW = "[dim] -> [dim] | dim:local"
-
-
-def _flops(call: Call, points: int) -> int:
-    return 4 * points
 
 
 def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
@@ -28,7 +24,7 @@ def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
         tensors = local.args[: len(local.call.operands)]
         return local.run(widely(form, local.call), Rows.over(local, "dim"), *tensors)
 
-    return pattern(text, local=local, flops=_flops)
+    return pattern(text, local=local, flops=4)
 
 
 def _shifted(rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,10 +76,10 @@ def _masked(call: Call) -> Rule:
     """`_masked_softmax(x, mask, dim, kind)`: the mask is one of queries and keys (kind 0), of a batch's keys (1), or
     shaped like x. The kernel wants a square of the first two."""
     masks = {0: "q k", 1: "b k"}
-    kind = argument_named(call, "mask_type")
+    kind = arg(call, "mask_type")
     square = f"b h q k, {masks.get(kind)} -> b h q k | q:whole k:whole"
     text = square if kind in masks else "[dim], [dim] -> [dim] | dim:whole"
-    return pattern(text, flops=lambda _, points: 4 * points)(call)
+    return pattern(text, flops=4)(call)
 
 
 ROWS: dict[str, RuleFn | str] = {
@@ -97,5 +93,5 @@ ROWS: dict[str, RuleFn | str] = {
     "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0")),
     "logsumexp": _logsumexp_rule,
     "_masked_softmax": _masked,
-    "_masked_softmax_backward": pattern("[dim], [dim], [dim] -> [dim] | dim:whole {0}", flops=_flops),
+    "_masked_softmax_backward": pattern("[dim], [dim], [dim] -> [dim] | dim:whole {0}", flops=4),
 }

@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from shardlib.errors import ShardingError
 from shardlib.internals import schema_of
-from shardlib.rules.rule import Call, Local, Path, Reads, Rule
+from shardlib.rules.rule import Call, Local, Meta, Path, Reads, Rule
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
@@ -57,20 +55,14 @@ class Space:
         *,
         reduce: Mapping[str, str] | None = None,
         linear: Iterable[Iterable[int]] = (),
-        ints: Mapping[Path, tuple[int, Dim]] | None = None,
         local: Callable[[Local], Any] | None = None,
         local_factors: Iterable[str] = (),
-        rounds: Mapping[str, str] | None = None,
-        lends: Mapping[str, str] | None = None,
-        follows: Mapping[str, str] | None = None,
         reads: Mapping[str, Reads] | None = None,
-        loose: Iterable[str] = (),
-        gathers: Iterable[str] = (),
-        ones: Iterable[str] = (),
-        flops: int = 0,
-        transparent: bool = False,
+        **rest: Any,
     ) -> Rule:
+        """What is said of factors that must not be cut counts for nothing; `rest` are other fields of a `Rule`."""
         cut_locally = frozenset(local_factors) - self.whole
+        others: dict[str, Any] = {name: frozenset(x) if name in _SETS else x for name, x in rest.items()}
         return Rule(
             operands=tuple(tuple(o) for o in operands),
             results=tuple(tuple(r) for r in results),
@@ -78,38 +70,27 @@ class Space:
             reduce={f: kind for f, kind in (reduce or {}).items() if f not in self.whole},
             whole=frozenset(self.whole),
             linear=tuple(frozenset(s) for s in linear),
-            ints=ints or {},
             local=local if cut_locally else None,
             local_factors=cut_locally,
-            rounds=rounds or {},
-            lends=lends or {},
-            follows=follows or {},
             reads={i: r for i, r in (reads or {}).items() if not {i, r.by} & self.whole},
-            loose=frozenset(loose),
-            gathers=frozenset(gathers),
-            ones=frozenset(ones),
-            flops=flops,
-            transparent=transparent,
+            **others,
         )
 
 
-def arg(call: Call | Local, position: int, name: str, default: Any = None) -> Any:
-    """An argument, given by position or by name."""
-    if position < len(call.args):
-        return call.args[position]
-    return call.kwargs.get(name, default)
+_SETS = ("loose", "gathers", "ones")  # fields of rules
 
 
-def argument_named(call: Call, name: str) -> Any:
+def arg(call: Call, name: str) -> Any:
     """An argument of the op, by its name in the schema; or its default."""
     for i, a in enumerate(schema_of(call.target).arguments):
         if a.name == name:
-            return arg(call, i, name, a.default_value)
+            return call.args[i] if i < len(call.args) else call.kwargs.get(name, a.default_value)
     raise ShardingError(f"{call.target} has no argument {name!r}, which its rule reads")
 
 
-def path(call: Call, position: int, name: str) -> Path:
+def path(call: Call, name: str) -> Path:
     """Where that argument sits."""
+    position = [a.name for a in schema_of(call.target).arguments].index(name)
     return (position,) if position < len(call.args) else (name,)
 
 
@@ -125,18 +106,15 @@ def axes(dims: int | Sequence[int] | None, rank: int) -> list[int]:
     return sorted({axis(d, rank) for d in dims}) if dims else list(range(rank))
 
 
+def result(call: Call, i: int = 0) -> Meta:
+    found = call.results[i]
+    if found is None:
+        raise ValueError(f"{call.target} has no tensor as result {i}")
+    return found
+
+
 def result_shape(call: Call, i: int = 0) -> tuple[int, ...]:
-    found = call.results[i]
-    if found is None:
-        raise ValueError(f"{call.target} has no tensor as result {i}")
-    return found.shape
-
-
-def result_dtype(call: Call, i: int = 0) -> torch.dtype:
-    found = call.results[i]
-    if found is None:
-        raise ValueError(f"{call.target} has no tensor as result {i}")
-    return found.dtype
+    return result(call, i).shape
 
 
 def shape_ints(prefix: Path, dims: Sequence[Dim]) -> Ints:

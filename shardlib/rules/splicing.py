@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padde
 from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
 from shardlib.rules.shards import cut, held, positional
 from shardlib.rules.shifting import exposed, granularity, joined
-from shardlib.rules.space import Dim, Space, arg, axis, path, result_dtype, result_shape
+from shardlib.rules.space import Dim, Space, arg, axis, path, result, result_shape
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _spliced(
 
         def form(x: Any, insides: Sequence[int], *args: Any) -> Tensor:
             for s, inside in zip(done.values(), insides, strict=True):
-                x = s.form([x] if isinstance(x, Tensor) else x, result_dtype(call), inside)
+                x = s.form([x] if isinstance(x, Tensor) else x, result(call).dtype, inside)
             return rest(x, done, *args)
 
         given, *args = positional(local)
@@ -177,7 +177,7 @@ def _spliced(
 
     follows = {i: o for s in splices.values() for i, o in s.follows.items() if i not in space.whole}
     led = {*follows, *(f for s in splices.values() for f in s.out)}
-    found = space.rule(
+    return space.rule(
         [labels(i) if i in there else space.dims(m.shape, whole=[0]) for i, m in enumerate(call.operands)],
         [labels(None)],
         reduce=dict.fromkeys(follows, "none"),
@@ -192,22 +192,22 @@ def _spliced(
         local_factors=led,
         follows=follows,
         reads={k: v for s in splices.values() for k, v in s.reads.items()},
+        held=tuple(held for s in splices.values() for held in s.held),
     )
-    return replace(found, held=tuple(held for s in splices.values() for held in s.held))
 
 
 def cat(call: Call) -> Rule:
     """Old-style empty operands (shape [0]) count as nothing."""
     rank = len(result_shape(call))
-    at = axis(arg(call, 1, "dim", 0), rank)
+    at = axis(arg(call, "dim"), rank)
     return _spliced(call, {at: [Part(i, 0, m.shape[at]) for i, m in enumerate(call.operands) if m.rank == rank]}, {})
 
 
 def splice(call: Call) -> Rule:
-    at, sources, starts, stops, fills, *flags = (arg(call, i, name) for i, name in enumerate(_ARGUMENTS, 1))
+    at, sources, starts, stops, fills, *flags = (arg(call, name) for name in _ARGUMENTS)
     of, marks = (None if i < 0 else i for i in sources), [given or [False] * len(fills) for given in flags]
     parts = [Part(*part) for part in zip(of, starts, stops, fills, *marks, strict=True)]
-    ends = {path(call, 3, "starts"): starts, path(call, 4, "stops"): stops}
+    ends = {path(call, "starts"): starts, path(call, "stops"): stops}
     return _spliced(call, {at: parts}, {at: {(*w, i): n for w, ns in ends.items() for i, n in enumerate(ns)}})
 
 
@@ -216,14 +216,14 @@ _ARGUMENTS = ("dim", "sources", "starts", "stops", "fills", "negated", "mirrored
 
 def pad(call: Call) -> Rule:
     """`constant_pad_nd(x, pad, value)`; of negative numbers it is a slice."""
-    shape, amounts, value = call.operands[0].shape, arg(call, 1, "pad"), arg(call, 2, "value", 0)
+    shape, amounts, value = call.operands[0].shape, arg(call, "pad"), arg(call, "value")
     parts, ranges = {}, {}
     for k, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
         at = len(shape) - 1 - k
         if before or after:
             kept = Part(0, max(-before, 0), shape[at] - max(-after, 0))
             parts[at] = [Part(None, 0, max(before, 0), value), kept, Part(None, 0, max(after, 0), value)]
-            ranges[at] = {(*path(call, 1, "pad"), 2 * k): before, (*path(call, 1, "pad"), 2 * k + 1): after}
+            ranges[at] = {(*path(call, "pad"), 2 * k): before, (*path(call, "pad"), 2 * k + 1): after}
 
     def rest(x: Tensor, done: Container[int], amounts: Sequence[int], fill: float) -> Tensor:
         left = [0 if x.dim() - 1 - k // 2 in done else n for k, n in enumerate(amounts)]
@@ -235,7 +235,7 @@ def pad(call: Call) -> Rule:
 def roll(call: Call) -> Rule:
     """Without dims the flattened value is rolled: nothing may be cut."""
     shape = call.operands[0].shape
-    shifts, dims = ([n] if isinstance(n, int) else list(n) for n in (arg(call, 1, "shifts"), arg(call, 2, "dims", ())))
+    shifts, dims = ([n] if isinstance(n, int) else list(n) for n in (arg(call, "shifts"), arg(call, "dims")))
     if not dims:
         x = (space := Space()).dims(shape, whole=range(len(shape)))
         return space.rule([x], [x], linear=[{0}])

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.internals import pytree
+from shardlib.internals import pytree, schema_of
 from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
 from shardlib.rules.rule import Labels, Local, Path, Reads
 from shardlib.rules.shards import may_be_empty
-from shardlib.rules.window import Pool, Window
+from shardlib.rules.window import Window
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,36 @@ class Reach:
 
     @staticmethod
     def windows(source: str, size: int, count: int, window: Window, *, ceil: bool = False) -> Reach:
-        pool = Pool(window, size, count, ceil)
+        """Windows of an op that pads itself; where it rounds up (`ceil`), none begins behind that padding."""
+        stride, pad, span = window.stride, window.padding, window.span
+
+        def need(r: Range) -> Range:
+            """Which inputs a range of results reads."""
+            low, high = window.reads(r)
+            return (max(low, 0), min(high, size)) if length(r) else (low, high)
+
+        def first(r: Range) -> int:
+            """The first result that the op makes on a frame: it has no padding in front of a device's own, and a window
+            fits in where one fits in the whole."""
+            before = max(-(-pad // stride), r[0] - max(size - span, 0) // stride)
+            return r[0] - min(r[0], before) if length(r) else r[0]
+
+        def frame(r: Range) -> Range:
+            """The inputs that the op is run on, of which those in `need` matter for a device's own results."""
+            low, high = need(r)
+            if not length(r):
+                return low, high
+            return first(r) * stride, max(high, min(first(r) * stride + span, size))
+
+        def made(r: Range) -> Range:
+            """The results that the op makes there."""
+            n = length(frame(r))
+            room = n + 2 * pad - span
+            many = (-(-room // stride) if ceil else room // stride) + 1
+            return first(r), first(r) + many - (ceil and (many - 1) * stride >= n + pad)
+
         lies = lambda f: (source, window.laid(f, count))
-        return Reach(source, size, count, (lambda r: overlap((0, size), pool.need(r)),), pool.frame, pool.made, lies)
+        return Reach(source, size, count, (lambda r: overlap((0, size), need(r)),), frame, made, lies)
 
     @staticmethod
     def sliding(window: Window, source: str, size: int, count: int, *, back: bool, every: bool, **how: Any) -> Reach:
@@ -100,7 +127,7 @@ class Reach:
         return give_back(x, dim, (self.source,), need(mine), self.size, name="gradient")
 
 
-Run = Callable[[Local, list[Any], dict[str, Any], Mapping[int, int]], Any]
+Run = Callable[[Local, dict[str, Any], Mapping[int, int]], Any]
 
 
 @dataclass(frozen=True)
@@ -109,7 +136,8 @@ class Stencil:
 
     * `back`: it is the gradient of such an op, and operand `like` says by its shape how large the result is.
     * `read`: the operand that is read, called `name`; others have what the op makes. None: all are read.
-    * `run`: what runs instead of the op, on its arguments; it is told where dims begin that are not here as a whole.
+    * `run`: what runs instead of the op, on its arguments by their names; it is told where dims begin that are not here
+      as a whole.
     """
 
     reach: Mapping[str, Reach]
@@ -136,20 +164,20 @@ class Stencil:
         here = {f: r for f, r in self.reach.items() if r.framed or any(map(local.axes, {f, r.source} - {""}))}
         alike = local.rule.local_factors - self.reach.keys() - self.sources.keys()
         thin = {f for f in alike if may_be_empty(local, f)}
-        run = self.run or (lambda _, args, kwargs, __: local.call.target(*args, **kwargs))
+        run = self.run or (lambda _, given, __: local.call.target(**given))
+        names = [a.name for a in schema_of(local.call.target).arguments]
 
-        def form(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+        def form(args: Sequence[Any], kwargs: dict[str, Any], sizes: Mapping[str, int]) -> Any:
             piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin, sizes)
-            flat, tree = pytree.tree_flatten((args, kwargs))
+            flat, tree = pytree.tree_flatten(dict(zip(names, args, strict=False)) | kwargs)
             operands = iter(enumerate(local.rule.operands))
             for i, x in enumerate(flat):
                 if isinstance(x, Tensor):
                     flat[i] = piece.given(x, *next(operands))
-            given, named = pytree.tree_unflatten(flat, tree)
-            given = list(given)
-            for path, size in piece.counted(local.rule.ints):
-                put(named if isinstance(path[0], str) else given, path, size)
-            found = run(local, given, named, piece.begins)
+            given = pytree.tree_unflatten(flat, tree)
+            for (first, *rest), size in piece.counted(local.rule.ints):
+                put(given, (names[first] if isinstance(first, int) else first, *rest), size)
+            found = run(local, given, piece.begins)
             outs = list(found) if isinstance(found, tuple) else [found]
             made = zip(outs, local.rule.results, strict=True)
             outs = [None if x is None else piece.kept(x, labels) for x, labels in made]
@@ -163,7 +191,7 @@ def nonempty(local: Local, **then: Any) -> Any:
     target = local.call.target
     if not any(may_be_empty(local, f) for f in local.rule.local_factors):
         return local.op(target, *local.args, **local.kwargs)
-    return Stencil({}, run=lambda _, args, kwargs, __: target(*args, **kwargs, **then)).local(local)
+    return Stencil({}, run=lambda _, given, __: target(**given, **then)).local(local)
 
 
 @dataclass(frozen=True)

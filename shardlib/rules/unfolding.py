@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+from shardlib.internals import schema_of
 from shardlib.rules.lineup import whole
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
@@ -13,36 +13,26 @@ from shardlib.rules.space import arg, axis, result_shape
 from shardlib.rules.stencil import nonempty
 
 
-def _rule(call: Call, shape: Sequence[int], windows: Sequence[int], first: int, dim: str) -> Rule:
-    """The rule of a value of this `shape` and its windows, or of their gradient: `dim, size, step` stand at `first`.
+def _rule(call: Call) -> Rule:
+    """`unfold(x, dimension, size, step)`, or `unfold_backward(grad, input_sizes, dim, size, step)`.
 
     Windows that touch are factors of the dim. Where elements only move, no operation is counted.
     """
+    backward = "backward" in schema_of(call.target).name
+    shape, windows = (call.operands[0].shape, result_shape(call))[:: -1 if backward else 1]
     if not shape:
         return replace(whole(call), flops=0)
-    at, size = axis(arg(call, first, dim), len(shape)), arg(call, first + 1, "size")
-    touching = size == arg(call, first + 2, "step") and shape[at] == windows[at] * size
+    dim, size, step = (arg(call, name) for name in ("dim" if backward else "dimension", "size", "step"))
+    at = axis(dim, len(shape))
+    touching = size == step and shape[at] == windows[at] * size
     words = [f"d{i}" for i in range(len(shape))]
     before, after = " ".join(words[:at]), " ".join(words[at + 1 :])
     words[at], last, note = ("(o k)", "k", "k:whole o:local") if touching else ("t", "_", "o:windows(t, size, step)")
     text = f"{' '.join(words)} -> {before} o {after} {last} | {note} {{0}}"
-    if first > 1:
+    if backward:
         sizes = " ".join(f"{word}:size(input_sizes.{i})" for i, word in enumerate(words))
         text = f"{gradient(text)} {sizes}"
-    return pattern(text, local=nonempty if touching else None, flops=lambda *_: 0)(call)
+    return pattern(text, local=nonempty if touching else None, flops=0)(call)
 
 
-def _unfold(call: Call) -> Rule:
-    """`unfold(x, dimension, size, step)`."""
-    return _rule(call, call.operands[0].shape, result_shape(call), 1, "dimension")
-
-
-def _unfold_backward(call: Call) -> Rule:
-    """`unfold_backward(grad, input_sizes, dim, size, step)`."""
-    return _rule(call, result_shape(call), call.operands[0].shape, 2, "dim")
-
-
-ROWS: dict[str, RuleFn | str] = {
-    **dict.fromkeys(["unfold", "unfold_copy"], _unfold),
-    "unfold_backward": _unfold_backward,
-}
+ROWS: dict[str, RuleFn | str] = dict.fromkeys(["unfold", "unfold_copy", "unfold_backward"], _rule)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import pytree, schema_of, without_modes
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.written import by_torch
@@ -73,7 +74,7 @@ def _bounds(shape: Sequence[int]) -> list[int]:
 def _reshape(call: Call) -> Rule:
     space = Space()
     old, new = regroup(space, call.operands[0].shape, result_shape(call))
-    ints = shape_ints(path(call, 1, "shape" if call.target == aten.reshape.default else "size"), new)
+    ints = shape_ints(path(call, "shape" if call.target == aten.reshape.default else "size"), new)
 
     def local(local: Local) -> Any:
         return local.op(aten.reshape.default, local.args[0], _sizes(local, new))
@@ -129,7 +130,8 @@ def _view(call: Call) -> Rule:
 
 def _squeeze(call: Call) -> Rule:
     """Only dims of size 1 go. A cut dim may have local size 1, so the local form names the dims that go."""
-    found, shape, dims = _view(call), call.operands[0].shape, arg(call, 1, "dim")
+    found, shape = _view(call), call.operands[0].shape
+    dims = arg(call, "dim") if schema_of(call.target).overload_name else None
     named = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [i for i in sorted({axis(d, len(shape)) for d in named}) if shape and shape[i] == 1]
 
@@ -141,16 +143,16 @@ def _squeeze(call: Call) -> Rule:
 
 def _expand(call: Call) -> Rule:
     found = _view(call)
-    return replace(found, ints=shape_ints(path(call, 1, "size"), found.results[0]))
+    return replace(found, ints=shape_ints(path(call, "size"), found.results[0]))
 
 
 def _repeat(call: Call) -> Rule:
     space = Space()
     old = call.operands[0].shape
-    times = list(arg(call, 1, "repeats"))
+    times = list(arg(call, "repeats"))
     x: list[Dim] = [()] * (len(times) - len(old)) + space.dims(old)
     new = [space.dim(n, "r") for n in times]
-    ints = shape_ints(path(call, 1, "repeats"), new)
+    ints = shape_ints(path(call, "repeats"), new)
     out = [(*r, *d) for r, d in zip(new, x, strict=True)]
     return space.rule([x[len(times) - len(old) :]], [out], linear=[{0}], ints=ints)
 
@@ -159,26 +161,24 @@ def _repeat_interleave(call: Call) -> Rule:
     """`(old new)`; without a dim the value is flattened, and then stays whole."""
     space = Space()
     shape = call.operands[0].shape
-    dim = arg(call, 2, "dim")
+    dim = arg(call, "dim")
     if dim is None:
         every = range(len(shape))
         return space.rule([space.dims(shape, whole=every)], [space.dims(result_shape(call), "o", whole=[0])])
     x = space.dims(shape)
     at = axis(dim, len(shape))
-    new = space.dim(arg(call, 1, "repeats"), "r")
+    new = space.dim(arg(call, "repeats"), "r")
     out = [(*d, *new) if i == at else d for i, d in enumerate(x)]
-    ints: Ints = {path(call, 1, "repeats"): (1, new)}
-    if arg(call, 3, "output_size") is not None:
-        ints[path(call, 3, "output_size")] = (1, out[at])
+    ints: Ints = {path(call, "repeats"): (1, new)}
+    if arg(call, "output_size") is not None:
+        ints[path(call, "output_size")] = (1, out[at])
     return space.rule([x], [out], linear=[{0}], ints=ints)
 
 
 def _reinterpret(call: Call) -> Rule:
     """`view.dtype`: the bytes of the last dim, where the sizes of the dtypes differ."""
-    space = Space()
-    shape, new = call.operands[0].shape, result_shape(call)
-    x = space.dims(shape, whole=[len(shape) - 1] if shape != new else ())
-    return space.rule([x], [x if shape == new else [*x[:-1], space.dim(new[-1], "o", whole=True)]])
+    same = call.operands[0].shape == result_shape(call)
+    return pattern("... -> ..." if same else "... _ -> ... _", flops=0)(call)
 
 
 def _as_strided_scatter(

@@ -61,46 +61,6 @@ class Window:
         return first, max(first, min(last + 1, count))
 
 
-@dataclass(frozen=True)
-class Pool:
-    """How one spatial dim of `size` is pooled to `count`."""
-
-    window: Window
-    size: int
-    count: int
-    ceil: bool = False
-
-    def need(self, mine: Range) -> Range:
-        """Which inputs a range of results reads."""
-        low, high = self.window.reads(mine)
-        return (max(low, 0), min(high, self.size)) if length(mine) else (low, high)
-
-    def skipped(self, mine: Range) -> int:
-        """How many results the op makes on the frame in front of a device's own: so many that it has no padding there,
-        and that a window fits in, where one fits in the whole."""
-        stride = self.window.stride
-        before = max(-(-self.window.padding // stride), mine[0] - max(self.size - self.window.span, 0) // stride)
-        return min(mine[0], before) if length(mine) else 0
-
-    def frame(self, mine: Range) -> Range:
-        """The inputs that the op is run on, of which those in `need` matter for a device's own results."""
-        low, high = self.need(mine)
-        if not length(mine):
-            return low, high
-        low = (mine[0] - self.skipped(mine)) * self.window.stride
-        return low, max(high, min(low + self.window.span, self.size))
-
-    def made(self, mine: Range) -> Range:
-        """The results that the op makes there."""
-        w, n = self.window, length(self.frame(mine))
-        room = n + 2 * w.padding - w.span
-        count = (-(-room // w.stride) if self.ceil else room // w.stride) + 1
-        if self.ceil and (count - 1) * w.stride >= n + w.padding:
-            count -= 1
-        first = mine[0] - self.skipped(mine)
-        return first, first + count
-
-
 def each(value: Any, dims: int) -> list[int]:
     """An argument that is a number per dim, or one for all."""
     values: Sequence[int] = [value] if isinstance(value, int) else list(value)

@@ -8,7 +8,6 @@ Every other reduction needs its entries in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,24 +15,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardlib.internals import schema_of
-from shardlib.rules.lineup import Places, looking, masks, whole
+from shardlib.rules.lineup import Places, masks, whole
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Looks, Meta, Rule, RuleFn
-from shardlib.rules.shards import cut, located, once
-from shardlib.rules.space import Dim, Space, arg, argument_named, broadcast, elements, numel
+from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
+from shardlib.rules.shards import cut, located, once, torch_code
+from shardlib.rules.space import Dim, Space, arg, broadcast, elements, numel
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
 
-def _embedding_backward(local: Local) -> Any:
+def _embedding_backward(_: Local, grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
     """Torch skips rows of the padding index: what lies outside becomes one that no row of the shard has."""
-
-    def form(grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
-        mine, outside = located(index, "v")
-        skipped = outside | (index == padding) if padding >= 0 else outside
-        return aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)  # type: ignore[no-any-return]
-
-    return local.run(form, *local.args)
+    mine, skipped = located(index, "v", padding)
+    return aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)  # type: ignore[no-any-return]
 
 
 def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Tensor], write: Any) -> Tensor:
@@ -51,121 +46,88 @@ def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Ten
     return out
 
 
-Kind = Callable[[Call], str | None]  # how results of shared out entries combine; None: they stay together
+def _reduction(call: Call) -> str | None:
+    """How what is written goes together with what is there; None: it replaces that."""
+    arguments = {a.name for a in schema_of(call.target).arguments}
+    if "reduce" in arguments:
+        return arg(call, "reduce")  # type: ignore[no-any-return]
+    adds = "accumulate" in arguments and arg(call, "accumulate")
+    return "add" if adds or schema_of(call.target).name.endswith("_add") else None
 
 
-def _writes(call: Call, space: Space, places: Places, values: list[list[Dim]], how: str | None, linear: Any) -> Rule:
+def _writes(call: Call, places: Places, values: list[list[Dim]], flops: int | None = None) -> Rule:
     """The rule of an op that writes `values` to places of a tensor.
 
-    Of entries no order is known where devices share them out: these combine as `how` says, or stay together.
+    Of entries no order is known where devices share them out: these add up, or are compared, or stay together. Every
+    device starts from x itself; that is the same for a sum, a maximum, a minimum, but no other reduction.
     """
-    entries = places.entries
-    if how is None:
-        space.whole |= set(entries)
+    entries, said = places.entries, _reduction(call)
+    how = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}.get(said or "")
+    if how is None or not call.kwargs.get("include_self", True):
+        how = None
+        places.space.whole |= set(entries)
     added = entries if how == "sum" else ()
+    # Sums on x and on what is written may stay pending: not where a number is written, unless it is 0.
+    linear: list[set[int]] = [{0, len(call.operands) - 1}] if said in (None, "add", "sum", "mean") else []
+    if not values:
+        linear = [] if said or arg(call, "value") else [{0}]
 
-    def local(local: Local) -> Any:
-        cuts, shared, (indices, rest, named) = places.cuts(local), cut(local, added), places.given(local)
+    def form(local: Local, x: Tensor, *given: Any, **named: Any) -> Tensor:
+        cuts, (*_, indices), rest = places.cuts(local), given[: places.until], given[places.until :]
+        there = lambda x, mine: call.target(x, *places.arguments(mine), *rest, **named)
+        # A value that addends share is added by each, which is right only where entries are not shared out.
+        return _write(once(x, cut(local, added)), cuts, places.ready(indices, cuts), there)
 
-        def form(x: Tensor, given: Any, rest: Sequence[Any], named: Any) -> Tensor:
-            there = lambda x, mine: call.target(x, *places.arguments(mine), *rest, **named)
-            # A value that addends share is added by each, which is right only where entries are not shared out.
-            return _write(once(x, shared), cuts, places.ready(given, cuts), there)
-
-        return local.run(form, local.args[0], indices, rest, named)
-
-    found = space.rule(
+    return places.space.rule(
         [places.x, *places.indices, *values],
         [places.x],
         reduce=dict.fromkeys(entries, how) if how else {},
         linear=linear,
-        local=local,
+        local=torch_code(form),
         local_factors=(*places.rows, *added),
         gathers=entries,
-        flops=numel(call.operands[-1].shape),
+        looks=Looks(places.rows, places.given_as, 1 + len(places.indices)) if values else None,
+        flops=numel(call.operands[-1].shape) if flops is None else flops,
     )
-    written = 1 + len(places.indices)
-    return replace(found, looks=Looks(places.rows, places.given_as, written) if values else None)
 
 
-def _linear(call: Call) -> list[set[int]]:
-    """Sums on x and on what is written may stay pending: not where a number is written, unless it is 0."""
-    reduce = call.kwargs.get("reduce", arg(call, 4, "reduce"))
-    value = argument_named(call, schema_of(call.target).arguments[3].name)
-    if not isinstance(value, Meta):
-        return [] if value or reduce else [{0}]
-    return [{0, 2}] if reduce in (None, "add", "sum", "mean") else []
-
-
-def scattered(kind: Kind) -> RuleFn:
+def _scattered(call: Call) -> Rule:
     """`scatter(x, dim, index, src)` and its like."""
-
-    def rule(call: Call) -> Rule:
-        space = Space()
-        places = Places.beside(space, call)
-        if places is None:
-            return whole(call)
-        src, index = [], call.operands[1].shape
-        for m in call.operands[2:]:
-            fits = [a == b for a, b in zip(m.shape, index, strict=False)]
-            space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
-            sized = zip(fits, places.out, m.shape, strict=False)
-            src = [[d if same else space.dim(n, "s", whole=True) for same, d, n in sized]]
-        return replace(_writes(call, space, places, src, kind(call), _linear(call)), flops=numel(index))
-
-    return rule
+    places = Places.beside(call)
+    if places is None:
+        return whole(call)
+    src, index = [], call.operands[1].shape
+    for m in call.operands[2:]:
+        fits = [a == b for a, b in zip(m.shape, index, strict=False)]
+        places.space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
+        sized = zip(fits, places.out, m.shape, strict=False)
+        src = [[d if same else places.space.dim(n, "s", whole=True) for same, d, n in sized]]
+    return _writes(call, places, src, numel(index))
 
 
-def indexed(kind: Kind) -> RuleFn:
+def _indexed(call: Call) -> Rule:
     """`op(x, dim, index, source, ...)`, which writes rows of `source` (or a number) to the rows that `index` names."""
-
-    def rule(call: Call) -> Rule:
-        space = Space()
-        places = Places.along(space, call, wraps=call.target in _WRAPS)
-        rows = [(places.entries if i in places.dims else d) for i, d in enumerate(places.x)]
-        return _writes(
-            call, space, places, [rows if m.shape else [] for m in call.operands[2:]], kind(call), _linear(call)
-        )
-
-    return rule
+    places = Places.along(call, wraps=call.target in _WRAPS)
+    rows = [(places.entries if i in places.dims else d) for i, d in enumerate(places.x)]
+    return _writes(call, places, [rows if m.shape else [] for m in call.operands[2:]])
 
 
 # Ops that count negative indices from the end.
 _WRAPS = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 
 
-def extremes(call: Call) -> str | None:
-    """Every device starts from x itself; that is the same for a maximum, a minimum, but no other reduction."""
-    kind = {"amax": "max", "amin": "min"}.get(arg(call, 4, "reduce"))
-    return kind if call.kwargs.get("include_self", True) else None
-
-
-def _reduces(call: Call) -> str | None:
-    """`scatter_reduce(x, dim, index, src, reduce, include_self)`."""
-    if arg(call, 4, "reduce") == "sum":
-        return "sum" if call.kwargs.get("include_self", True) else None
-    return extremes(call)
-
-
-def _adds(call: Call) -> str | None:
-    """`scatter(x, dim, index, src, reduce)`."""
-    return "sum" if call.kwargs["reduce"] == "add" else None
-
-
 def _index_put(call: Call) -> Rule:
     """`index_put(x, indices, values, accumulate)`; without accumulation later entries win, so they stay together."""
     if masks(call):
         return _put_where(call)
-    space = Space()
-    places = Places.advanced(space, call)
+    places = Places.advanced(call)
     values = broadcast(places.out, call.operands[-1].shape)
-    how = "sum" if arg(call, 3, "accumulate", False) else None
-    return _writes(call, space, places, [values], how, [{0, len(call.operands) - 1}])
+    return _writes(call, places, [values])
 
 
 def _put_where(call: Call) -> Rule:
     """`x[mask] = value`: one number goes wherever a piece of the mask says; rows of values are counted on the whole."""
-    given, shape, values = arg(call, 1, "indices"), call.operands[0].shape, call.operands[-1].shape
+    given, shape, values = arg(call, "indices"), call.operands[0].shape, call.operands[-1].shape
     (mask, *others), one = [m for m in given if m is not None], numel(values) == 1
     if others or (given[0] is None and not one):
         return whole(call)
@@ -181,11 +143,6 @@ def _put_where(call: Call) -> Rule:
 
 
 # A tensor as one row --------------------------------------------------------------------------------------------------
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    out: Tensor = aten.index.Tensor(x.reshape(-1), [index])
-    return out
 
 
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
@@ -220,25 +177,23 @@ def _masked_put(x: Tensor, mask: Tensor, indices: list[Tensor | None], values: T
 _ROWS_ADDED = pattern(
     "... d, ... -> v d | ...:sum ...:gather ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
     "v:size(num_weights) {0}",
-    local=_embedding_backward,
+    form=_embedding_backward,
+    looks=Looks(("v",), (1,), 0),
     flops=elements,
 )
 
 ROWS: dict[str, RuleFn | str] = {
-    "embedding_dense_backward": lambda call: looking(_ROWS_ADDED(call), Looks(("v",), (1,), 0)),
-    **dict.fromkeys(["scatter.src", "scatter.value"], scattered(lambda call: None)),
-    "scatter_add": scattered(lambda call: "sum"),
-    "index_add": indexed(lambda call: "sum"),
-    **dict.fromkeys(["index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor"], indexed(lambda call: None)),
-    "index_reduce": indexed(extremes),
+    "embedding_dense_backward": _ROWS_ADDED,
+    **dict.fromkeys(["scatter.src", "scatter.value", "scatter_add", "scatter_reduce.two"], _scattered),
+    **dict.fromkeys(["scatter.reduce", "scatter.value_reduce"], _scattered),
+    **dict.fromkeys(["index_add", "index_copy", "index_reduce"], _indexed),
+    **dict.fromkeys(["index_fill.int_Scalar", "index_fill.int_Tensor"], _indexed),
     **dict.fromkeys(["index_put", "_unsafe_index_put", "_index_put_impl"], _index_put),
-    "scatter_reduce.two": scattered(_reduces),
-    **dict.fromkeys(["scatter.reduce", "scatter.value_reduce"], scattered(_adds)),
     **dict.fromkeys(["masked_scatter", "masked_scatter_backward"], whole),
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    "take": _take,
+    **by_torch("take"),
     "put": _put,
     "_unsafe_masked_index": _masked_index,
     "_unsafe_masked_index_put_accumulate": _masked_put,
