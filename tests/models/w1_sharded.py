@@ -18,8 +18,10 @@ def mesh_of(mode: w1.Mode, *, abstract: bool = False, machine: str | None = None
 
 
 def sharded_step(mode: w1.Mode, config: w1.Config, **kept: Any) -> Any:
-    """The jitted step of a mode; weights and batch are annotated, and the residual stream where the mode does; `kept` is
-    what else `jit` is told."""
+    """The jitted step of a mode; weights and batch are annotated, and the residual stream where the mode does.
+
+    `kept` is what else `jit` is told.
+    """
 
     def residual(x: Tensor) -> Tensor:
         return sl.shard(x, mode.residual) if mode.residual else x
