@@ -57,12 +57,14 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Dec
         summed = _summed(weights, flood, mesh, decider, name)
         moved = _beside(mixing, flood, mesh, decider, name)
         idle = [*_candidates(weights, flood, mesh, decider, name), *moved, *summed]
-        for leaf in dict.fromkeys([*idle, *(_eased(graph, flood, mesh, decider, name) if deep else ())]):
+        across = [x for x in _across(weights, flood, mesh, decider, name) if x not in idle]
+        for leaf in dict.fromkeys([*idle, *across, *(_eased(graph, flood, mesh, decider, name) if deep else ())]):
             mine = wants.get(leaf, [])
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
-            is_better = leaf in idle and _better(trial, decider, light, summed=leaf in summed)
+            offers = leaf in idle or (leaf in across and _less(trial, decider))
+            is_better = offers and _better(trial, decider, light, summed=leaf in summed)
             if is_better and _lasts(graph, trial, decider):
                 found.append((trial, tried))
             elif deep and _spares(trial, first):
@@ -107,6 +109,12 @@ def _spares(trial: Decider, decider: Decider) -> bool:
     (work, seconds, few, latency), (more, before, many, waited) = map(_figures, (trial, decider))
     less = few <= many * (_WORTH if grained(latency) <= grained(waited) else _HALF)
     return less and seconds <= before and work <= more
+
+
+def _less(trial: Decider, decider: Decider) -> bool:
+    """Whether an offer sends markedly less, in no more messages."""
+    (*_, few, latency), (*_, many, waited) = map(_figures, (trial, decider))
+    return few <= many * _WORTH and grained(latency) <= grained(waited)
 
 
 def _figures(decider: Decider) -> tuple[float, float, float, float]:
@@ -169,6 +177,18 @@ def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: 
     most = _first(gain)[:_TRIED]
     found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(w * op.times for op, w in weights.items())]
     return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
+
+
+def _across(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+    """The dim beside most of what is made of a matrix and itself, turned round: of two dims of one class only one can
+    be cut, and then the other moves, in each op anew."""
+    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
+    for op, weight in weights.items():
+        leaves = [leaf for of in flood.labels[op].values() for leaf in of]
+        wanting = [x for x in leaves if any(want.axis in atoms for want in flood.wants.get(x, ()))]
+        for leaf in _free(op, flood, atoms, everywhere=False) if len({*wanting}) < len(wanting) else ():
+            gain[leaf] += weight * flood.times(op, leaf)
+    return _first(gain)[:1]
 
 
 def _eased(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
