@@ -36,7 +36,7 @@ CASES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], tuple[str, ...
     ("fused weight", _attention, [(2, 16, 64), (64, 192), (64, 64)], FLAT, {"x": 8}),
     ("its gradients", _gradients(_attention, 0, 1, 2), [(2, 16, 64), (64, 192), (64, 64)], FLAT, {"x": 4}),
     ("its step", _step, [(2, 16, 64), (64, 192), (64, 64)], FLAT, {"x": 4}),
-    ("gates", lstm, [(64, 5, 32), (32, 128), (32, 128)], ("b t d", "d g@x", "h g@x"), {"x": 8}),
+    ("gates", lstm, [(16, 5, 32), (32, 128), (32, 128)], ("b t d", "d g@x", "h g@x"), {"x": 8}),
     ("heads", _six, [(2, 64, 96), *[(96, 96)] * 4], ("b s d", *["d h@x"] * 3, "h@x d"), {"x": 4}),
     ("heads, uneven", _six, [(2, 64, 96), *[(96, 96)] * 4], ("b s d", *["d h@x"] * 3, "h@x d"), {"x": 5}),
     ("gradients of heads", _gradients(_six, 1, 2, 3, 4), [(2, 64, 96), *[(96, 96)] * 4],

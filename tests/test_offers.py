@@ -63,6 +63,13 @@ def _shared(x: Tensor, a: Tensor, b: Tensor) -> Any:
     return (s @ a).sum(0), (s @ b).sum(0)
 
 
+def _few(x: Tensor) -> Tensor:
+    """Fewer matrices than devices: some devices share one."""
+    for _ in range(3):
+        x = (x @ x.mT).sin() @ x
+    return x
+
+
 CASES: dict[str, tuple[Program, tuple[tuple[int, ...], ...], tuple[str, ...], str | None, list[str]]] = {
     "mixed": (_mixed, ((64, 256, 512), (256, 256), (512, 4096)), ("b s@x d", "...", "..."), "b s@x d", TWO_MOVES),
     "swept": (_swept, ((2048, 2048), (2048, 2048)), ("h@x w", "..."), "h@x w", TWO_MOVES),
@@ -70,6 +77,7 @@ CASES: dict[str, tuple[Program, tuple[tuple[int, ...], ...], tuple[str, ...], st
     "gated": (_gated, ((64, 256, 512), (256, 256)), ("b s@x d", "s@x t"), "b s@x d", ["all_gather", *TWO_MOVES]),
     "convolved": (_convolved, ((8192, 512), (512, 512)), ("s@x d", "..."), "s@x d", TWO_MOVES),
     "sorted": (_sorted, ((8192, 64), (64, 64)), ("n@x d", "..."), "n@x d", TWO_MOVES),
+    "few": (_few, ((4, 512, 512),), ("_ m@x _",), "_ m@x _", [*TWO_MOVES, *["all_gather"] * 3]),
     "megatron": (_megatron, ((2048, 512), (512, 4096), (4096, 512)), ("n d", "d f@x", "f@x d"), "n d", ["all_reduce"]),
     "trace": (_trace, ((512, 512), (512, 512), (4096, 512)), ("...", "...", "n@x d"), None, ["all_reduce"]),
     "shared": (_shared, ((64, 512, 64), (64, 8), (64, 8)), ("n h@x i", "...", "..."), None, ["all_reduce"] * 2),
@@ -94,3 +102,29 @@ def test_values_of_whatever_is_offered(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(offers, "_better", lambda *args, **kwargs: True)
     with sl.Mesh(x=3):
         sl.check(program, *args, in_specs=specs, out_specs=out)
+
+
+def _squared(x: Tensor) -> Tensor:
+    """A matrix times itself, turned round, over and over."""
+    for _ in range(5):
+        a = x @ x.mT
+        x = x + (a @ a).sin() @ x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "kinds"),
+    [
+        ((256, 256), "m@x _", ["all_gather"]),  # so small that nothing need be shared out
+        ((256, 256), "_ n@x", ["all_gather"]),
+        ((1024, 1024), "m@x _", ["all_gather"] * 5),  # its product with itself is made alike, of what is there
+        ((1024, 4096), "m@x _", [*["all_reduce"] * 5, *TWO_MOVES]),  # cut beside, only the product is sent
+    ],
+)
+def test_two_dims_of_one_class_contradict_each_other(shape: tuple[int, int], spec: str, kinds: list[str]) -> None:
+    """Only one of them can be cut in a product, so the axis may go unused, or elsewhere."""
+    with sl.Mesh.abstract({"x": 8}, machine="h100"):
+        plan = sl.jit(_squared, in_specs=(spec,), out_specs=spec).plan(
+            torch.empty(shape, device="meta", dtype=torch.bfloat16)
+        )
+    assert sorted(c.kind for c in plan.collectives) == sorted(kinds)

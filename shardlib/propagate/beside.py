@@ -71,18 +71,20 @@ def _travels(value: Value) -> bool:
     )
 
 
-def free(op: Op, flood: Flood, atoms: Sequence[Axis], read: Sequence[int] | None = None) -> set[Leaf]:
-    """The dims of what an op makes that may be cut over an axis and do not want it; those of all results and of what
-    it reads at the places `read`, if these are given."""
+def free(
+    op: Op, flood: Flood, atoms: Sequence[Axis], read: Sequence[int] | None = None, *, partly: bool = False
+) -> set[Leaf]:
+    """The dims of what an op makes that may be cut over an axis, or `partly`, and do not want it; those of all results
+    and of what it reads at the places `read`, if these are given."""
     assert op.rule is not None
     results = [labels for labels, r in zip(op.rule.results, op.results, strict=True) if r is not None]
     names = [{f for dim in labels for f in dim} for labels in (*results, *(op.rule.operands[i] for i in read or ()))]
     kept = set[str]().union(*names) if read is None else set.intersection(*names)
-    found = set()
+    found, least = set(), min(a.size for a in atoms) if partly else math.prod(a.size for a in atoms)
     for label in kept:
         for k, leaf in enumerate(flood.labels[op].get(label, ())):
             wanted = {want.axis for want in flood.wants.get(leaf, ())}
-            enough = flood.dims.size(leaf) >= math.prod(a.size for a in atoms)
+            enough = flood.dims.size(leaf) >= least
             if enough and wanted.isdisjoint(atoms) and may_cut(flood, op, (label, k)):
                 found.add(leaf)
     return found

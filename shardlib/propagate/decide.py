@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -231,11 +232,16 @@ class Decider:
 
     def _rivals(self, name: str) -> list[Role]:
         """The roles that compete for the axis in some unit because it was asked for, in the order of their first
-        appearance."""
+        appearance; also one that two dims have (a matrix times itself, turned round), of which one can take it."""
         rivals: dict[Role, None] = {}
-        for slots, candidates in zip(self.problem.slots, self.problem.candidates, strict=True):
-            roles = dict.fromkeys(slots[i] for i in candidates.get(name, ()) if not slots[i].offered)
-            rivals |= roles if len(roles) > 1 else {}
+        for members, slots, candidates in zip(
+            self.problem.members, self.problem.slots, self.problem.candidates, strict=True
+        ):
+            wanting = candidates.get(name, ())
+            asked = [i for i in wanting if not slots[i].offered]
+            twice = [i for i, n in Counter(members[0].slots[i] for i in wanting).items() if n > 1]
+            rivals |= dict.fromkeys(slots[i] for i in asked) if len(asked) > 1 else {}
+            rivals |= dict.fromkeys(slots[i] for i in wanting if members[0].slots[i] in twice)
         return list(rivals)
 
     # The answer -----------------------------------------------------------------------------------------------------

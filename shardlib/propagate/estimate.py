@@ -56,8 +56,8 @@ class Estimate:
         *orders, turned = choice
         for name, order in zip(self.problem.mesh.axis_names, orders, strict=True):
             atoms = self.problem.atoms[name]
-            if order and set(roles[order[0]].lent) & set(atoms):
-                atoms = atoms[::-1]  # what is lent is the minor part: only that can be exchanged
+            if order and self._takes_minor(roles[order[0]], atoms):
+                atoms = atoms[::-1]
             for atom in atoms:
                 for slot in order:
                     both = {slot, self.problem.rounds[kind].get(slot, slot)}
@@ -70,6 +70,11 @@ class Estimate:
         result = [tuple(sorted(mine, key=order.index)) for order, mine in zip(stand, axes, strict=True)]
         self._cut_memo[key] = tuple(result)
         return self._cut_memo[key]
+
+    @staticmethod
+    def _takes_minor(role: Role, atoms: Sequence[Axis]) -> bool:
+        """Whether a slot that may not have all of an axis takes its minor part: only that can be exchanged at once."""
+        return bool({*role.lent} & {*atoms}) or ({*atoms} <= role.offered and role.size < _ways(atoms))
 
     @staticmethod
     def _takes(role: Role, axes: Sequence[Axis], atom: Axis) -> bool:

@@ -57,12 +57,16 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Dec
         summed = _summed(weights, flood, mesh, decider, name)
         moved = _beside(mixing, flood, mesh, decider, name)
         idle = [*_candidates(weights, flood, mesh, decider, name), *moved, *summed]
-        for leaf in dict.fromkeys([*idle, *(_eased(graph, flood, mesh, decider, name) if deep else ())]):
+        parts = dict.fromkeys(_candidates(weights, flood, mesh, decider, name, partly=True), _HALF)
+        fewer = dict.fromkeys(_across(weights, flood, mesh, decider, name), 0.0) | parts
+        fewer = {leaf: share for leaf, share in fewer.items() if leaf not in idle}
+        for leaf in dict.fromkeys([*idle, *fewer, *(_eased(graph, flood, mesh, decider, name) if deep else ())]):
             mine = wants.get(leaf, [])
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
-            is_better = leaf in idle and _better(trial, decider, light, summed=leaf in summed)
+            enough = _less(trial, decider, fewer[leaf]) if leaf in fewer else leaf in idle
+            is_better = enough and _better(trial, decider, light, summed=leaf in summed)
             if is_better and _lasts(graph, trial, decider):
                 found.append((trial, tried))
             elif deep and _spares(trial, first):
@@ -104,9 +108,14 @@ def _lasts(graph: Graph, trial: Decider, decider: Decider) -> bool:
 
 def _spares(trial: Decider, decider: Decider) -> bool:
     """Whether an offer sends markedly less, in no more messages unless it is half of it, and takes no longer."""
-    (work, seconds, few, latency), (more, before, many, waited) = map(_figures, (trial, decider))
-    less = few <= many * (_WORTH if grained(latency) <= grained(waited) else _HALF)
-    return less and seconds <= before and work <= more
+    (work, seconds, *_), (more, before, *_) = map(_figures, (trial, decider))
+    return seconds <= before and work <= more and _less(trial, decider, _HALF)
+
+
+def _less(trial: Decider, decider: Decider, share: float) -> bool:
+    """Whether an offer sends markedly less, in no more messages unless it is such a share of it."""
+    (*_, few, latency), (*_, many, waited) = map(_figures, (trial, decider))
+    return few <= many * (_WORTH if grained(latency) <= grained(waited) else share)
 
 
 def _figures(decider: Decider) -> tuple[float, float, float, float]:
@@ -151,8 +160,11 @@ def _is_heavy(op: Op) -> bool:
     return op.rule is not None and op.rule.flops > _HEAVY * elements
 
 
-def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
-    """The dims which would take most of what is done alike along an axis, or that communicates."""
+def _candidates(
+    weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str, *, partly: bool = False
+) -> list[Leaf]:
+    """The dims which would take most of what is done alike along an axis, or that communicates; with those among the
+    latter that could take a part of the axis, if `partly`."""
     atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
     for op, weight in weights.items():
         unit = decider.units.unit.get(op)
@@ -164,11 +176,23 @@ def _candidates(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: 
             unit in decider.problem.kind and decider.estimate.around(decider.problem.kind[unit], decider.choices) > 0
         )
         if idle or moves:
-            for leaf in _free(op, flood, idle or atoms, everywhere=not idle):
+            for leaf in _free(op, flood, idle or atoms, everywhere=not idle, partly=partly and not idle):
                 gain[leaf] += weight * flood.times(op, leaf)
     most = _first(gain)[:_TRIED]
     found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(w * op.times for op, w in weights.items())]
     return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
+
+
+def _across(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+    """The dim beside most of what is made of a matrix and itself, turned round: of two dims of one class only one can
+    be cut, and then the other moves, in each op anew."""
+    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
+    for op, weight in weights.items():
+        leaves = [leaf for of in flood.labels[op].values() for leaf in of]
+        wanting = [x for x in leaves if any(want.axis in atoms for want in flood.wants.get(x, ()))]
+        for leaf in _free(op, flood, atoms, everywhere=False) if len({*wanting}) < len(wanting) else ():
+            gain[leaf] += weight * flood.times(op, leaf)
+    return _first(gain)[:1]
 
 
 def _eased(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
@@ -267,8 +291,8 @@ def _beside_selections(flood: Flood, decider: Decider, atoms: Sequence[Axis]) ->
     return gain
 
 
-def _free(op: Op, flood: Flood, atoms: Sequence[Axis], *, everywhere: bool) -> set[Leaf]:
+def _free(op: Op, flood: Flood, atoms: Sequence[Axis], *, everywhere: bool, partly: bool = False) -> set[Leaf]:
     """The dims of what an op makes that may be cut over an axis and do not want it; `everywhere`: in all that it reads,
     too."""
     read = [i for i, value in enumerate(op.operands) if not value.constant]
-    return free(op, flood, atoms, read if everywhere else None)
+    return free(op, flood, atoms, read if everywhere else None, partly=partly)

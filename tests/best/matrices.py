@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.best import Row, exchanged, f32, gathered, reduced
+from tests.best import Row, bf16, exchanged, f32, gathered, reduced
 
 L, D = 64, 2048
 STACK = L * D * D * 4
@@ -44,6 +44,14 @@ ROWS = [
     _row("eigenvectors of a stack of cut matrices", lambda x: torch.linalg.eigh(x)[1]),
     _row("inverse roots of a stack of cut matrices", _inverse_root),
     Row("Newton-Schulz on a cut stack", _newton_schulz, (f32(L, 256, 256),), ("l@x _ _",), MESH),
+    # Four matrices on eight devices: each goes to two, which share its rows.
+    Row("Newton-Schulz on a stack of fewer matrices than devices", _newton_schulz, (f32(4, 512, 512),), ("_ m@x _",),
+        {"x": 8}, 2 * 4 * 512 * 512 * 4 / 8 * 3 / 4 + 10 * gathered(512 * 512 * 4, 2), 13, out_specs="_ m@x _"),
+    # In 16 bits it takes less time to multiply the gathered matrix with itself alike than to gather the product, too.
+    Row("Newton-Schulz on one cut matrix of 16 bits", _newton_schulz, (bf16(1024, 1024),), ("m@x _",), {"x": 8},
+        5 * gathered(1024 * 1024 * 2, 8), 6, work=10 / 3, out_specs="m@x _"),
+    Row("Newton-Schulz on a tall matrix of 16 bits", _newton_schulz, (bf16(4096, 256),), ("m@x _",), {"x": 8},
+        5 * gathered(4096 * 256 * 2, 8), 6, work=25 / 18, out_specs="m@x _"),
     Row("product of matrices, cut in k", lambda a, b: a @ b, (f32(D, D), f32(D, D)), ("_ k@x", "k@x _"), MESH,
         reduced(D * D * 4, 64), 1, out_specs="_ _"),
     # The first rows are what signs depend on: one device sends them beside its triangle.
