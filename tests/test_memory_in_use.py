@@ -72,13 +72,13 @@ def differences(program: Program, real: dict[int, int]) -> list[str]:
     return wrong
 
 
-def trained(name: str) -> tuple[list[str], int, bool]:
+def trained(name: str, parts: int = 1) -> tuple[list[str], int, bool]:
     """On ranks: what differs in a step of W1, how many steps were looked at, whether the plan says the same peak."""
     mode = w1.modes(TINY, 4)[name]
     found: list[tuple[Program, dict[int, int]]] = []
     with w1_sharded.mesh_of(mode), measured(found):
         args = w1_sharded.place(mode, w1.init(TINY), *w1.batch(TINY))
-        step = w1_sharded.sharded_step(mode, TINY)
+        step = w1_sharded.sharded_step(mode, TINY, schedule=sl.Schedule(parts=parts))
         plan = step.plan(*args)
         step(*args)
     program, real = max(found, key=lambda one: len(one[1]))
@@ -93,6 +93,14 @@ def test_w1_on_ranks_holds_what_its_plan_says(name: str) -> None:
     for wrong, looked, same_peak in run_ranks(trained, 4, name):
         assert wrong == []
         assert looked > 150
+        assert same_peak
+
+
+@pytest.mark.ranks
+def test_rows_in_parts_hold_what_their_plan_says() -> None:
+    for wrong, looked, same_peak in run_ranks(trained, 4, "fsdp_tp", 2):
+        assert wrong == []
+        assert looked > 250
         assert same_peak
 
 
