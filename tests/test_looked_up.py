@@ -239,6 +239,7 @@ ENDS: dict[str, tuple[Callable[[Tensor], Any], int | None]] = {
 @pytest.mark.parametrize("name", ENDS)
 def test_single_rows_stay_with_who_has_them(name: str, size: int, spec: str) -> None:
     program, sums = ENDS[name]
+    size *= 100 if sums == 2 else 1  # few rows are all gathered in the time of one sum
     u = torch.rand(size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1
     with Mesh(x=4, y=2):
         step = sl.jit(program, in_specs=spec)
