@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,12 +15,17 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib.passes.cuts import Cut, Cutter
+from shardlib.passes.parts import _Writer
 from shardlib.program.device import Device
-from shardlib.program.steps import Compute, Program, Start, Wait, makes
+from shardlib.program.steps import Compute, Program, Start, Var, Wait, makes
 from shardlib.program.text import parse, show
+from shardlib.run.callables import callable_of
+from shardlib.specs.layout import Layout
 from tests.benchmarks.schedule import BIG, unscheduled, w1_plan
 from tests.models import w1, w1_sharded
+from tests.prover import Sample, call_of, here, mapped, same, target_of
 from tests.ranks import run_ranks
+from tests.rule_samples import SAMPLES
 
 TINY = w1.Config(layers=2, d=32, heads=4, kv_heads=2, ff=48, vocab=64, batch=16, seq=8, dtype=torch.float64)
 
@@ -135,7 +141,14 @@ def test_what_sees_all_rows_is_whole(fn: Callable[..., Any], spec: str) -> None:
             assert all(v.part is None for v in (*step.operands, *step.made))
 
 
-HEAD = "mesh data=2, tensor=2\ninput x: f64[8, 16]\ninput w: f64[16, 4]\ninput u: f64[6@data, 16]\n"
+HEAD = """mesh data=2, tensor=2
+input x: f64[8, 16]
+input w: f64[16, 4]
+input s: f64[8, 8]
+input i: i64[8]
+input even: f64[12@data, 16]
+input odd: f64[7@data, 16]
+"""
 
 
 @pytest.mark.parametrize(
@@ -152,7 +165,14 @@ HEAD = "mesh data=2, tensor=2\ninput x: f64[8, 16]\ninput w: f64[16, 4]\ninput u
         ("y: f64[8, 16] = aten.cumsum.default(x, 0)", "x", Cut(1), {"y": Cut(1)}),
         ("y: f64[8, 16] = aten.cumsum.default(x, 0)", "x", Cut(0), None),
         ("y: f64[8] = aten.amax.default(x, [1])", "x", Cut(1), None),  # no sum
-        ("y: f64[6@data, 16] = aten.neg.default(u)", "u", Cut(1), {"y": Cut(1)}),
+        ("y: f64[12@data, 16] = aten.neg.default(even)", "even", Cut(0), {"y": Cut(0)}),
+        ("y: f64[12@data, 16] = aten.neg.default(even)", "even", Cut(0, 2), None),  # a device has 6 rows
+        ("y: f64[7@data, 16] = aten.neg.default(odd)", "odd", Cut(1), None),  # and here not as many as another
+        ("y: f64[12@data, 16] = aten.mul.Tensor(even, size(12@data))", "even", Cut(0), {"y": Cut(0)}),
+        ("y: f64[12@data, 16] = aten.narrow.default(even, 0, 0, size(12@data))", "even", Cut(1), None),
+        ("y: f64[8, 8] = aten.mm.default(s, s)", "s", Cut(1), {"y": Cut(1)}),  # not along what is summed up
+        ("t: f64[8, 8] = aten.t.default(s)\ny: f64[8, 8] = aten.add.Tensor(s, t)", "s", Cut(0), {"t": Cut(1)}),
+        ("y: f64[8] = aten._local_scalar_dense.default(i)", "i", Cut(0), None),
         ("y: f64[8, 16] = aten.mul.Tensor(x, x)", "x", Cut(0), {"y": Cut(0)}),
         ("y: f64[8, 8] = aten.mm.default(x, t)", "x", Cut(0), {"y": Cut(0)}),  # t is taken as a whole
     ],
@@ -185,6 +205,60 @@ def test_where_a_message_leads(message: str, there: Cut, back: Cut | None) -> No
     assert isinstance(start, Start)
     region = Cutter(program, 2).region(start.first.source, there)
     assert region.cuts.get(start.first.out) == back
+
+
+def one_op(target: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> tuple[Program, list[Tensor]]:
+    """One call as a program of the only device there is, and its operands."""
+    tensors: list[Tensor] = []
+
+    def var(x: Tensor, name: str) -> Var:
+        return Var(name, Layout.replicated(tuple(x.shape)), x.dtype)
+
+    def given(x: Tensor) -> Var:
+        tensors.append(x)
+        inputs.append(var(x, f"x{len(inputs)}"))
+        return inputs[-1]
+
+    inputs: list[Var] = []
+    args, kwargs = mapped((tuple(args), dict(kwargs)), given)
+    outs = tuple(var(x, f"y{i}") if isinstance(x, Tensor) else None for i, x in enumerate(results))
+    step = Compute(target, args, kwargs, outs)
+    return Program(sl.Mesh.abstract(x=1), (step,), tuple(inputs), outputs=step.made), tensors
+
+
+def run(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Calls, one after the other."""
+    env: dict[Var, Any] = dict(zip(program.inputs, tensors, strict=True))
+    for step in program.steps:
+        assert isinstance(step, Compute)
+        args, kwargs = mapped((step.args, dict(step.kwargs)), env.__getitem__, Var)
+        out = callable_of(step.target)(*args, **kwargs)
+        env |= zip(step.outs, out if isinstance(out, list | tuple) else (out,), strict=False)
+    return [env[v] for v in program.outputs]
+
+
+@pytest.mark.parametrize("family", SAMPLES, ids=lambda g: g.__name__)
+def test_every_op_in_parts(family: Callable[[], Iterator[Sample]]) -> None:
+    """Every dim of every operand of every sample, in as many parts as divide it."""
+    wrong = []
+    for name, args, kwargs in family():
+        target = target_of(name)
+        _, _, results = call_of(target, args, kwargs)
+        program, tensors = one_op(target, args, kwargs, results)
+        if "empty" in name or not program.steps[0].is_pure:
+            continue
+        for v in program.inputs:
+            for d, n in itertools.product(range(len(v.layout.shape)), (2, 3)):
+                if v.layout.shape[d] % n == 0 < v.layout.shape[d]:
+                    cutter = Cutter(program, n)
+                    region = cutter.region(v, Cut(d))
+                    made = _Writer(program, region, cutter).run()
+                    with here(target):
+                        found = run(made, tensors)
+                    want = [x for x in results if isinstance(x, Tensor)]
+                    if not all(same(x, y, 1e-9) for x, y in zip(found, want, strict=True)):
+                        wrong.append(f"{name}, dim {d} of {v} in {n}: {show(made)}")
+    assert not wrong, "\n".join([f"{len(wrong)} are wrong", *wrong[:3]])
 
 
 # What is written ------------------------------------------------------------------------------------------------------

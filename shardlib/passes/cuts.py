@@ -63,11 +63,11 @@ class Cutter:
     def shape(self, v: Var) -> tuple[int, ...]:
         """The shape that a value has on every device; () where nobody knows."""
         x = None if v in self.uneven else self.device.held(v)
-        return () if x is None else x.shape
+        return () if x is None or 0 in x.shape else x.shape
 
     def seeds(self, v: Var) -> Iterator[Cut]:
         """Every dim of a value that can be cut."""
-        return (Cut(d) for d, size in enumerate(self.shape(v)) if size and size % self.n == 0)
+        return (Cut(d) for d, size in enumerate(self.shape(v)) if size % self.n == 0)
 
     def region(self, v: Var, cut: Cut) -> Region:
         """All that a cut leads to."""
@@ -151,7 +151,7 @@ class Cutter:
 
     def _meta(self, v: Var) -> Meta | None:
         x = None if v in self.uneven else self.device.held(v)
-        return None if x is None else Meta(x.shape, x.dtype)
+        return None if x is None or 0 in x.shape else Meta(x.shape, x.dtype)
 
     def _sent(self, moves: Sequence[Collective], cuts: Mapping[Var, Cut]) -> Iterator[Way]:
         """A way of a message along what is cut of what it brings or takes."""
