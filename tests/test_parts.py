@@ -170,6 +170,8 @@ input odd: f64[7@data, 16]
         ("y: f64[7@data, 16] = aten.neg.default(odd)", "odd", Cut(1), None),  # and here not as many as another
         ("y: f64[12@data, 16] = aten.mul.Tensor(even, size(12@data))", "even", Cut(0), {"y": Cut(0)}),
         ("y: f64[12@data, 16] = aten.narrow.default(even, 0, 0, size(12@data))", "even", Cut(1), None),
+        ("y: f64[8@data, 4] = aten.slice.Tensor(w, 0, offset(8@data), 4)", "w", Cut(1), None),
+        ("t: f64<4, 8> = aten.slice.Tensor(odd, 1, 0, 8)\ny: f64<4, 8> = aten.neg.default(t)", "t", Cut(0), None),
         ("y: f64[8, 8] = aten.mm.default(s, s)", "s", Cut(1), {"y": Cut(1)}),  # not along what is summed up
         ("t: f64[8, 8] = aten.t.default(s)\ny: f64[8, 8] = aten.add.Tensor(s, t)", "s", Cut(0), {"t": Cut(1)}),
         ("y: f64[8] = aten._local_scalar_dense.default(i)", "i", Cut(0), None),
@@ -195,6 +197,15 @@ def test_where_a_cut_leads(step: str, at: str, cut: Cut, found: dict[str, Cut] |
         ("all_gather[data] y: f64[8, 32] = x {dim: 1, sizes: [16, 16]}", Cut(0), Cut(0)),
         ("reduce_scatter[data] y: f64[8@data, 16] = p {dim: 0, sizes: [4, 4]}", Cut(0, 2), Cut(0)),
         ("reduce_scatter[data] y: f64[8@data, 16] = p {dim: 0, sizes: [4, 4]}", Cut(0), None),
+        (
+            "all_to_all[data] y: f64[8, 16] = x "
+            "{split_dim: 0, split_sizes: [4, 4], concat_dim: 0, concat_sizes: [8, 8]}",
+            Cut(0, 2),
+            None,
+        ),
+        ("all_gather[data] y: f64[15, 16] = x {dim: 0, sizes: [8, 7]}", Cut(0), None),
+        ("ppermute[data] y: f64[8, 16] = x {pairs: [(0, 1)], shapes: [[8, 16], [6, 16]]}", Cut(0), None),
+        ("ppermute[data] y: f64[8, 16] = x {pairs: [(0, 1)]}", Cut(0), Cut(0)),
     ],
 )
 def test_where_a_message_leads(message: str, there: Cut, back: Cut | None) -> None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.internals import OpOverload, without_modes
-from shardlib.program.nested import leaves, rebuild
 from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, makes, reads
 from shardlib.program.sym import Sym
 from shardlib.program.verify import Found, Run
@@ -77,9 +76,8 @@ class Cutter:
                 if step in found.ways or (way := self._way(step, found.cuts)) is None:
                     continue
                 found.ways[step] = way
-                said = _said(step, way)
-                todo += [v for v in said if v not in found.cuts]
-                found.cuts |= said
+                todo += [v for v, _ in _said(step, way) if v not in found.cuts]
+                found.cuts |= _said(step, way)
         return found
 
     def _way(self, step: Step, cuts: Mapping[Var, Cut]) -> Way | None:
@@ -90,10 +88,9 @@ class Cutter:
             ways = self._computed(step, cuts)
         else:
             return None
-        values = _values(step)
         for way in ways:
-            pairs = {(v, c) for v, c in zip(values, (*way.operands, *way.results), strict=True) if v is not None and c}
-            if len(pairs) == len({v for v, _ in pairs}) and all(cuts.get(v, c) == c for v, c in pairs):
+            said = dict[Var, Cut]()
+            if all(said.setdefault(v, cuts.get(v, cut)) == cut for v, cut in _said(step, way)):
                 return way
         return None
 
@@ -115,7 +112,7 @@ class Cutter:
                 v is None or c is not None or rule.owed(r, f) == "sum"
                 for r, (v, c) in enumerate(zip(step.outs, results, strict=True))
             )
-            if adds and any(operands) and all(sum(f in dim for dim in x) < 2 for x in labels):
+            if adds and any(operands):
                 ints = {
                     path: k * math.prod(rule.sizes[x] for x in factors) // self.n
                     for path, (k, factors) in rule.ints.items()
@@ -142,12 +139,14 @@ class Cutter:
             return None  # told of sizes or places, which are those of all rows
 
         def seen(x: Any) -> Any:
+            if isinstance(x, tuple | list):
+                return tuple(map(seen, x))
             return metas[x] if isinstance(x, Var) else 0 if isinstance(x, Sym) else x
 
-        args, kwargs = rebuild(step.args, seen), rebuild(dict(step.kwargs), seen)
-        args = tuple(tuple(x) if isinstance(x, list) else x for x in args)
-        operands = tuple(leaves((args, tuple(kwargs.values())), Meta))
-        return Call(step.target, args, kwargs, operands, tuple(None if v is None else metas[v] for v in step.outs))
+        args, kwargs = seen(step.args), {name: seen(x) for name, x in step.kwargs.items()}
+        unread = [None if x is None else Meta(x.shape, x.dtype) for x in self.device.called(step)]
+        results = tuple(x if v is None else metas[v] for v, x in zip(step.outs, unread, strict=True))
+        return Call(step.target, args, kwargs, tuple(metas[v] for v in step.operands), results)
 
     def _meta(self, v: Var) -> Meta | None:
         x = None if v in self.uneven else self.device.held(v)
@@ -226,10 +225,10 @@ def _values(step: Step) -> tuple[Var | None, ...]:
     return (*step.operands, *step.outs) if isinstance(step, Compute) else ()
 
 
-def _said(step: Step, way: Way) -> dict[Var, Cut]:
-    """The values of a step that are cut."""
+def _said(step: Step, way: Way) -> list[tuple[Var, Cut]]:
+    """The values of a step that are cut, and how."""
     pairs = zip(_values(step), (*way.operands, *way.results), strict=True)
-    return {v: c for v, c in pairs if v is not None and c is not None}
+    return [(v, cut) for v, cut in pairs if v is not None and cut is not None]
 
 
 def _made(step: Step) -> tuple[Var, ...]:
