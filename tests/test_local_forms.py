@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
+from shardlib.program.steps import Compute
 from tests.ranks import run_ranks, speak
 
 
@@ -137,6 +138,23 @@ def test_a_plan_shows_what_they_do() -> None:
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 36.0)] * 2, "3 rows of 8 bytes, 2 * 3 / 4"
     assert re.search(r"! all_reduce\[tensor\] .* max over v, inside", str(plan))
     assert [len(c.axes) for c in both.collectives] == [2], "one sum over two dims"
+
+
+def _ranks_of_rows(x: Tensor) -> Tensor:
+    return x + torch.arange(len(x), dtype=x.dtype, device=x.device)[:, None]
+
+
+def _ranks_of_rows_here(x: Tensor) -> Tensor:
+    return x + torch.arange(len(x), dtype=x.dtype, device=x.device)[:, None] + sl.piece("n").offset
+
+
+def test_numbers_differ_by_the_axes_that_they_follow_from() -> None:
+    ranked = op(_ranks_of_rows, "n m -> n m | n:local", _ranks_of_rows_here)
+    with Mesh(a=2, b=2):
+        plan = sl.jit(lambda x: ranked(x)).plan(sl.shard(r(5, 7), "n@a m@b"))
+    program = plan.compiled.program
+    (count,) = [s.args[0] for s in program.steps if isinstance(s, Compute) and "arange" in str(s.target)]
+    assert str(count) == "[3 2]@a", "whatever is uneven beside"
 
 
 def _on_ranks(transport: str) -> None:

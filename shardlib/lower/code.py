@@ -24,7 +24,7 @@ from shardlib.manual.body import Body, Piece, entered
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.program.device import REFUSALS, Local, frozen, makes
 from shardlib.program.steps import Var
-from shardlib.program.sym import Sym, apart, everywhere, here, of_member, place_in
+from shardlib.program.sym import Sym, apart, everywhere, here, of_member, place_in, table
 
 if TYPE_CHECKING:
     from shardlib.lower.local import LocalForm
@@ -273,7 +273,7 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
             return [joined(x) for x in zip(*each, strict=True)]
         if isinstance(first, dict):
             return {k: joined([x[k] for x in each]) for k in first}
-        return first if type(first) is not int or len(set(each)) == 1 else Sym("at", (axes, tuple(each)))
+        return table(axes, each) if type(first) is int else first
 
     for calls in zip(*(run.calls for run in runs), strict=True):
         op, out = calls[0].op, calls[0].out
