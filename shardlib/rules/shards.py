@@ -29,11 +29,6 @@ def cut(local: Local, factors: Iterable[str]) -> list[str]:
     return [f for f in factors if local.axes(f)]
 
 
-def held(local: Local, dim: Iterable[str]) -> Any:
-    """How much this device has of a dim that is made of these factors."""
-    return local.calc(lambda *n: math.prod(n), *map(local.size, dim))
-
-
 def located(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tensor]:
     """An index into the cut dim `factor`, as this device's piece counts: `(index, outside)`.
 
