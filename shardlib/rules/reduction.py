@@ -35,9 +35,8 @@ def _mean(local: Local, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Tenso
 def _extreme(local: Local, x: Tensor, *how: Any, **named: Any) -> Any:
     """amax, amin, max, min."""
     target = local.call.target
-    over = None if target in (aten.max.default, aten.min.default) else "dim"
     fill = worst(x.dtype, lowest=target in (aten.amax.default, aten.max.default))
-    return target(Rows.over(local, over).held(x, fill), *how, **named)
+    return target(Rows.over(local).held(x, fill), *how, **named)
 
 
 def _truth(kind: str) -> RuleFn:
@@ -65,7 +64,7 @@ def _vector_norm(call: Call) -> Rule | None:
 
 
 def _norm(local: Local, x: Tensor, order: float = 2, *how: Any, **named: Any) -> Tensor:
-    rows, out = Rows.over(local, "dim"), result(local.call).dtype
+    rows, out = Rows.over(local), result(local.call).dtype
     held = rows.held(x, math.inf if order < 0 else 0)  # which changes no norm
     if order in _PENDING:
         return local.call.target(held, order, *how, **named)  # type: ignore[no-any-return]

@@ -119,10 +119,10 @@ class Rows:
         return Rows(dims, factors, count, tuple(d for d in dims if any(may_be_empty(local, f) for f in labels[d])))
 
     @staticmethod
-    def over(local: Local, name: str | None = None) -> Rows:
-        """Over the dims of operand 0 that `[name]` is, or over all; the result has them with size 1, or not at all."""
-        rank = len(local.call.operands[0].shape)
-        dims = axes(arg(local.call, name) if name else None, rank)
+    def over(local: Local) -> Rows:
+        """Over the dims of operand 0 that `dim` names, or over all; the result has them with size 1, or not at all."""
+        rank = local.call.operands[0].rank
+        dims = axes(arg(local.call, "dim", None), rank)
         return replace(Rows.of(local, dims), kept=len(result_shape(local.call)) == rank)
 
     def left(self, x: Tensor) -> Tensor:

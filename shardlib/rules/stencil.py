@@ -84,7 +84,9 @@ class Reach:
             n = length(frame(r))
             room = n + 2 * pad - span
             many = (-(-room // stride) if ceil else room // stride) + 1
-            return first(r), first(r) + many - (ceil and (many - 1) * stride >= n + pad)
+            if ceil and (many - 1) * stride >= n + pad:
+                many -= 1
+            return first(r), first(r) + many
 
         lies = lambda f: (source, window.laid(f, count))
         return Reach(source, size, count, (lambda r: overlap((0, size), need(r)),), frame, made, lies)

@@ -131,7 +131,7 @@ def _view(call: Call) -> Rule:
 def _squeeze(call: Call) -> Rule:
     """Only dims of size 1 go. A cut dim may have local size 1, so the local form names the dims that go."""
     found, shape = _view(call), call.operands[0].shape
-    dims = arg(call, "dim") if schema_of(call.target).overload_name else None
+    dims = arg(call, "dim", None)
     named = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [i for i in sorted({axis(d, len(shape)) for d in named}) if shape and shape[i] == 1]
 
