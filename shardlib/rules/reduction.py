@@ -74,14 +74,6 @@ def _norm(local: Local, x: Tensor, order: float = 2, *how: Any, **named: Any) ->
     return powers.pow(1 / order).to(out)
 
 
-def _renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    """Every slice along `dim` scaled down to a norm of at most `maxnorm`."""
-    others = [d for d in range(x.dim()) if d != dim % x.dim()]
-    norm = torch.linalg.vector_norm(x.to(wide(x.dtype)), p, others, keepdim=True)
-    scale = torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), torch.ones_like(norm))
-    return (x * scale).to(x.dtype)
-
-
 # Variance, written as sums, so that it may be cut like them -----------------------------------------------------------
 
 
@@ -142,8 +134,7 @@ ROWS: dict[str, RuleFn | str] = {
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    **by_torch("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype"),
-    "renorm": _renorm,
+    **by_torch("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype", "renorm"),
     **dict.fromkeys(["aminmax", "_aminmax", "_aminmax.dim"], _both_ends),
     "var.correction": _variance(),
     "std.correction": _variance(root=True),
