@@ -13,7 +13,12 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
+from shardlib.lower import code
+from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Compute
+from shardlib.rules.cuts import Cut
+from shardlib.rules.written import op_named
+from shardlib.trial import Trial
 from tests.ranks import run_ranks, speak
 
 
@@ -157,6 +162,28 @@ def test_numbers_differ_by_the_axes_that_they_follow_from() -> None:
     program = plan.compiled.program
     (count,) = [s.args[0] for s in program.steps if isinstance(s, Compute) and "arange" in str(s.target)]
     assert str(count) == "[3 2]@a", "whatever is uneven beside"
+
+
+# Calls, of whose operand dims 0 and 1 are cut in 8 (of a slice: its blocks in 2, and what is in them in 8), and on how
+# many devices the form of each is run.
+_RUNS = {
+    "rows and columns of a triangle, which only shift the diagonal": ("tril", (r(16, 16), 1), 0),
+    "what is inside the blocks of a slice": ("slice.Tensor", (r(64), 0, 0, 32), 2),
+    "columns beside a scan": ("cumsum", (r(16, 16), 0), 8),
+}
+
+
+@pytest.mark.parametrize("name", _RUNS)
+def test_a_form_is_run_where_it_is_told_other_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, args, count = _RUNS[name]
+    runs, run = [], code._Run.of
+    monkeypatch.setattr(code._Run, "of", lambda self, *given: (runs.append(self), run(self, *given))[1])
+    call = Trial.of(op_named(op), args, {})
+    assert call.op.rule is not None
+    a, b = (f for dim in call.op.rule.operands[0] for f in dim)
+    ways = 2 if op == "slice.Tensor" else 8
+    call.program(Cut({a: (Axis("a", ways),), b: (Axis("b", 8),)}), Mesh.abstract(a=ways, b=8))
+    assert len(runs) == count
 
 
 def _on_ranks(transport: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.manual.body import group
+from shardlib.manual.body import FormDims, group
 from shardlib.manual.collectives import axis_index, piece, pmax, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
@@ -43,16 +43,23 @@ def located(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tens
 
 def shares(factor: str) -> list[int]:
     """How many elements each of the devices along a factor has."""
-    body = group("shares", factor)[0]
-    assert body.shares is not None, "outside any local form"
-    return body.shares(factor)
+    return _dims("shares", factor).shares(factor)
+
+
+def share(factor: str) -> int:
+    """How many elements this device has, where it does not matter which."""
+    return _dims("share", factor).share(factor)
 
 
 def place(factor: str) -> int:
     """Which of the devices along a factor this one is."""
-    body = group("place", factor)[0]
-    assert body.place is not None, "outside any local form"
-    return body.place(factor)
+    return _dims("place", factor).place(factor)
+
+
+def _dims(what: str, factor: str) -> FormDims:
+    form = group(what, factor)[0].form
+    assert form is not None, "outside any local form"
+    return form
 
 
 def torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:

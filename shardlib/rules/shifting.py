@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.halo import extent, fetch, fetch_all, length, reframe
+from shardlib.rules.halo import extent, fetch, fetch_all, held, length, reframe
 from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
 from shardlib.rules.shards import adds_up, nothing, torch_code
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
@@ -67,7 +67,7 @@ def granularity(block: int, long: int, most: int) -> int:
 
 def exposed(x: Tensor, at: int, outer: Dim, count: int, inner: Dim, block: int) -> Tensor:
     """A piece with dim `at` as blocks (`count` in all, of label `outer`), and behind it what is in a block."""
-    return x.reshape(*x.shape[:at], length(extent(outer, count)), length(extent(inner, block)), *x.shape[at + 1 :])
+    return x.reshape(*x.shape[:at], held(outer, count), held(inner, block), *x.shape[at + 1 :])
 
 
 def joined(x: Tensor, at: int) -> Tensor:
@@ -173,5 +173,5 @@ def _written(base: Tensor, value: Tensor, at: int, shift: Shift) -> Tensor:
 
 def _zeros(like: Tensor, at: int, shift: Shift) -> Tensor:
     """What a device has of the whole of which `like` has a slice: zeros."""
-    n = length(extent(shift.outer[0], shift.counts[0])) * length(extent(shift.inner, shift.block))
+    n = held(shift.outer[0], shift.counts[0]) * held(shift.inner, shift.block)
     return like.new_zeros([*like.shape[:at], n, *like.shape[at + 1 :]])
