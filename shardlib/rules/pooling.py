@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import arg, result_shape
+from shardlib.rules.space import arg, is_backward, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
 from shardlib.rules.window import Window, each
 
@@ -35,7 +35,7 @@ def _windows(call: Call, x: Sequence[int], out: Sequence[int]) -> Sequence[Windo
 
 def _rule(call: Call) -> Rule:
     name, dims = str(call.target), 3 if "3d" in str(call.target) else 2
-    backward = "backward" in name
+    backward = is_backward(call)
     small, large = (call.operands[0].shape, result_shape(call))[:: 1 if backward else -1]
     sizes = list(zip(large[-dims:], small[-dims:], strict=True))
     if "adaptive_avg" in name and all(b and a % b == 0 for b, a in sizes):
@@ -83,7 +83,7 @@ def _beside(call: Call, dims: int, x: str) -> list[str]:
 def _run(dims: int, local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The op, on a part of the plane that begins there."""
     call, part = local.call, given["self"].shape
-    if "backward" in str(call.target):
+    if is_backward(call):
         if "indices" in given and begins:
             at = {d: -n for d, n in begins.items()}
             index = _placed(given["indices"], call.operands[1].shape, part, at, dims)

@@ -97,6 +97,11 @@ def arg(call: Call, name: str, *lacking: Any) -> Any:
     return lacking[0]
 
 
+def is_backward(call: Call) -> bool:
+    """Whether the op is a gradient's, by its name."""
+    return "backward" in schema_of(call.target).name
+
+
 def path(call: Call, name: str) -> Path:
     """Where that argument sits."""
     position = [a.name for a in schema_of(call.target).arguments].index(name)
