@@ -104,17 +104,16 @@ def _backward(call: Call) -> Rule:
 
 
 def _backward_local(stencil: Stencil, local: Local) -> Any:
-    grad, *_, mask = positional(local)
-    pulled = stencil.form(local)
+    given, pulled = positional(local), stencil.form(local)
+    mask = given[-1]
 
-    def form(grad: Tensor, firsts: dict[int, int], *given: Any) -> tuple[Any, ...]:
-        found = pulled(*given)[:2] if any(mask[:2]) else (None, None)
+    def form(firsts: dict[int, int], grad: Tensor, *rest: Any) -> tuple[Any, ...]:
+        found = pulled(grad, *rest)[:2] if any(mask[:2]) else (None, None)
         for at, yes in firsts.items():
             grad = grad.narrow(at, 0, yes * grad.shape[at])
         return *found, grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
 
-    firsts, sizes = {} if stencil.read else _firsts(local), {f: local.size(f) for f in local.rule.sizes}
-    return local.run(form, grad, firsts, local.args, local.kwargs, sizes)
+    return local.run(form, {} if stencil.read else _firsts(local), *given)
 
 
 def _pulled(local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
