@@ -213,9 +213,11 @@ class _Piece:
                 if dim == reach.dim or (reach.dim is None and reach.source in label):
                     yield dim, reach, self.mine[f]
 
-    def _windows(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
-        """The dims of a tensor that read."""
-        return ((dim, self.here[f], self.mine[f]) for dim, f in _along(labels, self.here))
+    def _windows(self, labels: Labels) -> Iterator[tuple[int, Range, Range]]:
+        """The dims of a tensor that read: what is this device's, and what the op makes."""
+        for dim, f in _along(labels, self.here):
+            n, mine = _held(labels[dim][1:]), self.mine[f]  # elements for one of the major factor
+            yield dim, _scaled(mine, n), _scaled(self.here[f].made(mine), n)
 
     def given(self, x: Tensor, at: int, labels: Labels) -> Tensor:
         """An operand as the op gets it."""
@@ -225,9 +227,8 @@ class _Piece:
                 self.begins[dim] = reach.frame(mine)[0]
                 x = _sized(x, dim, length(reach.frame(mine))) if how.back else reach.fetched(x, dim, mine, how.name)
         else:
-            for dim, reach, mine in self._windows(labels):
-                n = _held(labels[dim][1:])  # elements for one of the major factor
-                x = reframe(x, dim, _scaled(mine, n), _scaled(reach.made(mine), n))
+            for dim, mine, made in self._windows(labels):
+                x = reframe(x, dim, mine, made)
         for dim, _ in _along(labels, self.thin):
             x = reframe(x, dim, (0, x.shape[dim]), (0, math.prod(map(self._taken, labels[dim]))))
         return x
@@ -238,9 +239,8 @@ class _Piece:
             for dim, reach, mine in self._wide(labels):
                 x = reach.given_back(x, dim, mine)
         else:
-            for dim, reach, mine in self._windows(labels):
-                n = _held(labels[dim][1:])  # elements for one of the major factor
-                x = reframe(x, dim, _scaled(reach.made(mine), n), _scaled(mine, n))
+            for dim, mine, made in self._windows(labels):
+                x = reframe(x, dim, made, mine)
         for dim, _ in _along(labels, self.thin):
             x = x.narrow(dim, 0, _held(labels[dim]))
         return x
