@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.rules.loss import REDUCTIONS
 from shardlib.rules.rule import RuleFn
 
 aten = torch.ops.aten
-
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def _forward(
@@ -39,7 +38,7 @@ def _loss_and_gradients(
     smoothing: float, chunk: int, policy: str, acc: torch.dtype, retain: bool, wants_x: bool, wants_matrix: bool,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    how = _REDUCTIONS[reduction]
+    how = REDUCTIONS[reduction]
     scores, loss, total = _forward(x, matrix, target, bias, weight, how, ignore, acc)
     weight = None if weight is None else weight.to(acc)
     back = aten.nll_loss_backward(torch.ones_like(loss), scores, target, weight, how, ignore, total)
@@ -56,7 +55,7 @@ def _losses(
     x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None, ignore: int, chunk: int,
     policy: str, acc: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return _forward(x, matrix, target, bias, weight, 0, ignore, acc)[1].to(x.dtype)
+    return _forward(x, matrix, target, bias, weight, REDUCTIONS["none"], ignore, acc)[1].to(x.dtype)
 
 
 ROWS: dict[str, RuleFn | str] = {}

@@ -26,7 +26,8 @@ from shardlib.rules.space import arg, is_backward, numel
 
 aten = torch.ops.aten
 
-_NONE, _MEAN, _SUM = range(3)  # what the argument `reduction` says
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # what the argument `reduction` says
+_NONE, _MEAN, _SUM = REDUCTIONS.values()
 
 
 def _classes(local: Local, target: Tensor, ignore: int) -> Tensor:
@@ -125,7 +126,7 @@ def ctc_loss(
 
     One sequence may come without the dim of the batch.
     """
-    how = {"none": _NONE, "mean": _MEAN, "sum": _SUM}.get(str(reduction), reduction)
+    how = REDUCTIONS.get(str(reduction), reduction)
     alone = x.dim() == 2
     lengths = [
         n if isinstance(n, Tensor) else torch.tensor(n, device=x.device) for n in (input_lengths, target_lengths)
