@@ -13,6 +13,12 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
+from shardlib.lower import code
+from shardlib.meshes.axis import Axis
+from shardlib.program.steps import Compute
+from shardlib.rules.cuts import Cut
+from shardlib.rules.written import op_named
+from shardlib.trial import Trial
 from tests.ranks import run_ranks, speak
 
 
@@ -134,9 +140,50 @@ def test_a_plan_shows_what_they_do() -> None:
     with Mesh(data=2, tensor=4):
         plan = sl.jit(lambda x: softmax(x)).plan(sl.shard(r(6, 8), "b@data v@tensor"))
         both = sl.jit(lambda x: standardised(x)).plan(sl.shard(r(6, 8), "n@data m@tensor"))
+        scanned = sl.jit(lambda x: (x + x).cumprod(1)).plan(sl.shard(r(6, 8), "b@data v@tensor"))
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 36.0)] * 2, "3 rows of 8 bytes, 2 * 3 / 4"
     assert re.search(r"! all_reduce\[tensor\] .* max over v, inside", str(plan))
     assert [len(c.axes) for c in both.collectives] == [2], "one sum over two dims"
+    assert "! all_gather[tensor] cumprod's pieces " in str(scanned), "which nobody adds up"
+
+
+def _ranks_of_rows(x: Tensor) -> Tensor:
+    return x + torch.arange(len(x), dtype=x.dtype, device=x.device)[:, None]
+
+
+def _ranks_of_rows_here(x: Tensor) -> Tensor:
+    return x + torch.arange(len(x), dtype=x.dtype, device=x.device)[:, None] + sl.piece("n").offset
+
+
+def test_numbers_differ_by_the_axes_that_they_follow_from() -> None:
+    ranked = op(_ranks_of_rows, "n m -> n m | n:local", _ranks_of_rows_here)
+    with Mesh(a=2, b=2):
+        plan = sl.jit(lambda x: ranked(x)).plan(sl.shard(r(5, 7), "n@a m@b"))
+    program = plan.compiled.program
+    (count,) = [s.args[0] for s in program.steps if isinstance(s, Compute) and "arange" in str(s.target)]
+    assert str(count) == "[3 2]@a", "whatever is uneven beside"
+
+
+# Calls, of whose operand dims 0 and 1 are cut in 8 (of a slice: its blocks in 2, and what is in them in 8), and on how
+# many devices the form of each is run.
+_RUNS = {
+    "rows and columns of a triangle, which only shift the diagonal": ("tril", (r(16, 16), 1), 0),
+    "what is inside the blocks of a slice": ("slice.Tensor", (r(64), 0, 0, 32), 2),
+    "columns beside a scan": ("cumsum", (r(16, 16), 0), 8),
+}
+
+
+@pytest.mark.parametrize("name", _RUNS)
+def test_a_form_is_run_where_it_is_told_other_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, args, count = _RUNS[name]
+    runs, run = [], code._Run.of
+    monkeypatch.setattr(code._Run, "of", lambda self, *given: (runs.append(self), run(self, *given))[1])
+    call = Trial.of(op_named(op), args, {})
+    assert call.op.rule is not None
+    a, b = (f for dim in call.op.rule.operands[0] for f in dim)
+    ways = 2 if op == "slice.Tensor" else 8
+    call.program(Cut({a: (Axis("a", ways),), b: (Axis("b", 8),)}), Mesh.abstract(a=ways, b=8))
+    assert len(runs) == count
 
 
 def _on_ranks(transport: str) -> None:

@@ -231,6 +231,11 @@ def test_forms_write_where_the_ops_do(name: str) -> None:
             assert same(found.full_tensor(), function(x), 1e-12)
 
 
+def test_a_norm_that_torch_does_not_scale_to_is_refused() -> None:
+    with Mesh(x=2), pytest.raises(RuntimeError, match="non-positive norm"):
+        sl.shard(torch.ones(4, 3), P("x")).renorm(-1, 0, 1.0)
+
+
 def test_few_degrees_of_freedom_are_as_in_torch() -> None:
     for correction in (1, 2):
         with warnings.catch_warnings(action="ignore"):

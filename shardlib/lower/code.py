@@ -24,7 +24,7 @@ from shardlib.manual.body import Body, Piece, entered
 from shardlib.meshes.axis import Axis, Coords
 from shardlib.program.device import REFUSALS, Local, frozen, makes
 from shardlib.program.steps import Var
-from shardlib.program.sym import Sym, apart, everywhere, here, of_member, place_in
+from shardlib.program.sym import Sym, apart, everywhere, here, of_member, place_in, table
 
 if TYPE_CHECKING:
     from shardlib.lower.local import LocalForm
@@ -39,22 +39,21 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
     differ = {a for f in uneven for a in local.axes(f)} | {a for x in flat if isinstance(x, Sym) for a in x.axes}
     kinds: dict[Any, _Run] = {}
     on: dict[tuple[int, ...], _Run] = {}  # by device
-    asked: set[str] = set()  # where pieces of these dims lie
+    asked: dict[Sym, None] = {}  # numbers that the code was told, in order
     with without_modes(), torch.no_grad():
         while True:
-            axes, runs = apart([*differ, *(a for f in asked for a in local.axes(f))]), []
+            axes, runs = apart([*differ, *(a for n in asked for a in n.axes)]), []
             for at in everywhere(axes):
                 coords = {**local.origin, **at}
                 given = [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else here(x, at) for x in flat]
-                where = (of(f) for f in sorted(asked) for of in (local.position, local.offset, local.size))
-                lies = [here(n, coords) for n in where]
-                key, device = repr((given, lies)), tuple(coords.values())
+                told = [here(n, coords) for n in asked]
+                key, device = repr((given, told)), tuple(coords.values())
                 if key not in kinds:
                     if device not in on:
                         on[device] = _Run(local, coords).of(function, flat, given, tree)
                     kinds[key] = on[device]
                 runs.append(kinds[key])
-                if not runs[-1].asked <= asked:
+                if not runs[-1].asked.keys() <= asked.keys():
                     break  # devices are told apart by more than was known
             else:
                 break
@@ -89,7 +88,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.held: list[Local] = []  # of all tensors
         self.results: Any = None
         self.guesses = False  # whether a shape in `held` is only what the rule says
-        self.asked: set[str] = set()  # where its pieces of these dims lie
+        self.asked: dict[Sym, None] = {}  # numbers that differ by device, and were told
         self._known: dict[int, tuple[_Ref, Tensor]] = {}
 
     def of(self, function: Callable[..., Any], flat: Sequence[Any], given: Sequence[Any], tree: Any) -> _Run:
@@ -99,8 +98,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = pytree.tree_unflatten(given, tree)
         ways = {f: self.local.ways(f) for f in self.local.factors}
         like = self.new(Local.dense((), torch.int64))
-        body = Body(None, tuple(ways), like, piece=self.piece, shares=self.shares, place=self.place, dims=ways)
-        with entered(body), self:
+        with entered(Body(None, tuple(ways), like, form=self, dims=ways)), self:
             try:
                 found = function(*args, **kwargs)
             except ShardingError:
@@ -111,16 +109,21 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def piece(self, name: str) -> Piece:
-        self.asked.add(name)
-        size, offset = (here(n, self.coords) for n in (self.local.size(name), self.local.offset(name)))
-        return Piece(offset, size, self.local.rule.sizes.get(name, 1))
+        return Piece(self._told(self.local.offset(name)), self.share(name), self.local.rule.sizes.get(name, 1))
+
+    def share(self, name: str) -> int:
+        return self._told(self.local.size(name))
 
     def shares(self, name: str) -> list[int]:
-        return [size for (size,) in self.local.values(self.local.size(name), name)]
+        return self.local.shares(name)
 
     def place(self, name: str) -> int:
-        self.asked.add(name)
-        return int(here(self.local.position(name), self.coords))
+        return self._told(self.local.position(name))
+
+    def _told(self, n: Sym | int) -> int:
+        if isinstance(n, Sym):
+            self.asked[n] = None
+        return int(here(n, self.coords))
 
     def new(self, x: Local) -> Tensor:
         """A tensor that is there from now on."""
@@ -273,7 +276,7 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
             return [joined(x) for x in zip(*each, strict=True)]
         if isinstance(first, dict):
             return {k: joined([x[k] for x in each]) for k in first}
-        return first if type(first) is not int or len(set(each)) == 1 else Sym("at", (axes, tuple(each)))
+        return table(axes, each) if type(first) is int else first
 
     for calls in zip(*(run.calls for run in runs), strict=True):
         op, out = calls[0].op, calls[0].out

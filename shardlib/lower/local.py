@@ -54,6 +54,7 @@ class LocalForm:
     def __init__(self, emitter: Emitter, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
         assert op.rule is not None
         self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
+        self._shares: dict[str, list[int]] = {}
         self._emitter, self._op, self._assignment = emitter, op, assignment
         self._builder = emitter.builder
 
@@ -131,6 +132,12 @@ class LocalForm:
         for coords in everywhere(apart((*axes, *axes_of(value)))):
             out[position(coords, axes)].add(here(value, coords))
         return out
+
+    def shares(self, factor: str) -> list[int]:
+        """The sizes that `size` is there, one by one; for all devices that ask worked out once."""
+        if factor not in self._shares:
+            self._shares[factor] = [size for (size,) in self.values(self.size(factor), factor)]
+        return self._shares[factor]
 
     def send(
         self, value: Var, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Sym | int], *, name: str

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,23 +93,30 @@ class Piece(NamedTuple):
     whole: int
 
 
+class FormDims(Protocol):
+    """What a local form may ask of a dim of its rule. It is run for every kind of device, and every number that it is
+    told, and that differs, tells devices apart: so it asks for no more than it uses."""
+
+    def piece(self, name: str) -> Piece: ...
+    def share(self, name: str) -> int: ...
+    def shares(self, name: str) -> list[int]: ...
+    def place(self, name: str) -> int: ...
+
+
 @dataclass(frozen=True)
 class Body:
     """The per-device code that runs now: a `shard_map` body along its axes `manual`, or the local form of a rule.
 
     `like` is one of its values while it is traced as it is written, for one device. Where all devices run at once,
     stacked, `indices` are the device's coordinates by axis, each batched in the vmap for its axis. In a local form the
-    axes are the dims of the rule, of no mesh; `piece` says of each what this device has, `shares` how much each device
-    along it has, `place` which of these it is.
+    axes are the dims of the rule, of no mesh, and `form` says of each what this device has.
     """
 
     mesh: Mesh | None
     manual: tuple[str, ...]
     like: Tensor | None = None
     indices: Mapping[str, Tensor] = field(default_factory=dict)
-    piece: Callable[[str], Piece] | None = None
-    shares: Callable[[str], list[int]] | None = None
-    place: Callable[[str], int] | None = None
+    form: FormDims | None = None
     dims: Mapping[str, int] = field(default_factory=dict)  # of a local form: in how many pieces each is cut
 
     @property
@@ -150,7 +157,7 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
             rule="collectives act on what one device holds, which only the body of a shard_map sees",
             remedy="call it in fn of sl.shard_map(fn, in_specs, out_specs)",
         )
-    if body.piece is not None and (wrong := [name for name in axes if name not in body.axes]):
+    if body.form is not None and (wrong := [name for name in axes if name not in body.axes]):
         raise ShardingError(
             f"{call} over {axis!r} in the local form of a rule",
             [f"the rule has no dim {name!r}" for name in wrong],
@@ -160,7 +167,7 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
     faults = [f"{body.mesh} has no axis {name!r}" for name in axes if name not in body.axes]
     faults += [f"axis {name!r} is left to the compiler" for name in body.left if name in axes]
     faults += [f"axis {name!r} is named twice" for name in dict.fromkeys(axes) if axes.count(name) > 1]
-    if faults or not (axes or body.piece):
+    if faults or not (axes or body.form):
         raise ShardingError(
             f"{call} over {axis!r}",
             faults or ["no axis is named"],

@@ -124,7 +124,7 @@ def _mapped(call: str, of: Callable[[Tensor], Tensor], x: Any, of_number: Callab
         if leaf is None or isinstance(leaf, Tensor):
             return leaf if leaf is None else of(leaf)
         assert of_number is not None, "other leaves were refused"
-        if (body := current_body()) is not None and body.piece is not None:
+        if (body := current_body()) is not None and body.form is not None:
             raise ShardingError(
                 f"{call} of the number {leaf!r} in the local form of a rule",
                 rule="devices may hold pieces of other sizes, and other numbers",
@@ -150,7 +150,7 @@ def axis_index(axis: Axis) -> Tensor:
             remedy="pass it at least one tensor",
         )
     like: Tensor = body.like
-    if body.piece is not None:  # below autograd
+    if body.form is not None:  # below autograd
         return torch.ops.shardlib.manual_axis_index(like, list(axes))  # type: ignore[no-any-return]
     return _AxisIndex.apply(like.detach(), axes)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -166,14 +166,14 @@ def piece(name: str) -> Piece:
     Raises `ShardingError` elsewhere, and for a dim that the rule has not.
     """
     body = current_body()
-    if body is None or body.piece is None:
+    if body is None or body.form is None:
         raise ShardingError(
             f"piece({name!r}) outside any local form",
             rule="the dims of a rule are known in its local form: sl.rule(text, local=function)",
             remedy="in a shard_map body, x.shape is this device's, and sl.axis_index(axis) its place",
         )
     group("piece", name)
-    return body.piece(name)
+    return body.form.piece(name)
 
 
 class _AxisIndex(torch.autograd.Function):

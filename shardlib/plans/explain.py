@@ -19,6 +19,7 @@ from shardlib.program.steps import Asked, Collective, Compute, Inside, Var, make
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.units import Unit
 
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
 _VIEWS = (RESHAPE, PERMUTE, NARROW, CAT)
 
 
@@ -61,7 +62,8 @@ class Explainer:
         before, _ = self.ends(c)
         if before.value is not None:
             return self.naming.var(before)
-        return f"{c.because.op.name}'s {c.reduce}" if isinstance(c.because, Inside) else c.source.name
+        what = c.reduce if c.kind in _REDUCTIONS else "pieces"
+        return f"{c.because.op.name}'s {what}" if isinstance(c.because, Inside) else c.source.name
 
     def why(self, c: Collective) -> str:
         """Why a collective is there, in a few words."""
@@ -70,13 +72,13 @@ class Explainer:
             labels = self.compiled.propagated.flood.labels[op]
             names = [self.naming.leaf(x) for factor in factors for x in labels.get(factor, ())]
             over = " ".join(names or factors)
-            reduced = c.kind in ("all_reduce", "reduce_scatter")
+            reduced = c.kind in _REDUCTIONS
             what = f"{c.reduce} over {over}" if reduced else f"{over} {c.because.how}"
             return f"{what}, inside {self.naming.call(op, 2)}"
         reader = self._reader(c)
         if not reader:
             return c.reason
-        if c.kind in ("all_reduce", "reduce_scatter"):
+        if c.kind in _REDUCTIONS:
             over = self._summed(c)
             return f"{c.reduce} over {over}; {reader}" if over else reader
         moved, spared = self._moved(c), self._spared(c)

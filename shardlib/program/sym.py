@@ -154,7 +154,11 @@ def tabulate(function: Callable[[Coords], Any], axes: Iterable[Axis], group: Seq
     go on with, and none for a program.
     """
     axes = apart(axes, group)
-    values = [function(coords) for coords in everywhere(axes, group)]
+    return table(axes, [function(coords) for coords in everywhere(axes, group)])
+
+
+def table(axes: Sequence[Axis], values: Sequence[Any]) -> Any:
+    """One value for every position along axes that are `apart`, as a Sym of those along which they differ."""
     if len(set(values)) == 1:
         return values[0]
     for axis in axes if len(axes) > 1 else ():

@@ -22,7 +22,7 @@ from shardlib.rules import ring
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.shards import positional
-from shardlib.rules.space import arg
+from shardlib.rules.space import arg, is_backward
 
 _Q, _O, _LSE = "b (kv g) s d", "b (kv g) s d", "b (kv g) s"
 _K = "b kv t d"
@@ -32,12 +32,8 @@ _FEW = 8  # keys for a query, from which on keys are cut without the queries
 
 
 def _rule(call: Call) -> Rule:
-    text = _backward(call) if _is_backward(call) else f"{_Q}, {_K}, {_K}, {_OTHERS} -> {_O}, {_LSE} | {_local(call)}"
+    text = _backward(call) if is_backward(call) else f"{_Q}, {_K}, {_K}, {_OTHERS} -> {_O}, {_LSE} | {_local(call)}"
     return pattern(text, local=_placed, flops=_flops)(call)
-
-
-def _is_backward(call: Call) -> bool:
-    return len(call.results) == 4
 
 
 def _read(call: Call) -> tuple[Sequence[int], Sequence[int], Variant]:
@@ -68,7 +64,7 @@ def _local(call: Call) -> str:
     A sequence that is cut leaves three ways: the keys go round, or heads are cut instead, or the keys are gathered.
     """
     if _alone(call):
-        return "s:local keys:whole t:local " + ("t:sum" if _is_backward(call) else "t:none")
+        return "s:local keys:whole t:local " + ("t:sum" if is_backward(call) else "t:none")
     notes, (_, k, how) = "s:local t:round(s) kv:lend(s) g:lend(s) keys:whole", _read(call)
     if not how.dropout:
         return notes
@@ -78,7 +74,7 @@ def _local(call: Call) -> str:
 def _alone(call: Call) -> bool:
     """Whether keys are cut without the queries."""
     q, k, how = _read(call)
-    return _FEW * q[2] <= k[2] and not how.dropout and not (_is_backward(call) and call.results[3] is not None)
+    return _FEW * q[2] <= k[2] and not how.dropout and not (is_backward(call) and call.results[3] is not None)
 
 
 def _placed(local: Local) -> Any:
@@ -88,14 +84,14 @@ def _placed(local: Local) -> Any:
         return local.offset(factor) if factor in local.rule.sizes else 0
 
     call, given = local.call, positional(local)
-    (q, k, _), first = _read(call), 7 if _is_backward(call) else 3  # where the mask stands
+    (q, k, _), first = _read(call), 7 if is_backward(call) else 3  # where the mask stands
     tensors, how, after = given[:first], Variant(*given[first : first + _MANY]), given[first + _MANY :]
     if how.dropout:
         part = how.part or whole_part(q, k, Variant(q_offset=how.q_offset, k_offset=how.k_offset))
         head = begin("kv") * (q[1] // k[1] if k[1] else 1) + begin("g")
         how = how._replace(part=[part[0] + begin("b"), part[1] + head, *part[2:]])
     if local.ways("t") > 1 and not _alone(call):
-        return (ring.backward if _is_backward(call) else ring.forward)(local, tensors, how, *after)
+        return (ring.backward if is_backward(call) else ring.forward)(local, tensors, how, *after)
     how = how._replace(q_offset=how.q_offset + begin("s"))
     if local.ways("t") > 1:
         return local.run(partial(_among, local), tensors, list(how), after)
@@ -113,7 +109,7 @@ def _among(local: Local, tensors: Sequence[Any], given: Sequence[Any], after: Se
     some = {n: x.narrow(-1, start, size) for n, x in masks if x is not None and x.shape[-1] == whole}
     how = how._replace(**some, k_offset=how.k_offset + start)
     found = local.call.target(*tensors, *how, *after)
-    if _is_backward(local.call):
+    if is_backward(local.call):
         return found
     o, lse = found
     top = pmax(lse, ["t"])
@@ -127,7 +123,7 @@ def _flops(call: Call, _: int) -> int:
     """Two operations a point for each of the products (2, and 5 for gradients), for the points that places leave to
     see."""
     q, k, how = _read(call)
-    return (5 if _is_backward(call) else 2) * q[0] * q[1] * q[3] * _twice_area(q[2], k[2], how)
+    return (5 if is_backward(call) else 2) * q[0] * q[1] * q[3] * _twice_area(q[2], k[2], how)
 
 
 def _twice_area(s: int, t: int, variant: Variant) -> int:

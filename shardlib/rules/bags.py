@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardlib.internals import schema_of
 from shardlib.ops.bags import MAX, MEAN, SUM
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, checked, cut, located, torch_code
-from shardlib.rules.space import arg, axis, numel, result_shape, words
+from shardlib.rules.space import arg, axis, is_backward, numel, result_shape, words
 from shardlib.rules.stencil import nonempty
 
 aten = torch.ops.aten
@@ -134,7 +133,7 @@ def _renorm(local: Local, table: Tensor, index: Tensor, *how: Any) -> Tensor:
 
 def _segments(call: Call) -> Rule:
     """Lengths (or offsets) lie along one dim of the data: dims before it have their own, dims behind share them."""
-    backward = "backward" in schema_of(call.target).name
+    backward = is_backward(call)
     data = call.operands[2 if backward else 0]
     at = axis(arg(call, "axis"), data.rank)
     before, behind, tensors = words("n", at), words("d", data.rank - at - 1), 3 if backward else 1

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.ops.convolve import CONVOLVE, CONVOLVE_BACKWARD
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
@@ -34,15 +33,12 @@ def _stencil(call: Call, reads: str, weight: Shape, sizes: tuple[Shape, Shape], 
     """Of what is made of dims `reads` of space: from which `sizes` to which, a dim."""
     dims, reach, back = len(weight) - 2, {}, _is_transposed(call) == (reads == "i")
     stride, padding, dilation = (each(arg(call, name), dims) for name in ("stride", "padding", "dilation"))
-    # Of `convolve`, the arguments for the end of a result say what is behind the input.
-    behind = each(arg(call, "after"), dims) if call.target in (CONVOLVE, CONVOLVE_BACKWARD) else padding
+    behind = each(arg(call, "after", padding), dims)
     for k, (size, count) in enumerate(zip(*sizes, strict=True)):
         source, made = (f"{'h' if size == count else name}{k}" for name in (reads, "o" if reads == "i" else "i"))
         if count != 1:
-            window, where = (
-                Window(weight[2 + k], stride[k], padding[k], dilation[k]),
-                (source * (size != 1), size, count),
-            )
+            window = Window(weight[2 + k], stride[k], padding[k], dilation[k])
+            where = source * (size != 1), size, count
             framed = padding[k] != behind[k] or padding[k] < 0  # other zeros behind than in front, or less than none
             reach[made] = Reach.sliding(window, *where, back=back, every=every, dim=2 + k, framed=framed)
     return Stencil(reach, **how)
@@ -108,17 +104,16 @@ def _backward(call: Call) -> Rule:
 
 
 def _backward_local(stencil: Stencil, local: Local) -> Any:
-    grad, *_, mask = positional(local)
-    pulled = stencil.form(local)
+    given, pulled = positional(local), stencil.form(local)
+    mask = given[-1]
 
-    def form(grad: Tensor, firsts: dict[int, int], *given: Any) -> tuple[Any, ...]:
-        found = pulled(*given)[:2] if any(mask[:2]) else (None, None)
+    def form(firsts: dict[int, int], grad: Tensor, *rest: Any) -> tuple[Any, ...]:
+        found = pulled(grad, *rest)[:2] if any(mask[:2]) else (None, None)
         for at, yes in firsts.items():
             grad = grad.narrow(at, 0, yes * grad.shape[at])
         return *found, grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
 
-    firsts, sizes = {} if stencil.read else _firsts(local), {f: local.size(f) for f in local.rule.sizes}
-    return local.run(form, grad, firsts, local.args, local.kwargs, sizes)
+    return local.run(form, {} if stencil.read else _firsts(local), *given)
 
 
 def _pulled(local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:

@@ -33,8 +33,8 @@ def _isin(call: Call) -> Rule:
     kind = "min" if call.kwargs.get("invert") else "max"
     tests = words("t", call.operands[-1].rank)
     cut = " ".join(f"{t}:{kind}" for t in tests.split())
-    elements = "..., " * (len(call.operands) - 1)
-    return pattern(f"{elements} {tests} -> ... | {cut}")(call)
+    looked_for = "..., " * (len(call.operands) - 1)
+    return pattern(f"{looked_for} {tests} -> ... | {cut}")(call)
 
 
 def _histc(call: Call) -> Rule:

@@ -22,7 +22,8 @@ from shardlib.rules.space import axis
 
 aten = torch.ops.aten
 Before = Callable[[Tensor], Tensor]  # of this device's total, of size 1 along the dim: the totals of all before it
-Form = Callable[[Local, Any, Tensor, int, Before, int], Any]  # of the op, a piece, the dim, what came before, its begin
+# Of what it is a form of, and its op; a piece, the dim, what came before, and where the piece begins.
+Form = Callable[[Local, Any, Tensor, int, Before, int], Any]
 
 
 def _scan(scan: Form, text: str, op: Any = None) -> Callable[[Call], Rule]:
@@ -33,8 +34,8 @@ def _scan(scan: Form, text: str, op: Any = None) -> Callable[[Call], Rule]:
 
     def form(local: Local, x: Tensor, dim: int, **_: Any) -> Any:
         at = axis(dim, x.dim())
-        sizes, at_dim = shares("dim"), place("dim")
-        earlier = sizes[:at_dim] if op is None else sizes[at_dim + 1 :]
+        sizes, own = shares("dim"), place("dim")
+        earlier = sizes[:own] if op is None else sizes[own + 1 :]
         before = lambda total: turned(all_gather(total, "dim", at), at).narrow(at, 0, len(earlier))
         found = scan(local, op or local.call.target, turned(x, at), at, before, sum(earlier))
         return turned(found, at) if isinstance(found, Tensor) else tuple(turned(v, at) for v in found)

@@ -7,7 +7,6 @@ crosses its block of rows and columns: of a diagonal that is read, zeros stand f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 from shardlib.internals import schema_of
 from shardlib.rules.halo import extent, length, padded
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import adds_up
-from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
+from shardlib.rules.shards import adds_up, torch_code
+from shardlib.rules.space import Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.view import walked
 
 aten = torch.ops.aten
@@ -31,47 +30,46 @@ def _diagonal(call: Call) -> Rule:
     at = [axis(d, len(shape)) for d in dims]
     sizes = [shape[d] for d in at]
     count = min(sizes[0] + min(offset, 0), sizes[1] - max(offset, 0))
-    along = next((i for i, n in enumerate(sizes) if n == count > 1), None)
+    crossed = [i for i, n in enumerate(sizes) if n == count > 1]
+    along = crossed[0] if crossed else 0
     space = Space()
-    if along is None:
+    if crossed:
+        x = space.dims(shape)
+        part = [*(dim for d, dim in enumerate(x) if d not in at), x[at[along]]]
+        labels = [x[d] for d in at]
+    else:
         x, (part,) = walked(space, aten.diagonal.default, shape, offset, *at)
-        return _rule(call, space, x, part, reads=reads)
-    x = space.dims(shape)
-    part = [*(dim for d, dim in enumerate(x) if d not in at), x[at[along]]]
-    labels = [x[d] for d in at]
+        labels = [(), ()]
     other = labels[1 - along]
     if reads and not adds_up(call.operands[0].dtype):
         space.whole |= {*other}
 
-    def crossing(*tensors: Tensor) -> Tensor:
+    def crossing(_: Local, *given: Any) -> Tensor:
+        tensors = given[: len(call.operands)]
         rows, columns = (extent(label, n) for label, n in zip(labels, sizes, strict=True))
         lower = offset + rows[0] - columns[0]
-        crossed = max(0, min(length(rows) + min(lower, 0), length(columns) - max(lower, 0)))
-        before = max(0, lower if along else -lower) if crossed else 0
+        inside = max(0, min(length(rows) + min(lower, 0), length(columns) - max(lower, 0)))
+        before = max(0, lower if along else -lower) if inside else 0
         if reads:
             found = aten.diagonal.default(tensors[0], lower, *at)
-            behind = length((rows, columns)[along]) - crossed - before
+            behind = length((rows, columns)[along]) - inside - before
             return padded(found, [before, behind]) if other else found
-        found = tensors[-1].narrow(-1, before, crossed)
+        found = tensors[-1].narrow(-1, before, inside)
         base = tensors[0] if len(tensors) == 2 else _zeros(found, at, (length(rows), length(columns)))
         written: Tensor = aten.diagonal_scatter.default(base, found, lower, *at)
         return written
 
-    def local(local: Local) -> Any:
-        return local.run(crossing, *local.args[: len(call.operands)])
-
-    found = _rule(call, space, x, part, reads=reads)
-    cut = frozenset(f for label in labels for f in label) - space.whole
-    reduce = dict.fromkeys(other, "sum") if reads and cut & {*other} else {}
-    return replace(found, reduce=reduce, local=local if cut else None, local_factors=cut)
-
-
-def _rule(call: Call, space: Space, x: Sequence[Dim], part: Sequence[Dim], *, reads: bool) -> Rule:
-    ints: Ints = {}
-    if call.target is aten.diagonal_backward.default:
-        ints = shape_ints(path(call, "input_sizes"), x)
+    sized = call.target is aten.diagonal_backward.default
     operands, result = ([x], part) if reads else ([x, part] if len(call.operands) == 2 else [part], x)
-    return space.rule(operands, [result], linear=[range(len(call.operands))], ints=ints)
+    return space.rule(
+        operands,
+        [result],
+        reduce=dict.fromkeys(other, "sum") if reads else {},
+        linear=[range(len(call.operands))],
+        ints=shape_ints(path(call, "input_sizes"), x) if sized else {},
+        local=torch_code(crossing),
+        local_factors=[f for label in labels for f in label],
+    )
 
 
 def _zeros(part: Tensor, at: Sequence[int], sizes: tuple[int, int]) -> Tensor:

@@ -14,23 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlib.rules.loss import REDUCTIONS
 from shardlib.rules.rule import RuleFn
 
 aten = torch.ops.aten
 
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-
 
 def _forward(
-    x: Tensor,
-    matrix: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    how: int,
-    ignore: int,
+    x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None, how: int, ignore: int,
     acc: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The log-probabilities, the loss and the weight of all targets, in the dtype to compute in."""
     logits = x.to(acc) @ matrix.to(acc).t()
     logits = logits if bias is None else logits + bias.to(acc)
@@ -41,23 +34,11 @@ def _forward(
 
 
 def _loss_and_gradients(
-    x: Tensor,
-    matrix: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    reduction: str,
-    ignore: int,
-    smoothing: float,
-    chunk: int,
-    policy: str,
-    acc: torch.dtype,
-    retain: bool,
-    wants_x: bool,
-    wants_matrix: bool,
+    x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None, reduction: str, ignore: int,
+    smoothing: float, chunk: int, policy: str, acc: torch.dtype, retain: bool, wants_x: bool, wants_matrix: bool,
     wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    how = _REDUCTIONS[reduction]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    how = REDUCTIONS[reduction]
     scores, loss, total = _forward(x, matrix, target, bias, weight, how, ignore, acc)
     weight = None if weight is None else weight.to(acc)
     back = aten.nll_loss_backward(torch.ones_like(loss), scores, target, weight, how, ignore, total)
@@ -71,17 +52,10 @@ def _loss_and_gradients(
 
 
 def _losses(
-    x: Tensor,
-    matrix: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    ignore: int,
-    chunk: int,
-    policy: str,
-    acc: torch.dtype,
-) -> Tensor:
-    return _forward(x, matrix, target, bias, weight, 0, ignore, acc)[1].to(x.dtype)
+    x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None, ignore: int, chunk: int,
+    policy: str, acc: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return _forward(x, matrix, target, bias, weight, REDUCTIONS["none"], ignore, acc)[1].to(x.dtype)
 
 
 ROWS: dict[str, RuleFn | str] = {}

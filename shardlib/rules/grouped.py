@@ -133,7 +133,7 @@ def _in_blocks(rule: Rule, factors: Iterable[str], block: int) -> Rule:
 # S rows, E groups, K in, N out: `x[S, K]`, `weight[E, K, N]`, `ends[E]`, and the gradient of the product.
 ROWS: dict[str, RuleFn | str] = {
     "_grouped_mm": _grouped_mm,
-    "transformers::grouped_mm_fallback": _ragged("s k, e k n, _ -> s n | s:local e:local e:sum k:sum {0} {1}"),
+    "transformers::grouped_mm_fallback": _ragged(_PRODUCTS[2, 3]),
     "transformers::grouped_mm_fallback_backward": _ragged(
         "s k, e k n, _, s n -> s k, e k n | s:local e:local s:sum e:sum n:sum {3}", products=2
     ),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardlib.manual.body import group
 from shardlib.manual.collectives import piece
+from shardlib.rules.shards import share
 
 aten = torch.ops.aten
 Range = tuple[int, int]  # [start, stop)
@@ -44,6 +45,11 @@ def extent(label: Sequence[str], size: int) -> Range:
         return 0, size
     offset, n, _ = piece(label[0])
     return offset, offset + n
+
+
+def held(label: Sequence[str], size: int) -> int:
+    """How much of a dim of `size` this device holds."""
+    return share(label[0]) if label else size
 
 
 def fetch(

@@ -204,15 +204,14 @@ ROWS: dict[str, RuleFn | str] = {
     "_linalg_eigh": _parts("... _ _ -> ... _, ... _ _"),
     "_linalg_svd": _svd,
     "linalg_pinv.atol_rtol_tensor": _matrices("... _ _, ..., ... -> ... _ _"),
-    "linalg_matrix_exp": pattern("... _ _ -> ... _ _", flops=_cubic),
+    "linalg_matrix_exp": _matrices("... _ _ -> ... _ _"),
     # Solvers.
     "_linalg_solve_ex": _solve_ex,
     "linalg_solve_triangular": _sided("... _ _", 1),
     "linalg_lu_solve": _sided("... _ _, ... _", 2),
     "linalg_ldl_solve": _matrices("... _ _, ... _, ... _ k -> ... _ k | {2}"),
     "triangular_solve": _matrices("... _ k, ... _ _ -> ... _ k, ... _ _ | k:none"),
-    "cholesky_solve": _matrices("... _ k, ... _ _ -> ... _ k | {0}"),
-    "_cholesky_solve_helper": _matrices("... _ k, ... _ _ -> ... _ k | {0}"),
+    **dict.fromkeys(["cholesky_solve", "_cholesky_solve_helper"], _matrices("... _ k, ... _ _ -> ... _ k | {0}")),
     "shardlib::lstsq": _least_squares,
     # An error names the matrix of the batch that failed, so every device looks at all of them.
     "_linalg_check_errors": pattern("... -> | ...:whole"),

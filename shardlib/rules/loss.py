@@ -21,12 +21,13 @@ from shardlib.manual.collectives import psum
 from shardlib.rules.notation import gradient, parse
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.shards import checked, cut, located, positional, wide, widely
-from shardlib.rules.space import arg, numel
+from shardlib.rules.shards import checked, cut, located, wide, widely
+from shardlib.rules.space import arg, is_backward, numel
 
 aten = torch.ops.aten
 
-_NONE, _MEAN, _SUM = range(3)  # what the argument `reduction` says
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # what the argument `reduction` says
+_NONE, _MEAN, _SUM = REDUCTIONS.values()
 
 
 def _classes(local: Local, target: Tensor, ignore: int) -> Tensor:
@@ -59,7 +60,7 @@ def _nll_backward(
 
 def _nll_rule(call: Call) -> Rule:
     """Sums and single losses add up over rows and classes; of the logits one is looked up for each target."""
-    backward = "backward" in schema_of(call.target).name
+    backward = is_backward(call)
     logits, target = ("n c ...", "n ...") if call.operands[int(backward)].rank > 1 else ("c", "")
     reduction = arg(call, "reduction")
     summed = ["c", *target.split()] if reduction != _NONE else ["c"]
@@ -93,29 +94,25 @@ def _loss(text: str, *, backward: bool = False) -> RuleFn:
             return None  # one number has nothing to cut
         how = arg(call, "reduction")
         notes = "...:local" if how == _MEAN or (how == _SUM and not backward) else ""
-        return pattern(f"{text} {notes}", local=partial(_reduced, backward=backward), flops=1)(call)
+        return pattern(f"{text} {notes}", form=partial(_reduced, backward=backward), flops=1)(call)
 
     return rule
 
 
-def _reduced(local: Local, *, backward: bool) -> Any:
+def _reduced(local: Local, *args: Any, backward: bool) -> Any:
     """The sum of what is here over the count of all. Losses come one by one: the op's own sum may be too large for half
     precision, and that of none is whatever memory holds. The gradient is that of the sum, over the count of all."""
-    op, given = local.call.target, positional(local)
+    op = local.call.target
     at = [a.name for a in schema_of(op).arguments].index("reduction")
     losses = (n for f, n in local.rule.sizes.items() if f.startswith("*"))
-    count = math.prod(losses) if given[at] == _MEAN else 1
-
-    def form(*args: Any) -> Any:
-        before, after = args[:at], args[at + 1 :]
-        if backward:
-            return op(before[0] / count, *before[1:], _SUM, *after)
-        found = op(*before, _NONE, *after)
-        each, *rest = found if isinstance(found, tuple) else (found,)
-        total = each.sum(dtype=wide(each.dtype))
-        return ((total / count if count > 1 else total).to(each.dtype), *rest)
-
-    return local.run(form, *given)
+    count = math.prod(losses) if args[at] == _MEAN else 1
+    before, after = args[:at], args[at + 1 :]
+    if backward:
+        return op(before[0] / count, *before[1:], _SUM, *after)
+    found = op(*before, _NONE, *after)
+    each, *rest = found if isinstance(found, tuple) else (found,)
+    total = each.sum(dtype=wide(each.dtype))
+    return ((total / count if count > 1 else total).to(each.dtype), *rest)
 
 
 # Sequences of labels --------------------------------------------------------------------------------------------------
@@ -129,7 +126,7 @@ def ctc_loss(
 
     One sequence may come without the dim of the batch.
     """
-    how = {"none": _NONE, "mean": _MEAN, "sum": _SUM}.get(str(reduction), reduction)
+    how = REDUCTIONS.get(str(reduction), reduction)
     alone = x.dim() == 2
     lengths = [
         n if isinstance(n, Tensor) else torch.tensor(n, device=x.device) for n in (input_lengths, target_lengths)

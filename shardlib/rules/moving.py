@@ -43,8 +43,8 @@ def send_rows(call: Call) -> Rule:
         if shares(factor) == [1] * n:
             return ppermute(value, factor, pairs)  # type: ignore[no-any-return]
         offset, size, whole = piece(factor)
-        sent: Tensor = call.target(gathered(value, factor, 0, whole), *args)
-        return sent.narrow(0, offset, size)
+        found: Tensor = call.target(gathered(value, factor, 0, whole), *args)
+        return found.narrow(0, offset, size)
 
-    cut = {*x[0]} if pairs else ()  # with nothing to send there are zeros everywhere
-    return space.rule([x], [x], linear=[{0}], local=torch_code(form), local_factors=cut)
+    sent = {*x[0]} if pairs else ()  # with nothing to send there are zeros everywhere
+    return space.rule([x], [x], linear=[{0}], local=torch_code(form), local_factors=sent)

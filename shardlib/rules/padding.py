@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardlib.ops.splice import SPLICE
@@ -38,18 +40,17 @@ _AROUND: dict[str, Callable[[int, int, int], tuple[list[Range], list[Range]]]] =
 
 def _parts(name: str, n: int, before: int, after: int) -> list[tuple[Range, int, bool]]:
     """What a padded dim of n elements is put together of: ranges, where they begin in it, and whether they are turned
-    round. The first is of elements at their own places."""
+    round."""
     front, behind = _AROUND[name](n, before, after)
     own = max(-before, 0), n - max(-after, 0)
-    ranges, turns = [*front, own, *behind], name == "reflection"
-    begins = itertools.accumulate((max(length(r), 0) for r in ranges), initial=0)
-    parts = [(r, begin, turns and r is not own) for r, begin in zip(ranges, begins, strict=False)]
-    return [parts.pop(len(front)), *parts]
+    ranges, turns = [r for r in (*front, own, *behind) if length(r) > 0], name == "reflection"
+    begins = itertools.accumulate(map(length, ranges), initial=0)
+    return [(r, begin, turns and r is not own) for r, begin in zip(ranges, begins, strict=False)]
 
 
 def _padded(name: str, x: Tensor, padding: Sequence[int]) -> Tensor:
     for dim, before, after in _sides(x, padding):
-        parts = sorted(_parts(name, x.shape[dim], before, after), key=lambda part: part[1])
+        parts = _parts(name, x.shape[dim], before, after)
         x = _spliced(x, dim, [r for r, *_ in parts], turned=[turn for *_, turn in parts])
     return x
 
@@ -57,12 +58,11 @@ def _padded(name: str, x: Tensor, padding: Sequence[int]) -> Tensor:
 def _padded_back(name: str, grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
     """Every range goes back to where it is from, and they are added up."""
     for dim, before, after in _sides(x, padding):
-        n, found = x.shape[dim], list[Tensor]()
+        n, found = x.shape[dim], []
         for (start, stop), begin, turn in _parts(name, n, before, after):
             there = [(-start, 0), (begin, begin + stop - start), (stop - n, 0)]
-            if start < stop or not found:
-                found.append(_spliced(grad, dim, there, turned=[False, turn, False]))
-        grad = sum(found[1:], found[0])
+            found.append(_spliced(grad, dim, there, turned=[False, turn, False]))
+        grad = functools.reduce(torch.add, found or [_spliced(grad, dim, [(-n, 0)], turned=[False])])
     return grad
 
 

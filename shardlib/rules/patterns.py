@@ -29,7 +29,7 @@ def pattern(
 ) -> Callable[[Call], Rule]:
     """A rule function from the notation.
 
-    `form` is the local form as torch code, which gets what it is a form of, then what the op gets: tensors in pieces.
+    `form` is the local form as torch code, which gets a `Local`, then what the op gets, pieces in place of tensors.
     `flops` says how many a point of the iteration space is, or gets the call and the size of that; without it, a point
     is two operations where operands are contracted; elsewhere there is one for each element of the largest tensor.
     `stencil` says what results read of a dim, where the text does not; `fields` are others of the rule.

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlib.internals import schema_of
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import arg, result_shape
+from shardlib.rules.space import arg, is_backward, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
 from shardlib.rules.window import Window, each
 
@@ -29,14 +28,14 @@ def _windows(call: Call, x: Sequence[int], out: Sequence[int]) -> Sequence[Windo
         return [None] * dims
     if "adaptive" in name:
         return [Window(a // b, a // b) if b and a and a % b == 0 else None for a, b in zip(x, out, strict=True)]
-    kernel, padding = (each(_argument(call, name), dims) for name in ("kernel_size", "padding"))
-    stride = each(_argument(call, "stride") or kernel, dims)
-    return [*map(Window, kernel, stride, padding, each(_argument(call, "dilation") or 1, dims))]
+    kernel, padding = (each(arg(call, name), dims) for name in ("kernel_size", "padding"))
+    stride, dilation = each(arg(call, "stride") or kernel, dims), each(arg(call, "dilation", 1), dims)
+    return [*map(Window, kernel, stride, padding, dilation)]
 
 
 def _rule(call: Call) -> Rule:
     name, dims = str(call.target), 3 if "3d" in str(call.target) else 2
-    backward = "backward" in name
+    backward = is_backward(call)
     small, large = (call.operands[0].shape, result_shape(call))[:: 1 if backward else -1]
     sizes = list(zip(large[-dims:], small[-dims:], strict=True))
     if "adaptive_avg" in name and all(b and a % b == 0 for b, a in sizes):
@@ -44,7 +43,7 @@ def _rule(call: Call) -> Rule:
     windows = _windows(call, *zip(*sizes, strict=True))
     read, made = ([f"{'h' if a == b else f}{k}" for k, (a, b) in enumerate(sizes)] for f in "io")
     reach = {
-        o: Reach.windows(i, *size, window, ceil=bool(_argument(call, "ceil_mode")))
+        o: Reach.windows(i, *size, window, ceil=arg(call, "ceil_mode", False))
         for o, i, size, window in zip(made, read, sizes, windows, strict=True)
         if window and 1 not in size
     }
@@ -84,7 +83,7 @@ def _beside(call: Call, dims: int, x: str) -> list[str]:
 def _run(dims: int, local: Local, given: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """The op, on a part of the plane that begins there."""
     call, part = local.call, given["self"].shape
-    if "backward" in str(call.target):
+    if is_backward(call):
         if "indices" in given and begins:
             at = {d: -n for d, n in begins.items()}
             index = _placed(given["indices"], call.operands[1].shape, part, at, dims)
@@ -109,11 +108,6 @@ def _placed(index: Tensor, have: Sequence[int], want: Sequence[int], begin: Mapp
     for at, x in reversed(coordinates.items()):
         total = total * want[at] + (x + begin[at] if at in begin else x)
     return total
-
-
-def _argument(call: Call, name: str) -> Any:
-    """An argument of an op, by its name in the schema; None where it has none."""
-    return arg(call, name) if name in {a.name for a in schema_of(call.target).arguments} else None
 
 
 _NAMES = ("avg_pool", "_adaptive_avg_pool", "adaptive_max_pool", "fractional_max_pool")

@@ -35,9 +35,8 @@ def _mean(local: Local, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Tenso
 def _extreme(local: Local, x: Tensor, *how: Any, **named: Any) -> Any:
     """amax, amin, max, min."""
     target = local.call.target
-    over = None if target in (aten.max.default, aten.min.default) else "dim"
     fill = worst(x.dtype, lowest=target in (aten.amax.default, aten.max.default))
-    return target(Rows.over(local, over).held(x, fill), *how, **named)
+    return target(Rows.over(local).held(x, fill), *how, **named)
 
 
 def _truth(kind: str) -> RuleFn:
@@ -65,7 +64,7 @@ def _vector_norm(call: Call) -> Rule | None:
 
 
 def _norm(local: Local, x: Tensor, order: float = 2, *how: Any, **named: Any) -> Tensor:
-    rows, out = Rows.over(local, "dim"), result(local.call).dtype
+    rows, out = Rows.over(local), result(local.call).dtype
     held = rows.held(x, math.inf if order < 0 else 0)  # which changes no norm
     if order in _PENDING:
         return local.call.target(held, order, *how, **named)  # type: ignore[no-any-return]
@@ -73,14 +72,6 @@ def _norm(local: Local, x: Tensor, order: float = 2, *how: Any, **named: Any) ->
     norm = torch.linalg.vector_norm(held, order, rows.dims, rows.kept, dtype=acc)
     powers: Tensor = psum(norm**order, rows.factors)
     return powers.pow(1 / order).to(out)
-
-
-def _renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    """Every slice along `dim` scaled down to a norm of at most `maxnorm`."""
-    others = [d for d in range(x.dim()) if d != dim % x.dim()]
-    norm = torch.linalg.vector_norm(x.to(wide(x.dtype)), p, others, keepdim=True)
-    scale = torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), torch.ones_like(norm))
-    return (x * scale).to(x.dtype)
 
 
 # Variance, written as sums, so that it may be cut like them -----------------------------------------------------------
@@ -121,21 +112,17 @@ def _both_ends(x: Tensor, dim: int | None = None, keepdim: bool = False) -> tupl
 ROWS: dict[str, RuleFn | str] = {
     "sum": "... -> | ...:sum {0}",
     "sum.dim_IntList": "[dim] -> ... | dim:sum {0}",
-    "nansum": "[dim] -> ... | dim:sum",
-    "count_nonzero": "[dim] -> ... | dim:sum",
-    "count_nonzero.dim_IntList": "[dim] -> ... | dim:sum",
+    **dict.fromkeys(["nansum", "count_nonzero", "count_nonzero.dim_IntList"], "[dim] -> ... | dim:sum"),
     "mean": pattern("... -> | ...:sum ...:local {0}", form=_mean),
     "mean.dim": pattern("[dim] -> ... | dim:sum dim:local {0}", form=_mean),
     "amax": pattern("[dim] -> ... | dim:max dim:local", form=_extreme),
     "amin": pattern("[dim] -> ... | dim:min dim:local", form=_extreme),
     "max": pattern("... -> | ...:max ...:local", form=_extreme),
     "min": pattern("... -> | ...:min ...:local", form=_extreme),
-    "any": "... -> | ...:max",
+    **dict.fromkeys(["any", "_is_any_true"], "... -> | ...:max"),
     **dict.fromkeys(["any.dim", "any.dims"], _truth("max")),
-    "all": "... -> | ...:min",
+    **dict.fromkeys(["all", "_is_all_true"], "... -> | ...:min"),
     **dict.fromkeys(["all.dim", "all.dims"], _truth("min")),
-    "_is_any_true": "... -> | ...:max",
-    "_is_all_true": "... -> | ...:min",
     "prod": pattern("... -> | ...:none ...:local", form=_prod),
     "prod.dim_int": pattern("[dim] -> ... | dim:none dim:local", form=_prod),
     "linalg_vector_norm": _vector_norm,
@@ -143,8 +130,7 @@ ROWS: dict[str, RuleFn | str] = {
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    **by_torch("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype"),
-    "renorm": _renorm,
+    **by_torch("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype", "renorm"),
     **dict.fromkeys(["aminmax", "_aminmax", "_aminmax.dim"], _both_ends),
     "var.correction": _variance(),
     "std.correction": _variance(root=True),

@@ -26,20 +26,26 @@ Shape = Sequence[int]
 
 
 def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
-    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up; or 0,
-    where it is equal to the nearest one.
+    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up.
 
-    Where a size grows by a whole number, the block that an element becomes reads those around it; of equal ones, it is
-    copies, unless rounding decides otherwise.
+    Where a size grows by a whole number, the block that an element becomes reads those around it.
     """
 
     def rule(call: Call) -> Rule:
         small, large, times, said = _grown(call, dims, backward=backward)
-        if taps:
-            corners = arg(call, "align_corners")
-            kept = [i for i in range(dims) if said[i] and times[i] and not corners]
-            work = 2 * taps**dims * max(math.prod(small), math.prod(large))
-            return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
+        corners = arg(call, "align_corners")
+        kept = [i for i in range(dims) if said[i] and times[i] and not corners]
+        work = 2 * taps**dims * max(math.prod(small), math.prod(large))
+        return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
+
+    return rule
+
+
+def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
+    """Where a size grows by a whole number, an element is a block: `h -> (h r)`, unless rounding decides otherwise."""
+
+    def rule(call: Call) -> Rule:
+        small, large, times, said = _grown(call, dims, backward=backward)
         kept = [i for i in range(dims) if said[i] and _blocks(times[i], large[i + 2])]
         # In other dims torch has kernels that round otherwise, and chooses by shapes.
         if not all(said[i] and _certain(small[i + 2], large[i + 2]) for i in range(dims) if i not in kept):
@@ -119,7 +125,7 @@ def _grid(dims: int, *, backward: bool = False) -> RuleFn:
 _NEAREST = {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")}
 
 _ROWS: dict[str, Callable[..., RuleFn]] = {
-    **{name: partial(_upsample, dims, 0) for name, dims in _NEAREST.items()},
+    **{name: partial(_nearest, dims) for name, dims in _NEAREST.items()},
     "upsample_linear1d": partial(_upsample, 1, 2),
     "upsample_trilinear3d": partial(_upsample, 3, 2),
     "upsample_bilinear2d": partial(_upsample, 2, 2),

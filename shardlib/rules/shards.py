@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.manual.body import group
+from shardlib.manual.body import FormDims, group
 from shardlib.manual.collectives import axis_index, piece, pmax, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
@@ -27,11 +27,6 @@ _NO_SUMS |= {x for name, x in vars(torch).items() if name.startswith("float8_")}
 def cut(local: Local, factors: Iterable[str]) -> list[str]:
     """Those of `factors` that are cut here."""
     return [f for f in factors if local.axes(f)]
-
-
-def held(local: Local, dim: Iterable[str]) -> Any:
-    """How much this device has of a dim that is made of these factors."""
-    return local.calc(lambda *n: math.prod(n), *map(local.size, dim))
 
 
 def located(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tensor]:
@@ -48,16 +43,23 @@ def located(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tens
 
 def shares(factor: str) -> list[int]:
     """How many elements each of the devices along a factor has."""
-    body = group("shares", factor)[0]
-    assert body.shares is not None, "outside any local form"
-    return body.shares(factor)
+    return _dims("shares", factor).shares(factor)
+
+
+def share(factor: str) -> int:
+    """How many elements this device has, where it does not matter which."""
+    return _dims("share", factor).share(factor)
 
 
 def place(factor: str) -> int:
     """Which of the devices along a factor this one is."""
-    body = group("place", factor)[0]
-    assert body.place is not None, "outside any local form"
-    return body.place(factor)
+    return _dims("place", factor).place(factor)
+
+
+def _dims(what: str, factor: str) -> FormDims:
+    form = group(what, factor)[0].form
+    assert form is not None, "outside any local form"
+    return form
 
 
 def torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:
@@ -124,10 +126,10 @@ class Rows:
         return Rows(dims, factors, count, tuple(d for d in dims if any(may_be_empty(local, f) for f in labels[d])))
 
     @staticmethod
-    def over(local: Local, name: str | None = None) -> Rows:
-        """Over the dims of operand 0 that `[name]` is, or over all; the result has them with size 1, or not at all."""
-        rank = len(local.call.operands[0].shape)
-        dims = axes(arg(local.call, name) if name else None, rank)
+    def over(local: Local) -> Rows:
+        """Over the dims of operand 0 that `dim` names, or over all; the result has them with size 1, or not at all."""
+        rank = local.call.operands[0].rank
+        dims = axes(arg(local.call, "dim", None), rank)
         return replace(Rows.of(local, dims), kept=len(result_shape(local.call)) == rank)
 
     def left(self, x: Tensor) -> Tensor:

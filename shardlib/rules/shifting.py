@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.halo import Range, extent, fetch, fetch_all, length, reframe
+from shardlib.rules.halo import extent, fetch, fetch_all, held, length, reframe
 from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
-from shardlib.rules.shards import adds_up, held, nothing
+from shardlib.rules.shards import adds_up, nothing, torch_code
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
 from shardlib.rules.window import Window
 
@@ -54,10 +54,6 @@ class Shift:
         window = Window(1, step, -(start // block if block else 0))
         return Shift(*labels, (p, q), inner, (counts[0], counts[1]), block, window)
 
-    def needs(self, mine: Range) -> Range:
-        """Blocks of the long dim that make a range of the short one."""
-        return self.window.reads(mine) if length(mine) else (0, 0)
-
 
 def granularity(block: int, long: int, most: int) -> int:
     """How large the blocks of a dim of `long` are, where all that counts are multiples of `block`, and `most` of it
@@ -69,9 +65,9 @@ def granularity(block: int, long: int, most: int) -> int:
     return 1 if 2 * most > long and block * block < long else block
 
 
-def exposed(x: Tensor, at: int, outer: Dim, count: int, inside: int) -> Tensor:
+def exposed(x: Tensor, at: int, outer: Dim, count: int, inner: Dim, block: int) -> Tensor:
     """A piece with dim `at` as blocks (`count` in all, of label `outer`), and behind it what is in a block."""
-    return x.reshape(*x.shape[:at], length(extent(outer, count)), inside, *x.shape[at + 1 :])
+    return x.reshape(*x.shape[:at], held(outer, count), held(inner, block), *x.shape[at + 1 :])
 
 
 def joined(x: Tensor, at: int) -> Tensor:
@@ -87,10 +83,10 @@ def ranged(call: Call) -> Rule:
     (`_scatter`) or among zeros (`_backward`)."""
     name = schema_of(call.target).name
     one, zeros, scatters = (word in name for word in ("select", "backward", "scatter"))
-    first = 2 if zeros or scatters else 1  # where the dim stands among the arguments, before the range
+    reads = not (zeros or scatters)
     shape = result_shape(call) if zeros else call.operands[0].shape
     space, at = Space(), axis(arg(call, "dim"), len(shape))
-    start, stop, step = _range(call, shape[at], first, one=one)
+    start, stop, step = _range(call, shape[at], one=one)
     count = len(range(start, stop, step))
     shift = Shift.of(space, (shape[at], count), start if count else 0, step)
     whole = [shift.long if i == at else space.dim(n) for i, n in enumerate(shape)]
@@ -100,41 +96,37 @@ def ranged(call: Call) -> Rule:
         ends = {path(call, "start"): start, path(call, "end"): stop}
         ints |= {where: (n // shift.block, shift.inner) for where, n in ends.items() if _said(call, where)}
 
-    def read(x: Tensor, inside: int) -> Tensor:
-        x = taken(x, at, shift, inside)
-        return x.select(at, 0) if one else x
-
-    def write(*tensors: Any) -> Tensor:
-        *base, x, inside = tensors
+    def form(_: Local, *given: Any) -> Tensor:
+        *base, x = given[: len(call.operands)]
+        if reads:
+            x = _taken(x, at, shift)
+            return x.select(at, 0) if one else x
         x = x.unsqueeze(at) if one else x
-        return written(base[0] if base else _zeros(x, at, shift, inside), x, at, shift, inside)
-
-    def local(local: Local) -> Any:
-        return local.run(write if first == 2 else read, *local.args[: len(call.operands)], held(local, shift.inner))
+        return _written(base[0] if base else _zeros(x, at, shift), x, at, shift)
 
     long, short = shift.outer
-    if first == 1 and not short and not adds_up(call.operands[0].dtype):
+    if reads and not short and not adds_up(call.operands[0].dtype):
         space.whole |= {*long}  # one block is a sum of what devices have of it
     single, at_block = () if short else long, -shift.window.padding
-    follows = dict(zip(long, short, strict=False)) if first == 1 else dict(zip(short, long, strict=False))
-    reads = {p: Reads(q, step, at_block, at_block, shift.counts[1]) for p, q in zip(long, short, strict=False)}
+    follows = dict(zip(long, short, strict=False)) if reads else dict(zip(short, long, strict=False))
+    lies = {p: Reads(q, step, at_block, at_block, shift.counts[1]) for p, q in zip(long, short, strict=False)}
     return space.rule(
         [whole, part] if scatters else [part] if zeros else [whole],
-        [part if first == 1 else whole],
-        reduce=dict.fromkeys(follows, "none") | (dict.fromkeys(single, "sum") if first == 1 else {}),
+        [part if reads else whole],
+        reduce=dict.fromkeys(follows, "none") | (dict.fromkeys(single, "sum") if reads else {}),
         linear=[range(len(call.operands))],
         ints=ints,
-        local=local,
+        local=torch_code(form),
         local_factors={*long, *short},
-        gathers=single if first == 1 else (),
+        gathers=single if reads else (),
         follows=follows,
-        reads=reads,
-        held=tuple(Held(f, at_block, None if first == 1 else len(call.operands) - 1) for f in single),
+        reads=lies,
+        held=tuple(Held(f, at_block, None if reads else len(call.operands) - 1) for f in single),
     )
 
 
-def _range(call: Call, size: int, first: int, *, one: bool) -> tuple[int, int, int]:
-    """start, stop and step of a range whose dim argument stands at `first`, as Python would count them."""
+def _range(call: Call, size: int, *, one: bool) -> tuple[int, int, int]:
+    """start, stop and step of a range, as Python would count them."""
     if one:
         index = arg(call, "index") % size
         return index, index + 1, 1
@@ -149,11 +141,12 @@ def _said(call: Call, where: Path) -> bool:
     return isinstance(call.args[key] if isinstance(key, int) else call.kwargs.get(key), int)
 
 
-def taken(x: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
+def _taken(x: Tensor, at: int, shift: Shift) -> Tensor:
     """A device's blocks of a slice; one block is where it is, and zeros on the other devices."""
     (p, q), (long, short) = shift.outer, shift.counts
-    need = shift.needs(extent(q, short))
-    x = exposed(x, at, p, long, inside)
+    wanted = extent(q, short)
+    need = shift.window.reads(wanted) if length(wanted) else (0, 0)
+    x = exposed(x, at, p, long, shift.inner, shift.block)
     if not q:
         return joined(reframe(x, at, extent(p, long), need, nothing(x.dtype)), at)
     if shift.window.stride == 1:
@@ -162,22 +155,23 @@ def taken(x: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
     low = mine[0] * shift.window.stride - shift.window.padding - first
     low, high = (low, low + (length(mine) - 1) * shift.window.stride + 1) if length(mine) else (0, 0)
     x = aten.slice.Tensor(x, at, low, high, shift.window.stride)
-    (x,) = fetch_all(x, at, p, [extent(q, short)], "input", have=mine)
+    (x,) = fetch_all(x, at, p, [wanted], "input", have=mine)
     return joined(x, at)
 
 
-def written(base: Tensor, value: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
+def _written(base: Tensor, value: Tensor, at: int, shift: Shift) -> Tensor:
     """`value`, a slice, in its place in `base`."""
     (p, q), (long, short), step = shift.outer, shift.counts, shift.window.stride
+    inside = shift.inner, shift.block
     mine = extent(p, long)
     need = shift.window.readers(mine, short)
-    part = fetch(exposed(value, at, q, short, inside), at, q, need, name="input")
+    part = fetch(exposed(value, at, q, short, *inside), at, q, need, name="input")
     low = need[0] * step - shift.window.padding - mine[0]
     low, high = (low, low + (length(need) - 1) * step + 1) if length(need) else (0, 0)
-    return joined(aten.slice_scatter.default(exposed(base, at, p, long, inside), part, at, low, high, step), at)
+    return joined(aten.slice_scatter.default(exposed(base, at, p, long, *inside), part, at, low, high, step), at)
 
 
-def _zeros(like: Tensor, at: int, shift: Shift, inside: int) -> Tensor:
+def _zeros(like: Tensor, at: int, shift: Shift) -> Tensor:
     """What a device has of the whole of which `like` has a slice: zeros."""
-    n = length(extent(shift.outer[0], shift.counts[0])) * inside
+    n = held(shift.outer[0], shift.counts[0]) * held(shift.inner, shift.block)
     return like.new_zeros([*like.shape[:at], n, *like.shape[at + 1 :]])

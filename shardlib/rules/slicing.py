@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shardlib.manual.collectives import piece
 from shardlib.rules import moving, shifting, splicing
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
@@ -62,13 +60,13 @@ def _stack(call: Call) -> Rule:
     return space.rule([out[:at] + out[at + 1 :]] * count, [out], linear=[range(count)])
 
 
-def _triangle(local: Local, x: Tensor, diagonal: int = 0) -> Tensor:
+def _triangle(local: Local) -> Any:
     """tril and triu keep `column - row` on one side of the diagonal, which offsets of rows and columns shift."""
-    found: Tensor = local.call.target(x, piece("r").offset + diagonal - piece("c").offset)
-    return found
+    diagonal = local.offset("r") + arg(local.call, "diagonal") - local.offset("c")
+    return local.op(local.call.target, local.args[0], diagonal)
 
 
-_TRIANGLE = pattern("... r c -> ... r c | r:local c:local {0}", form=_triangle, flops=0)
+_TRIANGLE = pattern("... r c -> ... r c | r:local c:local {0}", local=_triangle, flops=0)
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["slice.Tensor", "slice_copy.Tensor", "slice_backward", "slice_scatter"], shifting.ranged),

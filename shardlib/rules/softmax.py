@@ -18,13 +18,12 @@ _ROW = "[dim] -> [dim] | dim:local"
 
 
 def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
-    """The rule of an op along `dim`; `form` is for when that is cut."""
+    """The rule of an op along `dim`; `form` is for when that is cut: it gets the rows, and the op's tensors."""
 
-    def local(local: Local) -> Any:
-        tensors = local.args[: len(local.call.operands)]
-        return local.run(widely(form, local.call), Rows.over(local, "dim"), *tensors)
+    def run(local: Local, *args: Any) -> Any:
+        return widely(form, local.call)(Rows.over(local), *args[: len(local.call.operands)])
 
-    return pattern(text, local=local, flops=4)
+    return pattern(text, form=run, flops=4)
 
 
 def _shifted(rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,15 +77,29 @@ class Space:
         )
 
 
-_SETS = ("loose", "gathers", "ones")  # fields of rules
+_SETS = ("loose", "gathers", "ones")  # the fields of a rule that are sets of factors, beside those above
 
 
-def arg(call: Call, name: str) -> Any:
-    """An argument of the op, by its name in the schema; or its default."""
+def arg(call: Call, name: str, *lacking: Any) -> Any:
+    """An argument of the op, by its name in the schema, or its default; or what is said for ops that are `lacking` it.
+
+    Example:
+        >>> import torch
+        >>> call = Call(torch.ops.aten.sum.dim_IntList, (), {}, (), ())
+        >>> arg(call, "keepdim"), arg(call, "reduction", "none")
+        (False, 'none')
+    """
     for i, a in enumerate(schema_of(call.target).arguments):
         if a.name == name:
             return call.args[i] if i < len(call.args) else call.kwargs.get(name, a.default_value)
-    raise ShardingError(f"{call.target} has no argument {name!r}, which its rule reads")
+    if not lacking:
+        raise ShardingError(f"{call.target} has no argument {name!r}, which its rule reads")
+    return lacking[0]
+
+
+def is_backward(call: Call) -> bool:
+    """Whether the op is a gradient's, by its name."""
+    return "backward" in schema_of(call.target).name
 
 
 def path(call: Call, name: str) -> Path:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padded
 from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
-from shardlib.rules.shards import cut, held, positional
+from shardlib.rules.shards import cut, torch_code
 from shardlib.rules.shifting import exposed, granularity, joined
 from shardlib.rules.space import Dim, Space, arg, axis, path, result, result_shape
 
 
 @dataclass(frozen=True)
 class Part:
-    """A range of an operand, or of a filling."""
+    """A range of an operand, or of a filling, which lies from `begin` on in what is put together."""
 
     source: int | None
     start: int
@@ -34,6 +34,11 @@ class Part:
     fill: complex = 0
     negated: bool = False
     mirrored: bool = False
+    begin: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Spliced:
     def of(space: Space, at: int, parts: Sequence[Part], sizes: Mapping[int, int], size: int, *, same: bool) -> Spliced:
         """`same` says that the result has the dim of the one operand."""
         block = math.gcd(size, *sizes.values(), *(n for part in parts for n in (part.start, part.stop)))
-        most = max((part.stop - part.start for part in parts if part.source is not None), default=0)
+        most = max((part.size for part in parts if part.source is not None), default=0)
         block = 1 if same else min(block, 1) if any(part.mirrored for part in parts) else granularity(block, size, most)
         inner = space.dim(block, "i")
         out = space.dim(size // block, "p") if block else space.dim(size, whole=True)
@@ -64,6 +69,8 @@ class Spliced:
         outer = {i: out if same else space.dim(n, "p", whole=not block) for i, n in blocks.items()}
         if not out:
             space.whole |= {f for d in outer.values() for f in d}
+        begins = itertools.accumulate((part.size for part in parts), initial=0)
+        parts = [replace(part, begin=begin) for part, begin in zip(parts, begins, strict=False)]
         return Spliced(at, parts, sizes, size, block, inner, out, outer)
 
     @property
@@ -74,9 +81,9 @@ class Spliced:
     def reads(self) -> dict[str, Reads]:
         """Where the result's blocks are in operands, of each by its longest part."""
         found: dict[str, Reads] = {}
-        for part, begin in zip(self.parts, self._begins, strict=True):
+        for part in self.parts:
             if part.source is not None and not part.mirrored and (name := self.outer[part.source]) and self.block:
-                at, count = (part.start - begin) // self.block, (part.stop - part.start) // self.block
+                at, count = (part.start - part.begin) // self.block, part.size // self.block
                 if name != self.out and self.out and (name[0] not in found or found[name[0]].elements < count):
                     found[name[0]] = Reads(self.out[0], 1, at, at, count)
         return found
@@ -86,8 +93,8 @@ class Spliced:
         """The operands that are one block of the result."""
         of = Counter(part.source for part in self.parts)
         return [
-            Held(self.out[0], begin // self.block, part.source)
-            for part, begin in zip(self.parts, self._begins, strict=True)
+            Held(self.out[0], part.begin // self.block, part.source)
+            for part in self.parts
             if part.source is not None
             and self.outer[part.source] == ()
             and of[part.source] == 1
@@ -96,44 +103,32 @@ class Spliced:
         ]
 
     @property
-    def _begins(self) -> list[int]:
-        """Where the parts begin in the result."""
-        return [*itertools.accumulate((p.stop - p.start for p in self.parts[:-1]), initial=0)][: len(self.parts)]
-
-    @property
     def factors(self) -> set[str]:
         return {f for d in (self.out, *self.outer.values()) for f in d}
 
-    def needs(self, source: int | None) -> list[Callable[[Range], Range]]:
-        """Which blocks of a source are in a range of the result, part by part."""
-        block, begins = self.block, self._begins
+    def need(self, part: Part, mine: Range) -> Range:
+        """Which blocks of its source are in a range of the result."""
+        first, stop = part.begin // self.block, (part.begin + part.size) // self.block
+        low, high = overlap((first, stop), mine)
+        if part.mirrored:  # where blocks are single elements
+            return part.stop + part.begin - high, part.stop + part.begin - low
+        shift = part.start // self.block - first
+        return low + shift, high + shift
 
-        def one(part: Part, begin: int) -> Callable[[Range], Range]:
-            def need(mine: Range) -> Range:
-                low, high = overlap((begin // block, (begin + part.stop - part.start) // block), mine)
-                if part.mirrored:
-                    return part.stop + begin - high, part.stop + begin - low
-                return low + (part.start - begin) // block, high + (part.start - begin) // block
-
-            return need
-
-        return [one(part, begin) for part, begin in zip(self.parts, begins, strict=True) if part.source == source]
-
-    def form(self, tensors: Sequence[Tensor], dtype: torch.dtype, inside: int) -> Tensor:
-        """A device's piece of the result, with `inside` elements of every block."""
+    def form(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """A device's piece of the result."""
         at, mine, found = self.at, extent(self.out, self.size // self.block), {}
         for i, label in self.outer.items():
-            x = exposed(tensors[i], at, label, self.sizes[i] // self.block, inside)
-            wanted = [need(mine) for need in self.needs(i)]
+            x = exposed(tensors[i], at, label, self.sizes[i] // self.block, self.inner, self.block)
+            wanted = [self.need(part, mine) for part in self.parts if part.source == i]
             found[i] = iter(fetch_all(x, at, label, wanted, name="input")) if wanted else iter(())
-        filled = (need(mine) for need in self.needs(None))
         pieces = []
         for part in self.parts:
             if part.source is not None:
                 piece = next(found[part.source]).to(dtype)
                 piece = piece.flip(at) if part.mirrored else piece
             else:
-                blank = [*x.shape[:at], length(next(filled)), inside, *x.shape[at + 2 :]]
+                blank = [*x.shape[:at], length(self.need(part, mine)), *x.shape[at + 1 :]]
                 piece = x.new_full(blank, part.fill, dtype=dtype)
             pieces.append(-piece if part.negated else piece)
         return joined(torch.cat(pieces, at), at)
@@ -164,16 +159,11 @@ def _spliced(
         blocks = {at: s.out if i is None else s.outer[i] for at, s in splices.items()}
         return [(*blocks[at], *splices[at].inner) if at in parts else d for at, d in enumerate(others)]
 
-    def local(local: Local) -> Any:
+    def form(local: Local, x: Any, *args: Any) -> Tensor:
         done = {at: s for at, s in splices.items() if cut(local, s.factors)}
-
-        def form(x: Any, insides: Sequence[int], *args: Any) -> Tensor:
-            for s, inside in zip(done.values(), insides, strict=True):
-                x = s.form([x] if isinstance(x, Tensor) else x, result(call).dtype, inside)
-            return rest(x, done, *args)
-
-        given, *args = positional(local)
-        return local.run(form, given, [held(local, s.inner) for s in done.values()], *args)
+        for s in done.values():
+            x = s.form([x] if isinstance(x, Tensor) else x, result(call).dtype)
+        return rest(x, done, *args)
 
     follows = {i: o for s in splices.values() for i, o in s.follows.items() if i not in space.whole}
     led = {*follows, *(f for s in splices.values() for f in s.out)}
@@ -188,7 +178,7 @@ def _spliced(
             if splices[at].block
         },
         linear=[range(len(call.operands))] if not any(part.fill for of in parts.values() for part in of) else [],
-        local=local,
+        local=torch_code(form),
         local_factors=led,
         follows=follows,
         reads={k: v for s in splices.values() for k, v in s.reads.items()},

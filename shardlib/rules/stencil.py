@@ -21,7 +21,7 @@ from torch import Tensor
 from shardlib.internals import pytree, schema_of
 from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
 from shardlib.rules.rule import Labels, Local, Path, Reads
-from shardlib.rules.shards import may_be_empty
+from shardlib.rules.shards import may_be_empty, share
 from shardlib.rules.window import Window
 
 
@@ -84,7 +84,9 @@ class Reach:
             n = length(frame(r))
             room = n + 2 * pad - span
             many = (-(-room // stride) if ceil else room // stride) + 1
-            return first(r), first(r) + many - (ceil and (many - 1) * stride >= n + pad)
+            if ceil and (many - 1) * stride >= n + pad:
+                many -= 1
+            return first(r), first(r) + many
 
         lies = lambda f: (source, window.laid(f, count))
         return Reach(source, size, count, (lambda r: overlap((0, size), need(r)),), frame, made, lies)
@@ -157,18 +159,18 @@ class Stencil:
         return dict(r.lies(f) for f, r in self.reach.items() if r.lies and r.source not in ("", f))
 
     def local(self, local: Local) -> Any:
-        return local.run(self.form(local), local.args, local.kwargs, {f: local.size(f) for f in local.rule.sizes})
+        return local.run(self.form(local), *local.args, **local.kwargs)
 
     def form(self, local: Local) -> Callable[..., Any]:
-        """What a device runs, as a function of the op's arguments and of how much it has of every factor."""
+        """What a device runs, as a function of the op's arguments."""
         here = {f: r for f, r in self.reach.items() if r.framed or any(map(local.axes, {f, r.source} - {""}))}
         alike = local.rule.local_factors - self.reach.keys() - self.sources.keys()
         thin = {f for f in alike if may_be_empty(local, f)}
         run = self.run or (lambda _, given, __: local.call.target(**given))
         names = [a.name for a in schema_of(local.call.target).arguments]
 
-        def form(args: Sequence[Any], kwargs: dict[str, Any], sizes: Mapping[str, int]) -> Any:
-            piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin, sizes)
+        def form(*args: Any, **kwargs: Any) -> Any:
+            piece = _Piece(self, here, {f: extent((f,), r.count) for f, r in here.items()}, thin)
             flat, tree = pytree.tree_flatten(dict(zip(names, args, strict=False)) | kwargs)
             operands = iter(enumerate(local.rule.operands))
             for i, x in enumerate(flat):
@@ -202,7 +204,6 @@ class _Piece:
     here: Mapping[str, Reach]  # those that are cut
     mine: Mapping[str, Range]
     thin: Container[str]
-    sizes: Mapping[str, int]  # of all factors, what it has
     begins: dict[int, int] = field(default_factory=dict)
 
     def _wide(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
@@ -212,9 +213,11 @@ class _Piece:
                 if dim == reach.dim or (reach.dim is None and reach.source in label):
                     yield dim, reach, self.mine[f]
 
-    def _windows(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
-        """The dims of a tensor that read."""
-        return ((dim, self.here[f], self.mine[f]) for dim, f in _along(labels, self.here))
+    def _windows(self, labels: Labels) -> Iterator[tuple[int, Range, Range]]:
+        """The dims of a tensor that read: what is this device's, and what the op makes."""
+        for dim, f in _along(labels, self.here):
+            n, mine = _held(labels[dim][1:]), self.mine[f]  # elements for one of the major factor
+            yield dim, _scaled(mine, n), _scaled(self.here[f].made(mine), n)
 
     def given(self, x: Tensor, at: int, labels: Labels) -> Tensor:
         """An operand as the op gets it."""
@@ -224,9 +227,8 @@ class _Piece:
                 self.begins[dim] = reach.frame(mine)[0]
                 x = _sized(x, dim, length(reach.frame(mine))) if how.back else reach.fetched(x, dim, mine, how.name)
         else:
-            for dim, reach, mine in self._windows(labels):
-                n = self._inside(labels[dim])
-                x = reframe(x, dim, _scaled(mine, n), _scaled(reach.made(mine), n))
+            for dim, mine, made in self._windows(labels):
+                x = reframe(x, dim, mine, made)
         for dim, _ in _along(labels, self.thin):
             x = reframe(x, dim, (0, x.shape[dim]), (0, math.prod(map(self._taken, labels[dim]))))
         return x
@@ -237,24 +239,15 @@ class _Piece:
             for dim, reach, mine in self._wide(labels):
                 x = reach.given_back(x, dim, mine)
         else:
-            for dim, reach, mine in self._windows(labels):
-                n = self._inside(labels[dim])
-                x = reframe(x, dim, _scaled(reach.made(mine), n), _scaled(mine, n))
+            for dim, mine, made in self._windows(labels):
+                x = reframe(x, dim, made, mine)
         for dim, _ in _along(labels, self.thin):
-            x = x.narrow(dim, 0, self._held(labels[dim]))
+            x = x.narrow(dim, 0, _held(labels[dim]))
         return x
 
     def counted(self, ints: Mapping[Path, tuple[int, Sequence[str]]]) -> Iterator[tuple[Path, int]]:
         """Arguments that count what the op gets of a dim, or makes."""
         return ((path, k * math.prod(map(self._taken, factors))) for path, (k, factors) in ints.items())
-
-    def _held(self, label: Sequence[str]) -> int:
-        """How much the device has of a dim."""
-        return math.prod(self.sizes[f] for f in label)
-
-    def _inside(self, label: Sequence[str]) -> int:
-        """How many elements of a dim there are for one of its major factor."""
-        return self._held(label[1:])
 
     def _taken(self, factor: str) -> int:
         """How much the op is given of a factor, or makes."""
@@ -263,7 +256,7 @@ class _Piece:
         for f, reach in self.here.items():
             if reach.source == factor:
                 return length(reach.frame(self.mine[f]))
-        n = self.sizes[factor]
+        n = share(factor)
         return max(n, 1) if factor in self.thin else n
 
 
@@ -273,6 +266,11 @@ def put(arguments: Any, path: Path, value: Any) -> None:
     for step in outer:
         arguments = arguments[step]
     arguments[last] = value
+
+
+def _held(label: Sequence[str]) -> int:
+    """How much the device has of a dim."""
+    return math.prod(map(share, label))
 
 
 def _one_at_least(r: Range) -> Range:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardlib.internals import schema_of
 from shardlib.rules.lineup import whole
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import arg, axis, result_shape
+from shardlib.rules.space import arg, axis, is_backward, result_shape, words
 from shardlib.rules.stencil import nonempty
 
 
@@ -18,19 +17,19 @@ def _rule(call: Call) -> Rule:
 
     Windows that touch are factors of the dim. Where elements only move, no operation is counted.
     """
-    backward = "backward" in schema_of(call.target).name
+    backward = is_backward(call)
     shape, windows = (call.operands[0].shape, result_shape(call))[:: -1 if backward else 1]
     if not shape:
         return replace(whole(call), flops=0)
     dim, size, step = (arg(call, name) for name in ("dim" if backward else "dimension", "size", "step"))
     at = axis(dim, len(shape))
     touching = size == step and shape[at] == windows[at] * size
-    words = [f"d{i}" for i in range(len(shape))]
-    before, after = " ".join(words[:at]), " ".join(words[at + 1 :])
-    words[at], last, note = ("(o k)", "k", "k:whole o:local") if touching else ("t", "_", "o:windows(t, size, step)")
-    text = f"{' '.join(words)} -> {before} o {after} {last} | {note} {{0}}"
+    dims = words("d", len(shape)).split()
+    before, after = " ".join(dims[:at]), " ".join(dims[at + 1 :])
+    dims[at], last, note = ("(o k)", "k", "k:whole o:local") if touching else ("t", "_", "o:windows(t, size, step)")
+    text = f"{' '.join(dims)} -> {before} o {after} {last} | {note} {{0}}"
     if backward:
-        sizes = " ".join(f"{word}:size(input_sizes.{i})" for i, word in enumerate(words))
+        sizes = " ".join(f"{word}:size(input_sizes.{i})" for i, word in enumerate(dims))
         text = f"{gradient(text)} {sizes}"
     return pattern(text, local=nonempty if touching else None, flops=0)(call)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlib.internals import pytree, schema_of, without_modes
+from shardlib.internals import schema_of, without_modes
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
@@ -131,7 +131,7 @@ def _view(call: Call) -> Rule:
 def _squeeze(call: Call) -> Rule:
     """Only dims of size 1 go. A cut dim may have local size 1, so the local form names the dims that go."""
     found, shape = _view(call), call.operands[0].shape
-    dims = arg(call, "dim") if schema_of(call.target).overload_name else None
+    dims = arg(call, "dim", None)
     named = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = [i for i in sorted({axis(d, len(shape)) for d in named}) if shape and shape[i] == 1]
 
@@ -189,11 +189,6 @@ def _as_strided_scatter(
     return out
 
 
-def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
-    """A view as an op that returns memory of its own."""
-    return lambda x, *args, **kwargs: pytree.tree_map(Tensor.clone, view(x, *args, **kwargs))
-
-
 _VIEWS = [("permute", ""), ("transpose", ".int"), ("t", ""), ("unsqueeze", ""), ("unbind", ".int")]
 
 ROWS: dict[str, RuleFn | str] = {
@@ -209,7 +204,6 @@ ROWS: dict[str, RuleFn | str] = {
 
 DECOMPOSED: dict[str, Any] = {
     **by_torch("_chunk_cat", "rot90", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle"),
-    "narrow_copy": _copied(torch.narrow),
-    "as_strided_copy": _copied(torch.as_strided),
+    **by_torch("narrow_copy", "as_strided_copy"),
     "as_strided_scatter": _as_strided_scatter,
 }

@@ -48,11 +48,8 @@ def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Ten
 
 def _reduction(call: Call) -> str | None:
     """How what is written goes together with what is there; None: it replaces that."""
-    arguments = {a.name for a in schema_of(call.target).arguments}
-    if "reduce" in arguments:
-        return arg(call, "reduce")  # type: ignore[no-any-return]
-    adds = "accumulate" in arguments and arg(call, "accumulate")
-    return "add" if adds or schema_of(call.target).name.endswith("_add") else None
+    adds = arg(call, "accumulate", False) or schema_of(call.target).name.endswith("_add")
+    return "add" if adds else arg(call, "reduce", None)
 
 
 def _writes(call: Call, places: Places, values: list[list[Dim]], flops: int | None = None) -> Rule:

@@ -92,6 +92,7 @@ def rows_sent() -> Iterator[Sample]:
     for sources, rows in (([0, 1, 2], [1, 2, 0]), ([0, 1], [1, 2]), ([0, 1, 2], [2, 1, 0]), ([], [])):
         yield "shardlib::send_rows", (f(3, 5), sources, rows), {}
     yield "shardlib::send_rows", (f(2), [0, 1], [1, 0]), {}
+    yield "shardlib::send_rows", (f(2, 5), [1], [0]), {}  # columns may be uneven beside
     yield "shardlib::send_rows", (f(1, 3), [0], [0]), {}
 
 
