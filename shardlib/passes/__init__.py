@@ -56,15 +56,16 @@ def run_passes(
     Raises `ProgramError` for what would be a fault of ours.
 
     What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
-    machine has, if the mesh names one), nothing is gathered ahead, and then nothing moves at all. Where that does not
-    fit either, it is that program if `memory` was asked for, and else the one that hides most.
+    machine has, if the mesh names one), rows stay together, then nothing is gathered ahead, and then nothing moves at
+    all. Where that does not fit either, it is that program if `memory` was asked for, and else the one that hides most.
     """
     limit = _memory(program) if memory is None else memory
+    ways = {"parts": how, "ahead": replace(how, parts=1), "moving": replace(how, parts=1, prefetch=0), "still": how}
 
     @cache
     def passed(way: str) -> Program:
-        made, slower = program, how if way == "ahead" else replace(how, prefetch=0)
-        for after in _passed(program, slower, hosted, moves=way != "still"):
+        made = program
+        for after in _passed(program, ways[way], hosted, moves=way != "still"):
             made = after if draft or after is made else check(after)
         if not draft:
             verify(made)  # every message's sizes, on every kind of device
@@ -75,9 +76,9 @@ def run_passes(
 
     if memory is not None and not fits("still"):
         return passed("still")
-    if fits("ahead") or not (program.collectives or passed("ahead").copied) or not fits("still"):
-        return passed("ahead")
-    return passed("moving" if fits("moving") else "still")
+    if fits("parts") or not (program.collectives or passed("parts").copied) or not fits("still"):
+        return passed("parts")
+    return passed(next(way for way in ways if fits(way)))
 
 
 def _memory(program: Program) -> float:

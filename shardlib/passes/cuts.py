@@ -40,10 +40,12 @@ class Way(NamedTuple):
 
 @dataclass
 class Region:
-    """Steps that one cut leads through; `cuts` are those of their values."""
+    """Steps that one cut leads through; `cuts` are those of their values, and `sums` what parts add up, which is then
+    there as a whole."""
 
     cuts: dict[Var, Cut]
     ways: dict[Step, Way] = field(default_factory=dict)
+    sums: set[Var] = field(default_factory=set)
 
 
 class Cutter:
@@ -73,15 +75,17 @@ class Cutter:
         found, todo = Region({v: cut}), deque([v])
         while todo:
             for step in self.around[todo.popleft()]:
-                if step in found.ways or (way := self._way(step, found.cuts)) is None:
+                if step in found.ways or (way := self._way(step, found)) is None:
                     continue
                 found.ways[step] = way
+                found.sums.update(_summed(step, way))
                 todo += [v for v, _ in _said(step, way) if v not in found.cuts]
                 found.cuts |= _said(step, way)
         return found
 
-    def _way(self, step: Step, cuts: Mapping[Var, Cut]) -> Way | None:
+    def _way(self, step: Step, region: Region) -> Way | None:
         """How a step works in parts, some of whose values are cut; None: it does not."""
+        cuts = region.cuts
         if isinstance(step, Start):
             ways = self._sent(step.moves, cuts)
         elif isinstance(step, Compute):
@@ -90,7 +94,8 @@ class Cutter:
             return None
         for way in ways:
             said = dict[Var, Cut]()
-            if all(said.setdefault(v, cuts.get(v, cut)) == cut for v, cut in _said(step, way)):
+            same = all(said.setdefault(v, cuts.get(v, cut)) == cut for v, cut in _said(step, way))
+            if same and region.sums.isdisjoint(said) and cuts.keys().isdisjoint(_summed(step, way)):
                 return way
         return None
 
@@ -229,6 +234,12 @@ def _said(step: Step, way: Way) -> list[tuple[Var, Cut]]:
     """The values of a step that are cut, and how."""
     pairs = zip(_values(step), (*way.operands, *way.results), strict=True)
     return [(v, cut) for v, cut in pairs if v is not None and cut is not None]
+
+
+def _summed(step: Step, way: Way) -> list[Var]:
+    """The results of a step that are sums of what parts make."""
+    outs = step.outs if isinstance(step, Compute) else ()
+    return [v for v, cut in zip(outs, way.results, strict=False) if v is not None and cut is None]
 
 
 def _made(step: Step) -> tuple[Var, ...]:

@@ -28,13 +28,14 @@ from shardlib.specs.layout import Factor, Layout
 _WORTH = 0.05  # of a step's seconds, by which it is to be less
 _NOTE = "part"  # of steps that slice and join
 _TRIED = 4  # messages that are waited for longest
+_WRITTEN = 3  # of the regions that these are in
 
 
 def parts(program: Program, how: Schedule = DEFAULT) -> Program:
     """The program with its rows in parts: in as many as the schedule says, or in two where the mesh names a machine on
-    which that takes less."""
+    which that takes less. What waits in the host's memory between the passes does so as a whole."""
     n, machine = how.parts, Machine.of(program.mesh.machine)
-    decides = n is None and program.mesh.machine is not None and machine.device.overlaps
+    decides = n is None and how.saved is None and program.mesh.machine is not None and machine.device.overlaps
     if not program.collectives or not (decides or (n or 1) > 1):
         return program
 
@@ -45,30 +46,27 @@ def parts(program: Program, how: Schedule = DEFAULT) -> Program:
     if before.exposed <= least * before.seconds:
         return program
     cutter = Cutter(program, n or 2)
-    region = _best(cutter, before, least * before.seconds)
-    if region is None:
-        return program
-    made = _Writer(program, region, cutter).run()
+    every = [_Writer(program, region, cutter).run() for region in _regions(cutter, before, least * before.seconds)]
+    made = min(every, key=lambda made: timed(made).seconds, default=program)
     return made if n is not None or timed(made).seconds < (1 - least) * before.seconds else program
 
 
-def _best(cutter: Cutter, before: Timeline, least: float) -> Region | None:
-    """The region with most of the seconds that are waited for, at least so many."""
+def _regions(cutter: Cutter, before: Timeline, least: float) -> list[Region]:
+    """The regions with arithmetic, and with most of the seconds that are waited for, at least so many."""
     late = sorted(before.waits, key=before.waits.__getitem__, reverse=True)
-    best, most = None, least
-    tried = set[Any]()
-    for start in late[:_TRIED]:
-        for c in start.moves:
-            for cut in cutter.seeds(c.source):
-                if (c.source, cut) in tried:
-                    continue
-                region = cutter.region(c.source, cut)
-                tried |= {*region.cuts.items()}
-                sent = {c for step in region.ways if isinstance(step, Start) for c in step.moves}
-                held = sum(seconds for s, seconds in before.waits.items() if not sent.isdisjoint(s.moves))
-                if held > most:
-                    best, most = region, held
-    return best
+    found, tried = list[tuple[float, Region]](), set[Any]()
+    for c in (c for start in late[:_TRIED] for c in start.moves):
+        for cut in cutter.seeds(c.source):
+            if (c.source, cut) in tried:
+                continue
+            region = cutter.region(c.source, cut)
+            tried |= {*region.cuts.items()}
+            sent = {c for step in region.ways if isinstance(step, Start) for c in step.moves}
+            held = sum(seconds for start, seconds in before.waits.items() if not sent.isdisjoint(start.moves))
+            if held > least and any(isinstance(step, Compute) and step.flops for step in region.ways):
+                found.append((held, region))
+    found.sort(key=lambda one: one[0], reverse=True)
+    return [region for _, region in found[:_WRITTEN]]
 
 
 class _Writer:

@@ -135,7 +135,7 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
         sent = si(sum(c.source.nbytes for c in copied), "B")
         lines.append(f"in the host's memory: at most {si(plan.host_memory, 'B')}, {sent} copied there and back")
     if parts := [c.out.part for c in plan.compiled.program.collectives if c.out.part is not None]:
-        lines.append(f"rows in {parts[0][1]} parts, worked on in turn: {len(parts)} messages, hidden by other parts")
+        lines.append(f"rows in {parts[0][1]} parts, worked on in turn: {len(parts)} messages")
     lines += filter(None, [sentence(plan.redundant, plan.flops)])
     if (halves := plan.compiled.halves) is not None:
         n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
