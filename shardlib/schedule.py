@@ -31,7 +31,7 @@ class Schedule:
 
     `parts` is in how many parts a device works on its rows, in turn: while what one part sends is in flight it
     computes another, so that sums which the next step waits for (of tensor parallelism) are hidden as well. With a
-    machine there are 2 where its clock says that this takes less; 1: never.
+    machine that says what calls take to begin there are 2 where its clock says that this takes less; 1: never.
 
     Raises `ShardingError` for a negative distance, sizes and names that are none, naming all of them.
 

@@ -376,7 +376,8 @@ def test_a_machine_asks_for_parts_where_that_takes_less(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "machine", "sizes"),
     [
-        ("tp", None, BIG),  # no machine is named
+        ("tp", None, BIG),  # no machine is named: as on a node
+        ("tp", "node", BIG),  # calls begin for nothing there: who knows what more of them take
         ("tp", "cpu", BIG),  # nothing flies while it computes
         ("fsdp8", "h100", BIG),  # all is hidden as it is
         ("tp", "h100", {}),  # calls take longer to begin than messages to fly

@@ -33,9 +33,12 @@ _WRITTEN = 3  # of the regions that these are in
 
 def parts(program: Program, how: Schedule = DEFAULT) -> Program:
     """The program with its rows in parts: in as many as the schedule says, or in two where the mesh names a machine on
-    which that takes less. What waits in the host's memory between the passes does so as a whole."""
+    which that takes less. What waits in the host's memory between the passes does so as a whole.
+
+    A machine has to say what calls take to begin, and that messages fly meanwhile: else more of both are for nothing.
+    """
     n, machine = how.parts, Machine.of(program.mesh.machine)
-    decides = n is None and how.saved is None and program.mesh.machine is not None and machine.device.overlaps
+    decides = n is None and how.saved is None and machine.device.overlaps and machine.device.launch > 0
     if not program.collectives or not (decides or (n or 1) > 1):
         return program
 
