@@ -53,9 +53,12 @@ def remembered(function: Callable[Concatenate[F, P], T]) -> Callable[Concatenate
 
     @wraps(function)
     def call(of: F, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        made, key = known.setdefault(of, {}), repr((args, kwargs))
-        if key not in made:
-            made[key] = function(of, *args, **kwargs)
-        return made[key]
+        made, key = known.get(of, {}), repr((args, kwargs))
+        if key in made:
+            return made[key]
+        found = function(of, *args, **kwargs)
+        if found is not of:  # which would keep itself
+            known.setdefault(of, {})[key] = found
+        return found
 
     return call

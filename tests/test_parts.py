@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import shardlib as sl
+from shardlib import passes
 from shardlib.passes.cuts import Cut, Cutter
 from shardlib.passes.parts import _Writer
 from shardlib.program.device import Device
@@ -325,6 +327,17 @@ def test_beside_what_saves_memory(kept: dict[str, Any]) -> None:
             value, state = step(*w1_sharded.place(mode, w1.init(TINY), *w1.batch(TINY)))
             found.append([x.full_tensor() for x in pytree.tree_leaves((value, state))])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_what_waits_in_the_hosts_memory_is_whole() -> None:
+    """A budget that moves values says which: of parts nobody would know."""
+    program, other = (parse(f"{HEAD}y: f64[8, 4] = aten.mm.default(x, w)\nreturn y") for _ in range(2))
+    seen: list[sl.Schedule] = []
+    with mock.patch.object(passes.parts, "parts", lambda program, how: seen.append(how) or program):
+        with mock.patch.object(passes, "PASSES", (passes.parts.parts,)):
+            passes.run_passes(program, sl.Schedule(parts=2))
+            passes.run_passes(other, sl.Schedule(parts=2), hosted=passes.Hosted(values=[other.inputs[0]]))
+    assert [how.parts for how in seen] == [2, 1]
 
 
 def test_gradients_of_a_call_that_is_differentiated_outside() -> None:

@@ -90,7 +90,7 @@ def _memory(program: Program) -> float:
 def _passed(program: Program, how: Schedule, hosted: Hosted, *, moves: bool) -> Iterator[Program]:
     """What each pass makes; where nothing `moves`, messages stay where they are."""
     told: dict[Any, Callable[[Program], Program]] = {
-        parts.parts: partial(parts.parts, how=how),
+        parts.parts: partial(parts.parts, how=replace(how, parts=1) if hosted.values else how),  # which are whole
         bundle.bundle: lambda p: bundle.bundle(p, how),
         offload.offload: partial(offload.offload, how=how, chosen=hosted.values),
         offload_state.offload_state: partial(
