@@ -333,10 +333,10 @@ def test_what_waits_in_the_hosts_memory_is_whole() -> None:
     """A budget that moves values says which: of parts nobody would know."""
     program, other = (parse(f"{HEAD}y: f64[8, 4] = aten.mm.default(x, w)\nreturn y") for _ in range(2))
     seen: list[sl.Schedule] = []
-    with mock.patch.object(passes.parts, "parts", lambda program, how: seen.append(how) or program):
-        with mock.patch.object(passes, "PASSES", (passes.parts.parts,)):
-            passes.run_passes(program, sl.Schedule(parts=2))
-            passes.run_passes(other, sl.Schedule(parts=2), hosted=passes.Hosted(values=[other.inputs[0]]))
+    spy = mock.patch.object(passes.parts, "parts", lambda program, how: seen.append(how) or program)
+    with spy, mock.patch.object(passes, "PASSES", (passes.parts.parts,)):
+        passes.run_passes(program, sl.Schedule(parts=2))
+        passes.run_passes(other, sl.Schedule(parts=2), hosted=passes.Hosted(values=[other.inputs[0]]))
     assert [how.parts for how in seen] == [2, 1]
 
 

@@ -489,11 +489,11 @@ def test_names_that_raise_the_peak_are_told() -> None:
 def lowered(
     fn: Any, args: list[Any], specs: Any = ("...", "b@data _"), machine: Machine | None = None, **axes: int
 ) -> tuple[Program, Any]:
-    """A program in front of the passes, and what they are; rows stay together, as those that wait elsewhere do."""
+    """A program in front of the passes, and what they are."""
     found: list[Any] = []
     take = lambda program, keeping, finish, moves: found.append((program, finish)) or (program, frozenset(), None)
     with Mesh(axes or {"data": 4}, machine=machine), mock.patch.object(stages, "recompute", take):
-        sl.jit(fn, in_specs=specs, schedule=sl.Schedule(parts=1)).plan(*args)
+        sl.jit(fn, in_specs=specs).plan(*args)
     return found[-1]
 
 

@@ -60,7 +60,8 @@ def run_passes(
     all. Where that does not fit either, it is that program if `memory` was asked for, and else the one that hides most.
     """
     limit = _memory(program) if memory is None else memory
-    ways = {"parts": how, "ahead": replace(how, parts=1), "moving": replace(how, parts=1, prefetch=0), "still": how}
+    near = replace(how, parts=1, prefetch=0)
+    ways = {"parts": how, "ahead": replace(how, parts=1), "moving": near, "still": near}
 
     @cache
     def passed(way: str) -> Program:
