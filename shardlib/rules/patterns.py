@@ -9,11 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 from shardlib.errors import ShardingError
-from shardlib.internals import schema_of
 from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach, source
 from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.shards import torch_code
-from shardlib.rules.space import Dim, Ints, Space, arg, axes, largest, path
+from shardlib.rules.space import Dim, Ints, Space, arg, axes, largest, path, present
 from shardlib.rules.stencil import Reach, Stencil
 from shardlib.rules.window import Window
 
@@ -47,35 +46,6 @@ def pattern(
     parsed, local = parse(text), torch_code(form) if form else local
     work = (lambda _, points: flops * points) if isinstance(flops, int) else flops
     return lambda call: _apply(parsed, call, local, work, stencil, fields)
-
-
-def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
-    """Position and name of every argument that may be a tensor; None if some argument is a list of tensors."""
-    return _tensor_arguments(schema_of(target))
-
-
-@lru_cache(maxsize=4096)
-def _tensor_arguments(schema: Any) -> list[tuple[int, str]] | None:
-    out = []
-    for i, a in enumerate(schema.arguments):
-        kind = str(a.type)
-        if kind.startswith("List[") and "Tensor" in kind:
-            return None
-        if "Tensor" in kind:
-            out.append((i, a.name))
-    return out
-
-
-def present(call: Call, count: int) -> list[int]:
-    """Which of the `count` tensor arguments of the op this call gives (others are None, or Python numbers)."""
-    if len(call.operands) == count:
-        return list(range(count))
-    where = tensor_arguments(call.target) or []
-    return [
-        i
-        for i, (position, name) in enumerate(where)
-        if isinstance(call.args[position] if position < len(call.args) else call.kwargs.get(name), Meta)
-    ]
 
 
 def joint(sets: Iterable[frozenset[int]], here: Sequence[int]) -> list[frozenset[int]]:

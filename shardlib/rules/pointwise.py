@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from shardlib.internals import OpOverload, schema_of
-from shardlib.rules.patterns import joint, pattern, present, tensor_arguments
+from shardlib.rules.patterns import joint, pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import Space, arg, broadcast, join, numel, result_shape
+from shardlib.rules.space import Space, arg, broadcast, join, numel, present, result_shape, tensor_arguments
 
 
 def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from shardlib.errors import ShardingError
@@ -106,6 +107,35 @@ def path(call: Call, name: str) -> Path:
     """Where that argument sits."""
     position = [a.name for a in schema_of(call.target).arguments].index(name)
     return (position,) if position < len(call.args) else (name,)
+
+
+def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
+    """Position and name of every argument that may be a tensor; None if some argument is a list of tensors."""
+    return _tensor_arguments(schema_of(target))
+
+
+@lru_cache(maxsize=4096)
+def _tensor_arguments(schema: Any) -> list[tuple[int, str]] | None:
+    out = []
+    for i, a in enumerate(schema.arguments):
+        kind = str(a.type)
+        if kind.startswith("List[") and "Tensor" in kind:
+            return None
+        if "Tensor" in kind:
+            out.append((i, a.name))
+    return out
+
+
+def present(call: Call, count: int) -> list[int]:
+    """Which of the `count` tensor arguments of the op this call gives (others are None, or Python numbers)."""
+    if len(call.operands) == count:
+        return list(range(count))
+    where = tensor_arguments(call.target) or []
+    return [
+        i
+        for i, (position, name) in enumerate(where)
+        if isinstance(call.args[position] if position < len(call.args) else call.kwargs.get(name), Meta)
+    ]
 
 
 def axis(dim: int, rank: int) -> int:

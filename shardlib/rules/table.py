@@ -15,8 +15,9 @@ from shardlib.errors import ShardingError
 from shardlib.internals import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
 from shardlib.rules import pointwise
 from shardlib.rules.notation import REDUCED, Pattern, argument, other, parse, reach
-from shardlib.rules.patterns import pattern, tensor_arguments
+from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.space import tensor_arguments
 from shardlib.rules.written import full_name, op_named, writers
 from shardlib.state import rules_said
 from shardlib.tensors.warm import PROGRAMS
