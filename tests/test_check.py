@@ -553,3 +553,23 @@ def test_what_rounding_alone_does_is_no_difference(dtype: torch.dtype) -> None:
         assert all(torch.equal(p.full_tensor(), was) for p, was in zip(model.parameters(), before, strict=True))
         with pytest.raises(sl.ShardingError, match="in_proj_bias"):  # who says a tolerance has it
             sl.check(step, model, opt, x, rtol=1e-9)
+
+
+@pytest.mark.parametrize("make", [lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), torch.optim.AdamW])
+def test_what_is_kept_by_parameter_has_one_name_on_one_device_and_on_many(make: Any) -> None:
+    """Moments that the first step makes, and what the user keeps in a dict of his own."""
+    with sl.Mesh(data=2):
+        m = sl.parallelize(torch.nn.Linear(8, 8), {"weight": "f@data _", "bias": "..."})
+        by_hand, kept = make(m.parameters()), {m.weight: torch.zeros(4)}
+
+        def step(x: Tensor) -> Tensor:
+            loss = m(x).square().mean()
+            loss.backward()
+            by_hand.step()
+            by_hand.zero_grad()
+            kept[m.weight] += loss.detach()
+            return loss
+
+        report = str(sl.check(step, torch.randn(8, 8), in_specs=("b@data _",)))
+    assert "by_hand.state[tensor 0]" in report
+    assert "kept[tensor 0]" in report

@@ -71,5 +71,7 @@ def key_name(k: Any, i: int, numbers: Mapping[int, int]) -> Any:
     parts = k if kind is tuple else (k,)
     if all(type(y) in PLAIN and not (type(y) is int and abs(y) > _NO_ADDRESS) for y in parts):
         return k
+    if isinstance(k, torch.Tensor):
+        return _Called(f"tensor {i}")  # of whatever kind: `sl.check` has a whole one in place of a sharded one
     named = isinstance(k, type | types.FunctionType)
     return _Called(k.__qualname__ if named else k if isinstance(k, enum.Enum) else f"{kind.__name__} {i}")
