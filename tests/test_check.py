@@ -572,4 +572,3 @@ def test_what_is_kept_by_parameter_has_one_name_on_one_device_and_on_many(make: 
 
         report = str(sl.check(step, torch.randn(8, 8), in_specs=("b@data _",)))
     assert "by_hand.state[tensor 0]" in report
-    assert "kept[tensor 0]" in report
