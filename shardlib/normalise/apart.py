@@ -116,7 +116,9 @@ class Apart:
         """What becomes of parts where what they are parts of is shown otherwise."""
         if mask.target in _SAME or has(mask.target, "copies"):
             return [*parts]
-        whole = mask.args[0].meta["val"].shape  # type: ignore[union-attr]
+        shown = mask.args[0]
+        assert isinstance(shown, fx.Node)
+        whole = shown.meta["val"].shape
         if whole[-2:] != mask.meta["val"].shape[-2:]:
             return None
         with self.gm.graph.inserting_before(mask):

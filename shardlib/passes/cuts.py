@@ -200,11 +200,11 @@ _DIMS = {
 
 
 # By what it is told of a dim, what it is told of sizes along it.
-SIZES = {"dim": ("sizes",), "split_dim": ("split_sizes",), "concat_dim": ("concat_sizes",)}
+SIZES = {"dim": "sizes", "split_dim": "split_sizes", "concat_dim": "concat_sizes"}
 
 
 def _sizes(c: Collective) -> Iterator[Sequence[Any]]:
-    return (c.params[key] for keys in SIZES.values() for key in keys if c.params.get(key))
+    return (c.params[key] for key in SIZES.values() if c.params.get(key))
 
 
 def _fixed(rule: Rule) -> set[str]:

@@ -156,7 +156,7 @@ class _Writer:
         assert out is not None
         for at, sizes in SIZES.items():
             if params.get(at) == cut.dim:
-                params |= {key: [size // self.n for size in params[key]] for key in sizes}
+                params[sizes] = [size // self.n for size in params[sizes]]
         part = replace(step.first, source=next(taken), out=out, params=params, bytes=step.first.bytes / self.n)
         return [Start((part,)), Wait((out,))]
 

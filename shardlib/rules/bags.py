@@ -99,7 +99,8 @@ def _bag_backward(first: int, bag: str, between: str) -> RuleFn:
         n, by_count, mode, *others, padding = rest[first - 2 :]
         maxima = _spare(maxima, n) if mode == MAX else maxima
         given = *before, counted, maxima, n + 1, by_count, mode, *others, -1
-        return local.call.target(grad, _spare(index, n, padding), *given).narrow(0, 0, n)  # type: ignore[no-any-return]
+        out: Tensor = local.call.target(grad, _spare(index, n, padding), *given).narrow(0, 0, n)
+        return out
 
     def rule(call: Call) -> Rule:
         most, every = arg(call, "mode") == MAX, between.split(",")
@@ -117,7 +118,8 @@ def _weights_backward(local: Local, grad: Tensor, table: Tensor, index: Tensor, 
     *more, padding = rest
     mine, skipped = located(index, "v", padding)
     grad, table = Rows.of(local, [1]).held(grad, 0), Rows.of(local, [0, 1], 1).held(table, 0)
-    return local.call.target(grad, table, mine, *more, -1).masked_fill(skipped, 0)  # type: ignore[no-any-return]
+    out: Tensor = local.call.target(grad, table, mine, *more, -1).masked_fill(skipped, 0)
+    return out
 
 
 def _weights(terms: str) -> RuleFn:

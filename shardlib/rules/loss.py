@@ -55,7 +55,8 @@ def _nll(
 def _nll_backward(
     local: Local, grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, total: Tensor
 ) -> Tensor:
-    return local.call.target(grad, x, _classes(local, target, ignore), weight, reduction, -1, total)  # type: ignore[no-any-return]
+    out: Tensor = local.call.target(grad, x, _classes(local, target, ignore), weight, reduction, -1, total)
+    return out
 
 
 def _nll_rule(call: Call) -> Rule:

@@ -41,7 +41,8 @@ def send_rows(call: Call) -> Rule:
     def form(_: Local, value: Tensor, *args: Any) -> Tensor:
         (factor,) = x[0]
         if shares(factor) == [1] * n:
-            return ppermute(value, factor, pairs)  # type: ignore[no-any-return]
+            out: Tensor = ppermute(value, factor, pairs)
+            return out
         offset, size, whole = piece(factor)
         found: Tensor = call.target(gathered(value, factor, 0, whole), *args)
         return found.narrow(0, offset, size)

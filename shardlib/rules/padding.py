@@ -28,7 +28,8 @@ def _spliced(x: Tensor, dim: int, ranges: Sequence[Range], *, turned: Sequence[b
     starts = [max(start, 0) for start, *_ in kept]
     stops = [stop if start >= 0 else -start for start, stop, _ in kept]
     turns = [turn for *_, turn in kept]
-    return SPLICE([x], dim, sources, starts, stops, [0] * len(kept), [], turns)  # type: ignore[no-any-return]
+    out: Tensor = SPLICE([x], dim, sources, starts, stops, [0] * len(kept), [], turns)
+    return out
 
 
 # What is in front of a dim and behind it, of what the dim itself has.

@@ -49,7 +49,8 @@ def _prod(local: Local, *args: Any, **kwargs: Any) -> Tensor:
     """Products of the pieces, gathered: no sum or maximum can stand for them while they are pending."""
     row, how = cut(local, local.rule.reduce), {"dtype": result(local.call).dtype}
     pieces = all_gather(local.call.target(*args, **(kwargs | how)), row, tiled=False)
-    return pieces.prod(0, **how)  # type: ignore[no-any-return]
+    out: Tensor = pieces.prod(0, **how)
+    return out
 
 
 # Norms ---------------------------------------------------------------------------------------------------------------
@@ -67,7 +68,8 @@ def _norm(local: Local, x: Tensor, order: float = 2, *how: Any, **named: Any) ->
     rows, out = Rows.over(local), result(local.call).dtype
     held = rows.held(x, math.inf if order < 0 else 0)  # which changes no norm
     if order in _PENDING:
-        return local.call.target(held, order, *how, **named)  # type: ignore[no-any-return]
+        power: Tensor = local.call.target(held, order, *how, **named)
+        return power
     acc = wide(out).to_complex() if x.is_complex() else wide(out)
     norm = torch.linalg.vector_norm(held, order, rows.dims, rows.kept, dtype=acc)
     powers: Tensor = psum(norm**order, rows.factors)

@@ -28,7 +28,8 @@ aten = torch.ops.aten
 def _embedding_backward(_: Local, grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
     """Torch skips rows of the padding index: what lies outside becomes one that no row of the shard has."""
     mine, skipped = located(index, "v", padding)
-    return aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)  # type: ignore[no-any-return]
+    out: Tensor = aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)
+    return out
 
 
 def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Tensor], write: Any) -> Tensor:

@@ -101,8 +101,8 @@ def simulated() -> str:
     for name in ("fsdp8", "fsdp_tp"):
         cases[f"W1 {name}, as wide as Llama 8B"] = lambda name=name: w1_plan(name, 8, **BIG)  # type: ignore[misc]
     for name in ("fsdp_tp", "tp", "tp_sp"):
-        told = {"machine": "h100", "dtype": torch.bfloat16, **BIG}
-        cases[f"the same, {name}, bf16, H100s named"] = lambda name=name, told=told: w1_plan(name, 8, **told)  # type: ignore[misc]
+        told: dict[str, Any] = {"machine": "h100", "dtype": torch.bfloat16, **BIG}
+        cases[f"the same, {name}, bf16, H100s named"] = partial(w1_plan, name, 8, **told)
     for axes in ({"data": 8}, {"data": 64}, {"data": 8, "tensor": 8}):
         what = " x ".join(f"{axis} {n}" for axis, n in axes.items())
         cases[f"Llama, {what}"] = lambda axes=axes: llama_plan(axes, 4096, 2 * axes["data"], 4096)  # type: ignore[misc]
