@@ -275,6 +275,13 @@ def kept_on_the_host(door: Any) -> Any:
 
 
 @program
+def in_parts(door: Any) -> Any:
+    m = door.module(_module())
+    step = door.jit(_backward, schedule=sl.Schedule(parts=2))
+    return step(m, _x(8, 8)), [p.grad for p in m.parameters()]
+
+
+@program
 def made_again(door: Any) -> Any:
     m = _module()
     return door.jit(_backward, remat="full")(m, _x()), [p.grad for p in m.parameters()]
