@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(Config<D, General>::Threads, 1) backward(const
   if (warp == 0 && elect_one()) {
     barrier_init(&s.k_full, 1), barrier_init(&s.v_full, 1);
     for (int stage = 0; stage < C::Stages; ++stage) {
-      barrier_init(&s.q_full[stage], 2), barrier_init(&s.grad_full[stage], 1);  // q: its copies, and the rows' numbers
+      barrier_init(&s.q_full[stage], 1 + 32), barrier_init(&s.grad_full[stage], 1);  // q: its copies, and load_rows
       barrier_init(&s.q_empty[stage], 4 * C::Groups), barrier_init(&s.grad_empty[stage], 4 * C::Groups);
     }
     for (int group = 0; group < C::Groups; ++group)

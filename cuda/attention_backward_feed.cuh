@@ -42,8 +42,7 @@ template <class C> __device__ __forceinline__ void load_rows(const Params& p, Sh
       s.lse_log2[ring.stage][i] = nothing ? -SHARDLIB_MINUS_INFINITY : sum * kLog2E;
       s.delta[ring.stage][i] = nothing ? 0.0f : delta[row];
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&s.q_full[ring.stage]);
+    barrier_arrive(&s.q_full[ring.stage]);
     ring.next();
   });
 }
