@@ -63,6 +63,8 @@ class Reruns:
         self.found = {id(x): x for x in self.watch.before.tensors}
         self.tensors = dict(self._tensors(args, kwargs, self.watch.before))
         self.before = {name: whole(x) for name, x in self.tensors.items()}
+        drawn = [x for x in pytree.tree_leaves(self.given) if isinstance(x, torch.Generator)]
+        self.generators = [(g, g.get_state()) for g in (*drawn, *self.watch.before.generators)]
         self.histories = [(x, Autograd.of(x)) for x in self.tensors.values() if x is not None]
         self.stays: list[str] = []  # ShardedTensors on one device, too: something holds them that can hold no others
         self.made = {name for name, x in self.tensors.items() if x is not None and x.grad_fn is not None}
@@ -131,6 +133,8 @@ class Reruns:
             return Ran(out, {name: whole(x) for name, x in left.items()}, has)
         finally:
             self.watch.restore()
+            for generator, state in self.generators:
+                generator.set_state(state)
             for x, was in self.histories:
                 was.restore(x)
             with torch.no_grad():

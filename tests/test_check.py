@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -97,6 +98,33 @@ def test_random_numbers_are_compared_and_the_random_state_is_kept() -> None:
         with pytest.raises(ShardingError, match=r"aten\.poisson\.default"):
             check(torch.poisson, torch.ones(4, 2))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_state_of_a_generator_is_kept(given: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state, x = generator.get_state(), torch.ones(4, 6)
+    draw = lambda x, g=None: x + torch.rand(4, 6, generator=g if given else generator)
+    with sl.Mesh(data=2):
+        report = sl.check(draw, sl.shard(x, "b@data _"), *([generator] if given else ()))
+    assert report.max_error == 0
+    assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.dropout(x, 0.5),
+        lambda x: F.dropout2d(x, 0.5),
+        lambda x: F.alpha_dropout(x, 0.5, training=True),
+        lambda x: F.rrelu(x, training=True),
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    ],
+)
+def test_inference_mode_draws_the_same_numbers(fn: Any) -> None:
+    """There ops come to modes whole that are written as others."""
+    with sl.Mesh(data=2), torch.inference_mode():
+        sl.check(fn, sl.shard(torch.randn(4, 2, 6, 8), "b@data _ _ _"))
 
 
 def test_what_differs_is_listed() -> None:

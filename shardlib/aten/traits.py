@@ -228,6 +228,18 @@ def repeats(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags and not has(target, "unset")
 
 
+@cache
+def is_composite(target: Any) -> bool:
+    """Whether an op is written as others for every device, and for autograd.
+
+    Example:
+        >>> is_composite(torch.ops.aten.dropout.default), is_composite(torch.ops.aten.bernoulli.default)
+        (True, False)
+    """
+    key = torch.DispatchKey.CompositeImplicitAutograd
+    return isinstance(target, OpOverload) and (key in target.py_kernels or target.has_kernel_for_dispatch_key(key))
+
+
 def _of(target: Any) -> frozenset[str]:
     if not isinstance(target, OpOverload):
         return frozenset()

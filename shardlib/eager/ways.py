@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardlib.aten.forms import functional_form
-from shardlib.aten.traits import has, is_view
+from shardlib.aten.traits import has, is_composite, is_view
 from shardlib.eager import refusals
 from shardlib.eager.forms import FORMS
 from shardlib.eager.prepare import Prepared, whole
@@ -95,7 +95,7 @@ def _has_own_form(call: Asked) -> bool:
 
 
 def _asks_for_shapes(call: Asked) -> bool:
-    return any(device.type == "meta" for device in call.devices) and not _is_composite(call.op)
+    return any(device.type == "meta" for device in call.devices) and not is_composite(call.op)
 
 
 def _mixes_values_and_none(call: Asked) -> bool:
@@ -108,7 +108,7 @@ def _mixes_values_and_none(call: Asked) -> bool:
 @cache
 def _is_ordinary(op: Any) -> bool:
     """Whether an op is sure to run as it is, and to make new tensors or views."""
-    written_otherwise = op in DECOMPOSITIONS or _takes_lists(op) or _is_composite(op)
+    written_otherwise = op in DECOMPOSITIONS or _takes_lists(op) or is_composite(op)
     return not (schema_of(op).is_mutable or has(op, "storage") or written_otherwise or _gives_values(op))
 
 
@@ -124,12 +124,6 @@ def _writes_to_out(op: Any) -> bool:
 
 def _takes_lists(op: Any) -> bool:
     return bool(schema_of(op).name.startswith("aten::_foreach_")) or (is_step(op) and op in DECOMPOSITIONS)
-
-
-@cache
-def _is_composite(op: Any) -> bool:
-    key = torch.DispatchKey.CompositeImplicitAutograd
-    return key in op.py_kernels or op.has_kernel_for_dispatch_key(key)
 
 
 def _gives_values(op: Any) -> bool:
@@ -249,7 +243,7 @@ WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
     (lambda c: has(c.op, "storage"), lambda c: refusals.storage(c.op, c.tensors)),
     (lambda c: _writes_to_out(c.op), lambda c: through_copies(c.op)),
     (lambda c: c.op in DECOMPOSITIONS, _others),
-    (lambda c: _is_composite(c.op) and (row(c.op) is None or is_view(c.op)), _parts),
+    (lambda c: is_composite(c.op) and (row(c.op) is None or is_view(c.op)), _parts),
     (lambda c: bool(schema_of(c.op).is_mutable), lambda c: writer(c.op, c.args, c.kwargs, c.mesh)),
     (lambda c: _gives_values(c.op), _whole),
     (lambda c: True, _ready),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from shardlib.aten.traits import is_composite
 from shardlib.errors import ShardingError
 from shardlib.internals import TorchDispatchMode, generator_id, without_modes
 from shardlib.lines import user_line
@@ -343,6 +344,9 @@ class PlainDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         form = self.forms.get(func)
         if form is None or not all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
-            return func(*args, **kwargs)
+            if not is_composite(func):
+                return func(*args, **kwargs)
+            with self:  # under `inference_mode` it comes here whole
+                return func.decompose(*args, **kwargs)
         with nullcontext() if _call.get() else one_call(), self:  # a form may be written with other random ops
             return form(*args, **kwargs)
