@@ -69,9 +69,19 @@ def test_every_figure_has_a_part_and_every_part_its_figures() -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
-@pytest.mark.parametrize("name", [part.name for part in PARTS if part.name not in ("gpu tests", "cpu tests")])
+@pytest.mark.parametrize("name", [part.name for part in PARTS if part.name not in ("gpu tests", "cpu tests", "waits")])
 def test_a_part_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_attention_cuda, "kernel", _attention_cuda.kernel)  # restored behind the part
+    _rehearsed(name, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+def test_waits_rehearsed(tmp_path: Path) -> None:
+    _rehearsed("waits", tmp_path)
+
+
+def _rehearsed(name: str, tmp_path: Path) -> None:
     part = next(part for part in PARTS if part.name == name)
     run = Recorder(tmp_path / "records.jsonl", "cpu")
     part.run(run)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -216,18 +216,35 @@ def _llama(machine: str | None, parts: int | None, layers: int) -> Callable[[], 
     return make
 
 
+class Turns(NamedTuple):
+    """Seconds of a program, round by round: of a step on the first of 4 ranks, and of all ranks the mean of those that
+    they waited for messages, and of these that they stood in the queue for a core."""
+
+    steps: list[float]
+    waits: list[float]
+    queues: list[float]
+
+
+def turns(
+    name: str, layers: int, rounds: int, machine: str | None = None, parts: int | None = None
+) -> tuple[Turns, Turns]:
+    """A case without its schedule, and with it."""
+    of_ranks = run_ranks(measure, 4, name, layers, rounds, machine, parts, timeout=900.0)
+
+    def mean(who: str, kind: int) -> list[float]:
+        return [statistics.mean(each) for each in zip(*(of_rank[who][kind] for of_rank in of_ranks), strict=True)]
+
+    before, after = (Turns(of_ranks[0][who][0], mean(who, 1), mean(who, 2)) for who in ("unscheduled", "scheduled"))
+    return before, after
+
+
 def on_ranks(names: list[str], layers: int, rounds: int, machine: str | None, parts: int | None) -> str:
     rows: list[tuple[object, ...]] = []
     for name in names:
-        of_ranks = run_ranks(measure, 4, name, layers, rounds, machine, parts, timeout=900.0)
-        steps, waits, queues = {}, {}, {}
-        for who in ("unscheduled", "scheduled"):
-            steps[who] = of_ranks[0][who][0]
-            waits[who] = [statistics.mean(r[who][1][i] for r in of_ranks) for i in range(rounds)]
-            queues[who] = [statistics.mean(r[who][2][i] for r in of_ranks) for i in range(rounds)]
-        times = (ms(steps["unscheduled"]), ms(steps["scheduled"]), ratio(steps["scheduled"], steps["unscheduled"]))
-        held = (ms(waits["unscheduled"]), ms(waits["scheduled"]), ratio(waits["scheduled"], waits["unscheduled"]))
-        rows.append((f"{name} L={layers}", *times, *held, ms(queues["unscheduled"]), ms(queues["scheduled"])))
+        before, after = turns(name, layers, rounds, machine, parts)
+        steps = ms(before.steps), ms(after.steps), ratio(after.steps, before.steps)
+        waits = ms(before.waits), ms(after.waits), ratio(after.waits, before.waits)
+        rows.append((f"{name} L={layers}", *steps, *waits, ms(before.queues), ms(after.queues)))
     header = ("4 processes", "step, unscheduled", "scheduled", "ratio", "waited, unscheduled", "scheduled", "ratio")
     header += ("of it in the queue for a core, unscheduled", "scheduled")
     return markdown("Measured over shared memory, one thread each", header, rows)

@@ -27,6 +27,8 @@ STEP_SIMULATED = "the same step, simulated over measured"
 EAGER_PEAK = "the same step through eager torch: peak"
 KEEPING = ("all kept", "all made again", "within 70 %", "saved values on the host")  # for the backward pass
 PEAK_OFF = 0.10
+WAITS = ("fsdp8", "fsdp_tp", "llama")  # programs on 4 processes
+LONGEST_WAIT, LONGEST_STEP = 0.5, 1.03  # with the schedule, times those without
 
 # What is tried: CTAs of a large collective, sizes up to which one way may beat another, keys of a tile of the forward.
 SWEPT_CTAS = (4, 8, 16, 24, 32)  # of each of 4 virtual ranks, all of which run at once
@@ -108,6 +110,10 @@ def peak_of(keeping: str) -> str:
     return f"the same step, {keeping}: peak, planned over measured"
 
 
+def wait_of(program: str) -> str:
+    return f"{program}, 8 layers, 4 processes on the CPUs: seconds waited, scheduled over not"
+
+
 def bandwidth_of(op: str, form: str) -> str:
     return f"{op}, 4 virtual ranks, 64 MiB, {form}"
 
@@ -159,6 +165,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("steps", STEP_SIMULATED),
     Figure("steps", EAGER_PEAK),
     *(Figure("steps", peak_of(keeping), f"within {100 * PEAK_OFF:.0f} %") for keeping in KEEPING),
+    *(Figure("waits", wait_of(name), f"<= {LONGEST_WAIT}x, the step <= {LONGEST_STEP}x") for name in WAITS),
     *(Figure("sanitizer", f"compute-sanitizer {tool}: attention", "0 errors") for tool in TOOLS),
     *(Figure("sanitizer", f"compute-sanitizer {tool}: collectives", "0 errors") for tool in ("memcheck", "synccheck")),
     Figure("gpu tests", "pytest -m gpu", "all pass"),
