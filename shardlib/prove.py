@@ -27,6 +27,7 @@ from shardlib.program.steps import Inside
 from shardlib.rules.cuts import cuts
 from shardlib.rules.notation import parse, reach
 from shardlib.rules.rule import Rule
+from shardlib.rules.summing import holds
 from shardlib.rules.table import overload_of, text_of
 from shardlib.trial import RAISED, ROUNDING, Trial, same, tensors_of
 
@@ -93,7 +94,7 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
         )
     if text_of(target) and (idle := list(_shows_nothing(call))):
         raise _refused(call, "is not put to the test", idle, "prove it with random numbers, torch.randn(5, 6)")
-    if wrong := [*_wrong(call), *_not_linear(call), *_wrong_below_zero(call)]:
+    if wrong := [*_wrong(call), *_not_linear(call), *_idle_sets(call), *_wrong_of_nothing(call)]:
         raise _refused(call, "is wrong", wrong)
     return Proof(call.op.target.name(), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(every))
 
@@ -108,19 +109,34 @@ def _shows_nothing(call: Trial) -> Iterator[str]:
             yield f"result {i} is NaN everywhere"
 
 
-def _wrong_below_zero(call: Trial) -> Iterator[str]:
-    """What is wrong with a maximum or a minimum of the opposite numbers: 0 for a piece of nothing is that of some."""
-    if not text_of(call.op.target) or not {"max", "min"} & {*call.rule.reduce.values()}:
-        return
-    opposite = [-x if x.is_floating_point() else x for x in call.tensors]
+def _wrong_of_nothing(call: Trial) -> Iterator[str]:
+    """What is wrong with a maximum of numbers below zero, or a minimum of such above: 0 for a piece of nothing is that
+    of some."""
+    for kind, sign in (("max", -1), ("min", 1)):
+        if text_of(call.op.target) and kind in call.rule.reduce.values():
+            for whole in (True, False):
+                if (there := _beyond(call, sign, whole)) is not None:
+                    yield from _wrong(there)
+                    break
+
+
+def _beyond(call: Trial, sign: int, whole: bool) -> Trial | None:
+    """The call of numbers of one sign, `whole` ones, too; None where the op takes no such numbers, or makes none."""
+
+    def moved(x: Tensor) -> Tensor:
+        return (x.abs() + 1) * sign if x.is_floating_point() or (whole and x.dtype.is_signed) else x
+
+    tensors = tuple(moved(x) for x in call.tensors)
     try:
-        made = call.called(opposite)
+        made = call.called(tensors)
     except RAISED:
-        return  # it takes no such numbers
-    if not any(bool(x.isnan().any()) for x in made):
-        rest = iter(made)
-        results = tuple(next(rest) if isinstance(x, Tensor) else x for x in call.results)
-        yield from _wrong(replace(call, tensors=tuple(opposite), results=results))
+        return None
+    if any(bool(x.isnan().any()) for x in made):
+        return None
+    rest = iter(made)
+    return replace(
+        call, tensors=tensors, results=tuple(next(rest) if isinstance(x, Tensor) else x for x in call.results)
+    )
 
 
 def _all_fetched(call: Trial) -> Iterator[str]:
@@ -208,19 +224,31 @@ def _reads_around(call: Trial) -> bool:
 def _not_linear(call: Trial) -> Iterator[str]:
     """Random addends on the operands of every linear set must add up to the result of their sums."""
     for members, size in itertools.product(filter(None, call.rule.linear), (1, 10_000)):
-        said = f"{{{','.join(map(str, sorted(members)))}}}"
         if any(call.tensors[i].dtype == torch.bool for i in members):
             continue  # truth values are no sums
-        if any(x.dtype == torch.bool for x in tensors_of(call.results)):
-            yield f"{said} says that sums may be pending, and a truth value is no sum"
-            return
         other = [_addend(x, size) if i in members else x for i, x in enumerate(call.tensors)]
         total = [x + y if i in members else x for i, (x, y) in enumerate(zip(call.tensors, other, strict=True))]
         one, two, both = (call.called(xs) for xs in (call.tensors, other, total))
         room = max(ROUNDING.get(x.dtype, 0.0) for x in (*call.tensors, *both))
         if not all(same(x + y, z, room, size) for x, y, z in zip(one, two, both, strict=True)):
-            yield f"it is not linear in the operands {said}"
+            yield f"it is not linear in the operands {_set(members)}"
             return
+
+
+def _idle_sets(call: Trial) -> Iterator[str]:
+    """Sets of a user's rule that no sum passes, since a result cannot hold it."""
+    said = text_of(call.op.target)
+    if said and len((rule := parse(said)).operands) == len(call.tensors):
+        for members in rule.linear:
+            into = [x.dtype for i, x in enumerate(call.results) if isinstance(x, Tensor)]
+            pairs = [(call.tensors[i].dtype, new) for i in sorted(members) for new in into]
+            for old, new in dict.fromkeys((old, new) for old, new in pairs if not holds(new, old)):
+                names = (str(dtype).removeprefix("torch.") for dtype in (old, new))
+                yield "{} says that sums may be pending, and a sum of {} is none in {}".format(_set(members), *names)
+
+
+def _set(members: frozenset[int]) -> str:
+    return f"{{{','.join(map(str, sorted(members)))}}}"
 
 
 def _addend(x: Tensor, size: int) -> Tensor:

@@ -223,6 +223,49 @@ def test_what_is_divided_by_zero_is_infinite(fn: Callable[[Tensor, Tensor], Tens
     torch.testing.assert_close(found, fn(x, w), equal_nan=True)
 
 
+BIG = torch.tensor([10**9 + 1, 3, -(10**9), 5])
+IDS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 5, 5, 5, 6])
+HALVES = torch.tensor([[50.0], [50.0], [-48.0], [-50.0]]).half()
+OTHER_DTYPES: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "whole numbers, divided": (lambda x: x.sum() / 2, BIG),
+    "whole numbers, times a fraction": (lambda x: x.sum() * 0.5, BIG),
+    "whole numbers among others": (lambda x: torch.cat([x.sum()[None], torch.zeros(1)]), BIG),
+    "whole numbers, added to others": (lambda x: torch.zeros(()) + x.sum(), BIG),
+    "products of whole numbers": (lambda x: (x @ torch.ones(4, 2, dtype=torch.long)) * 0.5, BIG),
+    "whole numbers that wrap": (lambda x: x.sum(dtype=torch.int32) * 0.5, torch.full((8,), 2**30, dtype=torch.int32)),
+    "narrow whole numbers that wrap": (lambda x: x[:, None].repeat(1, 16).sum(0, dtype=torch.uint8).sum(), IDS + 50),
+    "float64, times float32": (lambda x: x.sum() * torch.ones(1), BIG.double()),
+    "float32, times float16": (lambda x: x.sum() * torch.ones(1).half(), torch.tensor([100000.0, 3, -100000, 5])),
+    "truth values, counted": (lambda x: (x[:, None] == torch.arange(9)).sum(0, dtype=torch.bool).sum(), IDS),
+    "truth values, written": (
+        lambda x: torch.zeros(9, dtype=torch.bool).index_put((x,), torch.tensor(True), accumulate=True).sum(),
+        IDS,
+    ),
+    "truth values, times numbers": (
+        lambda x: (x[:, None] == torch.arange(9)).sum(0, dtype=torch.bool) * torch.ones(9, dtype=torch.int8), IDS,
+    ),
+    "float16, times a number": (lambda x: x.sum(0) * 2000, HALVES),
+    "float16, divided": (lambda x: x.sum(0) / 0.0005, HALVES),
+    "float16, times a tensor": (lambda x: x.sum(0) * torch.full((1,), 2000).half(), HALVES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "x"), OTHER_DTYPES.values(), ids=list(OTHER_DTYPES))
+def test_a_sum_passes_no_dtype_that_cannot_hold_it(fn: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with Mesh(a=4):
+        found = sl.jit(fn, in_specs="b@a" + " _" * (x.dim() - 1))(x).full_tensor()
+    torch.testing.assert_close(found, fn(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16])
+def test_numbers_without_arithmetic_are_cast_and_looked_up(dtype: torch.dtype) -> None:
+    x = torch.arange(32.0).view(8, 4)
+    fn = lambda x: x.to(dtype)[torch.tensor([1, 5])].float()
+    with Mesh(a=4):
+        assert torch.equal(sl.jit(fn, in_specs="b@a _")(x).full_tensor(), fn(x))
+        assert torch.equal(fn(sl.shard(x, "b@a _")).full_tensor(), fn(x))
+
+
 def test_a_sum_passes_division_by_a_number() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return x.sum(0) / 3 + y.sum(0) / 5

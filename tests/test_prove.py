@@ -424,12 +424,20 @@ def test_numbers_that_tell_nothing_apart_prove_nothing(numbers: Any, words: str)
         sl.prove(made, numbers(2, 7))
 
 
-def test_a_maximum_is_tried_below_zero() -> None:
-    """There 0 is no maximum of nothing."""
-    made = op(_highest)
-    sl.rule("n d -> n | d:max")(made)
+@pytest.mark.parametrize(
+    "numbers", [r(5, 6).abs(), r(5, 6), torch.arange(30).view(5, 6), torch.arange(-9, 21).view(5, 6)]
+)
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_a_maximum_is_tried_below_zero_and_a_minimum_above(kind: str, numbers: Tensor) -> None:
+    """There 0 is none of nothing."""
+    made = op(_highest if kind == "max" else _lowest)
+    sl.rule(f"n d -> n | d:{kind}")(made)
     with pytest.raises(ShardingError, match="d@a on a=4: result 0 is wrong"):
-        sl.prove(made, r(5, 6).abs())
+        sl.prove(made, numbers)
+
+
+def _lowest(x: Tensor) -> Tensor:
+    return x.amin(1) if x.shape[1] else x.sum(1)
 
 
 def _highest(x: Tensor) -> Tensor:
@@ -501,7 +509,7 @@ def positive(x: Tensor) -> Tensor:
     [
         (halved, torch.arange(7), r"not linear in the operands \{0\}"),
         (clipped, r(7), r"not linear in the operands \{0\}"),
-        (positive, r(7), r"\{0\} says that sums may be pending, and a truth value is no sum"),
+        (positive, r(7), r"\{0\} says that sums may be pending, and a sum of float64 is none in bool"),
     ],
 )
 def test_linear_is_linear_in_all_numbers(made: Any, x: Tensor, words: str) -> None:

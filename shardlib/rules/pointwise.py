@@ -49,32 +49,29 @@ def is_pointwise(target: OpOverload) -> bool:
 
 
 def _to_copy(call: Call) -> Rule:
-    """A change of dtype rounds, unless the new one holds all numbers of the old one."""
+    """A change of dtype."""
     (old,), (new,) = call.operands, call.results
-    exact = new is not None and torch.promote_types(old.dtype, new.dtype) == new.dtype
-    return _pointwise(call, [frozenset({0})] if exact and _adds(old.dtype) else [], transparent=old == new)
+    return _pointwise(call, [frozenset({0})], transparent=old == new)
 
 
-def _adds(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _copy(call: Call) -> Rule:
-    """`copy(self, src)`: the values of src in the shape and dtype of self, whose own values do not matter."""
-    same = call.operands[0].dtype == call.operands[1].dtype
-    return _pointwise(call, [frozenset({1})] if same else [])
-
-
-def _by_number(fits: Callable[[complex], object], tensors: str = "", *, name: str = "other") -> RuleFn:
+def _by_number(
+    fits: Callable[[complex], object],
+    tensors: str = "",
+    *,
+    half: Callable[[complex], object] | None = None,
+    name: str = "other",
+) -> RuleFn:
     """The rule of an op that is linear in its first operand where the argument `name` is a number that fits, and in the
-    sets `tensors` where it is a tensor; in nothing that it rounds."""
+    sets `tensors` where it is a tensor; in nothing that it rounds. In float16 terms may grow beyond what there is where
+    their sum does not: then numbers must fit `half`, if that is given, and tensors do not."""
     linear, plain, of_tensors = pointwise("{0}"), pointwise(), pointwise(tensors)
 
     def rule(call: Call) -> Rule | None:
         by = arg(call, name)
+        fit = half if half and call.operands[0].dtype == torch.float16 else fits
         if type(by) not in (int, float, complex):
-            return of_tensors(call)
-        return (linear if fits(by) and call.kwargs.get("rounding_mode") is None else plain)(call)
+            return (of_tensors if fit is fits else plain)(call)
+        return (linear if fit(by) and call.kwargs.get("rounding_mode") is None else plain)(call)
 
     return rule
 
@@ -116,12 +113,12 @@ ROWS: dict[str, RuleFn | str] = {
     # Adding a number is not linear, unless it is 0, which Python's `sum` begins with.
     **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Scalar"), _by_number(lambda n: n == 0, "{0,1}")),
     # A product with an infinite number is `s * inf` of a sum, and `0 * inf` of its terms.
-    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _by_number(cmath.isfinite, "{0} {1}")),
+    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _by_number(cmath.isfinite, "{0} {1}", half=lambda n: abs(n) <= 1)),
     # Of a sum, `s / 0` is infinite, and of its terms, `0 / 0` is not: so numbers divide sums, other than 0. What
     # tensors hold, nobody knows.
-    **dict.fromkeys(("div.Tensor", "div.Scalar", "div.Tensor_mode"), _by_number(bool)),
+    **dict.fromkeys(("div.Tensor", "div.Scalar", "div.Tensor_mode"), _by_number(bool, half=lambda n: abs(n) >= 1)),
     "_to_copy": _to_copy,
-    "copy": _copy,
+    "copy": pointwise("{1}"),  # the values of the second in the shape and dtype of the first, whose own do not matter
     **dict.fromkeys(["log_sigmoid_forward", "log_sigmoid_backward"], _log_sigmoid),
     **dict.fromkeys(["floor_divide", "floor_divide.Scalar", "fill.Scalar", "fill.Tensor"], pointwise()),
     # Filling with zeros is linear.

@@ -18,6 +18,7 @@ from shardlib.rules.notation import REDUCED, Pattern, argument, other, parse, re
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.space import tensor_arguments
+from shardlib.rules.summing import fitted
 from shardlib.rules.written import full_name, op_named, writers
 from shardlib.state import rules_said
 from shardlib.tensors.warm import PROGRAMS
@@ -71,7 +72,8 @@ def rule_for(call: Call) -> Rule | None:
     except KeyError:
         pass
     found = row(call.target)
-    rule = _CACHE[key] = found(call) if found else None
+    rule = found(call) if found else None
+    _CACHE[key] = rule = fitted(rule, call) if rule else None
     return rule
 
 
