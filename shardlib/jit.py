@@ -72,26 +72,27 @@ def jit(
     (not what libraries compute, `os.environ`, `globals()`, context variables, weak references and files, locks, events
     and streams, names of classes and initial seeds of generators, modules that are found by a name that is no text in
     the code, functions of libraries that somebody replaces later, nor what is in containers of more than 1,000 objects,
-    or 20,000 numbers and texts; `id(x)` and `hash(x)` of an argument are those of what stands for it). Tensors found
-    there are inputs, read anew in each call. Numbers among the arguments are inputs, too, where they only enter
-    arithmetic; numpy's numbers are constants, its arrays tensors. Writes to arguments, numpy's arrays among them, to
-    buffers and `.grad` are applied after the call, and not at all if the function raises. So are other values of
-    attributes, variables and items: tensors, numbers (`self.step += 1` is an input and a result), texts, enums,
-    functions, and tuples, lists and dicts of such. An effect that no program can repeat (a new object, a write into a
-    numpy array that it closes over) is traced in every such call, which is slow and said. What prints, reads a clock,
-    or appends to something that it does not read, does so while compiling only. A `TorchFunctionMode` around the call
-    acts then, too; torch's own dispatch modes (counters), and those with `only_observes = True`, see what runs, and
-    others are refused.
+    or 20,000 numbers and texts, or behind more than 64 others, what `uuid` and `secrets` draw; `id(x)` and `hash(x)` of
+    an argument are those of what stands for it). Tensors found there are inputs, read anew in each call. Numbers among
+    the arguments are inputs, too, where they only enter arithmetic; numpy's numbers are constants, its arrays tensors.
+    Writes to arguments, numpy's arrays among them, to buffers and `.grad` are applied after the call, and not at all if
+    the function raises. So are other values of attributes, variables and items: tensors, numbers (`self.step += 1` is
+    an input and a result), texts, enums, functions, and tuples, lists and dicts of such. An effect that no program can
+    repeat (a new object, a write into a numpy array that it closes over) is traced in every such call, which is slow
+    and said. What prints, reads a clock, or appends to something that it does not read, does so while compiling only. A
+    `TorchFunctionMode` around the call acts then, too; torch's own dispatch modes (counters), and those with
+    `only_observes = True`, see what runs, and others are refused.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. (`in_specs` may also be a
     function of the list of all leaves of the arguments, which returns a spec, or None, for each.) Arguments may be
     plain tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s. An argument
-    that the function returns, or a view of one, comes back in memory of its own. Results have a history where an input
-    requires gradients, so that `.backward()` goes through the call; inside, gradients are taken by `sl.grad`,
-    `sl.value_and_grad` or `.backward()`. A `ShardedTensor` in `donate_argnums` gives its memory up, for results to be
-    written over it, and reading it afterwards is an error; memory that anything else refers to (a plain tensor, a view,
-    a piece from `to_local`) is copied instead, and never written to. Works as a decorator, also of methods.
+    that the function returns, or a view of one, comes back in memory of its own, as each of several results does that
+    are views of one tensor. Results have a history where an input requires gradients, so that `.backward()` goes
+    through the call; inside, gradients are taken by `sl.grad`, `sl.value_and_grad` or `.backward()`. A `ShardedTensor`
+    in `donate_argnums` gives its memory up, for results to be written over it, and reading it afterwards is an error;
+    memory that anything else refers to (a plain tensor, a view, a piece from `to_local`) is copied instead, and never
+    written to. Works as a decorator, also of methods.
 
     `regather` says whether inputs that are gathered for the forward pass are kept whole for the backward one:
     `"never"` keeps them; `"always"` gathers them again, which sends more and holds less, as ZeRO-3 does; `"auto"` does

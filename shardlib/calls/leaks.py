@@ -61,9 +61,10 @@ def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
     Returns those that nobody may have kept: not in a `functools.cache` or a `cached_property`.
     """
     misses = {id(cache): count for cache, count in before.caches}
-    for cache, count in after.caches:
-        if misses.get(id(cache)) != count and _holds_trace(cache):
-            cache.cache_clear()
+    filled = [cache for cache, count in after.caches if misses.get(id(cache)) != count and _holds_trace(cache)]
+    for cache in filled:
+        cache.cache_clear()  # it counts from 0 again, and may come to what it was
+    before.caches = [(cache, count) for cache, count in before.caches if all(cache is not x for x in filled)]
     known = {id(x) for x in before.tensors}
     leaks = [leak for leak in after.leaks if id(leak.value) not in known]
     for leak in leaks:

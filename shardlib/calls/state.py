@@ -2,7 +2,7 @@
 
 Every tensor that is found becomes an input of the program, read anew in each call: a parameter that was replaced or
 filled since is seen. Everything else that is found (flags such as `training`, numbers, hooks, objects by identity) is
-part of the key. What an object holds is looked at several levels deep; what is deeper, or made by properties, is not.
+part of the key. What an object holds is looked at many levels deep; what is deeper, or made by properties, is not.
 
 It is one walk, and so one class: hooks and attributes of tensors hold values, and values hold tensors.
 Of what the function itself changes there (`Changing`), numbers are inputs, too, and containers count by identity.
@@ -44,7 +44,7 @@ from shardlib.calls.reach import is_users
 from shardlib.internals import MODULE_DICTS, TENSOR_HOOKS
 from shardlib.tensors.tensor import ShardedTensor, marks
 
-DEPTH = 12  # objects within objects
+DEPTH = 64  # objects within objects
 LONG = 1000  # items of a container; a longer one counts by its numbers and texts,
 LONGEST = 20_000  # and beyond these, or with other things in it, by identity and length
 

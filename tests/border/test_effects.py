@@ -753,3 +753,26 @@ def test_truncated_back_through_time(inside: bool) -> None:
             train(m, opt, torch.arange(24.0, dtype=torch.float64).view(3, 2, 4) * 0.1 + i)
         found.append([x.full_tensor() if sharded else x for x in (*m.parameters(), *m.state)])
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["dicts", "objects"])
+def test_what_is_deep_is_seen(kind: str) -> None:
+    def wrapped(x: Any) -> Any:
+        return {"next": x} if kind == "dicts" else types.SimpleNamespace(next=x)
+
+    last = {"w": 1.0}
+    head = functools.reduce(lambda x, _: wrapped(x), range(40), last)
+
+    def fn(x: Tensor) -> Tensor:
+        node = head
+        for _ in range(40):
+            node = node["next"] if isinstance(node, dict) else node.next
+        node["w"] += 1
+        return x * node["w"]
+
+    step = sl.jit(fn)
+    for w in (2.0, 3.0, 4.0):
+        same(step(X), X * w)
+    last["w"] = 8.0
+    same(step(X), X * 9.0)
+    assert last == {"w": 9.0}

@@ -424,6 +424,15 @@ def test_caches_keep_no_values_of_a_trace(fails: bool) -> None:
         assert type(triangle(4)) is type(masks.triangle(4)) is Tensor
 
 
+def test_a_cache_that_a_number_of_the_call_fills_keeps_no_values_of_a_trace() -> None:
+    """It is traced twice: with the number as an input, then as a constant."""
+    places = functools.lru_cache(lambda n: torch.arange(n).float())
+    fn = lambda x, n: x[:, :n] * places(n)
+    want = fn(X, 3)
+    same([sl.jit(fn)(X, 3) for _ in range(2)], [want, want])
+    assert type(places(3)) is Tensor
+
+
 def test_a_cached_property_is_computed_once() -> None:
     class Doubled:
         def __init__(self) -> None:
@@ -536,7 +545,7 @@ def test_captured_tensors_deep_inside_objects_are_read_or_refused() -> None:
         pass
 
     top = here = Deep()
-    for _ in range(20):
+    for _ in range(80):
         here.next = Deep()  # type: ignore[attr-defined]
         here = here.next  # type: ignore[attr-defined]
     here.w = sl.shard(X, "batch _")  # type: ignore[attr-defined]
