@@ -401,7 +401,7 @@ def test_what_was_measured_is_written_back(tmp_path: Path) -> None:
     row = Attention("a card", "forward", 112, general=False, grouped=True)
     assert tables["ATTENTION"][row] == 1.5
     assert len(tables["ATTENTION"]) == 2 * 20 + len(_measured.ATTENTION)  # those of other cards stay
-    assert tables["TUNING"] == {"another card": {"ctas": 8}, "a card": {"ctas": 8}}
+    assert tables["TUNING"] == _measured.TUNING | {"another card": {"ctas": 8}, "a card": {"ctas": 8}}
     assert measured.read_text().count("Attention(card='a card'") == 20
     assert sweeps.row(256, True, "32") in table.read_text()
     assert sweeps.row(64, True, "64") in table.read_text()
