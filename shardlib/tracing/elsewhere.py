@@ -34,7 +34,9 @@ def move(gm: fx.GraphModule, device: torch.device) -> None:
     with FakeTensorMode():
         for node in gm.graph.nodes:
             if node.op == "call_function":
-                node.args, node.kwargs = placed(node.target, node.args, node.kwargs, device)
+                made = pytree.tree_leaves(node.meta["val"])
+                if not any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in made):
+                    node.args, node.kwargs = placed(node.target, node.args, node.kwargs, device)
                 if again:
                     node.meta["val"] = _result(node)
             elif again:
@@ -59,9 +61,9 @@ def _result(node: fx.Node) -> Any:
 
 
 def placed(
-    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, *, off: str = ""
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call that makes what it makes on `device`; meta tensors stay what they are.
+    """The arguments of a call that makes what it makes on `device`; with `off`, only what it would make on such a one.
 
     Example:
         >>> placed(torch.ops.aten.arange.default, (3,), {}, torch.device("cuda", 0))
@@ -73,7 +75,7 @@ def placed(
         return args, out
     i, name = place
     given = args[i] if i < len(args) else out.get(name)
-    if (given is None and not makes) or (given is not None and torch.device(given).type == "meta"):
+    if (off or not makes) if given is None else (off and torch.device(given).type != off):
         return args, out
     if i < len(args):
         return (*args[:i], device, *args[i + 1 :]), out

@@ -27,6 +27,7 @@ from shardlib.internals import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMo
 from shardlib.tensors.above import above
 from shardlib.tensors.tensor import ShardedTensor, typeof
 from shardlib.tracing.carried import Carried
+from shardlib.tracing.elsewhere import placed
 
 _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
 
@@ -46,8 +47,9 @@ class Lifted:
         token = _current.set(self)
         self._exit.callback(lambda: _current.reset(token))
         self._exit.callback(self._forget)
-        if any(not isinstance(x, ShardedTensor) for x in self.state.tensors):
-            self._exit.enter_context(_StandIns(self._stand_ins))
+        is_meta = any(x.is_meta for x in self.state.tensors)
+        if is_meta or any(not isinstance(x, ShardedTensor) for x in self.state.tensors):
+            self._exit.enter_context(_StandIns(self._stand_ins, is_meta=is_meta))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,15 +122,19 @@ class Lifted:
 
 
 class _StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Between the tracer, which knows the tensors themselves, and torch's fake tensors, which compute real ones."""
+    """Between the tracer, which knows the tensors themselves, and torch's fake tensors, which compute real ones.
+
+    Tensors on meta stand for such on the devices of the trace (`is_meta`: there are some)."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, stand_ins: dict[int, Tensor]) -> None:
+    def __init__(self, stand_ins: dict[int, Tensor], *, is_meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stand_ins = stand_ins
+        self.stand_ins, self.is_meta = stand_ins, is_meta
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_meta and self.stand_ins:  # what asks one of them for its device makes things beside it
+            args, kwargs = placed(func, args, kwargs or {}, next(iter(self.stand_ins.values())).device, off="meta")
         return func(*map(self._of, args), **{k: self._of(x) for k, x in (kwargs or {}).items()})
 
     def _of(self, x: Any) -> Any:

@@ -166,6 +166,34 @@ def test_a_module_from_meta_keeps_its_layout():
     assert net(torch.ones(2, 6)).full_tensor().tolist() == [[29.0] * 6] * 2
 
 
+class Table(nn.Module):
+    """Reads its parameter at places, and makes tensors where its own are."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(9, 4))
+        self.register_buffer("places", torch.zeros(6, 6, dtype=torch.int64))
+
+    def forward(self, x):
+        return x @ self.table[self.places].sum(1) + torch.ones(4, device=self.table.device)
+
+
+@pytest.mark.parametrize("parallelized", [False, True])
+def test_a_module_on_meta_has_the_plan_of_one_that_is_not(parallelized):
+    def step(m, x):
+        m(x).square().mean().backward()
+
+    plans = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            m, x = Table(), torch.zeros(8, 6)
+        with Mesh(data=2):
+            if parallelized:
+                sl.parallelize(m, strategy="ddp")
+            plans.append(str(sl.jit(step, in_specs=(None, "b@data _")).plan(m, x)))
+    assert plans[0] == plans[1]
+
+
 NO_VALUES: dict[str, Callable[[Any], Any]] = {
     "to": lambda x: x.to("cpu"),
     "copy_": lambda x: placed().copy_(x),
