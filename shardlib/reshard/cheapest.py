@@ -113,6 +113,7 @@ class _Search:
         self.wanted = [b for run in self.dst[0] for b in run]
         self.movable = [i for i in range(len(parts)) if src[i] or dst[i]]
         self._fits: dict[tuple[int, Blocks], bool] = {}
+        self._arranged: dict[tuple[tuple[int, ...], Blocks], list[tuple[Blocks, ...]]] = {}
 
     def run(self, known: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
         """The steps of the cheapest way, or those of the `known` one."""
@@ -129,8 +130,10 @@ class _Search:
                 continue
             for move in self._moves(state, min(limit - sent, (bound - cost) * self.prices.fastest)):
                 after, total = move[-1], sent + move[0]
-                then = cost + self._paid(state, move)
-                if total <= limit and then < min(bound, best.get(after, bound)):
+                least = best.get(after, bound)
+                if total > limit or cost + move[0] / self.prices.fastest >= least:
+                    continue
+                if (then := cost + self._paid(state, move)) < least:
                     best[after], came[after] = then, (state, move)
                     heapq.heappush(queue, (then, total, after))
         return known
@@ -189,19 +192,23 @@ class _Search:
         if pending and 2 * local * (n - 1) / n <= limit:
             yield 2 * local * (n - 1) / n, "all_reduce", pending, -1, -1, (cut, ())
         if local <= limit:
-            for arranged in self._arrangements(cut, [b for b in range(len(self.blocks)) if b not in pending]):
+            pieces = tuple([math.prod([self.ways[b] for b in run]) for run in cut])
+            if (every := self._arranged.get((pieces, pending))) is None:
+                others = [b for b in range(len(self.blocks)) if b not in pending]
+                every = self._arranged[pieces, pending] = list(self._arrangements(pieces, others))
+            for arranged in every:
                 if arranged != cut:
                     first = next(i for i in self.movable if cut[i] != arranged[i])
                     yield local, "ppermute", (), first, first, (arranged, pending)
 
-    def _arrangements(self, cut: Sequence[Blocks], blocks: Sequence[int], i: int = 0) -> Iterator[tuple[Blocks, ...]]:
-        """All cuts into as many pieces of every factor, by whichever blocks."""
-        if i == len(cut):
+    def _arrangements(self, pieces: Sequence[int], blocks: Sequence[int], i: int = 0) -> Iterator[tuple[Blocks, ...]]:
+        """All cuts into so many pieces of every factor, by whichever blocks."""
+        if i == len(pieces):
             yield ()
             return
-        for mine in self._runs(math.prod([self.ways[b] for b in cut[i]]), blocks):
+        for mine in self._runs(pieces[i], blocks):
             if self._fit(i, mine):
-                for rest in self._arrangements(cut, [b for b in blocks if b not in mine], i + 1):
+                for rest in self._arrangements(pieces, [b for b in blocks if b not in mine], i + 1):
                     yield (mine, *rest)
 
     def _runs(self, product: int, blocks: Sequence[int]) -> Iterator[Blocks]:
