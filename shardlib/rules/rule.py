@@ -126,6 +126,7 @@ class Rule:
     * `local`: the per-device form, used when one of `local_factors` is cut; returns the local results.
     * `rounds`: {t: s}: `t` may be cut only together with `s`, over the same mesh axes; then `local` passes the pieces
       of `t` round, so that every piece of `s` meets every piece of `t`, and no result owes anything over these axes.
+      Where `reads` says that this takes little of `t`, only that is passed (`near`).
     * `follows`: {i: o}: `i` may be cut only together with `o`, and whoever wants one of them cut wants both: they are
       one dim in two sizes (what goes into a convolution and what comes out), so cutting one nearly cuts the other.
     * `reads`: {i: which of its elements those of another factor lie at}: where the one is cut, the other is best cut
@@ -170,6 +171,14 @@ class Rule:
         """How a result must be reduced that has not this factor while it is cut: "sum", "max", "min", or not at all."""
         kind = self.reduce.get(factor, "none")
         return None if kind == "none" or self.complete & {result, (result, factor)} else kind
+
+    def near(self, factor: str, ways: int) -> int | None:
+        """How many elements a device gets of a factor that goes round among so many devices, if it needs no more than
+        half of what the others have: what it needs is held at once."""
+        if (read := self.reads.get(factor)) is None:
+            return None
+        few = read.high - read.low
+        return few if 2 * few * ways <= (ways - 1) * self.sizes[factor] else None
 
 
 class Local(Protocol):
