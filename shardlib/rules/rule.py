@@ -122,6 +122,8 @@ class Rule:
     * `whole`: factors that must not be cut.
     * `linear`: each entry is a set of operand positions in which the op is jointly linear, so that pending sums on
       exactly these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
+    * `onto`: the operand onto which is added what a cut factor makes a pending sum: it may owe that sum, too, and then
+      `local` takes what each device has of it (`Local.owes`).
     * `ints`: integer arguments that are `k * product of local sizes of factors`: {path: (k, factors)}.
     * `local`: the per-device form, used when one of `local_factors` is cut; returns the local results.
     * `rounds`: {t: s}: `t` may be cut only together with `s`, over the same mesh axes; then `local` passes the pieces
@@ -151,6 +153,7 @@ class Rule:
     complete: frozenset[int | tuple[int, str]] = frozenset()
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    onto: int | None = None
     ints: Mapping[Path, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
     local: Callable[[Local], Any] | None = None
     local_factors: frozenset[str] = frozenset()
@@ -201,6 +204,9 @@ class Local(Protocol):
 
     def size(self, factor: str) -> Any:
         """This device's size of `factor`."""
+
+    def owes(self, operand: int, factor: str) -> bool:
+        """Whether an operand is a pending sum over the devices along `factor`."""
 
     def offset(self, factor: str) -> Any:
         """The global index of this device's first element of `factor`."""
