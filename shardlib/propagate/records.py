@@ -28,6 +28,7 @@ class End(NamedTuple):
     cut: Cut = ()
     pending: tuple[int, ...] = ()  # slots of the unit whose sum this value still owes, or may owe to a reader
     into: tuple[Leaves, Cut] | None = None  # the fixed cut in factors of its own, if `cut` cannot say it
+    dims: Leaves | None = None  # then, the leaves as the dims of a view have them
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,8 @@ class Records:
         """Who takes `value` as it is said, in `cut` of the factors of `said`; on the leaves of its root."""
         f, (root, positions) = self.flood, self.units.root(value)
         near, n = _onto_root(f.across(cut, said, value), positions, len(f.leaves(root))), len(f.leaves(root))
+        if f.value[value] != f.value[said] and positions == (*range(n),):
+            return End(None, cut=near, into=(f.sizes(said), cut), dims=f.sizes(value))
         dims, theirs = zip(f.sizes(value), f.sizes(said), strict=True), iter(cut)
         feed, count = iter(positions), iter(range(n))
         asked = {tuple(next(feed) for _ in mine): (own, tuple(next(theirs) for _ in own)) for mine, own in dims}
