@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 import shardlib as sl
 from tests.best import Row, exchanged, f32, gathered, ints, reduced
@@ -87,6 +88,13 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
     i = torch.arange(q.shape[2])
     seen = (document[:, None, :, None] == document[:, None, None]) & (i[:, None] >= i) & (i[:, None] - i < 128)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def _hidden(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def near(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where((i >= j) & (i - j < 128), score, -torch.inf)
+
+    return flex_attention(q, k, v, score_mod=near)
 
 
 def _grouped(x: Tensor, g: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, out: Tensor) -> Tensor:
@@ -194,6 +202,8 @@ ROWS = [
     Row("local attention with padding, sequence cut", _local,
         (f32(B, S, D), f32(D, 3 * D), torch.empty(B, S, dtype=torch.bool, device="meta")), ("b s@x d", "...", "b s@x"),
         X, 2 * 2 * 64 * HALO + gathered(B * S, 8), 5),
+    Row("windows by flex attention's scores, sequence cut", _hidden, (f32(B, H, S, E),) * 3, ("b h s@x e",) * 3, X,
+        2 * 127 * HALO, 2),
     Row("windows of packed documents, sequence cut", _packed, (*[f32(B, H, S, E)] * 3, ints(B, S)),
         (*["b h s@x e"] * 3, "b s@x"), X, 2 * 127 * HALO + gathered(B * S * 8, 8), 3),
     Row("gradients of a block of windows, sequence cut", _of_loss(_grouped, 0, 1, 2, 3, 4, 5), BLOCK,
