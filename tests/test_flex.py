@@ -232,6 +232,40 @@ def test_causal_is_known(mask: Callable[..., Tensor], known: bool) -> None:
     assert bool(re.search(r"attention\S*\(.*None, None, None, None, True,", listing)) == known  # neither mask nor bias
 
 
+INF = float("inf")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("score", "known"),
+    [
+        (lambda s, b, h, i, j: torch.where(i >= j, s, -INF), True),
+        (lambda s, b, h, i, j: torch.where(i < j, -INF, s), True),
+        (lambda s, b, h, i, j: torch.where(i - j < 4, torch.where(i >= j, s, -INF), -INF), True),
+        (lambda s, b, h, i, j: torch.where((i >= j) & (DOCUMENTS[b, i] == DOCUMENTS[b, j]), s, -INF), True),
+        (lambda s, b, h, i, j: s, False),
+        (lambda s, b, h, i, j: torch.where(i >= j, s, -1e9), False),
+        (lambda s, b, h, i, j: torch.where(i >= j, s * 2, -INF), False),
+        (lambda s, b, h, i, j: torch.where(i >= j, s, -INF) + 1, False),
+        (lambda s, b, h, i, j: (i - j) * 0.1 + s, False),
+        (lambda s, b, h, i, j: torch.where(s > 0, s, -INF), False),
+        (lambda s, b, h, i, j: s.masked_fill(i < j, -INF), False),
+        (lambda s, b, h, i, j: torch.where(i >= j, s, s), False),
+        (lambda s, b, h, i, j: -s, False),
+    ],
+)
+def test_a_score_that_is_only_hidden_is_a_mask(score: Callable[..., Tensor], known: bool) -> None:
+    """Such a `score_mod` is attention with a mask, whose sequence may be cut; others are worked out as they are."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, score_mod=score, block_mask=create_block_mask(window, None, None, S, S, "cpu"))
+
+    with sl.Mesh(data=2, seq=2):
+        step = sl.jit(attend, in_specs="b@data h s@seq e")
+        sl.check(step, Q, K, V)
+        assert ("attention" in step.plan(Q, K, V).listing()) == known
+
+
 def test_memory_as_the_query() -> None:
     """Heads that were split from a row can be viewed as that row again, as on one device."""
 

@@ -32,6 +32,14 @@ def _step(x: Tensor, w: Tensor, out: Tensor) -> tuple[Tensor, ...]:
     return tuple(p - 0.1 * g for p, g in zip((w, out), _gradients(_attention, 1, 2)(x, w, out), strict=True))
 
 
+def _blocks(x: Tensor) -> Tensor:
+    return x.unflatten(0, (16, -1)).softmax(1).flatten(0, 1)
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.unflatten(0, (8, -1)).transpose(0, 1).flatten(0, 1).sin()
+
+
 CASES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], tuple[str, ...], dict[str, int]]] = [
     ("fused weight", _attention, [(2, 16, 64), (64, 192), (64, 64)], FLAT, {"x": 8}),
     ("its gradients", _gradients(_attention, 0, 1, 2), [(2, 16, 64), (64, 192), (64, 64)], FLAT, {"x": 4}),
@@ -43,6 +51,9 @@ CASES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], tuple[str, ...
      ("b s d", *["d h@x"] * 3, "h@x d"), {"x": 4}),
     ("two axes", _gradients(_attention, 1, 2), [(4, 16, 64), (64, 192), (64, 64)], ("b@d s d", *FLAT[1:]),
      {"d": 2, "x": 4}),
+    ("blocks", _blocks, [(48, 5)], ("t@x d",), {"x": 7}),
+    ("gradients of blocks", _gradients(_blocks, 0), [(160, 5)], ("t@x d",), {"x": 6}),
+    ("gradients of turned blocks", _gradients(_turned, 0), [(160, 5)], ("t@x d",), {"x": 5}),
 ]  # fmt: skip
 
 
@@ -74,3 +85,11 @@ def test_a_cut_that_nothing_takes_apart_stays() -> None:
         plan = step.plan(*[torch.empty(s, device="meta") for s in ((256, 64), (64, 512), (256, 64))])
     assert not plan.compiled.propagated.flood.apart
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
+
+
+def test_blocks_come_and_their_gradients_go_home() -> None:
+    """What a device sends that sends most: the rows of a piece, and those of three blocks."""
+    with sl.Mesh.abstract(x=7):
+        step = sl.jit(_gradients(_blocks, 0), in_specs="t@x d", out_specs="t@x d")
+        plan = step.plan(torch.empty(2048, 64, device="meta"))
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_to_all", rows * 64 * 4) for rows in (293, 384)]

@@ -201,6 +201,44 @@ def test_a_pending_sum_passes_what_is_linear_and_stops_before_what_is_not() -> N
     assert names.index("all_reduce") < names.index("aten.tanh.default")
 
 
+PLACES = torch.tensor([3, 0, 3, 2, 5, 1, 1, 4])
+ONTO: dict[str, Callable[..., Tensor]] = {
+    "addmm": lambda x, w: torch.addmm(x @ w, x, w, beta=3),
+    "addmm, half": lambda x, w: torch.addmm(x @ w, x, w, beta=0.5, alpha=2).addmm(x, w),
+    "addmv": lambda x, w: torch.addmv((x @ w)[:, 0], x, w[:, 1]),
+    "addbmm": lambda x, w: torch.addbmm(x @ w, torch.stack([x, -x]), torch.stack([w, w * w])),
+    "baddbmm": lambda x, w: torch.baddbmm((x @ w)[None], x[None], w[None])[0],
+    "index_add": lambda x, w: w[0].index_add(0, PLACES, x[0]).index_add(0, PLACES.flip(0), x[1]),
+    "scatter_add": lambda x, w: (x @ w)[0].scatter_add(0, PLACES, x[0]),
+    "index_put": lambda x, w: (x @ w)[0].index_put((PLACES,), x[0], accumulate=True),
+}
+
+
+@pytest.mark.parametrize("fn", ONTO.values(), ids=list(ONTO))
+def test_a_sum_is_added_onto_one_over_the_same_axes(fn: Callable[..., Tensor]) -> None:
+    specs = {"in_specs": ("_ k@(a b)", "k@(a b) _"), "out_specs": "..."}
+    assert kinds(planned(fn, (6, 8), (8, 8), mesh={"a": 2, "b": 2}, **specs)) == ["all_reduce a b"]
+
+
+@pytest.mark.parametrize("cut", ["b", "(b a)"])
+def test_a_sum_over_other_axes_is_added_up_before(cut: str) -> None:
+    def fn(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return (x @ w).addmm(y, y)
+
+    specs = "_ k@a", "k@a _", f"_ j@{cut}"
+    plan = planned(fn, (6, 8), (8, 6), (6, 6), mesh={"a": 2, "b": 2}, in_specs=specs, out_specs="...")
+    assert kinds(plan)[0] == "all_reduce a"
+
+
+def test_a_sum_that_others_read_is_added_up_once() -> None:
+    def fn(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ w
+        return y.addmm(x, w), y.sin()
+
+    plan = planned(fn, (6, 8), (8, 8), mesh={"a": 2}, in_specs=("_ k@a", "k@a _"), out_specs="...")
+    assert kinds(plan) == ["all_reduce a"] * 2
+
+
 ZEROS, INF = torch.tensor([0.0, 2.0, 0.0, 1.0], dtype=torch.float64), float("inf")
 DIVIDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "div": lambda x, w: (x.sum(0) / ZEROS).sum() + w.sum(),
@@ -291,6 +329,22 @@ def test_constants_are_made_in_pieces() -> None:
     assert not plan.collectives
     made = [s for s in plan.compiled.program.steps if isinstance(s, Compute) and "zeros" in str(s.target)]
     assert all(out.layout is not None and out.layout.max_local_numel() == 12 for s in made for out in s.outs if out)
+
+
+MADE_OF: dict[str, Callable[[Tensor], Tensor]] = {
+    "flip": lambda c: c.flip(0),
+    "roll": lambda c: c.roll(3),
+    "cumsum": lambda c: c.cumsum(0),
+    "softmax": lambda c: c.softmax(0),
+    "sort": lambda c: c.sort(descending=True)[0],
+}
+
+
+@pytest.mark.parametrize("made", MADE_OF.values(), ids=list(MADE_OF))
+def test_nothing_is_sent_to_make_a_constant(made: Callable[[Tensor], Tensor]) -> None:
+    table = torch.randn(8, dtype=torch.float64)
+    plan = planned(lambda x: x * made(table), (8,), mesh={"a": 4}, in_specs="n@a")
+    assert not plan.collectives
 
 
 def test_an_annotation_may_have_other_factors_than_the_value() -> None:

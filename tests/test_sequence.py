@@ -168,6 +168,40 @@ def test_a_ring_sends_every_piece_once_to_every_other_device(causal: bool, n: in
     assert kinds(step) == {"ppermute": 6 * (n - 1)}
 
 
+@pytest.mark.parametrize(
+    ("how", "messages", "rows"),
+    [
+        ({"causal": True, "window": 9}, 1, 8),
+        ({"window": 9}, 2, 16),
+        ({"causal": True, "window": 9, "q_offset": 4}, 2, 8),  # of four keys that come later
+        ({"causal": True, "window": 191}, 2, 190),  # of two neighbours
+        ({"causal": True, "window": 257}, 4.5, 3 * 128 * 1.5),  # of more than half of the others: they go round
+    ],
+    ids=str,
+)
+def test_keys_that_a_window_shows_come_and_their_gradients_go_back(how: Any, messages: float, rows: float) -> None:
+    """k and v forward, dk and dv backward; where keys go round, they do so twice."""
+    fn, args = attend(**how), tensors(1, 512)
+    plan = planned(fn, args, 4)
+    assert kinds(plan) == {"ppermute": 4 * messages}
+    assert plan.comm_bytes == 4 * rows * args[1].nbytes / 512
+    assert error(fn, args, 4) < 1e-12
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize(("s", "t", "kv"), [(16, 16, 1), (19, 19, 2), (12, 29, 2), (24, 11, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_over_uneven_pieces(
+    causal: bool, s: int, t: int, kv: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLIB_OPS", "sequence=ring")
+    args = [*tensors(2, s, t=t, kv=kv), torch.randn(s, t, dtype=torch.float64)]
+    fn = attend(causal=causal, window=2, q_offset=1, mask=torch.arange(t) % 5 > 0)
+    assert "borders" in str(planned(fn, args, n).collectives)
+    assert error(fn, args, n) < 1e-12
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("causal", [False, True])

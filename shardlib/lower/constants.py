@@ -1,5 +1,5 @@
-"""Constants: what depends on no input is made in pieces, with all that it is made of, as far as rules allow it; what
-they do not is made whole and sliced."""
+"""Constants: what depends on no input is made in pieces, with all that it is made of, as far as rules allow it and
+nobody has to send anything for it; all else is made whole and sliced."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardlib.graph import Op, Value
 from shardlib.lower.arguments import substitute
 from shardlib.lower.emit import Emitter
+from shardlib.lower.inside import Senders
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
 from shardlib.propagate.fixing import shared_out, write_down
@@ -28,6 +29,7 @@ class Constants:
     def __init__(self, values: Values) -> None:
         self.values, self.builder = values, values.builder
         self.have: dict[tuple[Value, Layout], Var] = {}
+        self._senders = Senders(values.builder.mesh)
 
     def get(self, value: Value, dims: LocalDims) -> Var:
         """A constant, cut as `dims` says; `()` is whole."""
@@ -65,6 +67,8 @@ class Constants:
             return layout.is_replicated
         flood = Flood()
         if (assignment := _assigned(op, index, layout, flood)) is None:
+            return False
+        if self._senders.messages(flood, op, assignment):
             return False
         emitter = Emitter(self.builder, flood)
 

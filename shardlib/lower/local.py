@@ -89,6 +89,11 @@ class LocalForm:
             return 1
         return self._emitter.label_size(self._op, factor, self._assignment)
 
+    def owes(self, operand: int, factor: str) -> bool:
+        layout = [*leaves((self.args, self.kwargs), Var)][operand].layout
+        axes = {a for p in ([] if layout is None else layout.pending) for x in p.axes for a in x.primes()}
+        return {a for x in self.axes(factor) for a in x.primes()} <= axes
+
     def offset(self, factor: str) -> Sym | int:
         if factor not in self.rule.sizes:
             return 0

@@ -58,7 +58,19 @@ class PendingSums:
             saved = 0.0 if branches else self._saved(op, linear, assignment, owed)
             if saved is not None:
                 found.append((saved, (assignment, owed, linear)))
-        return max(found, key=lambda way: way[0])[1] if found else None
+        return max(found, key=lambda way: way[0])[1] if found else self._onto(op)
+
+    def _onto(self, op: Op) -> Carried | None:
+        """How an op runs that adds to a pending sum what is one over the same axes."""
+        assert op.rule is not None
+        if (i := op.rule.onto) is None or (value := op.operands[i]).constant or self._summed(value) > 1:
+            return None
+        if (form := self.values.owing(value)) is None:
+            return None
+        assignment = dict(self.p.assignment(op))
+        cut, owed = self.values.forms.result_form(op, 0, assignment, SETTLED)
+        alike = form[0] == cut and form[1].kind == owed.kind and {*form[1].axes} == {*owed.axes}
+        return (assignment, form[1], frozenset([i])) if alike else None
 
     def _summed(self, value: Value) -> int:
         """How many readers need a value's sum: where devices have rows of own groups, who reads these does not."""

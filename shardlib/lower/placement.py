@@ -52,7 +52,7 @@ class Placements:
                         mine = OWNED  # until rows of others are 0
                     elif axes and kind != mine:
                         raise AssertionError(f"{op}: result {i} would owe a {kind} and a {mine}")
-                    axes += [a for a in cut_axes if not any(a in of for of in cut)]  # the rest went round
+                    axes += [a for a in cut_axes if not any(a in of for of in (axes, *cut))]  # the rest went round
                     kind = mine
         return cut, Owed(tuple(axes), kind)
 

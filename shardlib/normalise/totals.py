@@ -56,6 +56,9 @@ class _Rows:
             return (lambda: x) if isinstance(x, int | float) else None
         if x.target is aten.expand.default:
             return self.alike(x.args[0])
+        if x.target in _OF_ALIKE and not x.kwargs and x.meta["val"].shape == self.val.shape:
+            parts = [one for arg in x.args if (one := self.alike(arg))]
+            return partial(_written, self, x.target, parts) if len(parts) == len(x.args) else None
         shape = x.meta["val"].shape
         d = self.dim - (self.val.dim() - len(shape))
         if d < 0:
@@ -112,12 +115,12 @@ def _of_multiple(rows: _Rows, x: Node) -> Made | None:
         total = rows.total(row) if isinstance(row, fx.Node) else None
         others = [one for other in rest if (one := rows.alike(other))]
         if total is not None and len(others) == len(rest):
-            return partial(_multiple, rows, x.target, total, others)
+            return partial(_written, rows, x.target, [total, *others])
     return None
 
 
-def _multiple(rows: _Rows, target: Any, total: Made, others: Sequence[Made]) -> Node:
-    return rows.write(target, total(), *[one() for one in others])
+def _written(rows: _Rows, target: Any, parts: Sequence[Made]) -> Node:
+    return rows.write(target, *[one() for one in parts])
 
 
 def _of_probabilities(rows: _Rows, x: Node) -> Made | None:
@@ -133,6 +136,7 @@ def _of_exponentials(rows: _Rows, x: Node) -> Made | None:
     return _of_probabilities(rows, scores) if scores.target is aten._log_softmax.default else None
 
 
+_OF_ALIKE = (aten.neg.default, aten.mul.Tensor, aten.div.Tensor)
 _TOTALS: Mapping[Any, Callable[[_Rows, Node], Made | None]] = {
     aten.nll_loss_backward.default: _of_target,
     aten.nll_loss2d_backward.default: _of_target,

@@ -115,7 +115,7 @@ class Estimate:
             around, wanted = cut[p.slot], self.problem.slots[kind][p.slot].wants
             beside = tuple(a for a in cut[p.beside] if a in wanted and a not in around)
             passed, held = _ways(around), _ways(beside)
-            total += local * ((passed - 1) / prices.rate(around) + (held - 1) / held / prices.rate(beside))
+            total += local * (p.pieces(passed) / prices.rate(around) + (held - 1) / held / prices.rate(beside))
             # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
             total += p.times * (held > 1) * prices.latency(beside)
             total += p.times * 2 * (passed > 1 and p.operand) * prices.latency(around)

@@ -49,8 +49,9 @@ def tight(f: Flood, said: Mapping[Key, tuple[Value, Fixed]]) -> Loose:
 
 
 def matter(f: Flood, graph: Graph) -> bool:
-    """Whether cuts that stand in the way are there for arithmetic: in some op nothing else is annotated to be cut by
-    their axes. Where something is, as FSDP's batch, such a dim is stored in pieces and made whole anyway."""
+    """Whether cuts that stand in the way are there for arithmetic: in some op, or in all if none has other dims,
+    nothing else is annotated to be cut by their axes. Where something is, as FSDP's batch, such a dim is stored in
+    pieces and made whole anyway."""
     cuts: dict[Leaf, set[Axis]] = {}
     beside: set[Leaf] = set()
     for key, dims in f.tight.items():
@@ -60,13 +61,16 @@ def matter(f: Flood, graph: Graph) -> bool:
             asked = {a for _ in dim for a in next(axes)}
             cuts |= {leaf: cuts.get(leaf, set()) | asked for leaf in dim if d in dims}
             beside.update(dim)
+    stored = False
     for labels in f.labels.values() if cuts else ():
         here = {leaf for leaves in labels.values() for leaf in leaves}
-        if here - beside and (mine := here & cuts.keys()):
+        if mine := here & cuts.keys():
             others = {w.axis for x in here - mine for w in f.wants.get(x, ()) if not w.offered}
-            if any(not cuts[leaf] <= others for leaf in mine):
+            free = any(not cuts[leaf] <= others for leaf in mine)
+            if free and here - beside:
                 return True
-    return False
+            stored |= not free
+    return bool(cuts) and not stored
 
 
 def _input(f: Flood, key: Value | Op) -> tuple[Value, Cut]:

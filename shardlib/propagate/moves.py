@@ -43,7 +43,8 @@ class Moves:
         # Rough or not, from every state to -2, -1 and every state: seconds (nan: nobody asked), and what is there then.
         nowhere = np.empty((0, 2)), np.empty((0, 2), np.int64)
         self._ways: dict[bool, tuple[Costs, Numbers]] = {False: nowhere, True: nowhere}
-        self._into: dict[int, tuple[Leaves, Cut]] = {}  # of states that are reached, or left, in factors of their own
+        # Of states that are reached, or left, in factors of their own: the dims that these are, these, and the cut.
+        self._into: dict[int, tuple[Leaves, Leaves, Cut]] = {}
         self.still = {p: self._fixed(e) for p, e in enumerate(self.ends) if e.kind is None}
         self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
 
@@ -58,7 +59,7 @@ class Moves:
         """The number of the state of an end that is fixed; of one with factors of its own, another than of its cut."""
         if end.into is None:
             return self.number((end.cut, ()))
-        self._into[len(self._states)] = end.into
+        self._into[len(self._states)] = end.dims or self.record.sizes, *end.into
         self._states.append((end.cut, ()))
         return len(self._states) - 1
 
@@ -148,8 +149,8 @@ class Moves:
         then = self.number((to, tuple(a for a in pending if a in kept)))
         seconds = self._routed(cut, to, left, rough)
         if given is not None:
-            return self._from(given, cut, to, seconds), then
-        found = reshard.crossings(self.record.sizes, self.record.itemsize, to, cut, *into) if into else None
+            return self._from(given[1:], cut, to, seconds), then
+        found = reshard.crossings(into[0], self.record.itemsize, to, cut, *into[1:]) if into else None
         if found is not None:
             via, steps = found
             crossed = self._routed(cut, via, left, rough) + reshard.crossed_seconds(steps, self.paid)

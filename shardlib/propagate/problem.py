@@ -19,6 +19,7 @@ from shardlib.propagate.flood import Flood, OpFactor
 from shardlib.propagate.records import Kind, Record, Records
 from shardlib.propagate.units import Unit, Units, op_cut_slots, value_factors
 from shardlib.reshard import Prices
+from shardlib.rules.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Passed:
     """A tensor that ops may pass round: the `bytes` of the whole of it, of all ops that do, which are `times` as many,
     and the unit's slots along its dims.
 
-    With `slot` cut over n devices every piece is sent n - 1 times. With `slot` whole and `beside` cut, it is gathered
+    With `slot`, factor `name` of `rule`, cut over n devices every piece is sent n - 1 times, or as little as is needed
+    (`pieces`). With `slot` whole and `beside` cut, it is gathered
     instead, and stays so until the backward pass has read it: that is charged as if it were sent once more.
     """
 
@@ -52,6 +54,13 @@ class Passed:
     slot: int
     beside: int
     operand: bool
+    rule: Rule
+    name: str
+
+    def pieces(self, n: int) -> float:
+        """How many of n pieces a device gets of the others."""
+        few = self.rule.near(self.name, n)
+        return n - 1 if few is None else few * n / self.rule.sizes[self.name]
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,7 @@ class Problem:
     def _passed(self, unit: Unit, count: int) -> Iterable[Passed]:
         """The tensors that go round if their unit decides so."""
         for op in unit.ops if unit.rounds else ():
+            assert op.rule is not None
             for values, operand in ((op.operands, True), (op.results, False)):
                 for i, value in enumerate(values):
                     if value is None or value.constant:
@@ -209,8 +219,9 @@ class Problem:
                     slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=operand))
                     cut = tuple(s for s in slots if s is not None)
                     for slot in unit.rounds.keys() & set(cut):
-                        n = count * op.times
-                        yield Passed(value.nbytes * n, n, cut, slot, unit.rounds[slot], operand)
+                        n, beside = count * op.times, unit.rounds[slot]
+                        name = next(f for (f, _), s in self.units.op_slots[op].items() if s == slot)
+                        yield Passed(value.nbytes * n, n, cut, slot, beside, operand, op.rule, name)
 
     def _senders(self, units: Iterable[Unit]) -> Iterable[Sender]:
         """The ops of a kind's units with a local form, each with all that send what it sends; attention, which has

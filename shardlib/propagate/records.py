@@ -28,6 +28,7 @@ class End(NamedTuple):
     cut: Cut = ()
     pending: tuple[int, ...] = ()  # slots of the unit whose sum this value still owes, or may owe to a reader
     into: tuple[Leaves, Cut] | None = None  # the fixed cut in factors of its own, if `cut` cannot say it
+    dims: Leaves | None = None  # then, the leaves as the dims of a view have them
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,18 @@ class Records:
         merged: set[Value] = set()
         first: dict[Value, tuple[Value, tuple[int | None, ...]]] = {}  # behind something complete, of an addition
         for op in graph.ops:
-            if op.constant or op.transparent or op.owns is not None or not self._adds(op):
+            if op.constant or op.transparent or op.owns is not None:
+                continue
+            if op.rule is not None and op.rule.onto is not None and not (onto := op.operands[op.rule.onto]).constant:
+                (root, positions), (result,) = u.root(onto), op.results
+                assert result is not None, "a sum has a value"
+                if any(s.pending for s in sources.get(root, ())) and f.value[onto] == f.value[result]:
+                    reads = u.reads() if reads is None else reads
+                    if reads[root] == 1 and not root.is_output:
+                        merged.add(root)
+                        sources[result] += tuple(_seen(s, positions) for s in sources[root])
+                continue
+            if not self._adds(op):
                 continue
             addends = [u.root(v) for v in op.operands]
             (result,) = op.results
@@ -226,6 +238,8 @@ class Records:
         """Who takes `value` as it is said, in `cut` of the factors of `said`; on the leaves of its root."""
         f, (root, positions) = self.flood, self.units.root(value)
         near, n = _onto_root(f.across(cut, said, value), positions, len(f.leaves(root))), len(f.leaves(root))
+        if f.value[value] != f.value[said] and positions == (*range(n),):
+            return End(None, cut=near, into=(f.sizes(said), cut), dims=f.sizes(value))
         dims, theirs = zip(f.sizes(value), f.sizes(said), strict=True), iter(cut)
         feed, count = iter(positions), iter(range(n))
         asked = {tuple(next(feed) for _ in mine): (own, tuple(next(theirs) for _ in own)) for mine, own in dims}

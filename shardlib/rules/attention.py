@@ -1,4 +1,5 @@
-"""Attention: batch, heads and queries may be cut; keys only as the queries are, and then they go round (`ring.py`).
+"""Attention: batch, heads and queries may be cut; keys only as the queries are, and then they go round (`ring.py`), or,
+where a window shows few of them, a device gets those that its queries may see, and gives their gradients back.
 Where there are far more keys than queries (a cache), keys are cut alone: who has some looks at these, and what devices
 have seen is added up by its log-sum-exp.
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +21,9 @@ import torch
 from shardlib.manual.collectives import piece, pmax, psum
 from shardlib.ops._attention_variant import Variant, whole_part
 from shardlib.rules import ring
+from shardlib.rules.halo import Range, fetch_all, give_back, length, overlap, reframe
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Meta, Reads, Rule, RuleFn
 from shardlib.rules.shards import positional
 from shardlib.rules.space import arg, is_backward
 
@@ -28,12 +31,21 @@ _Q, _O, _LSE = "b (kv g) s d", "b (kv g) s d", "b (kv g) s"
 _K = "b kv t d"
 _SCORES = ("b", "(kv g)", "s", "keys")  # a mask has all keys, also where k and v are cut
 _OTHERS = f"~{' '.join(_SCORES)}, ~{' '.join(_SCORES)}, (kv g), two"  # mask, bias, alibi, key
+_SEQUENCE = ring.SEQUENCE
 _FEW = 8  # keys for a query, from which on keys are cut without the queries
 
 
 def _rule(call: Call) -> Rule:
     text = _backward(call) if is_backward(call) else f"{_Q}, {_K}, {_K}, {_OTHERS} -> {_O}, {_LSE} | {_local(call)}"
-    return pattern(text, local=_placed, flops=_flops)(call)
+    return replace(pattern(text, local=_placed, flops=_flops)(call), reads=_reads(call))
+
+
+def _reads(call: Call) -> dict[str, Reads]:
+    """Which keys a window shows a query."""
+    q, k, how = _read(call)
+    if not how.window or min(q[2], k[2]) < 2 or _alone(call):
+        return {}
+    return {"t": Reads("s", 1, how.shift - how.window + 1, how.shift + (0 if how.causal else how.window - 1), q[2])}
 
 
 def _read(call: Call) -> tuple[Sequence[int], Sequence[int], Variant]:
@@ -90,11 +102,12 @@ def _placed(local: Local) -> Any:
         part = how.part or whole_part(q, k, Variant(q_offset=how.q_offset, k_offset=how.k_offset))
         head = begin("kv") * (q[1] // k[1] if k[1] else 1) + begin("g")
         how = how._replace(part=[part[0] + begin("b"), part[1] + head, *part[2:]])
-    if local.ways("t") > 1 and not _alone(call):
+    near = local.rule.near("t", local.ways("t")) if local.ways("t") > 1 else None
+    if local.ways("t") > 1 and near is None and not _alone(call):
         return (ring.backward if is_backward(call) else ring.forward)(local, tensors, how, *after)
     how = how._replace(q_offset=how.q_offset + begin("s"))
     if local.ways("t") > 1:
-        return local.run(partial(_among, local), tensors, list(how), after)
+        return local.run(partial(_among if near is None else _nearby, local), tensors, list(how), after)
     return local.op(call.target, *tensors, *how, *after)
 
 
@@ -104,11 +117,7 @@ _MANY = len(Variant._fields)
 def _among(local: Local, tensors: Sequence[Any], given: Sequence[Any], after: Sequence[Any]) -> Any:
     """The op on some of the keys; the results of all devices are weighted by what of the whole sum each has seen."""
     start, size, whole = piece("t")
-    how = Variant(*given)
-    masks = ((n, getattr(how, n)) for n in ("mask", "bias"))
-    some = {n: x.narrow(-1, start, size) for n, x in masks if x is not None and x.shape[-1] == whole}
-    how = how._replace(**some, k_offset=how.k_offset + start)
-    found = local.call.target(*tensors, *how, *after)
+    found = local.call.target(*tensors, *_of_keys(Variant(*given), (start, start + size), whole), *after)
     if is_backward(local.call):
         return found
     o, lse = found
@@ -117,6 +126,31 @@ def _among(local: Local, tensors: Sequence[Any], given: Sequence[Any], after: Se
     seen, total = psum((o * share.unsqueeze(-1), share), ["t"])
     rest = total.clamp(min=torch.finfo(total.dtype).tiny)  # a query may see no key
     return (seen / rest.unsqueeze(-1)).to(o.dtype), top + total.log()
+
+
+def _nearby(local: Local, tensors: Sequence[Any], given: Sequence[Any], after: Sequence[Any]) -> Any:
+    """The op on the keys that a device's queries may see. Gradients of keys go home, and are added up there."""
+    back, whole, how = is_backward(local.call), piece("t").whole, Variant(*given)
+    at = 2 if back else 0  # where q, k and v stand
+    q, *keys = tensors[at : at + 3]
+    need = overlap((0, whole), how.keys(slice(0, q.shape[_SEQUENCE]), whole))
+    seen = [fetch_all(x, _SEQUENCE, ("t",), [need], name)[0] for x, name in zip(keys, "kv", strict=True)]
+    tensors = *tensors[: at + 1], *seen, *tensors[at + 3 :]
+    found = local.call.target(*tensors, *_of_keys(how, need, whole), *after)
+    if not back:
+        return found
+    dq, *grads, dbias = found
+    grads = [give_back(x, _SEQUENCE, ("t",), need, whole, name) for x, name in zip(grads, ("dk", "dv"), strict=True)]
+    if dbias is not None and how.bias is not None and how.bias.shape[-1] == whole:
+        dbias = reframe(dbias, dbias.dim() - 1, need, (0, whole))
+    return dq, *grads, dbias
+
+
+def _of_keys(how: Variant, some: Range, whole: int) -> Variant:
+    """The variant for some of all keys."""
+    masks = ((n, getattr(how, n)) for n in ("mask", "bias"))
+    cut = {n: x.narrow(-1, some[0], length(some)) for n, x in masks if x is not None and x.shape[-1] == whole}
+    return how._replace(**cut, k_offset=how.k_offset + some[0])
 
 
 def _flops(call: Call, _: int) -> int:

@@ -16,8 +16,9 @@ aten = torch.ops.aten
 
 
 def _add_once(local: Local) -> Any:
-    """`beta * bias + alpha * a @ b` with a summed factor cut: the bias is added where it begins, and nowhere else."""
-    target, shared = local.call.target, cut(local, local.rule.reduce)
+    """`beta * bias + alpha * a @ b` with a summed factor cut: the bias is added where it begins, and nowhere else; or
+    what each device has of it."""
+    target, shared = local.call.target, [f for f in cut(local, local.rule.reduce) if not local.owes(0, f)]
 
     def form(bias: Tensor, a: Tensor, b: Tensor, first: int, beta: Any = 1, alpha: Any = 1) -> Tensor:
         if target is aten.addmv.default:  # a product with no rows has the size of a bias that is broadcast
@@ -45,12 +46,12 @@ ROWS: dict[str, RuleFn | str] = {
     "bmm": "b m k, b k n -> b m n | k:sum {0} {1}",
     "mv": "m k, k -> m | k:sum {0} {1}",
     "dot": "k, k -> | k:sum {0} {1}",
-    "addmm": pattern("~m n, m k, k n -> m n | k:sum k:local {0,1} {0,2}", local=_add_once),
-    "addmv": pattern("~m, m k, k -> m | k:sum k:local m:local {0,1} {0,2}", local=_add_once),
-    "addbmm": pattern("~m n, b m k, b k n -> m n | b:sum k:sum b:local k:local {0,1} {0,2}", local=_add_once),
+    "addmm": pattern("~m n, m k, k n -> m n | k:sum k:local {0,1} {0,2}", local=_add_once, onto=0),
+    "addmv": pattern("~m, m k, k -> m | k:sum k:local m:local {0,1} {0,2}", local=_add_once, onto=0),
+    "addbmm": pattern("~m n, b m k, b k n -> m n | b:sum k:sum b:local k:local {0,1} {0,2}", local=_add_once, onto=0),
     "addr": "~m n, m, n -> m n | {0,1} {0,2}",
     "vdot": "k, k -> | k:sum {0} {1}",
     "_int_mm": "m k, k n -> m n | k:sum {0} {1}",
     "_addmm_activation": "~m n, m k, k n -> m n | k:whole",
-    "baddbmm": pattern("~b m n, b m k, b k n -> b m n | k:sum k:local {0,1} {0,2}", local=_add_once),
+    "baddbmm": pattern("~b m n, b m k, b k n -> b m n | k:sum k:local {0,1} {0,2}", local=_add_once, onto=0),
 }

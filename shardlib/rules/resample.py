@@ -1,15 +1,15 @@
 """Interpolation, sampling on grids, and sliding windows.
 
 Batch and channels pass. Space stays whole, except that of a grid, whose points are looked up each for itself, and where
-every element becomes a block: of equal ones, or of what is between it and those around it.
+every element becomes a block (of equal ones, or of what is between it and those around it), or a block an element.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,23 +20,31 @@ from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
 from shardlib.rules.space import arg, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
+from shardlib.rules.window import Window
 
 aten = torch.ops.aten
 Shape = Sequence[int]
 
 
-def _upsample(dims: int, taps: int, *, backward: bool = False) -> RuleFn:
-    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up.
+def _upsample(dims: int, taps: int, *, backward: bool = False, smooth: bool = False) -> RuleFn:
+    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up; of so
+    many blocks, where `smooth` makes less of them.
 
-    Where a size grows by a whole number, the block that an element becomes reads those around it.
+    Where a size grows by a whole number, the block that an element becomes reads those around it; where it shrinks by
+    one, an element reads around the middle of its block.
     """
 
+    def window(n: int) -> Window:
+        half = taps // 2
+        return Window(taps * n, n, half * n - (n + 1) // 2) if smooth else Window(taps, n, half - (n + 1) // 2)
+
     def rule(call: Call) -> Rule:
-        small, large, times, said = _grown(call, dims, backward=backward)
+        change = _change(call, dims, backward=backward)
         corners = arg(call, "align_corners")
-        kept = [i for i in range(dims) if said[i] and times[i] and not corners]
-        work = 2 * taps**dims * max(math.prod(small), math.prod(large))
-        return _in_blocks(call, small, kept, taps // 2, backward=backward, flops=lambda *_: work)
+        grown = [i for i in change.kept if change.times[i] and not corners]
+        shrunk = {i: window(change.over[i]) for i in change.kept if not change.times[i] and not corners}
+        work = 2 * taps**dims * max(math.prod(change.given), math.prod(change.made))
+        return _in_blocks(call, change, grown, taps // 2, shrunk, backward=backward, flops=lambda *_: work)
 
     return rule
 
@@ -45,12 +53,14 @@ def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
     """Where a size grows by a whole number, an element is a block: `h -> (h r)`, unless rounding decides otherwise."""
 
     def rule(call: Call) -> Rule:
-        small, large, times, said = _grown(call, dims, backward=backward)
-        kept = [i for i in range(dims) if said[i] and _blocks(times[i], large[i + 2])]
+        change = _change(call, dims, backward=backward)
+        given, made, times, over = change.given, change.made, change.times, change.over
+        grown = [i for i in change.kept if _blocks(times[i], made[i + 2])]
+        shrunk = {i: Window(over[i], over[i]) for i in change.kept if not times[i]}
         # In other dims torch has kernels that round otherwise, and chooses by shapes.
-        if not all(said[i] and _certain(small[i + 2], large[i + 2]) for i in range(dims) if i not in kept):
-            kept = []
-        return _in_blocks(call, small, kept, 0, backward=backward)
+        if not all(i in change.said and _certain(given[i + 2], made[i + 2]) for i in range(dims) if i not in grown):
+            grown, shrunk = [], {}
+        return _in_blocks(call, change, grown, 0, shrunk, backward=backward)
 
     return rule
 
@@ -61,35 +71,69 @@ def repeated(call: Call) -> Sequence[int]:
     dims = _NEAREST.get(schema_of(call.target).name.partition("::")[2], 0)
     if not dims or len(call.operands) != 1:
         return ()
-    _, large, times, said = _grown(call, dims, backward=False)
-    return (1, 1, *times) if all(map(_blocks, times, large[2:])) and all(said) else ()
+    change = _change(call, dims, backward=False)
+    return (
+        (1, 1, *change.times) if all(map(_blocks, change.times, change.made[2:])) and len(change.said) == dims else ()
+    )
 
 
-def _grown(call: Call, dims: int, *, backward: bool) -> tuple[Shape, Shape, list[int], list[bool]]:
-    """The shape of what is small and of what it becomes; for each dim of space by which whole number it grows (0: by
-    none), and whether its scale is what the sizes say."""
-    small, large = (m.shape for m in (*call.operands, *call.results) if m is not None)
-    small, large = (large, small) if backward else (small, large)
-    times = [b // a if a and b % a == 0 else 0 for a, b in zip(small[2:], large[2:], strict=True)]
+class _Change(NamedTuple):
+    """The shape of what is given and of what it becomes; for each dim of space by which whole number it grows, or over
+    which it is divided (0: none); the dims whose scale is what the sizes say."""
+
+    given: Shape
+    made: Shape
+    times: list[int]
+    over: list[int]
+    said: list[int]
+
+    @property
+    def kept(self) -> list[int]:
+        """The dims that change by a whole number."""
+        return [i for i in self.said if self.times[i] or self.over[i]]
+
+
+def _change(call: Call, dims: int, *, backward: bool) -> _Change:
+    given, made = (m.shape for m in (*call.operands, *call.results) if m is not None)
+    given, made = (made, given) if backward else (given, made)
+    sizes = [*zip(given[2:], made[2:], strict=True)]
+    times, over = [[b // a if a and b % a == 0 else 0 for a, b in way] for way in (sizes, [x[::-1] for x in sizes])]
     names = [a.name for a in schema_of(call.target).arguments if a.name.startswith("scale")]
-    scales = [arg(call, name) for name in names]
-    return small, large, times, [scale in (None, n or None) for scale, n in zip(scales, times, strict=True)]
+    # Torch divides by a scale.
+    exact = [times[i] or (1 / over[i] if over[i] and 1 / (1 / over[i]) == over[i] else None) for i in range(dims)]
+    return _Change(given, made, times, over, [i for i in range(dims) if arg(call, names[i]) in (None, exact[i])])
 
 
-def _in_blocks(call: Call, small: Shape, kept: Sequence[int], reach: int, *, backward: bool, flops: Any = None) -> Rule:
-    """The rule where in the dims `kept` of space an element, and so many around it, become a block."""
-    space = range(len(small) - 2)
-    x = " ".join(f"h{i}" if i in kept else "_" for i in space)
-    y = " ".join(f"(h{i} r{i})" if i in kept else "_" for i in space)
-    notes = " ".join(f"h{i}:local r{i}:whole (h{i} r{i}):size(output_size.{i})" for i in kept)
-    text = f"n c {x} -> n c {y} | n:local c:local {notes} {{0}}"
+def _in_blocks(
+    call: Call,
+    change: _Change,
+    grown: Sequence[int],
+    reach: int,
+    shrunk: Mapping[int, Window],
+    *,
+    backward: bool,
+    flops: Any = None,
+) -> Rule:
+    """The rule where in the dims `grown` of space an element, and so many around it, become a block; in those that are
+    `shrunk` a window an element."""
+    given, made = change.given[2:], change.made[2:]
+    shrunk = {i: window for i, window in shrunk.items() if 1 not in (given[i], made[i])}
+    words = [("_", "_")] * len(given)
+    for i in grown:
+        words[i] = f"h{i}", f"(h{i} r{i})"
+    for i in shrunk:
+        words[i] = f"i{i}", f"o{i}"
+    x, y = map(" ".join, zip(*words, strict=True))
+    notes = " ".join(f"h{i}:local r{i}:whole" for i in grown)
+    sized = " ".join(f"{words[i][1]}:size(output_size.{i})" for i in (*grown, *shrunk))
+    text = f"n c {x} -> n c {y} | n:local c:local {notes} {sized} {{0}}"
     if backward:
-        sizes = {"n": 0, "c": 1} | {f"h{i}": i + 2 for i in kept}
+        sizes = {"n": 0, "c": 1} | {words[i][0]: i + 2 for i in (*grown, *shrunk)}
         text = " ".join([gradient(text), *(f"{f}:size(input_size.{i})" for f, i in sizes.items())])
-    if not reach:
+    around = {f"h{i}": Reach.around("halo", f"h{i}", given[i], reach, reach) for i in grown if reach and given[i] > 1}
+    around |= {f"o{i}": Reach.blocks(f"i{i}", given[i], made[i], window) for i, window in shrunk.items()}
+    if not around:
         return pattern(text, local=nonempty, flops=flops)(call)
-    there = [i for i in kept if small[i + 2] > 1]
-    around = {f"h{i}": Reach.around("halo", f"h{i}", small[i + 2], reach, reach) for i in there}
     return pattern(text, stencil=Stencil(around, backward), flops=flops)(call)
 
 
@@ -130,9 +174,9 @@ _ROWS: dict[str, Callable[..., RuleFn]] = {
     "upsample_trilinear3d": partial(_upsample, 3, 2),
     "upsample_bilinear2d": partial(_upsample, 2, 2),
     "upsample_bicubic2d": partial(_upsample, 2, 4),
-    "_upsample_bilinear2d_aa": partial(_upsample, 2, 2),
-    "_upsample_bicubic2d_aa": partial(_upsample, 2, 4),
-    "_upsample_lanczos2d_aa": partial(_upsample, 2, 6),
+    "_upsample_bilinear2d_aa": partial(_upsample, 2, 2, smooth=True),
+    "_upsample_bicubic2d_aa": partial(_upsample, 2, 4, smooth=True),
+    "_upsample_lanczos2d_aa": partial(_upsample, 2, 6, smooth=True),
     "grid_sampler_2d": partial(_grid, 2),
     "grid_sampler_3d": partial(_grid, 3),
 }

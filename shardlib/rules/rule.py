@@ -122,10 +122,13 @@ class Rule:
     * `whole`: factors that must not be cut.
     * `linear`: each entry is a set of operand positions in which the op is jointly linear, so that pending sums on
       exactly these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
+    * `onto`: the operand onto which is added what a cut factor makes a pending sum: it may owe that sum, too, and then
+      `local` takes what each device has of it (`Local.owes`).
     * `ints`: integer arguments that are `k * product of local sizes of factors`: {path: (k, factors)}.
     * `local`: the per-device form, used when one of `local_factors` is cut; returns the local results.
     * `rounds`: {t: s}: `t` may be cut only together with `s`, over the same mesh axes; then `local` passes the pieces
       of `t` round, so that every piece of `s` meets every piece of `t`, and no result owes anything over these axes.
+      Where `reads` says that this takes little of `t`, only that is passed (`near`).
     * `follows`: {i: o}: `i` may be cut only together with `o`, and whoever wants one of them cut wants both: they are
       one dim in two sizes (what goes into a convolution and what comes out), so cutting one nearly cuts the other.
     * `reads`: {i: which of its elements those of another factor lie at}: where the one is cut, the other is best cut
@@ -150,6 +153,7 @@ class Rule:
     complete: frozenset[int | tuple[int, str]] = frozenset()
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    onto: int | None = None
     ints: Mapping[Path, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
     local: Callable[[Local], Any] | None = None
     local_factors: frozenset[str] = frozenset()
@@ -170,6 +174,14 @@ class Rule:
         """How a result must be reduced that has not this factor while it is cut: "sum", "max", "min", or not at all."""
         kind = self.reduce.get(factor, "none")
         return None if kind == "none" or self.complete & {result, (result, factor)} else kind
+
+    def near(self, factor: str, ways: int) -> int | None:
+        """How many elements a device gets of a factor that goes round among so many devices, if it needs no more than
+        half of what the others have: what it needs is held at once."""
+        if (read := self.reads.get(factor)) is None:
+            return None
+        few = read.high - read.low
+        return few if 2 * few * ways <= (ways - 1) * self.sizes[factor] else None
 
 
 class Local(Protocol):
@@ -192,6 +204,9 @@ class Local(Protocol):
 
     def size(self, factor: str) -> Any:
         """This device's size of `factor`."""
+
+    def owes(self, operand: int, factor: str) -> bool:
+        """Whether an operand is a pending sum over the devices along `factor`."""
 
     def offset(self, factor: str) -> Any:
         """The global index of this device's first element of `factor`."""

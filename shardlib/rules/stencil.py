@@ -92,6 +92,23 @@ class Reach:
         return Reach(source, size, count, (lambda r: overlap((0, size), need(r)),), frame, made, lies)
 
     @staticmethod
+    def blocks(source: str, size: int, count: int, window: Window) -> Reach:
+        """Windows around blocks, which lie side by side; where they reach over the ends, the op knows what to do."""
+        n = window.stride
+
+        def reads(r: Range) -> Range:
+            return window.reads(r) if length(r) else _scaled(r, n)
+
+        def made(r: Range) -> Range:
+            """What the op makes of whole blocks, of which those in `need` matter."""
+            low, high = reads(r)
+            return _one_at_least((max(min(low // n, r[0]), 0), min(max(-(-high // n), r[1]), count)))
+
+        lies = lambda f: (source, window.laid(f, count))
+        need = lambda r: overlap((0, size), reads(r))
+        return Reach(source, size, count, (need,), lambda r: _scaled(made(r), n), made, lies)
+
+    @staticmethod
     def sliding(window: Window, source: str, size: int, count: int, *, back: bool, every: bool, **how: Any) -> Reach:
         """Windows, with zeros where they reach over the ends; `back` says that they are the source, and what they lie
         over is the results: `every` one of these, or those that some window has. A source of size 1 has no name.

@@ -74,13 +74,15 @@ def _writes(call: Call, places: Places, values: list[list[Dim]], flops: int | No
         cuts, (*_, indices), rest = places.cuts(local), given[: places.until], given[places.until :]
         there = lambda x, mine: call.target(x, *places.arguments(mine), *rest, **named)
         # A value that addends share is added by each, which is right only where entries are not shared out.
-        return _write(once(x, cut(local, added)), cuts, places.ready(indices, cuts), there)
+        alike = [f for f in cut(local, added) if not local.owes(0, f)]
+        return _write(once(x, alike), cuts, places.ready(indices, cuts), there)
 
     return places.space.rule(
         [places.x, *places.indices, *values],
         [places.x],
         reduce=dict.fromkeys(entries, how) if how else {},
         linear=linear,
+        onto=0 if how == "sum" else None,
         local=torch_code(form),
         local_factors=(*places.rows, *added),
         gathers=entries,

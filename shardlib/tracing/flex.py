@@ -1,8 +1,9 @@
 """`flex_attention`, written in plain ops, so that the rules of these shard it.
 
 torch runs it as an operator that takes functions, `score_mod` and `mask_mod`, of one score and its place. Here they
-are mapped over all places, as in torch's own form for the CPU. What has no `score_mod` is `shardlib::attention`, with
-or without a mask, which knows how to cut a sequence. The blocks of a `BlockMask` only save work: its `mask_mod` says
+are mapped over all places, as in torch's own form for the CPU. What has no `score_mod`, or one that does nothing but
+hide scores (`where(i >= j, score, -inf)`), is `shardlib::attention`, with or without a mask, which knows how to cut a
+sequence. The blocks of a `BlockMask` only save work: its `mask_mod` says
 what is seen.
 
 A traced function calls the operator under a mode that catches it; for `ShardedTensor`s it has a kernel
@@ -77,12 +78,59 @@ def flex_attention(
     wants_max = bool(kernel_options.get("OUTPUT_MAX", True))
     with torch.autocast(device, enabled=False), _ReadByPlace():
         alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-        if fused and score is None and alike and not wants_max:
-            mask = None if keep is None else _unrepeated(keep(*_places(query, key)))
-            o, lse = attention(query, key, value, mask=mask, scale=scale)
-            return _strided_as(query, o), lse / math.log(2), query.new_empty(0)
+        places = _places(query, key)
+        if fused and alike and not wants_max:
+            masks = [] if score is None else _seen_by(score_mod, score_mod_other_buffers, places)
+            if masks is not None:
+                masks += [] if keep is None else [_unrepeated(keep(*places))]
+                mask = functools.reduce(torch.logical_and, masks) if masks else None
+                o, lse = attention(query, key, value, mask=mask, scale=scale)
+                return _strided_as(query, o), lse / math.log(2), query.new_empty(0)
         wants_lse = bool(kernel_options.get("OUTPUT_LOGSUMEXP", True))
         return _dense(query, key, value, score, keep, scale, wants_lse, wants_max)
+
+
+class _OtherError(Exception):
+    """Something else happens to a score than that it is hidden."""
+
+
+class _Score:
+    """Stands for a score: seen where all of `seen` are true. Whatever else is asked of it is an error."""
+
+    def __init__(self, *seen: Tensor) -> None:
+        self.seen = seen
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.where or kwargs or len(args) != 3:
+            raise _OtherError
+        condition, a, b = args
+        for score, other, hidden in ((a, b, False), (b, a, True)):
+            if isinstance(score, _Score) and isinstance(other, float) and other == -math.inf:
+                return _Score(*score.seen, ~condition if hidden else condition)
+        raise _OtherError
+
+    def _other(self, *args: Any) -> Any:
+        raise _OtherError
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _other
+    __pow__ = __rpow__ = __abs__ = __bool__ = __float__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _other
+    __getattr__ = _other
+
+
+def _seen_by(score_mod: Callable[..., Any], buffers: Sequence[Any], places: Sequence[Tensor]) -> list[Tensor] | None:
+    """The mask that a `score_mod` is that does nothing but hide scores; None if it is another one."""
+
+    def seen(*at: Any) -> Tensor:
+        found = score_mod(_Score(), *at)
+        if not isinstance(found, _Score) or not found.seen:
+            raise _OtherError
+        return functools.reduce(torch.logical_and, found.seen)
+
+    try:
+        return [_unrepeated(_mapped(seen, False, buffers)(*places))]
+    except _OtherError:
+        return None
 
 
 def narrowed(x: Tensor) -> Tensor:

@@ -137,6 +137,10 @@ def _walsh_hadamard(x: Tensor) -> Tensor:
     return x
 
 
+def _blocks(x: Tensor) -> Tensor:
+    return x.unflatten(0, (16, -1)).softmax(1).sin().sum()
+
+
 def _chunks(x: Tensor, a: Tensor, b: Tensor, c: Tensor, size: int = 64) -> Tensor:
     """Mamba-2: chunks of a sequence, and a state that goes from each to the next."""
     x, a, b, c = (v.unflatten(1, (-1, size)) for v in (x, a, b, c))
@@ -203,6 +207,9 @@ ROWS = [
     _row("heat by second differences", _heat, 3 * STEP, 6),
     _row("gradient of heat by second differences", _grad(_heat), 6 * STEP, 12),
     _row("gradient of total variation", sl.grad(_variation), STEP, 2),
+    # Of 293 rows a device has none in its blocks, and of their 384, none at home.
+    Row("gradient of blocks that seven devices have other rows of", sl.grad(_blocks), (f32(2048, 64),), ("n@x d",),
+        {"x": 7}, (293 + 384) * 64 * 4, 2, work=1.32),
     Row("layers of a stack that is cut over them", _layers, (f32(BATCH, WIDE), f32(LAYERS, WIDE, WIDE)),
         ("n@x d", "l@x d e"), EIGHT, gathered(STACK, 8), 8),
     Row("Walsh-Hadamard over a cut dim", _walsh_hadamard, (f32(1 << 10, 1024),), ("n@x d",), EIGHT,

@@ -94,6 +94,11 @@ def _positions(x: Tensor) -> Tensor:
     return x * torch.cat([angle.sin(), angle.cos()], -1)
 
 
+def _far(x: Tensor) -> Tensor:
+    """Weighted by how far it is to the end, normalised."""
+    return x * torch.arange(1.0, N + 1).flip(0).softmax(0)[:, None]
+
+
 def _plain(name: str, program: Callable[[Tensor], Tensor], pieces: float) -> Row:
     return Row(name, program, (f32(N, D),), ("_@data _",), DATA, peak=pieces * PIECE)
 
@@ -125,6 +130,7 @@ ROWS = [
     _plain("lower triangle of ones", _mask, 3),
     _plain("outer product of ranges", _outer, 4),
     _plain("sines of positions", _positions, 4),
+    Row("weights of distances to the end", _far, (f32(N, D),), ("_@data _",), DATA, work=1.12, peak=2.1 * PIECE),
     _of_weights("gradient of data-parallel weights", sl.grad(_loss, 1)),
     _of_weights("gradients added to 0", _from_zero),
     _of_weights("gradients added by sum()", lambda x, w: sum(_parts(x, w))),

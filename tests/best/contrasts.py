@@ -73,6 +73,10 @@ def _focal(w: Tensor, x: Tensor, y: Tensor) -> Any:
     return ((1 - (-l).exp()) ** 2 * l).mean()
 
 
+def _towards(w: Tensor, x: Tensor, teacher: Tensor) -> Any:
+    return F.kl_div((x @ w).log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
 def _chunkedce(w: Tensor, x: Tensor, y: Tensor) -> Any:
     parts = zip(x.chunk(4), y.chunk(4), strict=True)
     return sum(F.cross_entropy(a @ w, b, reduction="sum") for a, b in parts) / len(x)
@@ -150,6 +154,8 @@ ROWS = [
         3 * OR + reduced(ACT, 8), 4),
     Row("gradients of a focal loss, vocabulary cut", sl.grad(_focal, (0, 1)), VO, CUT, X,
         2 * OR + reduced(ACT, 8) + OR / 1, 4),
+    Row("gradients of distillation from a teacher's logits, vocabulary cut", sl.grad(_towards, (0, 1)),
+        (*VO[:2], f32(N, V)), (*CUT[:2], "n v@x"), X, 4 * OR + reduced(ACT, 8), 5),
     Row("gradients in four chunks of tokens, vocabulary cut", sl.grad(_chunkedce, (0, 1)), VO, CUT, X,
         2 * OR + reduced(ACT, 8), 8 + 1),
     Row("gradients of cross entropy with holes, vocabulary cut", sl.grad(_ignore, (0, 1)), VO, CUT, X,

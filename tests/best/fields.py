@@ -129,6 +129,22 @@ def _shallow(h: Tensor, u: Tensor, v: Tensor) -> Any:
     return h
 
 
+def _deposited(x: Tensor, q: Tensor, field: Tensor) -> Any:
+    """Particles in cells: charges go to the four corners around, and the field there moves them."""
+    (n, m), at = field.shape, x.floor()
+    i, f = at.long(), x - at
+    corners = [(a, b) for a in (0, 1) for b in (0, 1)]
+    places = [(i[:, 0] + a) % n * m + (i[:, 1] + b) % m for a, b in corners]
+    shares = [(f[:, 0] if a else 1 - f[:, 0]) * (f[:, 1] if b else 1 - f[:, 1]) for a, b in corners]
+    charge = torch.zeros(n * m)
+    for place, share in zip(places, shares, strict=True):
+        charge = charge.index_add(0, place, q * share)
+    charge = charge.view(n, m)
+    force = torch.stack([charge.roll(-1, d) - charge.roll(1, d) for d in (0, 1)], -1).view(-1, 2)
+    return x + 0.1 * sum(force[p] * s[:, None] for p, s in zip(places, shares, strict=True))
+
+
+PARTICLES = (f32(1 << 16, 2), f32(1 << 16), f32(64, 64))
 ROWS = [
     Row("V-cycle of three grids, rows cut", _vcycle, (f32(N, W),) * 2, ("h@x w",) * 2, X,
         2 * LINE * (3 + 2 / 2 + 1 / 4), 2 * (3 + 2 + 1)),
@@ -145,6 +161,10 @@ ROWS = [
     Row("gradient of wave steps, rows cut", _of_loss(_wave), (f32(N, W),) * 2, ("h@x w",) * 2, X,
         6 * 2 * LINE, 12),
     Row("game of life, rows cut", _life, (f32(1, 1, N, W),), ("b c h@x w",), X, 2 * 2 * LINE, 4),
+    Row("particles in cells, particles cut", _deposited, PARTICLES, ("p@x d", "p@x", "..."), X,
+        reduced(64 * 64 * 4, 8), 1),
+    Row("gradients of particles in cells", _of_loss(_deposited), PARTICLES, ("p@x d", "p@x", "..."), X,
+        2 * reduced(64 * 64 * 4, 8), 2),
     # What flows is a product: its borders are made of those of its factors, as long as both are needed.
     Row("shallow water, rows cut", _shallow, (f32(N, W),) * 3, ("h@x w",) * 3, X, (6 + 2) * LINE, 6 + 2),
 ]  # fmt: skip

@@ -103,6 +103,15 @@ def _ssim(x: Tensor, y: Tensor) -> Any:
     return (top / ((mx * mx + my * my + 1e-4) * (xx - mx * mx + yy - my * my + 9e-4))).mean()
 
 
+def _pyramid(x: Tensor, y: Tensor, how: str = "bilinear", **more: Any) -> Tensor:
+    """Two images as large as they are, and at two smaller sizes."""
+    total = F.mse_loss(x, y)
+    for _ in range(2):
+        x, y = (F.interpolate(z, scale_factor=0.5, mode=how, **more) for z in (x, y))
+        total = total + F.mse_loss(x, y)
+    return total
+
+
 VID = (f32(2, 16, 256, 256), *[f32(256, 256)] * 3)
 VB = 2 * 16 * 256 * 256 * 4
 
@@ -179,6 +188,12 @@ ROWS = [
     Row("edges by Sobel, height cut", _sobel, (f32(16, 1, 512, 512),), ("b c h@x w",), X, 2 * 16 * 512 * 4, 2),
     Row("SSIM of two images, height cut", _ssim, (f32(8, 1, 512, 512),) * 2, ("b c h@x w",) * 2, X,
         2 * 8 * 10 * 512 * 4 + reduced(4, 8), 3),
+    Row("gradient of a pyramid of two images, height cut", sl.grad(_pyramid), (f32(8, 1, 512, 512),) * 2,
+        ("b c h@x w",) * 2, X),
+    # Of twice as many rows as become one, half are those of a neighbour; what they get of the gradient comes back.
+    Row("gradient of a smooth pyramid of two images, height cut",
+        sl.grad(lambda x, y: _pyramid(x, y, "bicubic", antialias=True)), (f32(8, 1, 512, 512),) * 2,
+        ("b c h@x w",) * 2, X, 6 * 3 * 8 * (512 + 256) * 4, 6 * 2),
     Row("attention over space, then time; time cut", _video, VID, ("b t@x s d", *["..."] * 3), X,
         2 * exchanged(VB, 8), 2, out_specs="b t@x s d"),
     Row("gradient of attention over space, then time", _of_loss(_video, 0), VID, ("b t@x s d", *["..."] * 3), X,

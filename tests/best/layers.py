@@ -36,6 +36,12 @@ def _sliding(q: Tensor, k: Tensor, v: Tensor, w: int = 128) -> Tensor:
     return torch.einsum("bnhqk,bnkhe->bnqhe", p, v).flatten(1, 2)
 
 
+def _seen(q: Tensor, k: Tensor, v: Tensor, w: int = 128) -> Tensor:
+    """Each query sees the keys up to itself that are less than w away."""
+    away = torch.arange(S)[:, None] - torch.arange(S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(away >= 0) & (away < w))
+
+
 def _linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Katharopoulos et al. 2020, arXiv:2006.16236."""
     q, k = F.elu(q) + 1, F.elu(k) + 1
@@ -97,6 +103,12 @@ WINDOW = B * 128 * D * 4
 MIXERS = [
     Row("sliding windows by blocks, sequence cut", _sliding, HEADS, SEQUENCE, X, 2 * WINDOW, 2),
     Row("gradients of sliding windows", _of_loss(_sliding, 0, 1, 2), HEADS, SEQUENCE, X, 4 * WINDOW, 4),
+    Row("sliding windows by a mask, sequence cut", _seen, (f32(B, H, S, E),) * 3, ("b h s@x e",) * 3, X,
+        2 * WINDOW * 127 / 128, 2),
+    Row("gradients of sliding windows by a mask", _of_loss(_seen, 0, 1, 2), (f32(B, H, S, E),) * 3,
+        ("b h s@x e",) * 3, X, 4 * WINDOW * 127 / 128, 4),
+    Row("sliding windows by a mask, sequence and heads cut", _seen, (f32(B, H, S, E),) * 3,
+        ("b h@tensor s@data e",) * 3, {"data": 2, "tensor": 4}, 2 * WINDOW * 127 / 128 / 4, 2),
     Row("linear attention, sequence cut", _linear, HEADS, SEQUENCE, X, reduced(STATE + STATE / E, 8), 2),
     Row("gradients of linear attention", _of_loss(_linear, 0, 1, 2), HEADS, SEQUENCE, X,
         2 * reduced(STATE + STATE / E, 8), 4),

@@ -63,6 +63,8 @@ ROWS = [
         {"x": 8}, gathered(8 * 64 * 64 * 4, 8), 1),
     Row("low-rank part of a tall matrix", _power, (f32(1 << 16, 512), f32(512, 8)), ("n@x d", "..."), {"x": 8},
         gathered(9 * 8 * 8 * 4, 8) + reduced(8 * 512 * 4, 8), 2),
+    Row("products added to a product, cut in k", lambda a, b: (a @ b).addmm(a, b, beta=0.5).addmm(a, b),
+        (f32(D, D), f32(D, D)), ("_ k@x", "k@x _"), MESH, reduced(D * D * 4, 64), 1, out_specs="_ _"),
     Row("product of matrices in two dims", lambda a, b: a @ b, (f32(D, D), f32(D, D)), ("m@a _", "_ n@b"),
         {"a": 4, "b": 4}),
 ]  # fmt: skip

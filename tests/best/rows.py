@@ -15,6 +15,7 @@ from tests.best import (
     fields,
     fused,
     images,
+    kinds,
     layers,
     matrices,
     meshes,
@@ -57,4 +58,5 @@ ROWS: list[Row] = [
     *updates.ROWS,
     *meshes.ROWS,
     *tasks.ROWS,
+    *kinds.ROWS,
 ]

@@ -63,6 +63,24 @@ def blends() -> Iterator[Sample]:
             yield f"{name}_backward", (_f(2, 3, *high), high, [2, 3, *low], False, *scales[:dims]), {}
 
 
+def shrunk() -> Iterator[Sample]:
+    """Sizes that shrink by a whole number: elements read around the middle of their blocks, or all of several."""
+    for name, dims in (
+        ("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3),
+        ("_upsample_bilinear2d_aa", 2), ("_upsample_bicubic2d_aa", 2), ("_upsample_lanczos2d_aa", 2),
+        ("upsample_nearest2d", 2), ("_upsample_nearest_exact2d", 2),
+    ):  # fmt: skip
+        for made, over, scales in (([7, 3, 2], [2, 3, 2], ()), ([3, 5, 1], [4, 1, 2], (0.25, 1.0, 0.5))):
+            x = [a * b for a, b in zip(made, over, strict=True)][:dims]
+            how = (*([] if "nearest" in name else [False]), *scales[:dims])
+            if hasattr(aten, name):
+                yield name, (_f(2, 3, *x), made[:dims], *how), {}
+                yield f"{name}_backward", (_f(2, 3, *made[:dims]), made[:dims], [2, 3, *x], *how), {}
+    how = [4, 6], False  # one dim grows
+    yield "upsample_bilinear2d", (_f(2, 3, 8, 3), *how), {}
+    yield "upsample_bilinear2d_backward", (_f(2, 3, 4, 6), how[0], [2, 3, 8, 3], how[1]), {}
+
+
 def grid() -> Iterator[Sample]:
     for dims in (2, 3):
         space, points = [3, 4, 2][:dims], [2, 3, 2][:dims]
@@ -86,4 +104,4 @@ def windows() -> Iterator[Sample]:
         yield "col2im", (columns[0], [4, 5], *how), {}
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, blocks, blends, grid, windows)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (upsample, blocks, blends, shrunk, grid, windows)
