@@ -65,14 +65,15 @@ class Branching:
 
     def _least(self, found: _Branches, root: Value, form: Placement) -> tuple[_Branches, float]:
         """The branches of which least is to be added up: each may end earlier."""
-        stops, least = frozenset[Value](), self._price(found)
-        largest = max((end.nbytes for end in found.ends), default=0)
-        for value in [x for x in found.forms if x.nbytes < largest and x is not root][::-1]:
-            if value not in found.forms or value in found.ends:
-                continue
-            other = self._branches(root, form, stops | {value})
-            if other is not None and (price := self._price(other)) < least:
-                found, stops, least = other, stops | {value}, price
+        stops, least, before = frozenset[Value](), self._price(found), math.inf
+        while least < before:  # where it ends elsewhere, another end may be worth it
+            before, largest = least, max((end.nbytes for end in found.ends), default=0)
+            for value in [x for x in found.forms if x.nbytes < largest and x is not root][::-1]:
+                if value not in found.forms or value in found.ends:
+                    continue
+                other = self._branches(root, form, stops | {value})
+                if other is not None and (price := self._price(other)) < least:
+                    found, stops, least = other, stops | {value}, price
         return found, least
 
     def _branches(self, root: Value, form: Placement, stops: frozenset[Value] = frozenset()) -> _Branches | None:
@@ -92,12 +93,15 @@ class Branching:
             _, op = heappop(todo)
             roots = [viewed(x) for x in op.operands]
             on = [i for i, x in enumerate(roots) if x in found.forms and x not in stops]
-            if not on or (way := self._passed(op, on, found.forms)) is None:
-                for i, x in enumerate(roots):
-                    if x in found.forms:
-                        if least[x] >= root.nbytes:
-                            return None
-                        found.ends.setdefault(x, (op.operands[i], self.decided(op, i)))
+            # Where not all may be pending, those are that were nowhere less.
+            ways = (self._passed(op, some, found.forms) for some in (on, _most(on, roots, least)) if some)
+            way = next(filter(None, ways), None)
+            for i, x in enumerate(roots):
+                if x in found.forms and (way is None or i not in way[0]):
+                    if least[x] >= root.nbytes:
+                        return None
+                    found.ends.setdefault(x, (op.operands[i], self.decided(op, i)))
+            if way is None:
                 continue
             found.passed[op] = way
             if len(found.passed) > MOST:
@@ -105,7 +109,7 @@ class Branching:
             for k, r in enumerate(op.results):
                 if r is not None:
                     found.forms[r] = self.values.forms.result_form(op, k, *way[1:])
-                    least[r] = min(r.nbytes, max(least[roots[i]] for i in on))
+                    least[r] = min(r.nbytes, max(least[roots[i]] for i in way[0]))
                     follow(r)
         for value in found.forms:
             if returned(value):
@@ -120,12 +124,23 @@ class Branching:
         dtypes = {x.dtype for x in (*(op.operands[i] for i in on), *op.results) if x is not None}
         if len(owing) < len(on) or len({form[1] for form in owing.values()}) != 1 or len(dtypes) > 1:
             return None
-        if not linear(op, on) or (assignment := fitting(self.values, op, {i: f[0] for i, f in owing.items()})) is None:
+        if (
+            self._owns(op)
+            or not linear(op, on)
+            or (assignment := fitting(self.values, op, {i: f[0] for i, f in owing.items()})) is None
+        ):
             return None
         assert op.rule is not None
         if any(axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none") for x, axes in assignment.items()):
             return None
         return frozenset(on), assignment, owing[on[0]][1]
+
+    def _owns(self, op: Op) -> bool:
+        """Whether an op may have rows of own groups: the groups are cut here."""
+        if op.owns is None or op not in self.p.units.op_slots:
+            return False
+        slot = self.p.units.op_slots[op].get((op.owns.factor, 0))
+        return slot is not None and bool(self.p.unit_cut(self.p.units.unit[op])[slot])
 
     def form(self, value: Value, forms: Mapping[Value, Placement]) -> Placement | None:
         """How a view of what is pending is pending."""
@@ -201,6 +216,12 @@ def share(op: Op, assignment: Assignment) -> float:
     return 1 / math.prod(ways(axes) for x, axes in assignment.items() if x[0] not in tied)
 
 
+def _most(on: Sequence[int], roots: Sequence[Value], least: Mapping[Value, int]) -> list[int]:
+    """The operands that were the largest where they were smallest."""
+    most = max((least[roots[i]] for i in on), default=0)
+    return [i for i in on if least[roots[i]] == most]
+
+
 def _may_pass(op: Op, i: int) -> bool:
     """Whether an op is linear in an operand, with others or by itself."""
     return op.rule is not None and i in {i for together in op.rule.linear for i in together}
@@ -208,7 +229,7 @@ def _may_pass(op: Op, i: int) -> bool:
 
 def linear(op: Op, on: Sequence[int]) -> bool:
     """Whether an op is linear in some of its operands; zeros are whatever one likes."""
-    if op.rule is None or op.owns is not None or op.manual or op.constrains:
+    if op.rule is None or op.manual or op.constrains:
         return False
     zeros = {i for i, x in enumerate(op.operands) if is_zero(x)}
     return any({*on} == together - zeros for together in op.rule.linear)

@@ -39,6 +39,7 @@ def _loss(*args: Tensor) -> Tensor:
 
 ARGS = (bf16(T, D), bf16(D, E), bf16(E, D, H), bf16(E, D, H), bf16(E, H, D))
 WEIGHTS = ("e@expert _ _",) * 3
+FEATURES = ("...", "...", "_ _ h@expert", "_ _ h@expert", "_ h@expert _")
 G, S = 8, 512  # groups of tokens, and tokens in each
 
 
@@ -73,6 +74,10 @@ ROWS = [
         args=(*ARGS, bf16(E, D)), specs=("...", "...", *WEIGHTS, "e@expert _")),
     _row("experts, tokens cut over the same axis", _experts, 2 * gathered(TOKENS, 8), 2,
         "t@expert _", out_specs="t@expert _"),
+    # Hidden features cut, as Megatron does it: what is added up are tokens, behind their experts.
+    _row("experts' features cut 8 ways", _experts, reduced(TOKENS, 8), 1, specs=FEATURES),
+    _row("gradient of experts whose features are cut", sl.grad(_loss, (0, 1, 2, 3, 4)),
+        2 * reduced(TOKENS, 8) + reduced(ROUTES, 8), 3, specs=FEATURES),
     _row("GShard, tokens cut over the same axis", _gshard, 2 * exchanged(ROWS_OF_ALL, 8), 2, args=DENSE,
         specs=("g@expert _ _", "...", "e@expert _ _", "e@expert _ _"), out_specs="g@expert _ _"),
     _row("GShard, tokens over another axis", _gshard, reduced(G * S * D * 4 / 4, 8), 1, args=DENSE,
