@@ -290,6 +290,16 @@ def test_what_rounding_does_to_gradients_is_no_difference() -> None:
     assert "m.0.bias.grad" in {leaf.path for leaf in report.leaves}
 
 
+def test_rounding_is_that_of_several_draws() -> None:
+    """The first one rounds both large numbers up, which changes nothing."""
+    x = torch.tensor([1e8, 1, -1e8, 1])
+    with Mesh(a=2):
+        report = check(lambda x: x.cumsum(0)[-1:], x, in_specs="n@a")
+        assert report.max_error == 1
+        with pytest.raises(ShardingError, match="2 of 2 tensors differ"):
+            check(lambda x: x.cumsum(0)[-1:], x, in_specs="n@a", rtol=1e-5)
+
+
 def test_rounding_is_that_of_the_coarsest_numbers() -> None:
     """Gradients of float32 parameters, which add up products of bfloat16."""
     torch.manual_seed(0)
