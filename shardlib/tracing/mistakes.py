@@ -131,7 +131,7 @@ def refused(
         else "a traced function is a program for one device",
         remedy="convert operands and numbers to the dtype of the result yourself: x.to(dtype), bool(1j)"
         if stricter
-        else "mend the line: it fails on one device, too",
+        else "mend the line: it fails on one device, too, unless Python looks at values there, which no trace has",
     )
     return out
 
