@@ -44,8 +44,8 @@ class Passed:
     and the unit's slots along its dims.
 
     With `slot`, factor `name` of `rule`, cut over n devices every piece is sent n - 1 times, or as little as is needed
-    (`pieces`). With `slot` whole and `beside` cut, it is gathered
-    instead, and stays so until the backward pass has read it: that is charged as if it were sent once more.
+    (`pieces`). With `slot` whole and `beside` cut, it is gathered instead, and stays so until the backward pass has
+    read it: that is charged as if it were sent once more.
     """
 
     bytes: float

@@ -344,9 +344,7 @@ class PlainDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         form = self.forms.get(func)
         if form is None or not all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
-            if not is_composite(func):
-                return func(*args, **kwargs)
-            with self:  # under `inference_mode` it comes here whole
-                return func.decompose(*args, **kwargs)
+            with self if is_composite(func) else nullcontext():  # under `inference_mode` such come here whole
+                return func.decompose(*args, **kwargs) if is_composite(func) else func(*args, **kwargs)
         with nullcontext() if _call.get() else one_call(), self:  # a form may be written with other random ops
             return form(*args, **kwargs)

@@ -1,10 +1,9 @@
 """`flex_attention`, written in plain ops, so that the rules of these shard it.
 
-torch runs it as an operator that takes functions, `score_mod` and `mask_mod`, of one score and its place. Here they
-are mapped over all places, as in torch's own form for the CPU. What has no `score_mod`, or one that does nothing but
-hide scores (`where(i >= j, score, -inf)`), is `shardlib::attention`, with or without a mask, which knows how to cut a
-sequence. The blocks of a `BlockMask` only save work: its `mask_mod` says
-what is seen.
+torch runs it as an operator that takes functions, `score_mod` and `mask_mod`, of one score and its place. Here they are
+mapped over all places, as in torch's own form for the CPU. What has no `score_mod`, or one that does nothing but hide
+scores (`where(i >= j, score, -inf)`), is `shardlib::attention`, with or without a mask, which knows how to cut a
+sequence. The blocks of a `BlockMask` only save work: its `mask_mod` says what is seen.
 
 A traced function calls the operator under a mode that catches it; for `ShardedTensor`s it has a kernel
 (`eager/functional.py`). Neither goes through dynamo, which torch asks to look at every other call: see `_Direct`.
