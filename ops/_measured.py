@@ -99,7 +99,7 @@ ATTENTION: dict[Attention, float] = {
 
 # Fields of `Tuning`, by card.
 TUNING: dict[str, dict[str, int]] = {
-    'NVIDIA H200': {'ctas': 24, 'packet_bytes': 0, 'one_step_bytes': 262144},
+    'NVIDIA H200': {'ctas': 24},
 }  # fmt: skip
 
 

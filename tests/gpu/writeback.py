@@ -1,7 +1,7 @@
 """What the session's records say of a card, written to where it is read: `ops/_measured.py`, and the table of tiles.
 
 ATTENTION   by card, direction, head dim, plain or general, grouped or not: the least speed beside torch's kernel
-TUNING      by card: the fewest CTAs within 3 % of the best, the sizes up to which packets, and one step, are faster
+TUNING      by card: the fewest CTAs within 3 % of the best
 tiles       keys of a tile of the forward, for Hopper
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardlib.ops._measured import WAYS, Attention
 from tests.gpu import sweeps
-from tests.gpu.figures import CTAS_SWEEP, PACKETS_SWEEP, STEPS_SWEEP, TILES, speeds, tiles_of
+from tests.gpu.figures import CTAS_SWEEP, TILES, speeds, tiles_of
 from tests.gpu.records import Record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,16 +40,10 @@ def attention(records: Sequence[Record], card: str) -> dict[Attention, float]:
 
 
 def tuning(records: Sequence[Record]) -> dict[str, int]:
-    """Fields of `Tuning`; a sweep that has gaps says nothing."""
-    fields = {}
-    if rates := _tried(records, CTAS_SWEEP):
-        fields["ctas"] = min(n for n, rate in rates.items() if rate >= NEARLY * max(rates.values()))
-    for figure, field in ((PACKETS_SWEEP, "packet_bytes"), (STEPS_SWEEP, "one_step_bytes")):
-        if ratios := _tried(records, figure):
-            slower = [n for n, ratio in sorted(ratios.items()) if ratio < 1]
-            faster = [n for n in ratios if n < min(slower, default=max(ratios) + 1)]
-            fields[field] = max(faster, default=0)
-    return fields
+    """Fields of `Tuning`; a sweep that has gaps says nothing. From which sizes on packets, or one step, are slower,
+    links decide, which virtual ranks of one GPU have not: those sweeps are only reported."""
+    rates = _tried(records, CTAS_SWEEP)
+    return {"ctas": min(n for n, rate in rates.items() if rate >= NEARLY * max(rates.values()))} if rates else {}
 
 
 def tiles(records: Sequence[Record]) -> dict[tuple[int, bool], int]:
