@@ -72,17 +72,18 @@ def jit(
     (not what libraries compute, `os.environ`, `globals()`, context variables, weak references and files, locks, events
     and streams, names of classes and initial seeds of generators, modules that are found by a name that is no text in
     the code, functions of libraries that somebody replaces later, nor what is in containers of more than 1,000 objects,
-    or 20,000 numbers and texts, or behind more than 64 others, what `uuid` and `secrets` draw; `id(x)` and `hash(x)` of
-    an argument are those of what stands for it). Tensors found there are inputs, read anew in each call. Numbers among
-    the arguments are inputs, too, where they only enter arithmetic; numpy's numbers are constants, its arrays tensors.
-    Writes to arguments, numpy's arrays among them, to buffers and `.grad` are applied after the call, and not at all if
-    the function raises. Threads that change the same thing, or go back to a parameter while another one compiles what
-    reads its `.grad`, take turns by a lock of their own. So are other values of attributes, variables and items:
-    tensors, numbers (`self.step += 1` is an input and a result), texts, enums, functions, and tuples, lists and dicts
-    of such. An effect that no program can repeat (a new object, a write into a numpy array that it closes over) is
-    traced in every such call, which is slow and said. What prints, reads a clock, or appends to something that it does
-    not read, does so while compiling only. A `TorchFunctionMode` around the call acts then, too; torch's own dispatch
-    modes (counters), and those with `only_observes = True`, see what runs, and others are refused.
+    or 20,000 numbers and texts, or behind more than 64 others, or 12 where many are, what `uuid` and `secrets` draw;
+    `id(x)` and `hash(x)` of an argument are those of what stands for it). Tensors found there are inputs, read anew in
+    each call. Numbers among the arguments are inputs, too, where they only enter arithmetic; numpy's numbers are
+    constants, its arrays tensors. Writes to arguments, numpy's arrays among them, to buffers and `.grad` are applied
+    after the call, and not at all if the function raises. Threads that change the same thing, or go back to a parameter
+    while another one compiles what reads its `.grad`, take turns by a lock of their own. So are other values of
+    attributes, variables and items: tensors, numbers (`self.step += 1` is an input and a result), texts, enums,
+    functions, and tuples, lists and dicts of such. An effect that no program can repeat (a new object, a write into a
+    numpy array that it closes over) is traced in every such call, which is slow and said. What prints, reads a clock,
+    or appends to something that it does not read, does so while compiling only. A `TorchFunctionMode` around the call
+    acts then, too; torch's own dispatch modes (counters), and those with `only_observes = True`, see what runs, and
+    others are refused.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec is every argument's; None leaves a layout to inference. (`in_specs` may also be a

@@ -29,7 +29,7 @@ from shardlib.tracing.history import Autograd
 Run = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 GRAD = ".grad"
-_DRAWS = 4  # of which numbers are rounded up: a few show what small gradients make of it
+_DRAWS = 4  # runs, each with other numbers rounded up: one may leave those alone on which a small gradient hangs
 
 
 @dataclass(frozen=True)

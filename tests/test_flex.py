@@ -252,6 +252,10 @@ INF = float("inf")
         (lambda s, b, h, i, j: s.masked_fill(i < j, -INF), False),
         (lambda s, b, h, i, j: torch.where(i >= j, s, s), False),
         (lambda s, b, h, i, j: -s, False),
+        (lambda s, b, h, i, j: torch.where((s != 0) & (i >= j), s, -INF), False),
+        (lambda s, b, h, i, j: torch.where((s == 0) | (i < j), -INF, s), False),
+        (lambda s, b, h, i, j: torch.where(i >= j, s // 1, -INF), False),
+        (lambda s, b, h, i, j: torch.where(i >= j, s, -INF) if not isinstance(s, Tensor) else s * 2, False),
     ],
 )
 def test_a_score_that_is_only_hidden_is_a_mask(score: Callable[..., Tensor], known: bool) -> None:

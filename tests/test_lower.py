@@ -264,6 +264,7 @@ def test_what_is_divided_by_zero_is_infinite(fn: Callable[[Tensor, Tensor], Tens
 BIG = torch.tensor([10**9 + 1, 3, -(10**9), 5])
 IDS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 5, 5, 5, 6])
 HALVES = torch.tensor([[50.0], [50.0], [-48.0], [-50.0]]).half()
+TERMS = torch.tensor([[1.0], [1], [1], [1]]).half()
 OTHER_DTYPES: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "whole numbers, divided": (lambda x: x.sum() / 2, BIG),
     "whole numbers, times a fraction": (lambda x: x.sum() * 0.5, BIG),
@@ -285,6 +286,7 @@ OTHER_DTYPES: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "float16, times a number": (lambda x: x.sum(0) * 2000, HALVES),
     "float16, divided": (lambda x: x.sum(0) / 0.0005, HALVES),
     "float16, times a tensor": (lambda x: x.sum(0) * torch.full((1,), 2000).half(), HALVES),
+    "float16, added onto": (lambda x: torch.addmm(x.mT @ TERMS, x.mT, TERMS, beta=4), 800 * HALVES),
 }  # fmt: skip
 
 
@@ -293,6 +295,24 @@ def test_a_sum_passes_no_dtype_that_cannot_hold_it(fn: Callable[[Tensor], Tensor
     with Mesh(a=4):
         found = sl.jit(fn, in_specs="b@a" + " _" * (x.dim() - 1))(x).full_tensor()
     torch.testing.assert_close(found, fn(x))
+
+
+def test_a_mean_of_whole_numbers_is_none_of_terms() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    a, b, c, d = (torch.randint(-9, 9, (6, 6), generator=numbers) for _ in range(4))
+    fn = lambda a, b, c, d: (a @ b).scatter_reduce(0, a.abs().remainder(6), c @ d, "mean")
+    with Mesh(k=3):
+        found = sl.jit(fn, in_specs=("_ k@k", "k@k _", "_ q@k", "q@k _"))(a, b, c, d).full_tensor()
+    assert torch.equal(found, fn(a, b, c, d))
+
+
+def test_two_pending_operands_take_no_axis_twice() -> None:
+    places = torch.tensor([0, 1, 2, 3, 0, 1]), torch.tensor([0, 1, 2, 3, 4, 0])
+    fn = lambda a, b, v: (a @ b).index_put(places, v.sum(0), accumulate=True)
+    a, b, v = torch.arange(16.0).view(4, 4), torch.arange(20.0).view(4, 5), torch.ones(5, 6)
+    with Mesh(d=2, t=2):
+        found = sl.jit(fn, in_specs=("_ k@t", "k@t n@d", "q@t e@d"))(a, b, v).full_tensor()
+    assert torch.equal(found, fn(a, b, v))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16])

@@ -33,6 +33,10 @@ class _Own(Generic[T]):
         return made
 
 
+NEAR, DEPTH = 12, 64  # objects within objects: so deep one looks into all of them, and so deep
+FEW = 200  # into some
+
+
 class Found:
     """The tensors of one call beside its arguments, each once, with their places.
 
@@ -41,6 +45,7 @@ class Found:
     """
 
     is_read = False  # whether what the function closes over is in it
+    unread = False  # whether something is there that is deeper, or longer, than one looks
     arrays = False  # whether numpy's are among the arguments
     exact = False  # whether some code wants numbers that are nothing else,
     rates = False  # and may ask for them among the settings of an optimizer
@@ -51,6 +56,7 @@ class Found:
     cut: Mapping[int, torch.Tensor] = {}  # while it is traced: what stands for a result of ops outside, by id
     roots: Sequence[str] = ()  # what the leaves of the arguments are called
     _at: tuple[Any, ...] = ()
+    _far = 0  # how many were looked into behind `NEAR` others
 
     # A small call needs none of these.
     places = _Own[list[tuple[Any, ...]]](list)  # the name of each tensor, in parts
@@ -68,6 +74,11 @@ class Found:
         self.quick = not self.changing.anything
         self.tensors: list[torch.Tensor] = []
         self.code: dict[int, Any] = {}
+
+    def is_far(self, depth: int) -> bool:
+        """Whether one does not look into something at this depth; it is taken to be looked into otherwise."""
+        self._far += depth >= NEAR
+        return depth >= DEPTH or self._far > FEW
 
     @property
     def names(self) -> list[str]:

@@ -44,15 +44,12 @@ from shardlib.calls.reach import is_users
 from shardlib.internals import MODULE_DICTS, TENSOR_HOOKS
 from shardlib.tensors.tensor import ShardedTensor, marks
 
-DEPTH = 64  # objects within objects
 LONG = 1000  # items of a container; a longer one counts by its numbers and texts,
 LONGEST = 20_000  # and beyond these, or with other things in it, by identity and length
 
 
 class State(Found):
     """What one call brings along; facts go into the call's key. What is `unread` counts by who it is."""
-
-    unread = False  # whether something is there that is deeper, or longer, than one looks
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
@@ -238,7 +235,7 @@ class State(Found):
             return
         if type(x) not in BUILTIN:
             self._own_part(x, known, depth)
-        if (len(x) > LONG and not is_of_parameters(x)) or depth >= DEPTH:
+        if (len(x) > LONG and not is_of_parameters(x)) or self.is_far(depth):
             items = [*x.keys(), *x.values()] if isinstance(x, dict) else x
             if len(x) <= LONGEST and PLAIN.issuperset(map(type, items)):
                 known += (tuple(map(type, items)), tuple(y.hex() if type(y) is float else y for y in items))
@@ -340,9 +337,11 @@ class State(Found):
             made = own(x).get("made_with", ())  # what else a jitted function has, somebody gave it
             for k in [k for k in own(x) if made and k not in made]:
                 self._attribute(id(x), k, own(x)[k], known, depth)
-        if is_object(x) and depth < DEPTH:
-            self._own_part(x, known, depth)
-        self.unread |= depth >= DEPTH and is_object(x)
+        if is_object(x):
+            if self.is_far(depth):
+                self.unread = True
+            else:
+                self._own_part(x, known, depth)
 
 
 _BOUND = frozenset({types.BuiltinMethodType, types.MethodWrapperType})

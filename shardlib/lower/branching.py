@@ -94,7 +94,7 @@ class Branching:
             roots = [viewed(x) for x in op.operands]
             on = [i for i, x in enumerate(roots) if x in found.forms and x not in stops]
             # Where not all may be pending, those are that were nowhere less.
-            ways = (self._passed(op, some, found.forms) for some in (on, _most(on, roots, least)) if some)
+            ways = (self._passed(op, some, found.forms) for some in (on, _widest(on, roots, least)) if some)
             way = next(filter(None, ways), None)
             for i, x in enumerate(roots):
                 if x in found.forms and (way is None or i not in way[0]):
@@ -125,7 +125,7 @@ class Branching:
         if len(owing) < len(on) or len({form[1] for form in owing.values()}) != 1 or len(dtypes) > 1:
             return None
         if (
-            self._owns(op)
+            self._in_groups(op)
             or not linear(op, on)
             or (assignment := fitting(self.values, op, {i: f[0] for i, f in owing.items()})) is None
         ):
@@ -135,8 +135,8 @@ class Branching:
             return None
         return frozenset(on), assignment, owing[on[0]][1]
 
-    def _owns(self, op: Op) -> bool:
-        """Whether an op may have rows of own groups: the groups are cut here."""
+    def _in_groups(self, op: Op) -> bool:
+        """Whether an op has rows of own groups: the groups are cut here."""
         if op.owns is None or op not in self.p.units.op_slots:
             return False
         slot = self.p.units.op_slots[op].get((op.owns.factor, 0))
@@ -204,6 +204,8 @@ def fitting(values: Values, op: Op, cuts: Mapping[int, Cut]) -> Assignment | Non
         not axes if x is None else assignment.get(x, ()) == axes and (not axes or may_cut(values.flood, op, x))
         for x, axes in pairs
     )
+    taken = [a for axes in assignment.values() for axis in axes for a in axis.primes()]
+    fits = fits and len(taken) == len({*taken})
     for t, s in (*op.rule.rounds.items(), *op.rule.follows.items()):
         fits = fits and set(assignment.get((t, 0), ())) <= set(assignment.get((s, 0), ()))
     return assignment if fits else None
@@ -216,8 +218,8 @@ def share(op: Op, assignment: Assignment) -> float:
     return 1 / math.prod(ways(axes) for x, axes in assignment.items() if x[0] not in tied)
 
 
-def _most(on: Sequence[int], roots: Sequence[Value], least: Mapping[Value, int]) -> list[int]:
-    """The operands that were the largest where they were smallest."""
+def _widest(on: Sequence[int], roots: Sequence[Value], least: Mapping[Value, int]) -> list[int]:
+    """The operands of which the smallest that there was on the way is the largest."""
     most = max((least[roots[i]] for i in on), default=0)
     return [i for i in on if least[roots[i]] == most]
 

@@ -119,18 +119,7 @@ class Records:
         merged: set[Value] = set()
         first: dict[Value, tuple[Value, tuple[int | None, ...]]] = {}  # behind something complete, of an addition
         for op in graph.ops:
-            if op.constant or op.transparent or op.owns is not None:
-                continue
-            if op.rule is not None and op.rule.onto is not None and not (onto := op.operands[op.rule.onto]).constant:
-                (root, positions), (result,) = u.root(onto), op.results
-                assert result is not None, "a sum has a value"
-                if any(s.pending for s in sources.get(root, ())) and f.value[onto] == f.value[result]:
-                    reads = u.reads() if reads is None else reads
-                    if reads[root] == 1 and not root.is_output:
-                        merged.add(root)
-                        sources[result] += tuple(_seen(s, positions) for s in sources[root])
-                continue
-            if not self._adds(op):
+            if op.constant or op.transparent or op.owns is not None or not self._adds(op):
                 continue
             addends = [u.root(v) for v in op.operands]
             (result,) = op.results

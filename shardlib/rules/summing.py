@@ -32,15 +32,18 @@ def adds(dtype: torch.dtype) -> bool:
 
 
 def fitted(rule: Rule, call: Call) -> Rule:
-    """The rule without the linear sets whose sums a result cannot hold; what it would have to add up, or to choose
-    from, in a dtype without arithmetic stays whole."""
+    """The rule without the linear sets whose sums a result cannot hold, and without sums onto terms in float16, which
+    may be larger than their sum; what it would have to add up, or to choose from, in a dtype without arithmetic stays
+    whole."""
     made = [m.dtype for i, m in enumerate(call.results) if m is not None and i not in rule.complete]
     if any(dtype in _MUTE for dtype in made):
         return replace(rule, whole=rule.whole | {f for f, kind in rule.reduce.items() if kind != "none"}, linear=())
     if has(call.target, "casts terms"):
         return rule
-    linear = [s for s in rule.linear if all(holds(new, call.operands[i].dtype) for i in s for new in made)]
-    return rule if len(linear) == len(rule.linear) else replace(rule, linear=tuple(linear))
+    linear = tuple(s for s in rule.linear if all(holds(new, call.operands[i].dtype) for i in s for new in made))
+    onto = None if torch.float16 in made else rule.onto
+    return rule if (linear, onto) == (rule.linear, rule.onto) else replace(rule, linear=linear, onto=onto)
 
 
-_MUTE = {torch.uint16, torch.uint32, torch.uint64, *(getattr(torch, name) for name in dir(torch) if "float8" in name)}
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_MUTE = {torch.uint16, torch.uint32, torch.uint64, *(getattr(torch, name) for name in _FLOAT8)}

@@ -20,6 +20,7 @@ from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
 from shardlib.rules.shards import cut, located, once, torch_code
 from shardlib.rules.space import Dim, Space, arg, broadcast, elements, numel
+from shardlib.rules.summing import adds
 from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
@@ -66,7 +67,8 @@ def _writes(call: Call, places: Places, values: list[list[Dim]], flops: int | No
         places.space.whole |= set(entries)
     added = entries if how == "sum" else ()
     # Sums on x and on what is written may stay pending: not where a number is written, unless it is 0.
-    linear: list[set[int]] = [{0, len(call.operands) - 1}] if said in (None, "add", "sum", "mean") else []
+    adds_up = said in (None, "add", "sum") or (said == "mean" and adds(call.operands[0].dtype))  # of integers it rounds
+    linear: list[set[int]] = [{0, len(call.operands) - 1}] if adds_up else []
     if not values:
         linear = [] if said or arg(call, "value") else [{0}]
 

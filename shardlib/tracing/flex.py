@@ -31,6 +31,7 @@ from shardlib.internals import (
     dispatch_modes,
     function_modes,
     innermost,
+    make_wrapper,
 )
 from shardlib.ops.attention import attention
 
@@ -93,38 +94,39 @@ class _OtherError(Exception):
     """Something else happens to a score than that it is hidden."""
 
 
-class _Score:
+def _refused(*_: Any) -> Any:
+    raise _OtherError
+
+
+class _Score(Tensor):
     """Stands for a score: seen where all of `seen` are true. Whatever else is asked of it is an error."""
 
-    def __init__(self, *seen: Tensor) -> None:
-        self.seen = seen
+    @staticmethod
+    def that_is(*seen: Tensor) -> _Score:
+        score: _Score = make_wrapper(_Score, (), dtype=torch.float32)
+        score.__dict__["seen"] = seen
+        return score
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.where or kwargs or len(args) != 3:
+        condition, a, b = args if func is torch.where and len(args) == 3 and not kwargs else (None,) * 3
+        if not isinstance(condition, Tensor) or isinstance(condition, _Score):
             raise _OtherError
-        condition, a, b = args
         for score, other, hidden in ((a, b, False), (b, a, True)):
             if isinstance(score, _Score) and isinstance(other, float) and other == -math.inf:
-                return _Score(*score.seen, ~condition if hidden else condition)
+                return _Score.that_is(*score.__dict__["seen"], ~condition if hidden else condition)
         raise _OtherError
 
-    def _other(self, *args: Any) -> Any:
-        raise _OtherError
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _other
-    __pow__ = __rpow__ = __abs__ = __bool__ = __float__ = __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = _other
-    __getattr__ = _other
+    __torch_dispatch__: Any = _refused
 
 
 def _seen_by(score_mod: Callable[..., Any], buffers: Sequence[Any], places: Sequence[Tensor]) -> list[Tensor] | None:
     """The mask that a `score_mod` is that does nothing but hide scores; None if it is another one."""
 
     def seen(*at: Any) -> Tensor:
-        found = score_mod(_Score(), *at)
-        if not isinstance(found, _Score) or not found.seen:
-            raise _OtherError
-        return functools.reduce(torch.logical_and, found.seen)
+        found = score_mod(_Score.that_is(), *at)
+        masks: tuple[Tensor, ...] = found.__dict__["seen"] if type(found) is _Score else ()
+        return functools.reduce(torch.logical_and, masks) if masks else _refused()
 
     try:
         return [_unrepeated(_mapped(seen, False, buffers)(*places))]

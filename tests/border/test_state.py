@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
+from shardlib.calls.found import FEW
+from shardlib.calls.state import State
 from shardlib.jit import RetraceWarning
 from shardlib.jitted import method
 from shardlib.jitted.programs import Programs
@@ -558,6 +560,24 @@ def test_captured_tensors_deep_inside_objects_are_read_or_refused() -> None:
 
     with pytest.raises(ShardingError, match="closes over f32"):
         sl.jit(fn)(X)
+
+
+def test_of_what_is_deep_a_few_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tree(depth: int) -> Any:
+        return types.SimpleNamespace(kids=[tree(depth - 1), tree(depth - 1)] if depth else [])
+
+    root, walks, own_part = tree(9), [0], State._own_part
+
+    def counted(*args: Any) -> None:
+        walks[0] += 1
+        own_part(*args)
+
+    monkeypatch.setattr(State, "_own_part", counted)
+    step = sl.jit(lambda x: x + len(root.kids))
+    step(X)
+    walks[0] = 0
+    same(step(X), X + 2)
+    assert 2**6 < walks[0] < 2**6 + FEW + 10, "each second floor is a list"
 
 
 # --- other Python -----------------------------------------------------------------------------------------------------
