@@ -8,6 +8,7 @@ device, and are told so of parameters that were made on meta.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 from shardlib.internals import UPDATES_SCALE, pytree
 from shardlib.ops.checks import WITHIN
 from shardlib.staying import Staying
+from shardlib.tracing.lifted import Lifted
 from shardlib.tracing.looks import exported, formatted, located, pickled, shown
 from shardlib.tracing.places import picked, read_at, write_at
 from shardlib.tracing.scaled import update_scale
@@ -219,7 +221,23 @@ def _of_cells(layers: Callable[..., Any]) -> Callable[..., Any]:
     return form
 
 
+def _made_by(
+    make: Callable[..., Tensor], data: Any, dtype: Any = None, device: Any = None, **more: Any
+) -> Tensor | None:
+    """A tensor of numbers beside one on meta, for which another stands."""
+    lifted = Lifted.current()
+    if device is None or torch.device(device).type != "meta" or lifted is None or lifted.not_meta is None:
+        return None
+    return make(data, dtype=dtype, device=lifted.not_meta, **more)
+
+
+def _new_tensor(x: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **more: Any) -> Tensor | None:
+    return _made_by(torch.tensor, data, dtype or x.dtype, device or x.device, **more)
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
+    **{make: functools.partial(_made_by, make) for make in (torch.tensor, torch.as_tensor)},
+    Tensor.new_tensor: _new_tensor,
     Tensor.__repr__: shown,
     Tensor.__format__: formatted,
     Tensor.__reduce_ex__: pickled,

@@ -61,9 +61,9 @@ def _result(node: fx.Node) -> Any:
 
 
 def placed(
-    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, *, off: str = ""
+    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, *, from_meta: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call that makes what it makes on `device`; with `off`, only what it would make on such a one.
+    """The arguments of a call that makes what it makes on `device`; or `from_meta`, what it would make there.
 
     Example:
         >>> placed(torch.ops.aten.arange.default, (3,), {}, torch.device("cuda", 0))
@@ -75,7 +75,11 @@ def placed(
         return args, out
     i, name = place
     given = args[i] if i < len(args) else out.get(name)
-    if (off or not makes) if given is None else (off and torch.device(given).type != off):
+    if from_meta:
+        moves = given is not None and torch.device(given).type == "meta"
+    else:
+        moves = given is not None or makes
+    if not moves:
         return args, out
     if i < len(args):
         return (*args[:i], device, *args[i + 1 :]), out

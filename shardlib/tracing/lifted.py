@@ -40,6 +40,7 @@ class Lifted:
         self.nodes: list[fx.Node] = []
         self.refusal: ShardingError | None = None  # of what another thread did
         self.is_over = False
+        self.not_meta: torch.device | None = None  # where those are that stand for tensors on meta, if any do
         self._stand_ins: dict[int, Tensor] = {}
         self._exit = ExitStack()
 
@@ -47,9 +48,8 @@ class Lifted:
         token = _current.set(self)
         self._exit.callback(lambda: _current.reset(token))
         self._exit.callback(self._forget)
-        is_meta = any(x.is_meta for x in self.state.tensors)
-        if is_meta or any(not isinstance(x, ShardedTensor) for x in self.state.tensors):
-            self._exit.enter_context(_StandIns(self._stand_ins, is_meta=is_meta))
+        if any(x.is_meta or not isinstance(x, ShardedTensor) for x in self.state.tensors):
+            self._exit.enter_context(_StandIns(self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,6 +65,8 @@ class Lifted:
         for x in self.state.tensors:
             stand_in = placeholder(tracer, self.mode, x, device)
             self.nodes.append(stand_in.node)
+            if x.is_meta:
+                self.not_meta = stand_in.value.device
             with disable_proxy_modes_tracing():
                 self._stand_ins[id(x)] = stand_in.value
                 if not isinstance(x, ShardedTensor):
@@ -124,22 +126,23 @@ class Lifted:
 class _StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Between the tracer, which knows the tensors themselves, and torch's fake tensors, which compute real ones.
 
-    Tensors on meta stand for such on the devices of the trace (`is_meta`: there are some)."""
+    What asks a tensor on meta for its device makes things beside what stands for it.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, stand_ins: dict[int, Tensor], *, is_meta: bool) -> None:
+    def __init__(self, lifted: Lifted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stand_ins, self.is_meta = stand_ins, is_meta
+        self.lifted = lifted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_meta and self.stand_ins:  # what asks one of them for its device makes things beside it
-            args, kwargs = placed(func, args, kwargs or {}, next(iter(self.stand_ins.values())).device, off="meta")
+        if self.lifted.not_meta is not None:
+            args, kwargs = placed(func, args, kwargs or {}, self.lifted.not_meta, from_meta=True)
         return func(*map(self._of, args), **{k: self._of(x) for k, x in (kwargs or {}).items()})
 
     def _of(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            return self.stand_ins.get(id(x), x)
+            return self.lifted.stand_in(x)
         return [self._of(y) for y in x] if type(x) is list else x
 
 

@@ -175,7 +175,11 @@ class Table(nn.Module):
         self.register_buffer("places", torch.zeros(6, 6, dtype=torch.int64))
 
     def forward(self, x):
-        return x @ self.table[self.places].sum(1) + torch.ones(4, device=self.table.device)
+        there = self.table.device
+        ones = (
+            torch.ones(4, device=there) + self.table.new_tensor([1.0, 2, 3, 4]) + torch.tensor([1.0] * 4, device=there)
+        )
+        return x @ self.table[self.places].sum(1) + ones
 
 
 @pytest.mark.parametrize("parallelized", [False, True])
