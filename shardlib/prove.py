@@ -239,9 +239,8 @@ def _idle_sets(call: Trial) -> Iterator[str]:
     """Sets of a user's rule that no sum passes, since a result cannot hold it."""
     said = text_of(call.op.target)
     if said and len((rule := parse(said)).operands) == len(call.tensors):
-        for members in rule.linear:
-            into = [x.dtype for i, x in enumerate(call.results) if isinstance(x, Tensor)]
-            pairs = [(call.tensors[i].dtype, new) for i in sorted(members) for new in into]
+        for members in (x for x in rule.linear if x not in call.rule.linear):
+            pairs = [(call.tensors[i].dtype, x.dtype) for i in sorted(members) for x in tensors_of(call.results)]
             for old, new in dict.fromkeys((old, new) for old, new in pairs if not holds(new, old)):
                 names = (str(dtype).removeprefix("torch.") for dtype in (old, new))
                 yield "{} says that sums may be pending, and a sum of {} is none in {}".format(_set(members), *names)

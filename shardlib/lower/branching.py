@@ -92,10 +92,10 @@ class Branching:
         while todo:
             _, op = heappop(todo)
             roots = [viewed(x) for x in op.operands]
-            on = [i for i, x in enumerate(roots) if x in found.forms and x not in stops]
+            on = tuple(i for i, x in enumerate(roots) if x in found.forms and x not in stops)
             # Where not all may be pending, those are that were nowhere less.
-            ways = (self._passed(op, some, found.forms) for some in (on, _widest(on, roots, least)) if some)
-            way = next(filter(None, ways), None)
+            tries = dict.fromkeys(filter(None, (on, _widest(on, roots, least))))
+            way = next(filter(None, (self._passed(op, some, found.forms) for some in tries)), None)
             for i, x in enumerate(roots):
                 if x in found.forms and (way is None or i not in way[0]):
                     if least[x] >= root.nbytes:
@@ -218,10 +218,10 @@ def share(op: Op, assignment: Assignment) -> float:
     return 1 / math.prod(ways(axes) for x, axes in assignment.items() if x[0] not in tied)
 
 
-def _widest(on: Sequence[int], roots: Sequence[Value], least: Mapping[Value, int]) -> list[int]:
+def _widest(on: Sequence[int], roots: Sequence[Value], least: Mapping[Value, int]) -> tuple[int, ...]:
     """The operands of which the smallest that there was on the way is the largest."""
     most = max((least[roots[i]] for i in on), default=0)
-    return [i for i in on if least[roots[i]] == most]
+    return tuple(i for i in on if least[roots[i]] == most)
 
 
 def _may_pass(op: Op, i: int) -> bool:

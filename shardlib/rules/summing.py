@@ -35,6 +35,8 @@ def fitted(rule: Rule, call: Call) -> Rule:
     """The rule without the linear sets whose sums a result cannot hold, and without sums onto terms in float16, which
     may be larger than their sum; what it would have to add up, or to choose from, in a dtype without arithmetic stays
     whole."""
+    if not rule.linear and not rule.reduce:
+        return rule
     made = [m.dtype for i, m in enumerate(call.results) if m is not None and i not in rule.complete]
     if any(dtype in _MUTE for dtype in made):
         return replace(rule, whole=rule.whole | {f for f, kind in rule.reduce.items() if kind != "none"}, linear=())
