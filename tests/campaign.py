@@ -213,7 +213,7 @@ def as_if_large() -> Iterator[None]:
     """
     with contextlib.ExitStack() as patches:
         only_bytes = (0.0, reshard.USUAL.rate(()))
-        patches.enter_context(mock.patch.object(type(reshard.USUAL), "_link", return_value=only_bytes))
+        patches.enter_context(mock.patch.object(type(reshard.USUAL), "link", return_value=only_bytes))
         for cache in (routing._plan, routing._route):
             cache.cache_clear()
             patches.callback(cache.cache_clear)

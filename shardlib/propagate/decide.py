@@ -26,6 +26,7 @@ from shardlib.propagate.units import Unit, Units
 TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
 _DEARER = (2.0, 4.0, 12.0, 256.0)
 _TURNS = 30  # in which rough figures are corrected where it matters, at most
+_ORDERS = 700  # of the slots of a kind
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
 _JOINED = 1 << 21  # and of those that are made of several on the way
 
@@ -129,13 +130,17 @@ class Decider:
     def _domain(self, kind: Kind) -> list[Order]:
         """A choice for each way in which a kind can be cut: whatever order of its slots on every mesh axis gives it.
 
-        Of an order only those count that take a part of the axis, and the first.
+        Of an order only those count that take a part of the axis, and the first; fewer, down to two, where there are
+        too many orders.
         """
         nothing = tuple(() for _ in (*self.problem.atoms, "turned round"))
         found: dict[object, Order] = {self.estimate.cut(kind, nothing): nothing}
         for a, (name, atoms) in enumerate(self.problem.atoms.items()):
             slots = self.problem.candidates[kind].get(name, [])
-            heads = itertools.permutations(slots, min(len(slots), len(atoms) + 1))
+            longest = min(len(slots), len(atoms) + 1)
+            while longest > 2 and len(found) * math.perm(len(slots), longest) > _ORDERS:
+                longest -= 1
+            heads = itertools.permutations(slots, longest)
             orders: list[Choice] = [(*head, *(s for s in slots if s not in head)) for head in heads]
             if slots and self._may_idle(kind, name):
                 orders.append(())
@@ -222,9 +227,10 @@ class Decider:
         return self.choices is not before
 
     def _try(self, some: Mapping[Kind, Order], dear: float, allowed: Callable[[Choices], bool]) -> bool | None:
-        """Choose so for some kinds if that is better."""
+        """Choose so for some kinds if that is better; what is no better roughly is not looked at closer."""
         tried = [some.get(kind, choice) for kind, choice in enumerate(self.choices)]
-        better = self.estimate.cost(some, tried, dear) < self.estimate.cost(some, self.choices, dear)
+        now = self.estimate.cost(some, self.choices, dear)
+        better = all(self.estimate.cost(some, tried, dear, rough=rough) < now for rough in (True, False))
         if better and allowed(tried):
             self.choices = tried
             return True

@@ -40,7 +40,7 @@ class Estimate:
             for kind in moves.record.kinds:
                 self._touching[kind].append(i)
         self._ends_memo: list[dict[tuple[Kind, Order], tuple[int, ...]]] = [{} for _ in self.moves]
-        self._sent_memo: list[dict[tuple[tuple[int, ...], ...], float]] = [{} for _ in self.moves]
+        self._sent_memo: list[dict[tuple[object, ...], float]] = [{} for _ in self.moves]
         self._work_memo: dict[tuple[Kind, Order], tuple[float, float]] = {}
         self._cut_memo: dict[tuple[Kind, Order], tuple[tuple[Axis, ...], ...]] = {}
 
@@ -89,14 +89,14 @@ class Estimate:
             memo[kind, choice] = known
         return known
 
-    def sent(self, i: int, choices: Choices) -> float:
+    def sent(self, i: int, choices: Choices, *, rough: bool = False) -> float:
         """Seconds of the reshards of all values that record number `i` stands for."""
         moves, memo = self.moves[i], self._sent_memo[i]
-        key = tuple([self._ends(i, kind, choices[kind]) for kind in moves.places])
+        states = tuple([self._ends(i, kind, choices[kind]) for kind in moves.places])
+        key = (states, rough)
         if (known := memo.get(key)) is None:
-            known = memo[key] = float(
-                moves.seconds({kind: [of] for kind, of in zip(moves.places, key, strict=True)}).item()
-            )
+            decided = {kind: [of] for kind, of in zip(moves.places, states, strict=True)}
+            known = memo[key] = float(moves.seconds(decided, rough=rough).item())
         return known
 
     def work(self, kind: Kind, choice: Order) -> tuple[float, float]:
@@ -125,10 +125,10 @@ class Estimate:
             total += sender.times * sum(prices.sent(axes, nbytes, kind) for kind, axes, nbytes in found)
         return work, total
 
-    def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0) -> float:
+    def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0, *, rough: bool = False) -> float:
         """Seconds of everything that touches one of `kinds`."""
         works = [self.work(kind, choices[kind]) for kind in kinds]
-        sent = sum([self.sent(i, choices) for i in self._touched(kinds)]) + sum(mine for _, mine in works)
+        sent = sum([self.sent(i, choices, rough=rough) for i in self._touched(kinds)]) + sum(mine for _, mine in works)
         return sum(mine for mine, _ in works) + sent * dear
 
     def around(self, kind: Kind, choices: Choices) -> float:
@@ -211,9 +211,14 @@ class Estimate:
             ends = {k: {choice: self._ends(i, k, choice) for choice in free[k]} for k in moves.places if k in free}
             if math.prod(len({*of.values()}) for of in ends.values()) <= at_once:
                 continue
-            for state in dict.fromkeys(s for of in ends.values() for mine in of.values() for s in mine):
-                able = {k: [x for x, mine in of.items() if {*mine} == {state}] for k, of in ends.items()}
-                yield {k: min(some, key=lambda x: sum(self.work(k, x))) for k, some in able.items() if some}
+            able: dict[int, dict[Kind, Order]] = defaultdict(dict)
+            for k, of in ends.items():
+                for choice, mine in of.items():
+                    if len({*mine}) == 1:
+                        best = able[mine[0]].setdefault(k, choice)
+                        if sum(self.work(k, choice)) < sum(self.work(k, best)):
+                            able[mine[0]][k] = choice
+            yield from able.values()
 
     def corrected(self, tables: Sequence[Table], at: Mapping[Kind, int], choices: Choices) -> bool:
         """Write what the best choices cost in place of rough figures; whether any of these was wrong."""

@@ -16,7 +16,7 @@ from shardlib import reshard
 from shardlib.meshes.axis import Axis
 from shardlib.propagate.records import End, Kind, Record
 from shardlib.propagate.tables import GRAIN, Costs, Numbers
-from shardlib.reshard import USUAL, Axes, Cut, Leaves, Prices
+from shardlib.reshard import USUAL, Axes, Cut, Leaves, Prices, Rough
 
 # An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
 HOLDING = 1.25
@@ -40,6 +40,8 @@ class Moves:
         self.ends = (*record.sources, *record.readers, *record.through)
         self._number: dict[State, int] = {}
         self._states: list[State] = []
+        self._owing = np.empty(0, np.bool_)
+        self._rough = Rough(self._states, self.flat, record.itemsize, self.paid)
         # Rough or not, from every state to -2, -1 and every state: seconds (nan: nobody asked), and what is there then.
         nowhere = np.empty((0, 2)), np.empty((0, 2), np.int64)
         self._ways: dict[bool, tuple[Costs, Numbers]] = {False: nowhere, True: nowhere}
@@ -109,7 +111,9 @@ class Moves:
         return total * self.share
 
     def _owes(self, states: Numbers) -> NDArray[np.bool_]:
-        return np.array([bool(pending) for _, pending in self._states] + [False])[states]
+        if len(self._owing) <= len(self._states):  # the last one is nothing's, number -1
+            self._owing = np.array([bool(pending) for _, pending in self._states] + [False])
+        return self._owing[states]
 
     def _paid(self, sources: Numbers, wants: Numbers, rough: bool) -> tuple[Costs, Numbers]:
         """Seconds from states to others, to nothing (-1), or to where a result goes whose layout nobody fixed (-2); and
@@ -117,12 +121,23 @@ class Moves:
         at = sources, wants + 2
         seconds, then = self._known(rough)
         if (gaps := np.isnan(seconds[at])).any():
-            asked = np.stack(np.broadcast_arrays(sources, wants))[:, gaps]
-            found = {(a, b): self._way(a, b, rough) for a, b in dict.fromkeys(zip(*asked.tolist(), strict=True))}
+            n = seconds.shape[1]
+            asked = np.divmod(np.unique((at[0] * n + at[1])[gaps]), n)
+            found = self._found(asked[0], asked[1] - 2, rough)
             seconds, then = self._known(rough)
-            for (a, b), way in found.items():
-                seconds[a, b + 2], then[a, b + 2] = way
+            seconds[asked], then[asked] = found
         return seconds[at], then[at]
+
+    def _found(self, sources: Numbers, wants: Numbers, rough: bool) -> tuple[Costs, Numbers]:
+        """`_way` of many; roughly, of all at once that are cuts of the value's own factors."""
+        seconds, then = np.empty(len(wants)), wants.copy()
+        own = (wants >= 0) & ~np.isin(wants, [*self._into]) & ~np.isin(sources, [*self._into]) & rough
+        seconds[own] = self._rough.seconds(sources[own], wants[own])
+        for i in np.flatnonzero(own & self._owes(wants)):
+            then[i] = self._left(int(sources[i]), self._states[wants[i]])
+        for i in np.flatnonzero(~own):
+            seconds[i], then[i] = self._way(int(sources[i]), int(wants[i]), rough)
+        return seconds, then
 
     def _known(self, rough: bool) -> tuple[Costs, Numbers]:
         """The tables, with room for all states."""
@@ -144,16 +159,13 @@ class Moves:
             goal: State = settled(cut, pending, list(leaves)), ()
         else:
             goal = self._states[want]
-        to, kept = goal
-        left = tuple(a for a in pending if a not in kept)
-        then = self.number((to, tuple(a for a in pending if a in kept)))
-        seconds = self._routed(cut, to, left, rough)
+        (to, _), then, seconds = goal, self._left(source, goal), self._routed(source, goal, rough)
         if given is not None:
             return self._from(given[1:], cut, to, seconds), then
         found = reshard.crossings(into[0], self.record.itemsize, to, cut, *into[1:]) if into else None
         if found is not None:
             via, steps = found
-            crossed = self._routed(cut, via, left, rough) + reshard.crossed_seconds(steps, self.paid)
+            crossed = self._routed(source, (via, ()), rough) + reshard.crossed_seconds(steps, self.paid)
             if crossed < seconds:
                 return crossed, self.number((via, ()))
         return seconds, then
@@ -176,11 +188,16 @@ class Moves:
         before = reshard.seconds(reshard.route(leaves, itemsize, src, via, (), prices=self.prices), self.paid)
         return min(whole, before + reshard.crossed_seconds(steps, self.paid))
 
-    def _routed(self, cut: Cut, to: Cut, left: Axes, rough: bool) -> float:
-        sizes, itemsize = self.record.sizes, self.record.itemsize
+    def _left(self, source: int, goal: State) -> int:
+        """The number of the state behind a way to a goal where more may be pending than at the source."""
+        return self.number((goal[0], tuple(a for a in self._states[source][1] if a in goal[1])))
+
+    def _routed(self, source: int, goal: State, rough: bool) -> float:
         if rough:
-            return reshard.rough_seconds(self.flat, itemsize, cut, to, left, self.paid)
-        return reshard.seconds(reshard.route(sizes, itemsize, cut, to, left, prices=self.prices), self.paid)
+            return float(self._rough.seconds(np.array([source]), np.array([self.number(goal)])).item())
+        (cut, pending), sizes, itemsize = self._states[source], self.record.sizes, self.record.itemsize
+        left = tuple(a for a in pending if a not in goal[1])
+        return reshard.seconds(reshard.route(sizes, itemsize, cut, goal[0], left, prices=self.prices), self.paid)
 
 
 def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:

@@ -6,7 +6,7 @@ moves factors, `route` values whose dims are made of several.
 
 from shardlib.reshard.crossing import Crossing, crossed_seconds, crossings
 from shardlib.reshard.prices import USUAL, Prices
-from shardlib.reshard.rough import rough_seconds
+from shardlib.reshard.rough import Rough
 from shardlib.reshard.routing import Hop, plan, route, seconds
 from shardlib.reshard.step import (
     Axes,
@@ -25,12 +25,12 @@ __all__ = [
     "Hop",
     "Leaves",
     "Prices",
+    "Rough",
     "Step",
     "crossed_seconds",
     "crossings",
     "local_numel",
     "plan",
-    "rough_seconds",
     "route",
     "seconds",
     "ways",

@@ -46,11 +46,11 @@ class Prices:
 
     def latency(self, axes: tuple[Axis, ...]) -> float:
         """Seconds that a message along these axes takes at least."""
-        return self._link(axes)[0]
+        return self.link(axes)[0]
 
     def rate(self, axes: tuple[Axis, ...]) -> float:
         """Bytes/s that a device sends along these axes."""
-        return self._link(axes)[1]
+        return self.link(axes)[1]
 
     def sent(self, axes: tuple[Axis, ...], nbytes: float, kind: str = "") -> float:
         """Seconds of a collective along these axes in which each device sends so many bytes.
@@ -58,7 +58,7 @@ class Prices:
         What is exchanged or permuted goes from each device by itself, through its share of a node's cards; all else
         goes round in rings, and enters and leaves a node once.
         """
-        latency, rate = self._link(axes, kind in _APART)
+        latency, rate = self.link(axes, kind in _APART)
         return latency + nbytes / rate
 
     @property
@@ -66,7 +66,8 @@ class Prices:
         """The same, but for bytes alone: messages take no time of their own."""
         return _OfBytes(self)
 
-    def _link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
+    def link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
+        """Seconds that a message along these axes takes at least, and bytes/s behind that; `apart`: as `sent` says."""
         if (known := self._links.get((axes, apart))) is None:
             span = self.machine.span(axes, self.axes)
             rate = span.apart if apart else span.ring
@@ -82,7 +83,7 @@ def _prices(machine: Machine, axes: tuple[tuple[str, int], ...]) -> Prices:
 class _Usual(Prices):
     """All links are alike, so nobody looks at axes."""
 
-    def _link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
+    def link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
         return self.machine.outer.latency, self.machine.outer.bandwidth
 
 
@@ -93,8 +94,8 @@ class _OfBytes(Prices):
         super().__init__(of.machine, of.axes)
         self._of = of
 
-    def _link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
-        return 0.0, self._of._link(axes, apart)[1]
+    def link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
+        return 0.0, self._of.link(axes, apart)[1]
 
 
 USUAL: Prices = _Usual(PRESETS["node"], {})
