@@ -273,6 +273,12 @@ def test_mistakes_are_told_all_at_once() -> None:
         sl.parallelize(model, SPECS, mesh=Mesh(tensor=4))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    with Mesh(data=2), pytest.raises(ShardingError, match=r"is given TorchScript\n.*\n.*that it was made of"):
+        sl.parallelize(torch.jit.script(nn.Linear(4, 6)))
+
+
 def test_an_optimizer_that_was_made_before_is_refused() -> None:
     model = nn.Linear(4, 6)
     early = torch.optim.SGD(model.parameters(), lr=0.1)

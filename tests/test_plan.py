@@ -126,7 +126,7 @@ def test_explain_leads_back_to_the_annotations() -> None:
     assert planned.explain("up") == "up is f32[embed=64, ff=256@tensor]\n  fixed by in_specs: up embed ff"
     with pytest.raises(KeyError, match="mlp has no value 'w'; its inputs are x, up, down"):
         planned.explain("w")
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="mlp has no collective 1: it has 1, counted from 0"):
         planned.explain(1)
 
 

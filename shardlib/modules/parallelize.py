@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
 
 from shardlib.errors import ShardingError
 from shardlib.internals import settle_rnn
@@ -98,6 +98,12 @@ def parallelize(
     if not isinstance(module, nn.Module) or not isinstance(specs, Mapping | None):
         what = f"the module is of {type(module)}, specs are of {type(specs)}"
         raise ShardingError(what, remedy='parallelize(module, {"*.weight": "out@tensor in"})')
+    if isinstance(module, jit.ScriptModule):
+        raise ShardingError(
+            f"parallelize({name}) is given TorchScript",
+            rule="parameters are put in the place of a module's own, and a ScriptModule keeps its own",
+            remedy="give the module that it was made of",
+        )
     taken = chosen(strategy).on(mesh)
     retie(module)
     tensors = held(module)

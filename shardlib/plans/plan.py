@@ -206,7 +206,10 @@ class Plan:
         if isinstance(what, PlannedCollective):
             what = self.collectives.index(what)
         if isinstance(what, int):
-            return self._explainer.collective(self.compiled.program.collectives[what])
+            found = self.compiled.program.collectives
+            if not -len(found) <= what < len(found):
+                raise IndexError(f"{self.name} has no collective {what}: it has {len(found) or 'none'}, counted from 0")
+            return self._explainer.collective(found[what])
         var = self._var(what)
         value = var.value if var.value is not None else self._naming.find(what)
         assert value is not None
