@@ -62,3 +62,24 @@ def test_nothing_is_asked_of_every_pair_of_steps(
     calls(of(3), 3)  # what is worked out once in a process
     short, long = calls(of(20), 20), calls(of(40), 40)
     assert {name: (short.get(name, 0), n) for name, n in long.items() if n > 400 and n > 2.9 * short.get(name, 0)} == {}
+
+
+@pytest.mark.long
+def test_an_axis_that_may_cut_any_of_many_dims_in_part() -> None:
+    """A state-space model has nine dims that 8 devices may cut by 2 or 4 each: few ways are looked at closely."""
+    of = pytest.importorskip("transformers")
+    small = {"hidden_size": 128, "state_size": 16, "head_dim": 16, "num_heads": 16, "n_groups": 8, "chunk_size": 64}
+    with torch.device("meta"):
+        model = of.Mamba2ForCausalLM(of.Mamba2Config(num_hidden_layers=2, vocab_size=256, **small)).train()
+    ids, profile = torch.zeros(8, 256, dtype=torch.int64, device="meta"), cProfile.Profile()
+    with sl.Mesh.abstract(data=8):
+        sl.parallelize(model, strategy="fsdp")
+        step = sl.jit(lambda model, ids: model(input_ids=ids, labels=ids).loss.backward())
+        profile.enable()
+        step.plan(model, ids)
+        profile.disable()
+    found = {(e.code.co_filename.rpartition("shardlib/")[2], e.code.co_name): e.callcount for e in profile.getstats()
+             if not isinstance(e.code, str)}  # fmt: skip
+    assert found["propagate/moves.py", "_way"] < 10_000
+    assert found["reshard/routing.py", "_plan"] < 500
+    assert found["propagate/estimate.py", "cut"] < 500_000

@@ -227,11 +227,10 @@ class Decider:
         return self.choices is not before
 
     def _try(self, some: Mapping[Kind, Order], dear: float, allowed: Callable[[Choices], bool]) -> bool | None:
-        """Choose so for some kinds if that is better; what is no better roughly is not looked at closer."""
+        """Choose so for some kinds if that is better."""
         tried = [some.get(kind, choice) for kind, choice in enumerate(self.choices)]
         now = self.estimate.cost(some, self.choices, dear)
-        better = all(self.estimate.cost(some, tried, dear, rough=rough) < now for rough in (True, False))
-        if better and allowed(tried):
+        if self.estimate.cheaper(some, tried, now, dear) and allowed(tried):
             self.choices = tried
             return True
         return False

@@ -125,11 +125,22 @@ class Estimate:
             total += sender.times * sum(prices.sent(axes, nbytes, kind) for kind, axes, nbytes in found)
         return work, total
 
-    def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0, *, rough: bool = False) -> float:
+    def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0) -> float:
         """Seconds of everything that touches one of `kinds`."""
         works = [self.work(kind, choices[kind]) for kind in kinds]
-        sent = sum([self.sent(i, choices, rough=rough) for i in self._touched(kinds)]) + sum(mine for _, mine in works)
+        sent = sum([self.sent(i, choices) for i in self._touched(kinds)]) + sum(mine for _, mine in works)
         return sum(mine for mine, _ in works) + sent * dear
+
+    def cheaper(self, kinds: Iterable[Kind], choices: Choices, now: float, dear: float) -> bool:
+        """Whether that is less than `now`. What is no less roughly is not looked at closer."""
+        works = sum(mine + sent * dear for mine, sent in (self.work(kind, choices[kind]) for kind in kinds))
+        for rough in (True, False):
+            left = now - works
+            for i in self._touched(kinds):
+                if left <= 0:
+                    return False
+                left -= self.sent(i, choices, rough=rough) * dear
+        return left > 0
 
     def around(self, kind: Kind, choices: Choices) -> float:
         """Seconds of what is sent by the ops of a kind, and of the reshards of values beside it."""
