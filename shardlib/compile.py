@@ -138,11 +138,12 @@ def compile_program(
     program = replace(program, donated=_donated(traced, donate), owned=owned)
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
-    refuse_offload(program, keeping.schedule, whole=is_whole)
+    strict = not call.state.evaluates
+    refuse_offload(program, keeping.schedule, whole=is_whole, strict=strict)
     away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
     finished = partial(_finished, traced, keeping.schedule, away)
     draft = lambda other, memory, moved: finished(memory, other, moved, draft=True)[0]
-    program, moved, recomputed = recompute(program, keeping, draft, moves=is_whole)
+    program, moved, recomputed = recompute(program, keeping, draft, moves=is_whole, strict=strict)
     program, halves = finished(keeping.memory, program, moved)
     if recomputed is not None:
         warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))

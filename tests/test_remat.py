@@ -416,6 +416,46 @@ def test_names_are_of_modules_and_ops() -> None:
     assert "gelu" in held(plans["h.1.mlp"])
 
 
+class _Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("name", ["body", "body.1", "*.1", "GELU", "_Dropping", "gelu", "Dropout", "drop", "draw"])
+def test_names_are_the_same_through_every_door(name: str) -> None:
+    """Also of a module whose own forward is the program, and where evaluation makes nothing of that name."""
+    x = torch.randn(4, 8)
+    with Mesh(data=2):
+        module = sl.parallelize(_Dropping(), {}, strategy="ddp", remat=name)
+        assert module.forward.plan(x).compiled.recomputed is not None
+        plan = sl.jit(lambda m, x: m(x).sum().backward(), remat=name).plan(sl.parallelize(_Dropping(), {}), x)
+        assert plan.compiled.recomputed is not None
+        torch.testing.assert_close(module.eval()(x).full_tensor(), torch.tanh(module.body(x)).full_tensor())
+        sl.parallelize(module, {}, schedule=sl.Schedule(offload="draw"))(x)
+
+
+def test_names_of_a_program_that_never_goes_back_are_of_nothing() -> None:
+    with Mesh(data=2):
+        plan = sl.jit(torch.tanh, remat="tanh").plan(torch.ones(4))
+    assert "remat='tanh': nothing is made again" in str(plan)
+
+
+def test_a_name_of_nothing_is_told_with_those_that_there_are() -> None:
+    with Mesh(data=2), pytest.raises(ShardingError) as said:
+        sl.jit(lambda m, x: m(x).sum().backward(), remat=["mm", "tank"]).plan(_Dropping(), torch.randn(4, 8))
+    assert str(said.value).startswith(
+        "remat names what the forward pass does not make, or does not keep:\n"
+        "  * 'mm' is none; near it are 'addmm'\n"
+        "  * 'tank' is none; near it are 'tanh'\n"
+    )
+    assert "\nRemedy: here these are _Dropping, " in str(said.value)
+    assert "Dropout, " in str(said.value)
+
+
 @pytest.mark.long
 def test_a_module_that_is_named_keeps_what_goes_out_of_it() -> None:
     """As `torch.utils.checkpoint` around each of them would."""
@@ -491,7 +531,7 @@ def lowered(
 ) -> tuple[Program, Any]:
     """A program in front of the passes, and what they are."""
     found: list[Any] = []
-    take = lambda program, keeping, finish, moves: found.append((program, finish)) or (program, frozenset(), None)
+    take = lambda program, keeping, finish, **_: found.append((program, finish)) or (program, frozenset(), None)
     with Mesh(axes or {"data": 4}, machine=machine), mock.patch.object(stages, "recompute", take):
         sl.jit(fn, in_specs=specs).plan(*args)
     return found[-1]

@@ -58,8 +58,9 @@ def crossing(forward: Program, own: int, how: Schedule) -> tuple[int, ...]:
     return tuple(saved[v] for (v, _), k in zip(found, layers, strict=True) if k < len({*layers}) - last)
 
 
-def refuse_offload(program: Program, how: Schedule, *, whole: bool) -> None:
-    """Raise `ShardingError` for names of what no call makes, and for state that the program does not update."""
+def refuse_offload(program: Program, how: Schedule, *, whole: bool, strict: bool) -> None:
+    """Raise `ShardingError` for names of what no call makes, if `strict`, and for state that the program does not
+    update."""
     if how.offload is None:
         return
     if how.state and not whole:
@@ -70,7 +71,7 @@ def refuse_offload(program: Program, how: Schedule, *, whole: bool) -> None:
             "return what has no history: loss.detach()",
         )
     made = dict.fromkeys(_name(s) for s in program.steps if isinstance(s, Compute))
-    wrong = [] if how.saved in (None, SAVED) else [name for name in how.saved if name not in made]
+    wrong = [] if not strict or how.saved in (None, SAVED) else [name for name in how.saved if name not in made]
     if wrong:
         near = {name: get_close_matches(name, made, 3, 0.5) for name in wrong}
         raise ShardingError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
@@ -16,7 +17,8 @@ from shardlib.passes.layers import boundaries, frontier
 from shardlib.passes.split import gives
 from shardlib.program.steps import Compute, Start, Step, Var, reads
 
-_NEAR = 3  # names that an error lists
+_NEAR = 3  # names that an error lists as near one,
+_LISTED = 12  # and as those that there are
 
 
 def full(crossing: Crossing) -> set[Var]:
@@ -42,15 +44,16 @@ def attention(crossing: Crossing) -> set[Var]:
     return found
 
 
-def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
+def named(crossing: Crossing, names: Sequence[str], strict: bool = True) -> set[Var]:
     """What ops of these names make, and what modules of these paths or classes make for themselves: what others read of
-    it is kept, as `torch.utils.checkpoint` keeps what goes in and out. Raises `ShardingError` for names of nothing."""
+    it is kept, as `torch.utils.checkpoint` keeps what goes in and out. If `strict`, raises `ShardingError` for names of
+    nothing."""
     ops = {owner: _ops(crossing, owner) for owner in crossing.droppable}
     scopes = {owner: _made_in(crossing, owner) for owner in crossing.droppable}
     every = {name for known in ops.values() for name in known}
     every |= {name for known in scopes.values() for module in known for name in module}
     wrong = []
-    for name in names:
+    for name in names if strict else ():
         if not any(_fits(name, known) for known in every):
             words = list(dict.fromkeys((*WORDS, *_short(sorted(every)))))
             near = difflib.get_close_matches(name.replace("*", "").lower(), words, _NEAR, 0.5)
@@ -61,7 +64,7 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
             wrong,
             rule="a name is a module's path, or the end of one, its class, or an op whose result the backward pass may "
             'read; `*` stands for any text; "full" and "attention" may stand beside names',
-            remedy='remat="h.*.mlp", remat=["attention", "LlamaMLP", "gelu"]',
+            remedy=f"here these are {_listed(ops[owner] | {module.kind for module in scopes[owner]} for owner in ops)}",
         )
     meant = {x for x in every if any(_fits(name, x) for name in names)}
     found = {owner for owner, known in ops.items() if not meant.isdisjoint(known)}
@@ -148,6 +151,12 @@ def _fits(pattern: str, name: str) -> bool:
     """Whether a name, or its end behind a dot, is what a pattern says."""
     text = ".*".join(map(re.escape, pattern.split("*")))
     return re.fullmatch(rf"(.*\.)?{text}", name) is not None
+
+
+def _listed(names: Iterable[Iterable[str]]) -> str:
+    """Names, those first that stand for most."""
+    often = [name for name, _ in Counter(name for some in names for name in some).most_common(_LISTED + 1)]
+    return ", ".join(often[:_LISTED]) + (", ..." if len(often) > _LISTED else "") if often else "none"
 
 
 def _short(names: Iterable[str]) -> list[str]:

@@ -44,12 +44,13 @@ class Recomputed:
 
 
 def recompute(
-    program: Program, keeping: Keeping, finish: Finish, *, moves: bool = False
+    program: Program, keeping: Keeping, finish: Finish, *, moves: bool = False, strict: bool = True
 ) -> tuple[Program, frozenset[Var], Recomputed | None]:
     """The program that makes again what `keeping` says, the values that are to wait in the host's memory, and what that
     takes; `finish` are the passes behind this one. A budget `moves` values unless the schedule names some.
 
-    Raises `ShardingError` for names of nothing, and for a budget that cannot be kept.
+    Raises `ShardingError` for names of nothing, if `strict` (what only training makes, evaluation does not), and for a
+    budget that cannot be kept.
     """
     if keeping.remat == "none" and keeping.memory is None:
         return program, frozenset(), None
@@ -60,7 +61,7 @@ def recompute(
         machine = Machine.of(program.mesh.machine)
         dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move)
     else:
-        said, dropped = f"remat={keeping.remat!r}", frozenset(_by_name(crossing, keeping))
+        said, dropped = f"remat={keeping.remat!r}", frozenset(_by_name(crossing, keeping, strict))
     again = remade(crossing, dropped)
     told = _told(said, crossing, dropped, again)
     if keeping.memory is None and dropped:
@@ -71,23 +72,25 @@ def recompute(
 def warn_of_a_higher_peak(name: str, told: Recomputed, peak: int) -> None:
     """Warn where what is made again by name is in the way: what it is made of is held instead, or all at once."""
     if told.kept_peak is not None and peak > told.kept_peak:
+        others = "" if "full" in told.said else 'remat="full", '
         warnings.warn(
-            f"{name} with {told.said} holds at most {peak:,} bytes, and without it {told.kept_peak:,}: what the named "
-            "values are made of is held instead of them, and all that one step back needs is made at once\n"
-            'Remedy: remat="full", names of whole modules, or memory="...", which never takes more than it saves',
+            f"{name} with {told.said} holds at most {peak:,} bytes, and without it {told.kept_peak:,}: what the values "
+            "are made of is held instead of them, and all that one step back needs is made at once\n"
+            f'Remedy: {others}names of whole modules, or memory="...", which never takes more than it saves',
             RematWarning,
             stacklevel=2,
         )
 
 
-def _by_name(crossing: Crossing, keeping: Keeping) -> set[Var]:
+def _by_name(crossing: Crossing, keeping: Keeping, strict: bool) -> set[Var]:
     """What any of the words and names gives up."""
     said = [keeping.remat] if isinstance(keeping.remat, str) else keeping.remat
     dropped = set[Var]()
     for word, policy in (("full", policies.full), ("attention", policies.attention)):
         dropped |= policy(crossing) if word in said else set()
-    if names := [name for name in said if name not in WORDS]:
-        dropped |= policies.named(crossing, names)
+    names = [name for name in said if name not in WORDS]
+    if names and any(crossing.back):
+        dropped |= policies.named(crossing, names, strict)
     if keeping.regather == "never":
         return dropped - crossing.weights
     return dropped | (crossing.weights - {*crossing.held}) if dropped else dropped
