@@ -171,8 +171,13 @@ def _finished(
     halves = split(program, len(after.cotangents), len(after.gradients), whole=how.saved is not None)
     sent = crossing(halves.forward, halves.own, how)
     forward = passed(halves.forward, hosted=Hosted(outputs=sent))
-    backward = passed(halves.backward, hosted=Hosted(inputs=[at - halves.own for at in sent]))
-    halves = replace(halves, forward=forward, backward=backward)
+    halves = replace(halves, forward=forward)
+    backward = passed(  # what is saved may be views of one value: of how much, the forward half knows
+        halves.backward,
+        hosted=Hosted(inputs=[at - halves.own for at in sent]),
+        peak=lambda second: peak_bytes(replace(halves, backward=second).joint),
+    )
+    halves = replace(halves, backward=backward)
     return halves.joint, halves
 
 

@@ -49,9 +49,10 @@ def run_passes(
     hosted: Hosted = Hosted(),
     *,
     draft: bool = False,
+    peak: Callable[[Program], int] = peak_bytes,
 ) -> Program:
     """The program after all passes, checked after each, and verified after the last, unless it is a `draft`, of which
-    only figures are wanted.
+    only figures are wanted. `peak` says how many bytes are in use at once where it runs.
 
     Raises `ProgramError` for what would be a fault of ours.
 
@@ -73,7 +74,7 @@ def run_passes(
         return made
 
     def fits(way: str) -> bool:
-        return math.isinf(limit) or peak_bytes(passed(way)) <= limit
+        return math.isinf(limit) or peak(passed(way)) <= limit
 
     if memory is not None and not fits("still"):
         return passed("still")

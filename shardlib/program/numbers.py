@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from shardlib.program.nested import rebuild
-from shardlib.program.steps import Compute, Copy, Program, Start, Var
+from shardlib.program.steps import TIERS, Compute, Copy, Program, Start, Var
 
 
 class Alike:
@@ -40,6 +40,9 @@ def firsts(program: Program) -> dict[Var, Var]:
             alike.note(step.outs, step.target, step.args, dict(step.kwargs), *([] if step.is_pure else [id(step)]))
         elif isinstance(step, Start):
             for c in step.moves:
+                if c.kind in TIERS:
+                    alike.first[c.out] = alike.first.get(c.source, c.source)
+                    continue
                 alike.note((c.out,), c.kind, c.axes, c.source, dict(c.params), c.reduce)
         elif isinstance(step, Copy):
             alike.first[step.out] = alike.first.get(step.source, step.source)
