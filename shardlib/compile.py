@@ -84,7 +84,6 @@ def compile_program(
     exact: bool = False,
     watch: Watch | None = None,
     donate: Collection[int | str] = (),
-    owned: int | None = None,
     keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
     tracer: Callable[..., Traced] = trace,
     before: Iterable[Compiled] = (),
@@ -93,8 +92,8 @@ def compile_program(
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`, which `tracer` does; `donate` are arguments
-    whose memory is given up, `owned` is as in `Program`; `before` are programs of the function on this mesh: one whose
-    trace is the same is the program.
+    whose memory is given up; `before` are programs of the function on this mesh: one whose trace is the same is the
+    program.
     """
     clock = Clock()
     call = flatten_call(fn, args, kwargs, static, state)
@@ -135,7 +134,7 @@ def compile_program(
     if not keeping.schedule.state and (found := next(filter(is_it, before), None)):  # calls are its own matter
         return replace(found, traced=replace(traced, graph=found.traced.graph), seconds=clock.seconds)
     program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
-    program = replace(program, donated=_donated(traced, donate), owned=owned)
+    program = replace(program, donated=_donated(traced, donate))
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
     refuse_offload(program, keeping.schedule, whole=is_whole)

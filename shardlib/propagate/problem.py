@@ -216,7 +216,7 @@ class Problem:
                 for i, value in enumerate(values):
                     if value is None or value.constant:
                         continue
-                    slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=operand))
+                    slots = op_cut_slots(self.units, op, value_factors(self.flood, op, i, operand=operand))
                     cut = tuple(s for s in slots if s is not None)
                     for slot in unit.rounds.keys() & set(cut):
                         n, beside = count * op.times, unit.rounds[slot]

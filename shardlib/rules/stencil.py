@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import pytree, schema_of
-from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
+from shardlib.rules.halo import Range, extent, fetch, give_back, length, overlap, reframe
 from shardlib.rules.rule import Labels, Local, Path, Reads
 from shardlib.rules.shards import may_be_empty, share
 from shardlib.rules.window import Window
@@ -134,7 +134,7 @@ class Reach:
 
     def fetched(self, x: Tensor, dim: int, mine: Range, name: str) -> Tensor:
         """A piece of an operand with all that a range of results reads."""
-        parts = fetch_all(x, dim, (self.source,) if self.source else (), [need(mine) for need in self.needs], name)
+        parts = fetch(x, dim, (self.source,) if self.source else (), [need(mine) for need in self.needs], name)
         held = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
         low = self.needs[0](mine)[0] if len(parts) == 1 else self.frame(mine)[0]
         return reframe(held, dim, (low, low + held.shape[dim]), self.frame(mine))

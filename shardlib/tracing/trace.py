@@ -280,7 +280,6 @@ def _trace(
         input_names,
         inputs_of,
         tuple(call.paths[i] if 0 <= i < len(call.paths) else None for i in inputs_of),
-        call.tree,
         tuple(output_names),
         out_tree,
         static,
