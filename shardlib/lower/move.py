@@ -12,10 +12,10 @@ import torch
 
 from shardlib.aten.calls import CAT, NARROW, PERMUTE, RESHAPE
 from shardlib.lower.builder import Builder
-from shardlib.meshes.axis import Axis, Coords, member_coords, position
+from shardlib.meshes.axis import Axis, Coords, member_coords, position, ways
 from shardlib.program.steps import Asked, Var
 from shardlib.program.sym import Sym, apart, axes_of, everywhere, here, local_size, of_member, offset, product, tabulate
-from shardlib.reshard import Axes, Crossing, Step, ways
+from shardlib.reshard import Axes, Crossing, Step
 from shardlib.reshard.crossing import Dim, held
 from shardlib.specs.pieces import span
 

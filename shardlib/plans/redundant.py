@@ -6,14 +6,13 @@ an axis left unused, arguments that are whole, an op without a rule.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardlib.lines import place
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.plans.naming import op_name
 from shardlib.plans.plantext import si
 from shardlib.program.steps import Compute, Program
@@ -62,7 +61,7 @@ def redundant(program: Program) -> tuple[Redundant, ...]:
             found[_called(step), place(step.line), step.backward, axes].append((step.flops, held))
     records = []
     for (op, line, backward, axes), costs in found.items():
-        copies = math.prod(a.size for a in axes)
+        copies = ways(axes)
         flops, held = (sum(cost) * (1 - 1 / copies) for cost in zip(*costs, strict=True))
         records.append(Redundant(op, line, backward, flops, round(held), copies, tuple(map(str, axes)), len(costs)))
     return tuple(sorted(records, key=lambda r: (-r.flops, -r.bytes)))

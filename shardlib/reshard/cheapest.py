@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.reshard.prices import Prices
 from shardlib.reshard.regrid import moves
-from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, ways
+from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits
 from shardlib.specs.pieces import Placed, even
 
 _BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth

@@ -15,9 +15,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from shardlib.meshes.axis import Axis, Coords, member_coords, position
+from shardlib.meshes.axis import Axis, Coords, member_coords, position, ways
 from shardlib.reshard.prices import USUAL, Prices
-from shardlib.reshard.step import Axes, Cut, Leaves, ways
+from shardlib.reshard.step import Axes, Cut, Leaves
 from shardlib.specs.pieces import fullest, span
 
 Dim = tuple[tuple[int, Axes], ...]  # (size, axes) per factor, major first

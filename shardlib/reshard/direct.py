@@ -11,9 +11,9 @@ from collections.abc import Collection
 from functools import lru_cache
 from itertools import accumulate
 
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.reshard.regrid import moves, regrid
-from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, local_numel, ways
+from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, local_numel
 from shardlib.specs.pieces import fullest, nested, over, spans
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from functools import lru_cache
 
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import ways
 from shardlib.reshard.prices import USUAL, Prices
 from shardlib.reshard.step import Axes, Cut, local_numel
 
@@ -17,9 +15,6 @@ def rough_seconds(
 ) -> float:
     """Estimated seconds of the direct way, where all cuts are even and no axis has to leave from under another one."""
     have, wanted = ({a: i for i, axes in enumerate(cut) for a in axes} for cut in (src, dst))
-
-    def ways(axes: Iterable[Axis]) -> int:
-        return math.prod([a.size for a in axes])
 
     local = local_numel(sizes, src) * itemsize / ways(a for a in wanted if a not in have and a not in pending)
     seconds = 0.0
