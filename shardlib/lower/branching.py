@@ -132,7 +132,7 @@ class Branching:
         ):
             return None
         assert op.rule is not None
-        if any(axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none") for x, axes in assignment.items()):
+        if not op.rule.adds_up(x for (x, _), axes in assignment.items() if axes):
             return None
         return frozenset(on), assignment, owing[on[0]][1]
 

@@ -223,11 +223,7 @@ class Lowering:
 
     def _replicated(self, op: Op, **more: Any) -> None:
         """No rule: whole operands, the plain op, whole results."""
-        operands = [
-            self.constants.get(v, ()) if v.constant else self.values.get(v, ((),) * len(self.flood.leaves(v)))
-            for v in op.operands
-        ]
-        args, kwargs = substitute(op.node, operands)
+        args, kwargs = substitute(op.node, list(map(self.values.whole, op.operands)))
         outs = [
             None if r is None else self.values.make(r, (((),) * len(self.flood.leaves(r)), SETTLED)) for r in op.results
         ]

@@ -16,7 +16,8 @@ import torch
 
 from shardlib.internals import OpOverload, without_modes
 from shardlib.meshes.axis import ways
-from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, makes, reads
+from shardlib.passes.split import gives
+from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, reads
 from shardlib.program.sym import Sym
 from shardlib.program.verify import Found, Run
 from shardlib.rules import rule_for
@@ -57,7 +58,7 @@ class Cutter:
         self.device, self.uneven = Run(program, {}, Found()), _uneven(program)
         self.around: dict[Var, list[Step]] = defaultdict(list)
         for step in program.steps:
-            for v in dict.fromkeys((*reads(step), *_made(step))):
+            for v in dict.fromkeys((*reads(step), *gives(step))):
                 self.around[v].append(step)
         with without_modes():
             self.device.run(program.steps)
@@ -243,16 +244,11 @@ def _summed(step: Step, way: Way) -> list[Var]:
     return [v for v, cut in zip(outs, way.results, strict=False) if v is not None and cut is None]
 
 
-def _made(step: Step) -> tuple[Var, ...]:
-    """What a step makes; what is in flight, where it starts."""
-    return step.outs if isinstance(step, Start) else makes(step)
-
-
 def _uneven(program: Program) -> set[Var]:
     """Values of which devices may hold pieces of different sizes."""
     found = {v for v in program.given if _differs(v)}
     for step in program.steps:
-        made = _made(step)
+        made = gives(step)
         told = isinstance(step, Compute) and len(step.told) > len(step.operands)
         if isinstance(step, Compute) and torch.Tag.pointwise in getattr(step.target, "tags", ()):
             told = False  # numbers, not sizes

@@ -74,9 +74,9 @@ def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
 
 def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
     """The memory around a softmax that is as large, up to the products before and behind it."""
-    todo, seen, size = [softmax], set[Var](), _numel(softmax)
+    todo, seen, size = [softmax], set[Var](), softmax.numel
     while todo:
-        if (o := todo.pop()) in seen or o not in crossing.droppable or _numel(o) != size:
+        if (o := todo.pop()) in seen or o not in crossing.droppable or o.numel != size:
             continue
         seen.add(o)
         yield o
@@ -89,10 +89,6 @@ def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
 
 def _is_product(step: Step) -> bool:
     return isinstance(step, Compute) and _op(step.target) in ("mm", "bmm", "addmm", "baddbmm", "matmul", "einsum")
-
-
-def _numel(v: Var) -> int:
-    return v.nbytes // v.dtype.itemsize
 
 
 def kind(v: Var) -> str:

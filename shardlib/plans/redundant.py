@@ -17,6 +17,7 @@ from shardlib.plans.naming import op_name
 from shardlib.plans.plantext import si
 from shardlib.program.steps import Compute, Program
 from shardlib.program.varying import primes, varying
+from shardlib.simulate.timeline import called
 
 WORTH = 0.05  # the share of a plan's FLOPs from which its text says that they are redundant
 
@@ -104,4 +105,4 @@ def _repeated(program: Program) -> Iterator[tuple[Compute, tuple[Axis, ...]]]:
 def _called(step: Compute) -> str:
     """The op that a call is of, or stands in for."""
     op = next((v.value.op for v in step.made if v.value is not None and v.value.op is not None), None)
-    return str(getattr(step.target, "__name__", step.target)).split(".")[0].strip("_") if op is None else op_name(op)
+    return called(step) if op is None else op_name(op)

@@ -92,10 +92,7 @@ def _alone(call: Call) -> bool:
 def _placed(local: Local) -> Any:
     """The op on a part of the whole, told where it begins."""
 
-    def begin(factor: str) -> Any:
-        return local.offset(factor) if factor in local.rule.sizes else 0
-
-    call, given = local.call, positional(local)
+    call, given, begin = local.call, positional(local), local.offset
     (q, k, _), first = _read(call), 7 if is_backward(call) else 3  # where the mask stands
     tensors, how, after = given[:first], Variant(*given[first : first + _MANY]), given[first + _MANY :]
     if how.dropout:

@@ -89,7 +89,7 @@ _ADAM = pattern("..., ..., ..., ..., -> ..., ..., ..., | ...:none", flops=14)
 
 # Identities, which never are a reason to lay a value out in some way.
 IDENTITIES = dict.fromkeys(
-    ["alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous", "detach_copy", "alias_copy"],
+    ["alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "detach_copy", "alias_copy"],
     pointwise("{0}", transparent=True),
 )
 

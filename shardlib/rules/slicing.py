@@ -63,7 +63,7 @@ ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["select.int", "select_copy.int", "select_backward", "select_scatter"], shifting.ranged),
     **dict.fromkeys([f"{kind}split.Tensor" for kind in ("", "unsafe_")], _split),
     **dict.fromkeys([f"{kind}split_with_sizes" for kind in ("", "unsafe_")], _split),
-    **dict.fromkeys(["chunk", "split_copy.Tensor", "split_with_sizes_copy"], _split),
+    **dict.fromkeys(["split_copy.Tensor", "split_with_sizes_copy"], _split),
     "cat": splicing.cat,
     "shardlib::splice": splicing.splice,
     "stack": _stack,

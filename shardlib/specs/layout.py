@@ -249,12 +249,7 @@ _RULE = (
 
 
 def _read_dim(scan: Scanner, axis_sizes: Mapping[str, int]) -> Dim:
-    if not scan.take("("):
-        return (_read_factor(scan, axis_sizes),)
-    factors = []
-    while not scan.take(")"):
-        factors.append(_read_factor(scan, axis_sizes))
-    return tuple(factors)
+    return scan.one_or_more(lambda: _read_factor(scan, axis_sizes))
 
 
 def _read_factor(scan: Scanner, axis_sizes: Mapping[str, int]) -> Factor:
@@ -269,12 +264,7 @@ def _read_factor(scan: Scanner, axis_sizes: Mapping[str, int]) -> Factor:
 
 
 def _read_axes(scan: Scanner, axis_sizes: Mapping[str, int]) -> tuple[Axis, ...]:
-    if not scan.take("("):
-        return (_read_axis(scan, axis_sizes),)
-    axes = []
-    while not scan.take(")"):
-        axes.append(_read_axis(scan, axis_sizes))
-    return tuple(axes)
+    return scan.one_or_more(lambda: _read_axis(scan, axis_sizes))
 
 
 def _read_axis(scan: Scanner, axis_sizes: Mapping[str, int]) -> Axis:
