@@ -42,11 +42,12 @@ def _taken(axes: list[Axis], product: float) -> list[Axis] | None:
     return taken
 
 
-def moves(axis: Axis, pairs: Sequence[tuple[list[Axis], list[Axis]]]) -> bool:
-    """Whether `axis` tells other pieces apart after than before: on another factor, or with others behind it."""
-    return any(_stride(axis, before) != _stride(axis, after) for before, after in pairs)
+def moving(pairs: Sequence[tuple[Sequence[Axis], Sequence[Axis]]]) -> list[Axis]:
+    """The axes that tell other pieces apart after than before: on another factor, or with others behind them."""
+    found = dict.fromkeys(a for pair in pairs for axes in pair for a in axes)
+    return [a for a in found if any(_stride(a, before) != _stride(a, after) for before, after in pairs)]
 
 
-def _stride(axis: Axis, axes: list[Axis]) -> int:
+def _stride(axis: Axis, axes: Sequence[Axis]) -> int:
     """How many pieces further a device's neighbour along `axis` is; 0 if it does not cut the factor."""
     return ways(axes[axes.index(axis) + 1 :]) if axis in axes else 0
