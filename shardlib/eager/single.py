@@ -42,8 +42,6 @@ from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.traced import Traced
 
-aten = torch.ops.aten
-
 Pieces = tuple[torch.Tensor, ...]
 
 
