@@ -44,6 +44,7 @@ from shardlib.state import paused_gc, tracing
 from shardlib.tensors.tensor import REGATHER, ShardedTensor, typeof
 from shardlib.tracing.trace import trace
 from shardlib.tracing.traced import Traced
+from shardlib.transforms import name_of
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ def _leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[S
             )
         state = twins(call.arguments, call.state.tensors)  # an argument that is a buffer lives where that does
         return [None if state.get(i, 0) >= len(found) else spec for i, spec in enumerate(found)]
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name_of(fn)
     positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
     tree = by_argument(fn, name, in_specs, len(positional), named)
     names = arguments_of(fn, len(positional), named)

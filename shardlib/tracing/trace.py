@@ -67,6 +67,7 @@ from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
 from shardlib.tracing.traced import Traced
 from shardlib.tracing.tracer import called, finish, forget, recorded
+from shardlib.transforms import name_of
 
 
 def trace(
@@ -343,7 +344,7 @@ def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Te
 def _definition(fn: Callable[..., Any]) -> Line:
     inner = inspect.unwrap(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name_of(fn)
     if code is None:
         return Line("", 0, name, "")
     return Line(code.co_filename, code.co_firstlineno, name, "")
