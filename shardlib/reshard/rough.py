@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardlib.meshes.axis import ways
-from shardlib.reshard.prices import USUAL, Prices
+from shardlib.reshard.prices import Prices
 from shardlib.reshard.step import Axes, Cut, local_numel
 
 
 @lru_cache(maxsize=1 << 16)
-def rough_seconds(
-    sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes, prices: Prices = USUAL
-) -> float:
+def rough_seconds(sizes: tuple[int, ...], itemsize: int, src: Cut, dst: Cut, pending: Axes, prices: Prices) -> float:
     """Estimated seconds of the direct way, where all cuts are even and no axis has to leave from under another one."""
     have, wanted = ({a: i for i, axes in enumerate(cut) for a in axes} for cut in (src, dst))
 

@@ -24,7 +24,7 @@ def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:
     return lambda call: _pointwise(call, linear, transparent)
 
 
-def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool = False) -> Rule:
+def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool) -> Rule:
     space = Space()
     shape = join(m.shape for m in call.operands)
     dims = space.dims(shape)
