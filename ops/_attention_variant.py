@@ -43,11 +43,6 @@ class Variant(NamedTuple):
         """Query i and key j are `i - j + shift` apart."""
         return self.q_offset - self.k_offset
 
-    @property
-    def placed(self) -> bool:
-        """Whether it matters where queries and keys stand."""
-        return self.causal or self.window > 0 or self.alibi is not None
-
     def explicit(self, q: Tensor, k: Tensor) -> Variant:
         """The same, as backends want it: mask and bias have four dims, and for dropout `part` is written out."""
         how = self

@@ -11,7 +11,7 @@ import torch
 from shardlib.internals import SYMMETRIC_MEMORY, default_store, late
 from shardlib.ops import _native
 from shardlib.ops._cuda_peers import Peers, group_of, launch, report_of, tuned, unserved
-from shardlib.ops._cuda_plan import Tuning, workspace_bytes
+from shardlib.ops._cuda_plan import workspace_bytes
 from shardlib.ranks import world
 from shardlib.ranks.store import Store
 from shardlib.recipe import Missing
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _opened = 0  # groups that this process has opened: the same number on all ranks
 
 
-def open_group(handle: GroupHandle, device: torch.device, tuning: Tuning | None = None) -> Peers | str:
+def open_group(handle: GroupHandle, device: torch.device) -> Peers | str:
     """Peers for the members of a process group on GPUs that reach each other, or why there are none.
 
     All members call it together; all get peers, or all get a reason. Memory: `workspace_bytes` on every member.
@@ -31,7 +31,7 @@ def open_group(handle: GroupHandle, device: torch.device, tuning: Tuning | None 
 
     global _opened
     _opened += 1
-    tuning = tuning or tuned()
+    tuning = tuned()
     me, seconds = handle.ranks[handle.position], world.timeout().total_seconds()
     store, room = Store(me, default_store()), f"shardlib/cuda/{_opened}/{handle.name}"
 

@@ -11,7 +11,6 @@ shardlib's kernels by then.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.errors import CollectiveError, ShardingError
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.ops import _cuda_wire
 from shardlib.ops._channel import Channel
 from shardlib.ops._choice import unavailable
@@ -144,11 +143,11 @@ def transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
     """
     if (handle := _handles.get((dist.group.WORLD, mesh, axes))) is not None:
         return handle.transport, handle.why
-    if math.prod(axis.size for axis in axes) == 1:
+    if ways(axes) == 1:
         return "none", ""
     if mesh.device == "cpu":
         return "open", ""
-    size = math.prod(axis.size for axis in axes)
+    size = ways(axes)
     return ("cuda" if _asks_for_peers(mesh, size) else "nccl"), ""  # peers, or an error when the groups are made
 
 

@@ -211,8 +211,3 @@ class Message:
 def up(nbytes: int) -> int:
     """The next multiple of a cache line."""
     return -(-nbytes // LINE) * LINE
-
-
-def length(parts: Iterable[int]) -> int:
-    """Bytes of a stream whose blocks have these bytes."""
-    return sum(map(up, parts))

@@ -130,11 +130,6 @@ def start_many(xs: Sequence[Tensor], group: GroupHandle, kind: str = "sum") -> H
     return Handle(land)
 
 
-def finish(handle: Handle[Tensor]) -> Tensor:
-    """Wait for the result of `start`."""
-    return handle.finish()
-
-
 def _recipe(xs: Sequence[Like], group: GroupHandle, kind: str) -> Recipe | None:
     """All tensors are one stream, of which each member reduces all, or one n-th that the others then read."""
     n, me = group.size, group.position

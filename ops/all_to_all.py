@@ -116,11 +116,6 @@ def _even(rows: Sequence[Sequence[int]], concat_sizes: Sequence[int], same: bool
     return len({size for row in rows for size in row}) == 1 and (same or len(set(concat_sizes)) == 1)
 
 
-def finish(handle: Handle[Tensor]) -> Tensor:
-    """Wait for the result of `start`."""
-    return handle.finish()
-
-
 def _recipe(
     x: Like,
     split_dim: int,

@@ -91,11 +91,6 @@ def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence
     return Handle(land)
 
 
-def finish(handle: Handle[Tensor]) -> Tensor:
-    """Wait for the result of `start`."""
-    return handle.finish()
-
-
 def _recipe(x: Like, pairs: Pairs, shapes: Sequence[Sequence[int]] | None, group: GroupHandle) -> Recipe | None:
     """A sender's tensor is one stream; all others send and receive nothing."""
     n, me = group.size, group.position

@@ -94,11 +94,6 @@ def start_many(
     return Handle(land)
 
 
-def finish(handle: Handle[Tensor]) -> Tensor:
-    """Wait for the result of `start`."""
-    return handle.finish()
-
-
 def _recipe(
     xs: Sequence[Like], dims: Sequence[int], sizes: Sequence[Sequence[int]], group: GroupHandle, kind: str
 ) -> Recipe | None:

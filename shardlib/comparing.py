@@ -46,7 +46,6 @@ def compare(
     root: str,
     expected: Any,
     found: Any,
-    suffix: str = "",
     names: Sequence[str] | None = None,
     *,
     rtol: float | None = None,
@@ -65,7 +64,7 @@ def compare(
         )
     out: list[Compared] = []
     for (path, a), b in zip(one, many, strict=True):
-        name = root + (pytree.keystr(path) if names is None else names[len(out)]) + suffix
+        name = root + (pytree.keystr(path) if names is None else names[len(out)])
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             out.append(compare_tensors(name, a.detach(), b, rtol, atol, looser))
         else:

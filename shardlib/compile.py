@@ -44,6 +44,7 @@ from shardlib.state import paused_gc, tracing
 from shardlib.tensors.tensor import REGATHER, ShardedTensor, typeof
 from shardlib.tracing.trace import trace
 from shardlib.tracing.traced import Traced
+from shardlib.transforms import name_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,6 @@ def compile_program(
     exact: bool = False,
     watch: Watch | None = None,
     donate: Collection[int | str] = (),
-    owned: int | None = None,
     keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
     tracer: Callable[..., Traced] = trace,
     before: Iterable[Compiled] = (),
@@ -93,8 +93,8 @@ def compile_program(
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`, which `tracer` does; `donate` are arguments
-    whose memory is given up, `owned` is as in `Program`; `before` are programs of the function on this mesh: one whose
-    trace is the same is the program.
+    whose memory is given up; `before` are programs of the function on this mesh: one whose trace is the same is the
+    program.
     """
     clock = Clock()
     call = flatten_call(fn, args, kwargs, static, state)
@@ -135,7 +135,7 @@ def compile_program(
     if not keeping.schedule.state and (found := next(filter(is_it, before), None)):  # calls are its own matter
         return replace(found, traced=replace(traced, graph=found.traced.graph), seconds=clock.seconds)
     program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
-    program = replace(program, donated=_donated(traced, donate), owned=owned)
+    program = replace(program, donated=_donated(traced, donate))
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
     strict = not call.state.evaluates
@@ -305,7 +305,7 @@ def _leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[S
             )
         state = twins(call.arguments, call.state.tensors)  # an argument that is a buffer lives where that does
         return [None if state.get(i, 0) >= len(found) else spec for i, spec in enumerate(found)]
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name_of(fn)
     positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
     tree = by_argument(fn, name, in_specs, len(positional), named)
     names = arguments_of(fn, len(positional), named)

@@ -31,8 +31,6 @@ from shardlib.rules.summing import holds
 from shardlib.rules.table import overload_of, text_of
 from shardlib.trial import RAISED, ROUNDING, Trial, same, tensors_of
 
-Axes = tuple[Axis, ...]
-
 _MOST = 12  # faults that are told
 
 

@@ -21,6 +21,7 @@ from shardlib.tensors.form import short_dtype
 from shardlib.tracing.body import trace_body
 from shardlib.tracing.counted import refuse_counts
 from shardlib.tracing.replay import Body
+from shardlib.transforms import name_of
 
 
 def scan(
@@ -169,7 +170,7 @@ def _refuse_draws(body: Body) -> None:
 def _pair(fn: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise ShardingError(
-            f"scan({_name(fn)}) does not return a pair",
+            f"scan({name_of(fn)}) does not return a pair",
             [f"it returns {_kind(out)}"],
             rule="fn(carry, x) returns (carry, y)",
             remedy="return carry, None where there is no y",
@@ -177,7 +178,7 @@ def _pair(fn: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     wrong = [f"{x!r}, a {type(x).__name__}" for x in _flat(out)[0] if not isinstance(x, Tensor)]
     if wrong:
         raise ShardingError(
-            f"scan({_name(fn)}) returns what is no tensor",
+            f"scan({name_of(fn)}) returns what is no tensor",
             wrong,
             rule="the carry and the result of a step are pytrees of tensors",
             remedy="return torch.tensor(...), or leave it out",
@@ -198,7 +199,7 @@ def _refuse_change(fn: Callable[..., Any], init: Any, carry: list[Tensor], now: 
         ]
     if wrong:
         raise ShardingError(
-            f"scan({_name(fn)}) changes its carry",
+            f"scan({name_of(fn)}) changes its carry",
             wrong,
             rule="the carry has one structure, and each of its tensors one shape and dtype, at every step",
             remedy="start from what the body makes: init.to(dtype), init.expand(shape)",
@@ -213,7 +214,3 @@ def _kind(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"a tensor of shape {list(x.shape)}"
     return f"a {type(x).__name__}" + (f" of {len(x)}" if isinstance(x, tuple | list) else "")
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)

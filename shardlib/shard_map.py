@@ -26,6 +26,7 @@ from shardlib.meshes.mesh import Mesh, current_mesh
 from shardlib.pullback import Differentiable
 from shardlib.state import is_single_device, is_tracing
 from shardlib.tensors.tensor import ShardedTensor
+from shardlib.transforms import name_of
 
 
 def shard_map(
@@ -95,7 +96,7 @@ class ShardMapped:
         functools.update_wrapper(self, fn)
         self.fn, self.in_specs, self.out_specs, self.mesh, self.check = fn, in_specs, out_specs, mesh, check
         self.axis_names = axis_names
-        self.name: str = getattr(fn, "__name__", type(fn).__name__)
+        self.name: str = name_of(fn)
         self._programs: dict[tuple[str, ...], Differentiable] = {}  # by the names of arguments that are given by name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

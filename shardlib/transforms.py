@@ -79,7 +79,7 @@ def _gradient(
         loss = out[0] if has_aux else out
         if not isinstance(loss, Tensor) or loss.dim():
             said = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise RuntimeError(f"grad takes a function that returns a scalar tensor; {_name(fn)} returns {said}")
+            raise RuntimeError(f"grad takes a function that returns a scalar tensor; {name_of(fn)} returns {said}")
         found = [None] * len(roots)
         followed = followed and any(_goes_on(x, roots) for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
         if loss.requires_grad:
@@ -122,5 +122,6 @@ def _root(x: Any) -> Tensor:
     return x.detach().requires_grad_()
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
+    """What a function is called, or what it is."""
     return getattr(fn, "__name__", type(fn).__name__)

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def pointwise() -> Iterator[Sample]:
-    for name in ("alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous"):
+    for name in ("alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone"):
         yield s(name, f(2, 5))
         yield s(name, f())
     for name in ("detach_copy", "alias_copy"):
@@ -241,7 +241,6 @@ def view() -> Iterator[Sample]:
     for name in ("t", "t_copy"):
         yield s(name, f(2, 3))
         yield s(name, f(5))
-    yield s("numpy_T", f(2, 3))
     for copy in ("", "_copy"):
         yield s(f"unsqueeze{copy}", f(2, 3), -1)
         yield s(f"unsqueeze{copy}", f(2, 3), 0)
@@ -309,8 +308,6 @@ def slicing() -> Iterator[Sample]:
     yield s("split_with_sizes", f(3, 12), [4, 2, 6], -1)
     yield s("split_with_sizes", f(12), [8, 4])
     yield s("split_with_sizes_copy", f(3, 12), [6, 6], 1)
-    yield s("chunk", f(3, 12), 3, 1)
-    yield s("chunk", f(10), 3)
     yield s("cat", [f(3, 4), f(3, 4), f(3, 4)], 1)
     yield s("cat", [f(2, 3), f(4, 3)])
     yield s("cat", [f(3, 2), f(3, 3)], -1)

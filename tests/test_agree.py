@@ -107,7 +107,7 @@ def test_missing_ranks_are_named(late, head):
 
 def reduce_or_blame(group: GroupHandle, mesh: Mesh, timeout: float) -> None:
     try:
-        all_reduce.finish(all_reduce.start(torch.ones(1 << 16), group))
+        all_reduce.start(torch.ones(1 << 16), group).finish()
     except CollectiveError as error:
         blame(mesh, error, timeout)
 

@@ -77,7 +77,7 @@ def run_op(op: str, x: Tensor, args: tuple[Any, ...], group: GroupHandle) -> Ten
         handle = OPS[op].start(x, *head, group, kind)
     else:
         handle = OPS[op].start(x, *args, group)
-    out: Tensor = OPS[op].finish(handle)
+    out: Tensor = handle.finish()
     assert out.is_contiguous()
     return out
 
@@ -186,7 +186,7 @@ def test_ppermute_of_different_shapes():
 def ppermute_shapes(shards: list[Tensor], pairs: Any, shapes: Any) -> Tensor:
     mesh = Mesh(x=4)
     group = group_for(mesh, (mesh.axis("x"),))
-    return ppermute.finish(ppermute.start(shards[group.position], pairs, group, shapes))
+    return ppermute.start(shards[group.position], pairs, group, shapes).finish()
 
 
 @pytest.mark.parametrize(
@@ -398,15 +398,15 @@ def members(axes: list[tuple[str, int, int, int]]) -> tuple[tuple[int, ...], int
     mesh = Mesh(data=2, tensor=2)
     group = group_for(mesh, tuple(Axis(*axis) for axis in axes))
     mine = torch.tensor([float(dist.get_rank())])
-    gathered = all_gather.finish(all_gather.start(mine, 0, [1] * group.size, group))
+    gathered = all_gather.start(mine, 0, [1] * group.size, group).finish()
     assert gathered.tolist() == list(group.ranks)
     n = group.size
-    scattered = reduce_scatter.finish(reduce_scatter.start(torch.arange(n) * 1.0, 0, [1] * n, group))
+    scattered = reduce_scatter.start(torch.arange(n) * 1.0, 0, [1] * n, group).finish()
     assert scattered.item() == n * group.position
-    received = ppermute.finish(ppermute.start(mine, [(i, (i + 1) % n) for i in range(n)], group))
+    received = ppermute.start(mine, [(i, (i + 1) % n) for i in range(n)], group).finish()
     assert received.item() == group.ranks[group.position - 1]
     pieces = torch.tensor([10.0 * dist.get_rank() + i for i in range(n)])
-    exchanged = all_to_all.finish(all_to_all.start(pieces, 0, [1] * n, 0, [n] * n, group))
+    exchanged = all_to_all.start(pieces, 0, [1] * n, 0, [n] * n, group).finish()
     assert exchanged.tolist() == [10.0 * r + group.position for r in group.ranks]
     assert group_for(mesh, tuple(Axis(*axis) for axis in axes)) is group
     return group.ranks, group.position, group.size, group.by_rank is None
@@ -438,7 +438,7 @@ def sub_axes() -> list[tuple[int, ...]]:
     groups = [group_for(mesh, part) for part in parts]
     for group in groups:
         mine = torch.tensor([float(dist.get_rank())])
-        out = all_gather.finish(all_gather.start(mine, 0, [1] * group.size, group))
+        out = all_gather.start(mine, 0, [1] * group.size, group).finish()
         assert out.tolist() == list(group.ranks)
     assert groups[2].pg is dist.group.WORLD
     return [group.ranks for group in groups]

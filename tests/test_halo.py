@@ -25,7 +25,7 @@ from shardlib.lower.local import LocalForm
 from shardlib.meshes.axis import Axis
 from shardlib.program.steps import Var
 from shardlib.program.sym import here
-from shardlib.rules.halo import fetch, give_back, length, overlap
+from shardlib.rules.halo import fetch, give_back, length, overlap, reframe
 from shardlib.rules.rule import Call, Rule
 from shardlib.run import virtual
 from shardlib.specs.layout import Factor, Layout, span
@@ -98,7 +98,8 @@ def test_any_range_is_fetched_and_nothing_else_is_sent(size: int, n: int, seed: 
     ring, rng = Ring(size, n), random.Random(seed)
     need = some_range(rng, size, n)
     frame = [(a - rng.randint(0, 2), b + rng.randint(0, 2)) for a, b in need]
-    form = lambda x, need, frame: fetch(x, 0, ("h",), need, frame, fill=7.0)
+    within = lambda need: overlap((0, size), need)
+    form = lambda x, need, frame: reframe(*fetch(x, 0, ("h",), [within(need)], "x"), 0, within(need), frame, 7.0)
     found = ring.run(form, [ring.x[a:b] for a, b in ring.mine], ring.cut, need, frame)
     for x, (a, b), (low, high) in zip(found, need, frame, strict=True):
         rows = [ring.x[i, 0] if a <= i < b and 0 <= i < size else torch.tensor(7.0) for i in range(low, high)]

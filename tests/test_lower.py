@@ -351,7 +351,15 @@ def test_constants_are_made_in_pieces() -> None:
     assert all(out.layout is not None and out.layout.max_local_numel() == 12 for s in made for out in s.outs if out)
 
 
+@torch.library.custom_op("test_lower::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    return x.flip(0).clone()
+
+
+turned.register_fake(torch.empty_like)
+
 MADE_OF: dict[str, Callable[[Tensor], Tensor]] = {
+    "an op without a rule": turned,
     "flip": lambda c: c.flip(0),
     "roll": lambda c: c.roll(3),
     "cumsum": lambda c: c.cumsum(0),

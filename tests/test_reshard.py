@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardlib import Mesh, reshard
 from shardlib.lower.builder import Builder
 from shardlib.lower.move import Mover
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.program.steps import Var
 from shardlib.reshard import Axes, Cut, Hop
 from shardlib.reshard.direct import Direct
@@ -57,8 +57,7 @@ def layout(leaves: Leaves, cut: Cut) -> Layout:
 def run(leaves: Leaves, hops: Sequence[Hop], src: Cut, dst: Cut, mesh: Mesh, pending: Axes, reduce: str) -> None:
     """Move a random value through Mover and virtual devices, and compare with where it ought to be."""
     shape = [math.prod(dim) for dim in leaves]
-    ways = reshard.ways(pending)
-    addends = torch.randint(-9, 9, (ways, *shape)).double()
+    addends = torch.randint(-9, 9, (ways(pending), *shape)).double()
     whole = addends.amax(0) if reduce == "max" else addends.sum(0)
     have, want = layout(leaves, src), layout(leaves, dst)
     builder = Builder(mesh)

@@ -229,6 +229,15 @@ def test_sharded_arguments(mode: str) -> None:
         _same(out.full_tensor(), x @ w)
 
 
+def test_a_constant_goes_in_in_pieces() -> None:
+    x, body = torch.randn(8, 6), lambda x, n: x * n[:, None]
+    with Mesh(**MESH):
+        mapped = shard_map(body, ("b@data _", "b@data"), "b@data _")
+        step = sl.jit(lambda x: mapped(x, torch.arange(8)), in_specs=("b@data _",))
+        assert not step.plan(x).collectives
+        _same(step(x).full_tensor(), body(x, torch.arange(8)))
+
+
 def test_backward_of_an_eager_call() -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 6, requires_grad=True)
     expected = torch.autograd.grad((x @ w).sin().sum(), w)[0]

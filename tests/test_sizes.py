@@ -28,7 +28,7 @@ from shardlib import Mesh, P, ShardingError, reshard, shard
 from shardlib.beside import boxes as dcp_chunks
 from shardlib.lower.builder import Builder
 from shardlib.lower.move import Mover
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.ops import _groups
 from shardlib.program.steps import Collective, Var
 from shardlib.propagate.dims import Dims
@@ -91,8 +91,8 @@ def sizes(draw: st.DrawFn, n: int, axes: Axes) -> int:
     k = draw(st.integers(0, len(axes)))
     if not k or n < 2:
         return n
-    ways = reshard.ways(axes[:k])
-    edges = sorted(draw(st.lists(st.integers(0, n), min_size=ways - 1, max_size=ways - 1)))
+    most = ways(axes[:k]) - 1
+    edges = sorted(draw(st.lists(st.integers(0, n), min_size=most, max_size=most)))
     return Pieces([b - a for a, b in itertools.pairwise([0, *edges, n])], axes[:k])
 
 
@@ -163,7 +163,7 @@ def test_steps_to_a_cut_are_slices(whole: int, order: list[Axis], cut: Cut, data
 def moved(leaves: Leaves, src: Cut, into: Leaves, dst: Cut, pending: Axes = ()) -> list[Collective]:
     """Move a random value through Mover and virtual devices, and compare with where it ought to be."""
     have, want = layout(leaves, src), layout(into, dst)
-    addends = torch.randint(-9, 9, (reshard.ways(pending), *have.shape)).double()
+    addends = torch.randint(-9, 9, (ways(pending), *have.shape)).double()
     builder = Builder(grid())
     var = Var("x", have, addends.dtype)
     builder.inputs.append(var)

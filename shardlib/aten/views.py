@@ -62,6 +62,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return {a.name: argument(node, a.name) for a in schema_of(node.target).arguments}
 
 
+def values_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that stand for a node's results in its trace."""
+    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+
+
 def tensors_in(value: Any) -> list[fx.Node]:
     """The nodes of an argument: one, a list of them, or none."""
     if isinstance(value, fx.Node):

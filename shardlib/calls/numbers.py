@@ -20,9 +20,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
+from shardlib.aten.views import values_of
 from shardlib.calls.hosted import Hosted
 from shardlib.calls.served import Served, sources
-from shardlib.internals import Source, pytree, symbols
+from shardlib.internals import Source, symbols
 from shardlib.scalar import OPERATIONS, Scalar
 from shardlib.staying import Staying
 
@@ -302,17 +303,13 @@ class Numbers(Staying):
                     return False
                 found[node] = Scalar.of(node.target, *(found.get(x, x) for x in node.args))
                 continue
-            elif any(type(n) is not int for x in _tensors(node) for n in x.shape):
+            elif any(type(n) is not int for x in values_of(node) for n in x.shape):
                 return False
             if any(n in found for n in node.all_input_nodes):
                 node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: found.get(n, n))
         for node in reversed(found):
             gm.graph.erase_node(node)
         return True
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
 
 
 def _has(x: Any) -> bool:

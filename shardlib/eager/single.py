@@ -42,8 +42,6 @@ from shardlib.tracing.functionalise import functionalise
 from shardlib.tracing.lazily import lazily
 from shardlib.tracing.traced import Traced
 
-aten = torch.ops.aten
-
 Pieces = tuple[torch.Tensor, ...]
 
 
@@ -180,7 +178,7 @@ class _Writer:
     def finish(self, name: str, inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> Traced:
         node = self.graph.output(tuple(outputs))
         node.meta.update(self.meta)
-        paths, in_tree = pytree.tree_flatten_with_path((tuple(range(len(inputs))), {}))
+        paths, _ = pytree.tree_flatten_with_path((tuple(range(len(inputs))), {}))
         names = tuple(n.name for n in inputs)
         with lazily(), self.mode:
             gm = fx.GraphModule({}, self.graph)
@@ -193,7 +191,6 @@ class _Writer:
                 names,
                 tuple(range(len(inputs))),
                 tuple(p for p, _ in paths),
-                in_tree,
                 tuple(f"result{pytree.keystr(p)}" for p, _ in out_paths),
                 out_tree,
             )

@@ -14,7 +14,7 @@ from shardlib.folding.folded import Folded, Layer
 from shardlib.graph import Op, Value
 from shardlib.lower.lowering import Part
 from shardlib.program.nested import rebuild
-from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait
+from shardlib.program.steps import Compute, Program, Start, Step, Var, Wait, reads
 from shardlib.random.draw import COUNTER
 
 # Where reasons and notes name an op or a value: `x is [4@t], mm needs [4]`, `mm needs of x ...`, `part of mm`.
@@ -103,7 +103,7 @@ class Compared:
 
     def _same(self, a: For, b: For) -> bool:
         """Whether a step of the near layer is the same as one of the far layer, seen from each."""
-        mine, theirs = read_by(a.step), read_by(b.step)
+        mine, theirs = reads(a.step), reads(b.step)
         if (
             self.folded.part(a.of) != self.folded.part(b.of)
             or len(mine) != len(theirs)
@@ -153,7 +153,7 @@ class Compared:
     def _sees_all(self, layer: Layer, mine: For) -> bool:
         """Whether a step of an outer layer reads of no inner one but that beside it; and one of no layer of none, or of
         all of them what its op reads, in order."""
-        read, of = read_by(mine.step), mine.of
+        read, of = reads(mine.step), mine.of
         if layer is None and any(self.layer(v) is not None for v in made_by(mine.step)):
             if not (isinstance(of, Op) and isinstance(mine.step, Compute)):
                 return False
@@ -190,21 +190,11 @@ def _pairs(blocks: Sequence[Block], near: int, far: int) -> Iterator[tuple[int, 
         i += 1
 
 
-def read_by(step: Step) -> tuple[Var, ...]:
-    if isinstance(step, Compute):
-        return step.operands
-    return step.sources if isinstance(step, Start) else ()
-
-
 def made_by(step: Step) -> tuple[Var, ...]:
     """What comes into being with a step, if only in flight."""
     if isinstance(step, Compute):
         return step.made
     return step.outs if isinstance(step, Start) else ()
-
-
-def with_argument(args: tuple[Any, ...], at: int, new: Any) -> tuple[Any, ...]:
-    return (*args[:at], new, *args[at + 1 :])
 
 
 def renamed(text: str, name: Callable[[str], str]) -> str:
@@ -220,7 +210,7 @@ def _told(step: Step) -> Any:
     if isinstance(step, Compute):
         args = rebuild((step.args, step.kwargs), lambda x: Var if isinstance(x, Var) else x)
         if (at := COUNTER.get(step.target)) is not None:
-            args = with_argument(args[0], at, None), args[1]
+            args = (*args[0][:at], None, *args[0][at + 1 :]), args[1]
         outs = [v is None for v in step.outs]
         said = step.line, step.backward, step.flops, step.work, step.over, step.copies
         return step.target, args, outs, said

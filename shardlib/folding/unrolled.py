@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from shardlib.folding.folded import Folded, Layer
-from shardlib.folding.steady import Compared, For, made_by, read_by, renamed, with_argument
+from shardlib.folding.steady import Compared, For, made_by, renamed
 from shardlib.graph import Op, Value
 from shardlib.lower.lowering import Part
 from shardlib.program.nested import rebuild
-from shardlib.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, Wait
+from shardlib.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, Wait, reads
 from shardlib.propagate import Propagated
 from shardlib.random.draw import COUNTER
 
@@ -84,7 +84,8 @@ class _Unroller(Compared):
         if isinstance(step, Compute):
             args, kwargs = rebuild((step.args, step.kwargs), lambda x: read(x) if isinstance(x, Var) else x)
             if (at := COUNTER.get(step.target)) is not None:
-                args = with_argument(args, at, self.folded.seen(self.draws[args[at]], of, layer).node.args[at])
+                number = self.folded.seen(self.draws[args[at]], of, layer).node.args[at]
+                args = (*args[:at], number, *args[at + 1 :])
             outs, inside = self._outs(mine, step, of, layer), step.inside
             if inside and layer is not None and not isinstance(mine.of, int):
                 op = self.folded.seen(mine.of, of, layer)
@@ -113,7 +114,7 @@ class _Unroller(Compared):
 
     def _collected(self, mine: For) -> list[tuple[Value, Value]]:
         """What a step of no layer reads of all, in the short graph and in the whole."""
-        inner = any(self.layer(x) in (self.near, self.far) for x in read_by(mine.step))
+        inner = any(self.layer(x) in (self.near, self.far) for x in reads(mine.step))
         op = self.folded.original[mine.of] if inner else None
         if not (isinstance(op, Op) and isinstance(mine.of, Op)):
             return []

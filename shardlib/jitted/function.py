@@ -20,6 +20,7 @@ from shardlib.keeping import Keeping
 from shardlib.meshes.mesh import Mesh
 from shardlib.tensors.tensor import ShardedTensor
 from shardlib.tracing.asked import at_home
+from shardlib.transforms import name_of
 
 # What a tensor says of itself is read without a look for its `__torch_function__`: that takes half the time.
 _PlainAttributes = torch.DisableTorchFunctionSubclass
@@ -39,7 +40,7 @@ class Function:
         donate: frozenset[int | str],
         keeping: Keeping,
     ) -> None:
-        self.name: str = getattr(fn, "__name__", type(fn).__name__)
+        self.name: str = name_of(fn)
         self.fn, self.in_specs, self.out_specs = fn, in_specs, out_specs
         self.static, self.donate = by_position_and_name(fn, static), by_position_and_name(fn, donate)
         self.keeping = keeping

@@ -124,7 +124,7 @@ class _Apply(torch.autograd.Function):
         rest = iter(ctx.saved_tensors)
         pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
         for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
-            pieces.append(_cotangent(grads[at], layout, dtype, then, mesh))
+            pieces.append(_cotangent(grads[at], layout, dtype, mesh))
         origin = made(ctx.origin, (grads[at] for at in ctx.where)) if ctx.origin else 0
         found = then.runner(pieces, ctx.numbers, *ctx.after, *([origin] if origin else ()))
         gradients = list(_gradients(then.forms, found, ctx.plain))
@@ -208,7 +208,7 @@ class _Refused(torch.autograd.Function):
         )
 
 
-def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, then: Backward, mesh: Mesh) -> Sequence[Tensor]:
+def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, mesh: Mesh) -> Sequence[Tensor]:
     if grad is None:
         coords = mesh.own_coords()
         return [torch.zeros(layout.local_shape(c), dtype=dtype, device=mesh.device) for c in coords]

@@ -12,11 +12,12 @@ from shardlib import reshard
 from shardlib.graph import Graph, Op, Value, is_zero, viewed
 from shardlib.lower.placement import SETTLED, Owed, Placement
 from shardlib.lower.values import Values
+from shardlib.meshes.axis import ways
 from shardlib.propagate import Propagated
 from shardlib.propagate.flood import Assignment
 from shardlib.propagate.problem import work
 from shardlib.propagate.units import may_cut, value_factors
-from shardlib.reshard import Cut, ways
+from shardlib.reshard import Cut
 
 MOST = 32  # ops that one sum passes
 
@@ -131,7 +132,7 @@ class Branching:
         ):
             return None
         assert op.rule is not None
-        if any(axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none") for x, axes in assignment.items()):
+        if not op.rule.adds_up(x for (x, _), axes in assignment.items() if axes):
             return None
         return frozenset(on), assignment, owing[on[0]][1]
 

@@ -21,7 +21,7 @@ from shardlib.errors import ShardingError
 from shardlib.internals import TorchDispatchMode, pytree, schema_of, without_modes
 from shardlib.lower import halo
 from shardlib.manual.body import Body, Piece, entered
-from shardlib.meshes.axis import Axis, Coords
+from shardlib.meshes.axis import Axis, Coords, ways
 from shardlib.program.device import REFUSALS, Local, frozen, makes
 from shardlib.program.steps import Var
 from shardlib.program.sym import Sym, apart, everywhere, here, of_member, place_in, table
@@ -313,7 +313,7 @@ def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequenc
     source: Var = args[0]
     names, *rest = args[1:]
     axes = Axis.merge(a for f in names for a in local.axes(f))
-    kind, n = schema_of(op).name.removeprefix("shardlib::manual_"), math.prod(a.size for a in axes)
+    kind, n = schema_of(op).name.removeprefix("shardlib::manual_"), ways(axes)
     if kind in _HALOS:
         dim, *ranges, name = rest
         rows = halo.Slab(local, names[0], dim, name, source, tuple(before))

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardlib import reshard
 from shardlib.graph import Op
 from shardlib.lines import place
 from shardlib.lower.arguments import put, substitute
 from shardlib.lower.builder import Builder
 from shardlib.lower.local import LocalForm
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.program.check import refuse
 from shardlib.program.device import Device
 from shardlib.program.steps import Compute, Step, Var, reads
@@ -64,7 +63,7 @@ class Emitter:
         sizes = [self.leaf_size(op, x) for x in cut]
         work = product([local_size(size, axes) for size, axes in zip(sizes, cut.values(), strict=True)])
         if not isinstance(work, Sym) or not most(work):
-            return rule.flops / math.prod(map(reshard.ways, cut.values())), None
+            return rule.flops / math.prod(map(ways, cut.values())), None
         return rule.flops * most(work) / math.prod(sizes), work
 
     def factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:

@@ -13,7 +13,7 @@ from shardlib.graph import Op
 from shardlib.internals import schema_of, without_modes
 from shardlib.lower.code import code
 from shardlib.lower.manual import told
-from shardlib.meshes.axis import Axis, Coords, member_coords, position
+from shardlib.meshes.axis import Axis, Coords, member_coords, position, ways
 from shardlib.program.device import REFUSALS, Local
 from shardlib.program.nested import leaves
 from shardlib.program.steps import Compute, Inside, Var
@@ -113,7 +113,7 @@ class LocalForm:
         return out
 
     def ways(self, factor: str) -> int:
-        return reshard.ways(self.axes(factor))
+        return ways(self.axes(factor))
 
     def of(self, value: Sym | int, factor: str, member: Callable[[int], int]) -> Sym | int:
         if not isinstance(value, Sym):
@@ -227,7 +227,7 @@ class LocalForm:
     ) -> Var:
         """Write a collective of the members of the group along some factors, as `told`."""
         axes = Axis.merge(a for f in factors for a in self.axes(f))
-        params, reduce, sent = told(kind, args, members, math.prod(a.size for a in axes), nbytes)
+        params, reduce, sent = told(kind, args, members, ways(axes), nbytes)
         done, over = _DONE[kind], " and ".join(factors)
         why = f"needs its {reduce} over {over}" if done == "reduced" else f"needs what is {done} along {over}"
         out = self._var(f"{value.name}.{done.replace(' ', '_')}", value.dtype)

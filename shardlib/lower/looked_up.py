@@ -219,9 +219,7 @@ class LookedUp:
         if self._writes_there(op, forms, rows):
             return Passed(self.branching.p.assignment(op), forms, SETTLED)
         assignment = fitting(self.values, op, {i: cut for i, (cut, _) in forms.items()})
-        if assignment is None or any(
-            axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none") for x, axes in assignment.items()
-        ):
+        if assignment is None or not op.rule.adds_up(x for (x, _), axes in assignment.items() if axes):
             return None
         axes = next(iter(forms.values()))[1].axes
         shapes = {x.shape for x in (*(op.operands[i] for i in on), *op.results) if x is not None}

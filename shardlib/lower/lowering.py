@@ -151,7 +151,7 @@ class Lowering:
             for i in range(len(op.operands))
         ]  # fmt: skip
         outs = [
-            None if r is None else self._made(op, r, self.values.forms.result_form(op, i, assignment, owed))
+            None if r is None else self._made(r, self.values.forms.result_form(op, i, assignment, owed))
             for i, r in enumerate(op.results)
         ]
         self.emitter.op(op, op.rule, assignment, operands, outs)
@@ -172,7 +172,7 @@ class Lowering:
         for i, r in enumerate(op.results):
             if r is not None:
                 form = self.values.forms.result_form(op, i, way.assignment, SETTLED if own else way.owed)
-                outs[i] = self._made(op, r, (form[0], way.owed) if own else form)
+                outs[i] = self._made(r, (form[0], way.owed) if own else form)
         self.emitter.op(op, op.rule, way.assignment, operands, outs)
 
     def _own(self, op: Op) -> frozenset[int]:
@@ -188,7 +188,7 @@ class Lowering:
         factors = value_factors(self.flood, op, i, operand=True)
         return self.values.get_owned(op.operands[i], tuple(assignment.get(x, ()) if x else () for x in factors))
 
-    def _made(self, op: Op, value: Value, form: Placement) -> Var:
+    def _made(self, value: Value, form: Placement) -> Var:
         """A variable for a result of an op."""
         if form[1].kind != OWNED or not form[1]:
             return self.values.make(value, form)
@@ -223,11 +223,7 @@ class Lowering:
 
     def _replicated(self, op: Op, **more: Any) -> None:
         """No rule: whole operands, the plain op, whole results."""
-        operands = [
-            self.constants.get(v, ()) if v.constant else self.values.get(v, ((),) * len(self.flood.leaves(v)))
-            for v in op.operands
-        ]
-        args, kwargs = substitute(op.node, operands)
+        args, kwargs = substitute(op.node, list(map(self.values.whole, op.operands)))
         outs = [
             None if r is None else self.values.make(r, (((),) * len(self.flood.leaves(r)), SETTLED)) for r in op.results
         ]

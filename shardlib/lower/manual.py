@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from shardlib.aten.calls import FILLED
 from shardlib.graph import Op
 from shardlib.lower.builder import Builder
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.program.steps import Var
 from shardlib.program.sym import place_in
 from shardlib.specs.layout import Layout
@@ -23,7 +22,7 @@ def collective(builder: Builder, op: Op, source: Var, name: str) -> Var:
     assert result is not None
     out = Var(name, Layout.replicated(result.shape), result.dtype, result, ((), None))
     axes = _axes(builder, args[1])
-    kind, n, shape = op.kind.removeprefix("manual_"), math.prod(a.size for a in axes), op.operands[0].shape
+    kind, n, shape = op.kind.removeprefix("manual_"), ways(axes), op.operands[0].shape
     if kind == "axis_index":
         builder.compute(FILLED, (source, [], place_in(axes)), {"dtype": torch.int64}, [out])
         return out

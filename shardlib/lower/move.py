@@ -8,18 +8,15 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from shardlib.aten.calls import CAT, NARROW, PERMUTE, RESHAPE
 from shardlib.lower.builder import Builder
-from shardlib.meshes.axis import Axis, Coords, member_coords, position
+from shardlib.meshes.axis import Axis, Coords, member_coords, position, ways
 from shardlib.program.steps import Asked, Var
 from shardlib.program.sym import Sym, apart, axes_of, everywhere, here, local_size, of_member, offset, product, tabulate
-from shardlib.reshard import Axes, Crossing, Step, ways
+from shardlib.reshard import Axes, Crossing, Step
 from shardlib.reshard.crossing import Dim, held
 from shardlib.specs.pieces import span
 
-aten = torch.ops.aten
 LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
 LocalShape = list[Sym | int]
 Places = Callable[[Coords], list[tuple[int, int]]]  # on every device, ranges of what it has of a dim: (start, size)

@@ -93,11 +93,8 @@ class PendingSums:
         """Seconds saved if a sum passes; None if it may not: that takes no growth, no other kind of reduction on
         top, and no more reshards of other operands, or arithmetic that is done more often, than it saves."""
         assert op.rule is not None
-        if owed.kind != "sum":
+        if owed.kind != "sum" or not op.rule.adds_up(x for (x, _), axes in assignment.items() if axes):
             return None
-        for x, axes in assignment.items():
-            if axes and op.rule.reduce.get(x[0], "sum") not in ("sum", "none"):
-                return None
         if has(op.target, "casts terms"):
             return 0.0  # what it costs to add these up is no reason to add up others
         most = sum(min(x.nbytes, viewed(x).nbytes) for x in (op.operands[i] for i in linear))

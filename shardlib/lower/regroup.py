@@ -30,7 +30,7 @@ class Regrouping:
         self.waiting[result] = op
         return True
 
-    def met_by(self, op: Op, *, swaps: bool = True) -> Iterator[Op]:
+    def met_by(self, op: Op, *, swaps: bool) -> Iterator[Op]:
         """Those that waited for this op and are lowered in front of it, maybe with operands that changed places."""
         for i, value in enumerate(op.operands):
             if (first := self.waiting.pop(value, None)) is not None:

@@ -65,8 +65,6 @@ class Values:
 
     def get(self, value: Value, want: Cut) -> Var:
         """The value, complete, in cut `want`."""
-        if value.constant:
-            return self.constants.get(value, self.forms.dims(value, want))
         if (known := self.have[value].get((want, SETTLED))) is not None:
             return known
         if value.op is not None and value.op.transparent and not self._ready_cheaply(value, want):
@@ -76,6 +74,12 @@ class Values:
                 return known
         source, steps = self._cheapest(value, want)
         return self._move(value, source, steps)
+
+    def whole(self, value: Value) -> Var:
+        """The value, complete, on every device."""
+        if value.constant:
+            return self.constants.get(value, ())
+        return self.get(value, ((),) * len(self.flood.leaves(value)))
 
     def as_(self, value: Value, target: Value, cut: Cut) -> Var:
         """`value` in a cut of `target`, the same tensor under another annotation: with other factors, or pieces."""
@@ -318,12 +322,11 @@ class Values:
         assert value.rows is not None
         assert value.op is not None
         ends, dim = value.rows.ends, value.rows.dim
-        edges = self.constants.get(ends, ()) if ends.constant else self.get(ends, ((),) * len(self.flood.leaves(ends)))
         form = LocalForm(self.emitter, value.op, {}, (), {})
         leaves, at = self.flood.value[value], sum(map(len, self.flood.value[value][:dim]))
         others = own_rows.others(
             form,
-            edges,
+            self.whole(ends),
             [(self.flood.dims.size(x), cut[at + k]) for k, x in enumerate(leaves[dim])],
             [(self.flood.dims.size(x), axes * (k == 0)) for k, x in enumerate(self.flood.owners[ends])],
         )

@@ -34,7 +34,8 @@ def _define(schema: str, fake: Callable[..., Tensor]) -> None:
     torch.library.register_fake(f"shardlib::{schema.partition('(')[0]}", fake, lib=_LIB)
 
 
-def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+def resized(x: Tensor, dim: int, size: int) -> Tensor:
+    """A tensor without values like x, but of `size` along a dim."""
     return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
 
 
@@ -54,11 +55,11 @@ _define(
 _define("manual_all_reduce(Tensor x, str[] axes, str reduce) -> Tensor", lambda x, axes, reduce: x.new_empty(x.shape))
 _define(
     "manual_all_gather(Tensor x, str[] axes, int dim, int n) -> Tensor",
-    lambda x, axes, dim, n: _resized(x, dim, x.shape[dim] * n),
+    lambda x, axes, dim, n: resized(x, dim, x.shape[dim] * n),
 )
 _define(
     "manual_reduce_scatter(Tensor x, str[] axes, int dim, int n) -> Tensor",
-    lambda x, axes, dim, n: _resized(x, dim, x.shape[dim] // n),
+    lambda x, axes, dim, n: resized(x, dim, x.shape[dim] // n),
 )
 _define("manual_all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim, int n) -> Tensor", _exchanged)
 _define("manual_ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", lambda x, axes, pairs: x.new_empty(x.shape))
@@ -66,15 +67,15 @@ _define("manual_ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", lambda x
 # back. `name` is what a plan calls x.
 _define(
     "manual_gather(Tensor x, str[] axes, int dim, int total) -> Tensor",
-    lambda x, axes, dim, total: _resized(x, dim, total),
+    lambda x, axes, dim, total: resized(x, dim, total),
 )
 _define(
     "manual_fetch(Tensor x, str[] axes, int dim, int[] have, int[] needs, str name) -> Tensor",
-    lambda x, axes, dim, have, needs, name: _resized(x, dim, sum(needs[1::2]) - sum(needs[::2])),
+    lambda x, axes, dim, have, needs, name: resized(x, dim, sum(needs[1::2]) - sum(needs[::2])),
 )
 _define(
     "manual_give_back(Tensor x, str[] axes, int dim, int[] have, int[] want, str name) -> Tensor",
-    lambda x, axes, dim, have, want, name: _resized(x, dim, want[1] - want[0]),
+    lambda x, axes, dim, have, want, name: resized(x, dim, want[1] - want[0]),
 )
 # `like` is any value of the body: it gives the device, and makes the result one of the body's values.
 _define(

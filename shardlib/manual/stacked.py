@@ -8,7 +8,6 @@ the rest is inferred.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from shardlib.internals import is_batched, is_wrapped, level_of, unwrapped
 from shardlib.manual.doors import Passage, Stack
 from shardlib.manual.rows import send_rows
+from shardlib.meshes.axis import ways
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops.constraint import constrain
 from shardlib.specs.layout import Layout
@@ -64,7 +64,7 @@ def _grid(layout: Layout, axes: Sequence[str]) -> tuple[list[int], list[int]]:
             at[a.name] = len(sizes)
             sizes.append(a.size)
         rest.append(len(sizes))
-        sizes.append(f.size // math.prod(a.size for a in f.axes))
+        sizes.append(f.size // ways(f.axes))
     return sizes, [*(at[name] for name in axes), *rest]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,11 @@ def _primes(axis: Axis) -> tuple[Axis, ...]:
             pre, rest = pre * p, rest // p
         p += 1
     return tuple(parts)
+
+
+def ways(axes: Iterable[Axis]) -> int:
+    """Into how many pieces these axes cut a dim, or how many devices are members of a group along them."""
+    return math.prod([a.size for a in axes])
 
 
 def position(coords: Coords, group: Sequence[Axis]) -> int:

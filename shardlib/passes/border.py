@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from shardlib.aten.calls import CAT, NARROW, RESHAPE, SELECT, SPLIT, VIEW
-from shardlib.meshes.axis import Coords, member_coords
+from shardlib.meshes.axis import Coords, member_coords, ways
 from shardlib.program.steps import Collective, Compute, Program, Step, Var, Wait
 from shardlib.program.sym import axes_of, here
 
@@ -40,7 +40,7 @@ class Border:
     def kind(self) -> Hashable:
         """What borders have in common that may be one message; how far round the ring it goes is among it."""
         move = self.moves[0]
-        far = frozenset((b - a) % ways_of(move) for a, b in self.sends.items())
+        far = frozenset((b - a) % ways(move.axes) for a, b in self.sends.items())
         return self.root, self.dim, move.axes, move.backward, far
 
     def joined(self, other: Border) -> Border | None:
@@ -70,7 +70,7 @@ class Border:
     def is_read_where_it_arrives(self, readers: Sequence[Step], program: Program) -> bool:
         """Whether whoever gets nothing takes nothing of it: the zeros that such devices have mean nothing."""
         (move,), ((at, *_),) = self.moves, self.parts
-        others = set(range(ways_of(move))) - {*self.sends.values()}
+        others = set(range(ways(move.axes))) - {*self.sends.values()}
         for step in readers:
             if isinstance(step, Wait):
                 continue
@@ -79,10 +79,6 @@ class Border:
             if any(_number(n, move, i, program) for n in step.args[2:] for i in others):
                 return False
         return move.out not in program.results
-
-
-def ways_of(move: Collective) -> int:
-    return math.prod(a.size for a in move.axes)
 
 
 def _at(move: Collective, i: int, program: Program) -> Coords:

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from shardlib.aten.calls import NARROW, REPEAT, VIEW
-from shardlib.passes.border import MOVES, Border, Found, ways_of
+from shardlib.meshes.axis import ways
+from shardlib.passes.border import MOVES, Border, Found
 from shardlib.passes.derived import Made, derive, elements, joined, repeats
 from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, Wait, reads, swapped, together
 from shardlib.program.sym import Sym
@@ -103,7 +104,7 @@ def _repeated(made: Made, cut: Border, x: Var, names: set[str], steps: list[Step
 
 def _numbers(move: Collective, each: Mapping[int, int]) -> Sym | int:
     """A number by places in the group of a message; 0 where none is said."""
-    numbers = tuple(each.get(i, 0) for i in range(ways_of(move)))
+    numbers = tuple(each.get(i, 0) for i in range(ways(move.axes)))
     return numbers[0] if len({*numbers}) == 1 else Sym("at", (move.axes, numbers))
 
 
@@ -111,7 +112,7 @@ def _message(
     border: Border, names: set[str], other: Mapping[Var, Var], parts: dict[tuple[Collective, Var], Var]
 ) -> Iterator[Step]:
     """One message in place of several, and what of it each of these was."""
-    move, ways = border.moves[0], range(ways_of(border.moves[0]))
+    move, members = border.moves[0], range(ways(border.moves[0].axes))
     line, backward = move.line, move.backward
     number = partial(_numbers, move)
 
@@ -130,7 +131,7 @@ def _message(
     size = {i: b - a for i, (a, b) in border.ranges.items()}
     source, out = (_new(move.out, f"{x.name}.shared", names) for x in (move.source, move.out))
     yield call(NARROW, other.get(border.root, border.root), border.dim, number(low), number(size), out=source)
-    shapes = [[size.get(i, 0) if d == border.dim else n for d, n in enumerate(border.shape)] for i in ways]
+    shapes = [[size.get(i, 0) if d == border.dim else n for d, n in enumerate(border.shape)] for i in members]
     params = {"pairs": sorted(border.sends.items())} | ({"shapes": shapes} if len({*map(str, shapes)}) > 1 else {})
     nbytes = max(math.prod(shape) for shape in shapes) * move.out.dtype.itemsize
     yield from together(replace(move, source=source, out=out, params=params, bytes=nbytes))

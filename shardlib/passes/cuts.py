@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.internals import OpOverload, without_modes
-from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, makes, reads
+from shardlib.meshes.axis import ways
+from shardlib.passes.split import gives
+from shardlib.program.steps import Collective, Compute, Program, Start, Step, Var, reads
 from shardlib.program.sym import Sym
 from shardlib.program.verify import Found, Run
 from shardlib.rules import rule_for
@@ -56,7 +58,7 @@ class Cutter:
         self.device, self.uneven = Run(program, {}, Found()), _uneven(program)
         self.around: dict[Var, list[Step]] = defaultdict(list)
         for step in program.steps:
-            for v in dict.fromkeys((*reads(step), *_made(step))):
+            for v in dict.fromkeys((*reads(step), *gives(step))):
                 self.around[v].append(step)
         with without_modes():
             self.device.run(program.steps)
@@ -162,16 +164,16 @@ class Cutter:
         (c,) = moves if len(moves) == 1 else (None,)
         if c is None or c.kind not in _DIMS or not self.shape(c.source) or not self.shape(c.out):
             return
-        ways = math.prod(a.size for a in c.axes)
+        n = ways(c.axes)
         parted, joined = (c.params.get(key) for key in _DIMS[c.kind])  # dims that it cuts, and that it joins
         even = all(type(n) is int and n == sizes[0] for sizes in _sizes(c) for n in sizes)
         if not even or "shapes" in c.params or (parted is not None and parted == joined):
             return
         source, result = cuts.get(c.source), cuts.get(c.out)
         if source is not None:
-            result = _through(source, ways, parted, joined)
+            result = _through(source, n, parted, joined)
         elif result is not None:
-            source = _through(result, ways, joined, parted)
+            source = _through(result, n, joined, parted)
         if (
             source
             and result
@@ -182,11 +184,11 @@ class Cutter:
             yield Way((source,), (result,))
 
 
-def _through(cut: Cut, ways: int, parted: int | None, joined: int | None) -> Cut | None:
+def _through(cut: Cut, n: int, parted: int | None, joined: int | None) -> Cut | None:
     """A cut behind a message that parts a dim among so many members, and joins another of theirs."""
     if cut.dim == parted:
-        return Cut(cut.dim, cut.outer // ways) if cut.outer % ways == 0 else None
-    return Cut(cut.dim, cut.outer * ways) if cut.dim == joined else cut
+        return Cut(cut.dim, cut.outer // n) if cut.outer % n == 0 else None
+    return Cut(cut.dim, cut.outer * n) if cut.dim == joined else cut
 
 
 # By kind of message, which of what it is told are the dim that it cuts, and the one that it joins.
@@ -242,16 +244,11 @@ def _summed(step: Step, way: Way) -> list[Var]:
     return [v for v, cut in zip(outs, way.results, strict=False) if v is not None and cut is None]
 
 
-def _made(step: Step) -> tuple[Var, ...]:
-    """What a step makes; what is in flight, where it starts."""
-    return step.outs if isinstance(step, Start) else makes(step)
-
-
 def _uneven(program: Program) -> set[Var]:
     """Values of which devices may hold pieces of different sizes."""
     found = {v for v in program.given if _differs(v)}
     for step in program.steps:
-        made = _made(step)
+        made = gives(step)
         told = isinstance(step, Compute) and len(step.told) > len(step.operands)
         if isinstance(step, Compute) and torch.Tag.pointwise in getattr(step.target, "tags", ()):
             told = False  # numbers, not sizes

@@ -44,7 +44,7 @@ def attention(crossing: Crossing) -> set[Var]:
     return found
 
 
-def named(crossing: Crossing, names: Sequence[str], strict: bool = True) -> set[Var]:
+def named(crossing: Crossing, names: Sequence[str], strict: bool) -> set[Var]:
     """What ops of these names make, and what modules of these paths or classes make for themselves: what others read of
     it is kept, as `torch.utils.checkpoint` keeps what goes in and out. If `strict`, raises `ShardingError` for names of
     nothing."""
@@ -77,9 +77,9 @@ def named(crossing: Crossing, names: Sequence[str], strict: bool = True) -> set[
 
 def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
     """The memory around a softmax that is as large, up to the products before and behind it."""
-    todo, seen, size = [softmax], set[Var](), _numel(softmax)
+    todo, seen, size = [softmax], set[Var](), softmax.numel
     while todo:
-        if (o := todo.pop()) in seen or o not in crossing.droppable or _numel(o) != size:
+        if (o := todo.pop()) in seen or o not in crossing.droppable or o.numel != size:
             continue
         seen.add(o)
         yield o
@@ -92,10 +92,6 @@ def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
 
 def _is_product(step: Step) -> bool:
     return isinstance(step, Compute) and _op(step.target) in ("mm", "bmm", "addmm", "baddbmm", "matmul", "einsum")
-
-
-def _numel(v: Var) -> int:
-    return v.nbytes // v.dtype.itemsize
 
 
 def kind(v: Var) -> str:

@@ -44,7 +44,7 @@ class Recomputed:
 
 
 def recompute(
-    program: Program, keeping: Keeping, finish: Finish, *, moves: bool = False, strict: bool = True
+    program: Program, keeping: Keeping, finish: Finish, *, moves: bool, strict: bool
 ) -> tuple[Program, frozenset[Var], Recomputed | None]:
     """The program that makes again what `keeping` says, the values that are to wait in the host's memory, and what that
     takes; `finish` are the passes behind this one. A budget `moves` values unless the schedule names some.

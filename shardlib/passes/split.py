@@ -111,6 +111,7 @@ def needs(step: Step) -> Iterable[Var]:
 
 
 def gives(step: Step) -> tuple[Var, ...]:
+    """What a step makes; what is in flight, where it starts."""
     return step.outs if isinstance(step, Start) else makes(step)
 
 

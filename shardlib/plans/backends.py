@@ -5,7 +5,6 @@ Nothing is communicated to find out: what the ranks have not settled yet is said
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from shardlib.graph import Op
 from shardlib.internals import FakeTensorMode, schema_of
+from shardlib.meshes.axis import ways
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, attention, ppermute, reduce_scatter
 from shardlib.ops._attention_variant import Variant
@@ -36,7 +36,7 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
     transport, why = ("virtual", "") if mesh.kind == "virtual" else _groups.transport(mesh, c.axes)
     sizes = [c.params[key] for key in ("sizes", "split_sizes", "concat_sizes", "shapes") if key in c.params]
     even = all(len(set(map(repr, s))) <= 1 for s in sizes)
-    n = math.prod(a.size for a in c.axes)
+    n = ways(c.axes)
     whole = c.source if c.kind == "reduce_scatter" else c.out
     return _COLLECTIVES[c.kind](whole.nbytes, even, c.source.dtype, c.reduce, transport, n, why)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from shardlib.aten.calls import CAT, NARROW, PERMUTE, RESHAPE
 from shardlib.compile import Compiled
 from shardlib.graph import Op, Value
 from shardlib.lines import place
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.plans.naming import Naming
 from shardlib.plans.plantext import si
 from shardlib.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
@@ -108,7 +107,7 @@ class Explainer:
         rows = sum(x.bytes for x in asked if x.kind == c.kind and x.axes == c.axes)
         result = next(v for step in program.steps for v in makes(step) if v.value in unit.ops[0].results)
         assert result.layout is not None
-        n, whole = math.prod(a.size for a in c.axes), result.layout.max_local_numel() * result.dtype.itemsize
+        n, whole = ways(c.axes), result.layout.max_local_numel() * result.dtype.itemsize
         return f"; rows and indices are {si(rows, 'B')}, a sum of the result {si(2 * whole * (n - 1) / n, 'B')}"
 
     def _moved(self, c: Collective) -> str:

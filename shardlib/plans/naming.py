@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -149,21 +149,21 @@ class Naming:
         """`f32[batch=8@data, (heads=4@tensor 32)] +tensor`."""
         if var.layout is None:
             return ""
-        dims = []
-        for dim in self.dims(var):
-            parts = [f"{name}={f}" if name else str(f) for name, f in dim]
-            dims.append(parts[0] if len(parts) == 1 else f"({' '.join(parts)})")
-        return f"{short_dtype(var.dtype)}[{', '.join(dims)}]{_pending(var)}"
+        said = lambda name, f: f"{name}={f}" if name else str(f)
+        return f"{short_dtype(var.dtype)}[{', '.join(self._dims(var, said))}]{_pending(var)}"
 
     def spec(self, var: Var) -> str:
         """`mm_3[batch@data heads@tensor] +tensor`: the same in a spec's words."""
         if var.layout is None:
             return self.var(var)
-        dims = []
+        said = lambda name, f: str(f) if name is None else str(f).replace(str(f.size), name, 1)
+        return f"{self.var(var)}[{' '.join(self._dims(var, said))}]{_pending(var)}"
+
+    def _dims(self, var: Var, said: Callable[[str | None, Factor], str]) -> Iterator[str]:
+        """Every dim in words, of several factors in parentheses."""
         for dim in self.dims(var):
-            parts = [str(f) if name is None else str(f).replace(str(f.size), name, 1) for name, f in dim]
-            dims.append(parts[0] if len(parts) == 1 else f"({' '.join(parts)})")
-        return f"{self.var(var)}[{' '.join(dims)}]{_pending(var)}"
+            words = " ".join(said(name, f) for name, f in dim)
+            yield words if len(dim) == 1 else f"({words})"
 
     def leaf(self, leaf: Leaf) -> str:
         """A class of dims: its name, or its size."""

@@ -6,18 +6,18 @@ an axis left unused, arguments that are whole, an op without a rule.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardlib.lines import place
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.plans.naming import op_name
 from shardlib.plans.plantext import si
 from shardlib.program.steps import Compute, Program
 from shardlib.program.varying import primes, varying
+from shardlib.simulate.timeline import called
 
 WORTH = 0.05  # the share of a plan's FLOPs from which its text says that they are redundant
 
@@ -62,7 +62,7 @@ def redundant(program: Program) -> tuple[Redundant, ...]:
             found[_called(step), place(step.line), step.backward, axes].append((step.flops, held))
     records = []
     for (op, line, backward, axes), costs in found.items():
-        copies = math.prod(a.size for a in axes)
+        copies = ways(axes)
         flops, held = (sum(cost) * (1 - 1 / copies) for cost in zip(*costs, strict=True))
         records.append(Redundant(op, line, backward, flops, round(held), copies, tuple(map(str, axes)), len(costs)))
     return tuple(sorted(records, key=lambda r: (-r.flops, -r.bytes)))
@@ -105,4 +105,4 @@ def _repeated(program: Program) -> Iterator[tuple[Compute, tuple[Axis, ...]]]:
 def _called(step: Compute) -> str:
     """The op that a call is of, or stands in for."""
     op = next((v.value.op for v in step.made if v.value is not None and v.value.op is not None), None)
-    return str(getattr(step.target, "__name__", step.target)).split(".")[0].strip("_") if op is None else op_name(op)
+    return called(step) if op is None else op_name(op)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardlib.aten.traits import has
 from shardlib.bounded import Bounded
 from shardlib.internals import OpOverload, memory_of
-from shardlib.meshes.axis import Coords, position
+from shardlib.meshes.axis import Coords, position, ways
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.check import ProgramError
 from shardlib.program.nested import rebuild
@@ -92,7 +92,7 @@ class Device:
         if source is None:
             return None
         told = rebuild(step.params, lambda x: x.at(self.coords) if isinstance(x, Sym) else x)
-        at, n = position(self.coords, step.axes), math.prod(a.size for a in step.axes)
+        at, n = position(self.coords, step.axes), ways(step.axes)
         return Local.dense(tuple(_RESULT[step.kind](source.shape, told, at, n)), source.dtype)
 
     def here(self, x: Any) -> Any:

@@ -44,11 +44,15 @@ class Var:
     part: tuple[int, int] | None = None
 
     @kept
-    def nbytes(self) -> int:
-        """Bytes on the fullest device; 0 while nobody knows the shape."""
+    def numel(self) -> int:
+        """Elements on the fullest device; 0 while nobody knows the shape."""
         if self.layout is not None:
-            return self.layout.max_local_numel() * self.dtype.itemsize
-        return 0 if self.shape is None else math.prod(self.shape) * self.dtype.itemsize
+            return self.layout.max_local_numel()
+        return 0 if self.shape is None else math.prod(self.shape)
+
+    @kept
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def __repr__(self) -> str:
         return f"%{self.name}"

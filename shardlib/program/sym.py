@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from shardlib.meshes.axis import Axis, Coords, member_coords, position, split_name
+from shardlib.meshes.axis import Axis, Coords, member_coords, position, split_name, ways
 from shardlib.specs.pieces import Placed, even, span
 
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
@@ -110,7 +109,7 @@ def local_size(size: int, axes: Sequence[Axis]) -> Sym | int:
     """How many of `size` elements cut over `axes` a device holds: an int where all hold the same."""
     axes = Axis.merge(axes)  # parts of one mesh axis cut as one
     if even(size, axes):
-        return size // math.prod(a.size for a in axes)
+        return size // ways(axes)
     return _told(size, axes)[1] if isinstance(size, Placed) else Sym("size", (axes, size))
 
 
@@ -162,7 +161,7 @@ def table(axes: Sequence[Axis], values: Sequence[Any]) -> Any:
     if len(set(values)) == 1:
         return values[0]
     for axis in axes if len(axes) > 1 else ():
-        inner = math.prod(a.size for a in axes[axes.index(axis) + 1 :])
+        inner = ways(axes[axes.index(axis) + 1 :])
         first = [i for i in range(len(values)) if i // inner % axis.size == 0]
         if all(values[i] == values[i + k * inner] for i in first for k in range(axis.size)):
             axes, values = tuple(a for a in axes if a != axis), [values[i] for i in first]

@@ -3,12 +3,11 @@ mixed): cut there instead, the op runs alone, and what is cut moves twice, piece
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from shardlib.graph import Op, Value
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.propagate.decide import Decider
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Flood
@@ -80,7 +79,7 @@ def free(
     results = [labels for labels, r in zip(op.rule.results, op.results, strict=True) if r is not None]
     names = [{f for dim in labels for f in dim} for labels in (*results, *(op.rule.operands[i] for i in read or ()))]
     kept = set[str]().union(*names) if read is None else set.intersection(*names)
-    found, least = set(), min(a.size for a in atoms) if partly else math.prod(a.size for a in atoms)
+    found, least = set(), min(a.size for a in atoms) if partly else ways(atoms)
     for label in kept:
         for k, leaf in enumerate(flood.labels[op].get(label, ())):
             wanted = {want.axis for want in flood.wants.get(leaf, ())}

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.propagate.moves import Moves, State
 from shardlib.propagate.problem import Choice, Problem, Role
 from shardlib.propagate.records import End, Kind, Record
@@ -74,11 +74,11 @@ class Estimate:
     @staticmethod
     def _takes_minor(role: Role, atoms: Sequence[Axis]) -> bool:
         """Whether a slot that may not have all of an axis takes its minor part: only that can be exchanged at once."""
-        return bool({*role.lent} & {*atoms}) or ({*atoms} <= role.offered and role.size < _ways(atoms))
+        return bool({*role.lent} & {*atoms}) or ({*atoms} <= role.offered and role.size < ways(atoms))
 
     @staticmethod
     def _takes(role: Role, axes: Sequence[Axis], atom: Axis) -> bool:
-        return atom in role.wants and role.size >= _ways(axes) * atom.size
+        return atom in role.wants and role.size >= ways(axes) * atom.size
 
     def _ends(self, i: int, kind: Kind, choice: Order) -> tuple[int, ...]:
         """The states of those ends of record number `i` that a kind decides."""
@@ -108,13 +108,13 @@ class Estimate:
 
     def _work(self, kind: Kind, choice: Order) -> tuple[float, float]:
         cut = self.cut(kind, choice)
-        work, total = sum(s / math.prod(_ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]), 0.0
+        work, total = sum(s / math.prod(ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]), 0.0
         prices = self.prices
         for p in self.problem.passed[kind]:
-            local = p.bytes / math.prod(_ways(cut[i]) for i in p.slots)
+            local = p.bytes / math.prod(ways(cut[i]) for i in p.slots)
             around, wanted = cut[p.slot], self.problem.slots[kind][p.slot].wants
             beside = tuple(a for a in cut[p.beside] if a in wanted and a not in around)
-            passed, held = _ways(around), _ways(beside)
+            passed, held = ways(around), ways(beside)
             total += local * (p.pieces(passed) / prices.rate(around) + (held - 1) / held / prices.rate(beside))
             # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
             total += p.times * (held > 1) * prices.latency(beside)
@@ -279,7 +279,3 @@ def _resolved(end: End, slots: Sequence[tuple[Axis, ...]]) -> State:
     cut = tuple(() if s is None else slots[s] for s in end.slots)
     # What went round was reduced on the way.
     return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
-
-
-def _ways(axes: Sequence[Axis]) -> int:
-    return math.prod(a.size for a in axes)

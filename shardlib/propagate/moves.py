@@ -5,7 +5,6 @@ A pending sum is reduced once; sums that only meet in an addition are added firs
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib import reshard
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.propagate.records import End, Kind, Record
 from shardlib.propagate.tables import GRAIN, Costs, Numbers
 from shardlib.reshard import USUAL, Axes, Cut, Leaves, Prices, Rough
@@ -208,11 +207,7 @@ def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[A
     out = list(cut)
     for axis in pending:
         for j, (wants, size) in enumerate(leaves):
-            if axis in wants and size >= _ways(out[j]) * axis.size:
+            if axis in wants and size >= ways(out[j]) * axis.size:
                 out[j] = (*out[j], axis)
                 break
     return tuple(out)
-
-
-def _ways(axes: Sequence[Axis]) -> int:
-    return math.prod(a.size for a in axes)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardlib.graph import Graph, Op, Value
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.meshes.mesh import Mesh
 from shardlib.ops._choice import wanted
 from shardlib.propagate.flood import Flood, OpFactor
@@ -187,7 +187,7 @@ class Problem:
         around = [i for i in wanting if i in unit.rounds]
         lent = [i for i in wanting if set(self.slots[kind][i].lent) & set(atoms)]
         own = [i for i in wanting if i not in (*around, *lent)]
-        if math.prod(self.slots[kind][i].size for i in lent) < math.prod(a.size for a in atoms):
+        if math.prod(self.slots[kind][i].size for i in lent) < ways(atoms):
             lent = []
         return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
 
@@ -216,7 +216,7 @@ class Problem:
                 for i, value in enumerate(values):
                     if value is None or value.constant:
                         continue
-                    slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=operand))
+                    slots = op_cut_slots(self.units, op, value_factors(self.flood, op, i, operand=operand))
                     cut = tuple(s for s in slots if s is not None)
                     for slot in unit.rounds.keys() & set(cut):
                         n, beside = count * op.times, unit.rounds[slot]

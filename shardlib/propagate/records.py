@@ -212,7 +212,7 @@ class Records:
             return self._fixed(self.flood.doors[op][0], self.flood.apart.get(op, value), value)
         if op.rule is None:
             return End(None, cut=((),) * n)
-        slots = op_cut_slots(self.units, self.flood, op, value_factors(self.flood, op, i, operand=True))
+        slots = op_cut_slots(self.units, op, value_factors(self.flood, op, i, operand=True))
         out: list[int | None] = [None] * n
         for slot, position in zip(slots, positions, strict=True):
             if position is not None:
@@ -246,7 +246,7 @@ class Records:
             return End(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.leaves(result)))
         factors = value_factors(f, op, index, operand=False)
         owed = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.owed(index, x[0]))
-        known = u.made[op, index] = op_cut_slots(u, f, op, factors), owed
+        known = u.made[op, index] = op_cut_slots(u, op, factors), owed
         return self._end(u.unit[op], *known)
 
     def _input(self, value: Value) -> End:

@@ -257,7 +257,7 @@ def _merge(u: Units, a: Unit, b: Unit, pairs: dict[int, int]) -> None:
     b.values += a.values
 
 
-def op_cut_slots(u: Units, f: Flood, op: Op, factors: Sequence[OpFactor | None]) -> Slots:
+def op_cut_slots(u: Units, op: Op, factors: Sequence[OpFactor | None]) -> Slots:
     """The unit's slot of each of `factors`."""
     slots = u.op_slots[op]
     return tuple([None if x is None else slots.get(x) for x in factors])

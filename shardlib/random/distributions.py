@@ -51,7 +51,7 @@ class Asked:
         """The dtype in which a number of this dtype is computed."""
         return torch.float64 if self.dtype in (torch.float64, torch.complex128) else torch.float32
 
-    def require(self, holds: bool, rule: str, remedy: str = "") -> None:
+    def require(self, holds: bool, rule: str) -> None:
         """Raise ShardingError with the rule that the call breaks."""
         if not holds:
             numbers = {k: x for k, x in self.given.items() if isinstance(x, int | float)}
@@ -59,7 +59,6 @@ class Asked:
                 f"{self.op} cannot draw {_name(self.dtype)}{list(self.size)}",
                 [", ".join(f"{k}={x}" for k, x in numbers.items())] if numbers else [],
                 rule=rule,
-                remedy=remedy or None,
             )
 
     def floating(self) -> None:

@@ -24,12 +24,12 @@ from shardlib.errors import ShardingError
 from shardlib.internals import TorchDispatchMode, generator_id, without_modes
 from shardlib.lines import user_line
 from shardlib.manual.body import current_body
-from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh, current_mesh, mesh_here
 from shardlib.ops import all_reduce
 from shardlib.ops import draw as ops
 from shardlib.ops._groups import together
 from shardlib.ranks.order import Turn
+from shardlib.tensors.agreed import everywhere
 
 _FIRST_COUNTER = 0x5348_4152  # the seed of counters
 
@@ -235,8 +235,7 @@ def _agreed(number: int) -> Tensor:
 
 
 def _summed(key: Tensor, mesh: Mesh) -> Tensor:
-    axes = tuple(Axis(name, n) for name, n in mesh.axes.items() if n > 1)
-    return together(mesh, _KEY, axes, lambda group: all_reduce.start(key, group, "sum").finish())
+    return together(mesh, _KEY, everywhere(mesh), lambda group: all_reduce.start(key, group, "sum").finish())
 
 
 _KEY = Turn("all_reduce of i64[2]: the key of random numbers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 from shardlib.errors import ShardingError
 from shardlib.ranks import world
@@ -19,7 +19,6 @@ from shardlib.ranks.telling import KEEP
 if TYPE_CHECKING:
     from shardlib.meshes.mesh import Mesh
 
-T = TypeVar("T")
 _REPLY_SECONDS = 10.0  # for peers that are known to be alive and about to answer
 _SAME = "every rank runs the same programs in the same order"
 

@@ -8,14 +8,7 @@ from shardlib.reshard.crossing import Crossing, crossed_seconds, crossings
 from shardlib.reshard.prices import USUAL, Prices
 from shardlib.reshard.rough import Rough
 from shardlib.reshard.routing import Hop, plan, route, seconds
-from shardlib.reshard.step import (
-    Axes,
-    Cut,
-    Leaves,
-    Step,
-    local_numel,
-    ways,
-)
+from shardlib.reshard.step import Axes, Cut, Leaves, Step, local_numel
 
 __all__ = [
     "USUAL",
@@ -33,5 +26,4 @@ __all__ = [
     "plan",
     "route",
     "seconds",
-    "ways",
 ]

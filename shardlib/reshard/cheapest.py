@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.reshard.prices import Prices
-from shardlib.reshard.regrid import moves
-from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, ways
+from shardlib.reshard.regrid import moving
+from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits
 from shardlib.specs.pieces import Placed, even
 
 _BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth
@@ -67,9 +67,8 @@ def _permuted(parts: Leaves, itemsize: int, src: Cut, dst: Cut) -> Iterator[tupl
             between = _with(_with(dst, to, axes[:k]), factor, (*dst[factor], *axes[k:]))
             if factor == to or [*map(ways, between)] != [*map(ways, src)] or not all(map(fits, parts, between)):
                 continue
-            pairs = [(list(x), list(y)) for x, y in zip(src, between, strict=True)]
-            along = tuple(a for a in dict.fromkeys(a for pair in pairs for x in pair for a in x) if moves(a, pairs))
-            first = next(i for i, (x, y) in enumerate(pairs) if x != y)
+            along = moving([*zip(src, between, strict=True)])
+            first = next(i for i, (x, y) in enumerate(zip(src, between, strict=True)) if x != y)
             n = ways(axes[k:])
             yield (
                 Step("ppermute", Axis.merge(along), first, first, between, sizes, local),
@@ -146,8 +145,7 @@ class _Search:
         """The axes along which it goes; pieces that go to other devices, along those that tell them apart."""
         if move[1] != "ppermute":
             return tuple([a for b in move[2] for a in self.blocks[b]])
-        pairs = [(list(x), list(y)) for x, y in zip(self._axes(state), self._axes(move[-1]), strict=True)]
-        return tuple(a for a in dict.fromkeys(a for pair in pairs for x in pair for a in x) if moves(a, pairs))
+        return tuple(moving([*zip(self._axes(state), self._axes(move[-1]), strict=True)]))
 
     def _told(self, came: dict[State, tuple[State, Move]], reduce: str) -> tuple[Step, ...]:
         taken: list[tuple[State, Move]] = []

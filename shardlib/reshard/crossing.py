@@ -15,9 +15,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from shardlib.meshes.axis import Axis, Coords, member_coords, position
-from shardlib.reshard.prices import USUAL, Prices
-from shardlib.reshard.step import Axes, Cut, Leaves, ways
+from shardlib.meshes.axis import Axis, Coords, member_coords, position, ways
+from shardlib.reshard.prices import Prices
+from shardlib.reshard.step import Axes, Cut, Leaves
 from shardlib.specs.pieces import fullest, span
 
 Dim = tuple[tuple[int, Axes], ...]  # (size, axes) per factor, major first
@@ -212,6 +212,6 @@ def _dims(leaves: Leaves, cut: Cut) -> tuple[Dim, ...]:
     return tuple(tuple((n, next(axes)) for n in dim) for dim in leaves)
 
 
-def crossed_seconds(steps: Sequence[Crossing], prices: Prices = USUAL) -> float:
+def crossed_seconds(steps: Sequence[Crossing], prices: Prices) -> float:
     """Estimated time of crossings."""
     return sum(prices.sent(x.axes, x.bytes, "all_to_all") for x in steps)

@@ -11,9 +11,9 @@ from collections.abc import Collection
 from functools import lru_cache
 from itertools import accumulate
 
-from shardlib.meshes.axis import Axis
-from shardlib.reshard.regrid import moves, regrid
-from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, local_numel, ways
+from shardlib.meshes.axis import Axis, ways
+from shardlib.reshard.regrid import moving, regrid
+from shardlib.reshard.step import Axes, Cut, Leaves, Step, fits, local_numel
 from shardlib.specs.pieces import fullest, nested, over, spans
 
 
@@ -160,8 +160,7 @@ class Direct:
                 if new:
                     self.cut[i] = finer[i]
                     self.emit("slice", new, i, i, 0.0)
-            pairs = [(self.cut[i], after[i]) for i in group]
-            axes = [a for a in dict.fromkeys(a for pair in pairs for of in pair for a in of) if moves(a, pairs)]
+            axes = moving([(self.cut[i], after[i]) for i in group])
             for i in group:
                 self.cut[i] = after[i]
             self.emit("ppermute", axes, group[0], group[0], float(self.itemsize * self.numel()))

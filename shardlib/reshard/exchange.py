@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
-from shardlib.meshes.axis import Axis
-from shardlib.reshard.step import Exchange, Step, ways
+from shardlib.meshes.axis import Axis, ways
+from shardlib.reshard.step import Exchange, Step
 from shardlib.specs.pieces import even
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 
 
 def regrid(
@@ -22,7 +21,7 @@ def regrid(
     free, spare = [a for a in coming if a not in used], [a for a in leaving if a not in coming]
     out = {}
     for i, (leave, come) in factors.items():
-        have, want = _ways(leave), _ways(come)
+        have, want = ways(leave), ways(come)
         new, rest = _taken(free, want / have), _taken(spare, have / want)
         if new is None and rest is None:
             return {}
@@ -43,15 +42,12 @@ def _taken(axes: list[Axis], product: float) -> list[Axis] | None:
     return taken
 
 
-def moves(axis: Axis, pairs: Sequence[tuple[list[Axis], list[Axis]]]) -> bool:
-    """Whether `axis` tells other pieces apart after than before: on another factor, or with others behind it."""
-    return any(_stride(axis, before) != _stride(axis, after) for before, after in pairs)
+def moving(pairs: Sequence[tuple[Sequence[Axis], Sequence[Axis]]]) -> list[Axis]:
+    """The axes that tell other pieces apart after than before: on another factor, or with others behind them."""
+    found = dict.fromkeys(a for pair in pairs for axes in pair for a in axes)
+    return [a for a in found if any(_stride(a, before) != _stride(a, after) for before, after in pairs)]
 
 
-def _stride(axis: Axis, axes: list[Axis]) -> int:
+def _stride(axis: Axis, axes: Sequence[Axis]) -> int:
     """How many pieces further a device's neighbour along `axis` is; 0 if it does not cut the factor."""
-    return _ways(axes[axes.index(axis) + 1 :]) if axis in axes else 0
-
-
-def _ways(axes: Sequence[Axis]) -> int:
-    return math.prod(a.size for a in axes)
+    return ways(axes[axes.index(axis) + 1 :]) if axis in axes else 0

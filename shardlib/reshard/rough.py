@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.reshard.prices import Prices
-from shardlib.reshard.step import Axes, Cut, local_numel, ways
+from shardlib.reshard.step import Axes, Cut, local_numel
 
 Flags = NDArray[np.bool_]  # per pair of states and axis
 Numbers = NDArray[np.int64]

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardlib.meshes.axis import ways
 from shardlib.reshard.cheapest import cheapest
 from shardlib.reshard.crossing import crossings
 from shardlib.reshard.direct import Direct
 from shardlib.reshard.exchange import together
 from shardlib.reshard.prices import USUAL, Prices
-from shardlib.reshard.step import Axes, Cut, Leaves, Step, ways
+from shardlib.reshard.step import Axes, Cut, Leaves, Step
 from shardlib.specs.pieces import even
 from shardlib.specs.spread import spread
 

@@ -55,10 +55,6 @@ class Step:
         return 0.0 if self.kind == "slice" else prices.sent(self.axes, self.bytes, self.kind)
 
 
-def ways(axes: Axes) -> int:
-    return math.prod(a.size for a in axes)
-
-
 def local_numel(sizes: tuple[int, ...], cut: Cut) -> int:
     """Elements on the fullest device."""
     return math.prod(fullest(size, Axis.merge(axes)) for size, axes in zip(sizes, cut, strict=True))

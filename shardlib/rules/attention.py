@@ -21,7 +21,7 @@ import torch
 from shardlib.manual.collectives import piece, pmax, psum
 from shardlib.ops._attention_variant import Variant, whole_part
 from shardlib.rules import ring
-from shardlib.rules.halo import Range, fetch_all, give_back, length, overlap, reframe
+from shardlib.rules.halo import Range, fetch, give_back, length, overlap, reframe
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Reads, Rule, RuleFn
 from shardlib.rules.shards import positional
@@ -92,10 +92,7 @@ def _alone(call: Call) -> bool:
 def _placed(local: Local) -> Any:
     """The op on a part of the whole, told where it begins."""
 
-    def begin(factor: str) -> Any:
-        return local.offset(factor) if factor in local.rule.sizes else 0
-
-    call, given = local.call, positional(local)
+    call, given, begin = local.call, positional(local), local.offset
     (q, k, _), first = _read(call), 7 if is_backward(call) else 3  # where the mask stands
     tensors, how, after = given[:first], Variant(*given[first : first + _MANY]), given[first + _MANY :]
     if how.dropout:
@@ -134,7 +131,7 @@ def _nearby(local: Local, tensors: Sequence[Any], given: Sequence[Any], after: S
     at = 2 if back else 0  # where q, k and v stand
     q, *keys = tensors[at : at + 3]
     need = overlap((0, whole), how.keys(slice(0, q.shape[_SEQUENCE]), whole))
-    seen = [fetch_all(x, _SEQUENCE, ("t",), [need], name)[0] for x, name in zip(keys, "kv", strict=True)]
+    seen = [fetch(x, _SEQUENCE, ("t",), [need], name)[0] for x, name in zip(keys, "kv", strict=True)]
     tensors = *tensors[: at + 1], *seen, *tensors[at + 3 :]
     found = local.call.target(*tensors, *_of_keys(how, need, whole), *after)
     if not back:

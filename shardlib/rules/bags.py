@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -21,8 +20,6 @@ from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import Rows, checked, cut, located, torch_code
 from shardlib.rules.space import arg, axis, is_backward, numel, result_shape, words
 from shardlib.rules.stencil import nonempty
-
-aten = torch.ops.aten
 
 
 def _spare(index: Tensor, rows: int, padding: int = -1) -> Tensor:

@@ -138,11 +138,12 @@ def _adagrad(
     return [p - rate * (grad / (total.sqrt() + eps)), total]
 
 
+ADAGRAD = _fused(_adagrad, 4)
 _STEPS = {
     "_fused_adam_": _fused(_adam, 6),
     "_fused_adamw_": _fused(_adam, 6, decoupled=True),
     "_fused_sgd_": _fused(_sgd, 3),
-    "_fused_adagrad_": _fused(_adagrad, 4),
+    "_fused_adagrad_": ADAGRAD,
 }
 
 ROWS: dict[str, Any] = {}

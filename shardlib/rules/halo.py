@@ -53,24 +53,11 @@ def held(label: Sequence[str], size: int) -> int:
 
 
 def fetch(
-    x: Tensor, dim: int, label: Sequence[str], need: Range, frame: Range | None = None, fill: float = 0, name: str = ""
-) -> Tensor:
-    """Get range `need` of a dim, from whoever holds it, and put it in range `frame`, filled up with `fill`.
-
-    What `need` asks for outside of the whole dim is filled up, too; all the rest of it must be in `frame`. `name` is
-    what a plan calls x.
-    """
-    within = overlap((0, piece(label[0]).whole if label else x.shape[dim]), need)
-    (x,) = fetch_all(x, dim, label, [within], name)
-    return reframe(x, dim, within, need if frame is None else frame, fill)
-
-
-def fetch_all(
-    x: Tensor, dim: int, label: Sequence[str], needs: Sequence[Range], name: str = "", have: Range | None = None
+    x: Tensor, dim: int, label: Sequence[str], needs: Sequence[Range], name: str, have: Range | None = None
 ) -> list[Tensor]:
     """Get some ranges of a dim, from whoever holds them: what one device sends another one is one message.
 
-    x is this device's piece of the dim, or range `have` of what needs count.
+    x is this device's piece of the dim, or range `have` of what needs count. A plan calls it `name`.
     """
     mine = extent(label, x.shape[dim]) if have is None else have
     if not (label and _cut(label)):

@@ -13,8 +13,6 @@ from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.shards import checked, cut
 from shardlib.rules.space import Dim, Space, arg, axis, broadcast, join, numel
 
-aten = torch.ops.aten
-
 
 def whole(call: Call) -> Rule:
     """The rule of an op of which nothing may be cut."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,21 +85,22 @@ def _scores_backward(local: Local, *args: Any) -> Any:
 # Losses of elements, or of rows whose classes stay whole --------------------------------------------------------------
 
 
-def _loss(text: str, *, backward: bool = False) -> RuleFn:
+def _loss(text: str) -> RuleFn:
     """A loss for everything that `...` counts, or (as an argument says) their sum or mean; further results are as they
     are."""
 
     def rule(call: Call) -> Rule | None:
+        backward = is_backward(call)
         if max(m.rank for m in call.operands) < parse(text).operands[int(backward)].rank:
             return None  # one number has nothing to cut
         how = arg(call, "reduction")
         notes = "...:local" if how == _MEAN or (how == _SUM and not backward) else ""
-        return pattern(f"{text} {notes}", form=partial(_reduced, backward=backward), flops=1)(call)
+        return pattern(f"{text} {notes}", form=_reduced, flops=1)(call)
 
     return rule
 
 
-def _reduced(local: Local, *args: Any, backward: bool) -> Any:
+def _reduced(local: Local, *args: Any) -> Any:
     """The sum of what is here over the count of all. Losses come one by one: the op's own sum may be too large for half
     precision, and that of none is whatever memory holds. The gradient is that of the sum, over the count of all."""
     op = local.call.target
@@ -108,7 +108,7 @@ def _reduced(local: Local, *args: Any, backward: bool) -> Any:
     losses = (n for f, n in local.rule.sizes.items() if f.startswith("*"))
     count = math.prod(losses) if args[at] == _MEAN else 1
     before, after = args[:at], args[at + 1 :]
-    if backward:
+    if is_backward(local.call):
         return op(before[0] / count, *before[1:], _SUM, *after)
     found = op(*before, _NONE, *after)
     each, *rest = found if isinstance(found, tuple) else (found,)
@@ -194,14 +194,14 @@ ROWS: dict[str, RuleFn | str] = {
         "[dim], [dim], ... -> [dim] | dim:local {0,2}", form=_scores_backward, flops=4
     ),
     **dict.fromkeys(_PAIRED, _loss(_PAIR)),
-    **dict.fromkeys([f"{name}_backward" for name in _PAIRED], _loss(gradient(_PAIR, "0 1"), backward=True)),
+    **dict.fromkeys([f"{name}_backward" for name in _PAIRED], _loss(gradient(_PAIR, "0 1"))),
     "binary_cross_entropy": _loss(_TRIPLE),
-    "binary_cross_entropy_backward": _loss(gradient(_TRIPLE, "0 1 2"), backward=True),
+    "binary_cross_entropy_backward": _loss(gradient(_TRIPLE, "0 1 2")),
     "binary_cross_entropy_with_logits": _loss("..., ..., ..., ... -> ... | ...:sum"),
     "multi_margin_loss": _loss(_MARGIN),
-    "multi_margin_loss_backward": _loss(gradient(_MARGIN, "0 1 2"), backward=True),
+    "multi_margin_loss_backward": _loss(gradient(_MARGIN, "0 1 2")),
     "multilabel_margin_loss_forward": _loss(_MARGINS),
-    "multilabel_margin_loss_backward": _loss(gradient(_MARGINS, "0 1 r1"), backward=True),
+    "multilabel_margin_loss_backward": _loss(gradient(_MARGINS, "0 1 r1")),
     "shardlib::ctc_loss": _CTC,
     "shardlib::ctc_loss_backward": gradient(_CTC, "0 1 2 3 r0 r1"),
 }

@@ -26,7 +26,7 @@ def _flip(local: Local, x: Tensor, dims: Sequence[int]) -> Tensor:
                 x = ppermute(x, f, [(i, len(sizes) - 1 - i) for i in range(len(sizes))])
             else:
                 start, stop = extent((f,), size)
-                x = fetch(x, at, (f,), (size - stop, size - start), name="input")
+                (x,) = fetch(x, at, (f,), [(size - stop, size - start)], name="input")
     return torch.flip(x, tuple(dims))
 
 

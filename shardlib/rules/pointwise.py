@@ -24,7 +24,7 @@ def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:
     return lambda call: _pointwise(call, linear, transparent)
 
 
-def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool = False) -> Rule:
+def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool) -> Rule:
     space = Space()
     shape = join(m.shape for m in call.operands)
     dims = space.dims(shape)
@@ -89,7 +89,7 @@ _ADAM = pattern("..., ..., ..., ..., -> ..., ..., ..., | ...:none", flops=14)
 
 # Identities, which never are a reason to lay a value out in some way.
 IDENTITIES = dict.fromkeys(
-    ["alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous", "detach_copy", "alias_copy"],
+    ["alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "detach_copy", "alias_copy"],
     pointwise("{0}", transparent=True),
 )
 

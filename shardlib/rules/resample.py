@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from shardlib.internals import schema_of
 from shardlib.rules.notation import gradient
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
-from shardlib.rules.space import arg, result_shape
+from shardlib.rules.space import arg, is_backward, numel, result_shape
 from shardlib.rules.stencil import Reach, Stencil, nonempty
 from shardlib.rules.window import Window
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 Shape = Sequence[int]
 
 
-def _upsample(dims: int, taps: int, *, backward: bool = False, smooth: bool = False) -> RuleFn:
+def _upsample(dims: int, taps: int, *, smooth: bool = False) -> RuleFn:
     """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up; of so
     many blocks, where `smooth` makes less of them.
 
@@ -39,28 +39,28 @@ def _upsample(dims: int, taps: int, *, backward: bool = False, smooth: bool = Fa
         return Window(taps * n, n, half * n - (n + 1) // 2) if smooth else Window(taps, n, half - (n + 1) // 2)
 
     def rule(call: Call) -> Rule:
-        change = _change(call, dims, backward=backward)
+        change = _change(call, dims)
         corners = arg(call, "align_corners")
         grown = [i for i in change.kept if change.times[i] and not corners]
         shrunk = {i: window(change.over[i]) for i in change.kept if not change.times[i] and not corners}
         work = 2 * taps**dims * max(math.prod(change.given), math.prod(change.made))
-        return _in_blocks(call, change, grown, taps // 2, shrunk, backward=backward, flops=lambda *_: work)
+        return _in_blocks(call, change, grown, taps // 2, shrunk, flops=lambda *_: work)
 
     return rule
 
 
-def _nearest(dims: int, *, backward: bool = False) -> RuleFn:
+def _nearest(dims: int) -> RuleFn:
     """Where a size grows by a whole number, an element is a block: `h -> (h r)`, unless rounding decides otherwise."""
 
     def rule(call: Call) -> Rule:
-        change = _change(call, dims, backward=backward)
+        change = _change(call, dims)
         given, made, times, over = change.given, change.made, change.times, change.over
         grown = [i for i in change.kept if _blocks(times[i], made[i + 2])]
         shrunk = {i: Window(over[i], over[i]) for i in change.kept if not times[i]}
         # In other dims torch has kernels that round otherwise, and chooses by shapes.
         if not all(i in change.said and _certain(given[i + 2], made[i + 2]) for i in range(dims) if i not in grown):
             grown, shrunk = [], {}
-        return _in_blocks(call, change, grown, 0, shrunk, backward=backward)
+        return _in_blocks(call, change, grown, 0, shrunk)
 
     return rule
 
@@ -71,7 +71,7 @@ def repeated(call: Call) -> Sequence[int]:
     dims = _NEAREST.get(schema_of(call.target).name.partition("::")[2], 0)
     if not dims or len(call.operands) != 1:
         return ()
-    change = _change(call, dims, backward=False)
+    change = _change(call, dims)
     return (
         (1, 1, *change.times) if all(map(_blocks, change.times, change.made[2:])) and len(change.said) == dims else ()
     )
@@ -93,9 +93,9 @@ class _Change(NamedTuple):
         return [i for i in self.said if self.times[i] or self.over[i]]
 
 
-def _change(call: Call, dims: int, *, backward: bool) -> _Change:
+def _change(call: Call, dims: int) -> _Change:
     given, made = (m.shape for m in (*call.operands, *call.results) if m is not None)
-    given, made = (made, given) if backward else (given, made)
+    given, made = (made, given) if is_backward(call) else (given, made)
     sizes = [*zip(given[2:], made[2:], strict=True)]
     times, over = [[b // a if a and b % a == 0 else 0 for a, b in way] for way in (sizes, [x[::-1] for x in sizes])]
     names = [a.name for a in schema_of(call.target).arguments if a.name.startswith("scale")]
@@ -110,13 +110,11 @@ def _in_blocks(
     grown: Sequence[int],
     reach: int,
     shrunk: Mapping[int, Window],
-    *,
-    backward: bool,
     flops: Any = None,
 ) -> Rule:
     """The rule where in the dims `grown` of space an element, and so many around it, become a block; in those that are
     `shrunk` a window an element."""
-    given, made = change.given[2:], change.made[2:]
+    given, made, backward = change.given[2:], change.made[2:], is_backward(call)
     shrunk = {i: window for i, window in shrunk.items() if 1 not in (given[i], made[i])}
     words = [("_", "_")] * len(given)
     for i in grown:
@@ -158,32 +156,32 @@ def _certain(small: int, large: int) -> bool:
     return all(np.array_equal(*(np.floor(x + half * small / large) for x in places)) for half in (0.0, 0.5))
 
 
-def _grid(dims: int, *, backward: bool = False) -> RuleFn:
+def _grid(dims: int) -> RuleFn:
     text = f"n c {' '.join(['_'] * dims)}, n ... _ -> n c ... | n:local c:local ...:local {{0}}"
-    # Of a gradient: for the image, and for the grid.
-    shape = (lambda call: call.operands[0].shape) if backward else result_shape
-    flops = lambda call, _: (1 + backward) * 2 * 2**dims * math.prod(shape(call))
-    return pattern(gradient(text, "0 1", of="0 1") if backward else text, local=nonempty, flops=flops)
+    forward = pattern(text, local=nonempty, flops=lambda call, _: 2 * 2**dims * numel(result_shape(call)))
+    # For the image, and for the grid.
+    flops = lambda call, _: 4 * 2**dims * numel(call.operands[0].shape)
+    backward = pattern(gradient(text, "0 1", of="0 1"), local=nonempty, flops=flops)
+    return lambda call: (backward if is_backward(call) else forward)(call)
 
 
 _NEAREST = {f"{name}{d}d": d for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")}
 
-_ROWS: dict[str, Callable[..., RuleFn]] = {
-    **{name: partial(_nearest, dims) for name, dims in _NEAREST.items()},
-    "upsample_linear1d": partial(_upsample, 1, 2),
-    "upsample_trilinear3d": partial(_upsample, 3, 2),
-    "upsample_bilinear2d": partial(_upsample, 2, 2),
-    "upsample_bicubic2d": partial(_upsample, 2, 4),
-    "_upsample_bilinear2d_aa": partial(_upsample, 2, 2, smooth=True),
-    "_upsample_bicubic2d_aa": partial(_upsample, 2, 4, smooth=True),
-    "_upsample_lanczos2d_aa": partial(_upsample, 2, 6, smooth=True),
-    "grid_sampler_2d": partial(_grid, 2),
-    "grid_sampler_3d": partial(_grid, 3),
+_ROWS: dict[str, RuleFn] = {
+    **{name: _nearest(dims) for name, dims in _NEAREST.items()},
+    "upsample_linear1d": _upsample(1, 2),
+    "upsample_trilinear3d": _upsample(3, 2),
+    "upsample_bilinear2d": _upsample(2, 2),
+    "upsample_bicubic2d": _upsample(2, 4),
+    "_upsample_bilinear2d_aa": _upsample(2, 2, smooth=True),
+    "_upsample_bicubic2d_aa": _upsample(2, 4, smooth=True),
+    "_upsample_lanczos2d_aa": _upsample(2, 6, smooth=True),
+    "grid_sampler_2d": _grid(2),
+    "grid_sampler_3d": _grid(3),
 }
 
 ROWS: dict[str, RuleFn | str] = {
-    **{name: rule() for name, rule in _ROWS.items()},
-    **{f"{name}_backward": rule(backward=True) for name, rule in _ROWS.items()},
+    **{f"{name}{way}": rule for name, rule in _ROWS.items() for way in ("", "_backward")},
     "im2col": pattern("... c _ _ -> ... (c k) _ | ...:local c:local k:whole {0}", local=nonempty),
     "col2im": pattern("... (c k) _ -> ... c _ _ | ...:local c:local k:whole {0}", local=nonempty),
     "affine_grid_generator": pattern("n _ _ -> n ... _ | n:local n:size(size.0) {0}", local=nonempty),

@@ -146,9 +146,7 @@ class Ring:
 
     def block(self, i: int, j: int, step: int) -> Variant:
         """The variant for queries of chunk i and keys of chunk j that came `step` places."""
-        home = lambda at: (at - step) % self.n
-        start = self.local.of(self._chunk("t", j), "t", home)
-        size = self.local.of(self.local.size("t"), "t", home) // self.chunks
+        start, size = self._of(self._chunk("t", j), step), self._of(self.local.size("t"), step) // self.chunks
         cut = {}
         for name in ("mask", "bias"):
             x = getattr(self.variant, name)
@@ -156,6 +154,10 @@ class Ring:
                 cut[name] = self.local.op(aten.narrow.default, x, -1, start, size)
         q_offset, k_offset = self.variant.q_offset + self._chunk("s", i), self.variant.k_offset + start
         return self.variant._replace(**cut, q_offset=q_offset, k_offset=k_offset)
+
+    def _of(self, value: Any, step: int) -> Any:
+        """A number as it is on the device from which keys came `step` places."""
+        return self.local.of(value, "t", lambda at: (at - step) % self.n)
 
     def _chunk(self, factor: str, j: int) -> Any:
         """The global index at which this device's chunk j of a factor starts.
@@ -197,9 +199,8 @@ class Ring:
             return self.add(total, block)
         if total is None:
             total = self.local.op(aten.zeros_like.default, self.variant.bias)
-        home = lambda at: (at - step) % self.n
-        start = self.local.of(self.local.offset("t"), "t", home)
-        stop = start + self.local.of(self.local.size("t"), "t", home)
+        start = self._of(self.local.offset("t"), step)
+        stop = start + self._of(self.local.size("t"), step)
         return self.local.op(aten.slice_scatter.default, total, block, -1, start, stop)
 
     def _along_keys(self, name: str) -> bool:

@@ -9,7 +9,7 @@ which integer arguments are sizes, and, where the plain op on local tensors is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -174,6 +174,10 @@ class Rule:
         """How a result must be reduced that has not this factor while it is cut: "sum", "max", "min", or not at all."""
         kind = self.reduce.get(factor, "none")
         return None if kind == "none" or self.complete & {result, (result, factor)} else kind
+
+    def adds_up(self, cut: Iterable[str]) -> bool:
+        """Whether all that is made while these factors are cut adds up, if anything has to be reduced."""
+        return all(self.reduce.get(factor, "sum") in ("sum", "none") for factor in cut)
 
     def near(self, factor: str, ways: int) -> int | None:
         """How many elements a device gets of a factor that goes round among so many devices, if it needs no more than

@@ -18,10 +18,9 @@ from shardlib.manual.collectives import axis_index, piece, pmax, psum
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.rules.rule import Call, Local
 from shardlib.rules.space import arg, axes, result_shape
+from shardlib.rules.summing import MUTE
 
 aten = torch.ops.aten
-_NO_SUMS = {torch.bool, torch.uint16, torch.uint32, torch.uint64}
-_NO_SUMS |= {x for name, x in vars(torch).items() if name.startswith("float8_")}
 
 
 def cut(local: Local, factors: Iterable[str]) -> list[str]:
@@ -166,7 +165,7 @@ def nothing(dtype: torch.dtype) -> complex:
 
 def adds_up(dtype: torch.dtype) -> bool:
     """Whether torch adds values of this dtype, on all devices, to one of the same."""
-    return dtype not in _NO_SUMS
+    return dtype not in MUTE and dtype != torch.bool
 
 
 def worst(dtype: torch.dtype, *, lowest: bool) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import schema_of
-from shardlib.rules.halo import extent, fetch, fetch_all, held, length, reframe
+from shardlib.rules.halo import extent, fetch, held, length, reframe
 from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
 from shardlib.rules.shards import adds_up, nothing, torch_code
 from shardlib.rules.space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
@@ -150,12 +150,13 @@ def _taken(x: Tensor, at: int, shift: Shift) -> Tensor:
     if not q:
         return joined(reframe(x, at, extent(p, long), need, nothing(x.dtype)), at)
     if shift.window.stride == 1:
-        return joined(fetch(x, at, p, need, name="input"), at)
+        (x,) = fetch(x, at, p, [need], "input")
+        return joined(x, at)
     first, mine = extent(p, long)[0], shift.window.readers(extent(p, long), short)  # the results that it has itself
     low = mine[0] * shift.window.stride - shift.window.padding - first
     low, high = (low, low + (length(mine) - 1) * shift.window.stride + 1) if length(mine) else (0, 0)
     x = aten.slice.Tensor(x, at, low, high, shift.window.stride)
-    (x,) = fetch_all(x, at, p, [wanted], "input", have=mine)
+    (x,) = fetch(x, at, p, [wanted], "input", have=mine)
     return joined(x, at)
 
 
@@ -165,7 +166,7 @@ def _written(base: Tensor, value: Tensor, at: int, shift: Shift) -> Tensor:
     inside = shift.inner, shift.block
     mine = extent(p, long)
     need = shift.window.readers(mine, short)
-    part = fetch(exposed(value, at, q, short, *inside), at, q, need, name="input")
+    (part,) = fetch(exposed(value, at, q, short, *inside), at, q, [need], "input")
     low = need[0] * step - shift.window.padding - mine[0]
     low, high = (low, low + (length(need) - 1) * step + 1) if length(need) else (0, 0)
     return joined(aten.slice_scatter.default(exposed(base, at, p, long, *inside), part, at, low, high, step), at)

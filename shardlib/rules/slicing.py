@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,20 +15,9 @@ import torch
 from shardlib.rules import moving, shifting, splicing
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import Dim, Space, arg, axis, result_shape
+from shardlib.rules.space import Space, arg, axis, result_shape
 
 aten = torch.ops.aten
-
-
-def strided(space: Space, sizes: Sequence[int], marks: Sequence[int] = ()) -> tuple[list[Dim], Dim, int]:
-    """Labels `(n I)` for dims of `sizes` that hold equal blocks, cut at `marks`: the dims, I, and the size of I."""
-    block = math.gcd(*sizes, *marks)
-    if len({*sizes}) == 1 and all(m in (0, sizes[0]) for m in marks):
-        inner = space.dim(sizes[0], "i")
-        return [inner] * len(sizes), inner, sizes[0]
-    inner = space.dim(block, "i") if block else ()
-    dims = [(*space.dim(n // block if block else n, "n", whole=True), *inner) for n in sizes]
-    return dims, inner, block
 
 
 def _split(call: Call) -> Rule:
@@ -38,7 +26,9 @@ def _split(call: Call) -> Rule:
     shape = call.operands[0].shape
     at = axis(arg(call, "dim"), len(shape))
     parts = [m.shape[at] for m in call.results if m is not None]
-    (whole, *short), inner, block = strided(space, (shape[at], *parts))
+    block = math.gcd(shape[at], *parts)
+    inner = space.dim(block, "i") if block else ()
+    whole, *short = ((*space.dim(n // block if block else n, "n", whole=True), *inner) for n in (shape[at], *parts))
     rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
     x, *out = ([d if i == at else r for i, r in enumerate(rest)] for d in (whole, *short))
 
@@ -73,7 +63,7 @@ ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["select.int", "select_copy.int", "select_backward", "select_scatter"], shifting.ranged),
     **dict.fromkeys([f"{kind}split.Tensor" for kind in ("", "unsafe_")], _split),
     **dict.fromkeys([f"{kind}split_with_sizes" for kind in ("", "unsafe_")], _split),
-    **dict.fromkeys(["chunk", "split_copy.Tensor", "split_with_sizes_copy"], _split),
+    **dict.fromkeys(["split_copy.Tensor", "split_with_sizes_copy"], _split),
     "cat": splicing.cat,
     "shardlib::splice": splicing.splice,
     "stack": _stack,

@@ -46,9 +46,6 @@ class Space:
         kept = set(whole)
         return [self.dim(n, hint, whole=i in kept) for i, n in enumerate(shape)]
 
-    def size(self, dim: Dim) -> int:
-        return math.prod(self.sizes[f] for f in dim)
-
     def rule(
         self,
         operands: Sequence[Sequence[Dim]],

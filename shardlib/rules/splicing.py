@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.rules.halo import Range, extent, fetch_all, length, overlap, padded
+from shardlib.rules.halo import Range, extent, fetch, length, overlap, padded
 from shardlib.rules.rule import Call, Held, Local, Path, Reads, Rule
 from shardlib.rules.shards import cut, torch_code
 from shardlib.rules.shifting import exposed, granularity, joined
@@ -121,7 +121,7 @@ class Spliced:
         for i, label in self.outer.items():
             x = exposed(tensors[i], at, label, self.sizes[i] // self.block, self.inner, self.block)
             wanted = [self.need(part, mine) for part in self.parts if part.source == i]
-            found[i] = iter(fetch_all(x, at, label, wanted, name="input")) if wanted else iter(())
+            found[i] = iter(fetch(x, at, label, wanted, name="input")) if wanted else iter(())
         pieces = []
         for part in self.parts:
             if part.source is not None:

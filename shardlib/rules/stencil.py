@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from shardlib.internals import pytree, schema_of
-from shardlib.rules.halo import Range, extent, fetch_all, give_back, length, overlap, reframe
+from shardlib.manual.body import resized
+from shardlib.rules.halo import Range, extent, fetch, give_back, length, overlap, reframe
 from shardlib.rules.rule import Labels, Local, Path, Reads
 from shardlib.rules.shards import may_be_empty, share
 from shardlib.rules.window import Window
@@ -134,7 +135,7 @@ class Reach:
 
     def fetched(self, x: Tensor, dim: int, mine: Range, name: str) -> Tensor:
         """A piece of an operand with all that a range of results reads."""
-        parts = fetch_all(x, dim, (self.source,) if self.source else (), [need(mine) for need in self.needs], name)
+        parts = fetch(x, dim, (self.source,) if self.source else (), [need(mine) for need in self.needs], name)
         held = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
         low = self.needs[0](mine)[0] if len(parts) == 1 else self.frame(mine)[0]
         return reframe(held, dim, (low, low + held.shape[dim]), self.frame(mine))
@@ -242,7 +243,7 @@ class _Piece:
         if at == how.like or (not how.back and how.read in (None, at)):
             for dim, reach, mine in self._wide(labels):
                 self.begins[dim] = reach.frame(mine)[0]
-                x = _sized(x, dim, length(reach.frame(mine))) if how.back else reach.fetched(x, dim, mine, how.name)
+                x = resized(x, dim, length(reach.frame(mine))) if how.back else reach.fetched(x, dim, mine, how.name)
         else:
             for dim, mine, made in self._windows(labels):
                 x = reframe(x, dim, mine, made)
@@ -296,10 +297,6 @@ def _one_at_least(r: Range) -> Range:
 
 def _scaled(r: Range, n: int) -> Range:
     return r[0] * n, r[1] * n
-
-
-def _sized(x: Tensor, dim: int, n: int) -> Tensor:
-    return x.new_empty([*x.shape[:dim], n, *x.shape[dim + 1 :]])
 
 
 def _along(labels: Labels, factors: Container[str]) -> list[tuple[int, str]]:

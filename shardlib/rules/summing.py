@@ -38,7 +38,7 @@ def fitted(rule: Rule, call: Call) -> Rule:
     if not rule.linear and not rule.reduce:
         return rule
     made = [m.dtype for i, m in enumerate(call.results) if m is not None and i not in rule.complete]
-    if any(dtype in _MUTE for dtype in made):
+    if any(dtype in MUTE for dtype in made):
         return replace(rule, whole=rule.whole | {f for f, kind in rule.reduce.items() if kind != "none"}, linear=())
     if has(call.target, "casts terms"):
         return rule
@@ -47,5 +47,6 @@ def fitted(rule: Rule, call: Call) -> Rule:
     return rule if (linear, onto) == (rule.linear, rule.onto) else replace(rule, linear=linear, onto=onto)
 
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-_MUTE = {torch.uint16, torch.uint32, torch.uint64, *(getattr(torch, name) for name in _FLOAT8)}
+# Dtypes without arithmetic.
+MUTE = {torch.uint16, torch.uint32, torch.uint64}
+MUTE |= {x for name, x in vars(torch).items() if name.startswith("float8_")}

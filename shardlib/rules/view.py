@@ -194,7 +194,6 @@ _VIEWS = [("permute", ""), ("transpose", ".int"), ("t", ""), ("unsqueeze", ""), 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["view", "reshape", "_unsafe_view", "view_copy", "_reshape_copy"], _reshape),
     **{f"{view}{copy}{overload}": _view for view, overload in _VIEWS for copy in ("", "_copy")},
-    "numpy_T": _view,
     **dict.fromkeys([f"squeeze{copy}{dim}" for copy in ("", "_copy") for dim in ("", ".dim", ".dims")], _squeeze),
     **dict.fromkeys(["expand", "expand_copy"], _expand),
     "repeat": _repeat,

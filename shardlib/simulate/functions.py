@@ -52,7 +52,7 @@ def evaluated(step: Compute, tile: int) -> float:
         return tiled(step, tile) * _scores(step, name)
     else:
         each = PER_ELEMENT.get(name, 0)
-    return float(each * max((_numel(v) for v in (*step.operands, *step.made)), default=0)) if each else 0.0
+    return float(each * max((v.numel for v in (*step.operands, *step.made)), default=0)) if each else 0.0
 
 
 def tiled(step: Compute, tile: int) -> float:
@@ -101,7 +101,3 @@ def _shape(v: Var) -> tuple[int, ...]:
     if v.layout is None:
         return v.shape or ()
     return v.layout.local_shape({axis.name: 0 for axis in v.layout.axes})
-
-
-def _numel(v: Var) -> int:
-    return v.nbytes // v.dtype.itemsize

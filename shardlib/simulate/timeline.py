@@ -109,7 +109,7 @@ class _Clock:
         device = self.machine.device
         if isinstance(step, Compute):
             if seconds := rooflines.seconds(step, self.costs[step], device):
-                self._add(COMPUTE, _name(step), step, seconds)
+                self._add(COMPUTE, called(step), step, seconds)
         elif isinstance(step, Copy):
             self._add(COMPUTE, "copy", step, max(2 * step.source.nbytes / device.bandwidth, device.launch))
         elif isinstance(step, Start):
@@ -153,5 +153,6 @@ class _Clock:
         return max((e.end for e in (self.last.get(COMPUTE), self.waited) if e is not None), default=0.0)
 
 
-def _name(step: Compute) -> str:
+def called(step: Compute) -> str:
+    """The name of what a step runs."""
     return str(getattr(step.target, "__name__", step.target)).split(".")[0].strip("_")

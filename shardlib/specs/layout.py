@@ -20,7 +20,7 @@ import torch
 from einops import rearrange
 
 from shardlib.errors import ShardingError
-from shardlib.meshes.axis import Axis, Coords
+from shardlib.meshes.axis import Axis, Coords, ways
 from shardlib.specs.pieces import Pieces, Placed, even, fullest, over, span, spans
 from shardlib.specs.scan import Scanner
 
@@ -52,7 +52,7 @@ class Factor:
 
     @property
     def ways(self) -> int:
-        return math.prod(a.size for a in self.axes)
+        return ways(self.axes)
 
     @property
     def even(self) -> bool:
@@ -199,9 +199,9 @@ class Layout:
             spans = tuple(span(f.size, f.axes, coords) for f in self.factors)
             parts.setdefault(spans, {}).setdefault(tuple(a.coord(coords) for a in self.pending_axes), local)
         whole = first.new_empty([f.size for f in self.factors])
-        ways = math.prod(a.size for a in self.pending_axes)
+        devices = ways(self.pending_axes)
         held = sum(math.prod(stop - start for start, stop in spans) for spans in parts)
-        if held != whole.numel() or any(len(addends) != ways for addends in parts.values()):
+        if held != whole.numel() or any(len(addends) != devices for addends in parts.values()):
             raise ShardingError(
                 f"layout {self} cannot be gathered from {len(shards)} shards",
                 [f"they hold {held} of {whole.numel()} elements" if held != whole.numel() else "addends are missing"],
@@ -249,12 +249,7 @@ _RULE = (
 
 
 def _read_dim(scan: Scanner, axis_sizes: Mapping[str, int]) -> Dim:
-    if not scan.take("("):
-        return (_read_factor(scan, axis_sizes),)
-    factors = []
-    while not scan.take(")"):
-        factors.append(_read_factor(scan, axis_sizes))
-    return tuple(factors)
+    return scan.one_or_more(lambda: _read_factor(scan, axis_sizes))
 
 
 def _read_factor(scan: Scanner, axis_sizes: Mapping[str, int]) -> Factor:
@@ -263,18 +258,13 @@ def _read_factor(scan: Scanner, axis_sizes: Mapping[str, int]) -> Factor:
     if not scan.take("="):
         return Factor(size, axes)
     pieces = scan.numbers("the pieces of a size, [5 3 8 0]")
-    if len(pieces) != math.prod(a.size for a in axes) or sum(pieces) != size:
+    if len(pieces) != ways(axes) or sum(pieces) != size:
         scan.fail("there is a piece for every device along the axes, and they add up to the size")
     return Factor(Pieces(pieces, axes), axes)
 
 
 def _read_axes(scan: Scanner, axis_sizes: Mapping[str, int]) -> tuple[Axis, ...]:
-    if not scan.take("("):
-        return (_read_axis(scan, axis_sizes),)
-    axes = []
-    while not scan.take(")"):
-        axes.append(_read_axis(scan, axis_sizes))
-    return tuple(axes)
+    return scan.one_or_more(lambda: _read_axis(scan, axis_sizes))
 
 
 def _read_axis(scan: Scanner, axis_sizes: Mapping[str, int]) -> Axis:

@@ -6,13 +6,12 @@ pieces), or where another factor is cut (`Aligned`). `span` is the one place tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from shardlib.meshes.axis import Axis, Coords
+from shardlib.meshes.axis import Axis, Coords, ways
 
 
 class Placed(int):
@@ -43,7 +42,7 @@ class Pieces(Placed):
         self = super().__new__(cls, sum(sizes))
         self.sizes, self.axes = sizes, tuple(p for a in axes for p in a.primes())
         self.edges = (0, *accumulate(sizes))
-        assert len(sizes) == math.prod(a.size for a in self.axes), f"{len(sizes)} pieces over {self.axes}"
+        assert len(sizes) == ways(self.axes), f"{len(sizes)} pieces over {self.axes}"
         return self
 
     @staticmethod
@@ -128,7 +127,7 @@ def span(size: int, axes: Sequence[Axis], coords: Coords) -> tuple[int, int]:
         i = 0
         for axis in size.axes[:k]:
             i = i * axis.size + axis.coord(coords)
-        together = math.prod(a.size for a in size.axes[k:])
+        together = ways(size.axes[k:])
         start, stop = size.edges[i * together], size.edges[(i + 1) * together]
         axes = Axis.merge(rest)
     for axis in axes:
@@ -149,7 +148,7 @@ def chosen(size: int, axes: Sequence[Axis]) -> bool:
 
 def even(size: int, axes: Sequence[Axis]) -> bool:
     """Whether every device holds as much, in the order of the axes."""
-    return size % math.prod(a.size for a in axes) == 0 and not chosen(size, axes)
+    return size % ways(axes) == 0 and not chosen(size, axes)
 
 
 def nested(size: int, axes: Sequence[Axis], k: int) -> bool:
@@ -171,7 +170,7 @@ def fullest(size: int, axes: Sequence[Axis]) -> int:
         return max(_spans(size, tuple(axes)))
     if isinstance(size, Pieces):
         k, rest = size.common(axes)
-        together = math.prod(a.size for a in size.axes[k:])
+        together = ways(size.axes[k:])
         edges = size.edges[::together]
         size, axes = max(b - a for a, b in pairwise(edges)), Axis.merge(rest)
     for a in axes:
@@ -196,7 +195,7 @@ def over(size: int, axes: tuple[Axis, ...]) -> int:
 def spans(size: int, axes: Sequence[Axis]) -> tuple[int, ...]:
     """The lengths of all pieces of `size` cut over `axes` (of different mesh axes, or apart), major first."""
     lengths = []
-    for i in range(math.prod(a.size for a in axes)):
+    for i in range(ways(axes)):
         coords: dict[str, int] = {}
         for axis in reversed(axes):
             i, c = divmod(i, axis.size)

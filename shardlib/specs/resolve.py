@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import EllipsisType
 
-from shardlib.meshes.axis import Axis, split_name
+from shardlib.meshes.axis import Axis, split_name, ways
 from shardlib.meshes.mesh import Mesh
 from shardlib.meshes.meshtext import did_you_mean
 from shardlib.specs.fixed import Fixed
@@ -137,14 +137,14 @@ def _with_pieces(dim: SpecDim, pieces: Mapping[str, tuple[int, ...]], faults: li
 def _cut(f: SpecFactor, size: int, axes: tuple[Axis, ...], what: str, faults: list[Fault]) -> Factor:
     """A factor of `size` cut over `axes` into the pieces that it says."""
     pieces, before = f.pieces or (), len(faults)
-    ways = math.prod(a.size for a in axes)
+    devices = ways(axes)
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in pieces):
         faults.append(Fault(f"{what}: {', '.join(str(n) for n in pieces)} are not sizes", *_PIECES))
     elif not axes and not f.axes:
         faults.append(Fault(f"{what}: it is not cut, so it has no pieces", *_PIECES))
-    elif axes and len(pieces) != ways:
+    elif axes and len(pieces) != devices:
         over = " x ".join(map(str, axes))
-        faults.append(Fault(f"{what}: it has {len(pieces)} pieces, {over} has {ways} devices", *_PIECES))
+        faults.append(Fault(f"{what}: it has {len(pieces)} pieces, {over} has {devices} devices", *_PIECES))
     elif size == sum(pieces) == 1:
         rule = "a dim of size 1 is whole everywhere: it stands beside dims of any size"
         faults.append(Fault(f"{what}: it has size 1", rule, "leave its pieces out"))

@@ -6,10 +6,12 @@ Specs and layouts are one-line texts of names, numbers and a few signs; both are
 from __future__ import annotations
 
 import re
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from shardlib.errors import ShardingError
 
+T = TypeVar("T")
 _TOKEN = re.compile(r"\.\.\.|[^\W\d]\w*|\d+|\S")
 
 
@@ -73,6 +75,15 @@ class Scanner:
             self.fail(f"{what} must stand here, not {self.token!r}" if self.token else f"{what} is missing")
         self.at += 1
         return int(self.tokens[self.at - 1][0])
+
+    def one_or_more(self, read: Callable[[], T]) -> tuple[T, ...]:
+        """What is read, or several of it in parentheses."""
+        if not self.take("("):
+            return (read(),)
+        found = []
+        while not self.take(")"):
+            found.append(read())
+        return tuple(found)
 
     def numbers(self, what: str) -> tuple[int, ...]:
         """`[5 3 8 0]`; commas between the numbers do no harm."""

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, has_proxy_slot
 
 from shardlib.aten.traits import is_view, may_show, repeats
+from shardlib.aten.views import values_of
 from shardlib.internals import FakeTensor, OpOverload, pytree, schema_of, without_modes
 
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -46,7 +47,7 @@ def _replayed(tracer: Any, asked: list[fx.Node]) -> list[Tensor] | None:
             touches = not needed.isdisjoint(_written(node) if _is_quiet(node) else node.all_input_nodes)
             if touches and node not in needed:
                 todo.append(node)
-    if sum(x.numel() for node in needed for x in _made(node)) > _LARGE:
+    if sum(x.numel() for node in needed for x in values_of(node)) > _LARGE:
         return None
     known: dict[fx.Node, Any] = {}
     for node in tracer.graph.nodes:
@@ -87,10 +88,6 @@ def _is_quiet(node: fx.Node) -> bool:
     """Whether its results have memory of their own, and its schema says what it writes."""
     op = node.target
     return isinstance(op, OpOverload) and _is_of_torch(node) and not (is_view(op) or may_show(op))
-
-
-def _made(node: fx.Node) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
 
 
 def _run(tracer: Any, node: fx.Node, known: dict[fx.Node, Any]) -> Any:

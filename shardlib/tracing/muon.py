@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.meshes.axis import Axis
+from shardlib.meshes.axis import Axis, ways
 from shardlib.ops.constraint import constrain
 from shardlib.tensors.tensor import ShardedTensor
 
@@ -44,7 +44,7 @@ def update(
         x = torch.stack([wide[i] for i in members])
         if axes := _axes([params[i] for i in members]):
             where = f"matrix@({' '.join(map(str, axes))}) _ _"
-            as_many = F.pad(x, (0, 0, 0, 0, 0, -len(members) % math.prod(a.size for a in axes)))
+            as_many = F.pad(x, (0, 0, 0, 0, 0, -len(members) % ways(axes)))
             x = constrain(_orthogonal(constrain(as_many, where), ns_coefficients, ns_steps, eps), where)
         else:
             x = _orthogonal(x, ns_coefficients, ns_steps, eps)

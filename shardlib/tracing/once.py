@@ -30,12 +30,10 @@ from shardlib.calls.reach import Reached
 from shardlib.calls.rebound import Watch
 from shardlib.internals import (
     IS_PARAMETER,
-    TransformType,
     function_modes,
     pytree,
     running_node,
     saved_hooks,
-    transforms,
 )
 from shardlib.lines import Line
 from shardlib.random.draw import rehearsed
@@ -56,7 +54,7 @@ from shardlib.tracing.pieces import (
     shows_all,
     surroundings,
 )
-from shardlib.tracing.replay import NotOnceError
+from shardlib.tracing.replay import NotOnceError, only_gradients
 from shardlib.tracing.results import refuse_attributes
 
 AFTER = 1  # calls of a module that are traced as they come: it may be the only one; of a jitted function, one less
@@ -139,7 +137,7 @@ class Once:
             and mode is not None
             and mode.tracer is self._tracer
             and running_node() is None
-            and all(level.key() == TransformType.Grad for level in transforms() or ())
+            and only_gradients()
             and saved_hooks(True) is None
             and all(map(is_of_traces, function_modes()))
         )

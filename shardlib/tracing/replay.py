@@ -195,7 +195,7 @@ class _Step(torch.autograd.Function):
         here = {node: x for node, x in here.items() if x is not None}
         again = torch.is_grad_enabled() and bool(history)
         with torch.no_grad() if again else nullcontext():
-            if copy.nodes and (_only_gradients() or not any(map(is_wrapped, here.values()))):
+            if copy.nodes and (only_gradients() or not any(map(is_wrapped, here.values()))):
                 copy.begin(here)
                 copy.write(way.nodes, way.same)
                 made = [None if x is None else here[x] if x in here else copy.tensor(x) for x in way.gradients]
@@ -261,6 +261,6 @@ def _run(nodes: Sequence[fx.Node], env: dict[Any, Any]) -> None:
             replayed.reset(token)
 
 
-def _only_gradients() -> bool:
+def only_gradients() -> bool:
     """Whether the transforms around take gradients, and nothing else."""
     return all(level.key() == TransformType.Grad for level in transforms() or ())

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.internals import BY_LISTS, OPTIMIZERS, SINGLY, UPDATES, is_wrapped
 from shardlib.ops.adam import ADAM, DTYPES
+from shardlib.rules.foreach import ADAGRAD
 from shardlib.state import is_tracing
 from shardlib.tracing import muon
 from shardlib.tracing.copying import Region
@@ -163,19 +164,13 @@ def _is_one_op(state: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> bo
 
 def _adagrad(
     params: Sequence[Tensor], grads: Sequence[Tensor], state_sums: Sequence[Tensor], state_steps: Sequence[Tensor],
-    *, lr: Any, weight_decay: float, lr_decay: float, eps: float, maximize: bool, **_: Any,
+    **how: Any,
 ) -> None:  # fmt: skip
     """Duchi, Hazan, Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization" (2011)."""
-    for p, grad, total, step in zip(params, grads, state_sums, state_steps, strict=True):
+    for step in state_steps:
         step += 1
-        grad = -grad if maximize else grad
-        if weight_decay:
-            grad = grad + weight_decay * p
-        if p.is_complex():
-            p, grad, total = map(torch.view_as_real, (p, grad, total))
-        total.addcmul_(grad, grad)
-        rate = lr / (1 + (step.double() - 1) * lr_decay)
-        p.sub_(rate * (grad / (total.sqrt() + eps)))
+    real = ([torch.view_as_real(x) if x.is_complex() else x for x in xs] for xs in (params, grads, state_sums))
+    ADAGRAD(*real, state_steps, **how)
 
 
 def _nadam(

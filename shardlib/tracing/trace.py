@@ -67,6 +67,7 @@ from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
 from shardlib.tracing.traced import Traced
 from shardlib.tracing.tracer import called, finish, forget, inside, recorded
+from shardlib.transforms import name_of
 
 
 def trace(
@@ -280,7 +281,6 @@ def _trace(
         input_names,
         inputs_of,
         tuple(call.paths[i] if 0 <= i < len(call.paths) else None for i in inputs_of),
-        call.tree,
         tuple(output_names),
         out_tree,
         static,
@@ -351,7 +351,7 @@ def _inside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _definition(fn: Callable[..., Any]) -> Line:
     inner = inspect.unwrap(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = name_of(fn)
     if code is None:
         return Line("", 0, name, "")
     return Line(code.co_filename, code.co_firstlineno, name, "")

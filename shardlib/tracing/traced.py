@@ -30,7 +30,6 @@ class Traced:
     input_names: tuple[str, ...]
     input_leaves: tuple[int, ...]  # for every placeholder, which leaf of the call it is; -1 for a cotangent
     input_paths: tuple[Any, ...]  # and its pytree path in `(args, kwargs)`; None for state
-    in_tree: pytree.TreeSpec
     output_names: tuple[str, ...]
     out_tree: pytree.TreeSpec
     static: Collection[int | str] = ()
