@@ -76,8 +76,8 @@ def forget(graph: Graph) -> None:
 
 
 def check(noted: Iterable[Noted]) -> None:
-    """Raise `DisorderError` unless all that belongs to a sort is cut as that is, and nobody, who would send it, cuts what
-    is counted over the same axes."""
+    """Raise `DisorderError` unless all that belongs to a sort is cut as that is, and what is counted is cut over other
+    axes, if at all: else it would be sent."""
     rows: dict[str, Cut] = {}
     counted: list[Noted] = []
     for known in noted:
