@@ -24,6 +24,8 @@ from shardlib.lines import place
 from shardlib.lower import Part, Senders, lower_in_parts
 from shardlib.meshes.mesh import Mesh
 from shardlib.normalise import normalise
+from shardlib.ordered import DisorderError, forget
+from shardlib.ordered import mark as mark_ordered
 from shardlib.owned import mark as mark_owned
 from shardlib.passes import Hosted, run_passes
 from shardlib.passes.offload import crossing, refuse_offload
@@ -125,6 +127,7 @@ def compile_program(
     _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
     mark(graph, keeping.regather, _regathered(traced, graph, call))
     mark_owned(graph)
+    mark_ordered(graph)
     outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
 
     def is_it(x: Compiled) -> bool:
@@ -134,7 +137,11 @@ def compile_program(
     clock.stop("rules")
     if not keeping.schedule.state and (found := next(filter(is_it, before), None)):  # calls are its own matter
         return replace(found, traced=replace(traced, graph=found.traced.graph), seconds=clock.seconds)
-    program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
+    try:
+        program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
+    except DisorderError:
+        forget(graph)
+        program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
     program = replace(program, donated=_donated(traced, donate))
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients

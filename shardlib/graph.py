@@ -46,6 +46,16 @@ class Owns:
     begins: bool = False
 
 
+@dataclass(frozen=True)
+class Ordered:
+    """That an op may have its factors `rows` in an order of each device's own, which the sort `name` makes; `plain` is
+    its rule where it has not."""
+
+    name: str
+    rows: tuple[str, ...]
+    plain: Rule
+
+
 @dataclass(eq=False)
 class Value:
     """One tensor of the program."""
@@ -62,6 +72,7 @@ class Value:
     like: Value | None = None  # the input whose gradient it is; of a constant, whose form it has
     again: bool = False  # what is gathered of it is not kept from one pass to the next
     rows: Rows | None = None  # it may be there in the rows of own groups only
+    counted: str | None = None  # rows of a sort, of which each device may count its own
     times: int = 1  # how many it stands for
 
     @property
@@ -89,6 +100,7 @@ class Op:
     backward: bool
     kind: str = ""
     owns: Owns | None = None
+    ordered: Ordered | None = None
     target: Any = None
     times: int = 1  # how many it stands for, in a graph that has one layer in place of many
 

@@ -317,3 +317,31 @@ def test_strided_views_name_dims(view):
     assert not [n for n in traced.graph.graph.nodes if "strided" in str(n.target)]
     for a, b in zip(traced(x), f(x), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "stride", "offset"),
+    [
+        ((4, 32, 8), (4, 7, 8, 8), (256, 32, 8, 1), 0),
+        ((4, 32, 8), (4, 5, 12, 8), (256, 32, 8, 1), 16),
+        ((4, 32, 8), (4, 8, 7, 8), (256, 8, 32, 1), 0),
+        ((40,), (5, 16), (4, 1), 3),
+        ((3, 4, 8, 2), (5, 8, 2, 3), (8, 2, 1, 64), 0),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_windows_of_memory_are_windows_of_a_dim(shape, size, stride, offset, turned):
+    def windows(x):
+        return (x.permute(*range(1, x.dim()), 0) if turned else x).as_strided(size, stride, offset)
+
+    def grad(x):
+        return torch.func.grad(lambda x: (windows(x) ** 2).sum())(x)
+
+    x = torch.randint(-3, 4, shape).double()
+    for run in (windows, grad):
+        traced = normalise(trace(run, (x,)))
+        verify(traced.graph)
+        assert torch.equal(traced(x), run(x))
+        names = [node.name for node in traced.graph.graph.nodes]
+        assert any("unfold" in name for name in names)
+        assert not any("index" in name for name in names)

@@ -163,7 +163,7 @@ def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[i
         if all(a % b == 0 for a, b in pairwise(steps)):
             grid = emit(aten.reshape.default, base, [a // b for a, b in pairwise(steps)])
             found = _unstrided(emit, grid, size, stride, offset)
-    return found or _indexed(emit, base, size, stride, offset)
+    return found or _windows(emit, base, size, stride, offset) or _indexed(emit, base, size, stride, offset)
 
 
 def _unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
@@ -206,13 +206,53 @@ def _unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[
     return node if node.meta["val"].shape == torch.Size(size) else emit(aten.reshape.default, node, list(size))
 
 
+def _windows(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
+    """Windows that overlap, as `unfold` makes them: of two dims the minor one reaches further than the major one
+    steps."""
+    val: Tensor = base.meta["val"]
+    order = sorted((d for d, n in enumerate(size) if n != 1), key=lambda d: -stride[d])
+    groups: list[list[int]] = []  # of dims, which are one dim of the memory
+    for d in order:
+        overlaps = groups and len(groups[-1]) == 1 and size[d] * stride[d] > stride[groups[-1][0]] > stride[d]
+        groups = [*groups[:-1], [*groups[-1], d]] if overlaps else [*groups, [d]]
+    steps = [val.numel(), *(stride[group[-1]] for group in groups)]
+    steps = steps if steps[-1] == 1 else [*steps, 1]
+    steps = steps if len(steps) > 1 and steps[0] != steps[1] else steps[1:]
+    if any(a % b or a == b for a, b in pairwise(steps)) or (memory := _in_memory(emit, base)) is None:
+        return None
+    if any(stride[group[0]] % stride[group[-1]] for group in groups):
+        return None
+    node, windows = emit(aten.reshape.default, memory, [a // b for a, b in pairwise(steps)]), list[int]()
+    at = {b: k for k, (_, b) in enumerate(pairwise(steps))}
+    for k, (a, b) in enumerate(pairwise(steps)):
+        start, offset = divmod(offset, b)
+        group = next((group for group in groups if at[stride[group[-1]]] == k), [])
+        step = stride[group[0]] // b if group else 1
+        reach = step * (size[group[0]] - 1) + 1 if group else 1
+        reach += size[group[1]] - 1 if len(group) == 2 else 0
+        if start + reach > a // b:
+            return None
+        if (start, reach) != (0, a // b):
+            node = emit(aten.slice.Tensor, node, k, start, start + reach)
+        if len(group) == 2:
+            node = emit(aten.unfold.default, node, k, size[group[1]], step)
+            windows.append(group[1])
+        elif step > 1:
+            node = emit(aten.slice.Tensor, node, k, 0, reach, step)
+    made = [next((group[0] for group in groups if at[stride[group[-1]]] == k), None) for k in range(len(steps) - 1)]
+    kept = [d for d in made if d is not None] + windows
+    taken = [k for k, d in enumerate(made) if d is not None] + [len(made) + i for i in range(len(windows))]
+    dims = [k for _, k in sorted(zip(kept, taken, strict=True))] + [k for k, d in enumerate(made) if d is None]
+    if dims != [*range(len(dims))]:
+        node = emit(aten.permute.default, node, dims)
+    return node if node.meta["val"].shape == torch.Size(size) else emit(aten.reshape.default, node, list(size))
+
+
 def _indexed(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
     """Every element by its place in the memory: overlapping windows, say."""
     val: Tensor = base.meta["val"]
-    order = sorted(range(val.dim()), key=lambda d: (val.stride()[d], val.shape[d]), reverse=True)
-    if not _dense([val.shape[d] for d in order], [val.stride(d) for d in order]):
+    if (memory := _in_memory(emit, base)) is None:
         return None
-    memory = base if order == list(range(val.dim())) else emit(aten.permute.default, base, order)
     flat = emit(aten.reshape.default, memory, [val.numel()])
     where = emit(aten.full.default, [1] * len(size), offset, dtype=torch.int64, device=val.device)
     for d, (n, s) in enumerate(zip(size, stride, strict=True)):
@@ -223,6 +263,15 @@ def _indexed(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[in
     found = emit(aten.index.Tensor, flat, [emit(aten.expand.default, where, list(size))])
     found.meta["overlaps"] = not apart(size, stride)
     return found
+
+
+def _in_memory(emit: Emit, base: fx.Node) -> fx.Node | None:
+    """A tensor with its dims as they lie in its memory; None where it has gaps."""
+    val: Tensor = base.meta["val"]
+    order = sorted(range(val.dim()), key=lambda d: (val.stride()[d], val.shape[d]), reverse=True)
+    if not _dense([val.shape[d] for d in order], [val.stride(d) for d in order]):
+        return None
+    return base if order == list(range(val.dim())) else emit(aten.permute.default, base, order)
 
 
 def _unindexed(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:

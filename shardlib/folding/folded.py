@@ -166,6 +166,7 @@ class Folded:
 
     def _op(self, op: Op) -> Op:
         made = Op(op.name, op.call, op.rule, (), (), op.node, op.line, op.backward, times=self._times(op))
+        made.ordered = op.ordered
         self.short[op], self.original[made] = made, op
         made.operands = tuple(self._value(v, made) for v in op.operands)
         for i, v in enumerate(made.operands):
@@ -176,7 +177,7 @@ class Folded:
         made.results = tuple(
             r and (Value(
                 r.name, r.shape, r.dtype, made, r.index, r.constant, r.manual,
-                is_output=r.is_output, again=r.again, times=self._times(r),
+                is_output=r.is_output, again=r.again, counted=r.counted, times=self._times(r),
             ) if self.stays(r) else None)
             for r in op.results
         )  # fmt: skip

@@ -92,8 +92,9 @@ def layers(
 def _look(op: Op) -> Hashable:
     """What ops of alike layers have in common, apart from what they read."""
     owns = None if op.owns is None else (op.owns.factor, op.owns.reads, op.owns.begins)
+    ordered = None if op.ordered is None else op.ordered.rows
     made = tuple([r and (r.again, r.is_output, r.constant, r.manual, r.rows and r.rows.dim) for r in op.results])
-    return _told(op), op.call.results, op.line, op.backward, owns, made
+    return _told(op), op.call.results, op.line, op.backward, owns, ordered, made
 
 
 def _told(op: Op) -> Hashable:

@@ -13,6 +13,7 @@ from shardlib.lower.arguments import put, substitute
 from shardlib.lower.builder import Builder
 from shardlib.lower.local import LocalForm
 from shardlib.meshes.axis import Axis, ways
+from shardlib.ordered import Noted
 from shardlib.program.check import refuse
 from shardlib.program.device import Device
 from shardlib.program.steps import Compute, Step, Var, reads
@@ -28,6 +29,7 @@ class Emitter:
 
     def __init__(self, builder: Builder, flood: Flood) -> None:
         self.builder, self.flood = builder, flood
+        self.noted: list[Noted] = []  # what belongs to a sort
 
     def op(
         self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var], outs: Sequence[Var | None]
@@ -35,6 +37,7 @@ class Emitter:
         """Write an op whose factors are cut as in `assignment`, with these results; raises `ProgramError` for what its
         rule does not allow, which would be a fault of whoever decided it."""
         refuse([f"{op.kind} at {place(op.line)}: {fault}" for fault in _forbidden(rule, assignment)])
+        self._note(op, assignment)
         args, kwargs = substitute(op.node, operands)
         cut_labels = {x[0] for x, axes in assignment.items() if axes}
         for path, (k, names) in rule.ints.items() if cut_labels else ():
@@ -54,6 +57,15 @@ class Emitter:
                     self.builder.become(var, out, first=before)
             return
         self.builder.compute(op.target, args, kwargs, outs, flops=flops, work=work)
+
+    def _note(self, op: Op, assignment: Assignment) -> None:
+        """Note how what belongs to a sort is cut."""
+        counted = next((r.counted for r in op.results if r is not None and r.counted), None)
+        name = counted if op.ordered is None else op.ordered.name
+        if name is not None:
+            labels, rows = self.flood.labels[op], None if op.ordered is None else op.ordered.rows
+            cut = {labels[f][k]: axes for (f, k), axes in assignment.items() if axes and (rows is None or f in rows)}
+            self.noted.append(Noted(name, cut, rows is not None))
 
     def _share(self, op: Op, rule: Rule, cut: Assignment) -> tuple[float, Sym | None]:
         """The operations of the device that does most of an op of which these factors are cut; and, where devices do

@@ -24,6 +24,7 @@ from shardlib.lower.regroup import Regrouping
 from shardlib.lower.values import Values
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
+from shardlib.ordered import check as check_order
 from shardlib.printing import OP as PRINT
 from shardlib.program.steps import Program, Var
 from shardlib.program.sym import Sym, place_in
@@ -99,6 +100,7 @@ class Lowering:
                 if passed or not self.regrouping.waits(op):
                     self._at(op, op)
                     self._op(op)
+        check_order(self.emitter.noted)
         for i, value in enumerate(self.graph.outputs):
             self.builder.outputs.append(self._output(i, value) if isinstance(value, Value) else value)
         return self.builder.finish()

@@ -10,19 +10,22 @@ import torch
 from shardlib.aten.calls import ADD, ARANGE, FLATTEN, GE, LT, MUL, OR, PAD, SLICE, UNSQUEEZE
 from shardlib.lower.local import LocalForm
 from shardlib.program.steps import Var
-from shardlib.program.sym import Sym, local_size, offset
+from shardlib.program.sym import Sym, local_size, offset, product
 from shardlib.reshard import Axes
 
 Leaves = Sequence[tuple[int, Axes]]  # sizes, major first, and what cuts each
 
 
-def others(form: LocalForm, ends: Var, rows: Leaves, groups: Leaves) -> Var:
-    """Write a mask of a device's rows: True where one is not of the groups that the device owns, which `ends` says.
+def others(form: LocalForm, ends: Var, rows: Leaves, groups: Leaves, *, own: bool = False) -> Var:
+    """Write a mask of a device's rows: True where one is not of the groups that the device owns, which `ends` says, of
+    all rows or of its `own`.
 
     What is behind the last group goes with it.
     """
-    place: Var | None = None
-    for size, axes in rows:
+    count, place = product([local_size(size, axes) for size, axes in rows]), None
+    if own:
+        place = form.op(ARANGE, 0, count, dtype=torch.int64, device=form.device)
+    for size, axes in rows if not own else ():
         here, first = local_size(size, axes), offset(size, axes)
         mine: Var = form.op(ARANGE, first, first + here, dtype=torch.int64, device=form.device)
         if place is not None:

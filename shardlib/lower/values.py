@@ -19,6 +19,7 @@ from shardlib.lower.emit import Emitter
 from shardlib.lower.local import LocalForm
 from shardlib.lower.move import Mover
 from shardlib.lower.placement import SETTLED, Owed, Placement, Placements, written
+from shardlib.ordered import Noted
 from shardlib.program.steps import Asked, Var
 from shardlib.propagate.flood import Assignment, OpFactor
 from shardlib.propagate.moves import settled
@@ -324,11 +325,15 @@ class Values:
         ends, dim = value.rows.ends, value.rows.dim
         form = LocalForm(self.emitter, value.op, {}, (), {})
         leaves, at = self.flood.value[value], sum(map(len, self.flood.value[value][:dim]))
+        if ends.counted is not None:
+            rows = {x: cut[at + k] for k, x in enumerate(leaves[dim]) if cut[at + k]}
+            self.emitter.noted.append(Noted(ends.counted, rows, rows=True))
         others = own_rows.others(
             form,
             self.whole(ends),
             [(self.flood.dims.size(x), cut[at + k]) for k, x in enumerate(leaves[dim])],
             [(self.flood.dims.size(x), axes * (k == 0)) for k, x in enumerate(self.flood.owners[ends])],
+            own=ends.counted is not None,
         )
         for _ in range(dim + 1, len(value.shape)):
             others = form.op(UNSQUEEZE, others, -1)

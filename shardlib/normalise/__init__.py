@@ -15,6 +15,7 @@ from shardlib.aten.views import written_arguments
 from shardlib.manual.claims import hold_claims
 from shardlib.normalise.bags import even_bags
 from shardlib.normalise.bands import know_bands
+from shardlib.normalise.counted import add_back
 from shardlib.normalise.heads import group_heads
 from shardlib.normalise.likes import free_likes
 from shardlib.normalise.lookups import look_up_aligned
@@ -57,6 +58,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     convolve_padded,
     drop_dead,
     no_vectors,
+    add_back,
     even_bags,
     look_up_aligned,
     dim_by_dim,

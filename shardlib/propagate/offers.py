@@ -58,12 +58,16 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Dec
         moved = _beside(mixing, flood, mesh, decider, name)
         idle = [*_candidates(weights, flood, mesh, decider, name), *moved, *summed]
         parts = dict.fromkeys(_candidates(weights, flood, mesh, decider, name, partly=True), _HALF)
-        fewer = dict.fromkeys(_across(weights, flood, mesh, decider, name), 0.0) | parts
+        turned = _across(weights, flood, mesh, decider, name)
+        fewer = dict.fromkeys(turned, 0.0) | parts
         fewer = {leaf: share for leaf, share in fewer.items() if leaf not in idle}
-        for leaf in dict.fromkeys([*idle, *fewer, *(_eased(graph, flood, mesh, decider, name) if deep else ())]):
+        leaves = dict.fromkeys([*idle, *fewer, *(_eased(graph, flood, mesh, decider, name) if deep else ())])
+        for leaf, place in [*((leaf, None) for leaf in leaves), *turned.items()]:
             mine = wants.get(leaf, [])
             more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
             tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
+            if place is not None:  # in its place
+                tried[place] = [want for want in tried[place] if want.axis not in mesh.axis(name).primes()]
             trial = Decider(graph, flood, build_units(graph, flood), mesh)
             enough = _less(trial, decider, fewer[leaf]) if leaf in fewer else leaf in idle
             is_better = enough and _better(trial, decider, light, summed=leaf in summed)
@@ -183,16 +187,18 @@ def _candidates(
     return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
 
 
-def _across(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
-    """The dim beside most of what is made of a matrix and itself, turned round: of two dims of one class only one can
-    be cut, and then the other moves, in each op anew."""
+def _across(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> dict[Leaf, Leaf]:
+    """The dim beside most of what is made of a matrix and itself, turned round, with the dim that it has twice: of two
+    dims of one class only one can be cut, and then the other moves, in each op anew."""
     atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
+    twice = dict[Leaf, Leaf]()
     for op, weight in weights.items():
         leaves = [leaf for of in flood.labels[op].values() for leaf in of]
         wanting = [x for x in leaves if any(want.axis in atoms for want in flood.wants.get(x, ()))]
         for leaf in _free(op, flood, atoms, everywhere=False) if len({*wanting}) < len(wanting) else ():
             gain[leaf] += weight * flood.times(op, leaf)
-    return _first(gain)[:1]
+            twice.setdefault(leaf, next(x for x in wanting if wanting.count(x) > 1))
+    return {leaf: twice[leaf] for leaf in _first(gain)[:1]}
 
 
 def _eased(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:

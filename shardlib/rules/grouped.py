@@ -32,13 +32,14 @@ def _product(local: Local) -> Any:
     block = local.rule.sizes.get("s_in_block", 1)
     operands, results = _along(local.rule.operands), _along(local.rule.results)
     masked = local.rule.reduce.get("e") != OWNED
+    own = local.rule.groups is not None and local.rule.groups.own
 
     def run(local: Local, given: dict[str, Any], begins: Any) -> Any:
         tensors = dict(zip((name for name, x in given.items() if isinstance(x, Tensor)), operands, strict=True))
         count = next(given[name].shape[at] for name, at in tensors.items() if at is not None)
         at_ends = [*tensors][_GROUPS.ends]
         ends = given[at_ends]
-        if rows:
+        if rows and not own:
             start, held, _ = piece("s")
             ends = (ends - start * block).clamp(0, held * block)
         if not groups:
@@ -46,10 +47,10 @@ def _product(local: Local) -> Any:
         first, held, _ = piece("e")
         edges = aten.constant_pad_nd.default(ends, [1, 0], 0)
         begin = edges.narrow(0, first, 1)
-        own = edges.narrow(0, first + 1 - (not held), max(held, 1)) - begin  # of no group, one of 0
+        mine = edges.narrow(0, first + 1 - (not held), max(held, 1)) - begin  # of no group, one of 0
         place = torch.arange(count, device=ends.device)
         ahead, back = ((place + begin) % max(count, 1), (place - begin) % max(count, 1))
-        given |= {name: _turned(given[name], d, ahead) for name, d in tensors.items()} | {at_ends: own}
+        given |= {name: _turned(given[name], d, ahead) for name, d in tensors.items()} | {at_ends: mine}
         found = local.call.target(**given)
         others = place >= edges.narrow(0, first + held, 1) - begin
         out = []

@@ -55,11 +55,11 @@ def _candidates(local: Local) -> Any:
             best, among = gathered(x, row, at % x.dim(), sum(sizes)).topk(k, at, *how)
             if len(places) == 1:
                 return best, among
-            order = [_global(torch.arange(n, device=x.device), own) for n, own in zip(sizes, theirs, strict=True)]
+            order = [in_whole(torch.arange(n, device=x.device), own) for n, own in zip(sizes, theirs, strict=True)]
             return best, torch.cat(order)[among]
         best, where = x.topk(min(x.shape[at], k), at, *how)
         total = sum(min(n, k) for n in sizes)
-        best, where = (gathered(v, row, at % x.dim(), total) for v in (best, _global(where, places)))
+        best, where = (gathered(v, row, at % x.dim(), total) for v in (best, in_whole(where, places)))
         best, among = best.topk(k, at, *how)
         return best, where.gather(at, among)
 
@@ -79,7 +79,7 @@ def _found(local: Local) -> Any:
         x = rows.held(x, worst(x.dtype, lowest=lowest))
         value, along, kept = (x.reshape(-1), 0, False) if dim is None else (x, dim, len(out) == len(shape))
         best, index = (torch.max if lowest else torch.min)(value, along, keepdim=kept)
-        index = _global(index, places)
+        index = in_whole(index, places)
         if dim is None:
             best, index = best.reshape(out), index.reshape(out)
         top = (pmax if lowest else pmin)(best, row)
@@ -98,7 +98,7 @@ def _extreme(text: str) -> RuleFn:
 _Places = Sequence[tuple[int, int, int]]  # of a position's coordinates: how many are here, the first, and of how many
 
 
-def _global(index: Tensor, places: _Places) -> Tensor:
+def in_whole(index: Tensor, places: _Places) -> Tensor:
     """A position in a piece as one in the whole; both are counted flattened."""
     if len(places) == 1:
         return index + places[0][1]

@@ -66,9 +66,9 @@ def _frozen(x: Any) -> Hashable:
 OWNED = "owned"  # how a value is pending of which each device has some rows only, and anything at the others
 
 
-@dataclass(frozen=True)
-class Groups:
-    """A ragged dim: `factor` counts groups of what lies along `along`; operand `ends` says where each group ends.
+class Groups(NamedTuple):
+    """A ragged dim: `factor` counts groups of what lies along `along`; operand `ends` says where each group ends: of
+    all rows, or of a device's `own`.
 
     With `factor` cut, the op reads and makes the rows of its device's groups alone. Results that lack the factor are a
     pending sum over it, zero at other rows; or, where `reduce` says `OWNED`, have anything there.
@@ -77,6 +77,7 @@ class Groups:
     factor: str
     along: str
     ends: int
+    own: bool = False
 
 
 class Reads(NamedTuple):

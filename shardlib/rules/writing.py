@@ -87,6 +87,7 @@ def _writes(call: Call, places: Places, values: list[list[Dim]], flops: int | No
         onto=0 if how == "sum" else None,
         local=torch_code(form),
         local_factors=(*places.rows, *added),
+        loose=added,
         gathers=entries,
         looks=Looks(places.rows, places.given_as, 1 + len(places.indices)) if values else None,
         flops=numel(call.operands[-1].shape) if flops is None else flops,

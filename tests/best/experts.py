@@ -74,6 +74,11 @@ ROWS = [
         args=(*ARGS, bf16(E, D)), specs=("...", "...", *WEIGHTS, "e@expert _")),
     _row("experts, tokens cut over the same axis", _experts, 2 * gathered(TOKENS, 8), 2,
         "t@expert _", out_specs="t@expert _"),
+    # Tokens cut, and experts whole, or over another axis: every device sorts its own.
+    _row("experts, tokens cut over another axis", _experts, reduced(TOKENS / 4, 8), 1,
+        "t@data _", mesh={"data": 4, "expert": 8}, out_specs="t@data _"),
+    _row("gradient of experts under data parallelism", sl.grad(_loss, (0, 1, 2, 3, 4)),
+        reduced(3 * E * D * H * 2 + D * E * 2, 8), 4, specs=("t@data _", *["..."] * 4), mesh={"data": 8}),
     # Hidden features cut, as Megatron does it: what is added up are tokens, behind their experts.
     _row("experts' features cut 8 ways", _experts, reduced(TOKENS, 8), 1, specs=FEATURES),
     _row("gradient of experts whose features are cut", sl.grad(_loss, (0, 1, 2, 3, 4)),

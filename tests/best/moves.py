@@ -33,6 +33,12 @@ def _differences(x: Tensor) -> Tensor:
     return x - F.pad(x, (0, 0, 1, 0))[:-1]
 
 
+def _blocks(x: Tensor) -> Tensor:
+    """Beltagy et al. 2020, arXiv:2004.05150: of every sequence blocks that overlap by half, of its memory."""
+    (b, t, d), w = x.shape, 8
+    return x.as_strided((b, t // w - 1, 2 * w, d), (t * d, w * d, d, 1))
+
+
 def _slots(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, D), x[:-1]])
 
@@ -75,6 +81,9 @@ ROWS = [
     _row("slots that move on, some each", _slots, ROW),
     _row("gradient of a shift by a pad", sl.grad(lambda x: (_shift(x) * x).sum()), 2 * ROW, 2),
     _row("windows of four rows", _windows, 3 * ROW),
+    _row("blocks of memory that overlap", _blocks, 0, 0, shape=(16, N, D)),
+    _row("gradient of blocks of memory that overlap", sl.grad(lambda x: (_blocks(x) ** 2).sum()), 0, 0,
+         shape=(16, N, D)),
     _row("every second row", lambda x: x[::2], 0, 0),
     _row("flip", lambda x: x.flip(0), N * ROW / 8),
     _row("halves changed, one with another sign", _rotated, N * ROW / 8),

@@ -17,6 +17,10 @@ def _embed(w: Tensor, i: Tensor) -> Tensor:
     return F.embedding(i, w)
 
 
+def _by_tokens(w: Tensor, x: Tensor, i: Tensor) -> Tensor:
+    return (w[i.flatten()] * x.flatten(0, 1)).sum()
+
+
 def _loss(w: Tensor, i: Tensor) -> Tensor:
     return F.embedding(i, w).sin().sum()
 
@@ -49,6 +53,9 @@ ROWS = [
         BOTH, reduced(OUT / 4, 8) + gathered(OUT + B * T * 8, 4), 3, short={"work": 5.3}, why=ALIKE),
     Row("gradient of a whole table, batch over data", sl.grad(_loss), (f32(V, D), ints(B, T)), ("...", "b@data _"),
         DATA, gathered(OUT + B * T * 8, 8), 2, work=GATHERED, peak=2 * V * D * 4),
+    Row("gradient of a small table, batch and sequence cut", sl.grad(_by_tokens),
+        (f32(64, D), f32(B, T, D), ints(B, T)), ("...", "b@data s@tensor _", "b@data s@tensor"), BOTH,
+        reduced(64 * D * 4, 32), 1),
     Row("gradient of a whole table, by an index", sl.grad(lambda w, i: w[i].sin().sum()), (f32(V, D), ints(B, T)),
         ("...", "b@data _"), DATA, gathered(OUT + B * T * 8, 8), 2, work=GATHERED, peak=2 * V * D * 4),
     Row("gradient of a table's bags, batch over data", sl.grad(lambda w, i: _bag(w, i).sin().sum()),
