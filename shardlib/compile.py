@@ -29,6 +29,7 @@ from shardlib.ordered import mark as mark_ordered
 from shardlib.owned import mark as mark_owned
 from shardlib.passes import Hosted, run_passes
 from shardlib.passes.offload import crossing, refuse_offload
+from shardlib.passes.policies import is_absent
 from shardlib.passes.recompute import Recomputed, recompute, warn_of_a_higher_peak
 from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program, Var
@@ -145,12 +146,18 @@ def compile_program(
     program = replace(program, donated=_donated(traced, donate))
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     is_whole = not traced.after.gradients
-    strict = not call.state.evaluates
-    refuse_offload(program, keeping.schedule, whole=is_whole, strict=strict)
+    absent = partial(is_absent, call.state.kept)
+    refuse_offload(program, keeping.schedule, absent, whole=is_whole)
     away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
     finished = partial(_finished, traced, keeping.schedule, away)
-    draft = lambda other, memory, moved: finished(memory, other, moved, draft=True)[0]
-    program, moved, recomputed = recompute(program, keeping, draft, moves=is_whole, strict=strict)
+
+    def draft(how: Schedule, other: Program, memory: float | None, moved: Collection[Var]) -> Program:
+        return _finished(traced, how, away, memory, other, moved, draft=True)[0]
+
+    said = keeping.schedule
+    together = said if said.parts else replace(said, parts=1)  # to find parts takes longer than all else
+    drafts = partial(draft, said), partial(draft, together)
+    program, moved, recomputed = recompute(program, keeping, *drafts, absent, moves=is_whole)
     program, halves = finished(keeping.memory, program, moved)
     if recomputed is not None:
         warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))

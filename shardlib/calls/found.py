@@ -49,7 +49,6 @@ class Found:
     arrays = False  # whether numpy's are among the arguments
     exact = False  # whether some code wants numbers that are nothing else,
     rates = False  # and may ask for them among the settings of an optimizer
-    evaluates = False  # whether some module is not in training
     seeds = False  # whether some code names a method by which generators are seeded
     logs: frozenset[str] = frozenset()  # names of what code only appends to,
     read_names: frozenset[str] = frozenset({"*"})  # and of what it reads otherwise

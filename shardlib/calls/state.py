@@ -299,8 +299,6 @@ class State(Found):
         self.runs(type(x))
         at, owner = self._at, id(x)
         quick = self.quick
-        if not x.training:
-            self.evaluates = True
         for k, y in attributes(x):
             kind = type(y)
             if quick and kind in QUICK:  # as _attribute does it

@@ -27,8 +27,8 @@ from shardlib.simulate import rooflines
 from shardlib.simulate.collectives import transfer
 from shardlib.simulate.simulated import Simulated
 
-_STEPS, _TIMES = 40_000, 200  # of programs that are tried, and how many of them; more are in the bisection only
-_FEW = 20  # of a long program no more can be tried
+_STEPS, _TIMES = 120_000, 600  # of programs that are tried, and how many of them; more are in the bisection only
+_FEW = 40  # of a long program no more can be tried
 _PARTS = 64  # of an order
 _SHOWN = 5
 _LEAST = 1e-9  # seconds
@@ -68,13 +68,17 @@ def within(
     machine: Machine,
     fixed: Collection[Var] = frozenset(),
     movable: Collection[Var] = (),
+    trial: Finish | None = None,
 ) -> Choice:
     """What to give up, none of it `fixed`, for a program whose peak is at most `budget` bytes; `movable` are values
-    that may wait in the host's memory.
+    that may wait in the host's memory. A `trial` is a quick `finish`, which leaves out what only makes it faster.
 
     Raises `ShardingError` where none was found, with the least peak that was.
     """
-    return _Search(crossing, budget, finish, machine, frozenset(fixed), movable).run()
+    search = _Search(crossing, budget, trial or finish, machine, frozenset(fixed), movable)
+    if search.fits(Choice()) and peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
+        return Choice()  # and nothing has to move less for that
+    return search.run()
 
 
 class _Search:
@@ -104,8 +108,6 @@ class _Search:
         self.layers = at
 
     def run(self) -> Choice:
-        if self.fits(Choice()) and peak_bytes(self.finish(self.c.program, math.inf, ())) <= self.budget:
-            return Choice()  # and nothing has to move less for that
         full = policies.full(self.c)
         by_layer = [(o, _DROPPED) for o in self.free if o in full]
         if mixed := self._by_either():

@@ -8,7 +8,7 @@ views that were taken of it are taken again, of what came back. The last layers 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
@@ -58,9 +58,9 @@ def crossing(forward: Program, own: int, how: Schedule) -> tuple[int, ...]:
     return tuple(saved[v] for (v, _), k in zip(found, layers, strict=True) if k < len({*layers}) - last)
 
 
-def refuse_offload(program: Program, how: Schedule, *, whole: bool, strict: bool) -> None:
-    """Raise `ShardingError` for names of what no call makes, if `strict`, and for state that the program does not
-    update."""
+def refuse_offload(program: Program, how: Schedule, absent: Callable[[str], bool], *, whole: bool) -> None:
+    """Raise `ShardingError` for names of what no call makes, but for those that are `absent`, and for state that the
+    program does not update."""
     if how.offload is None:
         return
     if how.state and not whole:
@@ -71,7 +71,8 @@ def refuse_offload(program: Program, how: Schedule, *, whole: bool, strict: bool
             "return what has no history: loss.detach()",
         )
     made = dict.fromkeys(_name(s) for s in program.steps if isinstance(s, Compute))
-    wrong = [] if not strict or how.saved in (None, SAVED) else [name for name in how.saved if name not in made]
+    names = how.saved if isinstance(how.saved, tuple) else ()
+    wrong = [name for name in names if name not in made and not absent(name)]
     if wrong:
         near = {name: get_close_matches(name, made, 3, 0.5) for name in wrong}
         raise ShardingError(

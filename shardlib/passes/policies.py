@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+
+import torch
+from torch import nn
 
 from shardlib.errors import ShardingError
 from shardlib.internals import OpOverload, schema_of
@@ -44,17 +47,17 @@ def attention(crossing: Crossing) -> set[Var]:
     return found
 
 
-def named(crossing: Crossing, names: Sequence[str], strict: bool) -> set[Var]:
+def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool]) -> set[Var]:
     """What ops of these names make, and what modules of these paths or classes make for themselves: what others read of
-    it is kept, as `torch.utils.checkpoint` keeps what goes in and out. If `strict`, raises `ShardingError` for names of
-    nothing."""
+    it is kept, as `torch.utils.checkpoint` keeps what goes in and out. Raises `ShardingError` for names of nothing,
+    but for those that are `absent`."""
     ops = {owner: _ops(crossing, owner) for owner in crossing.droppable}
     scopes = {owner: _made_in(crossing, owner) for owner in crossing.droppable}
     every = {name for known in ops.values() for name in known}
     every |= {name for known in scopes.values() for module in known for name in module}
     wrong = []
-    for name in names if strict else ():
-        if not any(_fits(name, known) for known in every):
+    for name in names:
+        if not any(_fits(name, known) for known in every) and not absent(name):
             words = list(dict.fromkeys((*WORDS, *_short(sorted(every)))))
             near = difflib.get_close_matches(name.replace("*", "").lower(), words, _NEAR, 0.5)
             wrong.append(f"{name!r} is none" + (f"; near it are {', '.join(map(repr, near))}" if near else ""))
@@ -73,6 +76,17 @@ def named(crossing: Crossing, names: Sequence[str], strict: bool) -> set[Var]:
         if any(all(module in _around(crossing, i) for i in _readers(crossing, owner)) for module in around):
             found.add(owner)
     return found
+
+
+def is_absent(objects: Iterable[object], name: str) -> bool:
+    """Whether a name is of some module among these objects, or of an op, though a program lacks it: not all modules
+    train, and evaluation makes less."""
+    modules = [x for x in objects if isinstance(x, nn.Module)]
+    if all(m.training for m in modules):
+        return False
+    paths = {path for m in modules for path, _ in m.named_modules()} | {type(m).__name__ for m in modules}
+    ops = torch.ops.aten, torch.ops.shardlib
+    return any(_fits(name, path) for path in paths) or any(hasattr(of, name) for of in ops)
 
 
 def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:

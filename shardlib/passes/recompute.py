@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shardlib.keeping import WORDS, Keeping
@@ -44,13 +44,13 @@ class Recomputed:
 
 
 def recompute(
-    program: Program, keeping: Keeping, finish: Finish, *, moves: bool, strict: bool
+    program: Program, keeping: Keeping, finish: Finish, trial: Finish, absent: Callable[[str], bool], *, moves: bool
 ) -> tuple[Program, frozenset[Var], Recomputed | None]:
     """The program that makes again what `keeping` says, the values that are to wait in the host's memory, and what that
-    takes; `finish` are the passes behind this one. A budget `moves` values unless the schedule names some.
+    takes; `finish` are the passes behind this one, `trial` those with which a budget is tried. A budget `moves` values
+    unless the schedule names some.
 
-    Raises `ShardingError` for names of nothing, if `strict` (what only training makes, evaluation does not), and for a
-    budget that cannot be kept.
+    Raises `ShardingError` for names of nothing, but for those that are `absent`, and for a budget that cannot be kept.
     """
     if keeping.remat == "none" and keeping.memory is None:
         return program, frozenset(), None
@@ -59,9 +59,9 @@ def recompute(
         said, fixed = f"memory={keeping.memory:,} B", crossing.weights if keeping.regather == "never" else frozenset()
         may_move = movable(program) if moves and keeping.schedule.saved is None else ()
         machine = Machine.of(program.mesh.machine)
-        dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move)
+        dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move, trial)
     else:
-        said, dropped = f"remat={keeping.remat!r}", frozenset(_by_name(crossing, keeping, strict))
+        said, dropped = f"remat={keeping.remat!r}", frozenset(_by_name(crossing, keeping, absent))
     again = remade(crossing, dropped)
     told = _told(said, crossing, dropped, again)
     if keeping.memory is None and dropped:
@@ -82,7 +82,7 @@ def warn_of_a_higher_peak(name: str, told: Recomputed, peak: int) -> None:
         )
 
 
-def _by_name(crossing: Crossing, keeping: Keeping, strict: bool) -> set[Var]:
+def _by_name(crossing: Crossing, keeping: Keeping, absent: Callable[[str], bool]) -> set[Var]:
     """What any of the words and names gives up."""
     said = [keeping.remat] if isinstance(keeping.remat, str) else keeping.remat
     dropped = set[Var]()
@@ -90,7 +90,7 @@ def _by_name(crossing: Crossing, keeping: Keeping, strict: bool) -> set[Var]:
         dropped |= policy(crossing) if word in said else set()
     names = [name for name in said if name not in WORDS]
     if names and any(crossing.back):
-        dropped |= policies.named(crossing, names, strict)
+        dropped |= policies.named(crossing, names, absent)
     if keeping.regather == "never":
         return dropped - crossing.weights
     return dropped | (crossing.weights - {*crossing.held}) if dropped else dropped
