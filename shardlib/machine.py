@@ -285,7 +285,9 @@ class Machine:
 
 
 def _not_positive(values: Mapping[str, float]) -> list[str]:
-    return [f"{name} is {x!r}, not a positive number" for name, x in values.items() if not _is_number(x) or x <= 0]
+    return [
+        f"{name} is {x!r}, not a positive, finite number" for name, x in values.items() if not _is_number(x) or x <= 0
+    ]
 
 
 def _negative(values: Mapping[str, float]) -> list[str]:

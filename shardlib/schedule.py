@@ -103,7 +103,9 @@ class Schedule:
             Schedule(prefetch=0)
         """
         try:
-            found = read(text, Schedule)
+            found = read(str(text), Schedule)
+            if not isinstance(found, Schedule):
+                raise TypeError(found)
         except ShardingError:
             raise
         except (SyntaxError, ValueError, TypeError) as error:
@@ -112,7 +114,7 @@ class Schedule:
                 rule=f"it has fields by name ({', '.join(f.name for f in fields(Schedule))}) of numbers and texts",
                 remedy='Schedule(prefetch=1, bucket="25MiB")',
             ) from error
-        return Schedule.of(found)
+        return found
 
     @staticmethod
     def of(what: Any) -> Schedule:

@@ -1234,6 +1234,27 @@ def test_what_runs_op_by_op_may_run_in_any_mode(mode: Any, made_outside: bool) -
     torch.testing.assert_close(ours, run(plain), rtol=1e-10, atol=1e-10)
 
 
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > 0 else x
+
+
+def test_a_budget_is_kept_or_refused() -> None:
+    """Op by op nobody keeps to it."""
+    with Mesh(data=2):
+        model = sl.parallelize(Deciding(), {}, memory="1GiB")
+    with pytest.raises(ShardingError) as said:
+        model(torch.ones(4, 4))
+    assert str(said.value).startswith("forward needs the value of gt (bool[]), and memory=1073741824 is said of it:\n")
+    assert str(said.value).endswith("Remedy: write that line so that it is traced, or say no memory")
+    with torch.no_grad(), pytest.warns(EagerWarning):
+        assert model(torch.ones(4, 4)).shape == (4, 4)
+
+
 class Sentences(nn.Module):
     def __init__(self, kind: Any, is_sorted: bool) -> None:
         super().__init__()

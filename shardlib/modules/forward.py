@@ -62,8 +62,15 @@ class Forward:
             try:
                 return self.program(*args, **kwargs)
             except NoProgramError as error:
-                self.eager.add(self._mode)
                 what = error.what.replace("the traced function", self.fn.__name__)
+                if self.keeping.memory is not None and torch.is_grad_enabled():
+                    raise ShardingError(
+                        f"{what}, and {self.keeping.said} is said of it",
+                        error.offenders,
+                        rule="a program keeps to a budget; ops that run one by one take what they take",
+                        remedy="write that line so that it is traced, or say no memory",
+                    ) from error
+                self.eager.add(self._mode)
                 warnings.warn(
                     f"{what}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
