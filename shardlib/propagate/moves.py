@@ -83,7 +83,7 @@ class Moves:
         if record.through:
             came = reduce(lambda found, s: np.where(self._owes(s), s, found), reversed(at[m:]), np.array(-1))
             sources = [np.where(came < 0, s, came) for s in sources]
-        new = [reduce(np.logical_and, (s != t for t in sources[:i]), np.array(True)) for i, s in enumerate(sources)]
+        new = _new(sources)
         if record.late:
             # What a reader needs in own rows only it also takes while these are pending: others have what they need.
             late = reduce(np.logical_or, map(self._owes, sources))
@@ -95,6 +95,7 @@ class Moves:
             paid = [
                 np.where(mine & apart, self._paid(s, wants[0], rough)[0], 0.0)
                 for s, mine in zip(sources, new, strict=False)
+                if mine.any()
             ]
             total, have, new = sum(paid, total), [np.where(apart, wants[0], sources[0])], new[:1]
         for want in {(w.shape, w.tobytes()): w for w in wants}.values():  # nobody pays for what is there
@@ -197,6 +198,20 @@ class Moves:
         (cut, pending), sizes, itemsize = self._states[source], self.record.sizes, self.record.itemsize
         left = tuple(a for a in pending if a not in goal[1])
         return reshard.seconds(reshard.route(sizes, itemsize, cut, goal[0], left, prices=self.prices), self.paid)
+
+
+def _new(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
+    """Where each of them is none of those before it."""
+    found: list[NDArray[np.bool_]] = []
+    before: dict[object, Numbers] = {}
+    for s in sources:
+        key = s.shape, s.tobytes()
+        if key in before:
+            found.append(np.array(False))
+        else:
+            found.append(reduce(np.logical_and, (s != t for t in before.values()), np.array(True)))
+            before[key] = s
+    return found
 
 
 def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:
