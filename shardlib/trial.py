@@ -96,12 +96,13 @@ class Trial:
 
     @property
     def takes_turned(self) -> bool:
-        """Whether the op takes tensors, right or wrong, whose dims lie in memory in the other order."""
+        """Whether the op takes tensors whose dims lie in memory in the other order, and gives, right or wrong, results of
+        the same shapes."""
         try:
-            self.called([*map(_turned, self.tensors)], callable_of(self.op.target))
+            found = self.called([*map(_turned, self.tensors)], callable_of(self.op.target))
         except RAISED:
             return False
-        return True
+        return [x.shape for x in found] == [x.shape for x in tensors_of(self.results)]
 
     def program(self, cut: Cut, mesh: Mesh) -> Program:
         """The op on pieces, as lowering writes it."""
