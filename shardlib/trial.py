@@ -96,8 +96,8 @@ class Trial:
 
     @property
     def takes_turned(self) -> bool:
-        """Whether the op takes tensors whose dims lie in memory in the other order, and gives, right or wrong, results of
-        the same shapes."""
+        """Whether the op takes tensors whose dims lie in memory in the other order, and gives, right or wrong, results
+        of the same shapes."""
         try:
             found = self.called([*map(_turned, self.tensors)], callable_of(self.op.target))
         except RAISED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -48,6 +49,7 @@ def counting(found: dict[Program, dict[Any, int]]) -> Iterator[None]:
 
     def all_steps(g: Generator, communicate: Any) -> Any:
         peaks = found.setdefault(g.program, {})
+        here = [not v.host for v in g.program.inputs]
         device_of: dict[str, int] = {}
 
         def look(devices: list[int], there: dict[str, Any]) -> None:
@@ -56,7 +58,9 @@ def counting(found: dict[Program, dict[Any, int]]) -> Iterator[None]:
                 if isinstance(x, torch.Tensor) and (d := device_of.get(name, -1)) in held:
                     held[d][x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
             for d, storages in held.items():
-                storages |= {x._cdata: x.nbytes() for x in (p[d].untyped_storage() for p in there["pieces"])}
+                storages |= {
+                    x._cdata: x.nbytes() for x in (p[d].untyped_storage() for p in compress(there["pieces"], here))
+                }
                 peaks[d] = max(peaks.get(d, 0), sum(storages.values()))
 
         def both(g: Generator, start: Start) -> None:

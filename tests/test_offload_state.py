@@ -21,6 +21,7 @@ from shardlib.program.text import parse, show
 from shardlib.simulate.timeline import HOST
 from shardlib.tensors.above import above
 from shardlib.tensors.away import AWAY
+from tests.peaks import counting
 from tests.ranks import run_ranks
 
 WIDTH = 8
@@ -486,3 +487,44 @@ def test_checkpoints_are_written_from_there(tmp_path: Any, background: bool) -> 
     same(model, one)
     for a, b in zip(moments(optimizer), moments(plain), strict=True):
         torch.testing.assert_close(a.full_tensor(), b, rtol=0, atol=1e-10)
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_state_elsewhere_holds_what_the_plan_says_and_less(strategy: str) -> None:
+    def step(m: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss: Tensor = m(x)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    def trained(offload: Any) -> tuple[int, list[Tensor]]:
+        found: dict[Any, dict[Any, int]] = {}
+        with sl.Mesh(data=4), counting(found):
+            model = sl.parallelize(_Stack(), {}, strategy=strategy)
+            opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+            jitted = sl.jit(step, schedule=sl.Schedule(offload=offload))
+            losses = [jitted(model, opt, torch.ones(8, 16) / n) for n in (1, 2, 3)]
+            planned = jitted.plan(model, opt, torch.ones(8, 16)).peak_memory
+        assert planned in [max(by_device.values()) for by_device in found.values() if by_device]
+        return planned, [x.full_tensor() for x in (*losses, *model.parameters())]
+
+    most, expected = trained(None)
+    peaks = {}
+    for offload in ("moments", "parameters", ("moments", "parameters")):
+        peaks[offload], values = trained(offload)
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
+    assert peaks["moments", "parameters"] < min(peaks["moments"], peaks["parameters"])
+    assert max(peaks.values()) < most

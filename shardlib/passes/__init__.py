@@ -24,7 +24,6 @@ PASSES = (
     bundle.bundle,
     schedule.schedule,
     offload.offload,
-    offload_state.offload_state,
     settle.settle,
     reuse.reuse,
     free.free,
@@ -95,11 +94,19 @@ def _passed(program: Program, how: Schedule, hosted: Hosted, *, moves: bool) -> 
         parts.parts: partial(parts.parts, how=replace(how, parts=1) if hosted.values else how),  # which are whole
         bundle.bundle: lambda p: bundle.bundle(p, how),
         offload.offload: partial(offload.offload, how=how, chosen=hosted.values),
-        offload_state.offload_state: partial(
-            offload_state.offload_state, away=hosted.inputs, sent=hosted.outputs, how=how
-        ),
+        settle.settle: partial(_settled, how=how, hosted=hosted),
     }
     for one in PASSES:
         if moves or one not in _MOVING:
             program = told.get(one, one)(program)
             yield program
+
+
+def _settled(program: Program, how: Schedule, hosted: Hosted) -> Program:
+    """State is written over where it is, last; what lives in the host's memory is brought there, or goes as soon as it
+    is made, whichever holds less."""
+    if not hosted.inputs and not hosted.outputs:
+        return settle.settle(program)
+    moved = partial(offload_state.offload_state, away=hosted.inputs, sent=hosted.outputs, how=how)
+    both = moved(settle.settle(program)), settle.settle(moved(program))
+    return min(both, key=lambda made: peak_bytes(free.free(reuse.reuse(made))))
