@@ -108,5 +108,7 @@ def _settled(program: Program, how: Schedule, hosted: Hosted) -> Program:
     if not hosted.inputs and not hosted.outputs:
         return settle.settle(program)
     moved = partial(offload_state.offload_state, away=hosted.inputs, sent=hosted.outputs, how=how)
-    both = moved(settle.settle(program)), settle.settle(moved(program))
+    there, settled = {i: program.replaced[i] for i in hosted.inputs if i in program.replaced}, settle.settle(program)
+    settled = replace(settled, replaced={**settled.replaced, **there})  # also what no step writes in place goes there
+    both = moved(settled), settle.settle(moved(program))
     return min(both, key=lambda made: peak_bytes(free.free(reuse.reuse(made))))

@@ -19,6 +19,7 @@ def clean(seen: Seen) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
 def test_some_of_the_rules_samples() -> None:
     seen = Seen()
     for sample in list(programs.samples())[::EVERY]:
