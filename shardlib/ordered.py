@@ -6,19 +6,23 @@ experts. Where the rows are cut, every device may sort its own, and nothing is s
 
 That is right if all that knows of the order is known here: what goes row by row; what reads or writes at the places
 that the sort tells, and so puts rows in that order, or back; sums over all rows; and products in groups whose ends are
-counts of what was sorted. These ops are marked (`Op.ordered`, `Value.counted`), and have rules of their own. What is
-decided is looked at as it is written (`check`): where not all are cut alike, the marks are taken away (`forget`).
+how many of the sorted keys are at most 0, 1, 2 ..., so that they fall between the same keys on every device. These ops
+are marked (`Op.ordered`, `Value.counted`), and have rules of their own. What is decided is looked at as it is written
+(`check`): where not all are cut alike, the marks are taken away (`forget`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.aten.traits import has, is_view
+from shardlib.aten.views import argument
 from shardlib.graph import Graph, Op, Ordered, Value, is_zero, viewed
+from shardlib.internals import OpOverload, schema_of
 from shardlib.meshes.axis import Axis
 from shardlib.rules import ordered as rules
 from shardlib.rules.rule import Labels, Rule
@@ -52,9 +56,11 @@ class _Known(NamedTuple):
     dim: int | None
     times: int = 0
     back: bool = False
+    keys: bool = False  # it is what was sorted, in that order
 
 
 _BACK = _Known(None, back=True)
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that hold any number of groups
 
 
 def mark(graph: Graph) -> None:
@@ -109,6 +115,8 @@ class _Region:
         try:
             self._follow()
             for ends in self.ends.values():
+                if not self._are_ends(ends):
+                    raise DisorderError
                 self._count(ends)
             self._count_alone()
         except DisorderError:
@@ -124,10 +132,8 @@ class _Region:
         for op in self.graph.ops:
             known = {i: self.known[x] for i, x in enumerate(op.operands) if x in self.known}
             if op is self.sort:
-                self._sorted(op, _Known(0), _Known(0, times=1))
+                self._sorted(op, _Known(0, keys=True), _Known(0, times=1))
             elif known and op.target in _SORTS and [*known.values()] == [_Known(0, times=1)]:
-                if arg(op.call, "descending"):
-                    raise DisorderError
                 self._sorted(op, None, _BACK)
             elif known:
                 if op.rule is None or op.manual or op.constrains or op.ordered is not None:
@@ -142,7 +148,7 @@ class _Region:
             raise DisorderError
 
     def _sorted(self, op: Op, *known: _Known | None) -> None:
-        if (rule := rules.sorts(op.call)) is None:
+        if (rule := rules.sorts(op.call)) is None or arg(op.call, "descending"):
             raise DisorderError
         self.rules[op] = rules.PLACES, rule
         self.known |= {x: k for x, k in zip(op.results, known, strict=True) if x is not None and k is not None}
@@ -170,7 +176,8 @@ class _Region:
         else:
             self._all_in_order(op, rule, row, {*range(len(op.operands))} - {*looks.indices}, known)
             if (dim := _alone(rule.results[0], row)) is not None:
-                self.known[result] = _Known(dim)
+                of_keys = op.target in _READS and viewed(op.operands[0]) is viewed(self.sort.operands[0])
+                self.known[result] = _Known(dim, keys=of_keys and at.times == 1)
         self.rules[op] = rules.PLACES, rules.at_places(rule, table, entries)
 
     def _all_in_order(
@@ -186,10 +193,56 @@ class _Region:
 
     def _counts_up(self, x: Value) -> bool:
         """Whether a value is 0, 1, 2 ..., one for each row."""
-        op = viewed(x).op
-        if op is None or op.target not in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step):
+        return _is_range(x) and x.shape == self.sort.operands[0].shape
+
+    def _are_ends(self, x: Value) -> bool:
+        """Whether a value says how many keys are at most 0, 1, 2 ...: it counts those up to each, or adds up those that
+        are each, of which none is below 0."""
+        op = _uncast(x).op
+        if op is None or len(x.shape) != 1:
             return False
-        return (arg(op.call, "start", 0), arg(op.call, "step", 1), x.shape) == (0, 1, self.sort.operands[0].shape)
+        if op.target is _aten.cumsum.default:
+            keys = self.sort.operands[0]
+            return self._are_counts(_uncast(op.operands[0])) and _is_place(keys, or_clamped=True)
+        return self._are_compared(op, _aten.le.Tensor, _aten.ge.Tensor)
+
+    def _are_counts(self, x: Value) -> bool:
+        """Whether a value says how many keys are 0, 1, 2 ..."""
+        op = x.op
+        if op is None or x.dtype not in _EXACT:
+            return False
+        if op.target is _aten.histc.default:
+            bins, low, high = (arg(op.call, name) for name in ("bins", "min", "max"))
+            return self._are_keys(op.operands[0]) and (low, high) == (0, bins - 1)
+        if op.target in (_aten.scatter_add.default, _aten.index_add.default):
+            into, at, ones = op.operands
+            weighed = op.target is _aten.index_add.default and arg(op.call, "alpha") != 1
+            return is_zero(into) and self._are_keys(at) and _is_one(ones) and not weighed
+        return self._are_compared(op, _aten.eq.Tensor, _aten.eq.Tensor)
+
+    def _are_compared(self, op: Op, ahead: Any, behind: Any) -> bool:
+        """Whether an op counts for 0, 1, 2 ... the keys that compare so with it, or it with them."""
+        made = _uncast(op.operands[0]).op if op.target is _aten.sum.dim_IntList else None
+        if made is None or made.target not in (ahead, behind) or len(made.operands) != 2:
+            return False
+        shape = _uncast(op.operands[0]).shape
+        for target, (keys, each) in ((ahead, made.operands), (behind, made.operands[::-1])):
+            along = self.known.get(keys)
+            if made.target is target and along is not None and len(shape) == 2:
+                one = [1 if d == along.dim else n for d, n in enumerate(shape)]
+                column = [n if d == along.dim else 1 for d, n in enumerate(shape)]
+                lies = [*keys.shape] == column and [*each.shape] in (one, one[1:] if along.dim == 0 else one)
+                if lies and self._are_keys(keys) and _is_range(each):
+                    return True
+        return False
+
+    def _are_keys(self, x: Value) -> bool:
+        return x in self.known and self.known[x].keys and self._holds(x.dtype)
+
+    def _holds(self, dtype: torch.dtype) -> bool:
+        """Whether keys that are compared with numbers of groups are the same in this dtype."""
+        keys = self.sort.operands[0]
+        return dtype in _EXACT and (dtype == keys.dtype or dtype != torch.int32 or _is_place(keys))
 
     def _in_groups(self, op: Op, rule: Rule, known: Mapping[int, _Known]) -> None:
         """Of a product in groups."""
@@ -209,7 +262,7 @@ class _Region:
         be had by itself."""
         (first, *_) = known.values()
         if first == _BACK:
-            (made,) = op.results
+            made = op.results[0]
             if not op.transparent or made is None or made.shape != op.operands[0].shape:
                 raise DisorderError
             self.known[made] = first
@@ -220,7 +273,8 @@ class _Region:
             raise DisorderError
         for x, dims in zip(op.results, rule.results, strict=True):
             if x is not None and (dim := _alone(dims, row)) is not None:
-                self.known[x] = _Known(dim, _times(op, [*known.values()]))
+                keys = first.keys and (op.transparent or has(op.target, "copies")) and self._holds(x.dtype)
+                self.known[x] = _Known(dim, _times(op, [*known.values()]), keys=keys)
             elif x is not None:
                 self.summed[op] = row
 
@@ -275,13 +329,59 @@ def _alike(x: Value, dim: int) -> bool:
     return x.constant and x.op is not None and (has(x.op.target, "fills") or has(x.op.target, "unset"))
 
 
+def _uncast(x: Value) -> Value:
+    """What a value is a view of, of the same shape, or the same numbers in another dtype that holds them."""
+    while (op := x.op) is not None and len(op.operands) == 1 and op.operands[0].shape == x.shape:
+        if not (op.transparent or has(op.target, "copies")) or x.dtype not in _EXACT:
+            break
+        (x,) = op.operands
+    return x
+
+
+def _is_range(x: Value) -> bool:
+    """Whether a value is 0, 1, 2 ..., along one dim."""
+    op = x.op
+    while op is not None and op.transparent and max(x.shape, default=0) == math.prod(x.shape):
+        (x,) = op.operands
+        op = x.op
+    if op is None or op.target not in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step):
+        return False
+    return (arg(op.call, "start", 0), arg(op.call, "step", 1)) == (0, 1)
+
+
+def _is_one(x: Value) -> bool:
+    """Whether a value is known to be nothing but ones."""
+    op = viewed(x).op
+    if op is None or not has(op.target, "fills"):
+        return False
+    filled: object = 0 if has(op.target, "zeros") else argument(op.node, "fill_value")
+    return type(filled) in (int, float) and filled == 1
+
+
+def _is_place(x: Value, *, or_clamped: bool = False) -> bool:
+    """Whether whole numbers are places that an op has found, so that none is below 0; or are `clamped` there."""
+    while (op := x.op) is not None and not x.dtype.is_floating_point:
+        if op.transparent or has(op.target, "copies"):
+            (x,) = op.operands
+        elif op.target in (_aten.clamp.default, _aten.clamp_min.default):
+            low = arg(op.call, "min")
+            return or_clamped and type(low) is int and low >= 0
+        else:
+            returns: Sequence[Any] = schema_of(op.target).returns if isinstance(op.target, OpOverload) else ()
+            return x.index == 1 and len(returns) == 2 and returns[1].name == "indices"
+    return False
+
+
 def _goes_by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:
     """Whether pieces of rows may be had by themselves, and added up or compared where results lack them."""
     ties = (*rule.rounds.items(), *rule.follows.items(), *rule.lends.items())
     tied = {*rule.whole, *(f for tie in ties for f in tie)}
-    # A view shows rows of one size as they stand; to places that others name, rows are added in any order.
-    free = is_view(op.target) or (rule.looks is not None and all(rule.reduce.get(f) == "sum" for f in row))
     kept = all({*row} <= {f for dim in dims for f in dim} for dims in rule.results)
+    if rule.looks is not None and {*row} & {*rule.looks.rows}:
+        return False  # it reads rows at places in the order; that the device adds these up which has them is no sum
+    # A view shows rows of one size as they stand; at places that rows name, others are read, or rows added, one by one.
+    looks = rule.looks is not None and (kept or all(rule.reduce.get(f) == "sum" for f in row))
+    free = looks or (kept and is_view(op.target))
     return (
         torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ())
         and not {*row} & (tied if free else tied | rule.local_factors)

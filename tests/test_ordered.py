@@ -59,13 +59,13 @@ def mixture(
     back: Callable[[Tensor, Tensor], Tensor] = put_back,
     between: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda rows, ids, order: (rows + 1).relu() % 3,
 ) -> Tensor:
-    ids, order = ids.flatten().sort()
+    ids, order = ids.flatten().clamp(0).sort()
     rows = between(torch._grouped_mm(x[order // K], w, ends(ids)), ids, order)
     return back(torch._grouped_mm(rows, w, ends(ids)), order).view(-1, K, D).sum(1)
 
 
 def added(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-    ids, order = ids.flatten().sort(stable=True)
+    ids, order = ids.flatten().clamp(0).sort(stable=True)
     rows = torch._grouped_mm(x.index_select(0, order.div(K, rounding_mode="floor")), w, ends_of(ids))
     return torch.zeros_like(x).index_put((order // K,), rows, accumulate=True)
 
@@ -80,6 +80,8 @@ FREE: dict[str, Callable[..., Any]] = {
     "mixture": mixture,
     "rows added to tokens": added,
     "counts by histogram": lambda *a: mixture(*a, ends=counted),
+    "counts up to each": lambda *a: mixture(
+        *a, ends=lambda ids: (ids[:, None] <= torch.arange(E)).sum(0, dtype=torch.int32)),
     "counts that are written": lambda *a: mixture(*a, ends=scattered),
     "back by another sort": lambda *a: mixture(*a, back=sorted_back),
     "written back": lambda *a: mixture(*a, back=written),
@@ -104,6 +106,33 @@ SEEN: dict[str, Callable[..., Any]] = {
     "places that are added up": lambda x, ids, w: mixture(x, ids, w, back=lambda rows, order: rows[
         torch.zeros_like(order).index_put((order,), torch.arange(len(order)), accumulate=True)]),
     "largest row": lambda *a: mixture(*a, between=lambda rows, *_: rows * (rows[:, 0].argmax(0) % 3)),
+    "one row": lambda *a: mixture(*a, between=lambda rows, *_: rows - rows[2]),
+    "two rows": lambda *a: mixture(*a, between=lambda rows, *_: rows - rows[torch.tensor([2, 5])].sum(0)),
+    "one key": lambda *a: mixture(*a, between=lambda rows, ids, _: rows * ids[3]),
+    "one place": lambda *a: mixture(*a, between=lambda rows, _, order: rows * (order[3] % 3)),
+    "a diagonal": lambda *a: mixture(*a, between=lambda rows, *_: rows - rows.diagonal().sum()),
+    "rows by their keys": lambda *a: mixture(*a, between=lambda rows, ids, _: rows + rows[ids]),
+    "rows gathered by keys": lambda *a: mixture(
+        *a, between=lambda rows, ids, _: rows.gather(0, ids[:, None].expand(-1, D))),
+    "back by the order of others": lambda x, ids, w: mixture(
+        x, ids, w, back=lambda rows, _: rows[(1 - ids.flatten()).argsort(stable=True)]),
+    "back by a shuffled range": lambda *a: mixture(*a, back=lambda rows, order: rows[
+        torch.zeros_like(order).index_put((order,), torch.arange(T * K).view(2, -1, 2).transpose(1, 2).reshape(-1))]),
+    "back by the place of a place": lambda *a: mixture(
+        *a, back=lambda rows, order: rows[order.argsort().argsort().argsort()]),
+    "counts the other way round": lambda *a: mixture(*a, ends=lambda ids: (
+        ids[:, None] == torch.arange(E)).sum(0).flip(0).cumsum(0, dtype=torch.int32)),
+    "groups of one size": lambda *a: mixture(*a, ends=lambda ids: (
+        torch.arange(1, E + 1) * (ids >= 0).sum() // E).int()),
+    "room for so many": lambda *a: mixture(*a, ends=lambda ids: torch.where(
+        torch.arange(E) < E - 1, (ids[:, None] <= torch.arange(E)).sum(0).clamp(max=5), T * K).int()),
+    "keys from behind": lambda x, ids, w: written(torch._grouped_mm(x[(order := (
+        found := ids.flatten().clamp(0).sort(descending=True))[1]) // K], w, ends_of(found[0])), order),
+    "sorted by something else": lambda x, ids, w: written(torch._grouped_mm(x.repeat_interleave(K, 0)[(
+        order := x.repeat_interleave(K, 0)[:, 0].sort(stable=True)[1])], w, ends_of(ids.flatten()[order])), order),
+    "keys that may be below 0": lambda x, ids, w: written(torch._grouped_mm(x[(order := (
+        found := ids.flatten().sort())[1]) // K], w, ends_of(found[0])), order),
+    "keys in few bits": lambda *a: mixture(*a, ends=lambda ids: ends_of(ids.to(torch.int8))),
 }  # fmt: skip
 MESHES = [{"data": 2}, {"data": 3}, {"data": 8}, {"data": 2, "expert": 2}, {"expert": 2, "data": 3}]
 
