@@ -1,10 +1,13 @@
 """In-place programs, traced into functional graphs: each computes to the last bit what it computes eagerly."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
+import shardlib as sl
 from shardlib.normalise import normalise, verify
 from shardlib.plain import plain_program
 from shardlib.tracing.trace import trace
@@ -345,3 +348,38 @@ def test_windows_of_memory_are_windows_of_a_dim(shape, size, stride, offset, tur
         names = [node.name for node in traced.graph.graph.nodes]
         assert any("unfold" in name for name in names)
         assert not any("index" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("of", "where"),
+    [
+        (lambda x: x[2:], ([3, 3], [1, 1])),
+        (lambda x: x[2:], ([3, 3], [1, 1], 0)),
+        (lambda x: x[2:], ([2], [1], 0)),
+        (lambda x: x[2:4], ([2, 2], [1, 2])),
+        (lambda x: x[2:], ([2, 3], [2, 1])),
+        (lambda x: x[:4], ([3, 3], [2, 1], 1)),
+        (lambda x: x.view(2, 4)[:, 1:], ([2, 2], [4, 1])),
+        (lambda x: x.view(2, 4).t()[1], ([2, 2], [0, 3])),
+    ],
+)
+def test_memory_beside_what_is_strided(of: Any, where: Any) -> None:
+    """Offsets count from the beginning of the memory, and from that of a view where none is said."""
+    weights = torch.arange(1.0, 10.0)
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        found = of(x).as_strided(*where).flatten()
+        return found * weights[: len(found)]
+
+    x = torch.arange(8.0, requires_grad=True)
+    (expected,) = torch.autograd.grad(read(x).square().sum(), x)
+    with sl.Mesh(a=2):
+        for spec in ("d@a", "d"):
+            assert torch.equal(sl.jit(read, in_specs=(spec,))(x.detach()).full_tensor(), read(x.detach()))
+            gradient = sl.jit(sl.grad(lambda x: read(x).square().sum()), in_specs=(spec,))(x.detach())
+            torch.testing.assert_close(gradient.full_tensor(), expected)
+
+
+def test_memory_that_nobody_gave_is_refused() -> None:
+    with sl.Mesh(a=2), pytest.raises(sl.ShardingError, match="a strided view cannot be traced"):
+        sl.jit(lambda x: x[:4].as_strided([9], [1]), in_specs=("d@a",))(torch.arange(16.0)[:8])

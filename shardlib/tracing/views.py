@@ -98,8 +98,14 @@ class Views:
             return made[-1]
 
         base: Tensor = source.meta["val"]
-        offset = (argument(node, "storage_offset") or 0) - int(base.storage_offset())
-        result = unstrided(emit, source, argument(node, "size"), argument(node, "stride"), offset)
+        size, stride, at = (argument(node, name) for name in ("size", "stride", "storage_offset"))
+        first, result = int(base.storage_offset()) if at is None else at, None
+        for whole in dict.fromkeys((source, self.owner(source))):  # what it reads may be beside what it is taken of
+            val: Tensor = whole.meta["val"]
+            offset = first - int(val.storage_offset())
+            reach = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+            if result is None and (0 in size or 0 <= offset <= offset + reach < val.numel()):
+                result = unstrided(emit, whole, size, stride, offset)
         if result is None:
             raise ShardingError(
                 "a strided view cannot be traced",
