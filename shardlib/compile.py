@@ -15,9 +15,10 @@ from shardlib.calls.rebound import Watch
 from shardlib.calls.state import State
 from shardlib.clock import Clock
 from shardlib.errors import ShardingError
+from shardlib.finish import Finish
 from shardlib.folding import fold, spread, unroll
 from shardlib.graph import Graph, Op, Value, is_door
-from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew, sent_away, state_away
+from shardlib.homes import at_home, fixed_outputs, gradients, placed_anew, state_away
 from shardlib.internals import pytree
 from shardlib.keeping import Keeping
 from shardlib.lines import place
@@ -27,18 +28,14 @@ from shardlib.normalise import normalise
 from shardlib.ordered import DisorderError, forget
 from shardlib.ordered import mark as mark_ordered
 from shardlib.owned import mark as mark_owned
-from shardlib.passes import Hosted, run_passes
-from shardlib.passes.offload import crossing, refuse_offload
 from shardlib.passes.policies import is_absent
-from shardlib.passes.recompute import Recomputed, recompute, warn_of_a_higher_peak
-from shardlib.passes.split import Halves, split
-from shardlib.program.steps import Program, Var
-from shardlib.program.storage import peak_bytes
+from shardlib.passes.recompute import Recomputed
+from shardlib.passes.split import Halves
+from shardlib.program.steps import Program
 from shardlib.propagate import Propagated, propagate
 from shardlib.ranks import world
 from shardlib.regather import mark
 from shardlib.sameness import is_same, is_there
-from shardlib.schedule import Schedule
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.prefix import SpecLike, broadcast_prefix
 from shardlib.specs.slips import Use, warn_of_slips
@@ -145,54 +142,12 @@ def compile_program(
         program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
     program = replace(program, donated=_donated(traced, donate))
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
-    is_whole = not traced.after.gradients
-    absent = partial(is_absent, call.state.kept)
-    refuse_offload(program, keeping.schedule, absent, whole=is_whole)
     away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
-    finished = partial(_finished, traced, keeping.schedule, away)
-
-    def draft(how: Schedule, other: Program, memory: float | None, moved: Collection[Var]) -> Program:
-        return _finished(traced, how, away, memory, other, moved, draft=True)[0]
-
-    said = keeping.schedule
-    together = said if said.parts else replace(said, parts=1)  # to find parts takes longer than all else
-    drafts = partial(draft, said), partial(draft, together)
-    program, moved, recomputed = recompute(program, keeping, *drafts, absent, moves=is_whole)
-    program, halves = finished(keeping.memory, program, moved)
-    if recomputed is not None:
-        warn_of_a_higher_peak(traced.name, recomputed, peak_bytes(program))
+    finish = Finish(traced, away, keeping, partial(is_absent, call.state.kept))
+    program, halves, recomputed = finish.run(program)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, halves, recomputed, clock.seconds, outputs)
-
-
-def _finished(
-    traced: Traced,
-    how: Schedule,
-    away: Collection[int],
-    memory: float | None,
-    program: Program,
-    moved: Collection[Var] = (),
-    *,
-    draft: bool = False,
-) -> tuple[Program, Halves | None]:
-    """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away`, and what comes to
-    stand where they do, there between calls; its halves where its results have gradients."""
-    passed = partial(run_passes, how=how, memory=memory, draft=draft)
-    after = traced.after
-    if not after.gradients:
-        return passed(program, hosted=Hosted(moved, away, sent_away(traced, away))), None
-    halves = split(program, len(after.cotangents), len(after.gradients), whole=how.saved is not None)
-    sent = crossing(halves.forward, halves.own, how)
-    forward = passed(halves.forward, hosted=Hosted(outputs=sent))
-    halves = replace(halves, forward=forward)
-    backward = passed(  # what is saved may be views of one value: of how much, the forward half knows
-        halves.backward,
-        hosted=Hosted(inputs=[at - halves.own for at in sent]),
-        peak=lambda second: peak_bytes(replace(halves, backward=second).joint),
-    )
-    halves = replace(halves, backward=backward)
-    return halves.joint, halves
 
 
 def _regathered(traced: Traced, graph: Graph, call: FlatCall) -> set[Value]:

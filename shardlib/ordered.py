@@ -13,16 +13,14 @@ are marked (`Op.ordered`, `Value.counted`), and have rules of their own. What is
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.aten.traits import has, is_view
-from shardlib.aten.views import argument
+from shardlib.facts import EXACT, alike, is_one, is_place, is_range, uncast
 from shardlib.graph import Graph, Op, Ordered, Value, is_zero, viewed
-from shardlib.internals import OpOverload, schema_of
 from shardlib.meshes.axis import Axis
 from shardlib.rules import ordered as rules
 from shardlib.rules.rule import Labels, Rule
@@ -60,7 +58,6 @@ class _Known(NamedTuple):
 
 
 _BACK = _Known(None, back=True)
-_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that hold any number of groups
 
 
 def mark(graph: Graph) -> None:
@@ -188,28 +185,28 @@ class _Region:
             dim = _alone(rule.operands[i], row)
             if i in known and (known[i].back or known[i].dim != dim):
                 raise DisorderError
-            if i not in known and dim is not None and not _alike(op.operands[i], dim):
+            if i not in known and dim is not None and not alike(op.operands[i], dim):
                 raise DisorderError
 
     def _counts_up(self, x: Value) -> bool:
         """Whether a value is 0, 1, 2 ..., one for each row."""
-        return _is_range(x) and x.shape == self.sort.operands[0].shape
+        return is_range(x) and x.shape == self.sort.operands[0].shape
 
     def _are_ends(self, x: Value) -> bool:
         """Whether a value says how many keys are at most 0, 1, 2 ...: it counts those up to each, or adds up those that
         are each, of which none is below 0."""
-        op = _uncast(x).op
+        op = uncast(x).op
         if op is None or len(x.shape) != 1:
             return False
         if op.target is _aten.cumsum.default:
             keys = self.sort.operands[0]
-            return self._are_counts(_uncast(op.operands[0])) and _is_place(keys, or_clamped=True)
+            return self._are_counts(uncast(op.operands[0])) and is_place(keys, or_clamped=True)
         return self._are_compared(op, _aten.le.Tensor, _aten.ge.Tensor)
 
     def _are_counts(self, x: Value) -> bool:
         """Whether a value says how many keys are 0, 1, 2 ..."""
         op = x.op
-        if op is None or x.dtype not in _EXACT:
+        if op is None or x.dtype not in EXACT:
             return False
         if op.target is _aten.histc.default:
             bins, low, high = (arg(op.call, name) for name in ("bins", "min", "max"))
@@ -217,22 +214,22 @@ class _Region:
         if op.target in (_aten.scatter_add.default, _aten.index_add.default):
             into, at, ones = op.operands
             weighed = op.target is _aten.index_add.default and arg(op.call, "alpha") != 1
-            return is_zero(into) and self._are_keys(at) and _is_one(ones) and not weighed
+            return is_zero(into) and self._are_keys(at) and is_one(ones) and not weighed
         return self._are_compared(op, _aten.eq.Tensor, _aten.eq.Tensor)
 
     def _are_compared(self, op: Op, ahead: Any, behind: Any) -> bool:
         """Whether an op counts for 0, 1, 2 ... the keys that compare so with it, or it with them."""
-        made = _uncast(op.operands[0]).op if op.target is _aten.sum.dim_IntList else None
+        made = uncast(op.operands[0]).op if op.target is _aten.sum.dim_IntList else None
         if made is None or made.target not in (ahead, behind) or len(made.operands) != 2:
             return False
-        shape = _uncast(op.operands[0]).shape
+        shape = uncast(op.operands[0]).shape
         for target, (keys, each) in ((ahead, made.operands), (behind, made.operands[::-1])):
             along = self.known.get(keys)
             if made.target is target and along is not None and len(shape) == 2:
                 one = [1 if d == along.dim else n for d, n in enumerate(shape)]
                 column = [n if d == along.dim else 1 for d, n in enumerate(shape)]
                 lies = [*keys.shape] == column and [*each.shape] in (one, one[1:] if along.dim == 0 else one)
-                if lies and self._are_keys(keys) and _is_range(each):
+                if lies and self._are_keys(keys) and is_range(each):
                     return True
         return False
 
@@ -242,7 +239,7 @@ class _Region:
     def _holds(self, dtype: torch.dtype) -> bool:
         """Whether keys that are compared with numbers of groups are the same in this dtype."""
         keys = self.sort.operands[0]
-        return dtype in _EXACT and (dtype == keys.dtype or dtype != torch.int32 or _is_place(keys))
+        return dtype in EXACT and (dtype == keys.dtype or dtype != torch.int32 or is_place(keys))
 
     def _in_groups(self, op: Op, rule: Rule, known: Mapping[int, _Known]) -> None:
         """Of a product in groups."""
@@ -314,62 +311,6 @@ def _alone(dims: Labels, row: tuple[str, ...]) -> int | None:
     if len(having) > 1 or dims[having[0]] != row:
         raise DisorderError
     return having[0]
-
-
-def _alike(x: Value, dim: int) -> bool:
-    """Whether all rows of a constant are the same."""
-    while x.constant and x.op is not None and x.op.transparent:
-        assert x.op.rule is not None
-        dims, row = x.op.rule.operands[0], x.op.rule.results[0][dim]
-        if not any({*of} & {*row} for of in dims):  # expanded
-            return True
-        if row not in dims:
-            return False
-        (x,), dim = x.op.operands, dims.index(row)
-    return x.constant and x.op is not None and (has(x.op.target, "fills") or has(x.op.target, "unset"))
-
-
-def _uncast(x: Value) -> Value:
-    """What a value is a view of, of the same shape, or the same numbers in another dtype that holds them."""
-    while (op := x.op) is not None and len(op.operands) == 1 and op.operands[0].shape == x.shape:
-        if not (op.transparent or has(op.target, "copies")) or x.dtype not in _EXACT:
-            break
-        (x,) = op.operands
-    return x
-
-
-def _is_range(x: Value) -> bool:
-    """Whether a value is 0, 1, 2 ..., along one dim."""
-    op = x.op
-    while op is not None and op.transparent and max(x.shape, default=0) == math.prod(x.shape):
-        (x,) = op.operands
-        op = x.op
-    if op is None or op.target not in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step):
-        return False
-    return (arg(op.call, "start", 0), arg(op.call, "step", 1)) == (0, 1)
-
-
-def _is_one(x: Value) -> bool:
-    """Whether a value is known to be nothing but ones."""
-    op = viewed(x).op
-    if op is None or not has(op.target, "fills"):
-        return False
-    filled: object = 0 if has(op.target, "zeros") else argument(op.node, "fill_value")
-    return type(filled) in (int, float) and filled == 1
-
-
-def _is_place(x: Value, *, or_clamped: bool = False) -> bool:
-    """Whether whole numbers are places that an op has found, so that none is below 0; or are `clamped` there."""
-    while (op := x.op) is not None and not x.dtype.is_floating_point:
-        if op.transparent or has(op.target, "copies"):
-            (x,) = op.operands
-        elif op.target in (_aten.clamp.default, _aten.clamp_min.default):
-            low = arg(op.call, "min")
-            return or_clamped and type(low) is int and low >= 0
-        else:
-            returns: Sequence[Any] = schema_of(op.target).returns if isinstance(op.target, OpOverload) else ()
-            return x.index == 1 and len(returns) == 2 and returns[1].name == "indices"
-    return False
 
 
 def _goes_by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:

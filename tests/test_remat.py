@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib import Mesh, ShardingError
-from shardlib import compile as stages
+from shardlib import Mesh, ShardingError, finish
 from shardlib.keeping import Keeping
 from shardlib.machine import Device, Link, Machine
 from shardlib.passes.budget import Choice, _Search, within
@@ -532,7 +531,7 @@ def lowered(
     """A program in front of the passes, and what they are."""
     found: list[Any] = []
     take = lambda program, keeping, finish, *_, **__: found.append((program, finish)) or (program, frozenset(), None)
-    with Mesh(axes or {"data": 4}, machine=machine), mock.patch.object(stages, "recompute", take):
+    with Mesh(axes or {"data": 4}, machine=machine), mock.patch.object(finish, "recompute", take):
         sl.jit(fn, in_specs=specs).plan(*args)
     return found[-1]
 
