@@ -28,6 +28,7 @@ from shardlib.normalise import normalise
 from shardlib.ordered import DisorderError, forget
 from shardlib.ordered import mark as mark_ordered
 from shardlib.owned import mark as mark_owned
+from shardlib.passes.offload import refuse_offload
 from shardlib.passes.policies import is_absent
 from shardlib.passes.recompute import Recomputed
 from shardlib.passes.split import Halves
@@ -142,9 +143,10 @@ def compile_program(
         program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
     program = replace(program, donated=_donated(traced, donate))
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
+    absent = partial(is_absent, call.state.kept)
+    refuse_offload(program, keeping.schedule, absent, whole=not traced.after.gradients)
     away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
-    finish = Finish(traced, away, keeping, partial(is_absent, call.state.kept))
-    program, halves, recomputed = finish.run(program)
+    program, halves, recomputed = Finish(traced, away, keeping, absent).run(program)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, halves, recomputed, clock.seconds, outputs)

@@ -9,7 +9,7 @@ from functools import partial
 from shardlib.homes import sent_away
 from shardlib.keeping import Keeping
 from shardlib.passes import Hosted, run_passes
-from shardlib.passes.offload import crossing, refuse_offload
+from shardlib.passes.offload import crossing
 from shardlib.passes.recompute import Recomputed, recompute, warn_of_a_higher_peak
 from shardlib.passes.split import Halves, split
 from shardlib.program.steps import Program, Var
@@ -30,7 +30,6 @@ class Finish:
     def run(self, program: Program) -> tuple[Program, Halves | None, Recomputed | None]:
         """The program that runs, its halves where its results have gradients, and what it makes again."""
         said, is_whole = self.keeping.schedule, not self.traced.after.gradients
-        refuse_offload(program, said, self.absent, whole=is_whole)
         together = said if said.parts else replace(said, parts=1)  # to find parts takes longer than all else
         drafts = partial(self._draft, said), partial(self._draft, together)
         program, moved, recomputed = recompute(program, self.keeping, *drafts, self.absent, moves=is_whole)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib import compile as compiling
+from shardlib import finish
 from shardlib.machine import Device, Link, Machine
 from shardlib.ops.offload import TIER
 from shardlib.passes.offload import offload
@@ -240,8 +240,8 @@ def test_what_is_not_saved_is_left() -> None:
 
 def test_chosen_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[Program] = []
-    kept = compiling.run_passes
-    monkeypatch.setattr(compiling, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
+    kept = finish.run_passes
+    monkeypatch.setattr(finish, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
     planned.__wrapped__(None)
     (bare,) = lowered
     one = {v for s in bare.steps for v in makes(s) if v.name in ("tanh_1", "tanh_5")}

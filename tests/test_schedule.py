@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib import compile as compiling
+from shardlib import finish
 from shardlib.machine import Link, Machine
 from shardlib.passes import bundle
 from shardlib.passes.units import units
@@ -169,8 +169,8 @@ def test_gathered_bytes_stay_under_a_cap(cap: int) -> None:
 
 def test_what_does_not_fit_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[Program] = []
-    kept = compiling.run_passes
-    monkeypatch.setattr(compiling, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
+    kept = finish.run_passes
+    monkeypatch.setattr(finish, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
     planned()
     (bare,) = lowered
     with unscheduled():
