@@ -15,6 +15,7 @@ from shardlib.internals import OpOverload, schema_of
 from shardlib.rules.space import arg
 
 _aten = torch.ops.aten
+_RANGES = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that hold any number of what there is
 
 
@@ -29,11 +30,15 @@ def uncast(x: Value) -> Value:
 
 def is_range(x: Value) -> bool:
     """Whether a value is 0, 1, 2 ..., along one dim."""
-    op = x.op
-    while op is not None and op.transparent and max(x.shape, default=0) == math.prod(x.shape):
+    op, count = x.op, math.prod(x.shape)
+    while op is not None and op.transparent and max(x.shape, default=0) == count:
         (x,) = op.operands
         op = x.op
-    if op is None or op.target not in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step):
+    if (
+        op is None
+        or math.prod(x.shape) != count
+        or op.target not in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
+    ):
         return False
     return (arg(op.call, "start", 0), arg(op.call, "step", 1)) == (0, 1)
 

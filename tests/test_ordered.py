@@ -118,6 +118,10 @@ SEEN: dict[str, Callable[..., Any]] = {
         x, ids, w, back=lambda rows, _: rows[(1 - ids.flatten()).argsort(stable=True)]),
     "back by a shuffled range": lambda *a: mixture(*a, back=lambda rows, order: rows[
         torch.zeros_like(order).index_put((order,), torch.arange(T * K).view(2, -1, 2).transpose(1, 2).reshape(-1))]),
+    "back by one place": lambda *a: mixture(*a, back=lambda rows, order: rows[
+        torch.zeros_like(order).index_put((order,), torch.arange(1).expand(T * K))]),
+    "back by places further on": lambda *a: mixture(*a, back=lambda rows, order: rows[
+        torch.zeros_like(order).index_put((order,), torch.arange(2 * T * K)[T * K:]) - T * K]),
     "back by the place of a place": lambda *a: mixture(
         *a, back=lambda rows, order: rows[order.argsort().argsort().argsort()]),
     "counts the other way round": lambda *a: mixture(*a, ends=lambda ids: (

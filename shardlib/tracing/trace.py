@@ -66,7 +66,7 @@ from shardlib.tracing.steps import counting
 from shardlib.tracing.switches import switched
 from shardlib.tracing.threads import refuse_nested
 from shardlib.tracing.traced import Traced
-from shardlib.tracing.tracer import called, finish, forget, inside, recorded
+from shardlib.tracing.tracer import called, called_inside, finish, forget, recorded
 from shardlib.transforms import name_of
 
 
@@ -205,7 +205,7 @@ def _trace(
         with nullcontext() if numbers is None else numbers:
             try:
                 with asked, users, followed(), chance, nullcontext() if watch is None else watch.around():
-                    found, tree = pytree.tree_flatten_with_path(taken_apart(opened(_inside(fn, a, k)), known))
+                    found, tree = pytree.tree_flatten_with_path(taken_apart(opened(called_inside(fn, a, k)), known))
                     chance.refuse_draws(lines.fallback.function)
                     iterators.refuse_steps(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value
@@ -339,13 +339,6 @@ def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Te
     shape = tuple(x.shape)
     strides = x.stride() if isinstance(x, torch.Tensor) else contiguous(shape)
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=device, requires_grad=requires_grad)
-
-
-def _inside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function; a module's own method is inside that module, from whose paths all under it are told."""
-    method = inspect.unwrap(fn, stop=inspect.ismethod)
-    module = method.__self__ if inspect.ismethod(method) else None
-    return inside(module, fn, args, kwargs) if isinstance(module, torch.nn.Module) else fn(*args, **kwargs)
 
 
 def _definition(fn: Callable[..., Any]) -> Line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import re
 import types
@@ -114,6 +115,13 @@ def inside(m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     finally:
         modules.reset(token)
+
+
+def called_inside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function; a module's own method is inside that module, from whose paths all under it are told."""
+    method = inspect.unwrap(fn, stop=inspect.ismethod)
+    module = method.__self__ if inspect.ismethod(method) else None
+    return inside(module, fn, args, kwargs) if isinstance(module, torch.nn.Module) else fn(*args, **kwargs)
 
 
 def finish(
