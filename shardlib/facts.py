@@ -1,4 +1,4 @@
-"""What is known of a value's numbers before there are any: a range, ones, places, rows that are alike."""
+"""What is known of a value's numbers before there are any: a range, places, rows that are alike."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.aten.traits import has
-from shardlib.aten.views import argument
-from shardlib.graph import Value, viewed
+from shardlib.graph import Value
 from shardlib.internals import OpOverload, schema_of
 from shardlib.rules.space import arg
 
@@ -41,15 +40,6 @@ def is_range(x: Value) -> bool:
     ):
         return False
     return (arg(op.call, "start", 0), arg(op.call, "step", 1)) == (0, 1)
-
-
-def is_one(x: Value) -> bool:
-    """Whether a value is known to be nothing but ones."""
-    op = viewed(x).op
-    if op is None or not has(op.target, "fills"):
-        return False
-    filled: object = 0 if has(op.target, "zeros") else argument(op.node, "fill_value")
-    return type(filled) in (int, float) and filled == 1
 
 
 def is_place(x: Value, *, or_clamped: bool = False) -> bool:

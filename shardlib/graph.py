@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from shardlib.aten.traits import has
-from shardlib.aten.views import argument
+from shardlib.aten.views import filled
 from shardlib.errors import ShardingError
 from shardlib.internals import PER_RANK, schema_of
 from shardlib.lines import Line
@@ -167,11 +167,14 @@ def viewed(value: Value) -> Value:
 
 def is_zero(value: Value) -> bool:
     """Whether a value is known to be nothing but zeros."""
+    return is_all(value, 0)
+
+
+def is_all(value: Value, number: int) -> bool:
+    """Whether a value is known to be nothing but this number."""
     op = viewed(value).op
-    if op is None or not has(op.target, "fills"):
-        return False
-    filled: object = 0 if has(op.target, "zeros") else argument(op.node, "fill_value")
-    return type(filled) in (int, float) and filled == 0
+    found: object = None if op is None else filled(op.node)
+    return type(found) in (int, float) and found == number
 
 
 def _meta(val: Any) -> Meta | None:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlib.aten.traits import has, is_view
-from shardlib.facts import EXACT, alike, is_one, is_place, is_range, uncast
-from shardlib.graph import Graph, Op, Ordered, Value, is_zero, viewed
+from shardlib.facts import EXACT, alike, is_place, is_range, uncast
+from shardlib.graph import Graph, Op, Ordered, Value, is_all, is_zero, viewed
 from shardlib.meshes.axis import Axis
 from shardlib.rules import ordered as rules
 from shardlib.rules.rule import Labels, Rule
@@ -214,7 +214,7 @@ class _Region:
         if op.target in (_aten.scatter_add.default, _aten.index_add.default):
             into, at, ones = op.operands
             weighed = op.target is _aten.index_add.default and arg(op.call, "alpha") != 1
-            return is_zero(into) and self._are_keys(at) and is_one(ones) and not weighed
+            return is_zero(into) and self._are_keys(at) and is_all(ones, 1) and not weighed
         return self._are_compared(op, _aten.eq.Tensor, _aten.eq.Tensor)
 
     def _are_compared(self, op: Op, ahead: Any, behind: Any) -> bool:

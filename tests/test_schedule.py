@@ -61,8 +61,9 @@ def test_all_faults_at_once() -> None:
 def test_what_is_read_as_no_schedule(what: str) -> None:
     with pytest.raises(sl.ShardingError, match="cannot be read as a schedule"):
         sl.jit(torch.relu, schedule=what)
+    nothing: Any = None
     with pytest.raises(sl.ShardingError, match="None cannot be read as a schedule"):
-        sl.Schedule.parse(None)  # type: ignore[arg-type]
+        sl.Schedule.parse(nothing)
 
 
 def test_what_is_no_schedule_at_all() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardlib.aten.traits import is_view
+from shardlib.aten.traits import has, is_view
 from shardlib.internals import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
@@ -54,6 +54,13 @@ def argument(node: fx.Node, name: str) -> Any:
         if a.name == name:
             return node.args[i] if i < len(node.args) else node.kwargs.get(name, a.default_value)
     raise KeyError(name)
+
+
+def filled(node: fx.Node) -> Any:
+    """The number that a call fills a tensor with; None for other calls."""
+    if not has(node.target, "fills"):
+        return None
+    return 0 if has(node.target, "zeros") else argument(node, "fill_value")
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

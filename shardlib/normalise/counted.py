@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from shardlib.aten.traits import has
-from shardlib.aten.views import argument
+from shardlib.aten.views import argument, filled
 from shardlib.normalise.passes import call, dims_of
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ def add_back(gm: fx.GraphModule) -> None:
         zeros, dim, index, source, *alpha = node.args
         alike = alpha in ([], [1]) and node.kwargs.get("alpha", 1) == 1 and dim in (0, -1)
         val = node.meta["val"]
-        if not alike or val.dim() != 1 or not _is_zero(zeros) or source.meta["val"].dtype != val.dtype:
+        if not alike or val.dim() != 1 or filled(zeros) != 0 or source.meta["val"].dtype != val.dtype:
             continue
         if (views := _views(index, val.numel())) is None:
             continue
@@ -29,10 +29,6 @@ def add_back(gm: fx.GraphModule) -> None:
                 source = _back(gm, node, view, source)
             source = call(gm, node, aten.reshape.default, source, [val.numel()])
         node.replace_all_uses_with(source)
-
-
-def _is_zero(node: fx.Node) -> bool:
-    return has(node.target, "fills") and (has(node.target, "zeros") or argument(node, "fill_value") == 0)
 
 
 def _views(node: fx.Node, count: int) -> list[fx.Node] | None:
@@ -44,7 +40,9 @@ def _views(node: fx.Node, count: int) -> list[fx.Node] | None:
             has(node.target, what) for what in ("regroups", "permutes", "copies", "renames")
         ):
             views.append(node)
-            node = node.args[0]  # type: ignore[assignment]
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node = source
             continue
         return None
     low, step = (argument(node, name) for name in ("start", "step")) if node.target is _COUNTS[2] else (0, 1)
