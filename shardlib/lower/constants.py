@@ -88,7 +88,7 @@ class Constants:
         """Creation ops read at most the dtype and device of their operand: any form of it will do."""
         if value.constant:
             return self.get(value, dims)
-        if forms := self.values.have[value] or self.values.own[value]:
+        if forms := self.values.have[value] or self.values.own.forms[value]:
             return next(iter(forms.values()))
         assert value.op is not None
         return self._operand(value.op.operands[0], dims)

@@ -115,7 +115,7 @@ class Lowering:
             return
         for value in op.operands:
             if op.owns is None:
-                self.values.settle(value)
+                self.values.own.settle(value)
         if op.constrains:
             result = op.results[0]
             assert result is not None
@@ -139,7 +139,7 @@ class Lowering:
         own = self._own(op)
         for i, value in enumerate(op.operands):
             if i not in own:
-                self.values.settle(value)
+                self.values.own.settle(value)
         if not own and (passed := self.sums.carried(op)) is not None:
             assignment, owed, linear = passed
         else:
@@ -158,7 +158,7 @@ class Lowering:
         ]
         self.emitter.op(op, op.rule, assignment, operands, outs)
         for r in op.results if op.owns is not None else ():
-            if r is not None and (form := self.values.owned(r)) is not None:
+            if r is not None and (form := self.values.own.form(r)) is not None:
                 self._no_sum_besides(op, r, form, assignment)
         self.looked_up.made(op, carried=bool(linear))
 
@@ -167,7 +167,7 @@ class Lowering:
         assert op.rule is not None
         own = way.owed.kind == OWNED
         operands = [
-            self.values.as_looked_up(x, form) if (form := way.forms.get(i)) else self._operand(op, i, way.assignment)
+            self._as_is(x, form) if (form := way.forms.get(i)) else self._operand(op, i, way.assignment)
             for i, x in enumerate(op.operands)
         ]
         outs: list[Var | None] = [None] * len(op.results)
@@ -177,25 +177,27 @@ class Lowering:
                 outs[i] = self._made(r, (form[0], way.owed) if own else form)
         self.emitter.op(op, op.rule, way.assignment, operands, outs)
 
+    def _as_is(self, value: Value, form: Placement) -> Var:
+        return self.values.own.as_is(value, form) if form[1].kind == OWNED else self.values.native(value, *form)
+
     def _own(self, op: Op) -> frozenset[int]:
         """The operands of which an op takes the rows of own groups, which are all that there are."""
         if op.owns is None or op not in self.units.op_slots:
             return frozenset()
         slot = self.units.op_slots[op].get((op.owns.factor, 0))
         axes = () if slot is None else self.p.unit_cut(self.units.unit[op])[slot]
-        forms = {i: self.values.owned(op.operands[i]) for i in op.owns.reads}
+        forms = {i: self.values.own.form(op.operands[i]) for i in op.owns.reads}
         return frozenset(i for i, form in forms.items() if axes and form is not None and {*form[1].axes} == {*axes})
 
     def _own_rows(self, op: Op, i: int, assignment: Assignment) -> Var:
         factors = value_factors(self.flood, op, i, operand=True)
-        return self.values.get_owned(op.operands[i], tuple(assignment.get(x, ()) if x else () for x in factors))
+        return self.values.own.get(op.operands[i], tuple(assignment.get(x, ()) if x else () for x in factors))
 
     def _made(self, value: Value, form: Placement) -> Var:
         """A variable for a result of an op."""
         if form[1].kind != OWNED or not form[1]:
             return self.values.make(value, form)
-        var = self.values.own[value][form] = self.values.var(value, form)
-        return var
+        return self.values.own.make(value, form)
 
     def _no_sum_besides(self, op: Op, value: Value, form: Placement, assignment: Assignment) -> None:
         """Rows of own groups that are a pending sum over other axes, too, are one sum over all of them."""
@@ -203,8 +205,8 @@ class Lowering:
         axes = assignment[op.owns.factor, 0]
         if {*axes} == {*form[1].axes}:
             return
-        var = self.values.own.pop(value)[form]
-        self.values.zeroed(value, form[0], axes, var, self.values.make(value, (form[0], Owed(form[1].axes))))
+        var = self.values.own.forms.pop(value)[form]
+        self.values.own.zeroed(value, form[0], axes, var, self.values.make(value, (form[0], Owed(form[1].axes))))
 
     def _there(self, value: Value) -> None:
         """Make a value once more that was given up."""
@@ -308,7 +310,7 @@ class Lowering:
     def _output(self, i: int, value: Value) -> Var:
         self._at(value.op, i)
         self._there(viewed(value))
-        self.values.settle(value)
+        self.values.own.settle(value)
         if i in self.flood.outputs:
             return self.values.as_(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
         annotated = self.flood.fixed.get(value) if value.op is not None else None

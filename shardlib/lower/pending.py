@@ -74,7 +74,7 @@ class PendingSums:
 
     def _summed(self, value: Value) -> int:
         """How many readers need a value's sum: where devices have rows of own groups, who reads these does not."""
-        own = self.values.own[value] or self.values.own[viewed(value)]
+        own = self.values.own.forms[value] or self.values.own.forms[viewed(value)]
         return self.readers[value] - (self.rows[value] if own else 0)
 
     def _meet(self, operands: Sequence[Value]) -> None:

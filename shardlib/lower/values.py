@@ -8,24 +8,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch
-
 from shardlib import reshard
-from shardlib.aten.calls import MASKED_FILL, UNSQUEEZE
 from shardlib.graph import Op, Value
-from shardlib.lower import own_rows
 from shardlib.lower.constants import Constants
 from shardlib.lower.emit import Emitter
-from shardlib.lower.local import LocalForm
 from shardlib.lower.move import Mover
+from shardlib.lower.own_rows import OwnRows
 from shardlib.lower.placement import SETTLED, Owed, Placement, Placements, written
-from shardlib.ordered import Noted
 from shardlib.program.steps import Asked, Var
 from shardlib.propagate.flood import Assignment, OpFactor
 from shardlib.propagate.moves import settled
 from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut
-from shardlib.rules.rule import OWNED
 
 
 class Values:
@@ -37,7 +31,7 @@ class Values:
         self.mover = Mover(emitter.builder)
         self.prices = reshard.Prices.of(emitter.builder.mesh)
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
-        self.own: dict[Value, dict[Placement, Var]] = defaultdict(dict)  # in rows of own groups, and anything elsewhere
+        self.own = OwnRows(self)
         self.constants = Constants(self)
         self.reader: Op | int | None = None
 
@@ -74,7 +68,7 @@ class Values:
             if (known := self.have[value].get((want, SETTLED))) is not None:
                 return known
         source, steps = self._cheapest(value, want)
-        return self._move(value, source, steps)
+        return self.move(value, source, steps)
 
     def whole(self, value: Value) -> Var:
         """The value, complete, on every device."""
@@ -88,7 +82,7 @@ class Values:
             if (cut, SETTLED) not in self.have[target]:
                 if not self.have[value]:  # a view
                     self.get(value, cut)
-                self._move(target, *self._cheapest(value, cut, target), value)
+                self.move(target, *self._cheapest(value, cut, target), value)
         elif target is not value:
             near = self.flood.across(cut, target, value, pieces=True)
             if not self._crossed(value, target, near, cut):
@@ -155,7 +149,7 @@ class Values:
         ]
         return min(options, key=lambda o: (reshard.seconds(o[1], self.prices), len(o[1])))
 
-    def _move(
+    def move(
         self,
         value: Value,
         source: Placement,
@@ -236,13 +230,6 @@ class Values:
         assert assignment is not None
         return self._view(op, assignment, self.native(op.operands[0], *form), owed)
 
-    def as_looked_up(self, value: Value, form: Placement) -> Var:
-        """The variable of rows that are here only, as it is."""
-        if form[1].kind != OWNED:
-            return self.native(value, *form)
-        self._seen(value)
-        return self.own[value][form]
-
     def scatter(self, value: Value, want: Cut) -> None:
         """From now on a pending sum is there in cut `want`, over more of the axes that it owes; it owes the others."""
         form = self.owing(value)
@@ -252,7 +239,7 @@ class Values:
         axes = tuple(a for a in owed.axes if any(a in mine for mine in want))
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
         hops = reshard.route(sizes, itemsize, cut, want, axes, owed.kind, prices=self.prices)
-        self._move(value, form, hops)
+        self.move(value, form, hops)
         self.have[value] = dict([list(self.have[value].items())[-1]])
 
     def natural(self, value: Value) -> Cut:
@@ -272,73 +259,6 @@ class Values:
         wants = self.flood.wants
         leaves = [([w.axis for w in wants.get(x, ())], self.flood.dims.size(x)) for x in self.flood.leaves(value)]
         return settled(cut, owed.axes, leaves)
-
-    # Rows of own groups ---------------------------------------------------------------------------------------------
-
-    def owned(self, value: Value) -> Placement | None:
-        """A form of a value that has the rows of own groups only."""
-        if self.own[value] or value.op is None or not value.op.transparent or self.have[value]:
-            return next(iter(self.own[value]), None)
-        form = self.owned(value.op.operands[0]) if value.rows else None
-        assignment = self.pulled(value.op, form[0]) if form else None
-        return None if form is None or assignment is None else self.forms.result_form(value.op, 0, assignment, form[1])
-
-    def get_owned(self, value: Value, want: Cut) -> Var:
-        """The rows of own groups, in cut `want`."""
-        form = self.owned(value)
-        assert form is not None
-        self._seen(value)
-        if (known := self.own[value].get((want, form[1]))) is not None:
-            return known
-        hops = reshard.route(self.flood.sizes(value), value.dtype.itemsize, form[0], want, prices=self.prices)
-        return self._move(value, form, hops, forms=self.own)
-
-    def _seen(self, value: Value) -> Placement:
-        """A form of rows of own groups, or of rows that are here only; made, if a view has it."""
-        if not self.own[value]:
-            op = value.op
-            assert op is not None
-            assert op.rule is not None
-            before = self._seen(source := op.operands[0])
-            assignment = self.pulled(op, before[0])
-            assert assignment is not None
-            form = self.forms.result_form(op, 0, assignment, before[1])
-            var = self.own[value][form] = self.var(value, form)
-            self.emitter.op(op, op.rule, assignment, [self.own[source][before]], [var])
-        return next(iter(self.own[value]))
-
-    def settle(self, value: Value) -> None:
-        """Make a pending sum of a value of which there are only rows of own groups: the others are 0."""
-        if value.constant or self.have[value]:
-            return
-        if self.own[value]:
-            (cut, owed), var = next(iter(self.own[value].items()))
-            kind = "max" if value.dtype == torch.bool else "sum"
-            self.zeroed(value, cut, owed.axes, var, self.make(value, (cut, Owed(owed.axes, kind))))
-        elif value.op is not None and value.op.transparent:
-            self.settle(value.op.operands[0])
-
-    def zeroed(self, value: Value, cut: Cut, axes: Axes, source: Var, out: Var) -> None:
-        """Write `out`: `source` with zeros in rows that are not of own groups, of those that are cut over `axes`."""
-        assert value.rows is not None
-        assert value.op is not None
-        ends, dim = value.rows.ends, value.rows.dim
-        form = LocalForm(self.emitter, value.op, {}, (), {})
-        leaves, at = self.flood.value[value], sum(map(len, self.flood.value[value][:dim]))
-        if ends.counted is not None:
-            rows = {x: cut[at + k] for k, x in enumerate(leaves[dim]) if cut[at + k]}
-            self.emitter.noted.append(Noted(ends.counted, rows, rows=True))
-        others = own_rows.others(
-            form,
-            self.whole(ends),
-            [(self.flood.dims.size(x), cut[at + k]) for k, x in enumerate(leaves[dim])],
-            [(self.flood.dims.size(x), axes * (k == 0)) for k, x in enumerate(self.flood.owners[ends])],
-            own=ends.counted is not None,
-        )
-        for _ in range(dim + 1, len(value.shape)):
-            others = form.op(UNSQUEEZE, others, -1)
-        fill = MASKED_FILL
-        self.builder.compute(fill, (source, others, 0), {}, [out], f"rows of other devices' groups of {value.name}")
 
     def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
         return f"[{self.forms.layout(value, cut, owed)}]"
