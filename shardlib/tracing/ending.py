@@ -29,6 +29,8 @@ from shardlib.tracing.lifted import Lifted, placeholder
 from shardlib.tracing.read_back import read_back
 from shardlib.tracing.refusals import refusal
 
+_NAMED = 8  # of what an error says that was not written
+
 
 @dataclass(frozen=True)
 class After:
@@ -185,15 +187,17 @@ class Ending:
 
     def note_lost(self, error: Exception, graph: fx.Graph) -> None:
         """Say in an error of the function's what it wrote before: on one device that would have happened."""
-        names = (*self.argument_names, *self.call.state.names)
-        inputs = dict(zip(graph.find_nodes(op="placeholder"), names, strict=False))
+        every = (*self.argument_names, *self.call.state.names)
+        inputs = dict(zip(graph.find_nodes(op="placeholder"), every, strict=False))
         lost = [inputs[node] for node in written_to(graph) if node in inputs]
         first = len(self.call.arguments)
         places = (*self.where, *range(first, first + len(self.call.state.tensors)))
-        of = dict(zip(places, names, strict=True))
+        of = dict(zip(places, every, strict=True))
         lost += [f"{of[leaf]}.grad" for leaf, x, grad in self._watched if x.grad is not grad]
         if lost:
-            error.add_note(f"Not written: {', '.join(lost)}. A jitted function writes when it has returned.")
+            more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+            names = ", ".join(lost[:_NAMED])
+            error.add_note(f"Not written: {names}{more}. A jitted function writes when it has returned.")
 
     def _refuse_changes(self, inputs: Sequence[Tensor]) -> None:
         """Refuse what the function did to autograd's part of its inputs: a program returns values."""

@@ -267,6 +267,20 @@ def test_writes_to_what_is_closed_over(write: Any) -> None:
             same(mine, plain)
 
 
+def test_of_much_that_was_written_before_an_error_some_is_named() -> None:
+    many = [torch.zeros(2) for _ in range(11)]
+
+    def step(x: Tensor) -> Tensor:
+        torch._foreach_add_(many, 1)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as error:
+        sl.jit(step)(X)
+    (note,) = error.value.__notes__
+    assert note.startswith("Not written: many[0], ")
+    assert note.endswith("many[7] and 3 more. A jitted function writes when it has returned.")
+
+
 def test_what_was_written_before_an_error_is_named() -> None:
     norm, w, kept = nn.BatchNorm1d(4), torch.ones(4, requires_grad=True), torch.zeros(4)
 
