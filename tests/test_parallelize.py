@@ -1499,11 +1499,12 @@ def test_a_step_of_cells_is_one_program() -> None:
 
 def test_weights_of_cells_on_a_gpu_stay_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """There torch puts weights into one memory, whose addresses it asks for."""
+    cells = nn.GRU(4, 4)
+    with Mesh(data=2):
+        model = sl.parallelize(cells, strategy="fsdp")
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda x: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    with Mesh(data=2):
-        model = sl.parallelize(nn.GRU(4, 4), strategy="fsdp")
-        model.flatten_parameters()
+    model.flatten_parameters()
     assert isinstance(model.weight_ih_l0, sl.ShardedTensor)
 
 
