@@ -206,6 +206,7 @@ FX_IS_TRACING = _slot("torch.fx._symbolic_trace._is_fx_tracing_flag", "what that
 rename = _torch("torch.fx.Node._rename", "inputs of a graph have the names that the user gave them")
 
 COMPILING = _slot("torch.compiler._is_compiling_flag", "models look at values of masks but where they are compiled")
+CHECKS_ALL = _slot("torch._check_tensor_all_with", "what libraries check of values is an op")
 VALIDATES = _slot(
     "torch.distributions.Distribution._validate_args", "values are not seen; the setter is for all threads"
 )

@@ -125,6 +125,18 @@ def test_flags_are_restored():
     assert torch.sin(X).equal(X.sin())
 
 
+def test_what_a_library_checks_of_values_is_checked_where_the_program_runs():
+    def checked(x):
+        torch._check_tensor_all(x < 9.0, lambda: f"{len(x)} rows below 9")
+        return x * 2
+
+    traced = trace(checked, (X,))
+    same(traced(X), X * 2)
+    for run in traced, checked:
+        with pytest.raises(RuntimeError, match="6 rows below 9"):
+            run(X + 9.0)
+
+
 def test_threads_may_trace_at_once():
     results = []
     threads = [threading.Thread(target=lambda: results.append(trace(grad(_mlp), (X, X)))) for _ in range(4)]

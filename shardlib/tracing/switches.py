@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardlib.internals import COMPILING, VALIDATES, has_onednn, set_onednn
+from shardlib.internals import CHECKS_ALL, COMPILING, VALIDATES, has_onednn, set_onednn
 from shardlib.state import is_tracing
 
 
 @contextmanager
 def switched() -> Iterator[None]:
     """While on: no kernels of cuDNN and oneDNN, and what `torch.compile` has made runs as the function it is made of;
-    where a function is traced, torch says that it is being compiled, and distributions take their arguments unseen."""
+    where a function is traced, torch says that it is being compiled, distributions take their arguments unseen, and
+    what libraries check of values is checked where the program runs."""
     onednn = has_onednn()
     with (
         torch.backends.cudnn.flags(enabled=False),
@@ -23,6 +25,7 @@ def switched() -> Iterator[None]:
         # Model libraries read this flag before they look at the values of masks and positions.
         COMPILING.holding(_Here()),
         VALIDATES.holding(_Elsewhere(VALIDATES.value)),
+        CHECKS_ALL.holding(_checked(CHECKS_ALL.value)),
     ):
         set_onednn(False)
         try:
@@ -54,3 +57,16 @@ class _Elsewhere:
 
     def __bool__(self) -> bool:
         return bool(self.switch) and not is_tracing()
+
+
+def _checked(check: Callable[..., None]) -> Callable[..., None]:
+    """A check of a tensor of bools that is an op of the program where a function is traced."""
+
+    def check_all(error: type[Exception], cond: Any, message: Callable[[], object] | None = None) -> None:
+        if not (is_tracing() and isinstance(cond, Tensor) and cond.dtype is torch.bool):
+            return check(error, cond, message)
+        text = str(message()) if message else "Expected cond to be True, but got False."
+        torch.ops.aten._assert_async.msg(cond.all(), text)
+        return None
+
+    return check_all
