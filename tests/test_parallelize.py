@@ -1555,6 +1555,35 @@ def test_what_suggest_cannot_do() -> None:
             sl.suggest(module, mesh, torch.ones(4, module.in_features))
 
 
+class Asking(nn.Module):
+    """Asks for what its arguments, or its weights, hold, and draws Python's numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, largest: float | None = None) -> Tensor:
+        if labels is not None and labels.max() >= len(x):
+            raise ValueError("no such class")
+        x = x if random.random() < 0.5 else 2 * x
+        if largest is not None and self.layers[0].weight.max() > largest:
+            raise ValueError("a weight is too large")
+        out: Tensor = self.layers(x)
+        return out
+
+
+def test_suggest_takes_the_way_of_its_example() -> None:
+    mesh, x, drawn = Mesh.abstract(tensor=2), torch.ones(4, 8), random.getstate()
+    table = sl.suggest(Asking(), mesh, x, labels=torch.arange(4))
+    assert table == {"layers.0.weight": "out@tensor _", "layers.0.bias": "out@tensor", "layers.2.weight": "_ in@tensor"}
+    assert random.getstate() == drawn
+    with pytest.raises(ValueError, match="no such class"):
+        sl.suggest(Asking(), mesh, x, labels=torch.arange(5))
+    for more in ({"labels": torch.arange(4, device="meta")}, {"largest": 9.0}):
+        with pytest.raises(ShardingError, match=r"suggest\(Asking\) traces a call: .* needs the value of [gl][et]"):
+            sl.suggest(Asking(), mesh, x, **more)
+
+
 class Counting(nn.Module):
     """A layer that counts its calls, and notes the counts."""
 

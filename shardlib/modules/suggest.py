@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardlib.compile import Compiled
-from shardlib.errors import ShardingError
+from shardlib.errors import NoProgramError, ShardingError
 from shardlib.graph import Graph, Op, Value
 from shardlib.jit import jit
 from shardlib.meshes.mesh import Mesh
@@ -32,6 +32,8 @@ from shardlib.plans.plan import Plan
 from shardlib.plans.plantext import si
 from shardlib.propagate.dims import Leaf
 from shardlib.propagate.flood import Flood
+from shardlib.tracing.chance import Chance
+from shardlib.tracing.known import by_example
 
 NEARLY = 0.95  # of the weights that any choice cuts
 MOST = 14  # kinds of classes, of which every combination is tried; of more, from each what goes with it
@@ -67,10 +69,11 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
     """Propose where a module's weights live on one axis of a mesh (default: the one called `tensor`).
 
     `example` and `more` are arguments of a call, of the sizes that matter; they and the module may be on the meta
-    device, and the mesh abstract. The result is a table for `parallelize(module, table)`, in which `*` stands for the
+    device, and the mesh abstract. Where the module asks for values, or draws Python's random numbers, the table is of
+    the way that this call takes. The result is a table for `parallelize(module, table)`, in which `*` stands for the
     numbers of layers; print it for the reasons. Weights that are not in it are whole.
 
-    Raises `ShardingError` where the mesh has no such axis, or no weight can be cut over it.
+    Raises `ShardingError` where the mesh has no such axis, no weight can be cut over it, or a shape depends on values.
 
     Example:
         >>> import torch
@@ -132,10 +135,23 @@ def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compile
     }
 
     def forward(weights: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-        return functional_call(module, dict(weights), args, kwargs)
+        chance = Chance(())
+        try:
+            return functional_call(module, dict(weights), args, kwargs)
+        finally:
+            chance.put_back()  # a table is as good for other draws
 
-    with mesh:
-        plan: Plan = jit(forward).plan(weights, example, more)
+    with mesh, by_example():
+        try:
+            plan: Plan = jit(forward).plan(weights, example, more)
+        except NoProgramError as error:
+            raise ShardingError(
+                f"suggest({type(module).__name__}) traces a call: {error.what}",
+                error.offenders,
+                rule="a call that asks is told what the example holds, not what weights do; shapes follow from shapes",
+                remedy="give an example with values; leave out what only checks and losses read, labels, say; "
+                "or write a table, {'*.up.weight': 'ff@tensor embed'}",
+            ) from error
     return plan.compiled
 
 

@@ -51,9 +51,9 @@ class Chance:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
-            self._put_back()
+            self.put_back()
 
-    def _put_back(self) -> list[_Generator]:
+    def put_back(self) -> list[_Generator]:
         """Have the next numbers be the same again; returns the generators that have moved."""
         moved = [x for x in self.generators if x.is_moved]
         for x in moved:
@@ -62,7 +62,7 @@ class Chance:
 
     def refuse_draws(self, name: str) -> None:
         """Raise the error if numbers were drawn since; the next ones are the same again."""
-        if moved := self._put_back():
+        if moved := self.put_back():
             drawn = list(dict.fromkeys(x.name for x in moved))
             raise NoProgramError(
                 f"{name} draws random numbers from {' and '.join(drawn)}",

@@ -1,17 +1,22 @@
 """Values of a trace that depend on no input: whoever asks for one gets it, as each call would make it again.
 
 `nn.Transformer` compares its mask with a causal one, and takes a faster way if they are alike. A mask that the function
-makes itself, of sizes alone, is the same in every call, so that its program may be for the answer.
+makes itself, of sizes alone, is the same in every call, so that its program may be for the answer. A program that only
+its reader uses may be for that of the arguments at hand, too (`by_example`).
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, has_proxy_slot
+from torch.nn import Parameter
 
 from shardlib.aten.traits import is_view, may_show, repeats
 from shardlib.aten.views import values_of
@@ -20,26 +25,47 @@ from shardlib.internals import FakeTensor, OpOverload, pytree, schema_of, withou
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _LARGE = 1 << 26  # elements of what is worked out for an answer
+_by_example: ContextVar[bool] = ContextVar("shardlib_by_example", default=False)
 
 
-def answer(op: Any, args: Any, tracer: Any) -> Any:
-    """What `op` says of values that depend on no input; None where it asks for none, or they do."""
+@contextmanager
+def by_example() -> Iterator[None]:
+    """While on, a traced function that asks is told what holds of the arguments that it is traced with."""
+    token = _by_example.set(True)
+    try:
+        yield
+    finally:
+        _by_example.reset(token)
+
+
+def answer(op: Any, args: Any, tracer: Any, inputs: Sequence[tuple[Tensor, Any]] = ()) -> Any:
+    """What `op` says of values that depend on no input; None where it asks for none, or they do. `inputs` are what
+    stands for arguments, and those."""
     if op not in _ASKS or not all(type(x) is FakeTensor and has_proxy_slot(x, tracer) for x in args):
         return None
     asked = [get_proxy_slot(x, tracer).proxy.node for x in args]
     with without_modes():
-        values = _replayed(tracer, asked)
+        values = _replayed(tracer, asked, _examples(tracer, inputs))
         return None if values is None else op(*values)
 
 
-def _replayed(tracer: Any, asked: list[fx.Node]) -> list[Tensor] | None:
-    """The values of nodes, made again by all that they are made of; None if that is an input, a draw, or too large."""
+def _examples(tracer: Any, inputs: Sequence[tuple[Tensor, Any]]) -> dict[fx.Node, Tensor]:
+    """The values of inputs, by their nodes, where they may be looked at."""
+    if not _by_example.get():
+        return {}
+    there = [(x, of) for x, of in inputs if type(of) in (Tensor, Parameter) and of.device.type != "meta"]
+    return {get_proxy_slot(x, tracer).proxy.node: of.detach() for x, of in there}
+
+
+def _replayed(tracer: Any, asked: list[fx.Node], given: Mapping[fx.Node, Tensor]) -> list[Tensor] | None:
+    """The values of nodes, made again by all that they are made of; None if that is an input that is not given, a draw,
+    or too large."""
     needed: set[fx.Node] = set()
     todo = list(asked)
     while todo:
         while todo:
             if (node := todo.pop()) not in needed:
-                if not _is_constant(node):
+                if node not in given and not _is_constant(node):
                     return None
                 needed.add(node)
                 todo += node.all_input_nodes
@@ -52,7 +78,7 @@ def _replayed(tracer: Any, asked: list[fx.Node]) -> list[Tensor] | None:
     known: dict[fx.Node, Any] = {}
     for node in tracer.graph.nodes:
         if node in needed:
-            known[node] = _run(tracer, node, known)
+            known[node] = given[node].clone() if node in given else _run(tracer, node, known)
     return [known[node] for node in asked]
 
 

@@ -173,7 +173,7 @@ def _trace(
 
     @heard
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        tracer = recorded(lines)
+        tracer = recorded(lines, [(x, call.arguments[i]) for i, x in zip(where, inputs, strict=True)])
         tracers.append(tracer)
         lifted.enter(tracer, traced_on)
         if watch is not None:

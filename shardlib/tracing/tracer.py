@@ -69,8 +69,9 @@ def called() -> Iterator[None]:
         yield
 
 
-def recorded(lines: LineRecorder) -> Any:
-    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes.
+def recorded(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = ()) -> Any:
+    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes; who
+    asks for values may be told of `inputs`, what stands for arguments, and those.
 
     Ops that autograd's engine runs, where these modes stay on, would show them all that the tracer reads of tensors.
     """
@@ -83,7 +84,7 @@ def recorded(lines: LineRecorder) -> Any:
         if op is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # the engine asks for it at every turn
         with torch.DisableTorchFunction():
-            if (known := answer(op, args, tracer)) is not None:
+            if (known := answer(op, args, tracer, inputs)) is not None:
                 return known
             return repeated(op, args, kwargs or {}, lambda: dispatch(op, kinds, args, kwargs or {}))
 
