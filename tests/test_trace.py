@@ -485,6 +485,16 @@ def test_a_pointwise_op_that_is_called_again_is_not_asked_again():
         assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
 
 
+def test_what_is_no_tensor_is_told_from_a_list_of_numbers():
+    weight = torch.ones(6)
+    for x, text in (
+        (None, r"layer_norm\(\): .* must be Tensor, not NoneType(.|\n)*mend the line"),
+        ([1.0] * 6, r"layer_norm\(\): .* must be Tensor, not list(.|\n)*pass torch.tensor\(x\)"),
+    ):
+        with pytest.raises(ShardingError, match=text):
+            trace(lambda w, x=x: F.layer_norm(x, (6,), w), (weight,))
+
+
 def test_what_a_number_makes_of_an_op_is_asked_of_each():
     with pytest.raises(ShardingError, match="torch refuses polygamma"):
         trace(lambda x: torch.polygamma(1, x) + torch.polygamma(-1, x), (X,))

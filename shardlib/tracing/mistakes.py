@@ -7,6 +7,7 @@ so the frame of such a mode has the call; the user's frame, outside it, has the 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -56,7 +57,7 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
             rule="inside jit every tensor is a whole one; where it lives is decided when all of the function is known",
             remedy=_INSTEAD[error.name],
         )
-    if isinstance(error, TypeError) and "must be Tensor, not" in str(error):
+    if isinstance(error, TypeError) and re.search("must be Tensor, not (?!NoneType)", str(error)):
         return ShardingError(
             f"torch refuses an argument in the traced function: {_first_sentence(error)}",
             [str(error_line(error))],
