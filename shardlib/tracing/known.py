@@ -8,7 +8,7 @@ its reader uses may be for that of the arguments at hand, too (`by_example`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -38,23 +38,22 @@ def by_example() -> Iterator[None]:
         _by_example.reset(token)
 
 
-def answer(op: Any, args: Any, tracer: Any, inputs: Sequence[tuple[Tensor, Any]] = ()) -> Any:
-    """What `op` says of values that depend on no input; None where it asks for none, or they do. `inputs` are what
-    stands for arguments, and those."""
+def examples(inputs: Iterable[tuple[Tensor, Any]]) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Of what stands for arguments, and those, what may be looked at: nothing is held for anybody else."""
+    if not _by_example.get():
+        return ()
+    return tuple((x, of) for x, of in inputs if type(of) in (Tensor, Parameter) and of.device.type != "meta")
+
+
+def answer(op: Any, args: Any, tracer: Any) -> Any:
+    """What `op` says of values of no input but the tracer's examples; None where it asks for none, or they do."""
     if op not in _ASKS or not all(type(x) is FakeTensor and has_proxy_slot(x, tracer) for x in args):
         return None
     asked = [get_proxy_slot(x, tracer).proxy.node for x in args]
     with without_modes():
-        values = _replayed(tracer, asked, _examples(tracer, inputs))
+        given = {get_proxy_slot(x, tracer).proxy.node: of.detach() for x, of in tracer.examples}
+        values = _replayed(tracer, asked, given)
         return None if values is None else op(*values)
-
-
-def _examples(tracer: Any, inputs: Sequence[tuple[Tensor, Any]]) -> dict[fx.Node, Tensor]:
-    """The values of inputs, by their nodes, where they may be looked at."""
-    if not _by_example.get():
-        return {}
-    there = [(x, of) for x, of in inputs if type(of) in (Tensor, Parameter) and of.device.type != "meta"]
-    return {get_proxy_slot(x, tracer).proxy.node: of.detach() for x, of in there}
 
 
 def _replayed(tracer: Any, asked: list[fx.Node], given: Mapping[fx.Node, Tensor]) -> list[Tensor] | None:

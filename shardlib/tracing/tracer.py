@@ -31,7 +31,7 @@ from shardlib.private import Slot
 from shardlib.state import is_tracing
 from shardlib.strided import is_strided, refuse_others
 from shardlib.tracing.ending import move_inputs_first
-from shardlib.tracing.known import answer
+from shardlib.tracing.known import answer, examples
 from shardlib.tracing.refusals import refuse_ghost, refuse_unseen
 from shardlib.tracing.repeated import Repeated
 
@@ -70,8 +70,8 @@ def called() -> Iterator[None]:
 
 
 def recorded(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = ()) -> Any:
-    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes; who
-    asks for values may be told of `inputs`, what stands for arguments, and those.
+    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes; it
+    knows what of `inputs`, what stands for arguments and those, may be looked at.
 
     Ops that autograd's engine runs, where these modes stay on, would show them all that the tracer reads of tensors.
     """
@@ -79,12 +79,13 @@ def recorded(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = (
     assert mode is not None, "make_fx runs the function under its proxy mode"
     tracer: Any = mode.tracer
     dispatch, repeated = mode.__torch_dispatch__, Repeated(tracer)
+    tracer.examples = examples(inputs)
 
     def unseen(mode: Any, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # the engine asks for it at every turn
         with torch.DisableTorchFunction():
-            if (known := answer(op, args, tracer, inputs)) is not None:
+            if (known := answer(op, args, tracer)) is not None:
                 return known
             return repeated(op, args, kwargs or {}, lambda: dispatch(op, kinds, args, kwargs or {}))
 
@@ -106,7 +107,7 @@ def recorded(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = (
 def forget(tracer: Any) -> None:
     """Let the constants go that a tracer, which is done, has met: its graph module has those that it reads. A tracer is
     in a circle, and who asks what is left of a trace would have to collect garbage first."""
-    tracer.root, tracer.tensor_attrs = torch.nn.Module(), {}
+    tracer.root, tracer.tensor_attrs, tracer.examples = torch.nn.Module(), {}, ()
 
 
 def inside(m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
