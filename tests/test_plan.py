@@ -221,9 +221,15 @@ def test_to_dict_survives_json() -> None:
 
 
 def test_what_has_no_rule_is_named() -> None:
-    planned = plan(torch.linalg.matrix_exp, meta(4, 8, 8), in_specs=("batch _ _",))
-    if planned.replicated_ops:
-        assert "no rule, runs replicated: aten." in planned.summary()
+    @torch.library.custom_op("test_plan::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    planned = plan(twice, meta(4, 8), in_specs=("batch _",))
+    (op,) = planned.replicated_ops
+    assert op.startswith("test_plan.twice.default at ")
+    assert f"no rule, runs replicated: {op} (1 times)" in planned.summary()
 
 
 # --- folding ----------------------------------------------------------------------------------------------------------
@@ -285,3 +291,13 @@ def test_a_plan_is_a_value_of_its_process() -> None:
     assert held["plan"] is plan is copy.copy(plan)
     with pytest.raises(sl.ShardingError, match=r"the plan of sin is pickled(.|\n)*plan\.to_dict"):
         pickle.dumps(held)
+
+
+def test_nobody_minds_an_op_without_a_rule_of_one_element() -> None:
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        torch._check_tensor_all(x < 9.0, lambda: "rows below 9")
+        return x * 2
+
+    with sl.Mesh(data=2):
+        plan = sl.jit(checked, in_specs=("rows@data _",)).plan(torch.ones(4, 4))
+    assert plan.replicated_ops == ()

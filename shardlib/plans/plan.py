@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -168,9 +169,10 @@ class Plan:
 
     @property
     def replicated_ops(self) -> tuple[str, ...]:
-        """Ops that run on every device with whole operands, for want of a rule."""
+        """Ops that run on every device with whole operands, for want of a rule; of one element, nobody minds."""
         ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual and op.target is not PRINT)
-        return tuple(f"{op.target} at {place(op.line)}" for op in ops)
+        large = (op for op in ops if not op.operands or any(math.prod(x.shape) > 1 for x in op.operands))
+        return tuple(f"{op.target} at {place(op.line)}" for op in large)
 
     # Questions ------------------------------------------------------------------------------------------------------
 
