@@ -66,6 +66,7 @@ def _nll_rule(call: Call) -> Rule:
     summed = ["c", *target.split()] if reduction != _NONE else ["c"]
     kinds = " ".join(f"{f}:{'none' if reduction == _MEAN else 'sum'}" for f in summed)
     kinds += " c:local" + " ".join(f" {f}:local" for f in target.split() if reduction == _MEAN)
+    kinds += " ".join(f" {f}:none" for f in target.split() if reduction == _NONE)  # rows that stay apart weigh nothing
     loss = target if reduction == _NONE else ""
     text = f"{logits}, {target}, c -> {loss}, | "
     if backward:

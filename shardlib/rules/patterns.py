@@ -12,7 +12,7 @@ from shardlib.errors import ShardingError
 from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach, source
 from shardlib.rules.rule import Call, Local, Meta, Rule
 from shardlib.rules.shards import torch_code
-from shardlib.rules.space import Dim, Ints, Space, arg, axes, largest, path, present
+from shardlib.rules.space import Dim, Ints, Space, arg, axes, largest, numel, path, present
 from shardlib.rules.stencil import Reach, Stencil
 from shardlib.rules.window import Window
 
@@ -131,9 +131,12 @@ def _apply(
     there = {f for labels in labelled for d in labels for f in d} | {f for _, dim in ints.values() for f in dim}
     # Nothing tells a device to make a piece of what only results have.
     space.whole |= {f for labels in out for d in labels for f in d} - there - {*cut_locally, *reduce}
-    for labels, m in zip(out, call.results, strict=True):
-        if m is not None:
-            space.whole |= space.sizes.keys() - {f for d in labels for f in d} - reduce.keys()
+    returned = [({f for d in labels for f in d}, m) for labels, m in zip(out, call.results, strict=True) if m]
+    full = [dims for dims, m in returned if numel(m.shape)]
+    if full and len(full) < len(returned):  # what nobody asked for is empty (vectors of `svdvals`)
+        reduce |= dict.fromkeys(set.intersection(*full, there) - reduce.keys() - space.whole, "none")
+    for dims, _ in returned:
+        space.whole |= space.sizes.keys() - dims - reduce.keys()
     points = math.prod(space.sizes.values())
     return space.rule(
         labelled,

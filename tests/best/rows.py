@@ -24,6 +24,7 @@ from tests.best import (
     objectives,
     practice,
     recommenders,
+    scores,
     statistics,
     tables,
     tasks,
@@ -59,4 +60,5 @@ ROWS: list[Row] = [
     *meshes.ROWS,
     *tasks.ROWS,
     *kinds.ROWS,
+    *scores.ROWS,
 ]
