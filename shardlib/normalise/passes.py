@@ -162,8 +162,8 @@ def forget_totals(gm: fx.GraphModule) -> None:
 def merge_repeated(gm: fx.GraphModule) -> None:
     """Two nodes that compute the same are one.
 
-    Not so when both are returned, nor when a backward node repeats forward arithmetic: that is how activation
-    checkpointing trades time for memory.
+    Not so when both are returned, each with memory of its own, nor when a backward node repeats forward arithmetic:
+    that is how activation checkpointing trades time for memory.
     """
     returned = _returned(gm)
     known: dict[Any, fx.Node] = {}
@@ -177,7 +177,10 @@ def merge_repeated(gm: fx.GraphModule) -> None:
         target = node.target if op == "get_attr" else id(node.target)
         key = (target, phase, _key(node.args), _key(kwargs) if (kwargs := node.kwargs) else ())
         first = known.setdefault(key, node)
-        if first is not node and not (node in returned and not free):
+        if first is not node and (free or not returned.issuperset((node, first))):
+            if node in returned and not free:  # now the first one is
+                returned.add(first)
+                first.meta = {k: v for k, v in node.meta.items() if k == "gradient of"} | first.meta
             node.replace_all_uses_with(first)
 
 
