@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from shardlib.graph import Op, Value
 from shardlib.meshes.axis import Axis
+from shardlib.meshes.mesh import Mesh
 from shardlib.propagate.flood import Assignment, Flood
 from shardlib.propagate.units import value_factors
 from shardlib.reshard import Axes, Cut
@@ -31,8 +32,9 @@ Placement = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pend
 class Placements:
     """The placements of the values of one program."""
 
-    def __init__(self, flood: Flood) -> None:
+    def __init__(self, flood: Flood, mesh: Mesh) -> None:
         self.flood = flood
+        self._order = {name: i for i, name in enumerate(mesh.axis_names)}
         self._layouts: dict[Any, Layout] = {}
 
     def result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Placement:
@@ -54,7 +56,8 @@ class Placements:
                         raise AssertionError(f"{op}: result {i} would owe a {kind} and a {mine}")
                     axes += [a for a in cut_axes if not any(a in of for of in (axes, *cut))]  # the rest went round
                     kind = mine
-        return cut, Owed(tuple(axes), kind)
+        # In the order of the mesh: who owes the same can be added up, whichever dims it was summed over.
+        return cut, Owed(tuple(sorted(axes, key=lambda a: (self._order[a.name], a.pre))), kind)
 
     def dims(self, value: Value, cut: Cut) -> tuple[Any, ...]:
         """Per dim, `(size, axes)` per leaf."""

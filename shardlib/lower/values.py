@@ -27,7 +27,7 @@ class Values:
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter, self.flood, self.builder = emitter, emitter.flood, emitter.builder
-        self.forms = Placements(emitter.flood)
+        self.forms = Placements(emitter.flood, emitter.builder.mesh)
         self.mover = Mover(emitter.builder)
         self.prices = reshard.Prices.of(emitter.builder.mesh)
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
