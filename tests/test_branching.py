@@ -76,13 +76,16 @@ def test_values(
         sl.check(program, *args, in_specs=tuple(specs.get(name, "...") for name in CASES[program]))
 
 
-@pytest.mark.parametrize(("program", "summed"), list(zip(CASES, (2, 3, 2, 1, 1), strict=True)))
-def test_what_is_added_up(program: Callable[..., Any], summed: int) -> None:
-    """Small gradients in place of a large one; the large one where somebody needs it."""
+@pytest.mark.parametrize(
+    ("program", "summed", "share"), list(zip(CASES, (2, 3, 2, 3, 1), (0.02, 0.02, 0.02, 0.51, 1), strict=True))
+)
+def test_what_is_added_up(program: Callable[..., Any], summed: int, share: float) -> None:
+    """Small gradients in place of a large one; the large one where somebody needs it, in pieces where little is made
+    of it."""
     shapes = _sized(4096, 1024, 2048, 8)
     args = [torch.empty(shapes[name], device="meta") for name in CASES[program]]
     with sl.Mesh.abstract(data=8):
         plan = sl.jit(program, in_specs=("n@data d", *["..."] * (len(args) - 1))).plan(*args)
     large = 2 * 7 / 8 * 4 * 1024 * 2048
     assert len(plan.collectives) == summed
-    assert plan.comm_bytes < large / 50 if summed > 1 else plan.comm_bytes == large
+    assert plan.comm_bytes <= large * share

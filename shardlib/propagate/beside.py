@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from shardlib.graph import Op, Value
+from shardlib.graph import Graph, Op, Value
 from shardlib.meshes.axis import Axis, ways
 from shardlib.propagate.decide import Decider
 from shardlib.propagate.dims import Leaf
@@ -16,20 +16,36 @@ from shardlib.propagate.units import may_cut
 SMALL = 8  # times smaller is what nobody minds to have whole
 
 
-def beside_moves(ops: Collection[Op], flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
-    """Such dims, and the seconds in which is sent what then only moves."""
-    gain = defaultdict[Leaf, float](float)
+def beside_moves(
+    graph: Graph, ops: Collection[Op], flood: Flood, decider: Decider, atoms: Sequence[Axis]
+) -> Mapping[Leaf, float]:
+    """Such dims of some ops, and the seconds in which is sent what then only moves."""
+    gain, moving = defaultdict[Leaf, float](float), _of_pieces(graph, flood, decider, atoms)
     for op in ops:
         if op in decider.units.unit:
-            read, sent = _sent(op, flood, decider, atoms)
+            read, sent = _sent(op, flood, decider, atoms, moving)
             for leaf in free(op, flood, atoms, read) if sent and read else ():
                 gain[leaf] += sent * flood.times(op, leaf)
     return gain
 
 
-def _sent(op: Op, flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> tuple[list[int], float]:
-    """The large operands that are cut over an axis where they are made, and seconds for those that the op has otherwise
-    and for sums that it owes."""
+def _of_pieces(graph: Graph, flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> set[Value]:
+    """What something goes into that is cut over an axis where it lies. All else (a function of whole weights) may be
+    whole, or cut otherwise, and nothing is sent for it."""
+    found: set[Value] = set()
+    for value in graph.values():
+        comes = value.op is not None and not found.isdisjoint(value.op.operands)
+        is_placed = value.op is None or value in flood.fixed
+        if comes or (is_placed and any(a in atoms for axes in _lies(flood, decider, value) for a in axes)):
+            found.add(value)
+    return found
+
+
+def _sent(
+    op: Op, flood: Flood, decider: Decider, atoms: Sequence[Axis], moving: Collection[Value]
+) -> tuple[list[int], float]:
+    """The large operands that are cut over an axis where they are made, and would move, and seconds for those that the
+    op has otherwise and for sums that it owes."""
     units, prices, sent, cut, most = decider.units, decider.problem.prices, 0.0, list[int](), 0
     cuts = decider.unit_cut(units.unit[op])
     for i, value in enumerate(op.operands):
@@ -38,7 +54,7 @@ def _sent(op: Op, flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> tupl
         root, _ = units.root(value)
         there = [[a for a in axes if a in atoms] for axes in _lies(flood, decider, root)]
         if any(there):
-            cut.append(i)
+            cut += [i] if root in moving else []
             slots, _ = units.read[op, i]
             here = [[] if s is None else [a for a in cuts[s] if a in atoms] for s in slots]
             if here != there:

@@ -4,7 +4,7 @@ Annotations say what is cut over an axis. Ops that none of them reaches are done
 chain of ops that is cut where each of them has to communicate may be cheaper in a dim that all of them have (matrices
 cut inside, in a stack: two exchanges, and the chain runs alone). Such dims are offered the axis, one after the other;
 an offer stands if the whole program becomes markedly faster, by the same estimate that decides everything. So are the
-dims of a large sum over devices that light ops turn into little: who adds up a piece goes on with it.
+dims of a large sum over devices that few ops turn into little: who adds up a piece goes on with it.
 
 Where annotations contradict each other about an axis, dims beside what is sent are offered it, too: for fewer bytes.
 """
@@ -55,7 +55,7 @@ def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Dec
         wants, found, near = flood.wants, list[Way](), list[Way]()
         deep = few and name in decider.contested
         summed = _summed(weights, flood, mesh, decider, name)
-        moved = _beside(mixing, flood, mesh, decider, name)
+        moved = _beside(graph, mixing, flood, mesh, decider, name)
         idle = [*_candidates(weights, flood, mesh, decider, name), *moved, *summed]
         parts = dict.fromkeys(_candidates(weights, flood, mesh, decider, name, partly=True), _HALF)
         turned = _across(weights, flood, mesh, decider, name)
@@ -234,9 +234,9 @@ def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
     return sorted(gain, key=lambda leaf: (-gain[leaf], leaf))
 
 
-def _beside(ops: Collection[Op], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+def _beside(graph: Graph, ops: Collection[Op], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
     """The dims beside what is sent, where that takes long enough to matter."""
-    gain = beside_moves(ops, flood, decider, mesh.axis(name).primes())
+    gain = beside_moves(graph, ops, flood, decider, mesh.axis(name).primes())
     least = (1 - _WORTH) * sum(_whole(decider)) if gain else 0.0
     return [leaf for leaf in _first(gain)[:_BESIDE] if gain[leaf] >= least]
 
@@ -261,8 +261,8 @@ def _summed(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Deci
 
 
 def _is_used_up(op: Op) -> bool:
-    """Whether somebody needs the sum that an op owes, and a few light ops make little of it: who adds up a piece can
-    then do all of these on the piece."""
+    """Whether somebody needs the sum that an op owes, and a few ops make little of it, heavy ones at once (a product of
+    scores and values): who adds up a piece can then do all of these on the piece."""
     todo, seen, needed = [r for r in op.results if r is not None], set[Op](), False
     owed, most = {*todo}, max(r.nbytes for r in todo)
     while todo:
@@ -272,11 +272,12 @@ def _is_used_up(op: Op) -> bool:
         if value.is_output or len(seen) > _SOON:
             return False
         for reader, i in value.readers:
-            if reader.rule is None or reader.manual or reader.constrains or _is_heavy(reader):
+            made = [r for r in reader.results if r is not None]
+            goes_on = _is_heavy(reader) and any(r.nbytes * SMALL >= most for r in made)
+            if reader.rule is None or reader.manual or reader.constrains or goes_on:
                 return False
             passes = value in owed and (reader.transparent or any(i in together for together in reader.rule.linear))
             needed |= value in owed and not passes
-            made = [r for r in reader.results if r is not None]
             owed.update(made if passes else ())
             todo += made if reader not in seen else ()
             seen.add(reader)
