@@ -25,7 +25,9 @@ from tests.best import (
     practice,
     recommenders,
     scores,
+    sketches,
     statistics,
+    stencils,
     tables,
     tasks,
     training,
@@ -61,4 +63,6 @@ ROWS: list[Row] = [
     *tasks.ROWS,
     *kinds.ROWS,
     *scores.ROWS,
+    *stencils.ROWS,
+    *sketches.ROWS,
 ]
