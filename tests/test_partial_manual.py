@@ -238,7 +238,7 @@ def test_pending_sums_are_one() -> None:
         mapped = manual("data")(lambda *args: sl.psum(mlp(*args), "data"), ("b@data _", "_ _", "_ _"), "_ _")
         plan = sl.jit(mapped).plan(torch.randn(X), w, v)
     assert [(c.kind, c.axes, c.bytes) for c in plan.collectives] == [
-        ("all_reduce", ("tensor", "data"), 4 * 16 * 8 * 2 * 7 / 8)
+        ("all_reduce", ("data", "tensor"), 4 * 16 * 8 * 2 * 7 / 8)
     ]
 
 

@@ -132,11 +132,12 @@ def _apply(
     # Nothing tells a device to make a piece of what only results have.
     space.whole |= {f for labels in out for d in labels for f in d} - there - {*cut_locally, *reduce}
     returned = [({f for d in labels for f in d}, m) for labels, m in zip(out, call.results, strict=True) if m]
-    full = [dims for dims, m in returned if numel(m.shape)]
-    if full and len(full) < len(returned):  # what nobody asked for is empty (vectors of `svdvals`)
-        reduce |= dict.fromkeys(set.intersection(*full, there) - reduce.keys() - space.whole, "none")
-    for dims, _ in returned:
-        space.whole |= space.sizes.keys() - dims - reduce.keys()
+    lacked = {f for dims, _ in returned for f in space.sizes.keys() - dims - reduce.keys()} - space.whole
+    if any(f in dims for f in lacked & there for dims, _ in returned):
+        # What nobody asked for is empty, and owes nothing (vectors of `svdvals`).
+        full = [dims for dims, m in returned if numel(m.shape)]
+        reduce |= dict.fromkeys(set.intersection(*full, lacked & there) if full else (), "none")
+    space.whole |= lacked - reduce.keys()
     points = math.prod(space.sizes.values())
     return space.rule(
         labelled,
