@@ -375,6 +375,25 @@ def test_nothing_is_sent_to_make_a_constant(made: Callable[[Tensor], Tensor]) ->
     assert not plan.collectives
 
 
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "new_full": lambda x: x.new_full((3,), 2.0),
+    "new_zeros": lambda x: x.new_zeros(x.shape),
+    "new_empty": lambda x: x.new_empty((2, 5)).fill_(1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("reduced", [lambda x: x.sum(0), lambda x: x.amax(0)], ids=["sum", "max"])
+def test_what_takes_a_form_alone_waits_for_no_sum(
+    form: Callable[[Tensor], Tensor], reduced: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    with Mesh(a=2):
+        step = sl.jit(lambda x: form(reduced(x)), in_specs="_@a _")
+        assert not step.plan(x).collectives
+        assert torch.equal(step(x).full_tensor(), form(reduced(x)))
+
+
 def test_an_annotation_may_have_other_factors_than_the_value() -> None:
     """A dim of 10 as one factor and as (5 2) have no cut in common: between them the dim is whole."""
 

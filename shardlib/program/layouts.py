@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from shardlib.aten.traits import has
 from shardlib.meshes.axis import Axis
 from shardlib.meshes.mesh import Mesh
 from shardlib.program.inplace import takes
@@ -34,8 +35,9 @@ def message_faults(mesh: Mesh, c: Collective) -> Iterator[str]:
 
 
 def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
-    """What is written over has the form of the result. A sum that an operand owes is owed by every result; what a
-    result owes comes from what is cut, or owed, of an operand, or from a number that differs by device."""
+    """What is written over has the form of the result. A sum that an operand owes is owed by every result, but where
+    nothing of it is read; what a result owes comes from what is cut, or owed, of an operand, or from a number that
+    differs by device."""
     told = [a for x in syms(step) for a in x.axes]
     if told and any(mesh.axes.get(a.name) != a.of for a in told):
         yield "reads a number that differs along an axis which is none of the mesh's"
@@ -44,7 +46,7 @@ def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
         v, x = step.outs[i], None if k is None or k >= len(step.args) else step.args[k]
         if isinstance(x, Var) and (v is None or i >= len(may) or k not in may[i] or not _fits(v, x)):
             yield f"cannot write {v} over {x}"
-    if not step.owes:
+    if not step.owes or has(step.target, "creates"):
         return
     layouts = [x for v in step.operands if (x := _layout(v)) is not None]
     if len(layouts) < len(step.operands):
