@@ -18,6 +18,7 @@ from shardlib.calls.kinds import PLAIN
 from shardlib.graph import Graph
 from shardlib.program.steps import Var
 from shardlib.specs.fixed import Fixed
+from shardlib.strided import as_bytes
 from shardlib.tracing.traced import Traced
 
 Said = Mapping[int, Fixed]  # by position
@@ -87,12 +88,7 @@ def _is_same_constant(a: Any, b: Any) -> bool:
     if a is b:
         return True
     plain = type(a) is torch.Tensor and type(b) is torch.Tensor and not a.is_meta and a.numel() <= _LARGE
-    return plain and _form(a) == _form(b) and torch.equal(_bits(a), _bits(b))
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """A zero is another one with another sign."""
-    return x.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return plain and _form(a) == _form(b) and torch.equal(as_bytes(a), as_bytes(b))  # -0.0 is another zero
 
 
 def _is_like(a: Any, b: Any) -> bool:

@@ -36,6 +36,19 @@ def is_strided(x: torch.Tensor) -> bool:
     return x.layout == torch.strided and not x.is_nested and not x.is_quantized
 
 
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's values, in the order of its elements; in its own memory if it is contiguous.
+
+    A dim of one element may have any stride, and `view` keeps that.
+
+    Example:
+        >>> as_bytes(torch.arange(10, dtype=torch.int16).view(2, 5)[1:, 3]).tolist()
+        [8, 0]
+    """
+    whole = x.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 def _dense(x: torch.Tensor) -> str:
     if x.is_nested:
         return "torch.nested.to_padded_tensor(x, 0.0), with the lengths as a tensor"

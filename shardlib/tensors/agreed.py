@@ -27,6 +27,7 @@ from shardlib.ranks.store import names
 from shardlib.specs.fixed import Fixed
 from shardlib.specs.layout import Layout
 from shardlib.specs.spec import P, Spec, axes_of_dims, resolve_many
+from shardlib.strided import as_bytes
 from shardlib.tensors.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ def digest(x: Tensor) -> int:
         >>> digest(torch.zeros(2)) == digest(torch.zeros(3)), digest(torch.zeros(2)) == digest(torch.zeros(2))
         (False, True)
     """
-    x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return zlib.crc32(x.view(-1).view(torch.uint8).numpy().data) if x.numel() else 0
+    return zlib.crc32(as_bytes(x.cpu()).numpy().data) if x.numel() else 0
 
 
 def same(
@@ -139,10 +139,8 @@ def from_rank(mesh: Mesh, x: Tensor, src: int, what: str) -> Tensor:
         raise ShardingError(f"{what}: there is no rank {src}", [f"the ranks are 0 to {mesh.size - 1}"])
     if mesh.kind != "distributed" or mesh.size == 1 or not x.numel():
         return x
-    whole = x.detach().contiguous()
-    sent = (
-        (whole if mesh.rank == src else torch.zeros_like(whole)).view(-1).view(torch.uint8)
-    )  # sums of bytes are exact
+    sent = as_bytes(x)  # sums of bytes are exact
+    sent = sent if mesh.rank == src else torch.zeros_like(sent)
     turn = Turn(f"sending {x.dtype}{list(x.shape)} from rank {src} ({what} on {mesh})")
     got = together(mesh, turn, everywhere(mesh), lambda group: all_reduce.start(sent, group).finish())
     return got.view(x.dtype).view(x.shape).requires_grad_(x.requires_grad)

@@ -644,3 +644,14 @@ def results_that_have_no_literal() -> list[Any]:
 @pytest.mark.long
 def test_results_that_have_no_literal() -> None:
     assert only(alone(results_that_have_no_literal, 2)) == [4.0, ["alpha", "beta", "gamma"], True, True]
+
+
+def lone_element() -> list[float]:
+    column, scalar = torch.arange(10.0).view(2, 5)[:1, 3], torch.tensor(2.0).expand(1)  # of any stride
+    with sl.Mesh(x=2):
+        placed, step = sl.shard(column, "a"), sl.jit(lambda a, b: a * b)
+        return [(placed * scalar).item(), step(column, scalar).item()]
+
+
+def test_one_element_may_have_any_stride() -> None:
+    assert run_ranks(lone_element, 2) == [[6.0, 6.0]] * 2
