@@ -92,6 +92,8 @@ def contraction() -> Iterator[Sample]:
         yield s("addmm", bias, f(3, 5), f(5, 4))
     yield s("addmm", f(4), f(3, 2), f(2, 4), beta=2, alpha=0.5)
     yield s("addmm", f(4), f(3, 5), f(5, 4), beta=0.25)
+    yield s("addmm", *(torch.complex(f(*n), f(*n)) for n in ((4,), (3, 5), (5, 4))), beta=0.5 + 2j, alpha=1j)
+    yield s("baddbmm", *(torch.complex(f(*n), f(*n)) for n in ((4,), (2, 3, 5), (2, 5, 4))), beta=2 + 0j)
     yield s("addmv", f(3), f(3, 5), f(5), beta=0.25)
     yield s("addmv", f(1), f(5, 4), f(4))
     yield s("baddbmm", f(2, 3, 4), f(2, 3, 5), f(2, 5, 4))

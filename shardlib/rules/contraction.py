@@ -23,7 +23,7 @@ def _add_once(local: Local) -> Any:
     def form(bias: Tensor, a: Tensor, b: Tensor, first: int, beta: Any = 1, alpha: Any = 1) -> Tensor:
         if target is aten.addmv.default:  # a product with no rows has the size of a bias that is broadcast
             bias = bias.expand(len(a))
-        if beta == int(beta):
+        if not isinstance(beta, complex) and float(beta).is_integer():
             beta = first * int(beta)
         else:
             bias = once(bias, shared)
