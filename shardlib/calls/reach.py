@@ -8,7 +8,6 @@ function's place tells whether another one stands there now.
 from __future__ import annotations
 
 import builtins
-import dis
 import functools
 import inspect
 import itertools
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardlib.bounded import Bounded
+from shardlib.calls.bytecode import ATTRIBUTE, ITEM, READS, instructions
 from shardlib.calls.inside import content, own
 from shardlib.calls.words import words
 from shardlib.lines import is_internal
@@ -258,20 +258,20 @@ def _globals(fn: types.FunctionType) -> tuple[str, ...]:
 
 @functools.lru_cache(1 << 12)
 def _attributes(code: types.CodeType) -> tuple[str, ...]:
-    names = _named(code, "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "IMPORT_NAME", "STORE_ATTR")
+    names = _named(code, ATTRIBUTE, "IMPORT_FROM", "IMPORT_NAME", "STORE_ATTR")
     return tuple(dict.fromkeys(part for name in names for part in name.split(".")))
 
 
 @functools.lru_cache(1 << 12)
 def _values(code: types.CodeType) -> frozenset[str]:
     """The names that code reads for more than one attribute: `m` in `getattr(m, k)`, `m.__dict__` and `vars(m)`."""
-    steps = [(x.opname, x.argval) for x in dis.get_instructions(code) if x.opname not in ("CACHE", "EXTENDED_ARG")]
+    steps = [*itertools.pairwise(instructions(code))]
     names = {
-        str(name)
-        for (does, name), (then, attribute) in itertools.pairwise(steps)
-        if does.startswith(_READS) and (not then.startswith(_ATTRIBUTE) or attribute == "__dict__")
+        str(x.arg)
+        for x, then in steps
+        if x.does.startswith(READS) and (then.does != ATTRIBUTE or then.arg == "__dict__")
     }
-    names |= {name for (does, name), (_, to) in itertools.pairwise(steps) if does == "IMPORT_NAME" and to in names}
+    names |= {x.arg for x, then in steps if x.does == "IMPORT_NAME" and then.arg in names}
     inside = (_values(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
     return frozenset(names).union(_spelt(code), *inside)
 
@@ -283,16 +283,16 @@ def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
     A text may be a name for `getattr`; code that looks at objects as a whole reads everything, `*`.
     """
-    steps = [x for x in dis.get_instructions(code) if x.opname not in ("CACHE", "EXTENDED_ARG")]
+    steps = instructions(code)
     appended: set[str] = set()
     read: set[str] = set()
     for i, step in enumerate(steps):
-        if step.opname.startswith("LOAD") and step.opname not in _NO_READS and isinstance(step.argval, str):
+        if step.does.startswith("LOAD") and step.does not in _NO_READS and isinstance(step.arg, str):
             then = i + 1
-            if [x.opname for x in steps[i + 2 : i + 3]] == ["BINARY_SUBSCR"] and steps[then].opname.startswith("LOAD"):
+            if [x.does for x in steps[i + 2 : i + 3]] == [ITEM] and steps[then].does.startswith("LOAD"):
                 then += 2  # an item of it
-            appends = any(x.opname in _ATTRIBUTE and x.argval in _APPENDING for x in steps[then : then + 1])
-            (appended if appends else read).add(step.argval)
+            appends = any(x.does == ATTRIBUTE and x.arg in _APPENDING for x in steps[then : then + 1])
+            (appended if appends else read).add(step.arg)
     texts = [y for x in code.co_consts for y in (x if isinstance(x, tuple) else (x,)) if isinstance(y, str)]
     read |= {part for text in texts for part in text.split(".")}
     if not _WHOLE.isdisjoint(code.co_names):
@@ -317,30 +317,27 @@ def _spelt(code: types.CodeType) -> Iterator[str]:
             yield from _spelt(inner)
 
 
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
-_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR")
 _FINDERS = frozenset({"modules", "import_module", "__import__"})
 
 
 @functools.lru_cache(1 << 12)
-def _named(code: types.CodeType, *instructions: str) -> tuple[str, ...]:
-    """The names in these instructions, in functions defined inside it, too."""
-    names = [step.argval for step in dis.get_instructions(code) if step.opname in instructions]
+def _named(code: types.CodeType, *kinds: str) -> tuple[str, ...]:
+    """The names in instructions of these kinds, in functions defined inside it, too."""
+    names = [step.arg for step in instructions(code) if step.does in kinds]
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            names += _named(inner, *instructions)
+            names += _named(inner, *kinds)
     return tuple(dict.fromkeys(names))
 
 
 def _load(code: types.CodeType, name: str, attribute: str) -> tuple[types.CodeType, int] | None:
     """The line on which code, or code inside it, loads `name.attribute`, or else `name`."""
-    first, line, loaded = None, 0, False
-    for step in dis.get_instructions(code):
-        line = step.starts_line or line
-        if loaded and step.argval == attribute:
+    first, loaded = None, False
+    for does, arg, line in instructions(code):
+        if loaded and arg == attribute:
             return code, line
-        loaded = step.opname.startswith("LOAD") and step.argval == name
-        if loaded and first is None and not step.opname.startswith("LOAD_CLOSURE"):
+        loaded = does.startswith("LOAD") and arg == name
+        if loaded and first is None and does != "LOAD_CLOSURE":
             first = code, line
     inner = (_load(x, name, attribute) for x in code.co_consts if isinstance(x, types.CodeType))
     return first or next(filter(None, inner), None)

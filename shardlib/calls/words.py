@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import re
 import types
 from collections.abc import Iterator
+
+from shardlib.calls.bytecode import ATTRIBUTE, instructions
 
 _FUNCTIONS = frozenset({"globals", "eval", "exec", "__import__", "import_module"})
 _ATTRIBUTES = frozenset({"__globals__", "f_globals", "import_module"})
@@ -31,9 +32,9 @@ def _finds(code: types.CodeType) -> bool:
     """Whether code calls what finds variables, or modules, by a text."""
     attributes = _ATTRIBUTES | {"modules"} if "sys" in code.co_names else _ATTRIBUTES
     return any(
-        step.argval in (attributes if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else _FUNCTIONS)
-        for step in dis.get_instructions(code)
-        if step.opname.startswith("LOAD") and isinstance(step.argval, str) and step.opname != "LOAD_CONST"
+        step.arg in (attributes if step.does == ATTRIBUTE else _FUNCTIONS)
+        for step in instructions(code)
+        if step.does.startswith("LOAD") and isinstance(step.arg, str) and step.does != "LOAD_CONST"
     )
 
 
