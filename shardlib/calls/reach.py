@@ -112,6 +112,8 @@ class Reach:
         self._place(f"{name} bases", lambda: kind.__mro__, kind.__mro__)
         for get in (lambda: min(len(inside), 255), lambda: next(reversed(inside), None)):  # what is new comes last
             self._place(f"{name} attributes", get, get())
+        get = functools.partial(inside.get, "__module__")  # whoever has no attribute yet may get one
+        self._variable(f"{name}.__module__", get, kind, "__module__")
         for key, x in list(inside.items()):
             functions = [*_functions(x)]
             self._todo += functions
@@ -133,8 +135,7 @@ class Reach:
         if is_users(fn):
             inside = fn.__dict__
             self._place(f"{name} attributes", inside.__len__, len(inside))
-            if inside:
-                self._variable(f"{name}.__dict__", _constant(inside), fn, "__dict__")
+            self._variable(f"{name}.__dict__", _constant(inside), fn, "__dict__")
         elif (inner := fn.__dict__.get("__wrapped__")) is not None:
             self._variable("__wrapped__", _constant(inner), fn, "__wrapped__")
         for variable, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):

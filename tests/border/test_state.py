@@ -1331,3 +1331,38 @@ def test_a_parameter_made_of_a_sharded_tensor_inside_is_refused() -> None:
     step = sl.jit(lambda x: x @ torch.nn.Parameter(v).t())
     with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"makes a parameter of a ShardedTensor[\s\S]*detach"):
         step(torch.ones(3, 4))
+
+
+class _Bare:
+    """It has no attribute of its own."""
+
+
+class _Counting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls = getattr(type(self), "calls", 0) + 1
+        return x * type(self).calls
+
+
+def _counts_itself(x: Tensor) -> Tensor:
+    _counts_itself.calls = getattr(_counts_itself, "calls", 0) + 1
+    return x * _counts_itself.calls
+
+
+def _counts_on_a_class(x: Tensor) -> Tensor:
+    _Bare.calls = getattr(_Bare, "calls", 0) + 1
+    return x * _Bare.calls
+
+
+@pytest.mark.parametrize(
+    ("fn", "holder"), [(_counts_itself, _counts_itself), (_counts_on_a_class, _Bare), (_Counting(), _Counting)],
+    ids=["function", "class", "module"],
+)  # fmt: skip
+def test_a_plan_leaves_no_first_attribute(fn: Callable[[Tensor], Tensor], holder: Any) -> None:
+    """What calls would set for the first time is not there when only a plan was asked for."""
+    step = sl.jit(lambda x: fn(x))
+    step.plan(X)
+    assert not hasattr(holder, "calls")
+    try:
+        same([step(X) for _ in range(3)], [X, X * 2, X * 3])
+    finally:
+        del holder.calls
