@@ -34,10 +34,6 @@ def mesh() -> Iterator[Mesh]:
 # Who keeps a value gets back what he had.
 
 
-def _noted() -> None:
-    """A function that something is put on."""
-
-
 def keepers() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
     """What keeps a value, and what is there before and after."""
     items: list[Any] = [1.0, 2.0]
@@ -45,14 +41,10 @@ def keepers() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
     queue: deque[Any] = deque([1.0])
     net = nn.Linear(4, 4)
 
-    def on_a_function(x: Tensor) -> None:
-        _noted.last = x  # type: ignore[attr-defined]
-
     def in_a_module(x: Tensor) -> None:
         net.bias = nn.Parameter(x)
 
     return {
-        "a function": (on_a_function, lambda: dict(vars(_noted))),
         "a list": (lambda x: items.insert(0, x), lambda: list(items)),
         "a set": (lambda x: some.add(x), lambda: set(some)),
         "a deque": (lambda x: queue.append(x), lambda: list(queue)),

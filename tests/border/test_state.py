@@ -1366,3 +1366,23 @@ def test_a_plan_leaves_no_first_attribute(fn: Callable[[Tensor], Tensor], holder
         same([step(X) for _ in range(3)], [X, X * 2, X * 3])
     finally:
         del holder.calls
+
+
+def test_a_first_attribute_is_what_the_call_computed() -> None:
+    """Of a function or a class, as of any object."""
+
+    def noted() -> None: ...
+
+    class Noted: ...
+
+    def fn(x: Tensor) -> Tensor:
+        noted.last, Noted.last = x * 2, x * 3
+        return x
+
+    step = sl.jit(fn)
+    step.plan(X)
+    assert not hasattr(noted, "last")
+    assert not hasattr(Noted, "last")
+    for x in (X, X + 1, X + 2):
+        step(x)
+        same([noted.last, Noted.last], [x * 2, x * 3])
