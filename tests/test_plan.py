@@ -220,15 +220,19 @@ def test_to_dict_survives_json() -> None:
     assert data["comm_bytes"] == 3072
 
 
-def test_what_has_no_rule_is_named() -> None:
-    @torch.library.custom_op("test_plan::twice", mutates_args=())
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+@torch.library.custom_op("test_plan::spread", mutates_args=())
+def spread(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, 1).repeat(1, 8)
 
-    twice.register_fake(torch.empty_like)
-    planned = plan(twice, meta(4, 8), in_specs=("batch _",))
+
+spread.register_fake(lambda x: x.new_empty(x.numel(), 8))
+
+
+@pytest.mark.parametrize("fn", [spread, lambda x: spread(x.sum())], ids=["of much", "of one element"])
+def test_what_has_no_rule_is_named(fn: Any) -> None:
+    planned = plan(fn, meta(4, 8), in_specs=("batch _",))
     (op,) = planned.replicated_ops
-    assert op.startswith("test_plan.twice.default at ")
+    assert op.startswith("test_plan.spread.default at ")
     assert f"no rule, runs replicated: {op} (1 times)" in planned.summary()
 
 

@@ -137,6 +137,23 @@ def test_what_a_library_checks_of_values_is_checked_where_the_program_runs():
             run(X + 9.0)
 
 
+def test_a_check_of_what_depends_on_no_argument_is_checked_while_tracing():
+    def checked(x):
+        torch._check_tensor_all(torch.arange(4) < 9, lambda: undefined)  # noqa: F821  nobody asks for it
+        try:
+            torch._check_tensor_all_with(ValueError, torch.arange(4) < 3)
+        except ValueError:
+            return x * 2
+        return x
+
+    same(trace(checked, (X,))(X), X * 2)
+
+
+def test_a_check_that_raises_another_error_needs_the_value():
+    with pytest.raises(ShardingError, match="needs the value of"):
+        trace(lambda x: torch._check_tensor_all_with(ValueError, x < 9.0), (X,))
+
+
 def test_threads_may_trace_at_once():
     results = []
     threads = [threading.Thread(target=lambda: results.append(trace(grad(_mlp), (X, X)))) for _ in range(4)]

@@ -169,9 +169,9 @@ class Plan:
 
     @property
     def replicated_ops(self) -> tuple[str, ...]:
-        """Ops that run on every device with whole operands, for want of a rule; of one element, nobody minds."""
+        """Ops that run on every device with whole operands, for want of a rule; nobody minds those of one element."""
         ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual and op.target is not PRINT)
-        large = (op for op in ops if not op.operands or any(math.prod(x.shape) > 1 for x in op.operands))
+        large = (op for op in ops if any(x is not None and math.prod(x.shape) > 1 for x in (*op.operands, *op.results)))
         return tuple(f"{op.target} at {place(op.line)}" for op in large)
 
     # Questions ------------------------------------------------------------------------------------------------------

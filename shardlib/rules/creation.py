@@ -12,6 +12,7 @@ from shardlib.rules.pointwise import pointwise
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.shards import cut
 from shardlib.rules.space import Space, path, result_shape, shape_ints
+from shardlib.rules.written import by_torch
 
 aten = torch.ops.aten
 
@@ -74,10 +75,18 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
     return torch.zeros(size, **kwargs)
 
 
-def _eye(n: int, m: int | None = None, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+_torch_eye = by_torch("eye.m")["eye.m"]
+
+
+def _eye(n: int, m: int | None = None, **how: Any) -> torch.Tensor:
     """Torch's own counts in the smallest type, and no kernel on CPUs makes a range in 16 bits without a sign."""
-    rows, columns = (torch.arange(size, device=device) for size in (n, n if m is None else m))
-    return (rows[:, None] == columns).to(dtype or torch.get_default_dtype())
+    m = n if m is None else m
+    small = 1 if 1 << 8 <= max(n, m) < 1 << 16 else None
+    ones: torch.Tensor = _torch_eye(small or n, small or m, **how)
+    if small is None:
+        return ones
+    rows, columns = (torch.arange(size, device=ones.device) for size in (n, m))
+    return (rows[:, None] == columns).to(ones.dtype)
 
 
 _SIZED = ["zeros", "ones", "full", "empty.memory_format", "new_zeros", "new_ones", "new_full", "new_empty"]

@@ -24,6 +24,7 @@ def pattern(
     form: Callable[..., Any] | None = None,
     flops: Callable[[Call, int], int] | int | None = None,
     stencil: Stencil | None = None,
+    unasked: bool = True,
     **fields: Any,
 ) -> Callable[[Call], Rule]:
     """A rule function from the notation.
@@ -31,7 +32,8 @@ def pattern(
     `form` is the local form as torch code, which gets a `Local`, then what the op gets, pieces in place of tensors.
     `flops` says how many a point of the iteration space is, or gets the call and the size of that; without it, a point
     is two operations where operands are contracted; elsewhere there is one for each element of the largest tensor.
-    `stencil` says what results read of a dim, where the text does not; `fields` are others of the rule.
+    `stencil` says what results read of a dim, where the text does not; `fields` are others of the rule. `unasked` says
+    that an empty result is one that nobody asked for (the vectors of `svdvals`): it has no say in what is whole.
 
     Example:
         >>> import torch
@@ -45,7 +47,7 @@ def pattern(
     """
     parsed, local = parse(text), torch_code(form) if form else local
     work = (lambda _, points: flops * points) if isinstance(flops, int) else flops
-    return lambda call: _apply(parsed, call, local, work, stencil, fields)
+    return lambda call: _apply(parsed, call, local, work, stencil, unasked, fields)
 
 
 def joint(sets: Iterable[frozenset[int]], here: Sequence[int]) -> list[frozenset[int]]:
@@ -60,6 +62,7 @@ def _apply(
     local: Callable[[Local], Any] | None,
     flops: Callable[[Call, int], int] | None,
     stencil: Stencil | None,
+    unasked: bool,
     fields: Mapping[str, Any],
 ) -> Rule:
     here = present(call, len(pattern.operands))
@@ -133,8 +136,7 @@ def _apply(
     space.whole |= {f for labels in out for d in labels for f in d} - there - {*cut_locally, *reduce}
     returned = [({f for d in labels for f in d}, m) for labels, m in zip(out, call.results, strict=True) if m]
     lacked = {f for dims, _ in returned for f in space.sizes.keys() - dims - reduce.keys()} - space.whole
-    if any(f in dims for f in lacked & there for dims, _ in returned):
-        # What nobody asked for is empty, and owes nothing (vectors of `svdvals`).
+    if unasked and any(f in dims for f in lacked & there for dims, _ in returned):
         full = [dims for dims, m in returned if numel(m.shape)]
         reduce |= dict.fromkeys(set.intersection(*full, lacked & there) if full else (), "none")
     space.whole |= lacked - reduce.keys()

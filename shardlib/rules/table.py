@@ -189,7 +189,7 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
                 wrong,
                 rule="one term for every tensor argument and every result of an op without side effects",
             )
-        TABLE[_name(overload)] = pattern(text, local=local and _calling(local))
+        TABLE[_name(overload)] = pattern(text, local=local and _calling(local), unasked=False)
         _OWN[_name(overload)] = text, _definition(_name(overload))
         _CACHE.clear()
         PROGRAMS.clear()

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_slot, has_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot
 from torch.nn import Parameter
 
 from shardlib.aten.traits import is_view, may_show, repeats
 from shardlib.aten.views import values_of
 from shardlib.internals import FakeTensor, OpOverload, pytree, schema_of, without_modes
 
-_ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_EQUAL = torch.ops.aten.equal.default
+_ASKS = (torch.ops.aten._local_scalar_dense.default, _EQUAL)
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _LARGE = 1 << 26  # elements of what is worked out for an answer
 _by_example: ContextVar[bool] = ContextVar("shardlib_by_example", default=False)
@@ -54,6 +55,12 @@ def answer(op: Any, args: Any, tracer: Any) -> Any:
         given = {get_proxy_slot(x, tracer).proxy.node: of.detach() for x, of in tracer.examples}
         values = _replayed(tracer, asked, given)
         return None if values is None else op(*values)
+
+
+def is_known(x: Tensor) -> bool:
+    """Whether whoever asks for the values of a tensor gets them: no trace runs, or it has them."""
+    mode: Any = get_proxy_mode()
+    return mode is None or answer(_EQUAL, (x, x), mode.tracer) is not None
 
 
 def _replayed(tracer: Any, asked: list[fx.Node], given: Mapping[fx.Node, Tensor]) -> list[Tensor] | None:

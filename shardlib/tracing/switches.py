@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardlib.internals import CHECKS_ALL, COMPILING, VALIDATES, has_onednn, set_onednn
 from shardlib.state import is_tracing
+from shardlib.tracing.known import is_known
 
 
 @contextmanager
@@ -60,13 +61,14 @@ class _Elsewhere:
 
 
 def _checked(check: Callable[..., None]) -> Callable[..., None]:
-    """A check of a tensor of bools that is an op of the program where a function is traced."""
+    """A check of a tensor of bools that is an op of the program where a traced function's arguments decide it."""
 
     def check_all(error: type[Exception], cond: Any, message: Callable[[], object] | None = None) -> None:
-        if not (is_tracing() and isinstance(cond, Tensor) and cond.dtype is torch.bool):
-            return check(error, cond, message)
-        text = str(message()) if message else "Expected cond to be True, but got False."
-        torch.ops.aten._assert_async.msg(cond.all(), text)
-        return None
+        traced = is_tracing() and isinstance(cond, Tensor) and cond.dtype is torch.bool
+        if traced and error is RuntimeError and not is_known(cond):  # which is what the op raises
+            text = str(message()) if message else "Expected cond to be True, but got False"  # as torch says
+            torch.ops.aten._assert_async.msg(cond.all(), text)
+        else:
+            check(error, cond, message)
 
     return check_all
