@@ -190,6 +190,8 @@ DEVICES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tup
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_ops_for_one_kind_of_device(name: str) -> None:
+    if name == "grid, on CPUs" and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 has its gradient in float32 alone")
     fn, plain, shapes = DEVICES[name]
     expected = pulled(plain, inputs(shapes))
     with sl.Mesh(x=4):
