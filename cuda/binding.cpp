@@ -96,7 +96,7 @@ void expect(const char* name, const Tensor& x, const Tensor& like, ScalarType dt
 
 // --- attention -------------------------------------------------------------------------------------------------------
 
-// How the schemas spell what kind of attention it is; ops/_attention_variant.py has the same order.
+// How the schemas spell what kind of attention it is; ops/attention/variant.py has the same order.
 #define VARIANT                                                                                                 \
   "Tensor? mask, Tensor? bias, Tensor? alibi, Tensor? key, bool causal, float scale, int window, float dropout, " \
   "int q_offset, int k_offset, int[]? part"
@@ -228,7 +228,7 @@ void attention_backward(Tensor grad_o, Maybe grad_lse, Tensor q, Tensor k, Tenso
 
 // --- collectives over peer pointers ----------------------------------------------------------------------------------
 
-// `plan` holds the launcher's arguments word for word, as ops/_cuda_plan.py lays them out. The tensors out and x say on
+// `plan` holds the launcher's arguments word for word, as ops/collectives/transport/cuda_args.py lays them out. The tensors out and x say on
 // which device and stream.
 template <class Args, int (*launcher)(const Args*, cudaStream_t)>
 void collective(Tensor out, Tensor x, Tensor plan) {

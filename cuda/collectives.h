@@ -1,4 +1,4 @@
-// What the collectives over peer pointers are told: fields of 8 bytes, as ops/_cuda_plan.py lays them out too.
+// What the collectives over peer pointers are told: fields of 8 bytes, as ops/collectives/transport/cuda_args.py lays them out too.
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al. 2011): the library's one source of random bits, the same as ops/philox.py.
+// Philox4x32-10 (Salmon et al. 2011): the library's one source of random bits, the same as ops/random/philox.py.
 //
 // The 32 bits of element `index` of a tensor are word `index & 3` of the block `index >> 2`, keyed by the seed and
 // counted on by the counter. So any part of a tensor can be drawn anywhere, and drawn again.

@@ -1,13 +1,13 @@
-// Random numbers for a part of a tensor, drawn from the place of every element in the whole: ops/philox.py, on the CPU.
+// Random numbers for a part of a tensor, drawn from the place of every element in the whole: ops/random/philox.py, on the CPU.
 //
 //   index     row-major place in the whole tensor
 //   block     four words of 32 bits: Philox4x32-10 of a number, keyed by seed and counter
 //   single    what takes 32 bits: word index & 3 of block index >> 2
 //   double    what takes 64 bits: words 2 (index & 1) and the next, low one first, of block index >> 1
 //
-// Every value is made of additions, multiplications, divisions and square roots, each rounded by itself (recipe.py
+// Every value is made of additions, multiplications, divisions and square roots, each rounded by itself (build/build_recipe.py
 // forbids fused ones), so that it depends neither on the width of vectors nor on where a row begins, and so that
-// ops/_draw_values.py finds the same bits with torch. A change here is a change there.
+// ops/random/distributions.py finds the same bits with torch. A change here is a change there.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -4,7 +4,7 @@
 //   output[r]   count[r] elements: segment r of the sum. With one segment every rank has all of it: an all-reduce.
 //
 // Sums are formed in float32, in the order of ranks and not of arrival, and rounded once: the same bits on every rank
-// and at every run, and those of `combine` in ops/_pieces.py. (Not so with multicast, where the switch adds: there the
+// and at every run, and those of `combine` in ops/collectives/transport/flat_messages.py. (Not so with multicast, where the switch adds: there the
 // order is its own.) The forms are those of exchange.cuh. A rank reads a word from all
 // peers at once, so all links carry the same at any time without an order of turns.
 #include "bytes.cuh"

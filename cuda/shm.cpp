@@ -1,4 +1,4 @@
-// Collectives of processes on one machine: the functions that ops/_shm.py calls. shm_engine.h says how they work.
+// Collectives of processes on one machine: the functions that ops/collectives/transport/shm_world.py calls. shm_engine.h says how they work.
 #include "shm_engine.h"
 
 using Held = std::shared_ptr<const shm::Recipe>;

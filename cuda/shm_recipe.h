@@ -47,7 +47,7 @@ struct Recipe {
     }
 };
 
-// A recipe as ops/_streams.py writes it: whole numbers, one after the other.
+// A recipe as ops/collectives/transport/shm_streams.py writes it: whole numbers, one after the other.
 inline std::shared_ptr<const Recipe> read_recipe(const int64_t* w, int op) {
     auto r = std::make_shared<Recipe>();
     r->op = op;

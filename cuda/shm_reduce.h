@@ -5,7 +5,7 @@
 
 namespace shm {
 
-// Codes that ops/_streams.py uses too. A complex number is two floats here: only sums of them are reduced.
+// Codes that ops/collectives/transport/shm_streams.py uses too. A complex number is two floats here: only sums of them are reduced.
 enum Dtype { kF32, kF64, kBF16, kF16, kI8, kI16, kI32, kI64, kU8, kBool, kDtypes };
 enum Kind { kSum, kMax, kMin, kKinds };
 

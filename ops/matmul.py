@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from shardlib.internals import ONEDNN_LINEAR, has_onednn, late
-from shardlib.ops._choice import Choice, unavailable, wanted
+from shardlib.core.torch_private import ONEDNN_LINEAR, has_onednn, late
+from shardlib.ops.backend_choice import Choice, unavailable, wanted
 
 _backends: Any = torch.backends  # whose functions have no types
 SMALLEST = 128**3  # multiplications, below which what oneDNN does once a call takes longer

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shardlib.ops._wire import Handle
+from shardlib.ops.collectives.transport.torch_wire import Handle
 
 
 class Tier:

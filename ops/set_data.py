@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.errors import ShardingError
+from shardlib.core.errors import ShardingError
 
 _LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIB.define("set_data(Tensor x, Tensor value) -> ()")

@@ -4,15 +4,29 @@ Contents: meshes and specs; placing and typing tensors; compiling, planning and 
 hand; rules for custom ops; torch.func's transforms, which all compose with `jit`.
 """
 
-from shardlib import beside as _beside  # noqa: F401  (teaches the rest of torch)
-from shardlib.check import check
-from shardlib.eager import above as _above  # noqa: F401  (registers itself with torch)
+from shardlib import integrations as _integrations  # noqa: F401  (teaches the rest of torch)
+from shardlib.compiler.plan.budget import comm_budget, redundancy_budget
+from shardlib.compiler.plan.plan import Plan
+from shardlib.compiler.schedule_options import Schedule
+from shardlib.core.errors import ShardingError
+from shardlib.core.func_transforms import grad, value_and_grad, vmap
+from shardlib.eager import composite_hooks as _composite_hooks  # noqa: F401  (registers itself with torch)
 from shardlib.eager import dispatch as _dispatch  # noqa: F401  (and this, with tensors)
-from shardlib.eager import functional as _functional  # noqa: F401  (and this)
-from shardlib.errors import ShardingError
-from shardlib.jit import jit
-from shardlib.machine import Machine
-from shardlib.manual.collectives import (
+from shardlib.eager import flex_attention as _flex_attention  # noqa: F401  (and this)
+from shardlib.jit.global_random import global_random
+from shardlib.jit.jit import jit
+from shardlib.jit.scan import scan
+from shardlib.jit.shard import shard
+from shardlib.jit.shard_map import shard_map
+from shardlib.nn import load_assign as _load_assign  # noqa: F401  (registers itself with torch)
+from shardlib.nn import optimizer_hooks as _optimizer_hooks  # noqa: F401  (registers itself with torch)
+from shardlib.nn import strategies
+from shardlib.nn.checkpoints import Checkpoints
+from shardlib.nn.materialize import materialize
+from shardlib.nn.mixed_precision import Precision
+from shardlib.nn.parallelize import parallelize
+from shardlib.nn.suggest import suggest
+from shardlib.primitives.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -25,35 +39,21 @@ from shardlib.manual.collectives import (
     psum,
     reduce_scatter,
 )
-from shardlib.measuring import measure as _measure  # noqa: F401  (tells Machine how)
-from shardlib.meshes.mesh import Mesh, current_mesh, no_mesh
-from shardlib.modules import assigned as _assigned  # noqa: F401  (registers itself with torch)
-from shardlib.modules import optimizers as _optimizers  # noqa: F401  (registers itself with torch)
-from shardlib.modules import strategies
-from shardlib.modules.checkpoints import Checkpoints
-from shardlib.modules.materialize import materialize
-from shardlib.modules.parallelize import parallelize
-from shardlib.modules.precision import Precision
-from shardlib.modules.suggest import suggest
-from shardlib.placing import shard
-from shardlib.plain import global_random
-from shardlib.plans.budget import comm_budget, redundancy_budget
-from shardlib.plans.plan import Plan
-from shardlib.printing import debug_print
-from shardlib.prove import Proof, prove
+from shardlib.primitives.debug_print import debug_print
 from shardlib.rules import rule
-from shardlib.scaling import scaling
-from shardlib.scanning import scan
-from shardlib.schedule import Schedule
-from shardlib.shard_map import shard_map
-from shardlib.specs.spec import P, Spec
-from shardlib.tensors import persist as _persist  # noqa: F401  (tells torch.load what it may read)
-from shardlib.tensors import show as _show  # noqa: F401  (says how tensors print)
-from shardlib.tensors.agreed import from_local
-from shardlib.tensors.dtensor import from_dtensor, to_dtensor
-from shardlib.tensors.tensor import ShardedTensor, typeof
-from shardlib.tensors.visualize import visualize
-from shardlib.transforms import grad, value_and_grad, vmap
+from shardlib.sharding.mesh.machine import Machine
+from shardlib.sharding.mesh.mesh import Mesh, current_mesh, no_mesh
+from shardlib.sharding.spec import P, Spec
+from shardlib.tensor import serialize as _serialize  # noqa: F401  (tells torch.load what it may read)
+from shardlib.tensor import tensor_repr as _tensor_repr  # noqa: F401  (says how tensors print)
+from shardlib.tensor.dtensor import from_dtensor, to_dtensor
+from shardlib.tensor.rank_checks import from_local
+from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
+from shardlib.tensor.visualize import visualize
+from shardlib.testing.check import check
+from shardlib.testing.measure_machine import measure as _measure  # noqa: F401  (tells Machine how)
+from shardlib.testing.prove_rule import Proof, prove
+from shardlib.testing.scaling import scaling
 
 __all__ = [
     # where devices and tensors are

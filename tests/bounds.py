@@ -17,8 +17,8 @@ import torch
 
 import shardlib as sl
 from shardlib import ShardingError
-from shardlib.plans.plan import Plan
-from shardlib.propagate.bound import LowerBound
+from shardlib.compiler.plan.plan import Plan
+from shardlib.compiler.propagate.solver.lower_bound import LowerBound
 from tests.models import gpt2, llama, w1, w1_sharded, zoo
 from tests.models.causal_lm import CausalLM
 from tests.shardy import oracle, programs

@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import shardlib as sl
-from shardlib import Mesh, ShardingError, reshard
-from shardlib.check import unshared
-from shardlib.program.steps import Collective
-from shardlib.reshard import routing
-from shardlib.run import virtual
-from shardlib.specs.layout import Layout
-from shardlib.state import single_device
+from shardlib import Mesh, ShardingError
+from shardlib.compiler.codegen import virtual
+from shardlib.compiler.program.steps import Collective
+from shardlib.core.context import single_device
+from shardlib.sharding import reshard
+from shardlib.sharding.layout import Layout
+from shardlib.sharding.reshard import routing
+from shardlib.testing.check import unshared
 from tests.bits import ChangedError, unchanged
 from tests.programs import Input, Program
 

@@ -69,6 +69,6 @@ def _each(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are held to what torch says of their ops."""
-    from shardlib.program import verify
+    from shardlib.compiler.program import verify
 
     monkeypatch.setattr(verify, "STRICT", True)

@@ -17,10 +17,10 @@ from unittest import mock
 import torch
 
 import shardlib as sl
-from shardlib.aten.traits import is_view
-from shardlib.program.steps import Compute, Copy, Program, Start, Step
-from shardlib.run import virtual
-from shardlib.run.codegen import Generator
+from shardlib.compiler.codegen import virtual
+from shardlib.compiler.codegen.codegen import Generator
+from shardlib.compiler.program.steps import Compute, Copy, Program, Start, Step
+from shardlib.core.aten.op_traits import is_view
 from tests import doors
 
 FAMILIES = ("gpt2", "llama", "gptj", "gptneo", "gptneox", "bloom", "bert", "t5", "qwen2", "qwen3", "mixtral", "gptoss")

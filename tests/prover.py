@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shardlib.prove import faults
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
-from shardlib.trial import Trial
+from shardlib.testing.prove_rule import faults
+from shardlib.testing.run_one_op import Trial
 
 Sample = tuple[str, tuple[Any, ...], dict[str, Any]]  # name of an op, its arguments
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlib.ops import _segment
+from shardlib.ops.collectives.transport import shm_segment
 
 _GRACE_SECONDS = 15.0  # what the others get to fail by themselves after one rank has
 _pools: dict[int, Pool] = {}
@@ -145,7 +145,7 @@ TRANSPORTS = ("shm", "gloo", "far")
 def speak(transport: str) -> None:
     """On a rank: exchange tensors in shared memory, over Gloo within a machine, or as ranks far from each other do."""
     os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
-    _segment.machine = partial(_machine, transport)
+    shm_segment.machine = partial(_machine, transport)
 
 
 def _machine(transport: str) -> str:

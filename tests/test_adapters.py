@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardlib as sl
-from shardlib.modules import pretrained
+from shardlib.nn import hf_tp_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
@@ -127,7 +127,7 @@ def test_what_else_is_in_a_module_of_the_table_is_cut_if_it_is_as_large() -> Non
         "head.1.weight": (64, 32), "down.base.weight": (32, 48), "down.base.bias": (32,), "down.lora_A.weight": (4, 48),
     }  # fmt: skip
     table = {"embed": "embedding_rowwise", "head": "colwise", "down": "rowwise"}
-    found = pretrained.specs_of(table, {name: torch.zeros(shape) for name, shape in shapes.items()}, "tensor")
+    found = hf_tp_plan.specs_of(table, {name: torch.zeros(shape) for name, shape in shapes.items()}, "tensor")
     assert {name: str(spec) for name, spec in found.items()} == {
         "embed.weight": "vocab@tensor _", "embed.norm.weight": "_", "head.0.weight": "out@tensor _",
         "head.0.bias": "out@tensor", "head.1.weight": "out@tensor _", "down.base.weight": "_ in@tensor",

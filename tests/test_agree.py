@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlib.errors import CollectiveError, ShardingError
-from shardlib.meshes.mesh import Mesh
-from shardlib.ops import all_reduce
-from shardlib.ops._groups import GroupHandle, group_for
-from shardlib.ranks import order
-from shardlib.ranks.agree import agree, blame
+from shardlib.core.errors import CollectiveError, ShardingError
+from shardlib.distributed import turns
+from shardlib.distributed.consensus import agree, blame
+from shardlib.ops.collectives import all_reduce
+from shardlib.ops.collectives.transport.groups import GroupHandle, group_for
+from shardlib.sharding.mesh.mesh import Mesh
 from tests.ranks import Pool, RankError, only, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -183,10 +183,10 @@ def test_a_silent_peer_is_named(answers, offender):
 def test_a_lost_store_names_rank_0(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    monkeypatch.setattr(order, "default_store", lambda: client)
-    monkeypatch.setattr(order.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(order.dist, "get_world_size", lambda: 2)
-    here = order.Order(None)
+    monkeypatch.setattr(turns, "default_store", lambda: client)
+    monkeypatch.setattr(turns.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(turns.dist, "get_world_size", lambda: 2)
+    here = turns.Order(None)
     monkeypatch.setitem(blame.__globals__, "current", lambda: here)
     mesh: Any = SimpleNamespace(kind="distributed", size=2, rank=1)
     del server

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.meshes.axis import Axis
-from shardlib.specs.pieces import Aligned, Pieces, even, fullest, nested, over, span, spans
+from shardlib.sharding.chunks import Aligned, Pieces, even, fullest, nested, over, span, spans
+from shardlib.sharding.mesh.axis import Axis
 
 A, B = Axis("a", 4), Axis("b", 2)
 SIZES = [

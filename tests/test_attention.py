@@ -12,10 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.errors import ShardingError
-from shardlib.ops.attention import Variant, attention, reference
-from shardlib.tracing.capture import DECOMPOSITIONS, AttentionCapture
-from shardlib.tracing.trace import trace
+from shardlib.core.errors import ShardingError
+from shardlib.frontend.torch_rewrites.attention import DECOMPOSITIONS, AttentionCapture
+from shardlib.frontend.trace import trace
+from shardlib.ops.attention.op import Variant, attention, reference
 
 
 def operands(h, kv, s, t, d=8, dtype=torch.float64):

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.aten.views import arguments
-from shardlib.normalise import bands, normalise
-from shardlib.normalise.constants import Constants
-from shardlib.normalise.passes import drop_dead
-from shardlib.ops.attention import OPS
-from shardlib.tracing.trace import trace
+from shardlib.compiler.simplify import normalise
+from shardlib.compiler.simplify.attention import band_masks
+from shardlib.compiler.simplify.attention.toeplitz_eval import Constants
+from shardlib.compiler.simplify.basic import drop_dead
+from shardlib.core.aten.schemas import arguments
+from shardlib.frontend.trace import trace
+from shardlib.ops.attention.op import OPS
 
 S, T = 6, 9
 INF = float("inf")
@@ -489,7 +490,7 @@ def _drawn(rng: random.Random, s: int, t: int) -> Callable[[Tensor], Tensor]:
 def test_values_that_are_known_are_those_that_are(seed: int, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each node of a random mask: what its form says, spread out, is what torch makes. If squares count as too large to
     be worked out, of some nothing is known."""
-    monkeypatch.setattr("shardlib.normalise.distances._LARGE", 15 if large else 1000)
+    monkeypatch.setattr("shardlib.compiler.simplify.attention.toeplitz._LARGE", 15 if large else 1000)
     s, t = random.Random(seed).choice([(5, 5), (4, 7), (7, 4), (1, 6), (6, 1)])
     gm = trace(lambda x: _drawn(random.Random(seed), s, t)(x), (torch.zeros(()),)).graph
     constants = Constants(gm)
@@ -568,7 +569,7 @@ def test_what_is_taken_apart_comes_to_the_same(seed: int) -> None:
     (node,) = gm.graph.output_node().all_input_nodes
     value = _values(gm, *args)[node]
     is_mask = value.dtype == torch.bool
-    told = bands._told(gm, Constants(gm), *((node, None) if is_mask else (None, node)), s, t, drops=False)
+    told = band_masks._told(gm, Constants(gm), *((node, None) if is_mask else (None, node)), s, t, drops=False)
     if told is None:
         return
     left = [x for x in (told["mask"], told["bias"]) if x is not None]

@@ -14,10 +14,10 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.propagate.bound import LowerBound, minimum
-from shardlib.propagate.decide import Decider
-from shardlib.propagate.refine import alone
-from shardlib.propagate.tables import Table, Whole, _eliminated, _pruned, _shifted, least
+from shardlib.compiler.propagate.solver.bucket_elimination import Table, Whole, _eliminated, _pruned, _shifted, least
+from shardlib.compiler.propagate.solver.lower_bound import LowerBound, minimum
+from shardlib.compiler.propagate.solver.refine import alone
+from shardlib.compiler.propagate.solver.search import Decider
 from tests import bounds
 from tests.shardy import oracle, programs
 

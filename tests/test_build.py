@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from shardlib import build, cache, ptxas
-from shardlib.build import Built, make
-from shardlib.ops import _native
-from shardlib.recipe import Missing, Recipe, recipe
+from shardlib.build import build_cache, ptxas_report
+from shardlib.build import library as build_library
+from shardlib.build.build_recipe import Missing, Recipe, recipe
+from shardlib.build.library import Built, make
+from shardlib.ops import native_libs
 
 ROOT = Path(__file__).parents[1]
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -48,7 +49,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of our own, and no answers from earlier tests."""
     monkeypatch.setenv("SHARDLIB_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("SHARDLIB_BUILD", raising=False)
-    monkeypatch.setattr(build, "_answers", {})
+    monkeypatch.setattr(build_library, "_answers", {})
     return tmp_path / "cache"
 
 
@@ -152,7 +153,7 @@ def test_flags_and_torch_count_where_they_are_used(sources: Path, monkeypatch: p
         assert keys()[2] != binding
         assert keys("host") == on_host
     with monkeypatch.context() as patch:
-        patch.setattr("shardlib.recipe.CARDS", [("*.cu", ("90a",))])
+        patch.setattr("shardlib.build.build_recipe.CARDS", [("*.cu", ("90a",))])
         assert keys()[1] != kernel
         assert keys()[2] == binding
         assert keys("host") == on_host
@@ -174,7 +175,8 @@ def test_processes_that_want_it_at_once_build_it_once(
     sources: Path, store: Path, calls: Callable[[], list[str]]
 ) -> None:
     code = (
-        "from pathlib import Path; from shardlib.build import make; from shardlib.recipe import recipe;"
+        "from pathlib import Path; from shardlib.build.library import make; "
+        "from shardlib.build.build_recipe import recipe;"
         f"print(make(recipe('host', Path({str(sources)!r}))).path)"
     )
     processes = [_process(code) for _ in range(3)]
@@ -188,9 +190,9 @@ def test_processes_that_want_it_at_once_build_it_once(
 def test_threads_that_want_it_at_once_build_it_once(
     sources: Path, store: Path, calls: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "recipe", lambda name: recipe(name, sources))
+    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(build.library, ["host"] * 4))
+        answers = list(pool.map(build_library.library, ["host"] * 4))
     assert len(set(answers)) == 1
     assert answer(answers[0]) == 42
     assert calls() == ["answer", "link", "other"]
@@ -325,22 +327,22 @@ def test_a_library_or_object_that_was_cut_short_is_made_again(size: int, sources
     made = make(host(sources))
     for path in (made.path, *(store / "objects").glob("*.o")):  # type: ignore[union-attr]
         path.write_bytes(path.read_bytes()[:size])
-    assert build.look(host(sources)) is None
+    assert build_library.look(host(sources)) is None
     again = make(host(sources))
     assert answer(again) == 42
     assert again.seconds is not None  # type: ignore[union-attr]
-    assert build.look(host(sources)) == Built(again.path)  # type: ignore[union-attr]
+    assert build_library.look(host(sources)) == Built(again.path)  # type: ignore[union-attr]
 
 
 def test_a_library_that_does_not_load_is_built_once_more(
     sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "recipe", lambda name: recipe(name, sources))
-    made = build.library("host")
+    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
+    made = build_library.library("host")
     assert isinstance(made, Built)
     made.path.write_bytes(b"no library")
-    made.path.with_name(made.path.name + ".seal").write_text(cache._digest(made.path))
-    assert _native._host.__wrapped__().answer() == 42
+    made.path.with_name(made.path.name + ".seal").write_text(build_cache._digest(made.path))
+    assert native_libs._host.__wrapped__().answer() == 42
 
 
 def test_a_compiler_that_was_killed_is_tried_again(
@@ -378,47 +380,47 @@ def test_a_folder_that_others_may_write_to_is_never_used(mode: int, sources: Pat
 @pytest.mark.parametrize(("platform", "reason"), [("linux", "there are no sources"), ("darwin", "are for Linux")])
 def test_nothing_to_build(platform: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", platform)
-    for name in build.NAMES:
+    for name in build_library.NAMES:
         assert reason in str(recipe(name, tmp_path))
 
 
 def test_building_can_be_turned_off(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "recipe", lambda name: recipe(name, sources))
+    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
     monkeypatch.setenv("SHARDLIB_BUILD", "0")
-    assert build.library("host") == Missing("SHARDLIB_BUILD=0, and none is built")
+    assert build_library.library("host") == Missing("SHARDLIB_BUILD=0, and none is built")
     assert not store.exists()
     monkeypatch.setenv("SHARDLIB_BUILD", "1")
-    made = build.library("host")
+    made = build_library.library("host")
     assert answer(made) == 42
     monkeypatch.setenv("SHARDLIB_BUILD", "0")
-    monkeypatch.setattr(build, "_answers", {})
-    assert build.library("host") == Built(made.path)  # type: ignore[union-attr]
+    monkeypatch.setattr(build_library, "_answers", {})
+    assert build_library.library("host") == Built(made.path)  # type: ignore[union-attr]
 
 
 def test_a_process_asks_once(
     sources: Path, store: Path, calls: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (sources / "other.cpp").write_text("broken\n")
-    monkeypatch.setattr(build, "recipe", lambda name: recipe(name, sources))
-    missing = build.library("host")
+    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
+    missing = build_library.library("host")
     calls()
     (sources / "other.cpp").write_text("int mended;\n")
-    assert build.library("host") is missing
+    assert build_library.library("host") is missing
     assert calls() == []
 
 
 def test_the_host_library_is_loaded_or_says_why(
     sources: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = _native._host.__wrapped__  # not `host`, which would keep this library for the tests to come
-    monkeypatch.setattr(build, "recipe", lambda name: recipe(name, sources))
+    load = native_libs._host.__wrapped__  # not `host`, which would keep this library for the tests to come
+    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
     assert load().answer() == 42
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"no library")
-    monkeypatch.setattr(build, "library", lambda name: Built(damaged))
+    monkeypatch.setattr(build_library, "library", lambda name: Built(damaged))
     assert str(load()).startswith(f"the host kernels do not load: {damaged}: ")
     assert not damaged.exists()
-    monkeypatch.setattr(build, "library", lambda name: Missing("SHARDLIB_BUILD=0"))
+    monkeypatch.setattr(build_library, "library", lambda name: Missing("SHARDLIB_BUILD=0"))
     assert load() == Missing("SHARDLIB_BUILD=0")
 
 
@@ -426,12 +428,12 @@ def test_the_host_library_is_loaded_or_says_why(
 def test_the_command(
     broken: bool, sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "recipe", lambda name: recipe(name, sources))
+    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
     if broken:
         (sources / "other.cpp").write_text("broken;\n")
 
     def run(*arguments: str) -> tuple[int, str]:
-        code = build._command(list(arguments))
+        code = build_library.command(list(arguments))
         return code, capsys.readouterr().out
 
     assert run("host", "--check") == (1, "host: none: not built yet\n")
@@ -475,8 +477,8 @@ ptxas info    : Function properties for helper
     16 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 255 registers
 """
-    first, second = ptxas.kernels(log)
+    first, second = ptxas_report.kernels(log)
     assert (first.card, first.registers, first.stack, first.spills, first.shared) == ("sm_90a", 168, 0, 0, 1024)
-    assert second == ptxas.Kernel("plain", "sm_80", 255, 144, 12, 0)
+    assert second == ptxas_report.Kernel("plain", "sm_80", 255, 144, 12, 0)
     assert first.name == ("copy<3, true>" if shutil.which("c++filt") else "_ZN12_GLOBAL__N_14copyILi3ELb1EEEvPi")
-    assert ptxas.kernels("") == []
+    assert ptxas_report.kernels("") == []

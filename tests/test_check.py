@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError, shard
-from shardlib.check import CheckReport, check
-from shardlib.state import is_single_device
+from shardlib.core.context import is_single_device
+from shardlib.jit.call import execute
+from shardlib.testing.check import CheckReport, check
 
 MESH = {"data": 2, "tensor": 2}
 
@@ -411,7 +412,7 @@ def test_writes_to_arguments_are_compared_and_given_back():
 
 
 def test_a_wrong_write_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shardlib.jitted.run._apply", lambda *_: None)
+    monkeypatch.setattr(execute, "_apply", lambda *_: None)
     net, x = Running(), torch.ones(4, 3)
     with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"net\.mean \(nothing shared\) f32\[3\]: error"):
         sl.check(lambda x: net(x), x)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardlib.errors import ShardingError
-from shardlib.ops._choice import BACKENDS, Choice, unavailable, wanted
+from shardlib.core.errors import ShardingError
+from shardlib.ops.backend_choice import BACKENDS, Choice, unavailable, wanted
 
 OPS = ("attention", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "random", "matmul")
 REST = 'Rule: SHARDLIB_OPS is "torch", which means every op, or entries op=backend with commas between them'

@@ -16,12 +16,12 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.compile import compile_program
-from shardlib.program.steps import Compute, Program, Var, makes
-from shardlib.program.storage import read_only
-from shardlib.run import virtual
-from shardlib.run.callables import callable_of
-from shardlib.run.codegen import Generator
+from shardlib.compiler.codegen import virtual
+from shardlib.compiler.codegen.codegen import Generator
+from shardlib.compiler.codegen.op_callables import callable_of
+from shardlib.compiler.pipeline import compile_program
+from shardlib.compiler.program.buffers import read_only
+from shardlib.compiler.program.steps import Compute, Program, Var, makes
 from tests.campaign import compiled
 from tests.programs import draw
 

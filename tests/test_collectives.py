@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlib.errors import ShardingError
-from shardlib.meshes.axis import Axis
-from shardlib.meshes.mesh import Mesh
-from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
-from shardlib.ops._choice import Choice
-from shardlib.ops._groups import GroupHandle, group_for, prepare
+from shardlib.core.errors import ShardingError
+from shardlib.ops.backend_choice import Choice
+from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops.collectives.transport.groups import GroupHandle, group_for, prepare
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.mesh import Mesh
 from tests.ranks import only, run_ranks
 
 OPS: dict[str, Any] = {

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.meshes.axis import Axis, Coords
-from shardlib.propagate.moves import Moves
-from shardlib.propagate.records import End, Record
-from shardlib.reshard import USUAL
-from shardlib.reshard.crossing import MOST, Crossing, Dim, held
-from shardlib.specs.pieces import Pieces
+from shardlib.compiler.propagate.solver.edge_reshards import Moves
+from shardlib.compiler.propagate.solver.edges import End, Record
+from shardlib.sharding.chunks import Pieces
+from shardlib.sharding.mesh.axis import Axis, Coords
+from shardlib.sharding.reshard import USUAL
+from shardlib.sharding.reshard.refactor_exchange import MOST, Crossing, Dim, held
 
 T, U = Axis("t", 4), Axis("u", 2)
 SPECS = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import P
-from shardlib.rules.loss import ctc_loss
+from shardlib.rules.nn_ops.loss import ctc_loss
 
 aten = torch.ops.aten
 F64 = torch.float64

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.propagate.dims import Dims, Leaf
-from shardlib.specs.spread import spread
+from shardlib.compiler.propagate.dim_factors import Dims, Leaf
+from shardlib.sharding.split_axes import spread
 
 
 def sizes(dims: Dims, dim: list[Leaf]) -> list[int]:

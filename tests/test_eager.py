@@ -20,7 +20,7 @@ import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
 from shardlib.eager import prepare
 from shardlib.eager.prepare import _meta as meta
-from shardlib.tensors.warm import PROGRAMS
+from shardlib.tensor.eager_cache import PROGRAMS
 from tests.ranks import only, run_ranks
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention, or_masks
 
 import shardlib as sl
-from shardlib.tracing.flex import flex_attention as plain_form
+from shardlib.frontend.torch_rewrites.flex_attention import flex_attention as plain_form
 
 B, H, S, E = 2, 4, 10, 6
 SLOPES = 2.0 ** -torch.arange(1, H + 1, dtype=torch.float64)

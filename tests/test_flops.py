@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.program.text import parse, show
+from shardlib.compiler.program.text import parse, show
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call
 from shardlib.rules.table import FAMILIES
@@ -51,15 +51,15 @@ Bounds = tuple[float, float, Callable[[Call], int]]  # least and most operations
 # Nothing is said twice: where both bounds are one, that is the formula.
 FAMILY: dict[str, Bounds] = {
     "activation": (1, 1, _largest), "pointwise": (0, 14, _largest), "reduction": (0, 1, _largest),
-    "cumulative": (1, 1, _largest), "ordering": (1, 1, _largest),
+    "cumulative": (1, 1, _largest), "sort_topk": (1, 1, _largest),
     "loss": (1, 2, _largest), "random": (0, 1, _largest), "norm": (5, 8, _largest), "batchnorm": (5, 8, _largest),
-    "softmax": (4, 4, _largest), "fft": (5, 30, _largest), "counting": (0, 2, _all), "indexing": (0, 1, _looked_up),
-    "writing": (0, 1, _all), "bags": (0, 3, _all), "pooling": (0, 9, _largest),
-    "resample": (1, 72, _largest), "matrix": (0, 6, _largest), "linalg": (0, 1, _matrices), "view": (0, 0, _largest),
-    "slicing": (0, 0, _largest), "unfolding": (0, 0, _largest), "creation": (0, 1, _largest), "foreach": (0, 8, _all),
+    "softmax": (4, 4, _largest), "fft": (5, 30, _largest), "counting": (0, 2, _all), "gather": (0, 1, _looked_up),
+    "scatter": (0, 1, _all), "embedding_bag": (0, 3, _all), "pooling": (0, 9, _largest),
+    "interpolate": (1, 72, _largest), "matrix": (0, 6, _largest), "linalg": (0, 1, _matrices), "view": (0, 0, _largest),
+    "select_triangle": (0, 0, _largest), "unfold": (0, 0, _largest), "creation": (0, 1, _largest), "foreach": (0, 8, _all),
     "fused_loss": (0, 0, _all), "padding": (0, 0, _largest), "diagonals": (0, 1, _largest),
 }  # fmt: skip
-PRODUCTS = {"contraction", "convolution", "attention", "grouped"}  # counted below, against torch's counter or by hand
+PRODUCTS = {"matmul", "convolution", "attention", "grouped_matmul"}  # counted below, against torch's counter or by hand
 OTHERS: dict[str, Bounds] = {
     "aten::linalg_cross": (3, 3, _result), "aten::linalg__powsum": (1, 1, _largest),
     "aten::lu_unpack": (1, 1, _largest), "aten::_linalg_check_errors": (1, 1, _largest),

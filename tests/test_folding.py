@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib import compile as compiling
-from shardlib.folding import folded, unrolled
-from shardlib.program.text import show
+from shardlib.compiler import pipeline as compiling
+from shardlib.compiler.layer_folding import expand_program, fold_graph
+from shardlib.compiler.program.text import show
 from tests.models import w1, w1_sharded
 
 LAYERS, D = 8, 256
@@ -24,17 +24,17 @@ LAYERS, D = 8, 256
 def folding(least: float) -> Iterator[list[int]]:
     """Graphs are folded if so many ops are left out; the numbers of layers that were left out, each time it held."""
     seen: list[int] = []
-    written, worth = unrolled._Unroller.written, folded.WORTH
+    written, worth = expand_program._Unroller.written, fold_graph.WORTH
 
     def noted(self: Any) -> Any:
         seen.append(len(self.folded.left_out))
         return written(self)
 
-    folded.WORTH, unrolled._Unroller.written = least, noted
+    fold_graph.WORTH, expand_program._Unroller.written = least, noted
     try:
         yield seen
     finally:
-        folded.WORTH, unrolled._Unroller.written = worth, written
+        fold_graph.WORTH, expand_program._Unroller.written = worth, written
 
 
 def compare(plan: Callable[[], sl.Plan]) -> list[int]:
@@ -238,7 +238,7 @@ def test_other_specs() -> None:
 
 def test_inner_layers_that_came_out_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is planned then."""
-    monkeypatch.setattr(unrolled._Unroller, "is_steady", lambda self: False)
+    monkeypatch.setattr(expand_program._Unroller, "is_steady", lambda self: False)
     assert compare(whole_step(Deep, 10, TP)) == []
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 import shardlib as sl
-from shardlib.eager import together
-from shardlib.rules import foreach
+from shardlib.eager import foreach as eager_foreach
+from shardlib.rules.out_variants import op_named
 from shardlib.rules.table import DECOMPOSITIONS
-from shardlib.rules.written import op_named
+from shardlib.rules.tensor_ops import foreach
 
 SHAPES = ((5, 3), (4,), ())
 SPECS = (sl.P("x"), sl.P("x"), sl.P())
@@ -198,8 +198,8 @@ def test_lists_outside_jit(fn: Callable[[list[Tensor], list[Tensor]], Any]) -> N
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each call on the pieces of all, how many pieces of a list it has."""
     found: list[int] = []
-    calls = together._calls
-    monkeypatch.setattr(together, "_calls", lambda lists: found.append(len((it := calls(lists))[0])) or it)
+    calls = eager_foreach._calls
+    monkeypatch.setattr(eager_foreach, "_calls", lambda lists: found.append(len((it := calls(lists))[0])) or it)
     return found
 
 

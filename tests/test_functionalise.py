@@ -8,9 +8,9 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
 import shardlib as sl
-from shardlib.normalise import normalise, verify
-from shardlib.plain import plain_program
-from shardlib.tracing.trace import trace
+from shardlib.compiler.simplify import normalise, verify
+from shardlib.frontend.trace import trace
+from shardlib.jit.global_random import plain_program
 
 PROGRAMS = []
 

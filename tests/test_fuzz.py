@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from shardlib.program import steps
+from shardlib.compiler.program import steps
 from tests import record
 from tests.campaign import as_if_large, broken_promise, outcome, smallest
 from tests.programs import Input, Program, draw
@@ -205,8 +205,8 @@ def test_a_right_program_is_right() -> None:
 
 @pytest.mark.long
 def test_a_wrong_value_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardlib.ops import all_reduce
-    from shardlib.run import virtual
+    from shardlib.compiler.codegen import virtual
+    from shardlib.ops.collectives import all_reduce
 
     def first_wins(shards: list[Any], kind: str = "sum") -> list[Any]:
         return [shards[0]] * len(shards)

@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlib.ops import _attention_cuda, _measured
-from shardlib.ops._measured import Attention
+from shardlib.ops import tuning
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.tuning import Attention
 from tests.gpu import (
     check_attention,
     faulty,
@@ -71,7 +72,7 @@ def test_every_figure_has_a_part_and_every_part_its_figures() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 @pytest.mark.parametrize("name", [part.name for part in PARTS if part.name not in ("gpu tests", "cpu tests", "waits")])
 def test_a_part_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention_cuda, "kernel", _attention_cuda.kernel)  # restored behind the part
+    monkeypatch.setattr(attention_cuda, "kernel", attention_cuda.kernel)  # restored behind the part
     _rehearsed(name, tmp_path)
 
 
@@ -107,7 +108,7 @@ def test_a_wrong_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
         return wrong
 
-    monkeypatch.setattr(_attention_cuda, "kernel", _attention_cuda.kernel)
+    monkeypatch.setattr(attention_cuda, "kernel", attention_cuda.kernel)
     real = find(rehearsal=True)
     assert not isinstance(real, str)
     monkeypatch.setattr(check_attention, "find", lambda _: replace(real, kernel=sloppy))
@@ -132,7 +133,7 @@ def test_an_error_is_measured_against_what_is_allowed(error: float, ok: bool, mo
 
 @pytest.mark.parametrize(("direction", "outputs"), [("forward", {3, 4}), ("backward", {7, 8, 9})])
 def test_outputs_are_poisoned(direction: str, outputs: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention_cuda, "kernel", _attention_cuda.kernel)
+    monkeypatch.setattr(attention_cuda, "kernel", attention_cuda.kernel)
     seen: set[int] = set()
 
     def look(*tensors: torch.Tensor) -> None:
@@ -141,7 +142,7 @@ def test_outputs_are_poisoned(direction: str, outputs: set[int], monkeypatch: py
     kernels = find(rehearsal=True)
     assert not isinstance(kernels, str)
     replace(kernels, kernel=lambda card, direction: look).install(poison=True)
-    _attention_cuda.kernel("sm_80", direction)(*(torch.zeros(2) for _ in range(10)))
+    attention_cuda.kernel("sm_80", direction)(*(torch.zeros(2) for _ in range(10)))
     assert seen == outputs
 
 
@@ -389,7 +390,7 @@ def test_the_fastest_tile_is_taken_where_all_were_tried() -> None:
 
 
 def test_what_was_measured_is_written_back(tmp_path: Path) -> None:
-    measured, table = tmp_path / "_measured.py", tmp_path / sweeps.TABLE
+    measured, table = tmp_path / "tuning.py", tmp_path / sweeps.TABLE
     measured.write_text(writeback.MEASURED.read_text())
     table.write_text(writeback.TILE_TABLE.read_text())
     found = [RIGHT, *_speeds("forward", 1.5)] + _sweep(figures.CTAS_SWEEP, {4: 100.0, 8: 390.0})
@@ -399,8 +400,8 @@ def test_what_was_measured_is_written_back(tmp_path: Path) -> None:
     tables = runpy.run_path(str(measured))
     row = Attention("a card", "forward", 112, general=False, grouped=True)
     assert tables["ATTENTION"][row] == 1.5
-    assert len(tables["ATTENTION"]) == 2 * 20 + len(_measured.ATTENTION)  # those of other cards stay
-    assert tables["TUNING"] == _measured.TUNING | {"another card": {"ctas": 8}, "a card": {"ctas": 8}}
+    assert len(tables["ATTENTION"]) == 2 * 20 + len(tuning.ATTENTION)  # those of other cards stay
+    assert tables["TUNING"] == tuning.TUNING | {"another card": {"ctas": 8}, "a card": {"ctas": 8}}
     assert measured.read_text().count("Attention(card='a card'") == 20
     assert sweeps.row(256, True, "32") in table.read_text()
     assert sweeps.row(64, True, "64") in table.read_text()

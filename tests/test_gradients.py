@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import shardlib as sl
-from shardlib.state import single_device
+from shardlib.core.context import single_device
 from tests.models import causal_lm, gpt2, llama, w1
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.folding import folded
+from shardlib.compiler.layer_folding import fold_graph
 
 
 def recurrent(n: int) -> Callable[..., object]:
@@ -58,7 +58,7 @@ def calls(program: Callable[..., object], n: int) -> dict[str, int]:
 def test_nothing_is_asked_of_every_pair_of_steps(
     of: Callable[[int], Callable[..., object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folded, "WORTH", 0)  # layers are looked for in both
+    monkeypatch.setattr(fold_graph, "WORTH", 0)  # layers are looked for in both
     calls(of(3), 3)  # what is worked out once in a process
     short, long = calls(of(20), 20), calls(of(40), 40)
     assert {name: (short.get(name, 0), n) for name, n in long.items() if n > 400 and n > 2.9 * short.get(name, 0)} == {}
@@ -80,6 +80,6 @@ def test_an_axis_that_may_cut_any_of_many_dims_in_part() -> None:
         profile.disable()
     found = {(e.code.co_filename.rpartition("shardlib/")[2], e.code.co_name): e.callcount for e in profile.getstats()
              if not isinstance(e.code, str)}  # fmt: skip
-    assert found["propagate/moves.py", "_way"] < 10_000
-    assert found["reshard/routing.py", "_plan"] < 500
-    assert found["propagate/estimate.py", "cut"] < 500_000
+    assert found["compiler/propagate/solver/edge_reshards.py", "_way"] < 10_000
+    assert found["sharding/reshard/routing.py", "_plan"] < 500
+    assert found["compiler/propagate/solver/cost.py", "cut"] < 500_000

@@ -17,19 +17,19 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, P, shard
-from shardlib.check import unshared
-from shardlib.graph import Op
-from shardlib.lower.builder import Builder
-from shardlib.lower.emit import Emitter
-from shardlib.lower.local import LocalForm
-from shardlib.meshes.axis import Axis
-from shardlib.program.steps import Var
-from shardlib.program.sym import here
-from shardlib.rules.halo import fetch, give_back, length, overlap, reframe
+from shardlib.compiler.codegen import virtual
+from shardlib.compiler.graph.ir import Op
+from shardlib.compiler.lower.builder import Builder
+from shardlib.compiler.lower.emit import Emitter
+from shardlib.compiler.lower.local_forms.local_builder import LocalForm
+from shardlib.compiler.program.steps import Var
+from shardlib.compiler.program.sym_int import here
+from shardlib.core.context import single_device
+from shardlib.rules.local_forms.halo import fetch, give_back, length, overlap, reframe
 from shardlib.rules.rule import Call, Rule
-from shardlib.run import virtual
-from shardlib.specs.layout import Factor, Layout, span
-from shardlib.state import single_device
+from shardlib.sharding.layout import Factor, Layout, span
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.testing.check import unshared
 from tests.campaign import broken_promise, counting
 from tests.ranks import run_ranks
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import shardlib as sl
-from shardlib.machine import PRESETS, Machine
-from shardlib.plans.plan import Plan
+from shardlib.compiler.plan.plan import Plan
+from shardlib.sharding.mesh.machine import PRESETS, Machine
 
 LAYERS, D, WIDE, DEVICES = 4, 256, 1024, 4
 NODE = PRESETS["node"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P
-from shardlib.plans.plan import Plan
-from shardlib.program.steps import Inside
+from shardlib.compiler.plan.plan import Plan
+from shardlib.compiler.program.steps import Inside
 from shardlib.rules.rule import Labels, Rule
 from tests.prover import Sample, mapped, rule_of, target_of
 from tests.rule_samples import SAMPLES

@@ -1,4 +1,4 @@
-"""Private names of torch are in `shardlib/internals.py` alone; what torch lacks of them is one clear error."""
+"""Private names of torch are in `shardlib/core/torch_private.py` alone; what torch lacks of them is one clear error."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib import internals
+from shardlib.core import torch_private
 
 pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "shardlib" / "internals.py"
+FILE = ROOT / "shardlib" / "core" / "torch_private.py"
 # Private names of Python's own: frames, named tuples, caches, weak references, the dict of `os.environ`; and IPython's.
 PYTHONS = {"_getframe", "_replace", "_fields", "_field_defaults", "_lru_cache_wrapper", "_remove_dead_weakref", "_data"}
 PYTHONS |= {"_repr_html_"}
@@ -160,7 +160,7 @@ def _imported_anew() -> Any:
 
 
 def test_what_torch_lacks_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _imported_anew().REASONS == internals.REASONS
+    assert _imported_anew().REASONS == torch_private.REASONS
     monkeypatch.delattr(torch._C, "_len_torch_function_stack")
     monkeypatch.delattr(torch.fx.Node, "_rename")
     monkeypatch.delattr(torch.compiler, "_is_compiling_flag")
@@ -178,20 +178,20 @@ def test_what_torch_lacks_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_name_has_a_reason_of_a_line() -> None:
-    assert not [name for name, why in internals.REASONS.items() if not why or "\n" in why]
+    assert not [name for name, why in torch_private.REASONS.items() if not why or "\n" in why]
 
 
-@pytest.mark.parametrize("name", internals.LATE)
+@pytest.mark.parametrize("name", torch_private.LATE)
 def test_names_that_are_looked_up_late_are_there(name: str) -> None:
-    assert internals.late(name) is not None
+    assert torch_private.late(name) is not None
 
 
 def test_the_op_of_a_custom_op() -> None:
     same = torch.library.custom_op("test_internals::same", Tensor.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
-    assert internals.op_of_custom(same) is torch.ops.test_internals.same.default
+    assert torch_private.op_of_custom(same) is torch.ops.test_internals.same.default
 
 
 def test_versions_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"torch>={internals.SUPPORTED[0]}" in project["dependencies"]
-    assert torch.__version__.startswith(internals.SUPPORTED)
+    assert f"torch>={torch_private.SUPPORTED[0]}" in project["dependencies"]
+    assert torch.__version__.startswith(torch_private.SUPPORTED)

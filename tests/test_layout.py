@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.errors import ShardingError
-from shardlib.meshes.axis import Axis
-from shardlib.meshes.mesh import Mesh
-from shardlib.specs.layout import Factor, Layout, Pending, span
+from shardlib.core.errors import ShardingError
+from shardlib.sharding.layout import Factor, Layout, Pending, span
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.mesh import Mesh
 from tests.examples import examples
 
 A, B, C = Axis("a", 2), Axis("b", 3), Axis("c", 4)

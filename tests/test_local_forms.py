@@ -13,12 +13,12 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
-from shardlib.lower import code
-from shardlib.meshes.axis import Axis
-from shardlib.program.steps import Compute
-from shardlib.rules.cuts import Cut
-from shardlib.rules.written import op_named
-from shardlib.trial import Trial
+from shardlib.compiler.lower.local_forms import record_torch_code
+from shardlib.compiler.program.steps import Compute
+from shardlib.rules.out_variants import op_named
+from shardlib.rules.proof_cuts import Cut
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.testing.run_one_op import Trial
 from tests.ranks import run_ranks, speak
 
 
@@ -176,8 +176,8 @@ _RUNS = {
 @pytest.mark.parametrize("name", _RUNS)
 def test_a_form_is_run_where_it_is_told_other_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, args, count = _RUNS[name]
-    runs, run = [], code._Run.of
-    monkeypatch.setattr(code._Run, "of", lambda self, *given: (runs.append(self), run(self, *given))[1])
+    runs, run = [], record_torch_code._Run.of
+    monkeypatch.setattr(record_torch_code._Run, "of", lambda self, *given: (runs.append(self), run(self, *given))[1])
     call = Trial.of(op_named(op), args, {})
     assert call.op.rule is not None
     a, b = (f for dim in call.op.rule.operands[0] for f in dim)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.lower.looked_up import LookedUp
-from shardlib.machine import Link, Machine
+from shardlib.compiler.lower.partial_sums.gathered_rows import LookedUp
+from shardlib.sharding.mesh.machine import Link, Machine
 
 V, D, B, L = 20000, 4, 16, 16  # rows of a table, features, samples, ids of each: to move the table is no way
 NODE = Machine.preset("node")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, Plan
-from shardlib.propagate import units
-from shardlib.state import single_device
+from shardlib.compiler.propagate import decision_units
+from shardlib.core.context import single_device
 from tests.best import f32, ints
 from tests.ranks import run_ranks
 
@@ -104,7 +104,7 @@ def test_same_as_on_one_device(name: str, spec: str) -> None:
 def test_bits_are_those_of_one_device(name: str, index: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are added up in the order of one device, in 16 bits, too; sums of four devices round once more."""
     assert worst(name, {"data": 4}, "...", torch.bfloat16, index) == 0
-    monkeypatch.setattr(units, "_reads_less", lambda op: False)
+    monkeypatch.setattr(decision_units, "_reads_less", lambda op: False)
     assert worst(name, {"data": 4}, "...", torch.bfloat16, index) > 0
 
 

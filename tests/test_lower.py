@@ -13,18 +13,18 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, shard
-from shardlib.lower.builder import Builder
-from shardlib.lower.move import Mover
-from shardlib.meshes.axis import Axis, member_coords
-from shardlib.plans.plan import Plan
-from shardlib.program.steps import Compute, Start, Var, makes
-from shardlib.program.sym import Sym, here, local_size, of_member, offset, parse, product, tabulate
-from shardlib.program.text import parse as parse_program
-from shardlib.program.text import show
-from shardlib.program.verify import verify
-from shardlib.run import virtual
-from shardlib.specs.layout import Factor, Layout
-from shardlib.specs.pieces import Pieces, span
+from shardlib.compiler.codegen import virtual
+from shardlib.compiler.lower.builder import Builder
+from shardlib.compiler.lower.emit_reshard import Mover
+from shardlib.compiler.plan.plan import Plan
+from shardlib.compiler.program.steps import Compute, Start, Var, makes
+from shardlib.compiler.program.sym_int import Sym, here, local_size, of_member, offset, parse, product, tabulate
+from shardlib.compiler.program.text import parse as parse_program
+from shardlib.compiler.program.text import show
+from shardlib.compiler.program.verify import verify
+from shardlib.sharding.chunks import Pieces, span
+from shardlib.sharding.layout import Factor, Layout
+from shardlib.sharding.mesh.axis import Axis, member_coords
 from tests.campaign import compiled
 from tests.programs import draw
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib import measuring
-from shardlib.machine import PRESETS, Device, Link, Machine
-from shardlib.meshes.axis import Axis
-from shardlib.plans.plan import Plan
+from shardlib.compiler.plan.plan import Plan
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.machine import PRESETS, Device, Link, Machine
+from shardlib.testing import measure_machine
 from tests.ranks import run_ranks
 
 
@@ -153,7 +153,7 @@ SHORT = {"_SECONDS": 1e-3, "_SIDE": {"cpu": 64}}
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring takes less time, and is less exact."""
     for name, value in SHORT.items():
-        monkeypatch.setattr(measuring, name, value)
+        monkeypatch.setattr(measure_machine, name, value)
 
 
 @pytest.mark.usefixtures("_short")
@@ -173,7 +173,7 @@ def test_devices_that_are_only_planned_for_are_not_measured() -> None:
 
 
 def _measured() -> str:
-    with mock.patch.multiple(measuring, **SHORT):
+    with mock.patch.multiple(measure_machine, **SHORT):
         return repr(Machine.measure())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.errors import ShardingError
+from shardlib.core.errors import ShardingError
 
 MADE: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Linear(4, 6),

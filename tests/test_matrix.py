@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P
-from shardlib.errors import ShardingError
+from shardlib.core.errors import ShardingError
 from tests.ranks import run_ranks
 
 pytestmark = [

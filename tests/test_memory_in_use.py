@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.program.steps import Free, Program, Start, Step, Wait
-from shardlib.program.storage import alive
-from shardlib.program.text import show_step
-from shardlib.run.codegen import Generator
+from shardlib.compiler.codegen.codegen import Generator
+from shardlib.compiler.program.buffers import alive
+from shardlib.compiler.program.steps import Free, Program, Start, Step, Wait
+from shardlib.compiler.program.text import show_step
 from tests.fakecuda.programs import model_step
 from tests.models import w1, w1_sharded, zoo
 from tests.ranks import run_ranks

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlib.errors import ShardingError
-from shardlib.meshes.axis import Axis
-from shardlib.meshes.mesh import Mesh, current_mesh
+from shardlib.core.errors import ShardingError
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from tests.ranks import apart, heard, run_ranks
 
 

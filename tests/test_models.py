@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
-from shardlib.plain import plain_program
-from shardlib.state import single_device
+from shardlib.core.context import single_device
+from shardlib.jit.global_random import plain_program
 from tests.models import gpt, gpt2, llama, zoo
 from tests.models.causal_lm import CausalLM, Params
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardlib as sl
-from shardlib.state import single_device
+from shardlib.core.context import single_device
 from tests.models import causal_lm, gpt2, llama
 from tests.ranks import run_ranks
 

@@ -14,9 +14,9 @@ from torch.func import functional_call, grad, grad_and_value
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib.normalise import PASSES, normalise, verify
-from shardlib.ops.attention import attention
-from shardlib.tracing.trace import trace
+from shardlib.compiler.simplify import PASSES, normalise, verify
+from shardlib.frontend.trace import trace
+from shardlib.ops.attention.op import attention
 
 torch.manual_seed(0)
 X, W = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardlib.errors import ShardingError
+from shardlib.core.errors import ShardingError
 from shardlib.rules import Call, Meta, Rule, pattern, rule, rule_for
 from shardlib.rules.notation import gradient, parse
 from tests.prover import call_of, check

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.propagate import offers
+from shardlib.compiler.propagate.solver import propose_axes
 
 Program = Callable[..., Any]
 TWO_MOVES = ["all_to_all", "all_to_all"]
@@ -99,7 +99,7 @@ def test_values_of_whatever_is_offered(name: str, monkeypatch: pytest.MonkeyPatc
     small = [tuple(max(n // 64, 3) if n > 8 else n for n in shape) for shape in shapes]
     generator = torch.Generator().manual_seed(0)
     args = [torch.randn(shape, dtype=torch.float64, generator=generator) / shape[0] for shape in small]
-    monkeypatch.setattr(offers, "_better", lambda *args, **kwargs: True)
+    monkeypatch.setattr(propose_axes, "_better", lambda *args, **kwargs: True)
     with sl.Mesh(x=3):
         sl.check(program, *args, in_specs=specs, out_specs=out)
 

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib import finish
-from shardlib.machine import Device, Link, Machine
+from shardlib.compiler import run_passes
+from shardlib.compiler.passes.memory.offload_saved import offload
+from shardlib.compiler.program.buffers import alive
+from shardlib.compiler.program.check_order import check
+from shardlib.compiler.program.steps import Free, Program, Start, Var, makes
+from shardlib.compiler.program.text import parse, show
+from shardlib.compiler.simulate.timeline import HOST
 from shardlib.ops.offload import TIER
-from shardlib.passes.offload import offload
-from shardlib.program.check import check
-from shardlib.program.steps import Free, Program, Start, Var, makes
-from shardlib.program.storage import alive
-from shardlib.program.text import parse, show
-from shardlib.simulate.timeline import HOST
+from shardlib.sharding.mesh.machine import Device, Link, Machine
 from tests.models import w1
 from tests.ranks import run_ranks
 from tests.test_schedule import WIDTH, Model, step
@@ -240,8 +240,8 @@ def test_what_is_not_saved_is_left() -> None:
 
 def test_chosen_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[Program] = []
-    kept = finish.run_passes
-    monkeypatch.setattr(finish, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
+    kept = run_passes.run_passes
+    monkeypatch.setattr(run_passes, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
     planned.__wrapped__(None)
     (bare,) = lowered
     one = {v for s in bare.steps for v in makes(s) if v.name in ("tanh_1", "tanh_5")}
@@ -313,7 +313,9 @@ def outside(way: dict[str, Any], model: Model, x: torch.Tensor) -> tuple[torch.T
     return sl.shard(model(x), SAVE).square().mean(), model
 
 
-@pytest.mark.filterwarnings("ignore::shardlib.passes.recompute.RematWarning")  # so small a model's peak is elsewhere
+@pytest.mark.filterwarnings(
+    "ignore::shardlib.compiler.passes.memory.recompute.RematWarning"
+)  # so small a model's peak is elsewhere
 @pytest.mark.parametrize("way", OUTSIDE)
 def test_a_backward_pass_outside(way: str) -> None:
     torch.manual_seed(0)

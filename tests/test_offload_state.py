@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
+from shardlib.compiler.passes.memory.offload_state import offload_state
+from shardlib.compiler.program.check_order import check, faults
+from shardlib.compiler.program.steps import Program, Start, Var, makes
+from shardlib.compiler.program.text import parse, show
+from shardlib.compiler.simulate.timeline import HOST
 from shardlib.ops.offload import TIER
-from shardlib.passes.offload_state import offload_state
-from shardlib.program.check import check, faults
-from shardlib.program.steps import Program, Start, Var, makes
-from shardlib.program.text import parse, show
-from shardlib.simulate.timeline import HOST
-from shardlib.tensors.above import above
-from shardlib.tensors.away import AWAY
+from shardlib.tensor.hooks import above
+from shardlib.tensor.host_offload import AWAY
 from tests.peaks import counting
 from tests.ranks import run_ranks
 

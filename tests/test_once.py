@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib.tracing import once
-from shardlib.tracing import trace as tracing
+from shardlib.frontend import trace as tracing
+from shardlib.frontend.reuse import subgraph_reuse
 
 LAYERS = 5
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
@@ -29,7 +29,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
 def pieces(after: int) -> Iterator[list[str]]:
     """What is traced apart, and what is refused, when calls are traced as they come `after` times."""
     seen: list[str] = []
-    traced, before = once.Once._traced, once.AFTER
+    traced, before = subgraph_reuse.Once._traced, subgraph_reuse.AFTER
 
     def noted(self: Any, of: Any, run: Any, call: Any) -> Any:
         name = type(of).__name__ if isinstance(of, nn.Module) else of.__name__
@@ -38,14 +38,14 @@ def pieces(after: int) -> Iterator[list[str]]:
         seen[-1] = name
         return piece
 
-    once.AFTER = after
-    once._IMPURE.clear()
-    once._BY_FLAGS.clear()
-    once.Once._traced = noted
+    subgraph_reuse.AFTER = after
+    subgraph_reuse._IMPURE.clear()
+    subgraph_reuse._BY_FLAGS.clear()
+    subgraph_reuse.Once._traced = noted
     try:
         yield seen
     finally:
-        once.Once._traced, once.AFTER = traced, before
+        subgraph_reuse.Once._traced, subgraph_reuse.AFTER = traced, before
 
 
 def nodes(plan: sl.Plan) -> list[tuple[Any, ...]]:
@@ -699,7 +699,7 @@ def test_what_no_walk_sees_changes_once_a_layer(name: str) -> None:
     assert found == step(model, X)[1]
 
 
-@pytest.mark.filterwarnings("ignore::shardlib.modules.forward.EagerWarning")
+@pytest.mark.filterwarnings("ignore::shardlib.nn.forward.EagerWarning")
 def test_what_is_drawn_from_python_is_drawn_once() -> None:
     """A module that no program runs is as it was, also where its trace began anew."""
 

@@ -11,8 +11,9 @@ import pytest
 import shardlib
 
 ROOT = Path(shardlib.__file__).parent
-STAGES = ("propagate", "graph.py", "lower", "program", "passes", "plans", "run", "eager", "compile.py", "jitted")
-FORMS = {"eager/forms.py", "eager/above.py"}  # what eager ops stand for
+STAGES = ("propagate", "graph/ir.py", "lower", "program", "passes", "plan", "codegen", "pipeline.py")
+STAGES = (*(f"compiler/{stage}" for stage in STAGES), "eager", "jit/call")
+FORMS = {"eager/special_ops.py", "eager/composite_hooks.py"}  # what eager ops stand for
 
 
 def named(source: str) -> Iterator[str]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.meshes.axis import Axis
-from shardlib.ordered import DisorderError, Noted, check
+from shardlib.compiler.graph.local_sort import DisorderError, Noted, check
+from shardlib.sharding.mesh.axis import Axis
 
 T, K, E, D = 16, 2, 4, 16  # tokens, experts of each, experts, features
 

@@ -22,7 +22,7 @@ from torch.nn.utils import rnn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
-from shardlib.modules.forward import EagerWarning
+from shardlib.nn.forward import EagerWarning
 from tests.ranks import only, run_ranks
 
 

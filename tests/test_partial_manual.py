@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
-from shardlib.state import single_device
+from shardlib.core.context import single_device
 from tests.ranks import run_ranks
 
 MESH = {"data": 2, "tensor": 4}

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import shardlib as sl
-from shardlib import passes
-from shardlib.passes.cuts import Cut, Cutter
-from shardlib.passes.parts import _Writer
-from shardlib.program.device import Device
-from shardlib.program.steps import Compute, Program, Start, Var, Wait, makes
-from shardlib.program.text import parse, show
-from shardlib.run.callables import callable_of
-from shardlib.specs.layout import Layout
+from shardlib.compiler import passes
+from shardlib.compiler.codegen.op_callables import callable_of
+from shardlib.compiler.passes.comm.row_overlap import _Writer
+from shardlib.compiler.passes.comm.row_splits import Cut, Cutter
+from shardlib.compiler.program.abstract_device import Device
+from shardlib.compiler.program.steps import Compute, Program, Start, Var, Wait, makes
+from shardlib.compiler.program.text import parse, show
+from shardlib.sharding.layout import Layout
 from tests.benchmarks.schedule import BIG, unscheduled, w1_plan
 from tests.models import w1, w1_sharded
 from tests.prover import Sample, call_of, here, mapped, same, target_of
@@ -333,8 +333,8 @@ def test_what_waits_in_the_hosts_memory_is_whole() -> None:
     """A budget that moves values says which: of parts nobody would know."""
     program, other = (parse(f"{HEAD}y: f64[8, 4] = aten.mm.default(x, w)\nreturn y") for _ in range(2))
     seen: list[sl.Schedule] = []
-    spy = mock.patch.object(passes.parts, "parts", lambda program, how: seen.append(how) or program)
-    with spy, mock.patch.object(passes, "PASSES", (passes.parts.parts,)):
+    spy = mock.patch.object(passes.row_overlap, "parts", lambda program, how: seen.append(how) or program)
+    with spy, mock.patch.object(passes, "PASSES", (passes.row_overlap.parts,)):
         passes.run_passes(program, sl.Schedule(parts=2))
         passes.run_passes(other, sl.Schedule(parts=2), hosted=passes.Hosted(values=[other.inputs[0]]))
     assert [how.parts for how in seen] == [2, 1]

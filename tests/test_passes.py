@@ -14,12 +14,14 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.passes import PASSES, bundle, common, free, fuse, reuse, run_passes, schedule, settle
-from shardlib.program import numbers
-from shardlib.program.check import ProgramError, check
-from shardlib.program.steps import Compute, Program, Step, reads
-from shardlib.program.storage import alive, peak_bytes
-from shardlib.program.text import parse, show
+from shardlib.compiler.passes import PASSES, fuse_alpha, run_passes
+from shardlib.compiler.passes.comm import bucket_collectives, hide_messages, share_messages
+from shardlib.compiler.passes.memory import free, reuse_buffers, update_in_place
+from shardlib.compiler.program import value_numbering
+from shardlib.compiler.program.buffers import alive, peak_bytes
+from shardlib.compiler.program.check_order import ProgramError, check
+from shardlib.compiler.program.steps import Compute, Program, Step, reads
+from shardlib.compiler.program.text import parse, show
 from tests.campaign import compiled
 from tests.programs import draw
 
@@ -48,7 +50,7 @@ STEP = """
 
 
 def test_a_scaled_sum_is_one_call() -> None:
-    assert by(fuse.fuse, STEP) == ["q: f32[8] = aten.sub.Tensor(p, g, alpha=$0)", "return q"]
+    assert by(fuse_alpha.fuse, STEP) == ["q: f32[8] = aten.sub.Tensor(p, g, alpha=$0)", "return q"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_a_scaled_sum_is_one_call() -> None:
 )
 def test_what_is_not_fused(old: str, new: str) -> None:
     text = STEP.replace(old, new)
-    assert by(fuse.fuse, text) == lines(text)[2:]
+    assert by(fuse_alpha.fuse, text) == lines(text)[2:]
 
 
 # common ---------------------------------------------------------------------------------------------------------------
@@ -85,7 +87,7 @@ TWICE = """
 
 
 def test_what_was_brought_is_not_sent_again() -> None:
-    assert by(common.share_messages, TWICE) == [
+    assert by(share_messages.share_messages, TWICE) == [
         *lines(TWICE)[1:5],
         "z: f32[8@a] = aten.div.Tensor(x, m.all)",
         "return y, z",
@@ -107,7 +109,7 @@ def test_what_was_brought_is_not_sent_again() -> None:
 def test_what_is_sent_beside_it(old: str, new: str) -> None:
     text = TWICE.replace(old, new)
     assert text != TWICE
-    assert by(common.share_messages, text) == lines(text)[1:]
+    assert by(share_messages.share_messages, text) == lines(text)[1:]
 
 
 def test_what_is_made_again_for_the_backward_pass_is_sent_again() -> None:
@@ -117,22 +119,22 @@ def test_what_is_made_again_for_the_backward_pass_is_sent_again() -> None:
     )
     other: dict[Step, Step] = {again: replace(again, backward=True)}
     program = replace(program, steps=tuple(other.get(step, step) for step in program.steps))
-    assert common.share_messages(program) is program
+    assert share_messages.share_messages(program) is program
 
 
 def test_what_leads_to_messages_is_compared_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not path by path, of which there are twice as many behind each of these steps."""
-    calls, frozen = itertools.count(), numbers.frozen
+    calls, frozen = itertools.count(), value_numbering.frozen
 
     def counted(x: object) -> object:
         assert next(calls) < 5000, "paths are compared"
         return frozen(x)
 
-    monkeypatch.setattr(numbers, "frozen", counted)
+    monkeypatch.setattr(value_numbering, "frozen", counted)
     chain = [f"v{i + 1}: f32<1> = aten.mul.Tensor(v{i}, v{i})" for i in range(60)]
     sent = [f"start all_reduce[a] s{i}: f32<1> = v{i} {{}} 4.0 B\nwait s{i}" for i in (59, 60)]
     text = ["input x: f32[8@a]", "v0: f32<1> = aten.amax.default(x, [0], True)", *chain, *sent, "return s59, s60"]
-    assert len(by(common.share_messages, "\n".join(text))) == 61 + 4 + 1
+    assert len(by(share_messages.share_messages, "\n".join(text))) == 61 + 4 + 1
 
 
 # bundle ---------------------------------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ def test_one_message_for_several_and_a_wait_where_one_is_read() -> None:
         r: f32[] = aten.add.Tensor(s, t)
         return r, z
     """
-    assert by(bundle.bundle, text) == lines("""
+    assert by(bucket_collectives.bundle, text) == lines("""
         p: f32[+a] = aten.sum.default(x)
         q: f32[+a] = aten.sum.default(y)
         start all_reduce[a] s: f32[] = p {} 4 B | t: f32[] = q {} 4 B
@@ -188,7 +190,7 @@ def test_what_does_not_go_together(changes: dict[str, str]) -> None:
     for old, new in changes.items():
         assert old in text
         text = text.replace(old, new)
-    found = by(bundle.bundle, text)
+    found = by(bucket_collectives.bundle, text)
     assert sum(line.startswith("start") for line in found) == 2
 
 
@@ -198,7 +200,7 @@ def test_a_message_has_a_limit() -> None:
         for i in range(6)
     ]
     text = "\n".join(["input x: f32[8 +a]", *steps, "return s0, s1, s2, s3, s4, s5"])
-    found = by(partial(bundle.bundle, how=sl.Schedule(bucket=100)), text)
+    found = by(partial(bucket_collectives.bundle, how=sl.Schedule(bucket=100)), text)
     assert [line.count(" = ") for line in found if line.startswith("start")] == [3, 3]
 
 
@@ -233,7 +235,7 @@ def test_weights_are_gathered_layers_ahead(how: sl.Schedule, starts: list[int]) 
             "return x4",
         ]
     )
-    found = by(partial(bundle.bundle, how=how), text)
+    found = by(partial(bucket_collectives.bundle, how=how), text)
     calls = itertools.accumulate((" = aten." in line for line in found), initial=0)
     places = dict(zip((line.split(" = ")[0] for line in found), calls, strict=False))
     assert [places[f"start all_gather[a] g{i}: f32[{WIDE}]"] for i in range(4)] == starts
@@ -255,7 +257,7 @@ def test_arithmetic_that_waits_for_nothing_comes_first() -> None:
         m: f32[8, 8] = aten.mm.default(n, y)  ; 1024.0 flop
         return r, z, m
     """
-    assert by(schedule.schedule, text) == lines("""
+    assert by(hide_messages.schedule, text) == lines("""
         start all_reduce[a] s: f32[8, 8] = x {} 256 B
         n: f32[8, 8] = aten.neg.default(y)
         z: f32[8, 8] = aten.mm.default(y, y)  ; 1024.0 flop
@@ -284,7 +286,7 @@ LED = """
 
 def test_what_does_not_lead_to_a_message_goes_behind_its_start() -> None:
     """With a message of another group that it leads to itself."""
-    assert by(schedule.schedule, LED.format(over="b"))[:5] == lines("""
+    assert by(hide_messages.schedule, LED.format(over="b"))[:5] == lines("""
         n: f32[8, 8 +a] = aten.neg.default(x)
         start all_reduce[a] s: f32[8, 8] = n {} 256 B
         z: f32[8, 8 +b] = aten.mm.default(u, v)  ; 1024.0 flop
@@ -294,7 +296,7 @@ def test_what_does_not_lead_to_a_message_goes_behind_its_start() -> None:
 
 
 def test_no_message_passes_another_of_its_group() -> None:
-    found = by(schedule.schedule, LED.format(over="a"))
+    found = by(hide_messages.schedule, LED.format(over="a"))
     assert [line.split()[2] for line in found if line.startswith("start")] == ["t:", "s:"]
 
 
@@ -314,7 +316,7 @@ def test_a_reader_that_nobody_waits_for_is_late() -> None:
         r: f32[8, 8] = aten.neg.default(t)
         return r, c
     """
-    found = by(schedule.schedule, text)
+    found = by(hide_messages.schedule, text)
     assert found.index("wait s") > next(i for i, line in enumerate(found) if line.startswith("start all_reduce[b]"))
 
 
@@ -332,7 +334,7 @@ UPDATE = """
 
 
 def test_what_replaces_state_is_written_there_last() -> None:
-    assert by(settle.settle, UPDATE) == [
+    assert by(update_in_place.settle, UPDATE) == [
         "y: f32[8] = aten.exp.default(p)",
         "new: f32[8] over m = aten.add.Tensor(g, m)",
         "q: f32[8] over p = aten.sub.Tensor(p, new)",
@@ -352,7 +354,7 @@ def test_what_replaces_state_is_written_there_last() -> None:
 )
 def test_what_is_not_written_where_it_was(old: str, new: str) -> None:
     assert old in UPDATE
-    steps = by(settle.settle, UPDATE.replace(old, new))
+    steps = by(update_in_place.settle, UPDATE.replace(old, new))
     assert not any("over p" in line for line in steps)
     assert "new: f32[8] over m = aten.add.Tensor(g, m)" in steps
 
@@ -367,7 +369,7 @@ def test_what_is_not_written_where_it_was(old: str, new: str) -> None:
 )
 def test_what_may_fail_comes_first(may_fail: str) -> None:
     update = UPDATE.replace("y: f32[8] = aten.exp.default(p)", may_fail)
-    steps = by(settle.settle, update.replace("f32[8]", "f32[16@a]"))
+    steps = by(update_in_place.settle, update.replace("f32[8]", "f32[16@a]"))
     assert not any("over m" in line for line in steps)
 
 
@@ -377,7 +379,7 @@ def test_what_may_fail_is_not_what_writes() -> None:
         "    new", "    input rows: i64[8]\n    new", 1
     )
     assert write in text
-    assert not any(" over " in line for line in by(settle.settle, text))
+    assert not any(" over " in line for line in by(update_in_place.settle, text))
 
 
 def test_what_a_permutation_may_show_to_others_is_not_written_over() -> None:
@@ -390,7 +392,7 @@ def test_what_a_permutation_may_show_to_others_is_not_written_over() -> None:
         q: f32[8] = aten.mul.Tensor(p, $0)
         return q, y
     """
-    assert not any(" over " in line for line in by(settle.settle, text))
+    assert not any(" over " in line for line in by(update_in_place.settle, text))
     with pytest.raises(ProgramError, match="writes over %p, which others hold"):
         check(parse("mesh a=2, b=2\n" + text.replace("q: f32[8] =", "q: f32[8] over p =")))
 
@@ -401,7 +403,7 @@ def test_an_input_that_another_one_replaces() -> None:
         input y: f32[8] becomes 0
         return x
     """
-    assert by(settle.settle, text) == ["return x"]
+    assert by(update_in_place.settle, text) == ["return x"]
 
 
 def test_large_values_are_not_kept_for_the_end() -> None:
@@ -413,8 +415,8 @@ def test_large_values_are_not_kept_for_the_end() -> None:
         y: f32[8, 8] = aten.mul.Tensor(big, t)
         return t, y
     """
-    assert not any(" over " in line for line in by(settle.settle, text))
-    small = by(settle.settle, text.replace("mul.Tensor(big, t)", "mul.Tensor(x, t)"))
+    assert not any(" over " in line for line in by(update_in_place.settle, text))
+    small = by(update_in_place.settle, text.replace("mul.Tensor(big, t)", "mul.Tensor(x, t)"))
     assert "t: f32[8] over s = aten.add.Tensor(s, $0)" in small
 
 
@@ -426,7 +428,7 @@ def test_a_message_of_the_old_value_is_waited_for() -> None:
         wait w
         return q, w
     """
-    assert by(settle.settle, text)[-2:] == ["q: f32[16@a] over p = aten.mul.Tensor(p, $0)", "return q, w"]
+    assert by(update_in_place.settle, text)[-2:] == ["q: f32[16@a] over p = aten.mul.Tensor(p, $0)", "return q, w"]
 
 
 def test_sums_over_many_values_are_not_kept_for_the_end() -> None:
@@ -439,7 +441,7 @@ def test_sums_over_many_values_are_not_kept_for_the_end() -> None:
         s2: f32[8] = aten.add.Tensor(s1, b)
         return s2
     """
-    assert by(settle.settle, text) == [line for line in lines(text) if not line.startswith("input")]
+    assert by(update_in_place.settle, text) == [line for line in lines(text) if not line.startswith("input")]
 
 
 # reuse ----------------------------------------------------------------------------------------------------------------
@@ -455,14 +457,14 @@ def test_a_result_takes_the_memory_of_what_nobody_reads_again() -> None:
         s: f32[8] = aten.sub.Tensor(y, x)
         return r, s
     """
-    assert by(reuse.reuse, text) == lines("""
+    assert by(reuse_buffers.reuse, text) == lines("""
         p: f32[8] = aten.exp.default(y)
         q: f32[8] over p = aten.add.Tensor(p, x)
         r: f32[8] over q = aten.mul.Tensor(y, q)
         s: f32[8] = aten.sub.Tensor(y, x)
         return r, s
     """)
-    swapped = by(reuse.reuse, text.replace("aten.sub.Tensor(y, x)", "aten.sub.Tensor(x, y)"))
+    swapped = by(reuse_buffers.reuse, text.replace("aten.sub.Tensor(y, x)", "aten.sub.Tensor(x, y)"))
     assert swapped[-2] == "s: f32[8] over x = aten.sub.Tensor(x, y)", "the memory of a donated input"
 
 
@@ -483,7 +485,7 @@ def test_a_result_takes_the_memory_of_what_nobody_reads_again() -> None:
     ids=["both operands", "a view is read", "in flight", "dtype", "handed on", "an input"],
 )
 def test_what_keeps_its_memory(text: str) -> None:
-    found = by(reuse.reuse, f"input x: f32[8, 8]\ninput y: f64[8, 8]\ninput o: f32[8, 8 +a]\n{text}")
+    found = by(reuse_buffers.reuse, f"input x: f32[8, 8]\ninput y: f64[8, 8]\ninput o: f32[8, 8 +a]\n{text}")
     assert not any(" over " in line for line in found if not line.startswith("r: ")), found
 
 
@@ -510,7 +512,7 @@ def test_results_have_memory_of_their_own(results: str, copies: list[str]) -> No
         w: f32[4, 8] = aten.permute.default(p, [1, 0])
         q: f32[8, 4] = aten.exp.default(x)
     """
-    found = by(reuse.reuse, f"{head}\nreturn {results}")
+    found = by(reuse_buffers.reuse, f"{head}\nreturn {results}")
     assert [line.split()[1].rstrip(":") for line in found if line.startswith("copy")] == copies
 
 
@@ -618,7 +620,7 @@ def test_a_pass_that_is_wrong_is_found_behind_the_last_one(monkeypatch: pytest.M
             first = next(k for k, s in enumerate(made.steps) if isinstance(s, Compute) and read.intersection(s.made))
             return replace(made, steps=(*made.steps[:first], *made.steps[first + 1 :]))
 
-        monkeypatch.setattr("shardlib.passes.PASSES", (*PASSES[:i], wrong, *PASSES[i + 1 :]))
+        monkeypatch.setattr("shardlib.compiler.passes.PASSES", (*PASSES[:i], wrong, *PASSES[i + 1 :]))
         with pytest.raises(ProgramError, match="is not made yet"):
             run_passes(parse(text))
 
@@ -634,7 +636,7 @@ def test_only_a_machine_that_is_named_limits_memory(
         made.append(program)
         return free.free(program)
 
-    monkeypatch.setattr("shardlib.passes.PASSES", (*PASSES[:-1], counted))
+    monkeypatch.setattr("shardlib.compiler.passes.PASSES", (*PASSES[:-1], counted))
     with Mesh.abstract(data=2, machine=machine):
         sl.jit(torch.sum, in_specs="n@data").plan(torch.empty(1 << 38, device="meta"))
     assert len(made) == times

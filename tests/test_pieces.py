@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError
-from shardlib.rules import creation, diagonals, reduction, writing
+from shardlib.rules.tensor_ops import creation, diagonals, reduction, scatter
 from tests.prover import same, target_of
 from tests.ranks import run_ranks
 
@@ -199,7 +199,7 @@ WRITTEN: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "eye": [((5,), {"dtype": torch.float64}), ((1,), {}), ((0,), {})],
     "eye.m": [((3, 5), {}), ((5, 2), {"dtype": torch.int64})],
 }
-FORMS = reduction.DECOMPOSED | writing.DECOMPOSED | creation.DECOMPOSED | diagonals.DECOMPOSED
+FORMS = reduction.DECOMPOSED | scatter.DECOMPOSED | creation.DECOMPOSED | diagonals.DECOMPOSED
 
 
 def test_all_forms_are_tried() -> None:

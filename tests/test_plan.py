@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib import Mesh, Plan, shard
-from shardlib.plans.plantext import Row, fold, fold_names
+from shardlib.core.text_tables import Row, fold, fold_names
 from tests.models import w1, w1_sharded
 
 RULES = {"batch": "data", "ff": "tensor", "heads": "tensor"}

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import shardlib as sl
 from shardlib import Precision, ShardingError
-from shardlib.program.steps import Collective, Start
+from shardlib.compiler.program.steps import Collective, Start
 
 f64, f32, bf16 = torch.float64, torch.float32, torch.bfloat16
 X = torch.randn(4096, 16, dtype=f64, generator=torch.Generator().manual_seed(3))

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import shardlib as sl
-from shardlib.modules.forward import EagerWarning
+from shardlib.nn.forward import EagerWarning
 from tests import pretrained
 
 CONFIG = LlamaConfig(
@@ -149,7 +149,7 @@ def test_heads_that_the_axis_does_not_divide_are_suggested() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("default::shardlib.modules.forward.EagerWarning")
+@pytest.mark.filterwarnings("default::shardlib.nn.forward.EagerWarning")
 def test_a_model_that_counts_its_tokens_runs_op_by_op() -> None:
     with pytest.warns(EagerWarning, match="makes a shape that depends on values, by nonzero, at .*modeling_longcat"):
         found = pretrained.outcome("longcat_flash")

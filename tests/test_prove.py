@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import ShardingError
-from shardlib.rules.cuts import cuts
+from shardlib.rules.proof_cuts import cuts
 from tests.prover import rule_of, target_of
 from tests.rule_samples import SAMPLES
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
-from shardlib.state import single_device
+from shardlib.core.context import single_device
 from tests.ranks import run_ranks
 
 MESHES: dict[str, dict[str, int]] = {

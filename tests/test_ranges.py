@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.normalise.ranges import Range, Ranges
-from shardlib.tracing.trace import trace
+from shardlib.compiler.simplify.value_ranges import Range, Ranges
+from shardlib.frontend.trace import trace
 
 N, V = 8, 12
 _where = torch.where

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, Plan, ShardingError
-from shardlib.plans.redundant import Redundant
-from shardlib.program.steps import Compute
-from shardlib.program.sym import apart, everywhere, most
+from shardlib.compiler.plan.redundant_work import Redundant
+from shardlib.compiler.program.steps import Compute
+from shardlib.compiler.program.sym_int import apart, everywhere, most
 from tests.best import Row, f32, ints
 from tests.best.rows import ROWS
 

@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib import Mesh, ShardingError, finish
-from shardlib.keeping import Keeping
-from shardlib.machine import Device, Link, Machine
-from shardlib.passes.budget import Choice, _Search, within
-from shardlib.passes.crossing import Crossing
-from shardlib.passes.layers import boundaries
-from shardlib.passes.offload import movable
-from shardlib.passes.recompute import RematWarning
-from shardlib.program.numbers import firsts
-from shardlib.program.steps import Compute, Program
+from shardlib import Mesh, ShardingError
+from shardlib.compiler import run_passes as finish
+from shardlib.compiler.memory_options import Keeping
+from shardlib.compiler.passes.memory.layer_bounds import boundaries
+from shardlib.compiler.passes.memory.memory_budget import Choice, _Search, within
+from shardlib.compiler.passes.memory.offload_saved import movable
+from shardlib.compiler.passes.memory.recompute import RematWarning
+from shardlib.compiler.passes.memory.saved_values import Crossing
+from shardlib.compiler.program.steps import Compute, Program
+from shardlib.compiler.program.value_numbering import firsts
+from shardlib.sharding.mesh.machine import Device, Link, Machine
 from tests import peaks
 from tests.models import gpt2, llama
 from tests.ranks import run_ranks

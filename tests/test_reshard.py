@@ -12,16 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib import Mesh, reshard
-from shardlib.lower.builder import Builder
-from shardlib.lower.move import Mover
-from shardlib.meshes.axis import Axis, ways
-from shardlib.program.steps import Var
-from shardlib.reshard import Axes, Cut, Hop
-from shardlib.reshard.direct import Direct
-from shardlib.run import virtual
-from shardlib.specs.layout import Factor, Layout
-from shardlib.specs.spread import spread
+from shardlib import Mesh
+from shardlib.compiler.codegen import virtual
+from shardlib.compiler.lower.builder import Builder
+from shardlib.compiler.lower.emit_reshard import Mover
+from shardlib.compiler.program.steps import Var
+from shardlib.sharding import reshard
+from shardlib.sharding.layout import Factor, Layout
+from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.reshard import Axes, Cut, Hop
+from shardlib.sharding.reshard.direct import Direct
+from shardlib.sharding.split_axes import spread
 from tests.campaign import as_if_large, broken_promise, counting
 
 A = Axis("a", 4)

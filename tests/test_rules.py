@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shardlib.rules import Call, Rule, rule_for
-from shardlib.rules.pointwise import is_pointwise
 from shardlib.rules.rule import Local
 from shardlib.rules.table import FAMILIES, TABLE
+from shardlib.rules.tensor_ops.pointwise import is_pointwise
 from tests.prover import Sample, call_of, check, rule_of, takes_turned, target_of
 from tests.rule_samples import SAMPLES, f, i, pos, s
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib import finish
-from shardlib.machine import Link, Machine
-from shardlib.passes import bundle
-from shardlib.passes.units import units
-from shardlib.program.steps import Free, Program, Start, Var
-from shardlib.program.storage import peak_bytes
-from shardlib.program.text import parse
+from shardlib.compiler import run_passes
+from shardlib.compiler.passes.comm import bucket_collectives
+from shardlib.compiler.passes.comm.gather_units import units
+from shardlib.compiler.program.buffers import peak_bytes
+from shardlib.compiler.program.steps import Free, Program, Start, Var
+from shardlib.compiler.program.text import parse
+from shardlib.sharding.mesh.machine import Link, Machine
 from tests.benchmarks.schedule import trained, unscheduled, w1_plan
 
 # What is said --------------------------------------------------------------------------------------------------------
@@ -170,8 +170,8 @@ def test_gathered_bytes_stay_under_a_cap(cap: int) -> None:
 
 def test_what_does_not_fit_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[Program] = []
-    kept = finish.run_passes
-    monkeypatch.setattr(finish, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
+    kept = run_passes.run_passes
+    monkeypatch.setattr(run_passes, "run_passes", lambda p, **how: (lowered.append(p), kept(p, **how))[1])
     planned()
     (bare,) = lowered
     with unscheduled():
@@ -237,7 +237,7 @@ def test_the_machine_says_how_long_a_message_is(latency: float, messages: int) -
     )
     link = Link(1e9, latency)
     mesh = sl.Mesh.abstract(a=4, machine=Machine(Machine.preset("cpu").device, link, link))
-    made = bundle.bundle(replace(parse(text), mesh=mesh))
+    made = bucket_collectives.bundle(replace(parse(text), mesh=mesh))
     assert sum(isinstance(s, Start) for s in made.steps) == messages
 
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardlib as sl
 from shardlib import Mesh, P, shard
-from shardlib.errors import ShardingError
-from shardlib.ops.attention import attention
-from shardlib.program.steps import Start
-from shardlib.rules import ring
-from shardlib.state import single_device
+from shardlib.compiler.program.steps import Start
+from shardlib.core.context import single_device
+from shardlib.core.errors import ShardingError
+from shardlib.ops.attention.op import attention
+from shardlib.rules.local_forms import ring_attention
 from tests.prover import check
 from tests.ranks import run_ranks
 
@@ -128,7 +128,7 @@ def test_a_zigzag(n: int, s: int, dropout: Any, monkeypatch: pytest.MonkeyPatch)
 def test_a_zigzag_gives_every_device_the_same_work() -> None:
     for n in range(2, 9):
         chunks = [[0, 0] for _ in range(n)]
-        made = ring.Ring(None, None, (), n, 2)  # type: ignore[arg-type]
+        made = ring_attention.Ring(None, None, (), n, 2)  # type: ignore[arg-type]
         for which, pairs in enumerate(made._pairs()):
             for source, device in pairs:
                 chunks[device][which] = 2 * source + which

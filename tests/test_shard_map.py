@@ -14,8 +14,11 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard
-from shardlib.manual.body import Communication
-from shardlib.manual.collectives import (
+from shardlib.core.context import single_device, tracing
+from shardlib.frontend.trace import trace
+from shardlib.jit.shard_map import shard_map
+from shardlib.primitives.body import Communication
+from shardlib.primitives.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -27,10 +30,7 @@ from shardlib.manual.collectives import (
     psum,
     reduce_scatter,
 )
-from shardlib.manual.stacked import SAME, collective
-from shardlib.shard_map import shard_map
-from shardlib.state import single_device, tracing
-from shardlib.tracing.trace import trace
+from shardlib.primitives.vmap_body import SAME, collective
 
 MESH = {"data": 2, "tensor": 4}
 N = 4  # devices along tensor

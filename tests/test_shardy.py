@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from shardlib.specs.layout import Layout
+from shardlib.sharding.layout import Layout
 from tests.shardy.oracle import differences, layout_text, our_shardings, shardy_shardings
 from tests.shardy.programs import draw
 from tests.shardy.scores import agreement, scores, traffic

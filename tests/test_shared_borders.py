@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.passes.borders import share_borders
-from shardlib.program.text import parse
+from shardlib.compiler.passes.comm.merge_halos import share_borders
+from shardlib.compiler.program.text import parse
 
 
 def _fourth(x: Tensor) -> Tensor:

@@ -17,15 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlib.errors import CollectiveError, ShardingError
-from shardlib.meshes.mesh import Mesh
-from shardlib.ops import _groups, _native, _results, _segment, all_gather, all_reduce
-from shardlib.ops._channel import FLYING
-from shardlib.ops._groups import GroupHandle, group_for
-from shardlib.ops._segment import Address, Segment, SegmentError
-from shardlib.ops._shm import check_same
-from shardlib.ops._streams import Like, dense
-from shardlib.recipe import Missing
+from shardlib.build.build_recipe import Missing
+from shardlib.core.errors import CollectiveError, ShardingError
+from shardlib.ops import native_libs
+from shardlib.ops.collectives import all_gather, all_reduce
+from shardlib.ops.collectives.transport import groups as transport_groups
+from shardlib.ops.collectives.transport import result_buffers, shm_segment
+from shardlib.ops.collectives.transport.groups import GroupHandle, group_for
+from shardlib.ops.collectives.transport.shm_channel import FLYING
+from shardlib.ops.collectives.transport.shm_segment import Address, Segment, SegmentError
+from shardlib.ops.collectives.transport.shm_streams import Like, dense
+from shardlib.ops.collectives.transport.shm_world import check_same
+from shardlib.sharding.mesh.mesh import Mesh
 from tests.ranks import Pool, RankError, only
 
 RANKED = pytest.mark.ranks
@@ -72,7 +75,7 @@ def transport(setting: str | None = None, prepare: str = "") -> tuple[str, str]:
 
 
 def _no_compiler() -> None:
-    _native.host = lambda: Missing("no C++ compiler")  # type: ignore[assignment]
+    native_libs.host = lambda: Missing("no C++ compiler")  # type: ignore[assignment]
 
 
 def _small_files() -> None:
@@ -87,7 +90,7 @@ def _no_memfd() -> None:
 
 
 def _elsewhere() -> None:
-    _segment.machine = lambda: "elsewhere"
+    shm_segment.machine = lambda: "elsewhere"
 
 
 def _out_of_reach() -> None:
@@ -222,9 +225,9 @@ def told() -> list[tuple[str, str]]:
     """What a plan is told of a group: before the ranks have made groups, and when they have."""
     mesh = Mesh(a=1, b=2)
     one, both = (mesh.axis("a"),), (mesh.axis("b"),)
-    before = [_groups.transport(mesh, axes) for axes in (one, both)]
+    before = [transport_groups.transport(mesh, axes) for axes in (one, both)]
     group_for(mesh, both)
-    return [*before, _groups.transport(mesh, both)]
+    return [*before, transport_groups.transport(mesh, both)]
 
 
 @pytest.mark.ranks
@@ -237,7 +240,7 @@ def test_what_a_plan_is_told():
 def some_machines() -> list[tuple[tuple[int, ...], str, list[float]]]:
     """Ranks 2 and 3 are elsewhere: groups within a machine share memory, those between machines do not."""
     if dist.get_rank() >= 2:
-        _segment.machine = lambda: "elsewhere"
+        shm_segment.machine = lambda: "elsewhere"
     mesh = Mesh(data=2, tensor=2)
     groups = [group_for(mesh, (mesh.axis(name),)) for name in ("data", "tensor")]
     return [(group.ranks, group.transport, gathered(group)) for group in groups]
@@ -396,7 +399,7 @@ def again(port: int) -> list[Any]:
     assert gathered(new, 5.0 + rank) == [5.0, 6.0]
     with pytest.raises(CollectiveError, match="was destroyed"):
         gathered(old)
-    return [new.transport, mappings() == used, len(_groups._sessions)]
+    return [new.transport, mappings() == used, len(transport_groups._sessions)]
 
 
 def mappings(of: str = "memfd:shardlib") -> tuple[int, int]:
@@ -415,12 +418,14 @@ def test_a_second_world_in_one_process():
 
 
 def test_a_segment_is_reserved_and_zero_and_its_own(monkeypatch):
-    monkeypatch.setattr(_segment.mmap, "MAP_POPULATE", 0)  # which would reserve it too, but does not say if it cannot
+    monkeypatch.setattr(
+        shm_segment.mmap, "MAP_POPULATE", 0
+    )  # which would reserve it too, but does not say if it cannot
     segment = Segment.make(1 << 16)
     try:
         stat = os.fstat(segment.fd)
         assert stat.st_blocks * 512 >= 1 << 16
-        assert not any(segment.memory[_segment.PAGE :])
+        assert not any(segment.memory[shm_segment.PAGE :])
         with pytest.raises(SegmentError, match="is another one than was meant"):
             Segment.open(Address(segment.address.machine, os.getpid(), segment.fd, 1 << 16, "0" * 32))
     finally:
@@ -563,22 +568,22 @@ def test_who_sends_nothing_to_a_shared_result_is_asked_too():
 
 
 def test_memory_of_results_is_used_again_when_nobody_has_them():
-    shape = (_results.LARGE // 4 + 13,)
-    first = _results.result(shape, torch.float32)
+    shape = (result_buffers.LARGE // 4 + 13,)
+    first = result_buffers.result(shape, torch.float32)
     at, part = first.data_ptr(), first[5:]
     del first
-    second = _results.result(shape, torch.float32)
+    second = result_buffers.result(shape, torch.float32)
     assert second.data_ptr() != at  # `part` still shows it
     del part
-    assert _results.result(shape, torch.float32).data_ptr() == at
+    assert result_buffers.result(shape, torch.float32).data_ptr() == at
     second.fill_(1)
 
 
 def test_kept_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(_results, "KEPT", 3 << 20)
-    held = [_results.result((1 << 20,), torch.uint8) for _ in range(8)]
+    monkeypatch.setattr(result_buffers, "KEPT", 3 << 20)
+    held = [result_buffers.result((1 << 20,), torch.uint8) for _ in range(8)]
     del held
-    assert sum(map(len, _results._free.values())) <= 3 << 20
+    assert sum(map(len, result_buffers._free.values())) <= 3 << 20
 
 
 # Layouts.

@@ -13,12 +13,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib.jitted import shared
-from shardlib.machine import Device, Link, Machine, Span
-from shardlib.program.steps import Compute, Start, Wait
-from shardlib.simulate.collectives import transfer
-from shardlib.simulate.timeline import COMPUTE, FAR, NEAR
-from shardlib.tracing.trace import trace
+from shardlib.compiler.program.steps import Compute, Start, Wait
+from shardlib.compiler.simulate.collectives import transfer
+from shardlib.compiler.simulate.timeline import COMPUTE, FAR, NEAR
+from shardlib.frontend.trace import trace
+from shardlib.jit.call import shared_trace
+from shardlib.sharding.mesh.machine import Device, Link, Machine, Span
 
 # Figures that one can do sums with: a FLOP takes as long as a byte, links are ten and a hundred times slower.
 DEVICE = Device({"f32": 1e9}, bandwidth=1e9, memory=1e9, host=1e9)
@@ -180,8 +180,8 @@ def test_the_backward_pass_of_attention_takes_its_functions_again() -> None:
 
 
 def test_rows_are_of_ops_that_there_are() -> None:
-    from shardlib.simulate.functions import PER_ELEMENT, PRODUCTS
-    from shardlib.simulate.rooflines import BYTES
+    from shardlib.compiler.simulate.rooflines import BYTES
+    from shardlib.compiler.simulate.special_functions import PER_ELEMENT, PRODUCTS
 
     there = lambda name: hasattr(torch.ops.aten, name) or hasattr(torch.ops.shardlib, name)
     assert [name for name in (*PER_ELEMENT, *BYTES, *PRODUCTS) if not there(name)] == []
@@ -358,7 +358,7 @@ def test_scaling_traces_once_what_does_not_ask_for_the_mesh(asks: bool, monkeypa
         return loss
 
     traced: list[Any] = []
-    monkeypatch.setattr(shared, "trace", lambda *args, **how: traced.append(trace(*args, **how)) or traced[-1])
+    monkeypatch.setattr(shared_trace, "trace", lambda *args, **how: traced.append(trace(*args, **how)) or traced[-1])
     net = Net(asks=asks)
     call = net, torch.optim.AdamW(net.parameters()), meta(4096, 64)
     meshes = [sl.Mesh.abstract(data=n, tensor=m) for n, m in ((2, 2), (8, 4), (4, 1))]

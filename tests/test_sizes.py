@@ -24,20 +24,21 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import shardlib as sl
-from shardlib import Mesh, P, ShardingError, reshard, shard
-from shardlib.beside import boxes as dcp_chunks
-from shardlib.lower.builder import Builder
-from shardlib.lower.move import Mover
-from shardlib.meshes.axis import Axis, ways
-from shardlib.ops import _groups
-from shardlib.program.steps import Collective, Var
-from shardlib.propagate.dims import Dims
-from shardlib.reshard import Axes, Cut, Leaves
-from shardlib.run import virtual
-from shardlib.specs.layout import Factor, Layout
-from shardlib.specs.pieces import Pieces, even, fullest, nested, over, span
-from shardlib.specs.spec import Spec, parse, resolve_many
-from shardlib.state import single_device
+from shardlib import Mesh, P, ShardingError, shard
+from shardlib.compiler.codegen import virtual
+from shardlib.compiler.lower.builder import Builder
+from shardlib.compiler.lower.emit_reshard import Mover
+from shardlib.compiler.program.steps import Collective, Var
+from shardlib.compiler.propagate.dim_factors import Dims
+from shardlib.core.context import single_device
+from shardlib.integrations import checkpoint_chunks as dcp_chunks
+from shardlib.ops.collectives.transport import groups
+from shardlib.sharding import reshard
+from shardlib.sharding.chunks import Pieces, even, fullest, nested, over, span
+from shardlib.sharding.layout import Factor, Layout
+from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.reshard import Axes, Cut, Leaves
+from shardlib.sharding.spec import Spec, parse, resolve_many
 from tests import campaign
 from tests.examples import examples
 from tests.ranks import run_ranks
@@ -658,14 +659,14 @@ def test_no_dtensor_has_chosen_pieces() -> None:
 def on_ranks(transport: str, folder: str) -> float:
     """The worst error of a step on 4 ranks; tensors move between layouts, and to files and back, as they should."""
     p, data = model(), batch()
-    found = _groups.group_for
+    found = groups.group_for
     wired = lambda mesh, axes: replace(found(mesh, axes), channel=None) if transport == "gloo" else found(mesh, axes)
     # A mesh of its own for each transport: programs are kept by mesh.
     with (
-        mock.patch.object(_groups, "group_for", wired),
+        mock.patch.object(groups, "group_for", wired),
         Mesh(data=4, rules={"batch": "data", transport: "data"}) as mesh,
     ):
-        assert _groups.group_for(mesh, (mesh.axis("data"),)).transport == transport
+        assert groups.group_for(mesh, (mesh.axis("data"),)).transport == transport
         whole = {name: P() for name in p}
         run = sl.jit(step, in_specs=(whole, "batch=[5 3 8 0] seq", "batch seq"))
         error = worst(run(p, *data), alone(p, *data))

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.errors import ShardingError
-from shardlib.meshes.axis import Axis
-from shardlib.meshes.mesh import Mesh
-from shardlib.specs.grammar import SpecDim, SpecFactor
-from shardlib.specs.spec import P, Spec, parse, resolve_many
+from shardlib.core.errors import ShardingError
+from shardlib.sharding.grammar import SpecDim, SpecFactor
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.spec import P, Spec, parse, resolve_many
 from tests.examples import examples
 
 RULES = {"batch": ("pod", "data"), "heads": "tensor", "ff": "tensor", "vocab": "tensor", "seq": None}

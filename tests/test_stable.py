@@ -18,8 +18,8 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, P
-from shardlib.meshes.axis import Axis
-from shardlib.plans.plan import Plan
+from shardlib.compiler.plan.plan import Plan
+from shardlib.sharding.mesh.axis import Axis
 from tests.models import w1
 from tests.shardy import oracle
 from tests.shardy.programs import Program, draw

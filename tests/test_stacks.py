@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.normalise import normalise
-from shardlib.tracing.trace import trace
+from shardlib.compiler.simplify import normalise
+from shardlib.frontend.trace import trace
 from tests.best import f32, ints
 from tests.best import recommenders as r
 

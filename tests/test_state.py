@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardlib import state
-from shardlib.state import paused_gc
+from shardlib.core import context
+from shardlib.core.context import paused_gc
 
 
 class Link:
@@ -37,7 +37,7 @@ def test_what_compiling_makes_is_not_searched_for_garbage_at_once() -> None:
     before = [of["collections"] for of in gc.get_stats()]
     with paused_gc():
         assert not gc.isenabled()
-        made: list[list[int]] = [[] for _ in range(2 * state._MANY)]
+        made: list[list[int]] = [[] for _ in range(2 * context._MANY)]
     assert gc.isenabled()
     made += [[], []]
     assert [of["collections"] for of in gc.get_stats()] == before
@@ -46,7 +46,7 @@ def test_what_compiling_makes_is_not_searched_for_garbage_at_once() -> None:
 @pytest.mark.long
 def test_garbage_of_compiling_goes_with_the_next_full_collection() -> None:
     with paused_gc():
-        made: list[list[int]] = [[] for _ in range(2 * state._MANY)]
+        made: list[list[int]] = [[] for _ in range(2 * context._MANY)]
         seen = weakref.ref(Link())
     assert seen() is not None
     gc.collect()
@@ -58,9 +58,9 @@ def test_what_a_user_froze_stays_so() -> None:
     mine = [Link()]
     gc.freeze()
     with paused_gc():
-        made: list[list[int]] = [[] for _ in range(2 * state._MANY)]
+        made: list[list[int]] = [[] for _ in range(2 * context._MANY)]
     assert all(x is not mine for x in gc.get_objects()), "these are what is not frozen"
-    assert len(made) == 2 * state._MANY
+    assert len(made) == 2 * context._MANY
 
 
 def test_a_collector_that_is_off_stays_off() -> None:

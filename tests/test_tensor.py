@@ -12,7 +12,7 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
-from shardlib.specs.layout import Layout
+from shardlib.sharding.layout import Layout
 from tests.ranks import run_ranks
 
 RULES = {"batch": "data", "heads": "tensor", "ff": "tensor"}

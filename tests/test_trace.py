@@ -12,14 +12,14 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
-from shardlib import internals
-from shardlib.errors import ShardingError
-from shardlib.normalise import verify
+from shardlib.compiler.simplify import verify
+from shardlib.core import torch_private
+from shardlib.core.call_scalar import hinted
+from shardlib.core.errors import ShardingError
+from shardlib.frontend.reuse import op_meta_cache
+from shardlib.frontend.trace import trace
+from shardlib.jit.global_random import plain_program
 from shardlib.ops.constraint import constrain
-from shardlib.plain import plain_program
-from shardlib.scalar import hinted
-from shardlib.tracing import repeated
-from shardlib.tracing.trace import trace
 from tests.prover import target_of
 from tests.rule_samples import SAMPLES
 
@@ -561,11 +561,11 @@ def test_an_op_that_was_called_before_is_traced_as_the_first_time(family, monkey
             a, k = pytree.tree_unflatten([filled.get(i, x) for i, x in enumerate(leaves)], tree)
             return target_of(name)(*a, **k), target_of(name)(*a, **k)
 
-        monkeypatch.setattr(repeated, "_FORMS", {})
+        monkeypatch.setattr(op_meta_cache, "_FORMS", {})
         given = [leaves[i] for i in where]
         other = [x.mT.contiguous().mT if x.dim() > 1 and not x.is_sparse else x for x in given]  # other strides
         with monkeypatch.context() as plain:
-            plain.setattr(repeated.Repeated, "_key", lambda *_: None)
+            plain.setattr(op_meta_cache.Repeated, "_key", lambda *_: None)
             expected = [written(call, xs) for xs in (given, other)]
         assert [written(call, xs) for xs in (given, other, given, other)] == expected * 2, name
 
@@ -573,7 +573,7 @@ def test_an_op_that_was_called_before_is_traced_as_the_first_time(family, monkey
 def test_what_was_traced_before_is_asked_of_nobody(monkeypatch):
     f = lambda x, w: torch.tanh(x @ w).sum(0).softmax(-1)
     trace(f, (X, X))
-    monkeypatch.setattr(repeated.Repeated, "_alone", None)  # asked when an op is new
+    monkeypatch.setattr(op_meta_cache.Repeated, "_alone", None)  # asked when an op is new
     trace(f, (X.clone(), X.clone()))
 
 
@@ -593,7 +593,7 @@ VIEWS = {
 def test_a_view_that_was_taken_before_is_in_the_memory_of_its_operand(view, monkeypatch):
     def where(x):
         with torch.DisableTorchFunction():  # nobody may ask in a trace
-            return internals.memory_of(x.untyped_storage()), x.storage_offset()
+            return torch_private.memory_of(x.untyped_storage()), x.storage_offset()
 
     offset, seen = where(view(torch.zeros(3, 4)))[1], []
 
@@ -605,10 +605,10 @@ def test_a_view_that_was_taken_before_is_in_the_memory_of_its_operand(view, monk
         view(twice[3:]).add_(1)
         return view(x), twice
 
-    monkeypatch.setattr(repeated, "_FORMS", {})
+    monkeypatch.setattr(op_meta_cache, "_FORMS", {})
     args = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4)
     with monkeypatch.context() as plain:
-        plain.setattr(repeated.Repeated, "_key", lambda *_: None)
+        plain.setattr(op_meta_cache.Repeated, "_key", lambda *_: None)
         expected = written(f, args)
     assert [written(f, args) for _ in range(3)] == [expected] * 3
     assert len(seen) == 20

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlib.aten.traits import _TABLE, TRAITS, has, is_view, may_show
-from shardlib.run.callables import callable_of
+from shardlib.compiler.codegen.op_callables import callable_of
+from shardlib.core.aten.op_traits import _TABLE, TRAITS, has, is_view, may_show
 from tests.prover import kernel, target_of
 from tests.rule_samples import SAMPLES, f
 from tests.sweep.entries import op_db

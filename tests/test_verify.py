@@ -14,14 +14,26 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.graph import Op
-from shardlib.meshes.axis import Axis
-from shardlib.program.check import ProgramError
-from shardlib.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
-from shardlib.program.sym import Sym
-from shardlib.program.verify import verify
-from shardlib.propagate import Propagated
-from shardlib.specs.layout import Layout, Pending
+from shardlib.compiler.graph.ir import Op
+from shardlib.compiler.program.check_order import ProgramError
+from shardlib.compiler.program.steps import (
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Program,
+    Start,
+    Step,
+    Var,
+    Wait,
+    makes,
+    reads,
+)
+from shardlib.compiler.program.sym_int import Sym
+from shardlib.compiler.program.verify import verify
+from shardlib.compiler.propagate import Propagated
+from shardlib.sharding.layout import Layout, Pending
+from shardlib.sharding.mesh.axis import Axis
 
 pytestmark = pytest.mark.usefixtures("strict")
 

@@ -9,8 +9,8 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard
-from shardlib.specs.layout import Layout
-from shardlib.tensors.visualize import Picture
+from shardlib.sharding.layout import Layout
+from shardlib.tensor.visualize import Picture
 
 MESH = Mesh(data=2, tensor=2)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from shardlib.eager import refusals
+from shardlib.core.context import unseen
+from shardlib.core.torch_private import dispatch_modes
+from shardlib.eager import unsupported
 from shardlib.eager.prepare import LOCK
-from shardlib.eager.ways import Asked, run_of
-from shardlib.internals import dispatch_modes
-from shardlib.state import unseen
-from shardlib.tensors.above import above
-from shardlib.tensors.agreed import compare_operands
-from shardlib.tensors.warm import PROGRAMS, key_of, learn
+from shardlib.eager.strategies import Asked, run_of
+from shardlib.tensor.eager_cache import PROGRAMS, key_of, learn
+from shardlib.tensor.hooks import above
+from shardlib.tensor.rank_checks import compare_operands
 
 
 @unseen
@@ -30,7 +30,7 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any], key: Any) -> Any:
     """
     call = Asked(op, args, kwargs)
     if any(isinstance(mode, ProxyTorchDispatchMode) for mode in dispatch_modes()):
-        refusals.recorded(op, call.tensors)
+        unsupported.recorded(op, call.tensors)
     with LOCK:
         if learn(op):
             key = key_of(op, args, kwargs)

@@ -9,31 +9,31 @@ from typing import Any
 
 import torch
 
-from shardlib.aten.forms import on_pieces
-from shardlib.aten.traits import has, is_view
-from shardlib.bounded import Bounded
-from shardlib.eager.caller import caller
-from shardlib.eager.fit import Fit, fit
-from shardlib.eager.outcome import Outcome, likeness, recall, remember
-from shardlib.eager.single import Operand, Single, single
-from shardlib.eager.slots import devices_of, filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
-from shardlib.internals import FakeTensorMode, pytree
-from shardlib.meshes.axis import alike
-from shardlib.meshes.mesh import Mesh
-from shardlib.ranks.lineage import made, note
-from shardlib.ranks.telling import number
+from shardlib.compiler.codegen.op_callables import callable_of
+from shardlib.core.aten.functional_forms import on_pieces
+from shardlib.core.aten.op_traits import has, is_view
+from shardlib.core.bounded_cache import Bounded
+from shardlib.core.strided_only import refuse_others
+from shardlib.core.torch_private import FakeTensorMode, pytree
+from shardlib.distributed.provenance import made, note
+from shardlib.distributed.turn_errors import number
+from shardlib.eager.arg_slots import devices_of, filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
+from shardlib.eager.compile_op import Operand, Single, single
+from shardlib.eager.fits_locally import Fit, fit
+from shardlib.eager.infer_meta import Outcome, likeness, recall, remember
+from shardlib.eager.local_call import caller
+from shardlib.frontend.retarget_device import placed
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
-from shardlib.run.callables import callable_of
-from shardlib.specs.layout import Layout
-from shardlib.strided import refuse_others
-from shardlib.tensors import aliases
-from shardlib.tensors.aliases import Step
-from shardlib.tensors.form import Form
-from shardlib.tensors.memory import there
-from shardlib.tensors.tensor import ShardedTensor, wrap
-from shardlib.tensors.warm import LOOSE, Run
-from shardlib.tracing.elsewhere import placed
+from shardlib.sharding.layout import Layout
+from shardlib.sharding.mesh.axis import alike
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.tensor import view_aliases
+from shardlib.tensor.eager_cache import LOOSE, Run
+from shardlib.tensor.local_shards import there
+from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
+from shardlib.tensor.tensor_meta import Form
+from shardlib.tensor.view_aliases import Step
 
 LOCK = threading.RLock()  # one op is made ready at a time
 
@@ -151,13 +151,13 @@ class Prepared:
         paths = [(step,)], lambda i: ((*step[:3], i),)
 
         def view(args: Any, kwargs: Any) -> Any:
-            with aliases.like(args[0]):
+            with view_aliases.like(args[0]):
                 out = run(args, kwargs)
             if type(out) is ShardedTensor:
-                aliases.view(args[0], out, paths[0][0])
+                view_aliases.view(args[0], out, paths[0][0])
             else:
                 for i, x in enumerate(out):
-                    aliases.view(args[0], x, paths[1](i))
+                    view_aliases.view(args[0], x, paths[1](i))
             return out
 
         return view

@@ -50,8 +50,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from shardlib.errors import ShardingError
-from shardlib.rules.space import Dim
+from shardlib.core.errors import ShardingError
+from shardlib.rules.iteration_space import Dim
 
 _WORD = re.compile(r"\.\.\.|\([^()]*\)|\[[A-Za-z_][\w ]*\]|[A-Za-z_]\w*|1")
 _NUMBERED = re.compile(r"(?<!\w)_\d+(?!\w)")  # what a `_` is called

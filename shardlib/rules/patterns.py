@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from shardlib.errors import ShardingError
+from shardlib.core.errors import ShardingError
+from shardlib.rules.iteration_space import Dim, Ints, Space, arg, axes, largest, numel, path, present
+from shardlib.rules.local_forms.helpers import torch_code
+from shardlib.rules.local_forms.stencil import Reach, Stencil
+from shardlib.rules.local_forms.window import Window
 from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument, is_own, other, parse, reach, source
 from shardlib.rules.rule import Call, Local, Meta, Rule
-from shardlib.rules.shards import torch_code
-from shardlib.rules.space import Dim, Ints, Space, arg, axes, largest, numel, path, present
-from shardlib.rules.stencil import Reach, Stencil
-from shardlib.rules.window import Window
 
 
 def pattern(

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardlib.meshes.axis import Axis
-from shardlib.reshard import Prices
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.reshard import Prices
 
 Labels = tuple[tuple[str, ...], ...]  # per dim, the names of its factors, major first; () for a dim of size 1
 Path = tuple[int | str, ...]  # where an argument sits: (1, 0) is args[1][0]; ("size", 0) is kwargs["size"][0]

@@ -9,24 +9,24 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from shardlib import rules
-from shardlib.aten.traits import has
-from shardlib.bounded import Bounded
-from shardlib.errors import ShardingError
-from shardlib.internals import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
-from shardlib.rules import pointwise
+from shardlib.core.aten.op_traits import has
+from shardlib.core.bounded_cache import Bounded
+from shardlib.core.context import rules_said
+from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
+from shardlib.rules.dtype_sums import fitted
+from shardlib.rules.iteration_space import tensor_arguments
 from shardlib.rules.notation import REDUCED, Pattern, argument, other, parse, reach
+from shardlib.rules.out_variants import full_name, op_named, writers
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.space import tensor_arguments
-from shardlib.rules.summing import fitted
-from shardlib.rules.written import full_name, op_named, writers
-from shardlib.state import rules_said
-from shardlib.tensors.warm import PROGRAMS
+from shardlib.rules.tensor_ops import pointwise
+from shardlib.tensor.eager_cache import PROGRAMS
 
 
 def _modules() -> Iterator[ModuleType]:
-    for module in pkgutil.iter_modules(rules.__path__, "shardlib.rules."):
-        if module.name != __name__:
+    for module in pkgutil.walk_packages(rules.__path__, "shardlib.rules."):
+        if module.name != __name__ and not module.ispkg:
             yield importlib.import_module(module.name)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlib.meshes.mesh import Mesh
-from shardlib.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
-from shardlib.ops._groups import GroupHandle, group_for
+from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops.collectives.transport.groups import GroupHandle, group_for
+from shardlib.sharding.mesh.mesh import Mesh
 from tests.ranks import run_ranks
 
 from .timing import Ratio, markdown

@@ -28,11 +28,11 @@ from transformers import (
 )
 
 import shardlib as sl
-from shardlib.machine import Machine
-from shardlib.ops.attention import OPS
-from shardlib.plans.plan import Plan
-from shardlib.program.steps import Program, Start, Step, Wait
-from shardlib.simulate.simulated import Simulated
+from shardlib.compiler.plan.plan import Plan
+from shardlib.compiler.program.steps import Program, Start, Step, Wait
+from shardlib.compiler.simulate.simulated import Simulated
+from shardlib.ops.attention.op import OPS
+from shardlib.sharding.mesh.machine import Machine
 
 _H100, _A100 = Machine.preset("h100"), Machine.preset("a100-40")
 HOST = replace(_H100, device=replace(_H100.device, bandwidth=2.4e12, memory=96e9), name="")

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.ops import draw
-from shardlib.ops.philox import threshold
+from shardlib.ops.random import op as draw
+from shardlib.ops.random.philox import threshold
 from tests.benchmarks.timing import interleave, markdown, ms, ratio
 
 CPU = torch.device("cpu")

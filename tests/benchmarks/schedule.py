@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib import passes
-from shardlib.passes import bundle, parts, schedule
-from shardlib.plans.plan import Plan
-from shardlib.run import distributed
+from shardlib.compiler import passes
+from shardlib.compiler.codegen import distributed
+from shardlib.compiler.passes.comm import bucket_collectives, hide_messages
+from shardlib.compiler.passes.comm import row_overlap as parts
+from shardlib.compiler.plan.plan import Plan
 from tests.models import w1
 from tests.ranks import run_ranks
 
@@ -40,7 +41,9 @@ CASES = ("fsdp8", "fsdp_tp", "tp_sp", "llama")
 def unscheduled() -> Iterator[None]:
     """Programs that are planned meanwhile wait for each message where it stands."""
     kept = passes.PASSES
-    passes.PASSES = tuple(one for one in kept if one not in (parts.parts, bundle.bundle, schedule.schedule))
+    passes.PASSES = tuple(
+        one for one in kept if one not in (parts.parts, bucket_collectives.bundle, hide_messages.schedule)
+    )
     try:
         yield
     finally:

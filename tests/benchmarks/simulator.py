@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardlib as sl
-from shardlib.machine import Machine
+from shardlib.sharding.mesh.machine import Machine
 from tests.models import w1
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardlib.ops import _groups
+from shardlib.ops.collectives.transport import groups
 from tests.models import w1
 from tests.ranks import run_ranks
 
@@ -57,15 +57,15 @@ class _Step:
 @contextmanager
 def groups_over(backend: str) -> Iterator[None]:
     """Programs that are loaded meanwhile run on groups without shared memory, or must have it."""
-    kept = _groups.group_for
+    kept = groups.group_for
 
-    def found(*args: Any) -> _groups.GroupHandle:
+    def found(*args: Any) -> groups.GroupHandle:
         group = kept(*args)
         assert group.size == 1 or group.transport == "shm", group.why
         return replace(group, why="a benchmark asks for Gloo") if backend == "torch" else group
 
-    _groups.group_for = found
+    groups.group_for = found
     try:
         yield
     finally:
-        _groups.group_for = kept
+        groups.group_for = kept

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.plans.plan import Plan
+from shardlib.compiler.plan.plan import Plan
 
 FIGURES = ("work", "bytes", "collectives", "peak")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import shardlib as sl
-from shardlib.jit import RetraceWarning
+from shardlib.jit.jit import RetraceWarning
 from tests.border.oracle import same
 
 LENGTHS = 200

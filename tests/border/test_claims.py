@@ -14,8 +14,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard_map
-from shardlib.check import unshared
-from shardlib.state import single_device
+from shardlib.core.context import single_device
+from shardlib.testing.check import unshared
 
 MESH = {"data": 2, "tensor": 4}
 X = torch.arange(32.0, dtype=torch.float64).view(4, 8).sin()

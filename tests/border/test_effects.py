@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
-from shardlib.jit import RetraceWarning
-from shardlib.jitted import planning
+from shardlib.jit.call import compile_call
+from shardlib.jit.jit import RetraceWarning
 from tests.border.oracle import same
 
 ONE = torch.ones(())
@@ -695,7 +695,7 @@ def test_what_a_function_leaves_alone_is_looked_at_twice(
     """Before it and behind it; where a rule, say, changes something while the program is made, once more."""
     owner = types.SimpleNamespace(n=2.0, items=[1.0, 2.0], layer=nn.Linear(4, 4))
     looks: list[Any] = []
-    look, compiled = planning.Invocation.look, planning.compile_program
+    look, compiled = compile_call.Invocation.look, compile_call.compile_program
 
     def changing(*args: Any, **kwargs: Any) -> Any:
         made = compiled(*args, **kwargs)
@@ -705,8 +705,8 @@ def test_what_a_function_leaves_alone_is_looked_at_twice(
             owner.n += 1
         return made
 
-    monkeypatch.setattr(planning.Invocation, "look", lambda call: looks.append(1) or look(call))
-    monkeypatch.setattr(planning, "compile_program", changing)
+    monkeypatch.setattr(compile_call.Invocation, "look", lambda call: looks.append(1) or look(call))
+    monkeypatch.setattr(compile_call, "compile_program", changing)
     with torch.no_grad():
         step = sl.jit(lambda x: x * owner.n * owner.items[1] + owner.layer.bias)
         step(X)

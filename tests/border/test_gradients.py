@@ -23,9 +23,9 @@ from torch.utils.checkpoint import (
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, no_mesh
-from shardlib.plain import plain_program
-from shardlib.state import single_device
-from shardlib.tracing.trace import trace
+from shardlib.core.context import single_device
+from shardlib.frontend.trace import trace
+from shardlib.jit.global_random import plain_program
 from tests.border.oracle import same
 
 X = torch.arange(24, dtype=torch.float64).view(6, 4).sin()

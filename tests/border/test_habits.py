@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
-from shardlib.ranks import counting
+from shardlib.distributed import comm_counting
 from tests.border.oracle import same
 from tests.ranks import Pool, apart, heard, only, run_ranks
 from tests.versions import HAS_FAKE_QUANTIZED
@@ -871,7 +871,7 @@ def test_collectives_of_ranks_are_ranges_of_a_profiler():
 
 
 def test_a_program_without_a_profiler_has_no_ranges(monkeypatch):
-    from shardlib.run import virtual
+    from shardlib.compiler.codegen import virtual
 
     made = []
     monkeypatch.setattr(virtual, "ranged", lambda fn, name: made.append(name) or fn)
@@ -892,10 +892,10 @@ def test_modes_that_count_are_entered_and_left_in_many_threads() -> None:
     def work(k: int) -> None:
         mode = object()
         for _ in range(1000):
-            counting.enter(mode)
-            if not any(mode is other for other in counting.entered):
+            comm_counting.enter(mode)
+            if not any(mode is other for other in comm_counting.entered):
                 lost.append(k)
-            counting.leave(mode)
+            comm_counting.leave(mode)
 
     before, threads = sys.getswitchinterval(), [threading.Thread(target=work, args=(k,)) for k in range(4)]
     sys.setswitchinterval(1e-6)
@@ -905,11 +905,11 @@ def test_modes_that_count_are_entered_and_left_in_many_threads() -> None:
         thread.join()
     sys.setswitchinterval(before)
     assert not lost
-    assert not counting.entered
+    assert not comm_counting.entered
     mode = object()
-    counting.enter(mode), counting.enter(mode), counting.leave(mode)
-    assert counting.entered == (mode,)
-    counting.leave(mode)
+    comm_counting.enter(mode), comm_counting.enter(mode), comm_counting.leave(mode)
+    assert comm_counting.entered == (mode,)
+    comm_counting.leave(mode)
 
 
 _OPS = {

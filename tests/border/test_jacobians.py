@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.errors import ShardingError
+from shardlib.core.errors import ShardingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode calls it
 

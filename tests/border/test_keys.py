@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
-from shardlib import compile as compiling
-from shardlib.jit import RetraceWarning
-from shardlib.jitted.programs import PROGRAMS
-from shardlib.program.text import parse, show
+from shardlib.compiler import pipeline as compiling
+from shardlib.compiler.program.text import parse, show
+from shardlib.jit.call.program_cache import PROGRAMS
+from shardlib.jit.jit import RetraceWarning
 from tests.border.oracle import same
 
 X = torch.arange(24.0).view(6, 4)
@@ -265,7 +265,7 @@ LOOKING: dict[str, Callable[[Tensor, Any], Any]] = {
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
+@pytest.mark.filterwarnings("ignore::shardlib.jit.jit.RetraceWarning")
 @pytest.mark.parametrize("name", LOOKING)
 @pytest.mark.parametrize("numbers", [FLOATS, INTS], ids=["floats", "ints"])
 def test_numbers_that_python_looks_at(name: str, numbers: list[Any]) -> None:
@@ -380,7 +380,7 @@ def test_a_learning_rate_that_changes() -> None:
     assert len(step.retraces) == 1, "plain arguments, then its own results"
 
 
-@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
+@pytest.mark.filterwarnings("ignore::shardlib.jit.jit.RetraceWarning")
 def test_static_values_are_told_apart() -> None:
     step = sl.jit(lambda x, n: x * len(repr(n)), static_argnums=1)
     for n in ((1, 0.0), (True, 0.0), (1, -0.0), (1.0, 0.0), ((1,), "a"), ((True,), "a"), 0.0, -0.0, 1, True) * 2:
@@ -413,7 +413,7 @@ def test_compiling_again_and_again_is_said_once() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
+@pytest.mark.filterwarnings("ignore::shardlib.jit.jit.RetraceWarning")
 def test_programs_that_are_kept_are_bounded() -> None:
     step = sl.jit(lambda x: x * 2)
     lengths(step, PROGRAMS + 20)

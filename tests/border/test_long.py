@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardlib.jit import RetraceWarning
+from shardlib.jit.jit import RetraceWarning
 from tests.border import flat, threads
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError
-from shardlib.specs.layout import Layout
+from shardlib.sharding.layout import Layout
 from tests.border.oracle import whole
 from tests.ranks import run_ranks
 from tests.training import step

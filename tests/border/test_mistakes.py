@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard
-from shardlib.jit import RetraceWarning
+from shardlib.jit.jit import RetraceWarning
 
 X, ROW = torch.arange(24.0).view(4, 6), torch.arange(6.0)
 K, PLACE = torch.arange(192.0).view(2, 3, 8, 4), torch.tensor(3)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, Spec, shard
-from shardlib.check import unshared
-from shardlib.state import single_device
+from shardlib.core.context import single_device
+from shardlib.testing.check import unshared
 from tests.campaign import broken_promise, counting
 from tests.ranks import run_ranks
 

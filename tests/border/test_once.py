@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.tracing import once
+from shardlib.frontend.reuse import subgraph_reuse
 
 PROGRAMS: dict[str, Callable[[], Any]] = {}
 
@@ -562,8 +562,8 @@ def rnd():
 def test_it_is_the_program_that_it_looks_like(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for after in (1 << 30, 2, 0):
-        monkeypatch.setattr(once, "AFTER", after)
-        once._IMPURE.clear()
+        monkeypatch.setattr(subgraph_reuse, "AFTER", after)
+        subgraph_reuse._IMPURE.clear()
         try:
             found.append(repr(PROGRAMS[name]()))
         except sl.ShardingError as error:  # the same one

@@ -9,7 +9,7 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError, shard
-from shardlib.jitted.inputs import Gone
+from shardlib.jit.call.inputs import Gone
 from tests.ranks import run_ranks
 
 X = torch.linspace(-3, 3, 24).view(4, 6)

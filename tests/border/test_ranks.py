@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardlib as sl
-from shardlib.ranks import order, world
+from shardlib.distributed import turns, world
 from tests.border import kills, slips
 from tests.ranks import TRANSPORTS, Pool, RankError, only, run_ranks, speak
 
@@ -521,12 +521,12 @@ def anew(port: int) -> list[Any]:
         with sl.Mesh(x=2):
             x = sl.shard(torch.arange(4.0), "a@x")
             found.append([float(step(x)), x.full_tensor().tolist(), float((x + x).sum())])
-        room = order.current().room
+        room = turns.current().room
         dist.destroy_process_group()
         client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         store = dist.PrefixStore(str(i), client)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=9))
-        assert order.current().room != room
+        assert turns.current().room != room
     os.environ.pop("SHARDLIB_TIMEOUT", None)
     told = world.timeout().total_seconds()
     os.environ["SHARDLIB_TIMEOUT"] = "7"

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.errors import ShardingError, WrittenError
+from shardlib.core.errors import ShardingError, WrittenError
 
 MESH = Mesh(data=2, tensor=2)
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)

@@ -10,7 +10,7 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, P, shard
-from shardlib.specs.slips import is_near
+from shardlib.sharding.typos import is_near
 
 X, W = torch.ones(4, 6), torch.ones(6, 8)
 RULES = {"batch": "data", "ff": "tensor", "heads": "tensor", "kv_heads": "tensor"}

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
-from shardlib.calls.state import State
-from shardlib.jit import RetraceWarning
-from shardlib.jitted import method
-from shardlib.jitted.programs import Programs
+from shardlib.frontend.guards.object_state import State
+from shardlib.jit.call import methods
+from shardlib.jit.call.program_cache import Programs
+from shardlib.jit.jit import RetraceWarning
 from tests.border.oracle import same
 
 X = torch.arange(24.0).view(6, 4).sin()
@@ -389,7 +389,7 @@ def test_one_tensor_that_is_to_live_in_two_places_is_two() -> None:
     assert str(plan.layout_of("x")) == str(plan.layout_of("y")) == "6, 4"
 
 
-@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
+@pytest.mark.filterwarnings("ignore::shardlib.jit.jit.RetraceWarning")
 def test_attributes_of_tensors_are_seen() -> None:
     step = sl.jit(lambda w: w * getattr(w, "scale", 1.0) + getattr(w, "bias", 0.0))
     for w in (X.clone(), sl.shard(X, "batch _"), nn.Parameter(X.clone())):
@@ -792,7 +792,7 @@ def test_threads_that_come_first_together_have_one_set_of_programs(monkeypatch: 
             time.sleep(0.05)
             super().__init__()
 
-    monkeypatch.setattr(method, "Programs", Slow)
+    monkeypatch.setattr(methods, "Programs", Slow)
 
     class Model:
         @sl.jit
@@ -1190,7 +1190,7 @@ def test_a_jitted_method_has_the_name_of_its_function() -> None:
     assert (Model().step.__name__, Model().step.__doc__) == ("step", "Twice.")
 
 
-@pytest.mark.filterwarnings("ignore::shardlib.jit.RetraceWarning")
+@pytest.mark.filterwarnings("ignore::shardlib.jit.jit.RetraceWarning")
 def test_a_budget_does_not_compile_again() -> None:
     step = sl.jit(lambda x: x * 2, comm_budget=sl.comm_budget(max_bytes=0))
     for _ in range(2):

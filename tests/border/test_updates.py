@@ -16,7 +16,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor
-from shardlib.run import virtual
+from shardlib.compiler.codegen import virtual
 
 Jit = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.jit import RetraceWarning
+from shardlib.jit.jit import RetraceWarning
 from tests.border.oracle import same, whole
 
 X = torch.arange(32.0).view(8, 4).sin()

@@ -15,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from shardlib import Mesh, ShardedTensor
-from shardlib.ops._shm import Session
-from shardlib.ranks import world
-from shardlib.specs.layout import Layout
-from shardlib.tensors import agreed
-from shardlib.tensors.form import Form
-from shardlib.tensors.memory import is_number
-from shardlib.tensors.tensor import wrap
+from shardlib.distributed import world
+from shardlib.ops.collectives.transport.shm_world import Session
+from shardlib.sharding.layout import Layout
+from shardlib.tensor import rank_checks
+from shardlib.tensor.local_shards import is_number
+from shardlib.tensor.sharded_tensor import wrap
+from shardlib.tensor.tensor_meta import Form
 from tests.fakecuda.guard import stand_in
 
 CUDA = torch.device("cuda", 0)
@@ -37,9 +37,9 @@ def gpu() -> Iterator[FakeTensorMode]:
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, value=value: value))
         # A fake number on the CPU has no value.
         there = lambda x, mesh: torch.full(x.shape, 1, dtype=x.dtype, device=mesh.device) if is_number(x) else x
-        for module in ("shardlib.eager.prepare", "shardlib.jitted.unrolled"):
+        for module in ("shardlib.eager.prepare", "shardlib.jit.call.generated_glue"):
             stack.enter_context(mock.patch(f"{module}.there", there))
-        stack.enter_context(mock.patch("shardlib.jitted.run.refuse_overlaps"))  # nor an address
+        stack.enter_context(mock.patch("shardlib.jit.call.execute.refuse_overlaps"))  # nor an address
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mock.patch.object(torch._subclasses.fake_tensor.log, "exception"))  # it raises as well
         # An op without a fake form would run on zeros, which takes a real device.
@@ -68,9 +68,13 @@ def ranks(rank: int, size: int) -> Iterator[None]:
             stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
             stack.enter_context(mock.patch.dict(os.environ, SHARDLIB_CHECK="off"))  # nor to say what values they have
             stack.enter_context(mock.patch.object(world, "_told_timeout", return_value=None))  # NCCL's is not here
-            stack.enter_context(mock.patch("shardlib.run.distributed.agree"))  # the others are not there to agree
-            stack.enter_context(mock.patch("shardlib.ranks.waiting.waited", lambda task, what: task()))
-            stack.enter_context(mock.patch.object(agreed, "digest", return_value=0))  # constants have no values either
+            stack.enter_context(
+                mock.patch("shardlib.compiler.codegen.distributed.agree")
+            )  # the others are not there to agree
+            stack.enter_context(mock.patch("shardlib.distributed.torch_waits.waited", lambda task, what: task()))
+            stack.enter_context(
+                mock.patch.object(rank_checks, "digest", return_value=0)
+            )  # constants have no values either
             stack.enter_context(mock.patch.object(Session, "_meet", _alone))
             stack.enter_context(mock.patch.object(world, "_new", _really(world._new)))
             yield

@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError
+from shardlib.frontend import retarget_device
 from shardlib.ops import offload
-from shardlib.ops._wire import Handle
+from shardlib.ops.collectives.transport.torch_wire import Handle
 from shardlib.rules import rule_for
-from shardlib.rules.cuts import cuts
+from shardlib.rules.proof_cuts import cuts
 from shardlib.rules.rule import Labels, Rule
-from shardlib.specs.layout import Factor, Layout
-from shardlib.tensors.away import AWAY
-from shardlib.tracing import elsewhere
+from shardlib.sharding.layout import Factor, Layout
+from shardlib.tensor.host_offload import AWAY
 from tests.fakecuda.gpu import CUDA, available, cuda_mesh, gpu, on_gpu, placed, ranks
 from tests.fakecuda.watch import Seen, Watch, watching
 from tests.models import w1, w1_sharded, zoo
@@ -70,7 +70,7 @@ def run_sample(seen: Seen, sample: Sample, limit: int | None = None) -> None:
     call."""
     name, args, kwargs = sample
     with world(seen, name):
-        args, kwargs = elsewhere.placed(target_of(name), *on_gpu((args, kwargs)), CUDA)
+        args, kwargs = retarget_device.placed(target_of(name), *on_gpu((args, kwargs)), CUDA)
         alone = Seen()
         try:
             with Watch(alone):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh, ShardingError
-from shardlib.ops import draw, philox
+from shardlib.ops.random import op as draw
+from shardlib.ops.random import philox
 from tests.fakecuda.gpu import available, cuda_mesh
 from tests.fakecuda.programs import world
 from tests.fakecuda.watch import Seen

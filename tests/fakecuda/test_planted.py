@@ -14,13 +14,13 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import ShardingError
-from shardlib.eager.slots import moved
-from shardlib.lower.local import LocalForm
-from shardlib.ops._groups import GroupHandle
-from shardlib.ops._wire import Handle
-from shardlib.program import verify
-from shardlib.program.steps import makes, reads
-from shardlib.run import distributed, virtual
+from shardlib.compiler.codegen import distributed, virtual
+from shardlib.compiler.lower.local_forms.local_builder import LocalForm
+from shardlib.compiler.program import verify
+from shardlib.compiler.program.steps import makes, reads
+from shardlib.eager.arg_slots import moved
+from shardlib.ops.collectives.transport.groups import GroupHandle
+from shardlib.ops.collectives.transport.torch_wire import Handle
 from tests.fakecuda.gpu import cuda_mesh
 from tests.fakecuda.programs import world
 from tests.fakecuda.watch import Seen
@@ -87,9 +87,9 @@ def given_up_in_flight() -> Plant:
     """Neither the program nor the start keeps what is sent."""
     stack = ExitStack()
     stack.enter_context(mock.patch.dict(distributed._START, all_reduce=forgetful))
-    stack.enter_context(mock.patch("shardlib.passes.free.last_reads", freed_too_early))
+    stack.enter_context(mock.patch("shardlib.compiler.passes.memory.free.last_reads", freed_too_early))
     for checks in ("check", "verify"):
-        stack.enter_context(mock.patch(f"shardlib.passes.{checks}", lambda program: program))
+        stack.enter_context(mock.patch(f"shardlib.compiler.passes.{checks}", lambda program: program))
     return stack
 
 
@@ -110,12 +110,12 @@ PLANTED: dict[str, tuple[Callable[[], Plant], Callable[[], Seen], str]] = {
         "makes the host wait for values",
     ),
     "a captured tensor on the CPU": (
-        lambda: mock.patch("shardlib.run.codegen._captured", lambda tensor, mesh: tensor),
+        lambda: mock.patch("shardlib.compiler.codegen.codegen._captured", lambda tensor, mesh: tensor),
         lambda: seen_in(lambda x: x + torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7]), ("_@data _",), (6, 8)),
         "device",  # "two different devices", or "to be on the same device"
     ),
     "a dtype that only the CPU gives": (
-        lambda: mock.patch("shardlib.tracing.elsewhere.is_here", return_value=True),
+        lambda: mock.patch("shardlib.frontend.retarget_device.is_here", return_value=True),
         lambda: seen_in(lambda x: F.layer_norm(x, (8,)), ("_@data _",), (6, 8), dtype=torch.bfloat16),
         "is torch.float32, the program says torch.bfloat16",
     ),
@@ -125,7 +125,7 @@ PLANTED: dict[str, tuple[Callable[[], Plant], Callable[[], Seen], str]] = {
         "makes a tensor on cpu",
     ),
     "a collective that nobody waits for": (
-        lambda: mock.patch("shardlib.ops.all_reduce.wait", lambda tensor: tensor),
+        lambda: mock.patch("shardlib.ops.collectives.all_reduce.wait", lambda tensor: tensor),
         lambda: seen_in(lambda x: x.sum() * 2, ("_@data _",), (6, 8), rank=True),
         "before it is waited for",
     ),

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardlib.ops import _cuda_peers, _cuda_wire
-from shardlib.ops._cuda_peers import Peers
+from shardlib.ops.collectives.transport import cuda_peers, cuda_wire
+from shardlib.ops.collectives.transport.cuda_peers import Peers
 
 
 class Stream:
@@ -36,7 +36,7 @@ def enqueued(order: Sequence[int], *, capturing: bool = False) -> tuple[list[str
         log.append(torch.cuda.current_stream().name)  # type: ignore[attr-defined]
 
     follow = Peers._follow
-    peers = _cuda_peers.virtual(2, "cpu", launch=launch)
+    peers = cuda_peers.virtual(2, "cpu", launch=launch)
     with (
         mock.patch.object(torch.cuda, "current_stream") as current,
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
@@ -118,17 +118,17 @@ def two_streams() -> Iterator[tuple[Recorded, Recorded, Any]]:
     with (
         mock.patch.object(torch.cuda, "current_stream", side_effect=lambda device=None: current[-1]),
         mock.patch.object(torch.cuda, "stream", on),
-        mock.patch.object(_cuda_wire, "_stream", return_value=beside),
-        mock.patch.object(_cuda_wire, "settled", lambda xs: [x.as_subclass(OnCuda) for x in xs]),
+        mock.patch.object(cuda_wire, "_stream", return_value=beside),
+        mock.patch.object(cuda_wire, "settled", lambda xs: [x.as_subclass(OnCuda) for x in xs]),
     ):
         yield here, beside, group
 
 
 SENT: dict[str, Callable[[Tensor, Any], Any]] = {
-    "gather": lambda x, group: _cuda_wire.gather(x, [4, 4], group),
-    "exchange": lambda x, group: _cuda_wire.exchange(x, [[4, 4], [4, 4]], group),
-    "scatter_sum": lambda x, group: _cuda_wire.scatter_sum(x, [4, 4], group),
-    "reduce": _cuda_wire.reduce,
+    "gather": lambda x, group: cuda_wire.gather(x, [4, 4], group),
+    "exchange": lambda x, group: cuda_wire.exchange(x, [[4, 4], [4, 4]], group),
+    "scatter_sum": lambda x, group: cuda_wire.scatter_sum(x, [4, 4], group),
+    "reduce": cuda_wire.reduce,
 }
 
 
@@ -163,5 +163,5 @@ def test_a_message_is_held_until_it_was_waited_for(name: str) -> None:
 
 def test_nothing_is_sent_where_nobody_sends_anything() -> None:
     with two_streams() as (_, beside, group):
-        _cuda_wire.exchange(torch.ones(0), [[0, 0], [0, 0]], group)
+        cuda_wire.exchange(torch.ones(0), [[0, 0], [0, 0]], group)
     assert "exchange" not in beside.queue

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlib.run import codegen
-from shardlib.run.codegen import Generator, Source
+from shardlib.compiler.codegen import codegen
+from shardlib.compiler.codegen.codegen import Generator, Source
 
 # Ops that read values on the host: each makes it wait for the GPU.
 READS = frozenset(

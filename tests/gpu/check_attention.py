@@ -13,7 +13,8 @@ from itertools import chain, repeat
 import torch
 from torch import Tensor
 
-from shardlib.ops import _attention_cuda, _attention_math
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.attention import math as attention_math
 from tests.gpu.figures import CARDS, DTYPES, bits_of, error_of, of_part
 from tests.gpu.kernels import Kernels, deterministic, find
 from tests.gpu.records import Outcome, Recorder
@@ -94,12 +95,12 @@ def _cases(dtype: str, quick: bool, rehearsal: bool) -> Iterator[tuple[str, Case
 
 def measured(name: str, direction: str, card: str, dtype: str, kernels: Kernels, lse_gradient: bool = False) -> Outcome:
     """The results of one direction, each error over what is allowed."""
-    forward, backward = _attention_math.forward, _attention_math.backward
+    forward, backward = attention_math.forward, attention_math.backward
     mine: tuple[str, ...]
     if direction == "forward":
-        forward, mine = functools.partial(_attention_cuda.forward, card=card), ("o", "lse")
+        forward, mine = functools.partial(attention_cuda.forward, card=card), ("o", "lse")
     else:
-        backward, mine = functools.partial(_attention_cuda.backward, card=card), ("dq", "dk", "dv", "dbias")
+        backward, mine = functools.partial(attention_cuda.backward, card=card), ("dq", "dk", "dv", "dbias")
     found = attention_cases.errors(
         name, forward, backward, TYPES[dtype], lse_gradient=lse_gradient, device=kernels.device
     )
@@ -133,9 +134,9 @@ def _equal(case: Case, card: str, kernels: Kernels) -> Outcome:
     variant = cast(case.variant(), torch.bfloat16, kernels.device).explicit(q, k)
 
     def once() -> list[Tensor]:
-        o, lse = _attention_cuda.forward(q, k, v, variant, card)
+        o, lse = attention_cuda.forward(q, k, v, variant, card)
         with deterministic():
-            grads = _attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, variant.bias is not None, card)
+            grads = attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, variant.bias is not None, card)
         return [x for x in (o, lse, *grads) if x is not None]
 
     first = once()

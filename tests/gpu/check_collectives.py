@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardlib.errors import CollectiveError
-from shardlib.ops import all_gather, reduce_scatter
-from shardlib.ops._cuda_peers import Peers
-from shardlib.ops._pieces import combine
+from shardlib.core.errors import CollectiveError
+from shardlib.ops.collectives import all_gather, reduce_scatter
+from shardlib.ops.collectives.transport.cuda_peers import Peers
+from shardlib.ops.collectives.transport.flat_messages import combine
 from tests.gpu.figures import OPS, of_part
 from tests.gpu.kernels import Kernels, deterministic, find, served
 from tests.gpu.records import Outcome, Recorder

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.ops import _attention_cuda, _cuda_peers, _native
-from shardlib.ops._cuda_peers import Peers
-from shardlib.ops._cuda_plan import Tuning
-from shardlib.recipe import Missing
+from shardlib.build.build_recipe import Missing
+from shardlib.ops import native_libs
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.collectives.transport import cuda_peers
+from shardlib.ops.collectives.transport.cuda_args import Tuning
+from shardlib.ops.collectives.transport.cuda_peers import Peers
 
 Kernel = Callable[..., None]
 
@@ -25,7 +27,7 @@ class Kernels:
 
     device: str
     kernel: Callable[[str, str], Kernel]
-    launch: _cuda_peers.Launch
+    launch: cuda_peers.Launch
     cards: tuple[str, ...]  # whose kernels run here
     rehearsal: bool = False
 
@@ -33,11 +35,11 @@ class Kernels:
         """A group of virtual ranks; a rehearsal's is small."""
         if self.rehearsal and tuning is None:
             tuning = Tuning(ctas=2, threads=32, packet_bytes=256, window=4096, chunk=256)
-        return _cuda_peers.virtual(ranks, self.device, tuning, seconds=seconds, launch=self.launch, **more)
+        return cuda_peers.virtual(ranks, self.device, tuning, seconds=seconds, launch=self.launch, **more)
 
     def install(self, *, poison: bool = False) -> None:
         """Have the attention backend call these kernels; with `poison`, on outputs that are NaN everywhere."""
-        _attention_cuda.kernel = (lambda card, way: _poisoned(self.kernel(card, way), way)) if poison else self.kernel
+        attention_cuda.kernel = (lambda card, way: _poisoned(self.kernel(card, way), way)) if poison else self.kernel
 
 
 def find(rehearsal: bool = False) -> Kernels | str:
@@ -46,11 +48,11 @@ def find(rehearsal: bool = False) -> Kernels | str:
         from tests.gpu import rehearsal as emulated
 
         return Kernels("cpu", emulated.kernel, emulated.launch, ("sm_90a", "sm_80"), rehearsal=True)
-    library = _native.cuda()
+    library = native_libs.cuda()
     if isinstance(library, Missing):
         return str(library)
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    return Kernels("cuda", _attention_cuda.kernel, _cuda_peers.launch, ("sm_90a", "sm_80") if hopper else ("sm_80",))
+    return Kernels("cuda", attention_cuda.kernel, cuda_peers.launch, ("sm_90a", "sm_80") if hopper else ("sm_80",))
 
 
 def _poisoned(kernel: Kernel, direction: str) -> Kernel:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.ops import _attention_math
-from shardlib.ops._attention_variant import Variant
-from shardlib.ops._cuda_plan import Plan
+from shardlib.ops.attention import math as attention_math
+from shardlib.ops.attention.variant import Variant
+from shardlib.ops.collectives.transport.cuda_args import Plan
 from tests.kernels import emulate
 from tests.kernels.attention_args import AttentionBackwardArgs, attention_args, broadcast_strides, pointer
 
@@ -33,7 +33,7 @@ def kernel(card: str, direction: str) -> Callable[..., None]:
     def backward(grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, *rest: Any) -> None:
         k, v, o, lse, dq, dk, dv, dbias, repeatable, *variant = rest
         args = AttentionBackwardArgs(attention_args(q, k, v, o, lse, **_how(variant)), repeatable=int(repeatable))
-        delta = _attention_math.delta_of(grad_o, grad_lse, o, torch.float32).contiguous()
+        delta = attention_math.delta_of(grad_o, grad_lse, o, torch.float32).contiguous()
         for name, x in {"grad_o": grad_o, "dq": dq, "dk": dk, "dv": dv}.items():
             setattr(args, name, pointer(x))
             setattr(args, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from shardlib.ops import _attention_cuda
-from shardlib.ops._attention_variant import Variant
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.attention.variant import Variant
 from tests.gpu.kernels import Kernels, find
 from tests.ops.attention_cases import Case, cast
 
@@ -34,8 +34,8 @@ def attention(kernels: Kernels) -> Iterator[str]:
         for name, case in ATTENTION.items():
             q, k, v, grad_o = (x.to(torch.bfloat16).to(kernels.device) for x in case.operands()[:4])
             variant = cast(case.variant(), torch.bfloat16, kernels.device).explicit(q, k)
-            o, lse = _attention_cuda.forward(q, k, v, variant, card)
-            _attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, variant.bias is not None, card)
+            o, lse = attention_cuda.forward(q, k, v, variant, card)
+            attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, variant.bias is not None, card)
             yield f"{card} {name}"
     yield from _nothing_to_see(kernels)
 
@@ -43,7 +43,7 @@ def attention(kernels: Kernels) -> Iterator[str]:
 def _nothing_to_see(kernels: Kernels) -> Iterator[str]:
     q = torch.randn(1, 1, 70, 64).to(torch.bfloat16).to(kernels.device)
     for card in kernels.cards:
-        _attention_cuda.forward(q, q, q, Variant(causal=True, k_offset=100), card)
+        attention_cuda.forward(q, q, q, Variant(causal=True, k_offset=100), card)
         yield f"{card} nothing to see"
 
 

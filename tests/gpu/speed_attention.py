@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardlib.ops import _attention_cuda
-from shardlib.ops._attention_merge import merge_
-from shardlib.ops._attention_variant import Variant
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.attention.merge import merge_
+from shardlib.ops.attention.variant import Variant
 from tests.gpu.clock import race
 from tests.gpu.figures import SPEED, Speed, of_part, ring_of
 from tests.gpu.figures import speeds as all_speeds
@@ -95,9 +95,9 @@ def judged(direction: str, ratios: dict[str, float]) -> bool | None:
 def _ours(kernels: Kernels, direction: str, variant: Variant, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor) -> Call:
     card = kernels.cards[0]
     if direction == "forward":
-        return lambda: _attention_cuda.forward(q, k, v, variant, card)[:1]
-    o, lse = _attention_cuda.forward(q, k, v, variant, card)
-    return lambda: _attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, False, card)[:3]  # type: ignore[return-value]
+        return lambda: attention_cuda.forward(q, k, v, variant, card)[:1]
+    o, lse = attention_cuda.forward(q, k, v, variant, card)
+    return lambda: attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, False, card)[:3]  # type: ignore[return-value]
 
 
 def _torchs(
@@ -152,21 +152,21 @@ def _ring(kernels: Kernels, direction: str) -> Outcome:
     pieces = [(x, y, variant._replace(k_offset=i * part)) for i, (x, y) in enumerate(chunks)]
 
     def one() -> tuple[Tensor, Tensor]:
-        return _attention_cuda.forward(q, k, v, variant, card)
+        return attention_cuda.forward(q, k, v, variant, card)
 
     def ring() -> tuple[Tensor, Tensor]:
         (x, y, how), *others = pieces
-        o, lse = _attention_cuda.forward(q, x, y, how, card)
+        o, lse = attention_cuda.forward(q, x, y, how, card)
         o = o.float()
         for x, y, how in others:
-            merge_(o, lse, *_attention_cuda.forward(q, x, y, how, card))
+            merge_(o, lse, *attention_cuda.forward(q, x, y, how, card))
         return o.to(q.dtype), lse
 
     o, lse = one()
     _agree((o,), (ring()[0],))
     contestants: dict[str, Callable[[], object]] = {"ring": ring, "one": one}
     if direction == "backward":
-        back = functools.partial(_attention_cuda.backward, grad_o, None, q)
+        back = functools.partial(attention_cuda.backward, grad_o, None, q)
         contestants["one"] = lambda: back(k, v, o, lse, variant, False, card)
         contestants["ring"] = lambda: [back(x, y, o, lse, how, False, card) for x, y, how in pieces]
     times = race(contestants, kernels.device, rounds=3 if kernels.rehearsal else 15)

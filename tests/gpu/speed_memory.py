@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardlib.ops._cuda_plan import MAX_CTAS
+from shardlib.ops.collectives.transport.cuda_args import MAX_CTAS
 from tests.gpu.clock import Times, race
 from tests.gpu.figures import BANDWIDTH, CTAS_OF_LINK, LATENCY, LATENCY_RANKS, bandwidth_of, latency_of, of_part
 from tests.gpu.kernels import Kernels, find, served

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import shardlib as sl
-from shardlib.machine import PRESETS, Machine
+from shardlib.sharding.mesh.machine import PRESETS, Machine
 from tests.gpu.clock import race
 from tests.gpu.figures import EAGER_PEAK, KEEPING, MACHINE, PEAK_OFF, STEP, STEP_SIMULATED, peak_of
 from tests.gpu.records import Outcome, Recorder

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-from shardlib import build, cache
-from shardlib.ops import _attention_cuda
-from shardlib.ops._attention_variant import Variant
-from shardlib.recipe import SOURCES, Missing, recipe
+from shardlib.build import build_cache, library
+from shardlib.build.build_recipe import SOURCES, Missing, recipe
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.attention.variant import Variant
 from tests.gpu.clock import race
 from tests.gpu.figures import (
     CTAS_SWEEP,
@@ -159,7 +159,7 @@ def _rehearsed(tile: Tile) -> Outcome:
 
 def _compiled(folder: Path, tile: Tile) -> None:
     """The tile's library in a cache of its own, with the objects that there are: caches are built one by one."""
-    home = cache.writable()
+    home = build_cache.writable()
     if isinstance(home, Path) and (home / "objects").is_dir():
         shutil.copytree(home / "objects", folder / "objects")
     _process(folder, tile, "build")
@@ -191,7 +191,7 @@ def main(tile: Tile, what: str) -> int:
         shutil.copytree(SOURCES, folder)
         (folder / TABLE).write_text(changed((folder / TABLE).read_text(), *tile))
         wanted = recipe("cuda", folder)
-        built = wanted if isinstance(wanted, Missing) else build.make(wanted)
+        built = wanted if isinstance(wanted, Missing) else library.make(wanted)
     if isinstance(built, Missing):
         print(built, built.log.read_text()[-2000:] if built.log else "", file=sys.stderr)
         return 1
@@ -204,7 +204,7 @@ def main(tile: Tile, what: str) -> int:
     rate = 1.0
     for causal in (False, True):
         variant = Variant(mask=mask, causal=causal, scale=width**-0.5)
-        call = functools.partial(_attention_cuda.forward, q, k, v, variant, "sm_90a")
+        call = functools.partial(attention_cuda.forward, q, k, v, variant, "sm_90a")
         flop = 4 * q.numel() * 8192 * (0.5 if causal else 1.0)
         rate *= flop / race({"": call}, "cuda")[""].median / 1e12
     print(f"TFLOP/s {rate**0.5:.1f}")

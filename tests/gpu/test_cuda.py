@@ -11,8 +11,9 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.ops import _attention_cuda, _measured
-from shardlib.ops.attention import Variant, attention, choose
+from shardlib.ops import tuning
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.attention.op import Variant, attention, choose
 from tests.gpu.kernels import find
 from tests.ops.attention_cases import CASES, cast
 
@@ -50,7 +51,7 @@ def test_it_says_what_runs(own_kernels: None) -> None:
 
 def test_what_runs_unasked_has_been_measured() -> None:
     q = torch.zeros(1, 2, 16, 64, device=DEVICE, dtype=torch.bfloat16)
-    slower = _measured.slower(torch.cuda.get_device_name(), 64, general=False, grouped=False)
+    slower = tuning.slower(torch.cuda.get_device_name(), 64, general=False, grouped=False)
     assert choose(q, q, Variant()).backend == ("torch" if slower else "cuda")
 
 
@@ -78,13 +79,13 @@ def test_another_stream(own_kernels: None) -> None:
 def test_in_a_cuda_graph(own_kernels: None) -> None:
     q, k, v = (x.detach() for x in _operands()[0])
     variant = Variant(causal=True, scale=0.125)
-    once = functools.partial(_attention_cuda.forward, q, k, v, variant)
+    once = functools.partial(attention_cuda.forward, q, k, v, variant)
     want = once()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o, lse = once()
-        dq, dk, dv, _ = _attention_cuda.backward(o, None, q, k, v, o, lse, variant, False)
+        dq, dk, dv, _ = attention_cuda.backward(o, None, q, k, v, o, lse, variant, False)
     for x in (o, lse, dq, dk, dv):
         x.fill_(float("nan"))
     graph.replay()

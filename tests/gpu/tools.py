@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from shardlib import build as builder
-from shardlib import ptxas
-from shardlib.recipe import Missing, Recipe, recipe
+from shardlib.build import library as builder
+from shardlib.build import ptxas_report
+from shardlib.build.build_recipe import Missing, Recipe, recipe
 from tests.gpu import report
 from tests.gpu.figures import LIBRARY_BYTES, TOOLS, of_part
 from tests.gpu.records import Outcome, Recorder
@@ -70,7 +70,7 @@ def build(run: Recorder) -> None:
         return run.note(figure, False, f"not built: {built or said[-200:]}")
     objects = built.path.parent / "objects"
     logs = [builder.object_of(unit, objects).with_suffix(".log") for unit in wanted.units]
-    found = [kernel for log in logs if log.exists() for kernel in ptxas.kernels(log.read_text())]
+    found = [kernel for log in logs if log.exists() for kernel in ptxas_report.kernels(log.read_text())]
     spills, size = sum(kernel.spills + kernel.stack for kernel in found), built.path.stat().st_size
     text = f"{len(found)} kernels in {seconds:.0f} s, {size / 1e6:.1f} MB, {spills} bytes spilled or on the stack"
     return run.note(figure, spills == 0 and size <= LIBRARY_BYTES, text)

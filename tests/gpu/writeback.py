@@ -1,4 +1,4 @@
-"""What the session's records say of a card, written to where it is read: `ops/_measured.py`, and the table of tiles.
+"""What the session's records say of a card, written to where it is read: `ops/tuning.py`, and the table of tiles.
 
 ATTENTION   by card, direction, head dim, plain or general, grouped or not: the least speed beside torch's kernel
 TUNING      by card: the fewest CTAs within 3 % of the best
@@ -12,13 +12,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardlib.ops._measured import WAYS, Attention
+from shardlib.ops.tuning import WAYS, Attention
 from tests.gpu import sweeps
 from tests.gpu.figures import CTAS_SWEEP, TILES, speeds, tiles_of
 from tests.gpu.records import Record
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURED, TILE_TABLE = ROOT / "ops" / "_measured.py", ROOT / "cuda" / sweeps.TABLE
+MEASURED, TILE_TABLE = ROOT / "ops" / "tuning.py", ROOT / "cuda" / sweeps.TABLE
 NEARLY = 0.97
 
 

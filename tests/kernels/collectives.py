@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib.errors import CollectiveError
-from shardlib.ops import _cuda_peers as cuda_peers
-from shardlib.ops import _cuda_plan as plans
-from shardlib.ops import all_gather, reduce_scatter
-from shardlib.ops._cuda_peers import Peers
-from shardlib.ops._cuda_plan import Tuning
+from shardlib.core.errors import CollectiveError
+from shardlib.ops.collectives import all_gather, reduce_scatter
+from shardlib.ops.collectives.transport import cuda_args as plans
+from shardlib.ops.collectives.transport import cuda_peers
+from shardlib.ops.collectives.transport.cuda_args import Tuning
+from shardlib.ops.collectives.transport.cuda_peers import Peers
 from tests.kernels import emulate
 from tests.kernels.emulate import Build, Patch
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib.ops.attention import Variant, reference
+from shardlib.ops.attention.op import Variant, reference
 from tests.kernels import bugs, emulate
 from tests.kernels.attention_args import AttentionBackwardArgs, attention_args, broadcast_strides, pointer
 from tests.kernels.bugs import Bug

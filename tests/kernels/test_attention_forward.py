@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib.ops.attention import Variant, reference
+from shardlib.ops.attention.op import Variant, reference
 from tests.kernels import bugs, emulate
 from tests.kernels.attention_args import AttentionArgs, AttentionBackwardArgs, attention_args
 from tests.kernels.attention_forward_bugs import BUGS, ONLY, SOURCE

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib.ops import _attention_math
-from shardlib.ops._attention_variant import Variant, heads_last
+from shardlib.ops.attention import math as attention_math
+from shardlib.ops.attention.variant import Variant, heads_last
 from tests.kernels import emulate
 from tests.kernels.attention_args import (
     AttentionArgs,
@@ -152,7 +152,7 @@ def backward(
     memory = emulate.Memory()
     args = AttentionBackwardArgs(repeatable=repeatable)
     args.forward, _, _ = _arguments(memory, q, k, v, variant, lse)
-    delta = _attention_math.delta_of(grad_o, grad_lse, o, torch.float32)
+    delta = attention_math.delta_of(grad_o, grad_lse, o, torch.float32)
     dq, dk, dv = (_output(memory, x, name) for x, name in ((q, "dq"), (k, "dk"), (v, "dv")))
     tensors = {"grad_o": memory.tensor(heads_last(grad_o), "grad_o"), "dq": dq, "dk": dk, "dv": dv}
     for name, x in tensors.items():
@@ -343,9 +343,9 @@ def _check(name: str, source: str, number: int) -> None:
         if name == "repeatable":
             check_repeatable(emulate.library(FORWARD), library)
         elif source == FORWARD:
-            check(name, forward=functools.partial(forward, library=library), backward=_attention_math.backward)
+            check(name, forward=functools.partial(forward, library=library), backward=attention_math.backward)
         else:
-            check(name, forward=_attention_math.forward, backward=functools.partial(backward, library=library))
+            check(name, forward=attention_math.forward, backward=functools.partial(backward, library=library))
     finally:
         planted.value = 0
 

@@ -17,17 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib import build, recipe
-from shardlib.build import Built
-from shardlib.ops import _cuda_plan as plans
-from shardlib.ops import _native
-from shardlib.recipe import Missing, Recipe
+from shardlib.build import build_recipe
+from shardlib.build import library as build_library
+from shardlib.build.build_recipe import Missing, Recipe
+from shardlib.build.library import Built
+from shardlib.ops import native_libs
+from shardlib.ops.collectives.transport import cuda_args as plans
 from tests.kernels.attention_args import AttentionArgs, AttentionBackwardArgs, attention_args, broadcast_strides
 
 HERE = Path(__file__).parent
-WANTED = recipe.recipe("cuda")
+WANTED = build_recipe.recipe("cuda")
 NO_COMPILER = isinstance(WANTED, Missing) or isinstance(WANTED.tool, Missing)
-HOST = recipe.recipe("host")
+HOST = build_recipe.recipe("host")
 NO_HOST_COMPILER = isinstance(HOST, Missing) or isinstance(HOST.tool, Missing)
 
 needs_nvcc = pytest.mark.skipif(NO_COMPILER, reason="no CUDA compiler")
@@ -35,7 +36,7 @@ needs_compiler = pytest.mark.skipif(NO_HOST_COMPILER, reason="no C++ compiler")
 
 
 def _ops() -> ModuleType:
-    ops = _native.cuda(without_device=True)
+    ops = native_libs.cuda(without_device=True)
     assert isinstance(ops, ModuleType), str(ops)
     return ops
 
@@ -61,7 +62,7 @@ def test_it_loads_once_whoever_asks() -> None:
 @needs_nvcc
 def test_a_second_library_of_the_name_is_not_loaded() -> None:
     _ops()
-    again = _native._cuda.__wrapped__()
+    again = native_libs._cuda.__wrapped__()
     assert str(again) == "another copy of shardlib has loaded its CUDA kernels into this process"
 
 
@@ -78,8 +79,8 @@ def test_without_a_device_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> N
     def library(name: str) -> Built | Missing:
         raise AssertionError(name)
 
-    monkeypatch.setattr(build, "library", library)
-    assert _native.cuda() == Missing("there is no CUDA device")
+    monkeypatch.setattr(build_library, "library", library)
+    assert native_libs.cuda() == Missing("there is no CUDA device")
 
 
 # --- what launchers get -----------------------------------------------------------------------------------------------
@@ -89,14 +90,14 @@ def test_without_a_device_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> N
 def _recorded() -> tuple[Any, ctypes.CDLL]:
     """The ops over launchers that keep their arguments, and those launchers."""
     home = Path(torch.__file__).parent
-    flags = ("-std=c++17", "-O1", "-fPIC", "-DSHARDLIB_EMULATED", recipe.STABLE_ABI, f"-I{home / 'include'}")
+    flags = ("-std=c++17", "-O1", "-fPIC", "-DSHARDLIB_EMULATED", build_recipe.STABLE_ABI, f"-I{home / 'include'}")
     assert isinstance(HOST, Recipe)
     compiler = list(HOST.link[: HOST.link.index("-std=c++17")])
-    sources = [(recipe.SOURCES / "binding.cpp", flags), (HERE / "recorded_launchers.cpp", flags)]
+    sources = [(build_recipe.SOURCES / "binding.cpp", flags), (HERE / "recorded_launchers.cpp", flags)]
     link = ("-shared", f"-L{home / 'lib'}", "-Wl,--no-as-needed")
-    wanted = recipe.assemble("recorded", HERE, sources, compiler, link, ("-ltorch",))
+    wanted = build_recipe.assemble("recorded", HERE, sources, compiler, link, ("-ltorch",))
     assert isinstance(wanted, Recipe)
-    built = build.make(wanted)
+    built = build_library.make(wanted)
     assert isinstance(built, Built), str(built)
     torch.ops.load_library(str(built.path))
     launchers = ctypes.CDLL(str(built.path))

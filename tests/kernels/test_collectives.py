@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardlib.errors import CollectiveError
-from shardlib.ops import _cuda_plan as plans
-from shardlib.ops import all_to_all
-from shardlib.ops._cuda_peers import Peers, choose, unserved
-from shardlib.ops._cuda_plan import Tuning
-from shardlib.ops._pieces import combine
+from shardlib.core.errors import CollectiveError
+from shardlib.ops.collectives import all_to_all
+from shardlib.ops.collectives.transport import cuda_args as plans
+from shardlib.ops.collectives.transport.cuda_args import Tuning
+from shardlib.ops.collectives.transport.cuda_peers import Peers, choose, unserved
+from shardlib.ops.collectives.transport.flat_messages import combine
 from tests.kernels import emulate
 from tests.kernels.collectives import (
     COPIED,

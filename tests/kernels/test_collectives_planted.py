@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardlib.errors import CollectiveError
+from shardlib.core.errors import CollectiveError
 from tests.kernels import emulate
 from tests.kernels.collectives import (
     BUGS,

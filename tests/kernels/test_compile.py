@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shardlib import build, ptxas
-from shardlib.recipe import CARDS, SOURCES, Missing, Recipe, recipe
+from shardlib.build import library, ptxas_report
+from shardlib.build.build_recipe import CARDS, SOURCES, Missing, Recipe, recipe
 
 MEGABYTES = 15  # of the whole library
 
@@ -49,10 +49,10 @@ pytestmark = [
 def _built() -> tuple[Path, dict[str, Path]]:
     """The library, and the object of every source by its name; compiled only where the cache has none."""
     assert isinstance(WANTED, Recipe)
-    built = build.make(WANTED)
-    assert isinstance(built, build.Built), str(built)
+    built = library.make(WANTED)
+    assert isinstance(built, library.Built), str(built)
     objects = built.path.parent / "objects"
-    return built.path, {unit.source.name: build.object_of(unit, objects) for unit in WANTED.units}
+    return built.path, {unit.source.name: library.object_of(unit, objects) for unit in WANTED.units}
 
 
 def _log(name: str) -> str:
@@ -69,7 +69,7 @@ def test_every_source_has_a_row_here() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_registers_hold_everything(name: str) -> None:
-    kernels = ptxas.kernels(_log(name))
+    kernels = ptxas_report.kernels(_log(name))
     assert sorted({kernel.card for kernel in kernels}) == sorted(_cards(name))
     assert [str(kernel) for kernel in kernels if kernel.spills or kernel.stack] == []
 
@@ -84,7 +84,7 @@ def test_the_compiler_has_nothing_to_remark(name: str) -> None:
 def test_the_library_is_small() -> None:
     """What compiling costs, `python -m shardlib.build` prints: on a loaded machine twice what it costs alone."""
     path, objects = _built()
-    assert all(build.cpu_seconds(_log(name)) > 0 for name in objects)
+    assert all(library.cpu_seconds(_log(name)) > 0 for name in objects)
     assert path.stat().st_size <= MEGABYTES * 1e6
 
 
@@ -146,6 +146,6 @@ def test_the_gates_see_a_stack_and_a_remark(tmp_path: Path) -> None:
     assert isinstance(wanted, Recipe)
     command = [*wanted.units[0].command, "-c", str(source), "-o", str(tmp_path / "bad.o")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    (kernel,) = ptxas.kernels(done.stdout)
+    (kernel,) = ptxas_report.kernels(done.stdout)
     assert (kernel.card, kernel.stack) == ("sm_90a", 256)
     assert "warning" in done.stdout

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib.ops import philox
+from shardlib.ops.random import philox
 from tests.kernels import emulate
 from tests.kernels.emulate import EmulationError
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.ops.attention import BACKENDS, Variant, reference
+from shardlib.ops.attention.op import BACKENDS, Variant, reference
 
 Make = Callable[["Case"], dict[str, Any]]  # the keyword arguments of `Variant`, on the CPU
 Forward = Callable[[Tensor, Tensor, Tensor, Variant], tuple[Tensor, Tensor]]

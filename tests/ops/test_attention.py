@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlib.errors import ShardingError
-from shardlib.ops import _attention_aten, _attention_math, _attention_torch
-from shardlib.ops import attention as op
-from shardlib.ops._attention_variant import blocks, heads_last
-from shardlib.ops.attention import BACKENDS, Choice, Variant, attention, choose, reference
+from shardlib.core.errors import ShardingError
+from shardlib.ops.attention import aten as attention_aten
+from shardlib.ops.attention import math as attention_math
+from shardlib.ops.attention import op, torch_kernels
+from shardlib.ops.attention.op import BACKENDS, Choice, Variant, attention, choose, reference
+from shardlib.ops.attention.variant import blocks, heads_last
 from tests.ops.attention_cases import CASES, COLUMNS, DTYPES, able, cast, errors
 
 F64 = torch.float64
@@ -49,9 +50,9 @@ def test_errors_are_at_most_twice_those_of_torch(column, name):
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(("column", "name"), CELLS)
 def test_small_blocks(column, name, monkeypatch):
-    for module in (_attention_math, _attention_torch):
+    for module in (attention_math, torch_kernels):
         monkeypatch.setattr(module, "_ELEMENTS", 300)
-    monkeypatch.setattr(_attention_torch, "_HIDING_ROWS", 5)
+    monkeypatch.setattr(torch_kernels, "_HIDING_ROWS", 5)
     assert not list(too_far(column, name, (F64,)))
 
 
@@ -69,7 +70,7 @@ def test_many_blocks_add_up_in_full_precision(column, monkeypatch):
     o, lse = BACKENDS[column].forward(q, k, k, variant)
     gradients = lambda: BACKENDS[column].backward(grad_o, None, q, k, k, o, lse, variant, False)[:3]
     whole = gradients()
-    for module in (_attention_math, _attention_torch):
+    for module in (attention_math, torch_kernels):
         monkeypatch.setattr(module, "_ELEMENTS", 1)
     for a, b in zip(gradients(), whole, strict=True):
         assert (a - b).abs().max() <= 2**-7 * b.abs().max()  # the last rounding
@@ -212,8 +213,8 @@ def measured(variant, s, t, backend):
 @pytest.mark.parametrize("column", COLUMNS)
 def test_memory_is_linear_in_the_sequence(column, monkeypatch):
     bound = 1 << 15
-    monkeypatch.setattr(_attention_math, "_ELEMENTS", bound)
-    monkeypatch.setattr(_attention_torch, "_ELEMENTS", bound)
+    monkeypatch.setattr(attention_math, "_ELEMENTS", bound)
+    monkeypatch.setattr(torch_kernels, "_ELEMENTS", bound)
     for how in ({"causal": True, "q_offset": 300}, {"window": 64}, {"mask": torch.rand(1, 1, 1200, 1) > 0.1}):
         seen = measured(Variant(**how), 1200, 1300, column)
         assert seen.elements <= 2 * bound < 1200 * 1300, how
@@ -303,7 +304,7 @@ def test_cuda_takes_the_kernel_that_can(monkeypatch):
     def kernel(how, dtype=torch.bfloat16, s=16, t=16, d=64):
         q, k = (torch.empty(1, 2, n, d, dtype=dtype).as_subclass(Cuda) for n in (s, t))
         variant = Variant(**how)
-        return _attention_torch.unable(q, k, variant, False) or _attention_torch.way(q, k, variant)
+        return torch_kernels.unable(q, k, variant, False) or torch_kernels.way(q, k, variant)
 
     assert kernel({}) == kernel({"causal": True}) == kernel({"causal": True, "window": 16}) == "flash"
     assert kernel({"causal": True, "q_offset": 15}, t=16) == "flash"
@@ -318,7 +319,7 @@ def test_masks_for_cuda_are_aligned():
     q, k = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 7, 8)
     for shape in ((1, 1, 1, 1), (2, 1, 1, 7), (1, 4, 5, 7)):
         mask = torch.randn(shape)
-        aligned = _attention_aten._aligned(mask, q, k)
+        aligned = attention_aten._aligned(mask, q, k)
         assert torch.equal(aligned, mask.expand(2, 4, 5, 7))
         assert all(n == 0 or n % 16 == 0 for n in aligned.stride()[:-1])
         assert aligned.stride(-1) == 1
@@ -337,6 +338,6 @@ def test_the_kernel_for_cuda_gets_o_as_it_steps_through_it(laid_out, rows, monke
         return q, k, v, None
 
     aten = types.SimpleNamespace(_scaled_dot_product_efficient_attention_backward=kernel)
-    monkeypatch.setattr(_attention_aten, "_aten", aten)
+    monkeypatch.setattr(attention_aten, "_aten", aten)
     part = q[:, :, rows]
-    _attention_aten.EFFICIENT.backward(part, part, q, q, given, torch.zeros(part.shape[:3]), None, False, 1.0)
+    attention_aten.EFFICIENT.backward(part, part, q, q, given, torch.zeros(part.shape[:3]), None, False, 1.0)

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib.errors import ShardingError
-from shardlib.ops import _attention_cuda, _attention_math, _measured, _native
-from shardlib.ops._measured import Attention
-from shardlib.ops.attention import Variant, attention, choose
-from shardlib.recipe import Missing
+from shardlib.build.build_recipe import Missing
+from shardlib.core.errors import ShardingError
+from shardlib.ops import native_libs, tuning
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.attention import math as attention_math
+from shardlib.ops.attention.op import Variant, attention, choose
+from shardlib.ops.tuning import Attention
 from tests.gpu.kernels import deterministic, find
 from tests.ops.attention_cases import CASES, cast, errors
 
@@ -46,7 +48,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(_native, "cuda", lambda: library)
+        monkeypatch.setattr(native_libs, "cuda", lambda: library)
 
     monkeypatch.delenv("SHARDLIB_OPS", raising=False)
     return put
@@ -57,9 +59,9 @@ def test_the_default_is_torchs_until_it_is_measured(card: Callable[..., None], m
         raise AssertionError("the library was asked for")
 
     card()
-    monkeypatch.setattr(_measured, "ATTENTION", {})
-    monkeypatch.setattr(_native, "cuda", untouched)
-    q = _on_gpu(1, 2, _measured.SHORTEST, 64)
+    monkeypatch.setattr(tuning, "ATTENTION", {})
+    monkeypatch.setattr(native_libs, "cuda", untouched)
+    q = _on_gpu(1, 2, tuning.SHORTEST, 64)
     why = (
         "shardlib's own kernels are not yet measured on NVIDIA H100 80GB HBM3 (SHARDLIB_OPS=attention=cuda takes them)"
     )
@@ -67,17 +69,17 @@ def test_the_default_is_torchs_until_it_is_measured(card: Callable[..., None], m
     dropout = Variant(dropout=0.5, key=torch.tensor([1, 2]))
     assert str(choose(q, q, dropout)) == "math: torch's kernels drop out by a generator, not by a key"
     card()
-    name, one_head = "NVIDIA H100 80GB HBM3", _on_gpu(1, 1, _measured.SHORTEST, 64)
+    name, one_head = "NVIDIA H100 80GB HBM3", _on_gpu(1, 1, tuning.SHORTEST, 64)
     both = {Attention(name, way, 64, extras, False): 1.5 for way in ("forward", "backward") for extras in (False, True)}
-    monkeypatch.setattr(_measured, "ATTENTION", both)
+    monkeypatch.setattr(tuning, "ATTENTION", both)
     assert str(choose(q, q, Variant())) == "cuda/sm_90a: shardlib's own kernel"
     assert str(choose(q, q, dropout)) == "cuda/sm_90a: shardlib's own kernel"
     assert choose(q, one_head, Variant()).backend == "torch"  # grouped: not timed
-    narrow, short = _on_gpu(1, 2, _measured.SHORTEST, 40), _on_gpu(1, 2, _measured.SHORTEST - 1, 64)
+    narrow, short = _on_gpu(1, 2, tuning.SHORTEST, 40), _on_gpu(1, 2, tuning.SHORTEST - 1, 64)
     assert choose(narrow, narrow, Variant()).backend == "cuda"  # as 64
     assert "not measured below 2,048 queries" in str(choose(short, q, Variant()))
     assert choose(_on_gpu(1, 2, 16, 72), _on_gpu(1, 2, 16, 72), Variant()).backend == "torch"
-    monkeypatch.setattr(_measured, "ATTENTION", both | {Attention(name, "backward", 64, False, False): 0.9})
+    monkeypatch.setattr(tuning, "ATTENTION", both | {Attention(name, "backward", 64, False, False): 0.9})
     why = f"torch's own kernels are faster for this on {name} (SHARDLIB_OPS=attention=cuda takes them)"
     assert str(choose(q, q, Variant())) == f"torch/flash: {why}"
     assert choose(q, q, dropout).backend == "cuda"
@@ -89,7 +91,7 @@ def test_no_card_is_trusted_without_a_report() -> None:
     from tests.test_gpu_session import REPORT
 
     report = REPORT.read_text()
-    cards = {key.card for key in _measured.ATTENTION} | set(_measured.TUNING)
+    cards = {key.card for key in tuning.ATTENTION} | set(tuning.TUNING)
     assert [card for card in cards if f"| {card}, 20" not in report] == []  # a row is of it
 
 
@@ -114,7 +116,7 @@ REFUSED: dict[str, tuple[tuple[Tensor, Tensor], dict[str, Any], str]] = {
         "Tesla T4 is older than sm_80, for which shardlib's kernels are",
     ),
     "no library": (
-        (_on_gpu(1, 2, _measured.SHORTEST, 64),) * 2,
+        (_on_gpu(1, 2, tuning.SHORTEST, 64),) * 2,
         {"library": Missing("no CUDA compiler: none")},
         "no CUDA compiler: none",
     ),
@@ -130,7 +132,7 @@ def test_reasons(case: str, card: Callable[..., None], monkeypatch: pytest.Monke
         choose(q, k, Variant())
     assert said in str(error.value)
     monkeypatch.setenv("SHARDLIB_OPS", "")
-    monkeypatch.setattr(_measured, "slower", lambda *_, **__: "")
+    monkeypatch.setattr(tuning, "slower", lambda *_, **__: "")
     other = choose(q, k, Variant())
     assert other.backend in ("torch", "math")
     if case == "cpu":  # nobody expects it there, so it is not spoken of
@@ -142,7 +144,7 @@ def test_reasons(case: str, card: Callable[..., None], monkeypatch: pytest.Monke
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu() -> None:
     q = _on_gpu(1, 2, 4, 64)
-    assert _attention_cuda.unable(q, q, Variant(), False) == "there is no CUDA device"
+    assert attention_cuda.unable(q, q, Variant(), False) == "there is no CUDA device"
 
 
 # --- what kernels get -------------------------------------------------------------------------------------------------
@@ -152,15 +154,15 @@ def test_without_a_gpu() -> None:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         pytest.skip("the emulation needs g++")
-    monkeypatch.setattr(_attention_cuda, "kernel", _attention_cuda.kernel)  # restored by that
+    monkeypatch.setattr(attention_cuda, "kernel", attention_cuda.kernel)  # restored by that
     kernels = find(rehearsal=True)
     assert not isinstance(kernels, str)
     kernels.install(poison=True)
 
 
 def _run(card: str, name: str, dtype: torch.dtype) -> list[str]:
-    forward = functools.partial(_attention_cuda.forward, card=card)
-    backward = functools.partial(_attention_cuda.backward, card=card)
+    forward = functools.partial(attention_cuda.forward, card=card)
+    backward = functools.partial(attention_cuda.backward, card=card)
     found = errors(name, forward, backward, dtype, lse_gradient=True)
     return [f"{result}: {error:.2e} > {allowed:.2e}" for result, error, allowed in found if not error <= allowed]
 
@@ -212,12 +214,12 @@ def test_strides(card: str, strides: str, emulated: None) -> None:
     dense = [torch.randn(2, 2, n, 8).to(BF16) for n in (6, 7, 7, 6)]
     q, k, v, grad_o = given = [change(x) for x in dense]
     assert all(torch.equal(change(x), x) for x in dense) or strides in ("expanded", "one head for all")
-    o, lse = _attention_cuda.forward(q, k, v, variant, card)
+    o, lse = attention_cuda.forward(q, k, v, variant, card)
     assert o.stride() == torch.empty_like(q).stride()
-    grads = _attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, False, card)
+    grads = attention_cuda.backward(grad_o, None, q, k, v, o, lse, variant, False, card)
     exact = [x.double() for x in given]
-    want_o, want_lse = _attention_math.forward(*exact[:3], variant)
-    want = _attention_math.backward(exact[3], None, *exact[:3], want_o, want_lse, variant, False)
+    want_o, want_lse = attention_math.forward(*exact[:3], variant)
+    want = attention_math.backward(exact[3], None, *exact[:3], want_o, want_lse, variant, False)
     for x, y in zip((o, lse, *grads[:3]), (want_o, want_lse, *want[:3]), strict=True):
         assert torch.allclose(x.double(), y, atol=0.03, rtol=0.02)
     for x, like in zip(grads[:3], (q, k, v), strict=True):  # as the op's fake has them
@@ -228,9 +230,9 @@ def test_only_what_does_not_fit_is_copied() -> None:
     x = torch.randn(2, 2, 6, 8).to(BF16)
     for name, change in STRIDES.items():
         y = change(x)
-        assert (_attention_cuda._fitting(y) is y) == (name in ("heads first", "heads last")), name
-        assert torch.equal(_attention_cuda._fitting(y), y)
-        assert _attention_cuda._fits(_attention_cuda._fitting(y))
+        assert (attention_cuda._fitting(y) is y) == (name in ("heads first", "heads last")), name
+        assert torch.equal(attention_cuda._fitting(y), y)
+        assert attention_cuda._fits(attention_cuda._fitting(y))
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -241,10 +243,10 @@ def test_biases_of_all_dtypes_and_strides(card: str, emulated: None) -> None:
         (torch.float64, torch.float32, BF16, torch.float16), (base[..., ::2], base[..., :9].mT)
     ):
         variant = Variant(bias=bias.to(dtype), scale=0.2, alibi=torch.tensor([0.1, 7, 0.2, 7])[::2])
-        o, lse = _attention_cuda.forward(q, q, q, variant, card)
-        dbias = _attention_cuda.backward(o, None, q, q, q, o, lse, variant, True, card)[3]
-        want_o, want_lse = _attention_math.forward(q, q, q, variant)
-        want = _attention_math.backward(want_o, None, q, q, q, want_o, want_lse, variant, True)[3]
+        o, lse = attention_cuda.forward(q, q, q, variant, card)
+        dbias = attention_cuda.backward(o, None, q, q, q, o, lse, variant, True, card)[3]
+        want_o, want_lse = attention_math.forward(q, q, q, variant)
+        want = attention_math.backward(want_o, None, q, q, q, want_o, want_lse, variant, True)[3]
         assert dbias is not None
         assert want is not None
         assert dbias.dtype == dtype
@@ -256,12 +258,12 @@ def test_biases_of_all_dtypes_and_strides(card: str, emulated: None) -> None:
 def test_the_op_runs_it_and_autograd_knows(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole path, but for the GPU: SHARDLIB_OPS, the op, its backward, the bias's gradient in its own shape."""
     monkeypatch.setenv("SHARDLIB_OPS", "attention=cuda")
-    monkeypatch.setattr(_attention_cuda, "unable", lambda *_: None)
-    from shardlib.ops import attention as op
+    monkeypatch.setattr(attention_cuda, "unable", lambda *_: None)
+    from shardlib.ops.attention import op
 
     cuda = op.BACKENDS["cuda"]._replace(unable=lambda *_: None, way=lambda *_: "sm_80")
     monkeypatch.setitem(op.BACKENDS, "cuda", cuda)  # type: ignore[index]
-    monkeypatch.setattr(_attention_cuda, "card_of", lambda _: "sm_80")
+    monkeypatch.setattr(attention_cuda, "card_of", lambda _: "sm_80")
     case = dataclasses.replace(CASES["grouped bias"], s=7, t=9)
     q, k, v, grad_o = (x.to(BF16).requires_grad_(i < 3) for i, x in enumerate(case.operands()[:4]))
     variant = cast(case.variant(), BF16)
@@ -285,12 +287,12 @@ def test_deterministic_algorithms_ask_for_an_order(monkeypatch: pytest.MonkeyPat
     def kernel(card: str, direction: str) -> Callable[..., None]:
         return lambda *arguments: asked.append(arguments[10:12])
 
-    monkeypatch.setattr(_attention_cuda, "kernel", kernel)
+    monkeypatch.setattr(attention_cuda, "kernel", kernel)
     q, lse = torch.zeros(1, 2, 4, 8, dtype=BF16), torch.zeros(1, 2, 4)
     variant = Variant(bias=torch.zeros(1, 1, 1, 4))
-    _attention_cuda.backward(q, None, q, q, q, q, lse, variant, True, "sm_80")
+    attention_cuda.backward(q, None, q, q, q, q, lse, variant, True, "sm_80")
     with deterministic():
-        _attention_cuda.backward(q, None, q, q, q, q, lse, variant, True, "sm_80")
+        attention_cuda.backward(q, None, q, q, q, q, lse, variant, True, "sm_80")
     (first, repeatable), (second, strictly) = asked
     assert (first.shape, repeatable) == ((1, 1, 1, 4), False)
     assert (second.shape, strictly) == ((1, 2, 4, 4), True)  # a place for every addend

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlib.ops.attention import BACKENDS, Variant, attention, merge
+from shardlib.ops.attention.op import BACKENDS, Variant, attention, merge
 from tests.ops.attention_cases import COLUMNS, DTYPES, able
 
 F64 = torch.float64

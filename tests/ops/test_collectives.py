@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlib.meshes.axis import Axis
-from shardlib.meshes.mesh import Mesh
-from shardlib.ops import _channel, _shm, _streams, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
-from shardlib.ops._groups import GroupHandle, group_for
-from shardlib.ops._shm import Session
+from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops.collectives.transport import shm_channel, shm_streams, shm_world
+from shardlib.ops.collectives.transport.groups import GroupHandle, group_for
+from shardlib.ops.collectives.transport.shm_world import Session
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.mesh import Mesh
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -317,7 +318,7 @@ def test_sizes_from_one_byte_up(nbytes, backend):
 @pytest.mark.long
 def test_larger_than_the_staging():
     """Results of this size are written past the caches."""
-    count = (_shm.STAGING >> 2) + (1 << 20) + 3
+    count = (shm_world.STAGING >> 2) + (1 << 20) + 3
     shards = [torch.arange(count, dtype=torch.float32) % 1009 + i for i in range(2)]
     parts = [count // 2 + 5, count - count // 2 - 5]
     check(("all_gather", [x[: count // 2] for x in shards], (0, [count // 2] * 2)), "shm")
@@ -331,20 +332,20 @@ def test_larger_than_the_staging():
 
 @functools.cache
 def small_session() -> Session:
-    kept, _shm.STAGING = _shm.STAGING, 1 << 14
+    kept, shm_world.STAGING = shm_world.STAGING, 1 << 14
     try:
         return Session(dist.get_rank(), dist.get_world_size())
     finally:
-        _shm.STAGING = kept
+        shm_world.STAGING = kept
 
 
 @functools.cache
 def small_group(axes: tuple[tuple[str, int, int, int], ...]) -> GroupHandle:
     """A group with a staging of 16 KB, in rounds of 4 KB."""
-    _streams.ROUND = 1 << 12
+    shm_streams.ROUND = 1 << 12
     group = group_of("shm", axes)
     channel = small_session().channel(group.ranks)
-    assert isinstance(channel, _channel.Channel), channel
+    assert isinstance(channel, shm_channel.Channel), channel
     return replace(group, channel=channel)
 
 
@@ -427,7 +428,7 @@ def woken() -> float:
 
 
 def test_those_who_wait_are_woken():
-    assert max(run_ranks(woken, 4)) < 30 * _channel.LOOK_SECONDS / 2
+    assert max(run_ranks(woken, 4)) < 30 * shm_channel.LOOK_SECONDS / 2
 
 
 def forgotten() -> int:
@@ -443,4 +444,4 @@ def forgotten() -> int:
 
 
 def test_forgotten_collectives():
-    assert max(run_ranks(forgotten, 2)) <= _channel.FLYING + 100
+    assert max(run_ranks(forgotten, 2)) <= shm_channel.FLYING + 100

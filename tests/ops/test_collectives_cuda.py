@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib.ops import _cuda_plan as plans
-from shardlib.ops import all_gather, all_reduce, all_to_all, reduce_scatter
-from shardlib.ops._cuda_peers import Peers
-from shardlib.ops._groups import GroupHandle
+from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from shardlib.ops.collectives.transport import cuda_args as plans
+from shardlib.ops.collectives.transport.cuda_peers import Peers
+from shardlib.ops.collectives.transport.groups import GroupHandle
 from tests.kernels import emulate
 from tests.kernels.collectives import SMALL, SOURCES, build_of, load, make_group
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlib.errors import ShardingError
-from shardlib.meshes.axis import Axis
-from shardlib.meshes.mesh import Mesh
-from shardlib.ops import _groups, all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
-from shardlib.ops._cuda_peers import Peers
-from shardlib.ops._groups import GroupHandle
+from shardlib.core.errors import ShardingError
+from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops.collectives.transport import groups as transport_groups
+from shardlib.ops.collectives.transport.cuda_peers import Peers
+from shardlib.ops.collectives.transport.groups import GroupHandle
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.mesh import Mesh
 from tests.kernels.collectives import make_group
 
 OPS: dict[str, Any] = {
@@ -163,12 +164,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GroupHandle]]:
         groups.append(handle)
         return peers
 
-    monkeypatch.setattr(_groups, "open_group", open_group)
-    monkeypatch.setattr(_groups.order, "current", Told)
-    monkeypatch.setattr(_groups, "_peers", {})
+    monkeypatch.setattr(transport_groups, "open_group", open_group)
+    monkeypatch.setattr(transport_groups.order, "current", Told)
+    monkeypatch.setattr(transport_groups, "_peers", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield groups
-    _groups._peers.clear()
+    transport_groups._peers.clear()
 
 
 MESH = cast(Mesh, GpuMesh())
@@ -176,31 +177,31 @@ HANDLE = GroupHandle((0, 1), None, 0, "nccl")
 
 
 def test_a_group_is_opened_once(opened: list[GroupHandle]) -> None:
-    first = _groups._peers_of(MESH, HANDLE, ((0, 1),))
-    assert _groups._peers_of(MESH, HANDLE, ((0, 1),)) is first
-    _groups._peers_of(MESH, HANDLE, ((1, 0),))  # another order is another group
+    first = transport_groups._peers_of(MESH, HANDLE, ((0, 1),))
+    assert transport_groups._peers_of(MESH, HANDLE, ((0, 1),)) is first
+    transport_groups._peers_of(MESH, HANDLE, ((1, 0),))  # another order is another group
     assert len(opened) == 2
     assert GroupHandle((0, 1), None, 0, "nccl", peers=first).transport == "cuda"
     assert HANDLE.transport == "nccl"
-    _groups._peers["another world", ((0, 1),)] = first
-    _groups._forget_worlds()  # a new world's session does
-    assert {world for world, _ in _groups._peers} == {dist.group.WORLD}
+    transport_groups._peers["another world", ((0, 1),)] = first
+    transport_groups._forget_worlds()  # a new world's session does
+    assert {world for world, _ in transport_groups._peers} == {dist.group.WORLD}
 
 
 def test_groups_are_made_with_peers_if_they_are_asked_for(
     opened: list[GroupHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_groups, "_session", lambda mesh: None)
-    monkeypatch.setattr(_groups, "_process_group", lambda *_: None)
-    monkeypatch.setattr(_groups, "_handles", {})
+    monkeypatch.setattr(transport_groups, "_session", lambda mesh: None)
+    monkeypatch.setattr(transport_groups, "_process_group", lambda *_: None)
+    monkeypatch.setattr(transport_groups, "_handles", {})
     axes = (Axis("x", 2, 1, 4),)
-    handle = _groups.group_for(MESH, axes)
-    assert handle.peers is _groups._peers[dist.group.WORLD, ((1, 0),)]
+    handle = transport_groups.group_for(MESH, axes)
+    assert handle.peers is transport_groups._peers[dist.group.WORLD, ((1, 0),)]
     assert (handle.ranks, handle.position, handle.by_rank, handle.transport) == ((1, 0), 1, (1, 0), "cuda")
     assert [group.ranks for group in opened] == [(1, 0)]
-    monkeypatch.setattr(_groups, "_handles", {})
+    monkeypatch.setattr(transport_groups, "_handles", {})
     monkeypatch.setenv("SHARDLIB_OPS", "")
-    assert _groups.group_for(MESH, axes).peers is None
+    assert transport_groups.group_for(MESH, axes).peers is None
     assert len(opened) == 1
 
 
@@ -211,18 +212,18 @@ def test_no_rank_goes_on_when_one_has_no_peers(
     fault = "rank 1: an old card is older than the kernels' sm_80"
     monkeypatch.setenv("SHARDLIB_OPS", "attention=cuda,all_to_all=cuda")
     if whose == "ours":
-        monkeypatch.setattr(_groups, "open_group", lambda handle, device: fault)
+        monkeypatch.setattr(transport_groups, "open_group", lambda handle, device: fault)
     else:
         monkeypatch.setattr(Told, "other", fault)
     with pytest.raises(ShardingError) as caught:
-        _groups._peers_of(MESH, HANDLE, ((0, 1),))
+        transport_groups._peers_of(MESH, HANDLE, ((0, 1),))
     assert str(caught.value).splitlines() == [
         "SHARDLIB_OPS asks for all_to_all=cuda, which cannot run here:",
         f"  * {fault}",
         "Rule: a backend that is asked for by name is never replaced by another one",
         "Remedy: mend that, or take all_to_all=cuda out of SHARDLIB_OPS",
     ]
-    assert not _groups._peers
+    assert not transport_groups._peers
 
 
 @pytest.mark.parametrize(
@@ -239,14 +240,14 @@ def test_no_rank_goes_on_when_one_has_no_peers(
 )
 def test_when_peers_are_asked_for(setting: str, size: int, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLIB_OPS", setting)
-    assert _groups._asks_for_peers(MESH, size) == asks
+    assert transport_groups._asks_for_peers(MESH, size) == asks
     on_cpus = GpuMesh()
     on_cpus.device = "cpu"
-    assert not _groups._asks_for_peers(cast(Mesh, on_cpus), size)
+    assert not transport_groups._asks_for_peers(cast(Mesh, on_cpus), size)
 
 
 def test_a_plan_is_told_before_the_groups_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     axes = (Axis("x", 2),)
-    assert _groups.transport(MESH, axes) == ("cuda", "")
+    assert transport_groups.transport(MESH, axes) == ("cuda", "")
     monkeypatch.setenv("SHARDLIB_OPS", "")
-    assert _groups.transport(MESH, axes) == ("nccl", "")
+    assert transport_groups.transport(MESH, axes) == ("nccl", "")

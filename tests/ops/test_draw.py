@@ -1,4 +1,5 @@
-"""`ops/draw.py`: the same numbers in any part and by any backend, of the distribution that they are said to have."""
+"""`ops/random/op.py`: the same numbers in any part and by any backend, of the distribution that they are said to
+have."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import math
 import pytest
 import torch
 
-from shardlib.errors import ShardingError
-from shardlib.ops import _draw_host, draw
-from shardlib.ops._draw_values import KINDS
-from shardlib.ops.philox import bits
-from shardlib.recipe import Missing
+from shardlib.build.build_recipe import Missing
+from shardlib.core.errors import ShardingError
+from shardlib.ops.random import host as random_host
+from shardlib.ops.random import op as draw
+from shardlib.ops.random.distributions import KINDS
+from shardlib.ops.random.philox import bits
 
 CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.float64)
@@ -32,10 +34,10 @@ def reference(kind, dtype, size, first=None, whole=None, seed=5, counter=6):
 
 
 def host(kind, dtype, size, first=None, whole=None, seed=5, counter=6):
-    if isinstance(reason := _draw_host.library(), Missing):
+    if isinstance(reason := random_host.library(), Missing):
         pytest.skip(f"the host library: {reason}")
     first, whole = first or [0] * len(size), whole or size
-    return _draw_host.draw(seed, counter, kind, size, first, whole, dtype=dtype, p=digits(kind, dtype))
+    return random_host.draw(seed, counter, kind, size, first, whole, dtype=dtype, p=digits(kind, dtype))
 
 
 WAYS = {"torch": reference, "host": host}
@@ -85,7 +87,7 @@ def test_backends_agree_to_the_last_bit(kind, dtype):
 
 def test_extreme_words():
     """Where a uniform number is rounded to 1, and where an angle is a multiple of a quarter turn."""
-    from shardlib.ops._draw_values import values
+    from shardlib.ops.random.distributions import values
 
     top = 2**32 - 1
     words = torch.tensor(list(itertools.product((0, 1, 2**31 - 1, 2**31, 3 << 30, top), repeat=4)))

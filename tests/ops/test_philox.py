@@ -1,4 +1,4 @@
-"""`ops/philox.py` against published answers, against Python's integers, and against itself, drawn in parts."""
+"""`ops/random/philox.py` against published answers, against Python's integers, and against itself, drawn in parts."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from shardlib.ops.philox import Range, bits, keep_mask, philox, threshold, words
+from shardlib.ops.random.philox import Range, bits, keep_mask, philox, threshold, words
 
 # counter words, key words, results: the vectors `philox4x32 10` of Random123's kat_vectors
 PUBLISHED = {

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.activation`."""
+"""Samples for `shardlib.rules.nn_ops.activation`."""
 
 from __future__ import annotations
 

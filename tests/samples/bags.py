@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.bags`."""
+"""Samples for `shardlib.rules.tensor_ops.embedding_bag`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.convolution`."""
+"""Samples for `shardlib.rules.nn_ops.convolution`."""
 
 from __future__ import annotations
 

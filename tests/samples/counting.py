@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.counting` and `shardlib.rules.reduction`."""
+"""Samples for `shardlib.rules.tensor_ops.counting` and `shardlib.rules.tensor_ops.reduction`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.cumulative`."""
+"""Samples for `shardlib.rules.tensor_ops.cumulative`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.diagonals`."""
+"""Samples for `shardlib.rules.tensor_ops.diagonals`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.fft`."""
+"""Samples for `shardlib.rules.nn_ops.fft`."""
 
 from __future__ import annotations
 

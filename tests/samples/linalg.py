@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.linalg`."""
+"""Samples for `shardlib.rules.nn_ops.linalg`."""
 
 from __future__ import annotations
 

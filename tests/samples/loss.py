@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.loss`, beside those that `tests.rule_samples` has."""
+"""Samples for `shardlib.rules.nn_ops.loss`, beside those that `tests.rule_samples` has."""
 
 from __future__ import annotations
 

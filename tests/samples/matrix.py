@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.matrix`."""
+"""Samples for `shardlib.rules.nn_ops.matrix`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.batchnorm`."""
+"""Samples for `shardlib.rules.nn_ops.batchnorm`."""
 
 from __future__ import annotations
 

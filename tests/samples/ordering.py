@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.ordering`."""
+"""Samples for `shardlib.rules.tensor_ops.sort_topk`."""
 
 from __future__ import annotations
 

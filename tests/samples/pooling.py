@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.pooling`."""
+"""Samples for `shardlib.rules.nn_ops.pooling`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.random`."""
+"""Samples for `shardlib.rules.tensor_ops.random`."""
 
 from __future__ import annotations
 

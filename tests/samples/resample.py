@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.resample`."""
+"""Samples for `shardlib.rules.nn_ops.interpolate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for the rows of `shardlib.rules.writing` with reductions."""
+"""Samples for the rows of `shardlib.rules.tensor_ops.scatter` with reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for `shardlib.rules.shifting`."""
+"""Samples for `shardlib.rules.tensor_ops.slice_shift`."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh, P
-from shardlib.plans.plan import Plan
-from shardlib.reshard import USUAL
-from shardlib.specs.layout import Layout
+from shardlib.compiler.plan.plan import Plan
+from shardlib.sharding.layout import Layout
+from shardlib.sharding.reshard import USUAL
 from tests.shardy.programs import Program, Sharding, Value
 
 _PROPAGATE = "builtin.module(sdy-propagation-pipeline)"

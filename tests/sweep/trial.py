@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError
-from shardlib.state import single_device
+from shardlib.core.context import single_device
 from tests.bits import ChangedError, unchanged
 from tests.sweep.entries import Case
 

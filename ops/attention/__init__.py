@@ -1,0 +1,1 @@
+"""Attention: the op, its backends, its gradient, and what its variants share."""

@@ -1,0 +1,1 @@
+"""Collectives: one file an op, over whichever transport is picked."""

@@ -1,0 +1,229 @@
+"""Collectives over shared memory: a channel between the ranks of a group, and what is under way in it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardlib.core.errors import CollectiveError
+from shardlib.distributed import turns, world
+from shardlib.distributed.store import names
+from shardlib.ops.collectives.transport.result_buffers import result, views
+from shardlib.ops.collectives.transport.shm_segment import PAGE
+from shardlib.ops.collectives.transport.shm_streams import COPY, Block, Like, Message
+
+if TYPE_CHECKING:
+    from shardlib.ops.collectives.transport.shm_world import Session
+
+LOOK_SECONDS = 0.1  # how often a rank that waits looks whether its peers are alive
+RECIPES = 1024  # that a channel keeps
+FLYING = 256  # collectives under way, from which on it is looked whether some were forgotten
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
+_DONE, _OUT_OF_STEP, _NO_MEMORY = 1, 2, 3  # answers of the library; 0: not yet
+
+
+def _ended() -> str:
+    if turns.is_fork():
+        return "this process is a fork of a rank, and no rank itself: it takes part in no collective"
+    return "the process group of this collective was destroyed"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a collective runs: its message (None when it moves nothing), and the results that each run of it needs.
+
+    `packed` are the sources that are made contiguous first. With `places` all members share one block of memory, in
+    which their results are there.
+    """
+
+    words: array[int] | None
+    outs: tuple[Like, ...]
+    packed: frozenset[int] = frozenset()
+    places: tuple[int, ...] = ()
+
+
+class _Loaded:
+    """A recipe as the library keeps it."""
+
+    def __init__(self, library: ctypes.CDLL, recipe: Recipe, op: int) -> None:
+        self.recipe, self.library = recipe, library
+        self.outs = [(out.shape, out.dtype) for out in recipe.outs]
+        self.pointer = None if recipe.words is None else library.shm_recipe(recipe.words.buffer_info()[0], op)
+
+    def __del__(self) -> None:
+        if self.pointer is not None:
+            self.library.shm_drop_recipe(self.pointer)
+
+
+class Channel:
+    """This rank's place in a group whose members share memory."""
+
+    def __init__(self, session: Session, number: int, ranks: tuple[int, ...]) -> None:
+        assert session.library is not None
+        self.session, self.number, self.ranks, self.library = session, number, ranks, session.library
+        self.size, self.position = len(ranks), ranks.index(session.rank)
+        self.recipes: dict[object, _Loaded | None] = {}
+        self.byte = torch.zeros(1, dtype=torch.uint8)  # what is sent where nothing but the turn matters
+        bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
+        self.library.shm_join(session.engine, number, self.size, self.position, bases)
+
+    def start(
+        self, key: tuple[Any, ...], make: Callable[[], Recipe | None], sources: Sequence[Tensor]
+    ) -> Transfer | None:
+        """Begin the collective `key`; None when it runs on torch. `make` decides that, at the first time."""
+        session = self.session
+        if session.engine is None:
+            raise CollectiveError(_ended())
+        if key not in self.recipes:
+            if len(self.recipes) >= RECIPES:  # of shapes that never come back
+                self.recipes.clear()
+            recipe = make()
+            kind = OPS.index(key[0])
+            self.recipes[key] = None if recipe is None else _Loaded(self.library, recipe, kind)
+        if (loaded := self.recipes[key]) is None:
+            turns.ASKING[3] += 1  # in other groups it may move something here: all count it
+            return None
+        recipe = loaded.recipe
+        if recipe.packed:
+            sources = [x.contiguous() if i in recipe.packed else x for i, x in enumerate(sources)]
+        shared = recipe if recipe.places else None
+        outs = [] if shared else [result(shape, dtype) for shape, dtype in loaded.outs]
+        if loaded.pointer is None:
+            turns.ASKING[3] += 1
+            return Transfer(self, 0, outs)
+        tensors = [*sources, *outs]
+        pointers = (ctypes.c_void_p * (len(sources) + len(loaded.outs)))(*[x.data_ptr() for x in tensors])
+        ticket = self.library.shm_begin(session.engine, self.number, loaded.pointer, pointers, len(pointers))
+        transfer = Transfer(self, ticket, outs, shared)
+        session.flying[ticket] = tensors, weakref.ref(transfer)
+        if len(session.flying) > FLYING:
+            self._sweep()
+        return transfer
+
+    def meet(self) -> Transfer:
+        """Begin to wait until all members are in this turn; a byte is sent, and with it the turn."""
+        meeting = self.start(("all_gather", "meet"), self._byte, [self.byte])
+        assert meeting is not None
+        return meeting
+
+    def _byte(self) -> Recipe:
+        like = Like.of(self.byte)
+        message = Message(self.size, self.position, COPY)
+        byte = message.stream([Block(0, like)])
+        message.send(byte)
+        for _ in range(self.size):
+            message.receive(byte)
+        return Recipe(message.words(like.nbytes), ())
+
+    def _sweep(self) -> None:
+        """Forget tensors of collectives that nobody waited for and that are done."""
+        for ticket, (_, transfer) in list(self.session.flying.items()):
+            if (waits := transfer()) is not None and waits.shared is not None:
+                continue  # it will ask where its results are
+            if self.library.shm_done(self.session.engine, ticket):
+                _, block, _ = self.ask(ticket, 0)
+                if block is not None:
+                    self.session.give(block)
+                self.session.flying.pop(ticket, None)  # another thread may have waited for it meanwhile
+
+    def ask(self, ticket: int, patience: int) -> tuple[int, int | None, int | None]:
+        """Wait at most `patience` nanoseconds: the library's answer; of a shared result its block and its address."""
+        block, base = ctypes.c_void_p(), ctypes.c_void_p()
+        answer = self.library.shm_finish(self.session.engine, ticket, patience, ctypes.byref(block), ctypes.byref(base))
+        return answer, block.value, base.value
+
+    def watch(self, ticket: int, begin: float, look: Callable[[], object]) -> None:
+        """Raise `CollectiveError` if a peer is gone, has given up, or is late; `look` finds who is elsewhere."""
+        session = self.session
+        if any(session.segments[rank].culprit is not None for rank in self.ranks if rank != session.rank):
+            session.order.look()  # it gave up because somebody is out of step, perhaps
+        look()
+        for rank in self.ranks:
+            if rank == session.rank:
+                continue
+            segment = session.segments[rank]
+            if (culprit := segment.culprit) is not None:
+                self._fail(f"rank {rank} gave up waiting for rank {culprit}", culprit)
+            if segment.owner_is_gone():
+                self._fail(f"rank {rank} is dead: its process is gone", rank)
+        seconds = world.timeout().total_seconds()
+        if time.monotonic() - begin > seconds:
+            late = self.library.shm_lacks(session.engine, ticket)
+            rank = self.ranks[late] if late >= 0 else session.rank
+            self._fail(f"rank {rank} did not come to a collective of {names(self.ranks)} within {seconds:g} s", rank)
+
+    def refuse_size(self, results: Sequence[Like]) -> NoReturn:
+        """Raise the error for shared results for which there is no memory."""
+        rank, fault = self.session.rank, self.library.shm_fault(self.session.engine)
+        size = f"{sum(x.nbytes for x in results) / 2**20:.1f} MiB of " if results else ""  # of an earlier one
+        self._fail(
+            f"rank {rank} cannot reserve {size}memory for what {names(self.ranks)} gather: "
+            f"{os.strerror(fault)}; raise that limit, or start with SHARDLIB_OPS=all_gather=torch",
+            rank,
+        )
+
+    def refuse_stranger(self, ticket: int) -> NoReturn:
+        """Raise the error for a member that is in another collective."""
+        words = (ctypes.c_uint64 * 10)()
+        rank = self.ranks[self.library.shm_stranger(self.session.engine, ticket, words)]
+        self.session.segments[self.session.rank].give_up(rank)
+        mine, theirs = list(words[:4]), list(words[5:9])
+        if mine[0] and theirs[0]:
+            self.session.order.out_of_step(mine, rank, theirs)
+        error = CollectiveError(f"rank {rank} is in another collective of {names(self.ranks)}")
+        error.culprit = rank
+        raise error
+
+    def _fail(self, text: str, culprit: int) -> NoReturn:
+        self.session.segments[self.session.rank].give_up(culprit)
+        error = CollectiveError(text)
+        error.culprit = culprit
+        raise error
+
+
+class Transfer:
+    """A collective under way; its results are there when `finish` returns.
+
+    `shared` says how results lie in a block of memory that is known only then.
+    """
+
+    __slots__ = ("__weakref__", "channel", "outs", "shared", "ticket")
+
+    def __init__(self, channel: Channel, ticket: int, outs: list[Tensor], shared: Recipe | None = None) -> None:
+        self.channel, self.ticket, self.outs, self.shared = channel, ticket, outs, shared
+
+    def finish(self) -> list[Tensor]:
+        """Wait, and return the results. Raises `CollectiveError` naming a rank that is dead, gave up or is late."""
+        channel = self.channel
+        session = channel.session
+        patience = int(LOOK_SECONDS * 1e9)
+        begin, look = 0.0, None
+        while True:
+            if session.engine is None:
+                raise CollectiveError(_ended())
+            answer, block, base = channel.ask(self.ticket, patience)
+            if answer == _DONE:
+                session.flying.pop(self.ticket, None)
+                if self.shared is not None and block is not None and base is not None:  # the first time
+                    self.outs = views(base, self.shared.outs, self.shared.places, partial(session.give, block))
+                return self.outs
+            if answer == _OUT_OF_STEP:
+                channel.refuse_stranger(self.ticket)
+            if answer == _NO_MEMORY:
+                channel.refuse_size(() if self.shared is None else self.shared.outs)
+            begin, look = begin or time.monotonic(), look or turns.Patience()
+            channel.watch(self.ticket, begin, look)
+
+    def first(self) -> Tensor:
+        """`finish` of a collective of one tensor."""
+        return self.finish()[0]

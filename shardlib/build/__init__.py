@@ -1,0 +1,1 @@
+"""Compiling shardlib's own kernels: what is compiled, how, and where it is kept."""

@@ -1,0 +1,1 @@
+"""From a traced graph to a program that runs: the pipeline, its options, and a package per stage."""

@@ -1,0 +1,268 @@
+"""Program -> straight-line Python source over plain tensors, for some devices of the mesh.
+
+For one device the source is that device's program. For all devices of a virtual mesh it is one function that runs
+segment by segment between collectives, device after device; a value that is provably the same on several devices is
+computed once and shared, and not written over then. All else stands in the program.
+"""
+
+from __future__ import annotations
+
+import copy
+import keyword
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardlib.compiler.codegen.op_callables import callable_of
+from shardlib.compiler.program.buffers import owners_in, read_only
+from shardlib.compiler.program.inplace_ops import written
+from shardlib.compiler.program.replication import Primes, primes, varying
+from shardlib.compiler.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, makes, reads
+from shardlib.compiler.program.sym_int import Sym
+from shardlib.core.aten.op_traits import returns_list
+from shardlib.core.call_scalar import Scalar
+from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.sharding.mesh.axis import Axis, Coords, alike, member_coords
+from shardlib.sharding.mesh.mesh import Mesh
+
+
+@dataclass
+class Source:
+    """Generated code: `text` defines `program(pieces, leaves)`, run in `namespace`.
+
+    `pieces` are those of each input of the program; `leaves` are those of the call, and `numbers` says which of them
+    are read.
+    """
+
+    text: str
+    namespace: dict[str, Any]
+    numbers: tuple[int, ...] = ()
+
+    def compile(self) -> Callable[..., tuple[Any, ...]]:
+        exec(compile(self.text, "<shardlib program>", "exec"), self.namespace)
+        function: Callable[..., tuple[Any, ...]] = self.namespace["program"]
+        return function
+
+
+@dataclass
+class Generator:
+    """Writes the source for `devices`; `collective` writes what one collective is on this runtime."""
+
+    program: Program
+    devices: Sequence[Coords]
+    share: bool = True
+    ranges: bool = False  # collectives are ranges of a profiler
+    namespace: dict[str, Any] = field(default_factory=lambda: {"math": math})
+
+    def __post_init__(self) -> None:
+        self.varies: dict[Var, Primes] = {}
+        if len(self.devices) > 1:
+            everything = None if self.share else primes(self._mesh_axes())
+            self.varies = varying(self.program, everything)
+        self._names: dict[tuple[Var, tuple[int, ...]], str] = {}
+        self._taken: dict[str, int] = {"pieces": 1, "leaves": 1, "program": 1, "float": 1, "math": 1}
+        self._numbers: dict[int, str] = {}  # leaf of the call -> its name
+        self._bound: dict[Any, str] = {}
+        self.lines: list[str] = []
+        self.flying: dict[tuple[Var, ...], list[str]] = {}  # what starts together -> how it is waited for
+        self._shared = self._shared_reads() if self.varies else {}
+        self._owner = owners_in(self.program) if self._shared else {}
+        self._segments = 0
+        self.read_only = read_only(self.program)
+
+    def _shared_reads(self) -> dict[Var, float]:
+        """Memory that is read once for several devices, and the last segment in which it is: nothing is written over it
+        until then.
+
+        Up to the next collective one device runs after the other, so that is what others of them may still read.
+        """
+        owner = owners_in(self.program)
+        shared: dict[Var, float] = {} if self.share else dict.fromkeys(self.program.inputs, math.inf)
+        segment = 0
+        for step in self.program.steps:
+            segment += isinstance(step, Start)
+            for var in reads(step) if not isinstance(step, Start) else ():
+                root = owner.get(var, var)
+                if any(self.varies.get(out, ()) != self.varies.get(root, ()) for out in makes(step)):
+                    shared[root] = max(segment, shared.get(root, 0))
+        return shared
+
+    def _over(self, step: Compute) -> tuple[int | None, ...]:
+        """The operands whose memory results take here."""
+        if not self._shared or not step.over:
+            return step.over
+        roots = (None if k is None else self._owner.get(step.args[k], step.args[k]) for k in step.over)
+        here = zip(step.over, roots, strict=True)
+        over = tuple(k if x is not None and self._shared.get(x, -1) < self._segments else None for k, x in here)
+        return over if any(k is not None for k in over) else ()
+
+    def _mesh_axes(self) -> Iterable[Axis]:
+        sizes: dict[str, int] = {}
+        for c in self.devices:
+            for name, i in c.items():
+                sizes[name] = max(sizes.get(name, 0), i + 1)
+        return (Axis(name, n) for name, n in sizes.items())
+
+    # Names ----------------------------------------------------------------------------------------------------------
+
+    def name(self, var: Var, coords: Coords) -> str:
+        """The identifier of `var` on the device at `coords`."""
+        key = (var, tuple(a.coord(coords) for a in self.varies.get(var, ())))
+        if (known := self._names.get(key)) is None:
+            base = re.sub(r"\W", "_", var.name)
+            if not base.isidentifier() or keyword.iskeyword(base):
+                base = f"v_{base}"
+            if key[1]:
+                base += "_d" + "".join(map(str, key[1]))
+            known = self._names[key] = self.fresh(base)
+        return known
+
+    def fresh(self, base: str) -> str:
+        """An identifier that nothing else uses."""
+        base = re.sub(r"\W", "_", base)
+        n = self._taken.get(base, 0)
+        self._taken[base] = n + 1
+        return self.fresh(f"{base}_{n}") if n else base
+
+    def bind(self, value: Any, hint: str) -> str:
+        """A global name for an object that has no literal."""
+        key = id(value)
+        if (known := self._bound.get(key)) is None:
+            known = self._bound[key] = self.fresh(hint)
+            self.namespace[known] = value
+        return known
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def generate(self, communicate: Callable[[Generator, Start], None]) -> Source:
+        """The source; `communicate` writes what starts together, and says in `flying` how it is waited for."""
+        segment: list[Step] = []
+        for step in self.program.steps:
+            if isinstance(step, Start):
+                self._segment(segment)
+                segment = []
+                self._segments += 1
+                communicate(self, step)
+            else:
+                segment.append(step)
+        self._segment(segment)
+        return Source(self._render(), self.namespace, tuple(self._numbers))
+
+    def _segment(self, steps: Sequence[Step]) -> None:
+        """Steps between collectives, device after device; what several devices share once, and freed by the last."""
+        units = [one for s in steps for one in ([Free((v,)) for v in s.vars] if isinstance(s, Free) else [s])]
+        at = [self._axes(unit) for unit in units]
+        who: dict[tuple[int, tuple[int, ...]], int] = {}
+        for d, coords in enumerate(self.devices):
+            for i, unit in enumerate(units):
+                key = i, tuple(a.coord(coords) for a in at[i])
+                if isinstance(unit, Free) or key not in who:
+                    who[key] = d
+        mine = {(i, d) for (i, _), d in who.items()}
+        for d, coords in enumerate(self.devices):
+            for i, unit in enumerate(units):
+                if (i, d) in mine:
+                    self._step(unit, coords)
+
+    def _axes(self, step: Step) -> Primes:
+        """The axes on which what a step does differs."""
+        about = step.vars if isinstance(step, Free) else makes(step) or tuple(reads(step))
+        return primes(a for v in about for a in self.varies.get(v, ()))
+
+    def _step(self, step: Step, coords: Coords) -> None:
+        if isinstance(step, Compute):
+            self._call(step, coords)
+        elif isinstance(step, Copy):
+            self.lines.append(f"{self.name(step.out, coords)} = {self.name(step.source, coords)}.clone()")
+        elif isinstance(step, Free):
+            freed = ", ".join(self.name(v, coords) for v in step.vars)
+            self.lines.append(f"del {freed}")
+        elif (landing := self.flying.pop(step.outs, None)) is not None:
+            self.lines += landing
+
+    def _call(self, step: Compute, coords: Coords) -> None:
+        over = self._over(step)
+        target, operands = written(step, over) if over else (step.target, step.args)
+        args = [self.literal(a, coords) for a in operands]
+        args += [f"{k}={self.literal(v, coords)}" for k, v in step.kwargs.items()]
+        left = ", ".join("_" if v is None else self.name(v, coords) for v in step.outs)
+        call = f"{self.bind(callable_of(target), _short(target))}({', '.join(args)})"
+        if len(step.outs) == 1 and isinstance(step.target, OpOverload):
+            left += "," if returns_list(step.target) else ""
+        self.lines.append(f"{left} = {call}" if step.outs else call)
+
+    def literal(self, x: Any, coords: Coords) -> str:
+        if isinstance(x, Var):
+            return self.name(x, coords)
+        if isinstance(x, Sym):
+            return self.literal(x.at(coords), coords)
+        if isinstance(x, Scalar):
+            return x.text(self._number)
+        if isinstance(x, tuple | list):
+            return "[" + ", ".join(self.literal(y, coords) for y in x) + "]"
+        if x is None or isinstance(x, bool | int | str) or (isinstance(x, float) and x - x == 0):
+            return repr(x)
+        return self.bind(x, "number" if isinstance(x, complex) else str(x).replace("torch.", ""))
+
+    def _number(self, given: Scalar) -> str:
+        if given.leaf not in self._numbers:
+            base = re.sub(r"\W", "_", given.name)
+            self._numbers[given.leaf] = self.fresh(base if base.isidentifier() else f"n_{base}")
+        return self._numbers[given.leaf]
+
+    def members(self, step: Collective) -> list[list[Coords]]:
+        """The groups of a collective among the generated devices, each as its members' coordinates in group order.
+
+        Groups whose source and result are the same values are listed once.
+        """
+        n = 1
+        for a in step.axes:
+            n *= a.size
+        group = set(primes(step.axes))
+        varying = dict.fromkeys((*self.varies.get(step.source, ()), *self.varies.get(step.out, ())))
+        rest = tuple(a for a in varying if a not in group)
+        firsts = dict.fromkeys(alike(self.devices, rest))
+        return [[member_coords(self.devices[d], step.axes, i) for i in range(n)] for d in firsts]
+
+    # Text -----------------------------------------------------------------------------------------------------------
+
+    def _render(self) -> str:
+        lines = ["def program(pieces, leaves=()):"]
+        for i, var in enumerate(self.program.inputs):
+            first: dict[str, int] = {}  # the devices whose pieces differ
+            for d, coords in enumerate(self.devices):
+                first.setdefault(self.name(var, coords), d)
+            if len(first) == len(self.devices):
+                lines.append(f"    {', '.join(first)}, = pieces[{i}]")
+            else:
+                lines += [f"    {name} = pieces[{i}][{d}]" for name, d in first.items()]
+        for var, tensor in self.program.captured:
+            here = _captured(tensor, self.program.mesh)
+            self.namespace |= {self.name(var, c): here for c in self.devices}
+        results = []
+        for out in self.program.outputs:
+            if isinstance(out, Var):
+                results.append(f"({', '.join(self.name(out, c) for c in self.devices)},)")
+            elif isinstance(out, Scalar):
+                results.append(out.text(self._number))
+            elif isinstance(out, set | bytearray):  # each call has its own
+                results.append(f"{self.bind(copy.copy, 'copy')}({self.bind(out, 'constant')})")
+            else:
+                results.append(self.bind(out, "constant"))
+        ending = f"    return ({', '.join(results)}{',' if results else ''})"
+        lines += [f"    {name} = leaves[{leaf}]" for leaf, name in self._numbers.items()]
+        return "\n".join([*lines, *(f"    {line}" for line in self.lines), ending, ""])
+
+
+def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """A tensor that the function closes over, or wrote down, where the mesh's are: copied once, not at every call."""
+    return tensor.to(mesh.device)
+
+
+def _short(target: Any) -> str:
+    name = schema_of(target).name if isinstance(target, OpOverload) else getattr(target, "__name__", "op")
+    return str(name).split("::")[-1]

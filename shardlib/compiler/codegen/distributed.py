@@ -1,0 +1,168 @@
+"""This rank's program on `torch.distributed`.
+
+A collective is started where its source is ready and finished where its result is first read, so that it runs under the
+arithmetic in between. Before the first run the ranks compare their programs; when a collective fails, the ranks that
+are gone are named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardlib.compiler.codegen.below_autograd import run_below
+from shardlib.compiler.codegen.codegen import Generator, Source
+from shardlib.compiler.codegen.comm_debug import counted
+from shardlib.compiler.codegen.profiler_ranges import Function, label, ranged, watched
+from shardlib.compiler.program.steps import TIERS, Collective, Program, Start
+from shardlib.core.errors import CollectiveError
+from shardlib.core.source_lines import spot
+from shardlib.distributed.consensus import agree, blame
+from shardlib.distributed.turns import ASKING, Moment, Turn
+from shardlib.ops import offload
+from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops.collectives.transport import groups
+from shardlib.sharding.mesh.axis import Coords
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.tensor import rank_checks
+from shardlib.tensor.tensor_meta import short_dtype
+
+if TYPE_CHECKING:
+    from shardlib.compiler.plan.plan import Plan
+
+_SETTINGS = ("SHARDLIB_OPS", "SHARDLIB_CHECK")  # what decides how a program is run, and what is sent beside it
+
+Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
+
+_START: dict[str, Callable[..., Any]] = {
+    "all_reduce": all_reduce.start,
+    "all_gather": all_gather.start,
+    "reduce_scatter": reduce_scatter.start,
+    "all_to_all": all_to_all.start,
+    "ppermute": ppermute.start,
+}
+_START_MANY: dict[str, Callable[..., Any]] = {
+    "all_reduce": all_reduce.start_many,
+    "all_gather": all_gather.start_many,
+    "reduce_scatter": reduce_scatter.start_many,
+}
+
+
+def source(program: Program, mesh: Mesh, *, ranges: bool = False) -> Source:
+    """The Python function of this rank."""
+    return Generator(program, [mesh.coords(mesh.rank)], ranges=ranges).generate(_communicate)
+
+
+def _communicate(g: Generator, start: Start) -> None:
+    """Start one message, and say how it is finished."""
+    (coords,) = g.devices
+    bundle, first = start.moves, start.first
+    if first.kind in TIERS:
+        _copy(g, first, coords, start)
+        return
+    sources, outs = ([g.name(v, coords) for v in vs] for vs in ([c.source for c in bundle], [c.out for c in bundle]))
+    handle = groups.group_for(g.program.mesh, first.axes)
+    group = g.bind(handle, "group_" + "_".join(map(str, first.axes)))
+    counted = _counted if handle.shm is None and handle.size > 1 else lambda start: start
+    more = [f"kind={first.reduce!r}"] if first.kind in ("all_reduce", "reduce_scatter") else []
+    if len(bundle) == 1:
+        begin = g.bind(_in_range(g, counted(_START[first.kind]), label(bundle)), f"start_{first.kind}")
+        args = [sources[0], *(f"{key}={g.literal(value, coords)}" for key, value in first.params.items())]
+        left = outs[0]
+    else:
+        begin = g.bind(_in_range(g, counted(_START_MANY[first.kind]), label(bundle)), f"start_many_{first.kind}")
+        args = [f"[{', '.join(sources)}]"]
+        if first.kind != "all_reduce":
+            args += [g.literal([c.params[key] for c in bundle], coords) for key in ("dim", "sizes")]
+        left = ", ".join(outs)
+    if first.kind == "all_gather" and all(c.out in g.read_only for c in bundle):
+        more.append("shared=True")
+    flying = g.fresh(f"{outs[0]}_flying")
+    g.lines.append(f"{flying} = {begin}({', '.join([*args, f'group={group}', *more])})")
+    finish = f"{flying}.finish()"
+    if g.ranges:
+        finish = f"{g.bind(ranged(lambda h: h.finish(), f'wait for {label(bundle)}'), 'finish')}({flying})"
+    g.flying[start.outs] = [f"{left} = {finish}", f"del {flying}"]
+
+
+def _copy(g: Generator, c: Collective, coords: Coords, start: Start) -> None:
+    """A copy between tiers of memory, in which no other rank takes part."""
+    begin, out = g.bind(getattr(offload, c.kind), c.kind), g.name(c.out, coords)
+    flying = g.fresh(f"{out}_flying")
+    g.lines.append(f"{flying} = {begin}({g.name(c.source, coords)})")
+    g.flying[start.outs] = [f"{out} = {flying}.finish()", f"del {flying}"]
+
+
+@cache
+def _counted(start: Callable[..., Any]) -> Callable[..., Any]:
+    """A start over torch: the library in shared memory counts its own, and all ranks count alike."""
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        ASKING[3] += 1
+        return start(*args, **kwargs)
+
+    return begin
+
+
+def _in_range(g: Generator, start: Callable[..., Any], name: str) -> Callable[..., Any]:
+    return ranged(start, name) if g.ranges else start
+
+
+def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Runner:
+    """The program as a function of this rank's local inputs; compares the ranks' programs first.
+
+    With `late` that is done by the first call. It is done again when torch.distributed is started anew.
+    """
+    constants = (f"{var.name} = a constant with the digest {rank_checks.digest(x):x}" for var, x in program.captured)
+    text = "\n".join([plan.listing(spot), f"on {mesh}", *constants])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    collectives = [f"{c.kind} of {short_dtype(c.source.dtype)}[{c.source.layout}]" for c in program.collectives]
+    turn = Turn("\n".join([plan.name, *collectives]), digest)
+    function: Function | None = None
+    numbers: tuple[int, ...] = ()
+    gloo: list[groups.GroupHandle] = []
+    of: object = None
+
+    def prepare() -> None:
+        nonlocal function, numbers, gloo, of
+        mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
+        settings = "\n".join(f"{name}={os.environ.get(name, '')!r}" for name in _SETTINGS)
+        agree(mesh, hashlib.sha256(f"{digest}\n{settings}".encode()).hexdigest(), f"{plan.name}\n{text}\n{settings}")
+        axes = list(dict.fromkeys(c.axes for c in program.collectives))
+        groups.prepare(mesh, axes)
+        handles = [groups.group_for(mesh, a) for a in axes]
+        gloo = [group for group in handles if group.may_use_gloo]
+        generated = source(program, mesh)
+        function = generated.compile()
+        if collectives:
+            function = watched(function, lambda: source(program, mesh, ranges=True).compile())
+        numbers, of = generated.numbers, dist.group.WORLD
+
+    def run(
+        pieces: Sequence[Sequence[torch.Tensor]],
+        leaves: Sequence[Any] = (),
+        after: Moment | None = None,
+        lineage: int = 0,
+    ) -> tuple[Any, ...]:
+        if of is not dist.group.WORLD:
+            prepare()
+        assert function is not None
+        if not collectives:
+            return run_below(function, pieces, leaves)
+        with turn.of([leaves[i] for i in numbers], after, lineage) as order:
+            try:
+                if gloo:
+                    order.meet(gloo)
+                return run_below(function, pieces, leaves)
+            except CollectiveError as error:
+                blame(mesh, error)
+
+    if not late:
+        prepare()
+    return counted(run, program.collectives)

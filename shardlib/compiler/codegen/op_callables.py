@@ -1,0 +1,112 @@
+"""What is called for an op on pieces: the fastest way to it, that holds where pieces lie in memory as they like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardlib.core.aten.op_traits import has, is_view
+from shardlib.core.torch_private import OpOverload, c_functions, schema_of
+from shardlib.ops import matmul
+
+_OWN = ("prims", "shardlib", "shardlib_cuda", "shardlib_emulated", "torchvision")
+_FAST: Mapping[str, Any] = {
+    name: getattr(torch.Tensor, name)
+    for name in ("expand", "permute", "t", "transpose", "unsqueeze", "reshape", "new_zeros", "new_ones", "new_full")
+}
+
+
+def _resolved(target: Any) -> Callable[..., Any]:
+    """The op with its results conjugated where it only marked them so: bytes do not carry such a bit along."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = target(*args, **kwargs)
+        return tuple(x.resolve_conj() for x in out) if isinstance(out, tuple) else out.resolve_conj()
+
+    return call
+
+
+def _trimmed(target: Any) -> Callable[..., Any]:
+    """The op with its result in memory of its own size, as plans count it."""
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out: torch.Tensor = target(*args, **kwargs)
+        return out.clone() if out.untyped_storage().nbytes() > out.nbytes else out
+
+    return call
+
+
+def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of a local shard as another dtype; it may have other strides than the whole tensor that was traced."""
+    return _packed(x).view(dtype)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """x in order, without gaps; of nothing, too, strides may say otherwise."""
+    last = x.dim() == 0 or x.stride(-1) == 1
+    return x if last and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
+def _copied_as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _as_dtype(x, dtype).clone()
+
+
+def _as_complex(x: torch.Tensor) -> torch.Tensor:
+    """Pairs as complex numbers; a shard may be spread out, or lie in memory in another order."""
+    return torch.view_as_complex(_packed(x))
+
+
+def _as_real(x: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs; a bit may say that they are still to be conjugated."""
+    return torch.view_as_real(x.resolve_conj())
+
+
+_PAIRS = {"view_as_complex": _as_complex, "view_as_real": _as_real}
+
+
+def _dense(target: Any) -> Callable[..., Any]:
+    """An op whose kernel may read memory in order: a shard is a slice, and `contiguous()` is no step."""
+
+    def dense(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(map(dense, x))
+        return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+    return lambda *args, **kwargs: target(*map(dense, args), **{k: dense(x) for k, x in kwargs.items()})
+
+
+def callable_of(target: Any) -> Any:
+    """The cheapest callable for an op: torch's C functions parse arguments faster than `torch.ops` does.
+
+    The two take the same arguments, and but for `reduction` mean the same where one is left out; where torch has no
+    function of that name, the op itself is called.
+    """
+    if not isinstance(target, OpOverload):
+        return target
+    if (own := matmul.FORMS.get(target)) is not None:
+        return own
+    schema = schema_of(target)
+    if not schema.name.startswith("aten::"):
+        return target if target.namespace in _OWN or schema.is_mutable else _dense(target)  # a copy takes no write
+    if has(target, "in order"):
+        return _dense(target)
+    if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
+        return target  # torch's own functions do not take the None of x[:, i]
+    if has(target, "slack"):
+        return _trimmed(target)
+    if any(a.name == "reduction" for a in schema.arguments):
+        return target  # left out, it is no reduction to torch's own function, and a mean to the op
+    name = schema.name.removeprefix("aten::")
+    if has(target, "leaves marks"):
+        return _resolved(target)
+    if has(target, "pairs"):
+        return _PAIRS[name]
+    if has(target, "retypes"):
+        return _as_dtype if is_view(target) else _copied_as_dtype
+    if has(target, "reshapes"):
+        return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
+    if name.endswith("_") and hasattr(torch.Tensor, name):
+        return getattr(torch.Tensor, name)
+    return _FAST.get(name) or getattr(c_functions, name, target)

@@ -1,0 +1,49 @@
+"""Collectives as ranges of `torch.profiler`: kind, mesh axes, bytes, the user's line.
+
+A program that is profiled is another text than the one that runs otherwise, so that ranges cost nothing where nobody
+looks; it is made when a profiler first runs over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from torch.autograd import profiler
+
+from shardlib.compiler.program.steps import Collective
+from shardlib.core.source_lines import place
+from shardlib.core.text_tables import si
+from shardlib.core.torch_private import is_profiling
+
+Function = Callable[..., tuple[Any, ...]]  # of the inputs' pieces and the leaves of a call
+
+
+def watched(plain: Function, make: Callable[[], Function]) -> Function:
+    """`plain` while no profiler runs, what `make()` returns, made once, while one does."""
+    ranged = cache(make)
+
+    def run(pieces: Sequence[Any], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
+        if is_profiling():
+            return ranged()(pieces, leaves)
+        return plain(pieces, leaves)
+
+    return run
+
+
+def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`fn` in a range of that name."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with profiler.record_function(name):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def label(bundle: Sequence[Collective]) -> str:
+    """What starts together: `all_reduce[data] 1.5 kB at train.py:12, train.py:14`."""
+    first = bundle[0]
+    lines = ", ".join(dict.fromkeys(("backward of " if c.backward else "") + place(c.line) for c in bundle))
+    return f"{first.kind}[{' '.join(map(str, first.axes))}] {si(sum(c.bytes for c in bundle), 'B')} at {lines}"

@@ -1,0 +1,347 @@
+"""The traced graph as the compiler reads it: ops with their rules, over values.
+
+FX nodes with several results and their `getitem`s become one `Op` with several result `Value`s. A value is *constant*
+when it depends on no input: constants never take part in decisions, they are sliced, or made again in pieces, for free.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.schemas import filled
+from shardlib.core.errors import ShardingError
+from shardlib.core.source_lines import Line
+from shardlib.core.torch_private import PER_RANK, schema_of
+from shardlib.rules import rule_for
+from shardlib.rules.rule import Call, Meta, Rule
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What lies along `dim` of a value is in groups: behind the last of each is `ends`."""
+
+    ends: Value
+    dim: int
+
+
+@dataclass(frozen=True)
+class Owns:
+    """That an op may make the rows of its device's groups alone, where `factor`, which counts groups, is cut.
+
+    Of the operands `reads` it then needs no others. An op that `begins` with whole operands does less work so.
+    """
+
+    factor: str
+    ends: Value
+    reads: frozenset[int]
+    begins: bool = False
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """That an op may have its factors `rows` in an order of each device's own, which the sort `name` makes; `plain` is
+    its rule where it has not."""
+
+    name: str
+    rows: tuple[str, ...]
+    plain: Rule
+
+
+@dataclass(eq=False)
+class Value:
+    """One tensor of the program."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    op: Op | None  # None for inputs and captured tensors
+    index: int = 0
+    constant: bool = False
+    manual: bool = False  # what one device holds, inside a shard_map body: it has a local shape and no layout
+    readers: list[tuple[Op, int]] = field(default_factory=list)  # (op, operand position)
+    is_output: bool = False
+    like: Value | None = None  # the input whose gradient it is; of a constant, whose form it has
+    again: bool = False  # what is gathered of it is not kept from one pass to the next
+    rows: Rows | None = None  # it may be there in the rows of own groups only
+    counted: str | None = None  # rows of a sort, of which each device may count its own
+    times: int = 1  # how many it stands for
+
+    @property
+    def nbytes(self) -> int:
+        n = self.dtype.itemsize
+        for size in self.shape:
+            n *= size
+        return n
+
+    def __repr__(self) -> str:
+        return f"{self.name}{list(self.shape)}"
+
+
+@dataclass(eq=False)
+class Op:
+    """One call of an ATen (or shardlib, or custom) op, with its rule; `rule is None` means: it runs replicated."""
+
+    name: str
+    call: Call
+    rule: Rule | None
+    operands: tuple[Value, ...]
+    results: tuple[Value | None, ...]
+    node: fx.Node
+    line: Line | None
+    backward: bool
+    kind: str = ""
+    owns: Owns | None = None
+    ordered: Ordered | None = None
+    target: Any = None
+    times: int = 1  # how many it stands for, in a graph that has one layer in place of many
+
+    def __post_init__(self) -> None:
+        self.target = self.call.target
+        self.kind = _kind(self.target)  # the op's bare name: `mm`, `to_local`
+
+    @cached_property
+    def manual(self) -> bool:
+        """Whether this is per-device code: an op inside a shard_map body, or one of the body's two doors."""
+        return _is_manual(self.target) or any(v.manual for v in self.operands)
+
+    @cached_property
+    def constant(self) -> bool:
+        """Whether all that it makes is constant; a check, which makes nothing, is not."""
+        results = [r for r in self.results if r is not None]
+        return bool(results) and all(r.constant for r in results)
+
+    @cached_property
+    def constrains(self) -> bool:
+        """Whether it says where its operand lives."""
+        return has(self.target, "constrains")
+
+    @property
+    def transparent(self) -> bool:
+        return self.rule is not None and self.rule.transparent
+
+    def __repr__(self) -> str:
+        return f"{self.name} = {self.target}"
+
+
+@dataclass
+class Graph:
+    """Ops in order; inputs, captured tensors (name -> tensor) and outputs (a value, or a Python constant)."""
+
+    ops: list[Op]
+    inputs: list[Value]
+    captured: list[tuple[Value, torch.Tensor]]
+    outputs: list[Value | Any]
+
+    @property
+    def size(self) -> int:
+        """How many ops it has, or stands for."""
+        return sum(op.times for op in self.ops)
+
+    def by_use(self) -> list[Value]:
+        """Inputs and captured tensors, as ops come to read them: nothing shall depend on the order of arguments."""
+        read = dict.fromkeys(v for op in self.ops for v in op.operands if v.op is None)
+        return list(read | dict.fromkeys((*self.inputs, *(value for value, _ in self.captured))))
+
+    def values(self) -> Iterator[Value]:
+        yield from self.inputs
+        yield from (value for value, _ in self.captured)
+        for op in self.ops:
+            yield from (r for r in op.results if r is not None)
+
+
+def viewed(value: Value) -> Value:
+    """What a value is a view of, or itself."""
+    while value.op is not None and value.op.transparent:
+        (value,) = value.op.operands
+    return value
+
+
+def is_zero(value: Value) -> bool:
+    """Whether a value is known to be nothing but zeros."""
+    return is_all(value, 0)
+
+
+def is_all(value: Value, number: int) -> bool:
+    """Whether a value is known to be nothing but this number."""
+    op = viewed(value).op
+    found: object = None if op is None else filled(op.node)
+    return type(found) in (int, float) and found == number
+
+
+def _meta(val: Any) -> Meta | None:
+    return Meta(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else None
+
+
+def build(gm: fx.GraphModule) -> Graph:
+    """Read a normalised FX graph; looks up every op's rule."""
+    values: dict[fx.Node, Value] = {}
+    inputs: list[Value] = []
+    captured: list[tuple[Value, torch.Tensor]] = []
+    ops: list[Op] = []
+    outputs: list[Any] = []
+    by_node: dict[fx.Node, Op] = {}
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "placeholder":
+            constant = bool(node.meta.get("constant"))  # what every process has whole, and that needs no gradient
+            value = values[node] = Value(node.name, tuple(val.shape), val.dtype, None, constant=constant)
+            inputs.append(value)
+        elif node.op == "get_attr":
+            tensor = operator.attrgetter(node.target)(gm)
+            value = values[node] = Value(node.name, tuple(tensor.shape), tensor.dtype, None, constant=True)
+            captured.append((value, tensor.resolve_conj().resolve_neg()))
+        elif node.op == "output":
+            outputs = [values[x] if isinstance(x, fx.Node) else x for x in node.args[0]]
+        elif node.target is operator.getitem:
+            source = by_node[node.args[0]]
+            result = source.results[node.args[1]]
+            assert result is not None
+            values[node] = result
+            _note_like(node, values)
+        else:
+            op = by_node[node] = _op(node, val, values)
+            ops.append(op)
+            if not isinstance(val, tuple | list) and op.results[0] is not None:
+                values[node] = op.results[0]
+                _note_like(node, values)
+    for out in outputs:
+        if isinstance(out, Value):
+            out.is_output = True
+    _refuse_random(ops)
+    _refuse_collectives(ops)
+    return Graph(ops, inputs, captured, outputs)
+
+
+def _note_like(node: fx.Node, values: dict[fx.Node, Value]) -> None:
+    value, of = values[node], node.meta.get("like" if values[node].constant else "gradient of")
+    source = values.get(of) if of is not None else None
+    free = source is not None and not (source.constant or source.manual or value.manual)
+    value.like = source if free and source is not None and source.shape == value.shape else None
+
+
+def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
+    operands: list[Value] = []
+    metas: dict[Value, Meta] = {}
+
+    def abstract(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            value = values[arg]
+            operands.append(value)
+            if value not in metas:
+                metas[value] = Meta(value.shape, value.dtype)
+            return metas[value]
+        if isinstance(arg, tuple | list):
+            return tuple(abstract(a) for a in arg)
+        return arg
+
+    args = tuple(abstract(a) for a in node.args)
+    kwargs = {k: abstract(v) for k, v in node.kwargs.items()}
+    results = tuple(map(_meta, val)) if isinstance(val, tuple | list) else (_meta(val),)
+    call = Call(node.target, args, kwargs, tuple(metas[v] for v in operands), results)
+    inside = any(v.manual for v in operands) or _is_manual(node.target)
+    rule = None if inside else rule_for(call)
+    op = Op(node.name, call, rule, tuple(operands), (), node, node.meta.get("line"), bool(node.meta.get("backward")))
+    # A creation op reads at most the shape and dtype of its operand: its result is as constant as a literal.
+    creation = (
+        is_creation(node.target)
+        and rule is not None
+        and all(not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands)
+    )
+    manual = inside and not has(node.target, "leaves")
+    if manual and not has(node.target, "enters"):
+        _refuse_captured(op)
+    constant = creation or (bool(operands) and all(v.constant for v in operands)) or not operands
+    constant = constant and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+    names = [node.name if len(results) == 1 else f"{node.name}.{i}" for i in range(len(results))]
+    op.results = tuple(
+        None if m is None else Value(name, m.shape, m.dtype, op, i, constant and not manual, manual)
+        for i, (name, m) in enumerate(zip(names, results, strict=True))
+    )
+    for i, v in enumerate(operands):
+        v.readers.append((op, i))
+    return op
+
+
+def _flat(labels: tuple[tuple[str, ...], ...]) -> list[str]:
+    return [f for dim in labels for f in dim]
+
+
+def is_creation(target: Any) -> bool:
+    return has(target, "creates")
+
+
+@cache
+def is_door(target: Any) -> bool:
+    """Whether a tensor enters or leaves a shard_map body."""
+    return has(target, "enters") or has(target, "leaves")
+
+
+@cache
+def _kind(target: Any) -> str:
+    return str(schema_of(target).name).split("::")[-1]
+
+
+@cache
+def _is_manual(target: Any) -> bool:
+    """Whether an op belongs to shard_map bodies, whatever its operands are."""
+    return has(target, "per device") or is_door(target)
+
+
+def _refuse_random(ops: Iterable[Op]) -> None:
+    """Draws whose numbers do not belong to places in a tensor would differ between devices that hold the same."""
+    if random := [op for op in ops if _draws(op)]:
+        places = Counter(f"{op.target} at {op.line}" for op in random)
+        raise ShardingError(
+            f"the program draws random numbers by ops that cannot be sharded, in {_counted(len(random), 'place')}",
+            [place if n == 1 else f"{place} ({n} times)" for place, n in places.items()],
+            rule="a number is drawn from its element's place in the whole tensor; these ops draw one after the other",
+            remedy="draw them outside and pass them in, or make them of uniform and normal numbers",
+        )
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
+def _draws(op: Op) -> bool:
+    """Whether a call draws random numbers; torch's attention and rrelu do where they drop something out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
+        return False
+    if _is_manual(op.target) or has(op.target, "draws the key"):  # the tag keeps these from being merged with another
+        return False
+    call = op.call
+    given = {a.name: a.default_value for a in schema_of(call.target).arguments if a.has_default_value()}
+    given |= {a.name: x for a, x in zip(schema_of(call.target).arguments, call.args, strict=False)} | dict(call.kwargs)
+    return all(given.get(name, True) not in (0, False) for name in ("dropout_p", "training", "train"))
+
+
+def _refuse_collectives(ops: Iterable[Op]) -> None:
+    found = [f"{op.target} at {op.line}" for op in ops if getattr(op.target, "namespace", "") in PER_RANK]
+    if found:
+        raise ShardingError(
+            "a jitted function calls collectives of torch.distributed",
+            found,
+            rule="a jitted function is a program for one device: its tensors are whole, and shardlib writes the "
+            "collectives",
+            remedy="leave them out (x.sum() is the whole sum), or write per-device code in a shard_map: sl.psum",
+        )
+
+
+def _refuse_captured(op: Op) -> None:
+    captured = [v for v in op.operands if not v.manual and not v.constant]
+    if captured:
+        raise ShardingError(
+            "a shard_map body reads tensors of the program around it",
+            [f"{v.name} of shape {list(v.shape)}, at {op.line}" for v in captured],
+            rule="a body sees local tensors, and only those that come in as its arguments",
+            remedy="pass the tensor to the shard_map, with a spec in in_specs (P() for a replicated one)",
+        )

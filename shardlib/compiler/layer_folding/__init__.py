@@ -1,0 +1,9 @@
+"""Planning one layer in place of many that are alike: a short graph for a long one, and its program written out."""
+
+from __future__ import annotations
+
+from shardlib.compiler.layer_folding.expand_decisions import spread
+from shardlib.compiler.layer_folding.expand_program import unroll
+from shardlib.compiler.layer_folding.fold_graph import Folded, fold
+
+__all__ = ["Folded", "fold", "spread", "unroll"]

@@ -1,0 +1,94 @@
+"""What was decided about a folded graph, of the whole: layers that were left out have what stands for them decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.layer_folding.fold_graph import Folded, Layer
+from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate.decision_units import Unit, build_units
+from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.propagate_axes import flood
+from shardlib.compiler.propagate.propagation import Assignment, Flood, Message
+from shardlib.compiler.propagate.solver.cost import Order
+from shardlib.compiler.propagate.solver.search import Decider
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.placement import Fixed
+
+Member = Op | Value
+
+
+def spread(
+    folded: Folded,
+    short: Propagated,
+    mesh: Mesh,
+    fixed: Mapping[Value, Fixed],
+    outputs: Mapping[int, Fixed],
+    doors: Mapping[Op, Fixed],
+    sends: Callable[[Flood, Op, Assignment], tuple[Message, ...]],
+) -> Propagated:
+    """The decisions about the short graph, as those about the whole."""
+    graph, near = folded.whole, short.flood
+    loose = {key: dims for mine, dims in near.loose.items() for key, _ in _all(folded, mine)}
+    met = {
+        key: tuple(p and (folded.seen(p[0], folded.layer(mine), layer), p[1]) for p in places)
+        for mine, places in near.met.items()
+        for key, layer in _all(folded, mine)
+    }
+    whole = flood(graph, fixed, outputs, doors, loose, met)
+    whole.sends = partial(sends, whole)
+    leaves = _leaves(folded, graph, near, whole)
+    asked = whole.wants
+    whole.wants = {
+        leaf: [next((own for own in asked.get(leaf, ()) if own.axis == want.axis), want) for want in near.wants[mine]]
+        for leaf, mine in leaves.items()
+        if mine in near.wants
+    }
+    for twin, key in folded.twins.items():
+        seen = whole.apart[key]
+        whole.value[twin], whole.twins[twin], whole.copies[twin] = whole.value[seen], whole.twins[seen], key
+    units, decider = short.units, short.decider
+
+    def stands_for(member: Member) -> Member:
+        found: Member = folded.standing(member) if isinstance(member, Value) else folded.stands_for(member)[0]
+        return found
+
+    def start(unit: Unit) -> Order:
+        mine = units.unit[stands_for(unit.ops[0] if unit.ops else unit.values[0])]
+        return _with_slots(decider.order(mine), mine, unit, leaves)
+
+    parts = build_units(graph, whole)
+    if any(unit.part is not None for unit in units.unit.values()):
+        parts = parts.apart(lambda member: units.unit[stands_for(member)].part)
+    return Propagated(whole, parts, Decider(graph, whole, parts, mesh, start, improve=False), doors, outputs)
+
+
+def _all(folded: Folded, mine: Any) -> Iterator[tuple[Any, Layer]]:
+    """All that something of the short graph is or stands for, each with the layer for which it does."""
+    yield folded.original[mine], None
+    if folded.layer(mine) == folded.near:
+        for layer in folded.left_out:
+            yield folded.in_layer(mine, layer), layer
+
+
+def _leaves(folded: Folded, graph: Graph, near: Flood, whole: Flood) -> dict[Leaf, Leaf]:
+    """For the leaves of the whole those of the short graph that they are, or that stand for them."""
+    found: dict[Leaf, Leaf] = {}
+    for op in graph.ops:
+        mine = folded.stands_for(op)[0]
+        for name, leaves in whole.labels.get(op, {}).items():
+            found.update(zip(leaves, near.labels[mine].get(name, ()), strict=False))
+    for value in graph.values():
+        if value in whole.value:
+            found.update(zip(whole.leaves(value), near.leaves(folded.standing(value)), strict=False))
+    return found
+
+
+def _with_slots(order: Order, mine: Unit, unit: Unit, leaves: Mapping[Leaf, Leaf]) -> Order:
+    """A choice of one unit for another, which may have its slots in another order."""
+    places = {leaf: slot for slot, leaf in enumerate(mine.slots)}
+    slots = {places.get(leaves.get(leaf, -1), slot): slot for slot, leaf in enumerate(unit.slots)}
+    return tuple(tuple(slots.get(slot, slot) for slot in choice) for choice in order)

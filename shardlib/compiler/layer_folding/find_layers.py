@@ -1,0 +1,349 @@
+"""The layers of a graph: stretches of ops that it repeats, each reading of its neighbours what all others do of theirs.
+
+What a forward pass repeats is a run of ops, as is what the backward pass repeats, and the update of the parameters. A
+layer is an equal part of each: its ops forward and backward, the inputs that they read, the results that they make.
+Backward runs go through the layers the other way round; so layers are told by who reads whom, not by who comes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.primitives.random.keys import COUNTER
+from shardlib.sharding.placement import Fixed
+
+_LEAST = 6  # layers that a run repeats
+_PERIODS = 256  # lengths of a layer that are tried
+_WIDEST = 4  # repeats of one run that may be a layer of another
+
+Item = Op | Value | int  # an op; an input, or what an op hands out to layers; or a result by its position
+
+
+class Place(NamedTuple):
+    """Which layer something belongs to, and which part of it, the same in every layer."""
+
+    part: Hashable
+    layer: int
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers that are alike, from `first` up to `last`, and where everything in them is; nothing else has a place.
+
+    What has a place reads what has none, or of its own layer and the two beside it. It is read by such, and by ops that
+    collect it from all layers.
+    """
+
+    places: Mapping[Item, Place]
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @cached_property
+    def items(self) -> Mapping[Place, Item]:
+        return {place: item for item, place in self.places.items()}
+
+    def place(self, value: Value) -> Place | None:
+        """That of a value: its own, or that of the op that makes it."""
+        return self.places.get(value) or (self.places.get(value.op) if value.op is not None else None)
+
+    def value(self, value: Value, layer: int) -> Value:
+        """What stands in another layer where `value` does in its own."""
+        place = self.place(value)
+        assert place is not None, f"{value} is of a layer"
+        item = self.items[place._replace(layer=layer)]
+        if isinstance(item, Op):
+            found = item.results[value.index]
+            assert found is not None
+            return found
+        assert isinstance(item, Value)
+        return item
+
+
+class _Run(NamedTuple):
+    """A stretch of ops: from `start` on, `times` as many as a `period`."""
+
+    start: int
+    period: int
+    times: int
+
+
+def layers(
+    graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+) -> Layers | None:
+    """The layers of a graph, alike in what is fixed of them, too; None where nothing is repeated often enough."""
+    looks = [_look(op) for op in graph.ops]
+    number: dict[Hashable, int] = {}
+    row = np.array([number.setdefault(x, len(number)) for x in looks], dtype=np.int64)
+    runs = _runs(row)
+    return _Search(graph, runs, fixed, outputs, doors).found() if runs else None
+
+
+def _look(op: Op) -> Hashable:
+    """What ops of alike layers have in common, apart from what they read."""
+    owns = None if op.owns is None else (op.owns.factor, op.owns.reads, op.owns.begins)
+    ordered = None if op.ordered is None else op.ordered.rows
+    made = tuple([r and (r.again, r.is_output, r.constant, r.manual, r.rows and r.rows.dim) for r in op.results])
+    return _told(op), op.call.results, op.line, op.backward, owns, ordered, made
+
+
+def _told(op: Op) -> Hashable:
+    """What an op is told; each draw of random numbers has its own counter."""
+    if (at := COUNTER.get(op.target)) is None:
+        return op.call.key
+    return replace(op.call, args=(*op.call.args[:at], None, *op.call.args[at + 1 :])).key
+
+
+def _runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Run]:
+    """Disjoint stretches that go on as they began, the longest first."""
+    last: dict[int, int] = {}
+    distances: Counter[int] = Counter()
+    for i, x in enumerate(row.tolist()):
+        if x in last:
+            distances[i - last[x]] += 1
+        last[x] = i
+    found: list[_Run] = []
+    for period, _ in distances.most_common(_PERIODS):
+        differs = np.flatnonzero(row[period:] != row[:-period])
+        ends = np.concatenate([[-1], differs, [len(row) - period]])
+        for before, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            if (count := (end - before - 1) // period + 1) >= _LEAST:
+                found.append(_Run(before + 1, period, count))
+    taken = np.zeros(len(row), dtype=bool)
+    runs: list[_Run] = []
+    for run in sorted(found, key=lambda r: (-r.period * r.times, r.period)):
+        stretch = slice(run.start, run.start + run.period * run.times)
+        if not taken[stretch].any():
+            taken[stretch] = True
+            runs.append(run)
+    return runs
+
+
+class _Search:
+    """Which layer every repeat of every run is, and between which of them all read alike."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        runs: Sequence[_Run],
+        fixed: Mapping[Value, Fixed],
+        outputs: Mapping[int, Fixed],
+        doors: Mapping[Op, Fixed],
+    ) -> None:
+        self.graph, self.runs = graph, [*runs]
+        self.fixed, self.outputs, self.doors = fixed, outputs, doors
+        self.at: dict[Op, tuple[int, int, int]] = {}  # run, place in it, repeat
+        for r, run in enumerate(runs):
+            self._place(r, run)
+        self.ways: dict[int, tuple[int, int]] = {0: (1, 0)}  # of a run: its repeats are layers `sign * repeat + offset`
+        self.given = {*graph.inputs}
+        self.inputs: dict[Value, Place] = {}  # and what ops of no layer hand out, those that are of a layer
+
+    def _place(self, r: int, run: _Run) -> None:
+        for i in range(run.period * run.times):
+            self.at[self.graph.ops[run.start + i]] = r, i % run.period, i // run.period
+
+    def found(self) -> Layers | None:
+        self._join()
+        low, high = self._covered()
+        self.ways = {r: way for r, way in self.ways.items() if self._ends(r)[0] <= low and high <= self._ends(r)[1]}
+        looked_at = (low + (high - low) * n // 4 for n in (2, 1, 3)) if low < high else ()
+        alike = (self._alike(low, high, middle) for middle in looked_at)
+        first, last = next((found for found in alike if found[1] - found[0] >= _LEAST), (0, 0))
+        if first == last:
+            return None
+        places: dict[Item, Place] = {op: self._op(op) for op in self.at if self._is_inside(op)}
+        places = {x: place for x, place in [*places.items(), *self.inputs.items()] if first <= place.layer < last}
+        found = Layers(places, first, last)
+        results = self._results(found)
+        return None if results is None else Layers({**places, **results}, first, last)
+
+    def _op(self, op: Op) -> Place:
+        r, q, j = self.at[op]
+        sign, offset = self.ways[r]
+        return Place((r, q), sign * j + offset)
+
+    def _ends(self, r: int) -> tuple[int, int]:
+        """The layers that a run has."""
+        sign, offset = self.ways[r]
+        ends = offset, sign * (self.runs[r].times - 1) + offset
+        return min(ends), max(ends) + 1
+
+    def _covered(self) -> tuple[int, int]:
+        """The longest range of layers of which runs have most."""
+        ends = {r: self._ends(r) for r in self.ways}
+        marks = sorted({end for of in ends.values() for end in of})
+        ranges = [
+            (sum(self.runs[r].period for r, (a, b) in ends.items() if a <= low and high <= b), high - low, low)
+            for low, high in itertools.pairwise(marks)
+            if high - low >= _LEAST
+        ]
+        _, count, low = max(ranges, default=(0, 0, 0))
+        return low, low + count
+
+    def _repeats(self, r: int, q: int) -> Iterator[tuple[int, Op]]:
+        run = self.runs[r]
+        for j in range(run.times):
+            yield j, self.graph.ops[run.start + j * run.period + q]
+
+    # Runs that belong together --------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Find the layers of every run that reads, or is read by, one whose layers are known."""
+        self._take_inputs(0)
+        while True:
+            met = defaultdict[int, list[tuple[int, int]]](list)  # repeats of runs, and layers they have to do with
+            for op, (r, _, j) in self.at.items():
+                for value in op.operands:
+                    here, there = r in self.ways, self._layer(value)
+                    source = self.at.get(value.op) if value.op is not None else None
+                    if not here and there is not None:
+                        met[r].append((j, there))
+                    elif here and there is None and source is not None and source[0] not in self.ways:
+                        met[source[0]].append((source[2], self._op(op).layer))
+            for r, pairs in met.items():
+                widened, phase, way = _way(pairs)
+                self._widen(r, widened, phase)
+                self.ways[r] = way
+                self._take_inputs(r)
+            if not met:
+                return
+
+    def _widen(self, r: int, times: int, phase: int) -> None:
+        """Take several repeats of a run as one, the first so many of them left out: where others go layer by layer."""
+        if times == 1:
+            return
+        run = self.runs[r]
+        wide = self.runs[r] = _Run(run.start + phase * run.period, run.period * times, (run.times - phase) // times)
+        for i in range(run.period * run.times):
+            del self.at[self.graph.ops[run.start + i]]
+        self._place(r, wide)
+
+    def _layer(self, value: Value) -> int | None:
+        if value in self.inputs:
+            return self.inputs[value].layer
+        return self._op(value.op).layer if value.op is not None and self._is_inside(value.op) else None
+
+    def _take_inputs(self, r: int) -> None:
+        """Inputs of which every repeat of a run reads its own are of its layer."""
+        for q in range(self.runs[r].period):
+            repeats = list(self._repeats(r, q))
+            for i in range(len(repeats[0][1].operands)):
+                read = [op.operands[i] for _, op in repeats]
+                if len({*read}) == len(read) and all(map(self._is_given, read)):
+                    for (_, op), value in zip(repeats, read, strict=True):
+                        self.inputs.setdefault(value, Place((r, q, i), self._op(op).layer))
+
+    def _is_given(self, value: Value) -> bool:
+        """Whether a value may be of one layer though no op of it makes it: an input, or one of several results."""
+        return value in self.given or (value.op is not None and value.op not in self.at and len(value.op.results) > 1)
+
+    # Layers that are alike ------------------------------------------------------------------------------------------
+
+    def _alike(self, low: int, high: int, middle: int) -> tuple[int, int]:
+        """The range of layers around one that are like it."""
+        differing = {*self._differing(low, high, middle)}
+        if middle in differing:
+            return middle, middle
+        first = max((x + 1 for x in differing if x < middle), default=low)
+        return max(first, low), min((x for x in differing if x > middle), default=high)
+
+    def _differing(self, low: int, high: int, middle: int) -> Iterator[int]:
+        """The layers in which something is otherwise than in one."""
+        for r in self.ways:
+            for q in range(self.runs[r].period):
+                ops = {self._op(op).layer: op for _, op in self._repeats(r, q)}
+                alike = self._reads(ops[middle], middle)
+                for layer, op in ops.items():
+                    if self._reads(op, layer) != alike:
+                        yield layer
+        for value in (r for op in self.graph.ops if not self._is_inside(op) for r in op.results if r is not None):
+            if value.like in self.inputs:
+                yield self.inputs[value.like].layer
+        parts: dict[Hashable, dict[int, Value]] = defaultdict(dict)
+        for value, place in self.inputs.items():
+            parts[place.part][place.layer] = value
+        for mine in parts.values():
+            if middle not in mine:
+                yield from mine
+                continue
+            alike = self._look(mine[middle])
+            yield from {*range(low, high)} - mine.keys()
+            for layer, value in mine.items():
+                if self._look(value) != alike:
+                    yield layer
+
+    def _reads(self, op: Op, layer: int) -> Hashable:
+        """What an op reads, what its values belong to, seen from its layer, and who collects what it makes."""
+        made = [r for r in op.results if r is not None]
+        ends = [r.rows.ends for r in made if r.rows is not None]
+        ends += [] if op.owns is None else [op.owns.ends]
+        seen = tuple([self._seen(v, layer) for v in (*op.operands, *ends)])
+        likes = tuple([r.like and self._seen(r.like, layer) for r in made])
+        said = tuple([_said(self.fixed.get(r)) for r in made]), _said(self.doors.get(op))
+        return seen, likes, said, tuple([tuple(self._outside(r)) for r in made])
+
+    def _seen(self, value: Value, layer: int) -> Hashable:
+        place = self.inputs.get(value)
+        if value.op is not None and self._is_inside(value.op):
+            place = self._op(value.op)
+        if place is None:
+            return value
+        away = place.layer - layer
+        return (place.part, away, 0 if value in self.inputs else value.index) if -1 <= away <= 1 else value
+
+    def _look(self, value: Value) -> Hashable:
+        like = value.like and self._seen(value.like, self.inputs[value].layer)
+        said = _said(self.fixed.get(value))
+        form = value.shape, value.dtype, value.constant, value.again, value.is_output
+        return form, like, said, value.op, value.rows, len(value.readers), tuple(self._outside(value))
+
+    def _outside(self, value: Value) -> Iterator[Op]:
+        """The ops of no layer that read a value."""
+        return (op for op, _ in value.readers if not self._is_inside(op))
+
+    def _is_inside(self, op: Op) -> bool:
+        return op in self.at and self.at[op][0] in self.ways
+
+    def _results(self, found: Layers) -> dict[Item, Place] | None:
+        """The places of the results of a program; None where layers have other ones."""
+        places: dict[Item, Place] = {}
+        times: Counter[tuple[Place, int]] = Counter()
+        said: dict[Hashable, dict[int, Hashable]] = defaultdict(dict)
+        for i, value in enumerate(self.graph.outputs):
+            place = found.place(value) if isinstance(value, Value) else None
+            if place is not None:
+                index = 0 if value in self.inputs else value.index
+                part = ("result", place.part, index, times[place, index])
+                times[place, index] += 1
+                places[i] = Place(part, place.layer)
+                said[part][place.layer] = _said(self.outputs.get(i))
+        alike = all(len(of) == len(found) and len({*of.values()}) == 1 for of in said.values())
+        return places if alike else None
+
+
+def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int]]:
+    """How many repeats of a run are a layer, how many stand in front of the first, and which layers these then are."""
+    votes: Counter[tuple[int, int, tuple[int, int]]] = Counter()
+    for wide in range(1, _WIDEST + 1):
+        for phase in range(wide):
+            for repeat, layer in pairs:
+                at = (repeat - phase) // wide
+                votes[wide, phase, (1, layer - at)] += 1
+                votes[wide, phase, (-1, layer + at)] += 1
+    return max(votes, key=lambda way: (votes[way], -way[0]))
+
+
+def _said(fixed: Fixed | None) -> Hashable:
+    """What is fixed, whoever says so."""
+    return fixed and (fixed.layout, fixed.names, fixed.open, fixed.exact)

@@ -1,0 +1,119 @@
+"""Ops on local tensors -> instructions: plain calls, and the local forms of rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardlib.compiler.graph.ir import Op
+from shardlib.compiler.graph.local_sort import Noted
+from shardlib.compiler.lower.arguments import put, substitute
+from shardlib.compiler.lower.builder import Builder
+from shardlib.compiler.lower.local_forms.local_builder import LocalForm
+from shardlib.compiler.program.abstract_device import Device
+from shardlib.compiler.program.check_order import refuse
+from shardlib.compiler.program.steps import Compute, Step, Var, reads
+from shardlib.compiler.program.sym_int import Sym, local_size, most, product
+from shardlib.compiler.propagate.propagation import Assignment, Flood, OpFactor
+from shardlib.core.source_lines import place
+from shardlib.rules.rule import Rule
+from shardlib.sharding.mesh.axis import Axis, ways
+
+_LITTLE = 8  # times as much is another order of work
+
+
+class Emitter:
+    """Writes ops of the graph as steps of the program."""
+
+    def __init__(self, builder: Builder, flood: Flood) -> None:
+        self.builder, self.flood = builder, flood
+        self.noted: list[Noted] = []  # what belongs to a sort
+
+    def op(
+        self, op: Op, rule: Rule, assignment: Assignment, operands: Sequence[Var], outs: Sequence[Var | None]
+    ) -> None:
+        """Write an op whose factors are cut as in `assignment`, with these results; raises `ProgramError` for what its
+        rule does not allow, which would be a fault of whoever decided it."""
+        refuse([f"{op.kind} at {place(op.line)}: {fault}" for fault in _forbidden(rule, assignment)])
+        self._note(op, assignment)
+        args, kwargs = substitute(op.node, operands)
+        cut_labels = {x[0] for x, axes in assignment.items() if axes}
+        for path, (k, names) in rule.ints.items() if cut_labels else ():
+            # All of them: beside an empty shard's 0, a -1 left over in a shape would mean nothing.
+            size = product([self.label_size(op, n, assignment) for n in names])
+            args, kwargs = put(args, kwargs, path, size * k)
+        tied = {*rule.rounds, *rule.follows}
+        if op.owns is not None and not op.owns.begins:
+            tied.add(op.owns.factor)  # the rows of others are worked on, too
+        flops, work = self._share(op, rule, {x: axes for x, axes in assignment.items() if axes and x[0] not in tied})
+        if rule.local is not None and cut_labels & rule.local_factors:
+            before, steps = len(self.builder.steps), self.builder.steps
+            made = rule.local(LocalForm(self, op, assignment, args, kwargs))
+            steps[before:] = _counted(steps[before:], op.target, flops, work, self.builder.first)
+            for var, out in zip(made if isinstance(made, tuple | list) else [made], outs, strict=True):
+                if out is not None:
+                    self.builder.become(var, out, first=before)
+            return
+        self.builder.compute(op.target, args, kwargs, outs, flops=flops, work=work)
+
+    def _note(self, op: Op, assignment: Assignment) -> None:
+        """Note how what belongs to a sort is cut."""
+        counted = next((r.counted for r in op.results if r is not None and r.counted), None)
+        name = counted if op.ordered is None else op.ordered.name
+        if name is not None:
+            labels, rows = self.flood.labels[op], None if op.ordered is None else op.ordered.rows
+            cut = {labels[f][k]: axes for (f, k), axes in assignment.items() if axes and (rows is None or f in rows)}
+            self.noted.append(Noted(name, cut, rows is not None))
+
+    def _share(self, op: Op, rule: Rule, cut: Assignment) -> tuple[float, Sym | None]:
+        """The operations of the device that does most of an op of which these factors are cut; and, where devices do
+        not do the same, what each does of how much."""
+        if not rule.flops:
+            return 0.0, None
+        sizes = [self.leaf_size(op, x) for x in cut]
+        work = product([local_size(size, axes) for size, axes in zip(sizes, cut.values(), strict=True)])
+        if not isinstance(work, Sym) or not most(work):
+            return rule.flops / math.prod(map(ways, cut.values())), None
+        return rule.flops * most(work) / math.prod(sizes), work
+
+    def factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:
+        return [(n, k) for n in names for k in range(len(self.flood.labels[op][n]))]
+
+    def leaf_size(self, op: Op, x: OpFactor) -> int:
+        return self.flood.dims.size(self.flood.labels[op][x[0]][x[1]])
+
+    def label_size(self, op: Op, label: str, assignment: Assignment) -> Sym | int:
+        return product([local_size(self.leaf_size(op, x), assignment.get(x, ())) for x in self.factors(op, [label])])
+
+
+def _forbidden(rule: Rule, assignment: Assignment) -> Iterator[str]:
+    """What a rule does not allow of the axes on its factors; of those that results lack, `pending` asks."""
+    axes: dict[str, list[Axis]] = {}
+    for (f, _), over in assignment.items():
+        axes.setdefault(f, []).extend(p for a in over for p in a.primes())
+    cut, tied = {f for f, over in axes.items() if over}, {**rule.rounds, **rule.follows}
+    yield from (f"{f} is cut, and has to be whole" for f in sorted(cut & rule.whole))
+    yield from (f"{f} is cut, and {tied[f]} is not" for f in sorted(cut & tied.keys()) if tied[f] not in cut)
+    alone = [p for f in cut - tied.keys() for p in axes[f]]
+    if len({*alone}) < len(alone):
+        yield f"{', '.join(sorted(cut))} are cut over one axis"
+
+
+def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None, device: Device) -> list[Step]:
+    """The steps of an op's local form, with its arithmetic: on those that call the op itself on more than a little, or,
+    without any, on those that work on most. What is made of statistics, or of what each device found best, on every
+    device alike, is little beside that."""
+
+    def size(step: Compute) -> int:
+        found = (device.held(v) for v in (*reads(step), *step.made))
+        return max((math.prod(x.shape) for x in found if x is not None), default=0)
+
+    calls = [s for s in steps if isinstance(s, Compute)]
+    largest = max(map(size, calls), default=0)
+    own = [s for s in calls if s.target is target and size(s) * _LITTLE >= largest]
+    mine = own or [s for s in calls if size(s) == largest]
+    return [
+        replace(s, flops=flops / len(mine), work=work) if isinstance(s, Compute) and s in mine else s for s in steps
+    ]

@@ -1,0 +1,281 @@
+"""One reshard step -> instructions: where a factor sits inside a dim, sizes per member, local slices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from shardlib.compiler.lower.builder import Builder
+from shardlib.compiler.program.steps import Asked, Var
+from shardlib.compiler.program.sym_int import (
+    Sym,
+    apart,
+    axes_of,
+    everywhere,
+    here,
+    local_size,
+    of_member,
+    offset,
+    product,
+    tabulate,
+)
+from shardlib.core.aten.op_names import CAT, NARROW, PERMUTE, RESHAPE
+from shardlib.sharding.chunks import span
+from shardlib.sharding.mesh.axis import Axis, Coords, member_coords, position, ways
+from shardlib.sharding.reshard import Axes, Crossing, Step
+from shardlib.sharding.reshard.refactor_exchange import Dim, held
+
+LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
+LocalShape = list[Sym | int]
+Places = Callable[[Coords], list[tuple[int, int]]]  # on every device, ranges of what it has of a dim: (start, size)
+
+
+class Mover:
+    """Writes the steps of reshards."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+
+    def step(self, step: Step, var: Var, dims: LocalDims, out: Var, *, reason: str, because: Asked | None) -> None:
+        """Write `step` on `var`, whose factors are `dims`, with this result."""
+        if step.crossing:
+            self.cross(step.crossing, var, out, reason, because)
+            return
+        if step.exchanges:
+            self._exchange(step, var, dims, out, reason, because)
+            return
+        new, params = _recut(dims, step), {}
+        x, back, pairs = var, None, []
+        if step.kind == "ppermute":
+            old_cut, new_cut = ([axes for dim in of for _, axes in dim] for of in (dims, new))
+            params = {"pairs": _senders(step.axes, old_cut, new_cut)}
+        elif step.kind != "all_reduce":
+            pairs = [_locate(dims, step.factor)] + ([_locate(dims, step.to)] if step.kind == "all_to_all" else [])
+            x, at, back = self._expose(var, dims, pairs, new)
+            params = _told(step, dims, new, pairs, at)
+        made = self._before(out, back)
+        if step.kind == "slice":
+            self._call(NARROW, (x, *params.values()), made)
+        else:
+            args = step.kind, step.axes, x, made, params, step.bytes, step.reduce
+            self.builder.communicate(*args, reason, because)
+        self._view_back(made, out, back)
+
+    def _exchange(self, step: Step, var: Var, dims: LocalDims, out: Var, reason: str, because: Asked | None) -> None:
+        """Several factors at once: what goes to each device is a row, and a row from each comes back."""
+        local = [_local(size, axes) for dim in dims for size, axes in dim]
+        n, parts = ways(step.axes), [ways(axes) for axes, _, _ in step.exchanges]
+        split = [[k for k, x in enumerate(step.exchanges) if x.to == i] for i in range(len(local))]
+        joined = [[k for k, x in enumerate(step.exchanges) if x.factor == i][::-1] for i in range(len(local))]
+        rest = [size // math.prod(parts[k] for k in of) for size, of in zip(local, split, strict=True)]
+        sizes, columns = [*parts, *rest], product(rest)
+        assert not isinstance(columns, Sym), f"{step} exchanges pieces of one size"
+
+        def order(parted: list[list[int]]) -> list[int]:
+            """Every factor, of all sizes, behind the parts that it is split into, or joined from."""
+            return [k for i, of in enumerate(parted) for k in (*of, len(parts) + i)]
+
+        there, back = order(split), order(joined)
+        x = self._viewed(RESHAPE, var, [sizes[k] for k in there])
+        x = self._viewed(PERMUTE, x, [there.index(k) for k in range(len(sizes))])
+        x = self._viewed(RESHAPE, x, [n, columns])
+        made = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
+        params = {"split_dim": 0, "split_sizes": [1] * n, "concat_dim": 1, "concat_sizes": [columns] * n}
+        self.builder.communicate(step.kind, step.axes, x, made, params, step.bytes, step.reduce, reason, because)
+        x = self._viewed(PERMUTE, self._viewed(RESHAPE, made, sizes), back)
+        self._call(RESHAPE, (x, [product([_local(n, a) for n, a in dim]) for dim in _recut(dims, step)]), out)
+
+    def _viewed(self, target: Any, x: Var, how: Sequence[Sym | int]) -> Var:
+        made = Var(self.builder.name(f"{x.name.partition('.sent')[0]}.sent"), None, x.dtype)
+        with self.builder.at(None):
+            self._call(target, (x, [*how]), made)
+        return made
+
+    def cross(self, crossing: Crossing, var: Var, out: Var, reason: str, because: Asked | None) -> None:
+        """A dim in other factors: what others are to hold goes to them, in their order, and ours comes in theirs."""
+        d, n, axes = crossing.dim, ways(crossing.axes), (*crossing.axes, *crossing.others)
+        x, made = var, out
+        if not _in_order(crossing.leaving, crossing.before, axes):
+            x = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
+            self._ordered(var, d, crossing.leaving, axes, x)
+        if not _in_order(crossing.arriving, crossing.after, axes):
+            made = Var(self.builder.name(f"{out.name}.sent"), None, out.dtype)
+
+        def sent(i: int, j: int) -> Sym | int:
+            if not crossing.others:  # the same in every group
+                return crossing.sent({a.name: 0 for a in axes}, i, j)
+            found: Sym | int = tabulate(partial(crossing.sent, i=i, j=j), axes, crossing.axes)
+            return found
+
+        sizes = [[sent(i, j) for j in range(n)] for i in range(n)]
+        params = {"split_dim": d, "split_sizes": sizes, "concat_dim": d, "concat_sizes": []}
+        self.builder.communicate("all_to_all", crossing.axes, x, made, params, crossing.bytes, "sum", reason, because)
+        if made is not out:
+            self._ordered(made, d, crossing.arriving, axes, out)
+
+    def _ordered(self, x: Var, d: int, places: Places, axes: Axes, out: Var) -> None:
+        """Those ranges of dim d next to each other."""
+        parts = []
+        for k in range(max(len(places(c)) for c in everywhere(apart(axes)))):
+            start, size = (tabulate(partial(_place, places, k, i), axes) for i in (0, 1))
+            parts.append(Var(self.builder.name(f"{x.name.partition('.')[0]}.part"), None, x.dtype))
+            with self.builder.at(None):
+                self._call(NARROW, (x, d, start, size), parts[-1])
+        self._call(CAT, (parts, d), out)
+
+    def slice_all(self, var: Var, dims: LocalDims, out: Var) -> None:
+        """Cut a whole value as `dims` says, locally."""
+        have: LocalDims = tuple(tuple((n, ()) for n, _ in dim) for dim in dims)
+        cuts = [(d, k) for d, dim in enumerate(dims) for k, (_, axes) in enumerate(dim) if axes]
+        for d, k in cuts:
+            size, axes = dims[d][k]
+            new = _replace(have, d, k, axes)
+            x, (where,), back = self._expose(var, have, [(d, k)], new)
+            post = product([n for n, _ in dims[d][k + 1 :]])
+            start, length = _relative(size, (), size, axes)
+            last = (d, k) == cuts[-1]
+            end = out if last else Var(self.builder.name(out.name), None, var.dtype)
+            made = self._before(end, back)
+            self._call(NARROW, (x, where, start * post, length * post), made)
+            self._view_back(made, end, back)
+            var, have = end, new
+
+    def _call(self, target: Any, args: tuple[Any, ...], out: Var) -> None:
+        self.builder.compute(target, args, {}, [out], "reshard")
+
+    def _expose(
+        self, var: Var, dims: LocalDims, pairs: list[tuple[int, int]], new: LocalDims
+    ) -> tuple[Var, list[int], LocalShape | None]:
+        """View `var` so that each of `pairs` leads a dim of its own: (view, where they are, the shape to view back)."""
+        before = {(d, k): [p for p in pairs if p[0] == d and p[1] < k] for d, k in pairs}
+        splits = sorted(p for p in {*pairs} if before[p] or any(_local(n, a) != 1 for n, a in dims[p[0]][: p[1]]))
+        at = [d + sum(split <= (d, k) for split in splits) for d, k in pairs]
+        if not splits:
+            return var, at, None
+        shape: LocalShape = []
+        for d, dim in enumerate(dims):
+            edges = [0, *(k for e, k in splits if e == d), len(dim)]
+            for start, stop in pairwise(edges):
+                shape.append(product([_local(n, a) for n, a in dim[start:stop]]))
+        view = Var(self.builder.name(f"{var.name}.split"), None, var.dtype)
+        with self.builder.at(None):
+            self._call(RESHAPE, (var, shape), view)
+        return view, at, [product([_local(n, a) for n, a in dim]) for dim in new]
+
+    def _before(self, out: Var, back: LocalShape | None) -> Var:
+        """What a step makes: the result, or, where dims were exposed, what is viewed back."""
+        return out if back is None else Var(self.builder.name(f"{out.name}.split"), None, out.dtype)
+
+    def _view_back(self, made: Var, out: Var, back: LocalShape | None) -> None:
+        if back is not None:
+            self._call(RESHAPE, (made, back), out)
+
+
+def _in_order(places: Places, dim: Dim, axes: Axes) -> bool:
+    """Whether these are all of a dim as it is, on every device: what follows each other is one range."""
+    for c in everywhere(apart(axes)):
+        n = sum(b - a for a, b in held(dim, c))
+        if places(c) != ([(0, n)] if n else []):
+            return False
+    return True
+
+
+def _place(places: Places, k: int, i: int, coords: Coords) -> int:
+    """Start (0) or size (1) of the k-th range on a device; nothing of it where there are fewer."""
+    found = places(coords)
+    return found[k][i] if k < len(found) else 0
+
+
+def _told(step: Step, dims: LocalDims, new: LocalDims, pairs: list[tuple[int, int]], at: list[int]) -> dict[str, Any]:
+    """What a step is told of dims and sizes; a slice, in this order: where, from where on, how much."""
+    d, k = pairs[0]
+    post = _after(dims, d, k, pairs)
+    if step.kind == "slice":
+        start, length = _relative(*dims[d][k], *new[d][k])
+        return {"dim": at[0], "start": start * post, "length": length * post}
+    if step.kind == "all_to_all" and step.factor == step.to:
+        sizes = _exchanged(dims[d][k], new[d][k], step.axes, post)
+        return {"split_dim": at[0], "split_sizes": sizes, "concat_dim": at[0], "concat_sizes": []}
+    if step.kind == "all_to_all":
+        (e, m) = pairs[1]
+        split = _member_sizes(*new[e][m], step.axes, _after(dims, e, m, pairs))
+        concat = _member_sizes(*dims[d][k], step.axes, post)
+        return {"split_dim": at[1], "split_sizes": split, "concat_dim": at[0], "concat_sizes": concat}
+    finer = dims[d][k] if step.kind == "all_gather" else new[d][k]
+    return {"dim": at[0], "sizes": _member_sizes(*finer, step.axes, post)}
+
+
+def _local(size: int, axes: Axes) -> Sym | int:
+    return local_size(size, Axis.merge(axes))
+
+
+def _locate(dims: LocalDims, flat: int) -> tuple[int, int]:
+    for d, dim in enumerate(dims):
+        if flat < len(dim):
+            return d, flat
+        flat -= len(dim)
+    raise IndexError(flat)
+
+
+def _after(dims: LocalDims, d: int, k: int, pairs: Sequence[tuple[int, int]]) -> Any:
+    """The local size of what stands behind a factor in the dim that `_expose` made for it."""
+    stop = min([m for e, m in pairs if e == d and m > k], default=len(dims[d]))
+    return product([_local(n, a) for n, a in dims[d][k + 1 : stop]])
+
+
+def _recut(dims: LocalDims, step: Step) -> LocalDims:
+    after = iter(zip(step.sizes, step.result, strict=True))
+    return tuple(tuple(next(after) for _ in dim) for dim in dims)
+
+
+def _replace(dims: LocalDims, d: int, k: int, axes: Axes) -> LocalDims:
+    dim = dims[d]
+    return (*dims[:d], (*dim[:k], (dim[k][0], axes), *dim[k + 1 :]), *dims[d + 1 :])
+
+
+def _relative(whole: int, old: Axes, size: int, new: Axes) -> tuple[Any, Any]:
+    """Start and length of a device's piece of `size` under `new` inside its piece of `whole` under `old`."""
+    old, new = Axis.merge(old), Axis.merge(new)
+    return offset(size, new) - offset(whole, old), local_size(size, new)
+
+
+def _member_sizes(size: int, finer: Axes, group: Axes, post: Sym | int) -> list[Sym | int]:
+    """Sizes of the group's members along the dim, in group order; the group's axes are the minor ones of `finer`."""
+    piece = product([local_size(size, finer), post])
+    if not isinstance(piece, Sym):
+        return [piece] * ways(group)
+    return [of_member(piece, group, i) for i in range(ways(group))]
+
+
+def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: Sym | int) -> list[list[Sym | int]]:
+    """How much each member of the group sends to each, when a factor's pieces change from `old` to `new`."""
+    (have, before), (want, after) = ((n, Axis.merge(a)) for n, a in (old, new))
+
+    def sent(coords: Coords, i: int, j: int) -> int:
+        sender, receiver = (member_coords(coords, group, m) for m in (i, j))
+        (a, b), (c, d) = span(have, before, sender), span(want, after, receiver)
+        return max(0, min(b, d) - max(a, c)) * int(here(post, coords))
+
+    others, members = {*before, *after, *axes_of(post)}, range(ways(group))
+    return [[tabulate(partial(sent, i=i, j=j), others, group) for j in members] for i in members]
+
+
+def _senders(group: Axes, old: Sequence[Axes], new: Sequence[Axes]) -> list[tuple[int, int]]:
+    """Who sends to whom, for pieces cut by `old` to be cut by `new` (the axes of every factor).
+
+    Pairs of (source, destination) positions in the group. As many members hold a piece before as after; those that hold
+    it before and after keep it.
+    """
+    origin = {a.name: 0 for axes in (group, *old, *new) for a in axes}
+    members = [member_coords(origin, group, i) for i in range(ways(group))]
+    before, after = ([tuple(position(c, axes) for axes in cut) for c in members] for cut in (old, new))
+    kept = [i for i, (p, q) in enumerate(zip(before, after, strict=True)) if p == q]
+    free: dict[tuple[int, ...], list[int]] = {}
+    for i, piece in enumerate(before):
+        if i not in kept:
+            free.setdefault(piece, []).append(i)
+    moved = [(free[piece].pop(0), i) for i, piece in enumerate(after) if i not in kept]
+    return sorted([*((i, i) for i in kept), *moved], key=lambda pair: pair[1])

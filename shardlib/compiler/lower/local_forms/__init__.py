@@ -1,0 +1,1 @@
+"""What rules' local forms write, by hand or as torch code that is recorded."""

@@ -1,0 +1,267 @@
+"""What rules write their local forms with: calls and small reductions, emitted into the program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardlib.compiler.graph.ir import Op
+from shardlib.compiler.lower.local_forms.record_torch_code import code
+from shardlib.compiler.lower.manual import told
+from shardlib.compiler.program.abstract_device import REFUSALS, Local
+from shardlib.compiler.program.nested_args import leaves
+from shardlib.compiler.program.steps import Compute, Inside, Var
+from shardlib.compiler.program.sym_int import (
+    Sym,
+    apart,
+    axes_of,
+    everywhere,
+    here,
+    local_size,
+    of_member,
+    offset,
+    place_in,
+    product,
+    tabulate,
+)
+from shardlib.compiler.propagate.propagation import Assignment, OpFactor
+from shardlib.core.torch_private import schema_of, without_modes
+from shardlib.rules.rule import Labels
+from shardlib.sharding import reshard
+from shardlib.sharding.layout import Factor, Layout
+from shardlib.sharding.mesh.axis import Axis, Coords, member_coords, position, ways
+from shardlib.sharding.reshard import Axes
+
+if TYPE_CHECKING:
+    from shardlib.compiler.lower.emit import Emitter
+
+BORDERS = "exchanged at the borders"  # what is done with what a halo needs
+_DONE = {
+    "all_reduce": "reduced",
+    "reduce_scatter": "reduced",
+    "all_gather": "gathered",
+    "all_to_all": "exchanged",
+    "ppermute": "passed round",
+}
+
+
+class LocalForm:
+    """What rules write their local forms with; see `shardlib.rules.rule.Local`."""
+
+    def __init__(self, emitter: Emitter, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
+        assert op.rule is not None
+        self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
+        self._shares: dict[str, list[int]] = {}
+        self._emitter, self._op, self._assignment = emitter, op, assignment
+        self._builder = emitter.builder
+
+    @property
+    def origin(self) -> Coords:
+        """The first device."""
+        return dict.fromkeys(self._builder.mesh.axis_names, 0)
+
+    @property
+    def prices(self) -> reshard.Prices:
+        """What arithmetic and messages take on the mesh's machine."""
+        return reshard.Prices.of(self._builder.mesh)
+
+    @property
+    def factors(self) -> list[str]:
+        """The factors that code may speak of, those of size 1 as well."""
+        return [*self.rule.sizes, *self.rule.ones]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the operands live. (Eager calls of tensors on CPUs are planned on meta tensors.)"""
+        found: torch.device = self._op.node.all_input_nodes[0].meta["val"].device
+        return torch.device("cpu") if found.type == "meta" else found
+
+    def axes(self, factor: str) -> Axes:
+        if factor not in self.rule.sizes:  # of size 1
+            return ()
+        return tuple(a for x in self._emitter.factors(self._op, [factor]) for a in self._assignment.get(x, ()))
+
+    def size(self, factor: str) -> Sym | int:
+        if factor not in self.rule.sizes:
+            return 1
+        return self._emitter.label_size(self._op, factor, self._assignment)
+
+    def owes(self, operand: int, factor: str) -> bool:
+        layout = [*leaves((self.args, self.kwargs), Var)][operand].layout
+        axes = {a for p in ([] if layout is None else layout.pending) for x in p.axes for a in x.primes()}
+        return {a for x in self.axes(factor) for a in x.primes()} <= axes
+
+    def offset(self, factor: str) -> Sym | int:
+        if factor not in self.rule.sizes:
+            return 0
+        (first, *rest) = self._emitter.factors(self._op, [factor]) or [(factor, 0)]
+        inner = math.prod(self._emitter.leaf_size(self._op, x) for x in rest)
+        return offset(self._emitter.leaf_size(self._op, first), self._assignment.get(first, ())) * inner
+
+    def pieces(self, factor: str) -> list[tuple[Sym | int, Sym | int, int]]:
+        out: list[tuple[Sym | int, Sym | int, int]] = []
+        for x in self._emitter.factors(self._op, [factor]):
+            n, axes = self._emitter.leaf_size(self._op, x), self._assignment.get(x, ())
+            if out and not axes:
+                size, begin, whole = out[-1]
+                out[-1] = size * int(n), begin * int(n), whole * int(n)
+            else:
+                out.append((local_size(n, axes), offset(n, axes), int(n)))
+        return out
+
+    def ways(self, factor: str) -> int:
+        return ways(self.axes(factor))
+
+    def of(self, value: Sym | int, factor: str, member: Callable[[int], int]) -> Sym | int:
+        if not isinstance(value, Sym):
+            return value
+        axes = Axis.merge(self.axes(factor))
+        of = lambda c: value.at(member_coords(c, axes, member(position(c, axes))))
+        found: Sym | int = tabulate(of, {*value.axes, *axes})
+        return found
+
+    def position(self, factor: str) -> Sym | int:
+        return place_in(Axis.merge(self.axes(factor)))
+
+    def calc(self, function: Callable[..., Any], *values: Any) -> Any:
+        """Worked out at once, so that what is alike everywhere is no symbol, and nothing is worked out twice."""
+        axes = [a for v in values if isinstance(v, Sym) for a in v.axes]
+        return tabulate(lambda c: function(*(here(v, c) for v in values)), axes) if axes else function(*values)
+
+    def values(self, value: Any, factor: str) -> list[set[Any]]:
+        axes = Axis.merge(self.axes(factor))
+        out: list[set[Any]] = [set() for _ in range(self.ways(factor))]
+        for coords in everywhere(apart((*axes, *axes_of(value)))):
+            out[position(coords, axes)].add(here(value, coords))
+        return out
+
+    def shares(self, factor: str) -> list[int]:
+        """The sizes that `size` is there, one by one; for all devices that ask worked out once."""
+        if factor not in self._shares:
+            self._shares[factor] = [size for (size,) in self.values(self.size(factor), factor)]
+        return self._shares[factor]
+
+    def send(
+        self, value: Var, factor: str, pairs: Sequence[tuple[int, int]], shape: Sequence[Sym | int], *, name: str
+    ) -> Var:
+        axes = Axis.merge(self.axes(factor))
+        source = {dst: src for src, dst in pairs}
+        every = [[of_member(n, axes, i) for n in shape] for i in range(self.ways(factor))]
+        params: dict[str, Any] = {"pairs": list(pairs)}
+        if any(isinstance(n, Sym) for n in shape):
+            params["shapes"] = every
+        received = (every[source.get(i, i)] for i in range(self.ways(factor)))
+        nbytes = max(map(_most, received)) * value.dtype.itemsize
+        return self._builder.communicate(
+            "ppermute",
+            axes,
+            value,
+            self._var(f"{name}.halo", value.dtype),
+            params,
+            nbytes,
+            reason=f"{self._op.name} needs of {name} what others hold along {factor}",
+            because=Inside(self._op, (factor,), name, BORDERS),
+        )
+
+    def ppermute(
+        self,
+        value: Var,
+        factor: str,
+        pairs: Sequence[tuple[int, int]],
+        labels: Labels,
+        *,
+        name: str,
+        holds: Callable[[int], int] = lambda i: i,
+        parts: int = 1,
+    ) -> Var:
+        axes, layout = Axis.merge(self.axes(factor)), self.layout(labels, factor, parts)
+        out = self._var(name, value.dtype, layout)
+        params: dict[str, Any] = {"pairs": list(pairs)}
+        if not all(f.even for f in layout.factors):
+            local = [product([local_size(f.size, f.axes) for f in dim]) for dim in layout.dims]
+            params["shapes"] = [[of_member(n, axes, holds(i)) for n in local] for i in range(self.ways(factor))]
+        reason, because = f"{self._op.name} passes {factor} round", Inside(self._op, (factor,), name)
+        return self._builder.communicate(
+            "ppermute", axes, value, out, params, out.nbytes, reason=reason, because=because
+        )
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` writes, or wrote before in this program: two ops need the same borders of one value, and the
+        gradient of a convolution's weight needs those that the convolution did."""
+        if key not in self._builder.sent:
+            self._builder.sent[key] = make()
+        return self._builder.sent[key]
+
+    def now(self, var: Var) -> Var:
+        """What stands for a variable that was made before."""
+        return self._builder.now.get(var, var)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return code(self, function, args, kwargs)
+
+    def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        n = sum(r.real_type.isSubtypeOf(torch.TensorType.get()) for r in schema_of(target).returns)
+        step = Compute(target, args, kwargs, (None,) * len(schema_of(target).returns[: max(1, n)]))
+        outs = self.emit(target, args, kwargs, self._made(step)[: len(step.outs)])
+        return outs[0] if len(outs) == 1 else outs
+
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: Any, made: Sequence[Local | None]) -> tuple[Var, ...]:
+        """Write a call that makes these on the first device."""
+        operands = [a.dtype for a in leaves((args, kwargs), Var)]
+        dtypes = [(operands or [torch.get_default_dtype()])[0] if x is None else x.dtype for x in made]
+        if target is self._op.target and operands == [v.dtype for v in self._op.operands]:
+            # one more call of the op itself, whose dtypes the device knows
+            dtypes = [d if r is None else r.dtype for r, d in zip(self._op.results, dtypes, strict=False)]
+        name = f"{self._op.name}.{schema_of(target).name.split('::')[-1]}"
+        outs = tuple(self._var(name, dtype) for dtype in dtypes)
+        for out, x in zip(outs, made, strict=False):
+            self._builder.first.hold(out, x)
+        self._builder.compute(target, args, kwargs, outs, f"part of {self._op.name}")
+        return outs
+
+    def communicate(
+        self, kind: str, factors: Sequence[str], value: Var, members: Sequence[Any], args: Sequence[Any], nbytes: int
+    ) -> Var:
+        """Write a collective of the members of the group along some factors, as `told`."""
+        axes = Axis.merge(a for f in factors for a in self.axes(f))
+        params, reduce, sent = told(kind, args, members, ways(axes), nbytes)
+        done, over = _DONE[kind], " and ".join(factors)
+        why = f"needs its {reduce} over {over}" if done == "reduced" else f"needs what is {done} along {over}"
+        out = self._var(f"{value.name}.{done.replace(' ', '_')}", value.dtype)
+        because = Inside(self._op, tuple(factors), how=done)
+        reason = f"{self._op.name} {why}"
+        return self._builder.communicate(kind, axes, value, out, params, sent, reduce, reason=reason, because=because)
+
+    def _made(self, step: Compute) -> Sequence[Local | None]:
+        """What torch says that a call makes on the first device."""
+        with without_modes():
+            try:
+                return self._builder.first.compute(step)
+            except REFUSALS:  # a kernel for tensors without values may be stricter than the one that will run
+                return [None] * len(step.outs)
+
+    def _var(self, name: str, dtype: torch.dtype, layout: Layout | None = None) -> Var:
+        return Var(self._builder.name(name), layout, dtype)
+
+    def layout(self, labels: Labels, factor: str = "", parts: int = 1) -> Layout:
+        """The layout of a tensor of these labels, or of one of `parts` equal parts along `factor` of every piece."""
+        emitter, op = self._emitter, self._op
+        pairs = [*self.rule.follows.items(), *self.rule.rounds.items()]
+        alike = {factor, *(t for t, s in pairs if s == factor), *(s for t, s in pairs if t == factor)}
+
+        def one(x: OpFactor) -> Factor:
+            size = emitter.leaf_size(op, x)
+            if parts > 1 and x[0] in alike and x[1] == 0:
+                size //= parts
+            return Factor(size, Axis.merge(self._assignment.get(x, ())))
+
+        return Layout(tuple(tuple(one(x) for x in emitter.factors(op, names)) for names in labels)).canonical
+
+
+def _most(shape: Sequence[Sym | int]) -> int:
+    """Elements on the fullest device."""
+    axes = apart(a for n in shape for a in axes_of(n))
+    return max(math.prod(int(here(n, c)) for n in shape) for c in everywhere(axes))

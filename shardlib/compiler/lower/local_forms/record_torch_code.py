@@ -1,0 +1,335 @@
+"""Local forms that are torch code: run on tensors without values, and written down as steps.
+
+Devices whose pieces have the same sizes take the same steps, so the code runs once for every kind of device. Where the
+whole numbers differ that it passes to torch, the steps' arguments are `Sym`s; whatever else differs is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlib.compiler.lower.local_forms import emit_halo
+from shardlib.compiler.program.abstract_device import REFUSALS, Local, frozen, makes
+from shardlib.compiler.program.steps import Var
+from shardlib.compiler.program.sym_int import Sym, apart, everywhere, here, of_member, place_in, table
+from shardlib.core.aten.op_names import FILLED, PAD, SLICE, VIEW
+from shardlib.core.aten.op_traits import has, returns_list
+from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import TorchDispatchMode, pytree, schema_of, without_modes
+from shardlib.primitives.body import Body, Piece, entered
+from shardlib.sharding.mesh.axis import Axis, Coords, ways
+
+if TYPE_CHECKING:
+    from shardlib.compiler.lower.local_forms.local_builder import LocalForm
+
+_HALOS = {"fetch": emit_halo.fetch, "give_back": emit_halo.give_back}
+
+
+def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The values of the program that `function` gives for these arguments; see `rules.rule.Local.run`."""
+    flat, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    uneven = [f for f in local.rule.sizes if isinstance(local.size(f), Sym)]
+    differ = {a for f in uneven for a in local.axes(f)} | {a for x in flat if isinstance(x, Sym) for a in x.axes}
+    kinds: dict[Any, _Run] = {}
+    on: dict[tuple[int, ...], _Run] = {}  # by device
+    asked: dict[Sym, None] = {}  # numbers that the code was told, in order
+    with without_modes(), torch.no_grad():
+        while True:
+            axes, runs = apart([*differ, *(a for n in asked for a in n.axes)]), []
+            for at in everywhere(axes):
+                coords = {**local.origin, **at}
+                given = [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else here(x, at) for x in flat]
+                told = [here(n, coords) for n in asked]
+                key, device = repr((given, told)), tuple(coords.values())
+                if key not in kinds:
+                    if device not in on:
+                        on[device] = _Run(local, coords).of(function, flat, given, tree)
+                    kinds[key] = on[device]
+                runs.append(kinds[key])
+                if not runs[-1].asked.keys() <= asked.keys():
+                    break  # devices are told apart by more than was known
+            else:
+                break
+            asked |= runs[-1].asked
+    _check(local, list({id(run): run for run in runs}.values()))
+    return _write(local, flat, axes, runs)
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A tensor of the code: the n-th that there was."""
+
+    n: int
+
+
+class _Made(NamedTuple):
+    """One call: its arguments, and the results, as references."""
+
+    op: Any
+    args: Any
+    kwargs: Any
+    out: Any
+
+
+class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What the code does on one device."""
+
+    def __init__(self, local: LocalForm, coords: Coords) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.local, self.coords = local, coords
+        self.calls: list[_Made] = []
+        self.held: list[Local] = []  # of all tensors
+        self.results: Any = None
+        self.guesses = False  # whether a shape in `held` is only what the rule says
+        self.asked: dict[Sym, None] = {}  # numbers that differ by device, and were told
+        self._known: dict[int, tuple[_Ref, Tensor]] = {}
+
+    def of(self, function: Callable[..., Any], flat: Sequence[Any], given: Sequence[Any], tree: Any) -> _Run:
+        """Run it on operands of the shapes in `given`."""
+        pairs = zip(flat, given, strict=True)
+        given = [self.new(Local.dense(n, x.dtype)) if isinstance(x, Var) else n for x, n in pairs]
+        args, kwargs = pytree.tree_unflatten(given, tree)
+        ways = {f: self.local.ways(f) for f in self.local.factors}
+        like = self.new(Local.dense((), torch.int64))
+        with entered(Body(None, tuple(ways), like, form=self, dims=ways)), self:
+            try:
+                found = function(*args, **kwargs)
+            except ShardingError:
+                raise
+            except REFUSALS as error:
+                raise self.fault("fails", [f"{type(error).__name__}: {error}"]) from error
+        self.results = self.noted(found)
+        return self
+
+    def piece(self, name: str) -> Piece:
+        return Piece(self._told(self.local.offset(name)), self.share(name), self.local.rule.sizes.get(name, 1))
+
+    def share(self, name: str) -> int:
+        return self._told(self.local.size(name))
+
+    def shares(self, name: str) -> list[int]:
+        return self.local.shares(name)
+
+    def place(self, name: str) -> int:
+        return self._told(self.local.position(name))
+
+    def _told(self, n: Sym | int) -> int:
+        if isinstance(n, Sym):
+            self.asked[n] = None
+        return int(here(n, self.coords))
+
+    def new(self, x: Local) -> Tensor:
+        """A tensor that is there from now on."""
+        tensor = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
+        self._known[id(tensor)] = _Ref(len(self.held)), tensor
+        self.held.append(x)
+        return tensor
+
+    def noted(self, x: Any) -> Any:
+        """An argument, with references for tensors."""
+        if isinstance(x, Tensor):
+            if id(x) not in self._known:
+                what = [f"a tensor of shape {list(x.shape)} is no operand, and not made of any"]
+                raise self.fault("reads what no program has", what, "pass it to the op, or use numbers")
+            return self._known[id(x)][0]
+        if isinstance(x, list | tuple):
+            return [*map(self.noted, x)]
+        if isinstance(x, dict):
+            return {k: self.noted(y) for k, y in x.items()}
+        return self.local.device if isinstance(x, torch.device) else x
+
+    def here(self, x: Any) -> Any:
+        return self.held[x.n] if isinstance(x, _Ref) else frozen(x, self.here)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if schema_of(op).is_mutable:
+            raise self.fault("writes to a tensor", [str(op)], "use the op that returns a new one")
+        if torch.Tag.nondeterministic_seeded in op.tags and not has(op, "per device"):
+            raise self.fault("draws random numbers", [str(op)], "draw them outside, and pass them to the op")
+        args, kwargs = self.noted(args), self.noted(kwargs or {})
+        made: Sequence[Local | None] = makes(op, self.here(args), self.here(kwargs))
+        if not made:
+            made, self.guesses = self._unknown(op), True
+        out = [None if x is None else self.new(x) for x in made] if schema_of(op).returns else []
+        self.calls.append(_Made(op, args, kwargs, self.noted(out)))
+        if returns_list(op):
+            return out
+        return tuple(out) if len(out) > 1 else out[0] if out else None
+
+    def _unknown(self, op: Any) -> Sequence[Local | None]:
+        """What an op makes of which torch does not say it: for the op itself, on pieces, the rule does."""
+        if op is not self.local.call.target:
+            raise NotImplementedError(f"{op} has no form for tensors without values: torch.library.register_fake")
+        every = enumerate(self.local.call.results)
+        return [None if m is None else Local.dense(_shape(self.local, self.coords, i), m.dtype) for i, m in every]
+
+    def fault(self, what: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
+        return _fault(self.local, what, offenders, remedy)
+
+
+def _shape(local: LocalForm, coords: Coords, result: int) -> tuple[int, ...]:
+    """What a device has of a result."""
+    return tuple(math.prod(here(local.size(f), coords) for f in dim) for dim in local.rule.results[result])
+
+
+def _fault(local: LocalForm, what: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
+    return ShardingError(
+        f"the local form of {local.call.target} {what}",
+        offenders,
+        rule="it is torch code for one device, which makes the pieces of the results, and takes the same steps on all",
+        remedy=remedy or "let nothing but arguments and shapes decide what it does; it never sees values",
+    )
+
+
+# --- what has to be the same ------------------------------------------------------------------------------------------
+
+
+def _check(local: LocalForm, runs: Sequence[_Run]) -> None:
+    """The same steps on all devices, and results that are pieces."""
+    for k, calls in enumerate(zip(*(run.calls for run in runs), strict=False)):
+        if len({(len(c.args), *c.kwargs) for c in calls}) > 1:  # torch leaves out an argument that has its default
+            for run in runs:
+                run.calls[k] = _whole(run.calls[k])
+    first, *rest = runs
+    mine = _steps(first) if rest else []
+    for run in rest:
+        for a, b in zip(mine, _steps(run), strict=False):
+            if a != b:
+                raise _fault(local, "takes other steps on other devices", [f"{a} on the first", f"{b} on another"])
+        if len(run.calls) != len(first.calls):
+            raise _fault(local, "takes more steps on some devices", [f"{len(first.calls)} and {len(run.calls)}"])
+    wrong = [fault for run in runs for fault in _unlike(local, run)]
+    if wrong:
+        raise _fault(local, "makes other results than the rule says", list(dict.fromkeys(wrong)))
+
+
+def _whole(call: _Made) -> _Made:
+    """The call with all its arguments."""
+    args, kwargs = list(call.args), {}
+    for a in schema_of(call.op).arguments[len(args) :]:
+        value = call.kwargs.get(a.name, a.default_value)
+        if a.kwarg_only:
+            kwargs[a.name] = value
+        else:
+            args.append(value)
+    return call._replace(args=args, kwargs=kwargs)
+
+
+def _steps(run: _Run) -> list[str]:
+    """Its calls and results, with `n` for every whole number."""
+
+    def said(x: Any) -> str:
+        if isinstance(x, _Ref):
+            return f"%{x.n}"
+        if isinstance(x, list | tuple):
+            return f"[{', '.join(map(said, x))}]"
+        return "n" if type(x) is int else repr(x)
+
+    def called(c: _Made) -> str:
+        given = [*map(said, c.args), *(f"{k}={said(v)}" for k, v in c.kwargs.items())]
+        return f"{c.op}({', '.join(given)}) -> {', '.join(map(said, c.out))}"
+
+    return [*map(called, run.calls), f"return {said(run.results)}"]
+
+
+def _unlike(local: LocalForm, run: _Run) -> Iterator[str]:
+    if has(local.call.target, "other shapes"):
+        return  # whose results are what the device says
+    found = run.results if isinstance(run.results, tuple | list) else [run.results]
+    wanted = local.call.results
+    if len(found) != len(wanted):
+        yield f"{len(found)} results, not {len(wanted)}"
+        return
+    for i, (ref, meta) in enumerate(zip(found, wanted, strict=True)):
+        if meta is None:
+            continue
+        if not isinstance(ref, _Ref):
+            yield f"result {i} is {ref!r}, no tensor"
+            continue
+        x = run.held[ref.n]
+        shape = _shape(local, run.coords, i)
+        if x.shape != shape or x.dtype != meta.dtype:
+            yield f"result {i} is {list(x.shape)} of {x.dtype}, not {list(shape)} of {meta.dtype}"
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: Sequence[_Run]) -> Any:
+    """Write what all of them do; `runs` has one for every position along `axes`."""
+    values: list[Any] = [x for x in flat if isinstance(x, Var)]
+    values += values[:1]  # what stands for the device
+
+    def joined(each: Sequence[Any]) -> Any:
+        """An argument, as it is on each device."""
+        first = each[0]
+        if isinstance(first, _Ref):
+            return values[first.n]
+        if isinstance(first, list | tuple):
+            return [joined(x) for x in zip(*each, strict=True)]
+        if isinstance(first, dict):
+            return {k: joined([x[k] for x in each]) for k in first}
+        return table(axes, each) if type(first) is int else first
+
+    for calls in zip(*(run.calls for run in runs), strict=True):
+        op, out = calls[0].op, calls[0].out
+        args, kwargs = joined([c.args for c in calls]), joined([c.kwargs for c in calls])
+        if all(map(_nothing, runs, calls)):
+            values.append(args[0])
+        elif has(op, "per device"):
+            before, after = ([run.held[ref.n] for run in runs] for ref in (calls[0].args[0], out[0]))
+            nbytes = max(math.prod(x.shape) for x in after) * after[0].dtype.itemsize
+            values.append(_communicate(local, op, args, joined([x.shape for x in before]), nbytes))
+        else:
+            write = partial(local.emit, op, tuple(args), kwargs, [ref and runs[0].held[ref.n] for ref in out])
+            if op is VIEW:  # one of all that regroup a value alike, so that they share its borders
+                source, shape = args
+                made = tuple(map(local.now, local.once((VIEW, local.now(source), tuple(shape)), write)))
+            else:
+                made = write()
+            values += [x for x, ref in zip(made, out, strict=True) if ref is not None]
+    return joined([run.results for run in runs])
+
+
+def _nothing(run: _Run, call: _Made) -> bool:
+    """Whether a call gives what it is given: a slice of all, no padding."""
+    if run.guesses:
+        return False
+    if call.op is SLICE:
+        before, after = (run.held[ref.n].shape for ref in (call.args[0], call.out[0]))
+        return bool(before == after)
+    return call.op is PAD and not any(call.args[1])
+
+
+def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequence[Sym | int], nbytes: int) -> Var:
+    """Write a collective along dims of the rule, over the axes that cut them here."""
+    source: Var = args[0]
+    names, *rest = args[1:]
+    axes = Axis.merge(a for f in names for a in local.axes(f))
+    kind, n = schema_of(op).name.removeprefix("shardlib::manual_"), ways(axes)
+    if kind in _HALOS:
+        dim, *ranges, name = rest
+        rows = emit_halo.Slab(local, names[0], dim, name, source, tuple(before))
+        pairs = (
+            [local.calc(lambda low, high: (low, high), *r) for r in zip(n[::2], n[1::2], strict=True)] for n in ranges
+        )
+        return _HALOS[kind](rows, *pairs)
+    if kind == "axis_index":
+        args = source, [], place_in(axes)
+        return local.emit(FILLED, args, {"dtype": torch.int64}, [Local.dense((), torch.int64)])[0]
+    if n == 1 and (kind != "ppermute" or rest[0]):
+        return source  # to itself
+    members = [[of_member(size, axes, i) for i in range(n)] for size in before]
+    if kind == "gather":
+        return local.communicate("all_gather", names, source, members, rest, nbytes)
+    if wrong := [m for m in members if len(set(m)) > 1]:
+        what = [f"of a dim they have {', '.join(map(str, sizes))}" for sizes in wrong]
+        raise _fault(local, f"hands pieces that differ in size to {kind}", what, "pad them to one size")
+    return local.communicate(kind, names, source, members, rest, nbytes)

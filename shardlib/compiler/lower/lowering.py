@@ -1,0 +1,323 @@
+"""Decisions -> the per-device program.
+
+Ops are lowered in program order. Each op asks for its operands in the cut that its unit decided (`values`), or takes a
+pending sum as it is, if it may (`pending`), and is emitted (`emit`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+from shardlib.compiler.graph.ir import Graph, Op, Value, viewed
+from shardlib.compiler.graph.local_sort import check as check_order
+from shardlib.compiler.lower import manual
+from shardlib.compiler.lower.arguments import substitute
+from shardlib.compiler.lower.builder import Builder
+from shardlib.compiler.lower.drop_gathered import Between
+from shardlib.compiler.lower.emit import Emitter
+from shardlib.compiler.lower.partial_sums.gathered_rows import LookedUp, Passed
+from shardlib.compiler.lower.partial_sums.partial_sums import PendingSums
+from shardlib.compiler.lower.partial_sums.reassociate_sums import Regrouping
+from shardlib.compiler.lower.placement import SETTLED, Owed, Placement
+from shardlib.compiler.lower.value_layouts import Values
+from shardlib.compiler.program.steps import Program, Var
+from shardlib.compiler.program.sym_int import Sym, place_in
+from shardlib.compiler.program.verify import verify
+from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate.decision_units import value_factors
+from shardlib.compiler.propagate.propagation import Assignment
+from shardlib.core.aten.op_names import ALIAS
+from shardlib.core.aten.op_traits import has
+from shardlib.primitives.debug_print import OP as PRINT
+from shardlib.rules.rule import OWNED
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.mesh import Mesh
+
+
+class Part(NamedTuple):
+    """Steps that follow each other, by their number; and what for: an op, an input, or a result by its position."""
+
+    of: Op | Value | int
+    steps: int
+
+
+def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
+    """Emit the program; raises `ProgramError` for one that cannot run, which would be a fault of ours."""
+    return lower_in_parts(graph, propagated, mesh)[0]
+
+
+def lower_in_parts(graph: Graph, propagated: Propagated, mesh: Mesh) -> tuple[Program, list[Part]]:
+    """The program, and what its steps are for."""
+    lowering = Lowering(graph, propagated, mesh)
+    return verify(lowering.run()), lowering.parts()
+
+
+class Lowering:
+    def __init__(self, graph: Graph, propagated: Propagated, mesh: Mesh) -> None:
+        self.graph, self.p = graph, propagated
+        self.flood, self.units = propagated.flood, propagated.units
+        self.builder = Builder(mesh)
+        self.emitter = Emitter(self.builder, self.flood)
+        self.values = Values(self.emitter)
+        self.constants = self.values.constants
+        self.sums = PendingSums(self.values, graph, propagated)
+        self.looked_up = LookedUp(self.sums.branching)
+        self.between = Between(self.values, graph)
+        self.regrouping = Regrouping(self.values, self.sums.readers, self.between.passes)
+        self._begun: list[tuple[Op | Value | int, int]] = []  # what steps are for, and the first of them
+
+    def parts(self) -> list[Part]:
+        """What the steps are for, in their order."""
+        last = self._begun[-1:] and [(self._begun[-1][0], len(self.builder.steps))]
+        pairs = itertools.pairwise([*self._begun, *last])
+        return [Part(of, end - first) for (of, first), (_, end) in pairs if end > first]
+
+    def run(self) -> Program:
+        for value in self.graph.inputs:
+            if value.constant:
+                self.builder.inputs.append(self.constants.whole(value))
+                continue
+            given, cut = self.p.given(value)
+            self.builder.inputs.append(self.values.make(given, (cut, SETTLED)))
+        for value, tensor in self.graph.captured:
+            self.builder.captured.append((self.constants.whole(value), tensor))
+        for value in self.graph.inputs:
+            if value in self.flood.apart and self.sums.readers[value]:
+                self.values.reader = None
+                self._begun.append((value, len(self.builder.steps)))
+                self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
+        for op in self.graph.ops:
+            if not op.constant and not op.transparent:
+                for reader, waiting in self.between.turn(op):
+                    self._at(waiting.op, reader)
+                    self._scattered(waiting, reader)
+                self.looked_up.reach(op)
+                passed = op in self.looked_up.passed
+                for first in self.regrouping.met_by(op, swaps=not passed):
+                    self._at(first, first)
+                    self._op(first)
+                if passed or not self.regrouping.waits(op):
+                    self._at(op, op)
+                    self._op(op)
+        check_order(self.emitter.noted)
+        for i, value in enumerate(self.graph.outputs):
+            self.builder.outputs.append(self._output(i, value) if isinstance(value, Value) else value)
+        return self.builder.finish()
+
+    # Ops ------------------------------------------------------------------------------------------------------------
+
+    def _op(self, op: Op) -> None:
+        for value in op.operands:
+            self._there(viewed(value))
+        if (way := self.looked_up.passed.get(op)) is not None:
+            self._passed(op, way)
+            return
+        for value in op.operands:
+            if op.owns is None:
+                self.values.own.settle(value)
+        if op.constrains:
+            result = op.results[0]
+            assert result is not None
+            said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
+            self.values.as_(op.operands[0], said, cut)
+            if said is not result:
+                self.values.as_(said, result, cut)
+            return
+        if op.manual:
+            self._manual(op)
+            return
+        if has(op.target, "draws the key"):
+            self._call_key(op)
+            return
+        if op.target is PRINT:
+            self._replicated(op, lead=self._first())
+            return
+        if op.rule is None:
+            self._replicated(op)
+            return
+        own = self._own(op)
+        for i, value in enumerate(op.operands):
+            if i not in own:
+                self.values.own.settle(value)
+        if not own and (passed := self.sums.carried(op)) is not None:
+            assignment, owed, linear = passed
+        else:
+            assignment = dict(self.p.assignment(op))
+            owed, linear = SETTLED, frozenset()
+            if op.owns is not None and not op.owns.begins and not own:
+                assignment.pop((op.owns.factor, 0), None)  # whole rows are as good
+        operands = [
+            self._own_rows(op, i, assignment) if i in own
+            else self._operand(op, i, assignment, owed if i in linear else SETTLED)
+            for i in range(len(op.operands))
+        ]  # fmt: skip
+        outs = [
+            None if r is None else self._made(r, self.values.forms.result_form(op, i, assignment, owed))
+            for i, r in enumerate(op.results)
+        ]
+        self.emitter.op(op, op.rule, assignment, operands, outs)
+        for r in op.results if op.owns is not None else ():
+            if r is not None and (form := self.values.own.form(r)) is not None:
+                self._no_sum_besides(op, r, form, assignment)
+        self.looked_up.made(op, carried=bool(linear))
+
+    def _passed(self, op: Op, way: Passed) -> None:
+        """An op on looked-up rows that nobody adds up."""
+        assert op.rule is not None
+        own = way.owed.kind == OWNED
+        operands = [
+            self._as_is(x, form) if (form := way.forms.get(i)) else self._operand(op, i, way.assignment)
+            for i, x in enumerate(op.operands)
+        ]
+        outs: list[Var | None] = [None] * len(op.results)
+        for i, r in enumerate(op.results):
+            if r is not None:
+                form = self.values.forms.result_form(op, i, way.assignment, SETTLED if own else way.owed)
+                outs[i] = self._made(r, (form[0], way.owed) if own else form)
+        self.emitter.op(op, op.rule, way.assignment, operands, outs)
+
+    def _as_is(self, value: Value, form: Placement) -> Var:
+        return self.values.own.as_is(value, form) if form[1].kind == OWNED else self.values.native(value, *form)
+
+    def _own(self, op: Op) -> frozenset[int]:
+        """The operands of which an op takes the rows of own groups, which are all that there are."""
+        if op.owns is None or op not in self.units.op_slots:
+            return frozenset()
+        slot = self.units.op_slots[op].get((op.owns.factor, 0))
+        axes = () if slot is None else self.p.unit_cut(self.units.unit[op])[slot]
+        forms = {i: self.values.own.form(op.operands[i]) for i in op.owns.reads}
+        return frozenset(i for i, form in forms.items() if axes and form is not None and {*form[1].axes} == {*axes})
+
+    def _own_rows(self, op: Op, i: int, assignment: Assignment) -> Var:
+        factors = value_factors(self.flood, op, i, operand=True)
+        return self.values.own.get(op.operands[i], tuple(assignment.get(x, ()) if x else () for x in factors))
+
+    def _made(self, value: Value, form: Placement) -> Var:
+        """A variable for a result of an op."""
+        if form[1].kind != OWNED or not form[1]:
+            return self.values.make(value, form)
+        return self.values.own.make(value, form)
+
+    def _no_sum_besides(self, op: Op, value: Value, form: Placement, assignment: Assignment) -> None:
+        """Rows of own groups that are a pending sum over other axes, too, are one sum over all of them."""
+        assert op.owns is not None
+        axes = assignment[op.owns.factor, 0]
+        if {*axes} == {*form[1].axes}:
+            return
+        var = self.values.own.forms.pop(value)[form]
+        self.values.own.zeroed(value, form[0], axes, var, self.values.make(value, (form[0], Owed(form[1].axes))))
+
+    def _there(self, value: Value) -> None:
+        """Make a value once more that was given up."""
+        if value.again and value.op is not None and not value.op.transparent and not self.values.have.get(value):
+            self._op(value.op)
+
+    def _scattered(self, value: Value, reader: Op) -> None:
+        """Scatter a pending sum over the axes over which its reader is cut more than it is."""
+        form, slots = self.values.owing(value), self.units.op_slots.get(reader)
+        if form is None or slots is None:
+            return
+        cuts, i = self.p.unit_cut(self.units.unit[reader]), reader.operands.index(value)
+        factors = value_factors(self.flood, reader, i, operand=True)
+        want = tuple(cuts[slots[x]] if x in slots else () for x in factors)
+        more = [b[len(a) :] for a, b in zip(form[0], want, strict=True) if b[: len(a)] == a]
+        if len(more) == len(want) and {a for axes in more for a in axes} <= {*form[1].axes}:
+            self.values.scatter(value, want)
+
+    def _replicated(self, op: Op, **more: Any) -> None:
+        """No rule: whole operands, the plain op, whole results."""
+        args, kwargs = substitute(op.node, list(map(self.values.whole, op.operands)))
+        outs = [
+            None if r is None else self.values.make(r, (((),) * len(self.flood.leaves(r)), SETTLED)) for r in op.results
+        ]
+        self.builder.compute(op.target, args, kwargs | more, outs, "no rule: runs replicated")
+
+    def _call_key(self, op: Op) -> None:
+        """The first device draws the key, the others hold 0: a pending sum over the mesh."""
+        (result,) = op.results
+        assert result is not None
+        args, kwargs = substitute(op.node, [])
+        kwargs |= {"lead": self._first(), "apart": self.builder.mesh.kind == "distributed"}
+        self.builder.compute(op.target, args, kwargs, [self.values.make(result, ((), Owed(self._all_axes())))])
+
+    def _first(self) -> Sym | int:
+        """1 on the first device, 0 elsewhere."""
+        place = place_in(Axis.merge(self._all_axes()))
+        return place.eq(0) if isinstance(place, Sym) else 1
+
+    def _all_axes(self) -> tuple[Axis, ...]:
+        return tuple(p for name, n in self.builder.mesh.axes.items() if n > 1 for p in Axis(name, n).primes())
+
+    def _manual(self, op: Op) -> None:
+        """Per-device code of a shard_map body, as it is written."""
+        result = op.results[0]
+        if has(op.target, "enters"):
+            assert result is not None
+            value = op.operands[0]
+            if value.constant:
+                var = self.constants.get(value, self._door_dims(op))
+            else:
+                var = self.values.as_(value, self.flood.apart.get(op, value), self.flood.doors[op][0])
+            self.values.have[result][(), SETTLED] = var
+            return
+        operands = [self.constants.get(v, ()) if v.constant else self.values.have[v][(), SETTLED] for v in op.operands]
+        if has(op.target, "leaves"):
+            assert result is not None
+            said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
+            out = self.values.make(said, (cut, SETTLED))
+            self.builder.compute(ALIAS, (operands[0],), {}, [out])
+            if said is not result:
+                self.values.as_(said, result, cut)
+        elif has(op.target, "per device"):
+            assert result is not None
+            self.values.have[result][(), SETTLED] = manual.collective(
+                self.builder, op, operands[0], self.builder.name(result.name)
+            )
+        else:
+            args, kwargs = substitute(op.node, operands)
+            outs = [None if r is None else self.values.make(r, ((), SETTLED)) for r in op.results]
+            self.builder.compute(op.target, args, kwargs, outs, "shard_map")
+
+    def _door_dims(self, op: Op) -> tuple[Any, ...]:
+        layout = self.p.doors[op].layout
+        return tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
+
+    def _operand(self, op: Op, i: int, assignment: Assignment, owed: Owed = SETTLED) -> Var:
+        value = op.operands[i]
+        assert op.rule is not None
+        if value.constant:
+            dims = []
+            for names in op.rule.operands[i]:
+                dims.append(
+                    tuple(
+                        (self.emitter.leaf_size(op, x), assignment.get(x, ())) for x in self.emitter.factors(op, names)
+                    )
+                )
+            return self.constants.get(value, tuple(dims))
+        cut = tuple([assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, i, operand=True)])
+        return self.values.native(value, cut, owed) if owed else self.values.get(value, cut)
+
+    def _at(self, op: Op | None, reader: Op | int) -> None:
+        """What is emitted now belongs to the line of `op`, and is done for `reader`."""
+        self._begun.append((reader, len(self.builder.steps)))
+        self.builder.line, self.builder.backward = (op.line, op.backward) if op is not None else (None, False)
+        self.builder.inside = () if op is None else op.node.meta.get("modules", ())
+        self.values.reader = reader
+
+    # Outputs --------------------------------------------------------------------------------------------------------
+
+    def _output(self, i: int, value: Value) -> Var:
+        self._at(value.op, i)
+        self._there(viewed(value))
+        self.values.own.settle(value)
+        if i in self.flood.outputs:
+            return self.values.as_(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
+        annotated = self.flood.fixed.get(value) if value.op is not None else None
+        if value.constant:
+            said = self.p.outputs.get(i) or (annotated and annotated[1])
+            dims = () if said is None else tuple(tuple((f.size, f.axes) for f in dim) for dim in said.layout.dims)
+            return self.constants.get(value, dims)
+        if annotated is not None:
+            return self.values.get(self.flood.apart.get(value, value), annotated[0])
+        return self.values.get(value, self.values.natural(value))

@@ -1,0 +1,67 @@
+"""Additions of pending sums meet before they meet what is complete: `(x + a) + b` is `x + (a + b)` where only `a` and
+`b` are pending, so that one reduction serves both. Gradients of a residual stream come in the first order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardlib.compiler.graph.ir import Op, Value
+from shardlib.compiler.lower.value_layouts import Values
+from shardlib.core.aten.op_traits import has
+
+
+class Regrouping:
+    """Additions of a complete and a pending value, which wait for another of their result in the same pass."""
+
+    def __init__(self, values: Values, readers: Mapping[Value, int], passes: Mapping[Op, int]) -> None:
+        self.values, self.readers, self.passes = values, readers, passes
+        self.waiting: dict[Value, Op] = {}
+
+    def waits(self, op: Op) -> bool:
+        """Whether an op need not be lowered yet."""
+        if not self._adds(op) or sum(self._pending(x) is None for x in op.operands) != 1:
+            return False
+        (result,) = op.results
+        assert result is not None, "a sum has a value"
+        if self.readers[result] != 1 or result.is_output:
+            return False
+        if not all(self._adds(reader) and self.passes[reader] == self.passes[op] for reader, _ in result.readers):
+            return False
+        self.waiting[result] = op
+        return True
+
+    def met_by(self, op: Op, *, swaps: bool) -> Iterator[Op]:
+        """Those that waited for this op and are lowered in front of it, maybe with operands that changed places."""
+        for i, value in enumerate(op.operands):
+            if (first := self.waiting.pop(value, None)) is not None:
+                a, b = first.operands
+                complete, term = (a, b) if self._pending(a) is None else (b, a)
+                other = op.operands[1 - i]
+                if swaps and other is not value and self._pending(other) == self._pending(term):
+                    first.operands, op.operands = (term, other), (value, complete)
+                yield first
+
+    def _adds(self, op: Op) -> bool:
+        """Whether it is the sum of two tensors like its result."""
+        flood = self.values.flood
+        if (
+            op.rule is None
+            or op.owns is not None
+            or not has(op.target, "commutes")
+            or not has(op.target, "takes alpha")
+            or op.node.kwargs
+        ):
+            return False
+        result = op.results[0]
+        return (
+            result is not None
+            and len(op.operands) == 2
+            and result not in flood.fixed
+            and all(x.dtype == result.dtype and not x.constant and not x.manual for x in op.operands)
+            and all(flood.value[x] == flood.value[result] for x in op.operands)
+        )
+
+    def _pending(self, value: Value) -> object:
+        """What a value owes, with its cut; None where it is complete, or where others read it."""
+        form = self.values.owing(value)
+        return form if form is not None and form[1].kind == "sum" and self.readers[value] == 1 else None

@@ -1,0 +1,121 @@
+"""Constants: what depends on no input is made in pieces, with all that it is made of, as far as rules allow it and
+nobody has to send anything for it; all else is made whole and sliced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardlib.compiler.graph.ir import Op, Value
+from shardlib.compiler.lower.arguments import substitute
+from shardlib.compiler.lower.emit import Emitter
+from shardlib.compiler.lower.local_forms.count_comm import Senders
+from shardlib.compiler.program.steps import Var
+from shardlib.compiler.propagate.decision_units import may_cut
+from shardlib.compiler.propagate.pinned import shared_out, write_down
+from shardlib.compiler.propagate.propagation import Assignment, Flood, OpFactor
+from shardlib.sharding.layout import Factor, Layout
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.reshard import Axes
+
+if TYPE_CHECKING:
+    from shardlib.compiler.lower.value_layouts import Values
+
+LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
+
+
+class Constants:
+    """The constants of a program that is being written, by their cuts."""
+
+    def __init__(self, values: Values) -> None:
+        self.values, self.builder = values, values.builder
+        self.have: dict[tuple[Value, Layout], Var] = {}
+        self._senders = Senders(values.builder.mesh)
+
+    def get(self, value: Value, dims: LocalDims) -> Var:
+        """A constant, cut as `dims` says; `()` is whole."""
+        layout = Layout.replicated(value.shape)
+        if any(axes for dim in dims for _, axes in dim):
+            layout = Layout(tuple(tuple(Factor(n, Axis.merge(axes)) for n, axes in dim) for dim in dims)).canonical
+        if (known := self.have.get((value, layout))) is not None:
+            return known
+        whole = self.have.get((value, Layout.replicated(value.shape)))
+        op = value.op
+        if whole is None and op is not None:
+            with self.builder.at(op.line, op.backward):
+                if self._made(op, value.index, layout):
+                    return self.have[value, layout]
+        out = self._var(value, layout)
+        with self.builder.at(op.line if op is not None else self.builder.line):
+            self.values.mover.slice_all(self.get(value, ()) if whole is None else whole, dims, out)
+        return out
+
+    def whole(self, value: Value) -> Var:
+        """A constant that is the same on all devices, which somebody else makes."""
+        return self._var(value, Layout.replicated(value.shape))
+
+    def _var(self, value: Value, layout: Layout) -> Var:
+        var = self.have[value, layout] = Var(self.builder.name(value.name), layout, value.dtype, value)
+        return var
+
+    def _made(self, op: Op, index: int, layout: Layout) -> bool:
+        """Write an op whose result is cut like this; False where it cannot run so."""
+        if op.rule is None:
+            if layout.is_replicated:
+                outs = [None if r is None else self.whole(r) for r in op.results]
+                args, kwargs = substitute(op.node, [self._operand(v, ()) for v in op.operands])
+                self.builder.compute(op.target, args, kwargs, outs)
+            return layout.is_replicated
+        flood = Flood()
+        if (assignment := _assigned(op, index, layout, flood)) is None:
+            return False
+        if self._senders.messages(flood, op, assignment):
+            return False
+        emitter = Emitter(self.builder, flood)
+
+        def cut(labels: tuple[tuple[str, ...], ...]) -> LocalDims:
+            factors = ([*emitter.factors(op, names)] for names in labels)
+            return tuple(tuple((emitter.leaf_size(op, x), assignment.get(x, ())) for x in dim) for dim in factors)
+
+        operands = [self._operand(v, cut(labels)) for v, labels in zip(op.operands, op.rule.operands, strict=True)]
+        outs = [
+            self._var(r, layout) if i == index and r is not None else None if r is None or assignment else self.whole(r)
+            for i, r in enumerate(op.results)
+        ]
+        emitter.op(op, op.rule, assignment, operands, outs)
+        return True
+
+    def _operand(self, value: Value, dims: LocalDims) -> Var:
+        """Creation ops read at most the dtype and device of their operand: any form of it will do."""
+        if value.constant:
+            return self.get(value, dims)
+        if forms := self.values.have[value] or self.values.own.forms[value]:
+            return next(iter(forms.values()))
+        assert value.op is not None
+        return self._operand(value.op.operands[0], dims)
+
+
+def _assigned(op: Op, index: int, layout: Layout, flood: Flood) -> Assignment | None:
+    """What cuts the factors of an op whose result is cut as `layout` says, on leaves that `flood` then has; None where
+    the op cannot run so."""
+    rule, dims = op.rule, flood.dims
+    assert rule is not None
+    labels = {name: dims.new(size) for name, size in rule.sizes.items()}
+    raw = [[leaf for name in names for leaf in labels[name]] for names in rule.results[index]]
+    parts = write_down(dims, raw, layout)
+    flood.labels[op] = {name: tuple(dims.leaves(found)) for name, found in labels.items()}
+    flood.whole[op] = frozenset(rule.whole).union(
+        *(pair for tie in (rule.rounds, rule.follows) for pair in tie.items())
+    )
+    factor = {leaf: (name, k) for name, found in flood.labels[op].items() for k, leaf in enumerate(found)}
+    assignment: dict[OpFactor, Axes] = {}
+    for groups, factors in zip(parts, layout.dims, strict=True):
+        if groups is None:  # a dim of nothing may be made of whatever
+            if any(f.axes for f in factors):
+                return None
+            continue
+        for group, one in zip(groups, factors, strict=True):
+            for leaf, axes, _ in shared_out(dims, group, one):
+                if axes and not may_cut(flood, op, factor[leaf]):
+                    return None
+                assignment |= {factor[leaf]: axes} if axes else {}
+    return assignment

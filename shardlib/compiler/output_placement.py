@@ -1,0 +1,139 @@
+"""Where results live: where a spec says, where what they replace was, or where that lives whose gradients they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardlib.compiler.graph.ir import Graph, Value
+from shardlib.compiler.schedule_options import MOMENTS, PARAMETERS, Schedule
+from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import pytree
+from shardlib.frontend.guards.argument_specs import describe
+from shardlib.frontend.guards.flatten_call import FlatCall
+from shardlib.frontend.side_effects.mutation_values import Part, Result
+from shardlib.frontend.traced_graph import Traced
+from shardlib.sharding.layout import Layout
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.placement import Fixed
+from shardlib.sharding.spec import resolve_many
+from shardlib.sharding.tree_prefix import broadcast_prefix
+from shardlib.tensor.sharded_tensor import ShardedTensor
+
+
+def at_home(
+    traced: Traced,
+    graph: Graph,
+    call: FlatCall,
+    fixed_inputs: Mapping[int, Fixed],
+    placed: Callable[[Any], Fixed | None],
+    mesh: Mesh,
+) -> dict[int, Fixed]:
+    """What is written to stays where it was, and gradients live where their values live, or where these say
+    (`gradient_at`); plain tensors are whole."""
+    leaves, after = call.leaves, traced.after
+    names = defaultdict(lambda: "an argument", zip(traced.input_leaves, traced.input_names, strict=True))
+    said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
+    out = {}
+    for leaf, position in (*after.written, *after.data, *after.gradients, *after.grads):
+        if position is not None:
+            is_placed = placed(leaves[leaf]) is not None and leaf in said
+            fixed = said[leaf] if is_placed else _whole(graph.outputs[position])
+            out[position] = fixed.by(f"the place of {names[leaf]}")
+    for leaf, position in (*after.gradients, *after.grads):
+        at = getattr(leaves[leaf], "gradient_at", None)
+        if position is not None and isinstance(at, str) and placed(leaves[leaf]) is not None:
+            item = (f"the gradient of {names[leaf]}", graph.outputs[position].shape, at, None)
+            out[position] = resolve_many([item], mesh, what="gradient_at")[0].by(f"the gradient_at of {item[0]}")
+    for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
+        if part.plain is not None:
+            out[part.at] = _whole(graph.outputs[part.at])
+        elif (home := part.home) is not None:
+            out[part.at] = Fixed.at(home.layout, home.names, "the place of what was there")
+    return out
+
+
+def state_away(
+    name: str, leaves: Sequence[Any], names: Sequence[str], kept: Iterable[Any], how: Schedule
+) -> frozenset[int]:
+    """The inputs that live in the host's memory between calls, as the schedule says; `kept` are the call's objects.
+
+    Raises `ShardingError` where there is no such state, and for plain tensors, which live where their owner put them.
+    """
+    optimizers = [x for x in kept if isinstance(x, torch.optim.Optimizer)]
+    moments = {id(x) for optimizer in optimizers for entries in optimizer.state.values() for x in entries.values()}
+    of = {
+        MOMENTS: [i for i, x in enumerate(leaves) if id(x) in moments and x.dim()],
+        PARAMETERS: [i for i, x in enumerate(leaves) if isinstance(x, torch.nn.Parameter)],
+    }
+    wrong = [f"{name} is given no optimizer"] if MOMENTS in how.state and not optimizers else []
+    wrong += [f"{name} is given no parameters"] if PARAMETERS in how.state and not of[PARAMETERS] else []
+    found = [i for word in how.state for i in of[word]]
+    plain = [i for i in found if not isinstance(leaves[i], ShardedTensor)]
+    wrong += [f"{names[i]} of shape {list(leaves[i].shape)} is a plain tensor" for i in plain]
+    if wrong:
+        raise ShardingError(
+            f"offload={how.offload!r} moves what there is not",
+            wrong,
+            rule='"moments" are what a torch.optim optimizer keeps of parameters on a mesh, "parameters" these; they '
+            "live in the host's memory between the calls of a function that takes them",
+            remedy="sl.parallelize(model) first, then sl.jit(step, schedule=...)(model, optimizer, batch)",
+        )
+    return frozenset(found)
+
+
+def sent_away(traced: Traced, away: Collection[int]) -> frozenset[int]:
+    """The outputs that come to stand where these inputs stood: as another `data`, or in an object."""
+    leaves = {traced.input_leaves[i] for i in away}
+    parts = (part for kept in traced.after.rebound for part in kept.parts if isinstance(part, Result))
+    found = [part.at for part in parts if part.was in leaves and part.plain is None]
+    return frozenset(found + [at for leaf, at in traced.after.data if leaf in leaves])
+
+
+def placed_anew(traced: Traced, graph: Graph) -> Traced:
+    """What is new in an object lives where the function says, if that is the last that it does with it, and not where
+    the value before did."""
+    moved = {op.results[0] for op in graph.ops if op.constrains}
+    at = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
+
+    def anew(part: Part) -> Part:
+        return replace(part, plain=None, home=None) if isinstance(part, Result) and part.at in at else part
+
+    rebound = tuple(replace(kept, parts=tuple(map(anew, kept.parts))) for kept in traced.after.rebound)
+    return replace(traced, after=replace(traced.after, rebound=rebound)) if at else traced
+
+
+def _whole(value: Value) -> Fixed:
+    return Fixed.at(Layout.replicated(value.shape))
+
+
+def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, Fixed]:
+    if out_specs is None:
+        return {}
+    own = graph.outputs[: traced.out_tree.num_leaves]
+    names = traced.output_names[: len(own)]
+    leaves = [torch.empty(x.shape, device="meta") if isinstance(x, Value) else x for x in own]
+    result = pytree.tree_unflatten(leaves, traced.out_tree)
+    flat = broadcast_prefix([out_specs], [result], f"{traced.name}: out_specs", describe, ["the result"])
+    items = [
+        (i, (name, value.shape, spec, None))
+        for i, (value, spec, name) in enumerate(zip(own, flat, names, strict=True))
+        if spec is not None and isinstance(value, Value)
+    ]
+    resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
+    return {i: r.by(f"out_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
+
+
+def gradients(traced: Traced, graph: Graph, fixed_inputs: Mapping[int, Fixed]) -> dict[int, Fixed]:
+    """Gradients that are returned live where the inputs are whose gradients they are."""
+    at = {graph.inputs[i]: (traced.input_names[i], fixed) for i, fixed in fixed_inputs.items()}
+    found = {}
+    for i, value in enumerate(graph.outputs):
+        if isinstance(value, Value) and value.like in at:
+            name, fixed = at[value.like]
+            found[i] = fixed.by(f"the place of {name}")
+    return found

@@ -1,0 +1,121 @@
+"""Passes over a lowered program, each from program to program. What the last one makes runs, and is what plans show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+from shardlib.compiler.passes import fuse_alpha
+from shardlib.compiler.passes.comm import bucket_collectives, hide_messages, merge_halos, row_overlap, share_messages
+from shardlib.compiler.passes.memory import free, offload_saved, offload_state, reuse_buffers, update_in_place
+from shardlib.compiler.program.buffers import peak_bytes
+from shardlib.compiler.program.check_order import check
+from shardlib.compiler.program.steps import Program, Var
+from shardlib.compiler.program.verify import verify
+from shardlib.compiler.schedule_options import DEFAULT, Schedule
+from shardlib.sharding.mesh.machine import Machine
+
+PASSES = (
+    share_messages.share_messages,
+    merge_halos.share_borders,
+    fuse_alpha.fuse,
+    row_overlap.parts,
+    bucket_collectives.bundle,
+    hide_messages.schedule,
+    offload_saved.offload,
+    update_in_place.settle,
+    reuse_buffers.reuse,
+    free.free,
+)
+_MOVING = {row_overlap.parts, bucket_collectives.bundle, hide_messages.schedule}
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What is in the host's memory: saved `values` meanwhile, beside those that the schedule names; by their positions
+    `inputs` that are there before, and `outputs` that go there."""
+
+    values: Collection[Var] = ()
+    inputs: Collection[int] = ()
+    outputs: Collection[int] = ()
+
+
+def run_passes(
+    program: Program,
+    how: Schedule = DEFAULT,
+    memory: float | None = None,
+    hosted: Hosted = Hosted(),
+    *,
+    draft: bool = False,
+    peak: Callable[[Program], int] = peak_bytes,
+) -> Program:
+    """The program after all passes, checked after each, and verified after the last, unless it is a `draft`, of which
+    only figures are wanted. `peak` says how many bytes are in use at once where it runs.
+
+    Raises `ProgramError` for what would be a fault of ours.
+
+    What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
+    machine has, if the mesh names one), rows stay together, then nothing is gathered ahead, and then nothing moves at
+    all. Where that does not fit either, it is that program if `memory` was asked for, and else the one that hides most.
+    """
+    limit = _memory(program) if memory is None else memory
+    near = replace(how, parts=1, prefetch=0)
+    ways = {"parts": how, "ahead": replace(how, parts=1), "moving": near, "still": near}
+
+    @cache
+    def passed(way: str) -> Program:
+        made = program
+        for after in _passed(program, ways[way], hosted, moves=way != "still"):
+            made = after if draft or after is made else check(after)
+        if not draft:
+            verify(made)  # every message's sizes, on every kind of device
+        return made
+
+    def fits(way: str) -> bool:
+        return math.isinf(limit) or peak(passed(way)) <= limit
+
+    if memory is not None and not fits("still"):
+        return passed("still")
+    if fits("parts") or not (program.collectives or passed("parts").copied) or not fits("still"):
+        return passed("parts")
+    return passed(next(way for way in ways if fits(way)))
+
+
+def _memory(program: Program) -> float:
+    """Bytes of a device of the machine that the mesh names."""
+    machine = program.mesh.machine
+    return math.inf if machine is None else Machine.of(machine).device.memory
+
+
+def _passed(program: Program, how: Schedule, hosted: Hosted, *, moves: bool) -> Iterator[Program]:
+    """What each pass makes; where nothing `moves`, messages stay where they are."""
+    told: dict[Any, Callable[[Program], Program]] = {
+        row_overlap.parts: partial(
+            row_overlap.parts, how=replace(how, parts=1) if hosted.values else how
+        ),  # which are whole
+        bucket_collectives.bundle: lambda p: bucket_collectives.bundle(p, how),
+        offload_saved.offload: partial(offload_saved.offload, how=how, chosen=hosted.values),
+        update_in_place.settle: partial(_settled, how=how, hosted=hosted),
+    }
+    for one in PASSES:
+        if moves or one not in _MOVING:
+            program = told.get(one, one)(program)
+            yield program
+
+
+def _settled(program: Program, how: Schedule, hosted: Hosted) -> Program:
+    """State is written over where it is, last; what lives in the host's memory is brought there, or goes as soon as it
+    is made, whichever holds less."""
+    if not hosted.inputs and not hosted.outputs:
+        return update_in_place.settle(program)
+    moved = partial(offload_state.offload_state, away=hosted.inputs, sent=hosted.outputs, how=how)
+    there, settled = (
+        {i: program.replaced[i] for i in hosted.inputs if i in program.replaced},
+        update_in_place.settle(program),
+    )
+    settled = replace(settled, replaced={**settled.replaced, **there})  # also what no step writes in place goes there
+    both = moved(settled), update_in_place.settle(moved(program))
+    return min(both, key=lambda made: peak_bytes(free.free(reuse_buffers.reuse(made))))

@@ -1,0 +1,1 @@
+"""Passes over messages: which are sent, when, together or in parts."""

@@ -1,0 +1,259 @@
+"""When collectives start, and which of them together.
+
+Reductions start as soon as their source is there. What is gathered starts when the layer before the one that reads it
+begins (`units`; how many before, and under which cap, says the `Schedule`). Collectives of one kind over one group
+travel in one message as long as nobody waits for it, weights only with others of their layer, up to the size from which
+on a message's latency does not matter. Each message is waited for in front of the first step that reads one of its
+results. Every rank bundles the same program the same way, so the ranks meet in the same order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from shardlib.compiler.passes.comm.gather_units import units
+from shardlib.compiler.program.steps import (
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Program,
+    Start,
+    Step,
+    Var,
+    Wait,
+    makes,
+    reads,
+)
+from shardlib.compiler.schedule_options import DEFAULT, Schedule
+from shardlib.compiler.simulate.collectives import transfer
+from shardlib.core.cached import remembered
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.machine import Machine
+from shardlib.sharding.reshard.prices import Prices
+
+MESSAGE_BYTES = 4 << 20  # a message may always be so long,
+_LATENCIES = 8  # and so many times what could be sent while it pays its latency
+AHEAD = 2 * MESSAGE_BYTES  # bytes of sums that may be on their way, however many messages they are
+_SUMS = ("all_reduce", "reduce_scatter")
+GATHERS = ("all_gather", "all_to_all")
+_FLYING = 2  # sums that may be on their way, however many bytes they have
+FLIGHT = 8  # steps that a collective is given before another one builds on it
+
+_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@remembered
+def bundle(program: Program, how: Schedule = DEFAULT) -> Program:
+    """The program with collectives that start early, and together."""
+    if not program.collectives:
+        return program
+    return replace(program, steps=tuple(_Bundler(program, how).run()))
+
+
+@dataclass
+class _Open:
+    members: list[Collective] = field(default_factory=list)
+    nbytes: float = 0.0
+    start: int = 0
+    deadline: int = 1 << 60
+
+
+_Item = Compute | Copy | Free | Collective
+
+
+class _Bundler:
+    """Goes through the collectives, each for itself, and all other steps, by their places."""
+
+    def __init__(self, program: Program, how: Schedule) -> None:
+        self.program, self.how = program, how
+        self.items: list[_Item] = []
+        for step in program.steps:
+            if not isinstance(step, Wait):
+                self.items += step.moves if isinstance(step, Start) else [step]
+        self.producer = {out: i for i, item in enumerate(self.items) for out in makes(item)}
+        self.first_use: dict[Var, int] = {}
+        self.last_use: dict[Var, int] = {}
+        for i, item in enumerate(self.items):
+            for var in reads(item):
+                self.first_use.setdefault(var, i)
+                self.last_use[var] = i
+        self.rooms: dict[tuple[str, tuple[Axis, ...]], int] = {}
+        self.unit: dict[Collective, int] = {}
+        self.layer = 0  # bytes of the largest unit
+        self.earliest = self._earliest()
+        self.start: dict[Collective, int] = {}
+        self.done: set[int] = set()
+        self.flying: dict[Var, Start] = {}
+        self.steps: list[Step] = []
+
+    def run(self) -> list[Step]:
+        due = self._bundles()
+        for i, item in enumerate(self.items):
+            for bundle in due.get(i, ()):
+                self._start(bundle)
+            if not isinstance(item, Collective) and i not in self.done:
+                self._write(i, item)
+        self._land(tuple(self.flying))
+        return self.steps
+
+    # Bundles --------------------------------------------------------------------------------------------------------
+
+    def _bundles(self) -> dict[int, list[Sequence[Collective]]]:
+        """Bundles by the place in front of which they start."""
+        levels: dict[int, list[int]] = defaultdict(list)
+        depth: dict[int, int] = {}
+        for i, item in enumerate(self.items):
+            if isinstance(item, Collective):
+                below = self._below(item.source)
+                depth[i] = 0 if below is None else depth[below] + 1
+                levels[depth[i]].append(i)
+        due: dict[int, list[Sequence[Collective]]] = defaultdict(list)
+        for level in sorted(levels):
+            for start, bundle in self._bundle(levels[level]):
+                due[start].append(bundle)
+                self.start |= dict.fromkeys(bundle, start)
+        return due
+
+    def _root(self, var: Var) -> int | None:
+        """Where `var` comes from by one-operand steps, which are brought forward to it; None: from an input."""
+        while (i := self.producer.get(var)) is not None and not isinstance(self.items[i], Collective):
+            sources = reads(self.items[i])
+            if len(sources) != 1:
+                return i
+            (var,) = sources
+        return i
+
+    def _below(self, var: Var) -> int | None:
+        """The collective that `var` comes from by one-operand steps, if there is one."""
+        i = self._root(var)
+        return i if i is None or isinstance(self.items[i], Collective) else None
+
+    def _bundle(self, where: Sequence[int]) -> list[tuple[int, Sequence[Collective]]]:
+        bundles: list[_Open] = []
+        opened: dict[object, _Open] = {}
+        for start, i in sorted((self._wanted(self._collective(i), i), i) for i in where):
+            c = self._collective(i)
+            nbytes = max(c.source.nbytes, c.out.nbytes)
+            key = (c.kind, c.axes, c.reduce, self.unit.get(c)) if c.kind in _TOGETHER else c
+            bundle = opened.get(key)
+            if bundle is None or start > bundle.deadline or bundle.nbytes + nbytes > self._room(c):
+                bundle = opened[key] = _Open()
+                bundles.append(bundle)
+            bundle.members.append(c)
+            bundle.nbytes += nbytes
+            bundle.start = max(bundle.start, start)
+            bundle.deadline = min(bundle.deadline, i)
+        return [(bundle.start, bundle.members) for bundle in bundles]
+
+    def _collective(self, i: int) -> Collective:
+        found = self.items[i]
+        assert isinstance(found, Collective)
+        return found
+
+    def _wanted(self, c: Collective, i: int) -> int:
+        """The earliest place in front of which collective c, at i, should start."""
+        if c.kind == "ppermute":
+            return i  # what goes round stands where it runs under the arithmetic; two hops early, it would wait for one
+        return min(max(self._ready(c.source), self.earliest.get(c, 0)), i)
+
+    def _ready(self, var: Var) -> int:
+        """The place behind which `var` can be there."""
+        if (i := self._root(var)) is None:
+            return 0
+        item = self.items[i]
+        return min(self.start[item] + FLIGHT, i + 1) if isinstance(item, Collective) else i + 1
+
+    def _room(self, c: Collective) -> int:
+        """Bytes of a message of this kind and group."""
+        if (said := self.how.nbytes("bucket")) is not None:
+            return said
+        key = c.kind, c.axes
+        if key not in self.rooms:
+            mesh = self.program.mesh
+            span = Machine.of(mesh.machine).span(c.axes, mesh.axes)
+            latency = transfer(c.kind, 0.0, span).seconds if span.size > 1 else 0.0
+            self.rooms[key] = max(MESSAGE_BYTES, int(_LATENCIES * latency * span.ring))
+        return self.rooms[key]
+
+    def _earliest(self) -> dict[Collective, int]:
+        """For each gather, the place in front of which it does not start: what is gathered too early is held longer.
+
+        That is where the unit so many before its own is first read, or later, where the cap would not hold.
+        """
+        prices = Prices.of(self.program.mesh)
+        found = [(self.first_use.get(c.out, i), i, c) for i, c in enumerate(self.items) if isinstance(c, Collective)]
+        gathers = sorted((use, i) for use, i, c in found if c.kind in GATHERS)
+        moved = [self._collective(i) for _, i in gathers]
+        keys = [(c.kind, c.axes, c.line, c.backward, c.out.layout, c.out.dtype) for c in moved]
+        ahead = self.how.prefetch
+        least = max((prices.latency(c.axes) * prices.rate(c.axes) for c in moved), default=0) if ahead is None else 0
+        numbers = units(keys, [c.out.nbytes for c in moved], least)
+        begin: dict[int, int] = {}
+        size = Counter[int]()
+        for (use, _), unit, c in zip(gathers, numbers, moved, strict=True):
+            begin.setdefault(unit, use)
+            size[unit] += c.out.nbytes
+        self.layer = max(size.values(), default=0)
+        ahead = 1 if ahead is None else ahead
+        room, held = self.how.nbytes("cap"), 0
+        ends: list[tuple[int, int]] = []  # where what is held is read last, and its bytes
+        earliest = {}
+        for (use, i), unit, c in zip(gathers, numbers, moved, strict=True):
+            if self._root(c.source) is None:
+                self.unit[c] = unit
+            at, nbytes = begin[unit - ahead] if unit >= ahead else 0, c.out.nbytes
+            while ends and (ends[0][0] <= at or (room is not None and held + nbytes > room and ends[0][0] < use)):
+                end, freed = heapq.heappop(ends)
+                at, held = max(at, end), held - freed
+            earliest[c] = at if room is None or held + nbytes <= room else use
+            heapq.heappush(ends, (self.last_use.get(c.out, i) + 1, nbytes))
+            held += nbytes
+        return earliest
+
+    # Order ----------------------------------------------------------------------------------------------------------
+
+    def _start(self, bundle: Sequence[Collective]) -> None:
+        for c in bundle:
+            self._bring(c.source)
+        self._land([c.source for c in bundle])
+        start = Start(tuple(bundle))
+        self.steps.append(start)
+        self.flying |= dict.fromkeys(start.outs, start)
+        self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        """What is sent stays in memory until its message has landed: of sums that nobody waits for, a few may fly."""
+        sums = [start for start in dict.fromkeys(self.flying.values()) if start.moves[0].kind in _SUMS]
+        held = [sum(c.source.nbytes for c in start.moves) for start in sums]
+        for k, start in enumerate(sums[:-_FLYING]):
+            if sum(held[k:]) > max(AHEAD, 2 * self.layer):
+                self._land(start.outs[:1])
+
+    def _bring(self, var: Var) -> None:
+        """Write what makes `var`, if it has not been written."""
+        todo, found = [var], dict[int, Compute | Copy | Free]()
+        while todo:
+            i = self.producer.get(todo.pop())
+            if i is None or i in self.done or i in found or isinstance(item := self.items[i], Collective):
+                continue
+            found[i] = item
+            todo += reads(item)
+        for i in sorted(found):
+            self._write(i, found[i])
+
+    def _write(self, i: int, step: Compute | Copy | Free) -> None:
+        self._land(reads(step))
+        self.steps.append(step)
+        self.done.add(i)
+
+    def _land(self, variables: Sequence[Var]) -> None:
+        """Wait for these."""
+        for var in variables:
+            if (start := self.flying.get(var)) is not None:
+                self.steps.append(Wait(start.outs))
+                for out in start.outs:
+                    del self.flying[out]

@@ -1,0 +1,42 @@
+"""What two ops send of the same operands while they run is sent once: the largest of a row to `log_softmax`, say,
+and to `logsumexp`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, reads, swapped
+from shardlib.compiler.program.value_numbering import Alike
+
+
+def share_messages(program: Program) -> Program:
+    """The program without messages, and what was only done for them, that bring what an earlier one brought."""
+    if sum(c.source.layout is None for c in program.collectives) < 2:
+        return program
+    alike, same = Alike(), dict[Var, Var]()
+    for step in program.steps:
+        if isinstance(step, Compute):
+            if any(v.layout is None for v in step.made) and step.is_pure:
+                alike.note(step.outs, step.target, step.args, dict(step.kwargs), step.backward)
+        elif isinstance(step, Start):
+            for c in (c for c in step.moves if c.source.layout is None):
+                alike.note((c.out,), c.kind, c.axes, c.source, dict(c.params), c.reduce, c.backward)
+                if (before := alike.first[c.out]) is not c.out:
+                    same[c.out] = before
+    return _without(program, same) if same else program
+
+
+def _without(program: Program, same: dict[Var, Var]) -> Program:
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Start) and step.first.out in same:
+            continue
+        if not (isinstance(step, Wait) and step.outs[0] in same):
+            steps.append(swapped(step, same))
+    used, kept = {*program.results}, list[Step]()
+    for step in reversed(steps):
+        if isinstance(step, Compute) and step.is_pure and used.isdisjoint(step.made):
+            continue
+        used.update(reads(step))
+        kept.append(step)
+    return replace(program, steps=tuple(reversed(kept)))

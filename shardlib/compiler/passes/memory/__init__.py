@@ -1,0 +1,1 @@
+"""Passes over memory: what is freed, reused, recomputed or offloaded."""

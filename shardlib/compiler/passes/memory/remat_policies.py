@@ -1,0 +1,174 @@
+"""What is given up by name: everything but what layers hand on, what is inside attention, what modules and ops make."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import nn
+
+from shardlib.compiler.memory_options import WORDS
+from shardlib.compiler.passes.memory.layer_bounds import boundaries, frontier
+from shardlib.compiler.passes.memory.saved_values import Crossing
+from shardlib.compiler.passes.split_backward import gives
+from shardlib.compiler.program.steps import Compute, Start, Step, Var, reads
+from shardlib.core.errors import ShardingError
+from shardlib.core.source_lines import Module
+from shardlib.core.torch_private import OpOverload, schema_of
+
+_NEAR = 3  # names that an error lists as near one,
+_LISTED = 12  # and as those that there are
+
+
+def full(crossing: Crossing) -> set[Var]:
+    """All that is made in front of where the last layer ends, but for what one layer hands on to the next."""
+    kept, last = set[Var](), dict[int, int]()
+    for at in boundaries(crossing):
+        kept |= frontier(crossing, at)
+        last[crossing.turn[at]] = max(at, last.get(crossing.turn[at], 0))
+    makers = crossing.maker
+    return {o for o in crossing.droppable if o not in kept and makers[o] < last.get(crossing.turn[makers[o]], 0)}
+
+
+def attention(crossing: Crossing) -> set[Var]:
+    """What attention as one op makes; of attention that is written out, all from the scores to the last of what their
+    product with the values reads."""
+    found = set[Var]()
+    for owner in crossing.droppable:
+        name = kind(owner)
+        if name.startswith(("attention", "_scaled_dot_product")):
+            found.add(owner)
+        elif name in ("softmax", "_softmax", "_safe_softmax"):
+            found.update(_scores(crossing, owner))
+    return found
+
+
+def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool]) -> set[Var]:
+    """What ops of these names make, and what modules of these paths or classes make for themselves: what others read of
+    it is kept, as `torch.utils.checkpoint` keeps what goes in and out. Raises `ShardingError` for names of nothing,
+    but for those that are `absent`."""
+    ops = {owner: _ops(crossing, owner) for owner in crossing.droppable}
+    scopes = {owner: _made_in(crossing, owner) for owner in crossing.droppable}
+    every = {name for known in ops.values() for name in known}
+    every |= {name for known in scopes.values() for module in known for name in module}
+    wrong = []
+    for name in names:
+        if not any(_fits(name, known) for known in every) and not absent(name):
+            words = list(dict.fromkeys((*WORDS, *_short(sorted(every)))))
+            near = difflib.get_close_matches(name.replace("*", "").lower(), words, _NEAR, 0.5)
+            wrong.append(f"{name!r} is none" + (f"; near it are {', '.join(map(repr, near))}" if near else ""))
+    if wrong:
+        raise ShardingError(
+            "remat names what the forward pass does not make, or does not keep",
+            wrong,
+            rule="a name is a module's path, or the end of one, its class, or an op whose result the backward pass may "
+            'read; `*` stands for any text; "full" and "attention" may stand beside names',
+            remedy=f"here these are {_listed(ops[owner] | {module.kind for module in scopes[owner]} for owner in ops)}",
+        )
+    meant = {x for x in every if any(_fits(name, x) for name in names)}
+    found = {owner for owner, known in ops.items() if not meant.isdisjoint(known)}
+    for owner, known in scopes.items():
+        around = {module for module in known if not meant.isdisjoint(module)}
+        if any(all(module in _around(crossing, i) for i in _readers(crossing, owner)) for module in around):
+            found.add(owner)
+    return found
+
+
+def is_absent(objects: Iterable[object], name: str) -> bool:
+    """Whether a name is of some module among these objects, or of an op, though a program lacks it: not all modules
+    train, and evaluation makes less."""
+    modules = [x for x in objects if isinstance(x, nn.Module)]
+    if all(m.training for m in modules):
+        return False
+    paths = {path for m in modules for path, _ in m.named_modules()} | {type(m).__name__ for m in modules}
+    ops = torch.ops.aten, torch.ops.shardlib
+    return any(_fits(name, path) for path in paths) or any(hasattr(of, name) for of in ops)
+
+
+def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
+    """The memory around a softmax that is as large, up to the products before and behind it."""
+    todo, seen, size = [softmax], set[Var](), softmax.numel
+    while todo:
+        if (o := todo.pop()) in seen or o not in crossing.droppable or o.numel != size:
+            continue
+        seen.add(o)
+        yield o
+        makers = [crossing.program.steps[crossing.maker[o]]]
+        readers = [crossing.program.steps[i] for i in crossing.readers[o] if not crossing.back[i]]
+        beside = [v for step in makers if not _is_product(step) for v in reads(step)]
+        beside += [v for step in readers if not _is_product(step) for v in (*gives(step), *reads(step))]
+        todo += [crossing.owner.get(v, v) for v in beside]
+
+
+def _is_product(step: Step) -> bool:
+    return isinstance(step, Compute) and _op(step.target) in ("mm", "bmm", "addmm", "baddbmm", "matmul", "einsum")
+
+
+def kind(v: Var) -> str:
+    """The op whose result a variable is a piece of."""
+    return v.value.op.kind if v.value is not None and v.value.op is not None else ""
+
+
+@cache
+def _op(target: object) -> str:
+    return str(schema_of(target).name).rpartition("::")[2] if isinstance(target, OpOverload) else ""
+
+
+def _ops(crossing: Crossing, owner: Var) -> set[str]:
+    """The names of the op that makes a value."""
+    step = crossing.program.steps[crossing.maker[owner]]
+    found = {kind(owner), _op(step.target) if isinstance(step, Compute) else ""}
+    return (found | {op.strip("_") for op in found}) - {""}
+
+
+def _made_in(crossing: Crossing, owner: Var) -> frozenset[Module]:
+    """The modules in which a value is made; a message belongs to what it brings."""
+    step = crossing.program.steps[crossing.maker[owner]]
+    if isinstance(step, Start):
+        step = next((s for s in _before(crossing, owner) if isinstance(s, Compute)), step)
+    return frozenset(step.inside) if isinstance(step, Compute) else frozenset()
+
+
+def _readers(crossing: Crossing, owner: Var) -> Iterator[int]:
+    """The steps of the forward pass that read a memory."""
+    return (i for i in crossing.readers.get(owner, ()) if not crossing.back[i])
+
+
+def _around(crossing: Crossing, i: int) -> frozenset[Module]:
+    """The modules in which a step reads; a message, those that all have who read what it brings."""
+    step = crossing.program.steps[i]
+    if isinstance(step, Compute):
+        return frozenset(step.inside)
+    readers = [j for v in gives(step) for j in _readers(crossing, crossing.owner.get(v, v)) if j > i]
+    return frozenset.intersection(*(_around(crossing, j) for j in readers)) if readers else frozenset()
+
+
+def _before(crossing: Crossing, owner: Var) -> Iterator[Step]:
+    """What makes the source of a message, and of that one."""
+    while (at := crossing.maker.get(owner)) is not None:
+        step = crossing.program.steps[at]
+        yield step
+        if not reads(step):
+            return
+        owner = reads(step)[0]
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Whether a name, or its end behind a dot, is what a pattern says."""
+    text = ".*".join(map(re.escape, pattern.split("*")))
+    return re.fullmatch(rf"(.*\.)?{text}", name) is not None
+
+
+def _listed(names: Iterable[Iterable[str]]) -> str:
+    """Names, those first that stand for most."""
+    often = [name for name, _ in Counter(name for some in names for name in some).most_common(_LISTED + 1)]
+    return ", ".join(often[:_LISTED]) + (", ..." if len(often) > _LISTED else "") if often else "none"
+
+
+def _short(names: Iterable[str]) -> list[str]:
+    """Names, and their last words."""
+    return list(dict.fromkeys(x for name in names for x in (name, name.rpartition(".")[2])))

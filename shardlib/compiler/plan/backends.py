@@ -1,0 +1,59 @@
+"""Which backend runs each collective and each attention of a program, and why: what the ops' `choose` say.
+
+Nothing is communicated to find out: what the ranks have not settled yet is said to be open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardlib.compiler.graph.ir import Op
+from shardlib.compiler.program.steps import Collective
+from shardlib.core.torch_private import FakeTensorMode, schema_of
+from shardlib.ops.attention import op as attention
+from shardlib.ops.attention.variant import Variant
+from shardlib.ops.backend_choice import Choice
+from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops.collectives.transport import groups
+from shardlib.rules.rule import Meta
+from shardlib.sharding.mesh.axis import ways
+from shardlib.sharding.mesh.mesh import Mesh
+
+_COLLECTIVES: dict[str, Callable[..., Choice]] = {
+    "all_gather": all_gather.choose,
+    "all_reduce": all_reduce.choose,
+    "all_to_all": all_to_all.choose,
+    "ppermute": ppermute.choose,
+    "reduce_scatter": reduce_scatter.choose,
+}
+
+
+def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
+    """What runs a collective; None on an abstract mesh, which has no devices to choose for."""
+    if mesh.kind == "abstract":
+        return None
+    transport, why = ("virtual", "") if mesh.kind == "virtual" else groups.transport(mesh, c.axes)
+    sizes = [c.params[key] for key in ("sizes", "split_sizes", "concat_sizes", "shapes") if key in c.params]
+    even = all(len(set(map(repr, s))) <= 1 for s in sizes)
+    n = ways(c.axes)
+    whole = c.source if c.kind == "reduce_scatter" else c.out
+    return _COLLECTIVES[c.kind](whole.nbytes, even, c.source.dtype, c.reduce, transport, n, why)
+
+
+def of_attention(op: Op, mesh: Mesh) -> Choice | None:
+    """What computes an attention; None for other ops, and on an abstract mesh."""
+    if op.target not in attention.OPS or mesh.kind == "abstract":
+        return None
+    with FakeTensorMode():
+
+        def tensor(x: Any) -> Any:
+            return torch.empty(x.shape, dtype=x.dtype, device=mesh.device) if isinstance(x, Meta) else x
+
+        names = (a.name for a in schema_of(op.target).arguments)
+        given = {**dict(zip(names, map(tensor, op.call.args), strict=False)), **op.call.kwargs}
+        variant = Variant(**{name: x for name, x in given.items() if name in Variant._fields})
+        q, k = given["q"], given["k"]
+        return attention.choose(q, k, variant.explicit(q, k), bool(given.get("need_bias", False)))

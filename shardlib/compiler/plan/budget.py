@@ -1,0 +1,148 @@
+"""Budgets of plans: what is unexpected becomes an error, before anything runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from shardlib.core.errors import ShardingError
+from shardlib.core.text_tables import si
+
+if TYPE_CHECKING:
+    from shardlib.compiler.plan.plan import Plan
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
+_SHOWN = 20  # offenders of one error
+
+
+@dataclass(frozen=True)
+class Budget(ABC):
+    """What a plan must not exceed: an argument of `jit`, or a context around plans and calls."""
+
+    what: ClassVar[str]  # `communication`
+    name: ClassVar[str]  # what it is called as an argument of `jit`, and in `shardlib`
+    remedy: ClassVar[str]
+
+    @abstractmethod
+    def exceeded(self, plan: Plan) -> tuple[Sequence[str], Sequence[object]]:
+        """What is exceeded, by how much; and what does so, all of it. Nothing where the plan keeps to the budget."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise `ShardingError` naming all that breaks the budget."""
+        facts, offenders = self.exceeded(plan)
+        if not facts and not offenders:
+            return
+        more = [f"and {len(offenders) - _SHOWN} more"] if len(offenders) > _SHOWN else []
+        raise ShardingError(
+            f"{plan.name} exceeds its {self.what} budget",
+            [*facts, *map(str, offenders[:_SHOWN]), *more],
+            rule=f"{self.name}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields(self))})",
+            remedy=self.remedy,
+        )
+
+    def __enter__(self) -> Self:
+        _stack.set((*_stack.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stack.set(_stack.get()[:-1])
+
+
+@dataclass(frozen=True)
+class CommBudget(Budget):
+    """At most `max_bytes` on the wire per device and call, and no collective of a kind in `forbid`.
+
+    An argument of `jit` (`comm_budget=`), or a context around plans and calls.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> total = sl.jit(lambda x: x.sum(), in_specs=("batch@data",))
+        >>> with sl.Mesh(data=2), sl.comm_budget(max_bytes=1, forbid=("all_gather",)):
+        ...     total.plan(torch.ones(4))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        shardlib.core.errors.ShardingError: <lambda> exceeds its communication budget:
+          * 4 bytes are sent per device, the budget is 1
+        ...
+    """
+
+    max_bytes: float | None = None
+    forbid: tuple[str, ...] = ()
+
+    what = "communication"
+    name = "comm_budget"
+    remedy = "annotate where values should live (plan.explain(collective) tells why), or raise the budget"
+
+    def __post_init__(self) -> None:
+        if unknown := [kind for kind in self.forbid if kind not in KINDS]:
+            raise ShardingError(
+                f"comm_budget(forbid={self.forbid}) is not a budget",
+                [f"{kind!r} is no collective" for kind in unknown],
+                remedy=f"use some of {', '.join(KINDS)}",
+            )
+
+    def exceeded(self, plan: Plan) -> tuple[Sequence[str], Sequence[object]]:
+        """All collectives where too much is sent, and those of a forbidden kind else."""
+        if self.max_bytes is None or plan.comm_bytes <= self.max_bytes:
+            return [], [c for c in plan.collectives if c.kind in self.forbid]
+        fact = f"{plan.comm_bytes:,.0f} bytes are sent per device, the budget is {self.max_bytes:,.0f}"
+        return [fact], sorted(plan.collectives, key=lambda c: -c.bytes)
+
+
+@dataclass(frozen=True)
+class RedundancyBudget(Budget):
+    """At most `max_flops` of a device, and `max_share` of its FLOPs, may be what other devices do identically.
+
+    An argument of `jit` (`redundancy_budget=`), or a context around plans and calls. What counts is `plan.redundant`.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> product = sl.jit(lambda x, w: x @ w)
+        >>> with sl.Mesh(data=8), sl.redundancy_budget(max_share=0.05):
+        ...     product.plan(torch.ones(4, 4), torch.ones(4, 4))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        shardlib.core.errors.ShardingError: <lambda> exceeds its redundancy budget:
+          * 112 FLOP of 128 FLOP per device (87.5 %) are done identically elsewhere, the budget is 5 %
+        ...
+    """
+
+    max_share: float | None = None
+    max_flops: float | None = None
+
+    what = "redundancy"
+    name = "redundancy_budget"
+    remedy = "cut a dim of the named ops over the named axes (an input, or sl.shard on a line), or raise the budget"
+
+    def __post_init__(self) -> None:
+        if self.max_share is not None and not 0 <= self.max_share <= 1:
+            raise ShardingError(
+                f"redundancy_budget(max_share={self.max_share}) is not a budget",
+                rule="a share is a number from 0 to 1",
+                remedy=f"max_flops={self.max_share} if these are FLOPs",
+            )
+
+    def exceeded(self, plan: Plan) -> tuple[Sequence[str], Sequence[object]]:
+        """All redundant work, most first, where there is too much."""
+        twice = sum(r.flops for r in plan.redundant)
+        share = twice / plan.flops if plan.flops else 0.0
+        work = f"{si(twice, 'FLOP')} of {si(plan.flops, 'FLOP')} per device ({100 * share:.3g} %)"
+        facts = []
+        if self.max_share is not None and share > self.max_share:
+            facts.append(f"{work} are done identically elsewhere, the budget is {100 * self.max_share:.3g} %")
+        if self.max_flops is not None and twice > self.max_flops:
+            facts.append(f"{work} are done identically elsewhere, the budget is {si(self.max_flops, 'FLOP')}")
+        return facts, [r for r in plan.redundant if r.flops] if facts else []
+
+
+comm_budget = CommBudget
+redundancy_budget = RedundancyBudget
+_stack: ContextVar[tuple[Budget, ...]] = ContextVar("shardlib_budgets", default=())
+
+
+def current_budgets() -> tuple[Budget, ...]:
+    """The budgets of the `with` blocks that run now."""
+    return _stack.get()

@@ -1,0 +1,206 @@
+"""What one more annotation, another mesh or another version of a function changed: two plans, line by line.
+
+Lines of source are the same where file and text are, so that a plan can be compared with one from before an edit that
+moved them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardlib.compiler.plan.names import shorten
+from shardlib.compiler.program.steps import Compute
+from shardlib.core.source_lines import Line, place
+from shardlib.core.text_tables import fold_names, si, table, unnumbered
+
+if TYPE_CHECKING:
+    from shardlib.compiler.plan.plan import Plan
+
+Spot = tuple[str, str, int, bool]  # a line: its file and text, the how manieth of these it is, whether its backward
+
+
+@dataclass(frozen=True)
+class Total:
+    """A figure per device of both plans: bytes that are sent, FLOPs, how many of them are redundant, peak memory."""
+
+    what: str
+    unit: str
+    before: float
+    after: float
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Its row of the table."""
+        return self.what, si(self.before, self.unit), si(self.after, self.unit), _share(self.before, self.after)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The collectives of one kind, over the same axes and of values that are called alike, of one line.
+
+    `times` and `bytes` of all of them, before and after.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    value: str
+    times: tuple[int, int]
+    bytes: tuple[float, float]
+
+    def __str__(self) -> str:
+        before, after = (
+            f"{n} times, {si(size, 'B')}" if n > 1 else si(size, "B") if n else ""
+            for n, size in zip(self.times, self.bytes, strict=True)
+        )
+        sign = "~" if before and after else "-" if before else "+"
+        return f"{sign} {self.kind}[{' '.join(self.axes)}] {self.value}  {' -> '.join(filter(None, (before, after)))}"
+
+
+@dataclass(frozen=True)
+class LineDiff:
+    """A line of source whose FLOPs per device, or whose collectives, are not what they were.
+
+    `line` is where it stands after, or stood if it is gone.
+    """
+
+    line: str
+    text: str
+    backward: bool
+    flops: tuple[float, float]
+    collectives: tuple[Moved, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{'backward of ' if self.backward else ''}{self.line}  {self.text}".rstrip()]
+        if self.flops[0] != self.flops[1]:
+            lines.append(f"    {' -> '.join(si(n, 'FLOP') for n in self.flops)} ({_share(*self.flops)})")
+        return "\n".join([*lines, *(f"  {c}" for c in self.collectives)])
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """What `plan.diff(other)` returns: true where something changed; `print` it, or take it as plain data.
+
+    `inputs` and `outputs` are those with another layout, or that one plan has alone: (name, before, after), "" where
+    it is not there.
+    """
+
+    before: str
+    after: str
+    totals: tuple[Total, ...]
+    inputs: tuple[tuple[str, str, str], ...]
+    outputs: tuple[tuple[str, str, str], ...]
+    lines: tuple[LineDiff, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.outputs or self.lines) or any(t.before != t.after for t in self.totals)
+
+    def __str__(self) -> str:
+        heading = self.before if self.before == self.after else f"{self.before}\n-> {self.after}"
+        if not self:
+            return f"{heading}\n\nnothing changed: layouts, collectives, FLOPs and memory are the same"
+        parts = [[heading], table([("per device", "before", "after", ""), *(t.cells for t in self.totals)])]
+        for title, rows in (("inputs", self.inputs), ("outputs", self.outputs)):
+            cells = [(f"  {name}", a or "not there", f"-> {b or 'not there'}") for name, a, b in fold_names(rows)]
+            parts += [[title, *table(cells)]] if cells else []
+        if self.lines:
+            program = "program (- gone, + new, ~ other bytes)"
+            parts.append([program, *(f"  {x}" for line in self.lines for x in str(line).splitlines())])
+        return "\n\n".join("\n".join(part) for part in parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The difference as plain data (JSON-ready)."""
+        data: dict[str, Any] = _plain(asdict(self))
+        return data
+
+
+@dataclass
+class _Costs:
+    """What one line of one plan costs."""
+
+    line: Line | None = None
+    flops: float = 0.0
+    moved: defaultdict[tuple[str, tuple[str, ...], str], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+def diff(before: Plan, after: Plan) -> PlanDiff:
+    """What changed from one plan to the other."""
+    old, new = _costs(before), _costs(after)
+    changed = (_line(spot, old.get(spot, _Costs()), new.get(spot, _Costs())) for spot in {**new, **old})
+    lines = tuple(x for x in changed if x.collectives or x.flops[0] != x.flops[1])
+    was, now = before.to_dict(), after.to_dict()
+    inputs, outputs = (_placed(was[what], now[what]) for what in ("inputs", "outputs"))
+    return PlanDiff(before.heading, after.heading, _totals(before, after), inputs, outputs, lines)
+
+
+def _totals(before: Plan, after: Plan) -> tuple[Total, ...]:
+    figures: tuple[tuple[str, str, Callable[[Plan], float]], ...] = (
+        ("sent", "B", lambda plan: plan.comm_bytes),
+        ("work", "FLOP", lambda plan: plan.flops),
+        ("redundant", "FLOP", lambda plan: sum(r.flops for r in plan.redundant)),
+        ("peak memory", "B", lambda plan: plan.peak_memory),
+    )
+    return tuple(Total(what, unit, float(get(before)), float(get(after))) for what, unit, get in figures)
+
+
+def _share(before: float, after: float) -> str:
+    if before == after:
+        return "as before"
+    return f"{100 * (after / before - 1):+.3g} %" if before else "new"
+
+
+def _costs(plan: Plan) -> dict[Spot, _Costs]:
+    """What every line costs, in program order."""
+    program = plan.compiled.program
+    computed = [(s.line, s.backward) for s in program.steps if isinstance(s, Compute)]
+    spots = _spots([*computed, *((c.line, c.backward) for c in program.collectives)])
+    costs: defaultdict[Spot, _Costs] = defaultdict(_Costs)
+    for step in program.steps:
+        if isinstance(step, Compute) and step.flops:
+            mine = costs[spots[step.line, step.backward]]
+            mine.line, mine.flops = step.line, mine.flops + step.flops
+    for c, told in zip(program.collectives, plan.collectives, strict=True):
+        mine = costs[spots[c.line, c.backward]]
+        mine.line = c.line
+        mine.moved[told.kind, told.axes, unnumbered(told.value)].append(told.bytes)
+    return dict(costs)
+
+
+def _spots(lines: Iterable[tuple[Line | None, bool]]) -> dict[tuple[Line | None, bool], Spot]:
+    """The key of every line: lines of one text are counted down the file."""
+    whose: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    known = dict.fromkeys(lines)
+    for line, _ in known:
+        if line is not None:
+            whose[line.file, line.text].add(line.lineno)
+    ranks = {(*key, n): i for key, numbers in whose.items() for i, n in enumerate(sorted(numbers))}
+    return {
+        (line, backward): ("", "", 0, backward)
+        if line is None
+        else (line.file, line.text, ranks[line.file, line.text, line.lineno], backward)
+        for line, backward in known
+    }
+
+
+def _line(spot: Spot, before: _Costs, after: _Costs) -> LineDiff:
+    moved = []
+    for key in {**before.moved, **after.moved}:
+        a, b = before.moved.get(key, []), after.moved.get(key, [])
+        if (len(a), sum(a)) != (len(b), sum(b)):
+            moved.append(Moved(*key, (len(a), len(b)), (sum(a), sum(b))))
+    line = after.line or before.line
+    return LineDiff(place(line), line.text if line else "", spot[-1], (before.flops, after.flops), tuple(moved))
+
+
+def _placed(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
+    rows = ((shorten(name), before.get(name, ""), after.get(name, "")) for name in {**before, **after})
+    return tuple(row for row in rows if row[1] != row[2])
+
+
+def _plain(x: Any) -> Any:
+    """Tuples as lists, as JSON has them."""
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    return [_plain(y) for y in x] if isinstance(x, tuple) else x

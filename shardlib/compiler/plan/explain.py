@@ -1,0 +1,268 @@
+"""Why: a collective or a value, as a chain back to the annotations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardlib.compiler.graph.ir import Op, Value
+from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan.names import Naming
+from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
+from shardlib.compiler.propagate.decision_units import Unit
+from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.core.aten.op_names import CAT, NARROW, PERMUTE, RESHAPE
+from shardlib.core.source_lines import place
+from shardlib.core.text_tables import si
+from shardlib.sharding.mesh.axis import Axis, ways
+
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+_VIEWS = (RESHAPE, PERMUTE, NARROW, CAT)
+
+
+@dataclass(frozen=True)
+class Explainer:
+    """Finds reasons in what the stages recorded."""
+
+    compiled: Compiled
+    naming: Naming
+
+    # One line -------------------------------------------------------------------------------------------------------
+
+    def ends(self, c: Collective) -> tuple[Var, Var]:
+        """What a collective moves, and what that becomes: not the rows in which they go."""
+        before, after = c.source, c.out
+        while before.layout is None and before in self._viewed:
+            before = self._viewed[before]
+        while after.layout is None and after in self._views:
+            after = self._views[after]
+        return (c.source, c.out) if before.layout is None or after.layout is None else (before, after)
+
+    @cached_property
+    def _viewed(self) -> dict[Var, Var]:
+        """What the views in front of collectives, and behind them, are of; or what ranges are part of."""
+        return {step.made[0]: step.operands[0] for step in self._reshards}
+
+    @cached_property
+    def _views(self) -> dict[Var, Var]:
+        return {of: step.made[0] for step in self._reshards for of in step.operands}
+
+    @cached_property
+    def _reshards(self) -> list[Compute]:
+        steps = (s for s in self.compiled.program.steps if isinstance(s, Compute) and s.target in _VIEWS)
+        return [step for step in steps if step.note == "reshard" and step.made]
+
+    def subject(self, c: Collective) -> str:
+        """What a collective moves."""
+        if isinstance(c.because, Inside) and c.because.what:
+            return c.because.what
+        before, _ = self.ends(c)
+        if before.value is not None:
+            return self.naming.var(before)
+        what = c.reduce if c.kind in _REDUCTIONS else "pieces"
+        return f"{c.because.op.name}'s {what}" if isinstance(c.because, Inside) else c.source.name
+
+    def why(self, c: Collective) -> str:
+        """Why a collective is there, in a few words."""
+        if isinstance(c.because, Inside):
+            op, factors = c.because.op, c.because.factors
+            labels = self.compiled.propagated.flood.labels[op]
+            names = [self.naming.leaf(x) for factor in factors for x in labels.get(factor, ())]
+            over = " ".join(names or factors)
+            reduced = c.kind in _REDUCTIONS
+            what = f"{c.reduce} over {over}" if reduced else f"{over} {c.because.how}"
+            return f"{what}, inside {self.naming.call(op, 2)}"
+        reader = self._reader(c)
+        if not reader:
+            return c.reason
+        if c.kind in _REDUCTIONS:
+            over = self._summed(c)
+            return f"{c.reduce} over {over}; {reader}" if over else reader
+        moved, spared = self._moved(c), self._spared(c)
+        return (f"{moved}: {reader}" if moved else reader) + spared
+
+    def _reader(self, c: Collective) -> str:
+        if not isinstance(c.because, Asked):
+            return ""
+        reader = c.because.by
+        if isinstance(reader, Op):
+            verb = "asked for" if reader.constrains else "read"
+            return f"{verb} by {self.naming.call(reader, 2)}"
+        if reader is None:  # of an argument that is in other pieces than the rest
+            return "as all that has this dim"
+        return f"returned as {self.compiled.traced.result_names[reader]}"
+
+    def _spared(self, c: Collective) -> str:
+        """What an op that gathers rows saves: all that it gathers, and the sum of its result, in bytes on the wire."""
+        op, axes = c.because.by if isinstance(c.because, Asked) else None, {p for a in c.axes for p in a.primes()}
+        unit = self.compiled.propagated.units.unit.get(op) if isinstance(op, Op) else None
+        if unit is None or not unit.spares or c.kind != "all_gather":
+            return ""
+        program, cuts = self.compiled.program, self.compiled.propagated.unit_cut(unit)
+        if axes & {a for slot in unit.spares for a in cuts[slot]}:
+            return ""
+        asked = [x for x in program.collectives if isinstance(x.because, Asked) and x.because.by is op]
+        rows = sum(x.bytes for x in asked if x.kind == c.kind and x.axes == c.axes)
+        result = next(v for step in program.steps for v in makes(step) if v.value in unit.ops[0].results)
+        assert result.layout is not None
+        n, whole = ways(c.axes), result.layout.max_local_numel() * result.dtype.itemsize
+        return f"; rows and indices are {si(rows, 'B')}, a sum of the result {si(2 * whole * (n - 1) / n, 'B')}"
+
+    def _moved(self, c: Collective) -> str:
+        """Which dims lose the axes and which get them: `embed whole`, `tensor from heads to seq`."""
+        before, after = self.ends(c)
+        if before.layout is None or after.layout is None:
+            return ""
+        axes = {p for a in c.axes for p in a.primes()}
+        lost, won = (self._holders(v, axes) for v in (before, after))
+        if c.kind == "all_to_all" and lost == won:
+            return f"{' '.join(dict.fromkeys(won))} in other pieces"
+        left, right = ([x for x in side if x not in other] for side, other in ((lost, won), (won, lost)))
+        if right:
+            return f"{' '.join(map(str, c.axes))} from {' '.join(left) or 'nothing'} to {' '.join(right)}"
+        return f"{' '.join(left)} whole" if left else ""
+
+    def _holders(self, var: Var, axes: set[Axis]) -> list[str]:
+        dims = self.naming.dims(var)
+        count = Counter(name for dim in dims for name, _ in dim)
+        out = []
+        for d, dim in enumerate(dims):
+            held = [name for name, f in dim if axes & {p for a in f.axes for p in a.primes()}]
+            out += [name if name and count[name] == 1 else f"dim {d}" for name in held]
+        return out
+
+    @cached_property
+    def _made_of(self) -> dict[Var, list[Var]]:
+        program = self.compiled.program
+        made = {out: list(reads(step)) for step in program.steps for out in makes(step)}
+        return made | {c.out: [c.source] for c in program.collectives}
+
+    def origin(self, c: Collective) -> Value | None:
+        """The value that a contraction or reduction left pending, before anything linear was done to it."""
+        var = c.source
+        while (operands := self._made_of.get(var)) is not None:
+            owing = [v for v in operands if v.layout is not None and v.layout.pending]
+            if not owing:
+                return var.value
+            var = owing[0]
+        return None
+
+    def _summed(self, c: Collective) -> str:
+        value = self.origin(c)
+        op = None if value is None else value.op
+        units, propagated = self.compiled.propagated.units, self.compiled.propagated
+        if value is None or op is None or op.rule is None or op not in units.unit:
+            return ""
+        axes = {p for a in c.axes for p in a.primes()}
+        cuts = propagated.unit_cut(units.unit[op])
+        kept = {label for labels in op.rule.results[value.index] for label in labels}
+        over = [
+            self.naming.leaf(propagated.flood.labels[op][label][k])
+            for (label, k), slot in units.op_slots[op].items()
+            if label not in kept and axes & set(cuts[slot])
+        ]
+        return " ".join(dict.fromkeys(over))
+
+    def reason(self, c: Collective) -> str:
+        """The layouts that forced a collective, and why they are what they are."""
+        before, after = self.ends(c)
+        if before.layout is None or after.layout is None:
+            return self.why(c)
+        spec = self.naming.spec(after)
+        return f"{self.naming.spec(before)} -> {spec[spec.index('[') :]}, {self.why(c)}"
+
+    # Chains ---------------------------------------------------------------------------------------------------------
+
+    def collective(self, c: Collective) -> str:
+        """What moved, why, who made it and who reads it, and what decided both."""
+        axes = " ".join(map(str, c.axes))
+        lines = [f"{c.kind}[{axes}] of {self.subject(c)}: {si(c.bytes, 'B')} on the wire per device"]
+        if c.line:
+            lines.append(f"  {'backward of' if c.backward else 'at'} {place(c.line)}  {c.line.text}".rstrip())
+        before, after = self.ends(c)
+        if before.layout is not None and after.layout is not None:
+            lines += [f"  from {self.naming.typed(before)}", f"  to   {self.naming.typed(after)}"]
+        lines.append(f"  because {self.why(c)}")
+        value = before.value
+        made = [v.op for v in (self.origin(c), value) if v is not None]
+        makers = [c.because.op, *made] if isinstance(c.because, Inside) else made
+        reader = c.because.by if isinstance(c.because, Asked) else None
+        said: set[Op] = set()
+        for verb, ops in (("made by", makers), ("read by", [reader])):
+            for op in ops:
+                if isinstance(op, Op) and op not in said:
+                    said.add(op)
+                    lines += [f"  {line}" for line in self._op(op, verb)]
+        if value is not None and value.op is None:
+            lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, before)]
+        if isinstance(reader, int):
+            fixed = self.compiled.propagated.flood.outputs.get(reader)
+            lines += [f"  the result is fixed by {fixed[1].source}"] if fixed else []
+        return "\n".join(lines)
+
+    def value(self, v: Value, var: Var) -> str:
+        """Each cut of a value: which annotation asked for it, and what it won against."""
+        lines = [f"{self.naming.own(v)} is {self.naming.typed(var)}", *self._cuts(v, var)]
+        if v.op is not None:
+            lines += self._op(v.op, "made by")
+        elif v not in self.compiled.propagated.flood.fixed and v in self.compiled.propagated.units.unit:
+            lines.append("inferred together with its readers")
+            lines += [f"  {line}" for op, _ in v.readers[:1] for line in self._op(op, "read by")]
+        return "\n  ".join(lines)
+
+    def _cuts(self, v: Value, var: Var) -> list[str]:
+        flood = self.compiled.propagated.flood
+        if v in flood.fixed:
+            return [f"fixed by {flood.fixed[v][1].source}"]
+        lines = []
+        for leaf, axes in zip(
+            flood.leaves(v) if v in flood.value else (), var.placement[0] if var.placement else (), strict=False
+        ):
+            for axis in axes:
+                asked = self._source(leaf, axis)
+                lines.append(f"{self.naming.leaf(leaf)} is cut over {axis}, asked for by {asked}")
+        if not lines and v in flood.value:
+            wanted = [leaf for leaf in flood.leaves(v) if flood.wants.get(leaf)]
+            lines = [] if wanted else ["whole: no annotation reaches its dims"]
+        return lines
+
+    def _source(self, leaf: Leaf, axis: Axis) -> str:
+        wants = self.compiled.propagated.flood.wants.get(leaf, ())
+        return next((w.source for w in wants if w.axis in axis.primes()), "the reduction that lands there")
+
+    def _op(self, op: Op, verb: str) -> Iterator[str]:
+        where = f"  at {place(op.line)}  {op.line.text}" if op.line else ""
+        back = "backward of " if op.backward else ""
+        result = next((r for r in op.results if r is not None), None)
+        name = f"{self.naming.own(result)} = " if result is not None else ""
+        yield f"{verb} {back}{name}{self.naming.call(op)}{where}".rstrip()
+        if op.rule is None:
+            yield "  it has no rule, so it runs replicated, on whole operands"
+        yield from (f"  {line}" for line in self._decisions(op))
+
+    def _decisions(self, op: Op) -> Iterator[str]:
+        units, decider = self.compiled.propagated.units, self.compiled.propagated.decider
+        unit = units.unit.get(op)
+        for axis in self.compiled.mesh.axis_names if unit is not None else ():
+            assert unit is not None
+            decision = decider.decision(unit, axis)
+            if decision is None:
+                continue
+            share = self.compiled.propagated.flood.share
+            paid = f" (messages that arithmetic hides at {share:.0%})" if share < 1 else ""
+            cuts = f"{axis} cuts {decision.winner} here ({decision.units} alike)"
+            yield f"{cuts}; estimated, with all that it touches{paid}:"
+            for name, seconds, first in decision.alternatives:
+                source = self._asked(unit, first[0], axis) if first else "no device does less"
+                yield f"  {name}: {seconds * 1e6:.1f} us, {source}"
+            if near := decider.near(unit, axis):
+                now = f"the program takes {near[1] * 1e6:.4g} us with it, {decider.seconds * 1e6:.4g} us as it is"
+                yield f"  a near-tie with {near[0]}: {now}"
+
+    def _asked(self, unit: Unit, slot: int, axis: str) -> str:
+        wants = self.compiled.propagated.flood.wants.get(unit.slots[slot], ())
+        asked = next((f"asked for by {w.source}" for w in wants if w.axis.name == axis), "")
+        lender = unit.lends.get(slot)
+        return asked or ("" if lender is None else f"lent by {self.naming.leaf(unit.slots[lender])}")

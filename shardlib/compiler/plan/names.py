@@ -1,0 +1,225 @@
+"""What values and dims are called when they are printed: the user's names, wherever they can be known.
+
+An input is called as the function calls it (`params.layers[0].wq`). The last value that a source line computes has the
+name that the line assigns; any other value has the name of its node in the graph. A dim has the logical name that some
+annotation gave it, or gave the dim that it is a part of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+
+from shardlib.compiler.graph.ir import Op, Value
+from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.program.steps import Var
+from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.sharding.layout import Factor, Layout
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.placement import Fixed
+from shardlib.tensor.tensor_meta import short_dtype
+
+Named = tuple[tuple[str | None, Factor], ...]  # one dim: its factors, and their names
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Names for everything in one compiled function."""
+
+    compiled: Compiled
+
+    # Values ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Short names of the inputs, in order."""
+        full = [name for name, _ in self.compiled.inputs]
+        short = Counter(shorten(name) for name in full)
+        return tuple(name if short[shorten(name)] > 1 else shorten(name) for name in full)
+
+    @cached_property
+    def _names(self) -> dict[Value, str]:
+        names = {value: name for name, (_, value) in zip(self.inputs, self.compiled.inputs, strict=True)}
+        for op in self.compiled.graph.ops:
+            for i, r in enumerate(op.results):
+                if r is not None:
+                    names[r] = op.name if i == 0 else f"{op.name}.{i}"
+        taken = {*names.values(), *(shorten(n) for n in names.values())}
+        for text, value in _assigned(self.compiled.graph.ops):
+            name, n = text, 0
+            while name in taken:
+                n += 1
+                name = f"{text}_{n}"
+            taken.add(name)
+            names[value] = name
+        return names
+
+    def value(self, value: Value) -> str:
+        """The name of a value; a view is called what it is a view of."""
+        seen = self.compiled.propagated.flood.twins.get(value, value)
+        while seen.op is not None and (seen.op.transparent or seen.op.constrains):
+            seen = seen.op.operands[0]
+        return self._names.get(seen, seen.name)
+
+    def own(self, value: Value) -> str:
+        """The name of a value, views included."""
+        return self._names.get(value, value.name)
+
+    def var(self, var: Var) -> str:
+        if var.value is None:
+            return var.name
+        return self.value(var.value) + ("" if var.part is None else " ({} of {})".format(*var.part))
+
+    def call(self, op: Op, limit: int = 4) -> str:
+        """An op as a call on named values, at most `limit` of them; an annotation as the user wrote it."""
+        if op.constrains:
+            return f"shard({self.value(op.operands[0])}, {str(op.node.args[1])!r})"
+        operands = [self.value(v) for v in op.operands[:limit]] + ["..."] * (len(op.operands) > limit)
+        return f"{op_name(op)}({', '.join(operands)})"
+
+    def find(self, name: str) -> Value | None:
+        """The value of that name: an input's (long or short), one given here, or the graph's own."""
+        for known, (long, value) in zip(self.inputs, self.compiled.inputs, strict=True):
+            if name in (known, long):
+                return value
+        by_name = {known: value for value, known in self._names.items()}
+        if name in by_name:
+            return by_name[name]
+        return next((v for v in self.compiled.graph.values() if v.name == name), None)
+
+    # Dims -----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _groups(self) -> dict[tuple[Leaf, ...], str]:
+        """Names of runs of leaves: what one annotated factor became; a major part of it shares its name."""
+        flood = self.compiled.propagated.flood
+        whole: dict[tuple[Leaf, ...], str] = {(leaf,): name for leaf, name in flood.names.items()}
+        parts: dict[tuple[Leaf, ...], tuple[int, str]] = {}
+        fixed: list[tuple[Sequence[Sequence[Leaf]], Fixed]] = [(flood.value[v], f) for v, (_, f) in flood.fixed.items()]
+        for i, (_, f) in flood.outputs.items():
+            fixed.append((flood.value[self.compiled.graph.outputs[i]], f))
+        for dims, f in fixed:
+            for leaves, factors, names in zip(dims, f.layout.dims, f.names, strict=True):
+                for run, name in zip(_runs(leaves, factors, flood.dims.size), names, strict=False):
+                    if not name or not run:
+                        continue
+                    whole.setdefault(run, name)
+                    for n in range(1, len(run)):
+                        rest = len(run) - n
+                        if rest < parts.get(run[:n], (rest + 1, ""))[0]:
+                            parts[run[:n]] = (rest, name)
+        return {run: name for run, (_, name) in parts.items()} | whole
+
+    def dims(self, var: Var) -> tuple[Named, ...]:
+        """The dims of a variable as named factors; neighbours that have no name melt."""
+        assert var.layout is not None
+        value, flood = var.value, self.compiled.propagated.flood
+        if value is None or value.constant or var.placement is None or value not in flood.value:
+            return tuple(tuple((None, f) for f in dim) for dim in var.layout.dims)
+        cut = iter(var.placement[0])
+        return tuple(
+            self._dim([(leaf, Factor(flood.dims.size(leaf), next(cut))) for leaf in leaves])
+            for leaves in flood.value[value]
+        )
+
+    def _dim(self, parts: Sequence[tuple[Leaf, Factor]]) -> Named:
+        out: list[tuple[str | None, Factor]] = []
+        same = self.compiled.propagated.flood.same
+        i = 0
+        while i < len(parts):
+            for j in range(len(parts), i, -1):
+                name = self._groups.get(tuple(same.get(leaf, leaf) for leaf, _ in parts[i:j]))
+                melted = _melt(f for _, f in parts[i:j])
+                if name and len(melted) == 1:
+                    out.append((name, melted[0]))
+                    i = j
+                    break
+            else:
+                before = [f for name, f in out[-1:] if name is None]
+                melted = _melt([*before, parts[i][1]])
+                out[len(out) - len(before) :] = [(None, f) for f in melted]
+                i += 1
+        return tuple(out) or ((None, Factor(1)),)
+
+    def typed(self, var: Var) -> str:
+        """`f32[batch=8@data, (heads=4@tensor 32)] +tensor`."""
+        if var.layout is None:
+            return ""
+        said = lambda name, f: f"{name}={f}" if name else str(f)
+        return f"{short_dtype(var.dtype)}[{', '.join(self._dims(var, said))}]{_pending(var)}"
+
+    def spec(self, var: Var) -> str:
+        """`mm_3[batch@data heads@tensor] +tensor`: the same in a spec's words."""
+        if var.layout is None:
+            return self.var(var)
+        said = lambda name, f: str(f) if name is None else str(f).replace(str(f.size), name, 1)
+        return f"{self.var(var)}[{' '.join(self._dims(var, said))}]{_pending(var)}"
+
+    def _dims(self, var: Var, said: Callable[[str | None, Factor], str]) -> Iterator[str]:
+        """Every dim in words, of several factors in parentheses."""
+        for dim in self.dims(var):
+            words = " ".join(said(name, f) for name, f in dim)
+            yield words if len(dim) == 1 else f"({words})"
+
+    def leaf(self, leaf: Leaf) -> str:
+        """A class of dims: its name, or its size."""
+        return self._groups.get((leaf,), str(self.compiled.propagated.flood.dims.size(leaf)))
+
+
+def _melt(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    merged = (Factor(f.size, Axis.merge(f.axes)) for f in factors)
+    return Layout((tuple(merged),)).canonical.dims[0]
+
+
+def _pending(var: Var) -> str:
+    assert var.layout is not None
+    return "".join(f" {p}" for p in var.layout.pending)
+
+
+def _runs(leaves: Sequence[Leaf], factors: Sequence[Factor], size_of: object) -> Iterator[tuple[Leaf, ...]]:
+    """The leaves of each factor of a dim."""
+    assert callable(size_of)
+    rest = list(leaves)
+    for f in factors:
+        run, n = [], 1
+        size = int(f.size)
+        while rest and n < size:
+            run.append(rest.pop(0))
+            n *= size_of(run[-1])
+        yield tuple(run) if n == size else ()
+
+
+_ASSIGNMENT = re.compile(r"(\w+)\s*(?::[^=]+)?=(?!=)")
+
+
+def _assigned(ops: Sequence[Op]) -> Iterator[tuple[str, Value]]:
+    """Names that source lines assign, with the value that the line computes last; forward code only."""
+    for op, after in zip_longest(ops, ops[1:]):
+        same = after is not None and after.line == op.line and after.backward == op.backward
+        if same or op.line is None or op.backward or "lambda" in op.line.text:
+            continue
+        found = _ASSIGNMENT.match(op.line.text)
+        value = op.results[0] if len(op.results) == 1 else None
+        while value is not None and value.op is not None and (value.op.transparent or value.op.constrains):
+            value = value.op.operands[0]
+        if found and value is not None and value.op is not None and value.op.line == op.line:
+            yield found[1], value
+
+
+def op_name(op: Op) -> str:
+    """`_log_softmax` -> `log_softmax`."""
+    return op.kind.strip("_")
+
+
+def shorten(name: str) -> str:
+    """A path into the arguments with attribute dots for keys.
+
+    Example:
+        >>> shorten("params['layers'][0]['wq']")
+        'params.layers[0].wq'
+    """
+    return re.sub(r"\['([\w.]+)'\]", r".\1", name)

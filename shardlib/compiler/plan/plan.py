@@ -1,0 +1,341 @@
+"""The plan: what a function became on a mesh, to be read before it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NoReturn
+
+from shardlib.compiler.graph.ir import Value
+from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan import backends
+from shardlib.compiler.plan.diff import PlanDiff, diff
+from shardlib.compiler.plan.explain import Explainer
+from shardlib.compiler.plan.html import page
+from shardlib.compiler.plan.names import Naming, shorten
+from shardlib.compiler.plan.redundant_work import Redundant, redundant
+from shardlib.compiler.plan.rows import Rows, totals
+from shardlib.compiler.program import flops
+from shardlib.compiler.program.buffers import host_bytes, peak_bytes
+from shardlib.compiler.program.steps import Var, makes
+from shardlib.compiler.program.text import show
+from shardlib.compiler.propagate.solver.lower_bound import LowerBound, lower_bound
+from shardlib.compiler.propagate.solver.refine import alone
+from shardlib.compiler.simulate.simulated import Simulated
+from shardlib.core.errors import ShardingError
+from shardlib.core.source_lines import Line, place
+from shardlib.core.text_tables import indented, si, table
+from shardlib.primitives.debug_print import OP as PRINT
+from shardlib.sharding.layout import Layout
+from shardlib.sharding.mesh.machine import Machine
+from shardlib.sharding.placement import Names
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of a plan.
+
+    `bytes` go on the wire per device (ring algorithms); `value` is what moves; `line` is the user's source line, or,
+    where `backward`, the line whose gradient this is; `reason` names the layouts that forced it, and why they are so;
+    `backend` is what runs it, and why ("" on an abstract mesh).
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    value: str
+    line: str
+    backward: bool
+    reason: str
+    backend: str = ""
+
+    def __str__(self) -> str:
+        back = "backward of" if self.backward else "at"
+        return f"{self.kind}[{' '.join(self.axes)}] {si(self.bytes, 'B')} {back} {self.line}: {self.reason}"
+
+
+class Plan:
+    """The printable result of propagation and lowering; made by `step.plan(*args)`, without any device.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> with sl.Mesh(data=2):
+        ...     plan = sl.jit(lambda x: x.sum(), in_specs=("batch@data _",)).plan(torch.ones(4, 3))
+        >>> plan.comm_bytes, [c.kind for c in plan.collectives]
+        (4.0, ['all_reduce'])
+        >>> str(plan.layout_of("x"))
+        '4@data, 3'
+        >>> plan.collectives[0].reason
+        'sum_1[] +data -> [], sum over batch; returned as result'
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled = compiled
+        self.name, self.mesh = compiled.traced.name, compiled.mesh
+
+    def __copy__(self) -> Plan:
+        return self  # nothing changes it
+
+    def __deepcopy__(self, _: Any) -> Plan:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ShardingError(
+            f"the plan of {self.name} is pickled",
+            rule="a plan holds the functions and tensors of its process",
+            remedy="keep str(plan) or plan.to_dict(); or make it again, step.plan(*args), where it is read",
+        )
+
+    # Figures --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def collectives(self) -> tuple[PlannedCollective, ...]:
+        """Every collective of the program, in order."""
+        why = self._explainer
+        return tuple(
+            PlannedCollective(
+                c.kind,
+                tuple(map(str, c.axes)),
+                float(c.bytes),
+                why.subject(c),
+                place(c.line),
+                c.backward,
+                why.reason(c),
+                str(backends.of_collective(c, self.mesh) or ""),
+            )
+            for c in self.compiled.program.collectives
+        )
+
+    @property
+    def comm_bytes(self) -> float:
+        """Wire bytes that one device sends in one call (ring algorithms)."""
+        return float(sum(c.bytes for c in self.compiled.program.collectives))
+
+    @cached_property
+    def flops(self) -> float:
+        """Floating-point operations in one call, of the device that does most: two for a multiply-add, one for a
+        pointwise result."""
+        return flops.flops(self.compiled.program)
+
+    @cached_property
+    def redundant(self) -> tuple[Redundant, ...]:
+        """What several devices do identically, by op, line and axes; most FLOPs first, then most bytes.
+
+        The plan's text says so where it is 5 % of the FLOPs or more.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> with sl.Mesh(data=4, tensor=2):
+            ...     product = sl.jit(lambda x, w: x @ w, in_specs=("m@data _", "..."))
+            ...     plan = product.plan(torch.ones(8, 4), torch.ones(4, 4))
+            >>> most = plan.redundant[0]
+            >>> most.op, most.flops, most.bytes, most.copies, most.axes
+            ('mm', 32.0, 16, 2, ('tensor',))
+        """
+        return redundant(self.compiled.program)
+
+    @cached_property
+    def peak_memory(self) -> int:
+        """The most bytes of local tensors alive at once on the fullest device, arguments and results included."""
+        return peak_bytes(self.compiled.program)
+
+    @cached_property
+    def host_memory(self) -> int:
+        """The most bytes that one device has at once in its host's memory (`sl.Schedule(offload=...)`)."""
+        return host_bytes(self.compiled.program)
+
+    @cached_property
+    def lower_bound(self) -> LowerBound:
+        """How far the decisions are from the best of all, by the estimate that they are made by; worked out when asked.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> with sl.Mesh(data=2):
+            ...     product = sl.jit(lambda x, w: x @ w, in_specs=("m@data _", "_ n@data"))
+            ...     plan = product.plan(torch.ones(64, 8), torch.ones(8, 16))
+            >>> plan.lower_bound.gap, plan.lower_bound.exact
+            (0.0, True)
+        """
+        compiled = self.compiled
+        flood, decider = compiled.propagated.flood, compiled.propagated.decider
+        return lower_bound(decider, alone(compiled.graph, flood, self.mesh, decider))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds that each stage of planning took."""
+        return dict(self.compiled.seconds)
+
+    @property
+    def replicated_ops(self) -> tuple[str, ...]:
+        """Ops that run on every device with whole operands, for want of a rule; nobody minds those of one element."""
+        ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual and op.target is not PRINT)
+        large = (op for op in ops if any(x is not None and math.prod(x.shape) > 1 for x in (*op.operands, *op.results)))
+        return tuple(f"{op.target} at {place(op.line)}" for op in large)
+
+    # Questions ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _naming(self) -> Naming:
+        return Naming(self.compiled)
+
+    @cached_property
+    def _explainer(self) -> Explainer:
+        return Explainer(self.compiled, self._naming)
+
+    @property
+    def _rows(self) -> Rows:
+        return Rows(self.compiled, self._naming, self._explainer)
+
+    @cached_property
+    def output_names(self) -> tuple[Names, ...]:
+        """Logical names per output, dim and factor, aligned with the outputs' layouts."""
+        return tuple(self._aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
+
+    def layout_of(self, what: str | Value) -> Layout:
+        """The layout of an input (`"params['w']"` or `"params.w"`), an output (`"result[0]"`) or a value of the
+        program, by the name that the plan prints. Raises KeyError for any other name."""
+        layout = self._var(what).layout
+        assert layout is not None
+        return layout
+
+    def explain(self, what: str | PlannedCollective | int) -> str:
+        """Why a value lives where it does, or a collective (or the i-th) is there: a chain back to annotations.
+
+        Raises KeyError for a name that is none of the plan's, IndexError past the last collective.
+        """
+        if isinstance(what, PlannedCollective):
+            what = self.collectives.index(what)
+        if isinstance(what, int):
+            found = self.compiled.program.collectives
+            if not -len(found) <= what < len(found):
+                raise IndexError(f"{self.name} has no collective {what}: it has {len(found) or 'none'}, counted from 0")
+            return self._explainer.collective(found[what])
+        var = self._var(what)
+        value = var.value if var.value is not None else self._naming.find(what)
+        assert value is not None
+        return self._explainer.value(value, var)
+
+    def _var(self, what: str | Value) -> Var:
+        value: Value | None
+        if isinstance(what, str):
+            for name, out in self._out:
+                if what in (name, shorten(name)) and isinstance(out, Var):
+                    return out
+            value = self._naming.find(self.compiled.traced.twins.get(what, what))
+        else:
+            value = what
+        for var in self._variables():
+            if var.layout is not None and (var.name == what or (value is not None and var.value is value)):
+                return var
+        names = ", ".join(self._naming.inputs[:20])
+        raise KeyError(f"{self.name} has no value {what!r}; its inputs are {names}")
+
+    def _variables(self) -> Iterator[Var]:
+        yield from self.compiled.program.inputs
+        for step in self.compiled.program.steps:
+            yield from makes(step)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changed from this plan to another one, in bytes, FLOPs, memory and layouts, line by line.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> product = lambda x, w: x @ w
+            >>> with sl.Mesh(data=2):
+            ...     before = sl.jit(product).plan(torch.ones(4, 4), torch.ones(4, 4))
+            ...     after = sl.jit(product, in_specs=("m@data _", None)).plan(torch.ones(4, 4), torch.ones(4, 4))
+            >>> change = before.diff(after)
+            >>> change.inputs, change.lines[0].flops
+            ((('x', 'f32[4, 4]', 'f32[m=4@data, 4]'),), (128.0, 64.0))
+            >>> bool(before.diff(before))
+            False
+        """
+        return diff(self, other)
+
+    def simulate(self, machine: Machine | str | None = None, *, fused: bool = False) -> Simulated:
+        """What one call would take on `machine` (an `sl.Machine`, its text, or None: that of the mesh): seconds,
+        exposed communication, utilisation, memory over time. An estimate; nothing runs.
+
+        `fused` counts calls element by element that follow each other as one kernel, as a compiler would make them.
+        Raises `ShardingError` where the machine has links for axes that the mesh has not.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> x = torch.empty(8192, 8192, device="meta")
+            >>> with sl.Mesh.abstract(data=8):
+            ...     plan = sl.jit(lambda x, y: x @ y, in_specs=("_ k@data", "k@data _")).plan(x, x)
+            >>> [f"{step.exposed / step.seconds:.0%}" for step in map(plan.simulate, ("h100", "a100-40"))]
+            ['32%', '17%']
+        """
+        at = self.compiled.mesh.machine if machine is None else machine
+        return Simulated(self.compiled.program, self.name, Machine.of(at), fused=fused)
+
+    # Forms ----------------------------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """Totals per kind of collective, axis and backend; why these backends; arithmetic and memory."""
+        rows, lines = totals(self)
+        return "\n".join([*table(rows), *lines])
+
+    def __str__(self) -> str:
+        rows = self._rows
+        inputs, outputs = (table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs()))
+        program = [_PROGRAM, *indented(rows.program())]
+        parts = [[self.heading], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
+        return "\n\n".join("\n".join(part) for part in parts)
+
+    def _repr_html_(self) -> str:
+        rows = self._rows
+        inputs, outputs = (("inputs", rows.inputs()), ("outputs", rows.outputs()))
+        return page(self.heading, [inputs, (_PROGRAM, rows.program()), outputs], *totals(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data (JSON-ready)."""
+        return {
+            "name": self.name,
+            "mesh": dict(self.mesh.axes),
+            "inputs": {name: self._naming.typed(var) for name, var in zip(self._naming.inputs, self._in, strict=True)},
+            "outputs": {name: self._naming.typed(v) if isinstance(v, Var) else repr(v) for name, v in self._out},
+            "collectives": [asdict(c) | {"axes": list(c.axes)} for c in self.collectives],
+            "comm_bytes": self.comm_bytes,
+            "flops": self.flops,
+            "redundant": [asdict(r) | {"axes": list(r.axes)} for r in self.redundant],
+            "peak_memory": self.peak_memory,
+            "host_memory": self.host_memory,
+            "replicated_ops": list(self.replicated_ops),
+        }
+
+    def listing(self, where: Callable[[Line | None], str] = place) -> str:
+        """The program that runs, step by step, as text: plans with one listing are the same.
+
+        `where` writes its lines of source.
+        """
+        return show(self.compiled.program, where)
+
+    @property
+    def _in(self) -> tuple[Var, ...]:
+        return self.compiled.program.inputs
+
+    @property
+    def _out(self) -> Iterable[tuple[str, Any]]:
+        return zip(self.compiled.traced.result_names, self.compiled.program.outputs, strict=True)
+
+    @property
+    def heading(self) -> str:
+        """`mlp on data=2, tensor=4 (8 devices, virtual)`."""
+        axes = ", ".join(f"{name}={n}" for name, n in self.mesh.axes.items())
+        return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
+
+    def _aligned(self, var: Var) -> Names:
+        """A name for each factor of a variable's layout: those that the layout's shortest form keeps apart."""
+        assert var.layout is not None
+        out = []
+        for dim, named in zip(var.layout.dims, self._naming.dims(var), strict=True):
+            same = len(dim) == len(named) and all(f == g for f, (_, g) in zip(dim, named, strict=True))
+            out.append(tuple(name for name, _ in named) if same else (None,) * len(dim))
+        return tuple(out)
+
+
+_PROGRAM = "program (each device; lines with ! communicate)"

@@ -1,0 +1,108 @@
+"""What several devices do identically: the steps whose results do not differ along some mesh axis.
+
+Where values may differ is read off the program that runs (`compiler/program/replication`), so this holds for what any
+stage decided: an axis left unused, arguments that are whole, an op without a rule.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.compiler.plan.names import op_name
+from shardlib.compiler.program.replication import primes, varying
+from shardlib.compiler.program.steps import Compute, Program
+from shardlib.compiler.simulate.timeline import called
+from shardlib.core.source_lines import place
+from shardlib.core.text_tables import si
+from shardlib.sharding.mesh.axis import Axis, ways
+
+WORTH = 0.05  # the share of a plan's FLOPs from which its text says that they are redundant
+
+
+@dataclass(frozen=True)
+class Redundant:
+    """Calls of one op at one line that `copies` devices make on the same numbers, those along `axes`.
+
+    `flops` are what one device would not do if each did its part, `bytes` what it would not hold of their results: a
+    share of 1 - 1 / copies. Both are sums over `times` calls; the results need not be there at once. `line` is the
+    user's source line, or, where `backward`, the line whose gradient this is.
+    """
+
+    op: str
+    line: str
+    backward: bool
+    flops: float
+    bytes: int
+    copies: int
+    axes: tuple[str, ...]
+    times: int = 1
+
+    def __str__(self) -> str:
+        times = f"{self.times} times " if self.times > 1 else ""
+        back = "in the backward of" if self.backward else "at"
+        return (
+            f"{self.op} {times}{back} {self.line}: {si(self.flops, 'FLOP')} and {si(self.bytes, 'B')} "
+            f"beyond its share, alike on {self.copies} devices along {' '.join(self.axes)}"
+        )
+
+
+def redundant(program: Program) -> tuple[Redundant, ...]:
+    """By op, line and axes, what devices do identically; most FLOPs first, then most bytes.
+
+    What an op of unknown cost does counts as bytes only. Values that collectives bring are not counted: a plan lists
+    these collectives.
+    """
+    found: defaultdict[tuple[Any, ...], list[tuple[float, int]]] = defaultdict(list)
+    for step, axes in _repeated(program):
+        held = sum(v.nbytes for v in step.made if step.copies or v not in step.shown)
+        if step.flops or held:
+            found[_called(step), place(step.line), step.backward, axes].append((step.flops, held))
+    records = []
+    for (op, line, backward, axes), costs in found.items():
+        copies = ways(axes)
+        flops, held = (sum(cost) * (1 - 1 / copies) for cost in zip(*costs, strict=True))
+        records.append(Redundant(op, line, backward, flops, round(held), copies, tuple(map(str, axes)), len(costs)))
+    return tuple(sorted(records, key=lambda r: (-r.flops, -r.bytes)))
+
+
+def sentence(records: Sequence[Redundant], flops: float) -> str:
+    """The line of a plan that says so; empty where it is less than 5 % of the plan's FLOPs.
+
+    Example:
+        >>> mm = Redundant("mm", "model.py:12", False, flops=56e6, bytes=12_000_000, copies=8, axes=("tensor",))
+        >>> sentence([mm], 64e6)
+        'redundant: 56 MFLOP of 64 MFLOP per device, 12 MB of results; most in mm at model.py:12 (tensor)'
+        >>> sentence([mm], 64e9)
+        ''
+    """
+    twice = sum(r.flops for r in records)
+    if not records or twice < WORTH * flops or not twice:
+        return ""
+    most, held = records[0], sum(r.bytes for r in records)
+    where = f"{most.op} {'in the backward of' if most.backward else 'at'} {most.line} ({' '.join(most.axes)})"
+    return (
+        f"redundant: {si(twice, 'FLOP')} of {si(flops, 'FLOP')} per device, {si(held, 'B')} of results; most in {where}"
+    )
+
+
+def _repeated(program: Program) -> Iterator[tuple[Compute, tuple[Axis, ...]]]:
+    """The calls whose results are the same on several devices, and the axes along which they are."""
+    differ = varying(program)
+    everywhere = [p for name in program.mesh.axis_names for p in program.mesh.axis(name).primes()]
+    for step in program.steps:
+        if isinstance(step, Compute) and step.made:
+            # All results of a call differ where its operands do. Pieces of one value are not the same one, though
+            # their numbers may be: those of a constant.
+            layouts = [v.layout for v in step.made if v.layout is not None]
+            apart = {*differ[step.made[0]], *primes(a for x in layouts for a in (*x.axes, *x.pending_axes))}
+            if alike := [p for p in everywhere if p not in apart]:
+                yield step, Axis.merge(alike)
+
+
+def _called(step: Compute) -> str:
+    """The op that a call is of, or stands in for."""
+    op = next((v.value.op for v in step.made if v.value is not None and v.value.op is not None), None)
+    return called(step) if op is None else op_name(op)

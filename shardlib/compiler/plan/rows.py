@@ -1,0 +1,165 @@
+"""What a plan's text and its page show, in rows of cells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from shardlib.compiler.graph.ir import Op, is_creation
+from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan import backends
+from shardlib.compiler.plan.explain import Explainer
+from shardlib.compiler.plan.names import Naming, shorten
+from shardlib.compiler.plan.redundant_work import sentence
+from shardlib.compiler.program.steps import TIERS, Collective, Compute, Start, Var, reads
+from shardlib.core.aten.op_traits import has
+from shardlib.core.source_lines import place
+from shardlib.core.text_tables import Row, fold, fold_names, si
+from shardlib.primitives.debug_print import OP as PRINT
+
+if TYPE_CHECKING:
+    from shardlib.compiler.plan.plan import Plan
+
+_OPS = 4  # of those that are run again
+_LONG = 8  # values of one message that are listed one by one
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one plan."""
+
+    compiled: Compiled
+    naming: Naming
+    explainer: Explainer
+
+    def inputs(self) -> list[tuple[str, ...]]:
+        """Name, type, and whether it was annotated."""
+        rows = []
+        for i, (name, var) in enumerate(zip(self.naming.inputs, self.compiled.program.inputs, strict=True)):
+            how = "annotated" if i in self.compiled.fixed_inputs else "inferred"
+            rows.append((name, self.naming.typed(var), how))
+        return fold_names(rows)
+
+    def outputs(self) -> list[tuple[str, ...]]:
+        """Name and type."""
+        rows = []
+        for name, out in zip(self.compiled.traced.result_names, self.compiled.program.outputs, strict=True):
+            rows.append((shorten(name), self.naming.typed(out) if isinstance(out, Var) else repr(out)))
+        return fold_names(rows)
+
+    def program(self) -> list[Row]:
+        """Steps under the user's lines and sections; repeats are folded."""
+        rows: list[Row] = []
+        heading, section = "", cast("tuple[str, ...]", ())
+        listed: set[Op] = set()
+        for step in self._told():
+            if (cells := self._cells(step, listed)) is None:
+                continue
+            at = step.first if isinstance(step, Start) else step
+            text = at.line.text if at.line else ""
+            text = text if len(text) <= 96 else f"{text[:93]}..."
+            line = f"{'backward of ' if at.backward else ''}{place(at.line)}  {text}".rstrip()
+            inside = at.line.section if at.line else ()
+            if inside != section:
+                section, heading = inside, ""
+                rows.append(Row((f"[{' > '.join(section) or 'outside sections'}]",)))
+            if line != heading:
+                rows.append(Row((heading := line,)))
+            rows.append(Row(cells, 1))
+        return fold(rows)
+
+    def _told(self) -> Iterator[Compute | Collective | Start]:
+        """Calls, and collectives where they start; long messages as a whole."""
+        for step in self.compiled.program.steps:
+            if isinstance(step, Start):
+                yield from [step] if len(step.moves) > _LONG else step.moves
+            elif isinstance(step, Compute):
+                yield step
+
+    def _cells(self, step: Compute | Collective | Start, listed: set[Op]) -> tuple[str, ...] | None:
+        """A step as a reader wants to see it; None for what does not matter: views, pointwise ops, constants, and more
+        forms of what is `listed`."""
+        if isinstance(step, Start):
+            first, *_, last = step.moves
+            what = f"! {first.kind}[{' '.join(map(str, first.axes))}] of {len(step.moves)} values, one message"
+            whose = f"{self.explainer.subject(first)} ... {self.explainer.subject(last)}"
+            return what, whose, si(sum(c.bytes for c in step.moves), "B"), f"{self.explainer.why(first)} ..."
+        if isinstance(step, Collective) and step.kind in TIERS:
+            return f"! {step.kind} {self.naming.var(step.source)}", self.naming.typed(step.out), "", "offloaded"
+        if isinstance(step, Collective):
+            what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self.explainer.subject(step)}"
+            _, after = self.explainer.ends(step)
+            return what, self.naming.typed(after), si(step.bytes, "B"), self.explainer.why(step)
+        if step.target is PRINT:
+            names = [self.naming.var(v) for v in reads(step)]
+            return f"  debug_print({', '.join([repr(step.args[0]), *names])})", "", "", "by the first device"
+        var = next((v for v in step.outs if v is not None and v.value is not None), None)
+        op = var.value.op if var is not None and var.value is not None else None
+        if var is None or var.value is None or op is None or op in listed or not _matters(op) or op.constant:
+            return None
+        listed.add(op)
+        note = "" if op.rule is not None or op.manual else "no rule: runs replicated"
+        if (choice := backends.of_attention(op, self.compiled.mesh)) is not None:
+            note = f"by {choice}"
+        return f"  {self.naming.own(var.value)} = {self.naming.call(op)}", self.naming.typed(var), "", note
+
+
+def _matters(op: Op) -> bool:
+    """What a reader wants to see: not views, not pointwise arithmetic, not constants."""
+    if op.transparent or op.constrains or is_creation(op.target) or has(op.target, "plumbing"):
+        return False
+    return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())
+
+
+def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The table of a plan's collectives by kind, axes and backend, and lines on all else that it costs."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    reasons: dict[str, None] = {}
+    for c in plan.compiled.program.collectives:
+        choice = backends.of_collective(c, plan.mesh)
+        key = (c.kind, " ".join(map(str, c.axes)), choice.name if choice else "")
+        counts[key] += 1
+        sizes[key] += c.bytes  # type: ignore[assignment]
+        reasons |= {str(choice): None} if choice else {}
+    rows: list[tuple[str, ...]] = [("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")]
+    rows += [(*key[:2], str(counts[key]), si(sizes[key], "B"), key[2]) for key in sorted(counts)]
+    rows.append(("total", "", str(sum(counts.values())), si(plan.comm_bytes, "B"), ""))
+    lines = sorted(reasons)
+    lines.append(f"per device: {si(plan.flops, 'FLOP')}, peak memory {si(plan.peak_memory, 'B')}")
+    if copied := plan.compiled.program.copied:
+        sent = si(sum(c.source.nbytes for c in copied), "B")
+        lines.append(f"in the host's memory: at most {si(plan.host_memory, 'B')}, {sent} copied there and back")
+    if parts := [c.out.part for c in plan.compiled.program.collectives if c.out.part is not None]:
+        lines.append(f"rows in {parts[0][1]} parts, worked on in turn: {len(parts)} messages")
+    lines += filter(None, [sentence(plan.redundant, plan.flops)])
+    if (halves := plan.compiled.halves) is not None:
+        n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
+        lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
+    lines += filter(None, [_again(plan)])
+    lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(plan.replicated_ops).items()]
+    return rows, lines
+
+
+def _again(plan: Plan) -> str:
+    """What is made again for the backward pass, and what that costs."""
+    if (made := plan.compiled.recomputed) is None:
+        return ""
+    waits = f"{made.moved} value{'s wait' if made.moved > 1 else ' waits'} in the host's memory" if made.moved else ""
+    if not made.values:
+        return f"{made.said}: {waits or 'nothing is made again'}"
+    ops = [f"{op} x {n}" for op, n in Counter(made.ops).most_common(_OPS)]
+    ops += ["..."] if len(made.ops) > _OPS else []
+    freed = f"{made.values} values ({', '.join(ops)}), {si(made.nbytes, 'B')} less"
+    cost = f"{si(made.flops, 'FLOP')} more"
+    n = made.collectives
+    sent = f", {n} collective{'s' * (n != 1)} more ({si(made.sent, 'B')})" if n else ""
+    more, kept = "", made.kept_peak
+    if kept is not None and plan.peak_memory > kept:
+        more = f"; the peak is higher for it, {si(plan.peak_memory, 'B')} instead of {si(kept, 'B')}"
+    more += waits and f"; {waits}"
+    return f"{made.said}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"

@@ -1,0 +1,50 @@
+"""On which mesh axes the local values of a program may differ between devices: elsewhere they are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardlib.compiler.program.nested_args import leaves
+from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads, syms
+from shardlib.compiler.program.sym_int import Sym
+from shardlib.core.aten.op_traits import has
+from shardlib.sharding.mesh.axis import Axis
+
+Primes = tuple[Axis, ...]
+
+
+def varying(program: Program, everything: Primes | None = None) -> dict[Var, Primes]:
+    """The prime parts of axes that each variable may differ on; `everything`, if given, for every variable."""
+    varies: dict[Var, Primes] = {}
+    for var in program.inputs:
+        if everything is not None:
+            varies[var] = everything
+        elif var in program.varies:
+            varies[var] = program.varies[var]
+        else:
+            assert var.layout is not None, f"{var} is an input without a layout"
+            varies[var] = primes((*var.layout.axes, *var.layout.pending_axes))
+    for var, _ in program.captured:
+        varies[var] = everything or ()
+    for step in program.steps:
+        for c in step.moves if isinstance(step, Start) else ():
+            group = set(primes(c.axes))
+            axes = {*varies[c.source], *primes(a for s in leaves(c.params, Sym) for a in s.axes)}
+            axes = axes - group if c.kind in ("all_reduce", "all_gather") else axes | group
+            varies[c.out] = primes(axes) if everything is None else everything
+        if not isinstance(step, Start | Wait):
+            axes = {a for v in _values(step) for a in varies[v]} | set(primes(a for s in syms(step) for a in s.axes))
+            varies |= dict.fromkeys(makes(step), primes(axes) if everything is None else everything)
+    return varies
+
+
+def _values(step: Step) -> Iterable[Var]:
+    """The operands whose values count: of what a tensor is filled with, a number, none does."""
+    filled = isinstance(step, Compute) and has(step.target, "creates") and has(step.target, "fills")
+    return () if filled else reads(step)
+
+
+def primes(axes: Iterable[Axis]) -> Primes:
+    """The prime parts of axes, each once, in order."""
+    found = {p for a in axes for p in a.primes()}
+    return tuple(sorted(found, key=lambda a: (a.name, a.pre)))

@@ -1,0 +1,154 @@
+"""Where pieces end that nobody has chosen: beside those of what they are read from, or go to.
+
+A padded dim, a slice, what windows make: each has another size than the dim that it is made of, so its chunks would be
+elsewhere, the further along the dim the more, and whole pieces would move where a border has to. So a leaf that is in
+no input, result or annotation is cut where the leaf is that it comes from (`Aligned`), unless the fullest device then
+has much more than in chunks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.propagation import Flood
+from shardlib.sharding.chunks import Aligned, Placed, fullest, over
+from shardlib.sharding.mesh.axis import Axis
+
+_FULLER = 1.5  # how many times as much as in chunks a device may hold
+
+
+@dataclass(frozen=True)
+class Place:
+    """Element s of `base`, a size that is cut as it is, lies beside `scale * s + shift` of a leaf."""
+
+    base: int
+    scale: Fraction = Fraction(1)
+    shift: Fraction = Fraction(0)
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """Element s of another leaf lies beside `scale * s + shift` of this one, for a shift from `low` to `high`; `bytes`
+    of it move for each element that they are apart."""
+
+    other: Leaf
+    scale: Fraction
+    low: Fraction
+    high: Fraction
+    bytes: int
+
+
+def align(graph: Graph, f: Flood) -> None:
+    """Give every leaf that is free the pieces of those that it is tied to."""
+    ties: dict[Leaf, list[_Tie]] = defaultdict(list)
+    for op in graph.ops:
+        for leaf, tie in _ties(op, f):
+            ties[leaf].append(tie)
+    if not ties:
+        return
+    bound = _bound(graph, f)
+    places = {leaf: Place(f.dims.size(leaf)) for leaf in ties if leaf in bound or isinstance(f.dims.size(leaf), Placed)}
+    waiting = [leaf for leaf in ties if leaf not in places]
+    while waiting:
+        left = []
+        for leaf in waiting:
+            found = _found(f.dims.size(leaf), ties[leaf], places)
+            if found is None:
+                left.append(leaf)
+            else:
+                places[leaf] = _taken(f, leaf, found)
+        if len(left) == len(waiting):  # nothing leads here: the first is in chunks
+            first = left.pop(0)
+            places[first] = Place(f.dims.size(first))
+        waiting = left
+
+
+def _ties(op: Op, f: Flood) -> Iterator[tuple[Leaf, _Tie]]:
+    """Both ways round, what lies beside what along the leaves of an op's factors."""
+    if op.rule is None or op.constant or op not in f.labels:
+        return
+    labels = f.labels[op]
+    for name, (by, stride, low, high, count) in op.rule.reads.items():
+        if f.whole[op] & {name, by} or not (labels[name] and labels[by]):
+            continue
+        (x, *inner), (y, *others) = labels[name], labels[by]
+        if x == y:
+            continue
+        across, along = (Fraction(_product(f, of)) for of in (inner, others))
+        step, (a, b) = stride * along / across, (Fraction(n) / across for n in (low, high))
+        nbytes = _row(op, name, op.rule.sizes[name]) * count * op.times
+        yield y, _Tie(x, 1 / step, -b / step, -a / step, nbytes)
+        yield x, _Tie(y, step, a, b, nbytes)
+
+
+def _product(f: Flood, leaves: Sequence[Leaf]) -> int:
+    n = 1
+    for leaf in leaves:
+        n *= int(f.dims.size(leaf))
+    return n
+
+
+def _row(op: Op, name: str, size: int) -> int:
+    """The bytes of one element of a factor."""
+    assert op.rule is not None
+    values = (*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True))
+    found = [v.nbytes for v, labels in values if v is not None and any(name in dim for dim in labels)]
+    return max(found, default=0) // max(size, 1)
+
+
+def _bound(graph: Graph, f: Flood) -> set[Leaf]:
+    """The leaves of what is seen from outside, or fixed."""
+    outside = [v for v in (*graph.inputs, *graph.outputs, *f.fixed, *f.twins) if isinstance(v, Value)]
+    outside += [v for op in graph.ops if op.constrains or op.manual for v in (*op.operands, *op.results) if v]
+    bound = {leaf for v in outside if not v.constant and v in f.value for leaf in f.leaves(v)}
+    return bound | {leaf for ends in f.owners.values() for leaf in ends} | f.same.keys() | f.kin.keys()
+
+
+def _found(size: int, ties: Sequence[_Tie], places: dict[Leaf, Place]) -> Place | None:
+    """Where a leaf of so many elements lies best, beside leaves that have their places."""
+    settled = all(tie.other in places for tie in ties)
+    groups: dict[tuple[int, Fraction], list[tuple[Fraction, Fraction, int]]] = defaultdict(list)
+    for tie in ties:
+        if (there := places.get(tie.other)) is None:
+            continue
+        moved = tie.scale * there.shift
+        groups[there.base, tie.scale * there.scale].append((moved + tie.low, moved + tie.high, tie.bytes))
+    if not groups:
+        return None
+    (base, scale), spans = max(groups.items(), key=lambda of: sum(nbytes for *_, nbytes in of[1]))
+    # What moves is least at the median. At one end of it the least messages go, in the middle all that is still to come
+    # is near.
+    low, high = _median([(end, nbytes) for a, b, nbytes in spans for end in (a, b)])
+    middle = Fraction(size - 1) / 2 - scale * Fraction(base - 1) / 2
+    shift = min(max(Fraction(0) if settled else middle, low), high)
+    return Place(base, scale, Fraction(int(shift)) if scale == 1 else shift)
+
+
+def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
+    """The first and last place from which the way to all points, each counted by its weight, is shortest."""
+    points.sort()
+    whole, seen = sum(n for _, n in points), 0
+    for i, (at, n) in enumerate(points):
+        seen += n
+        if 2 * seen >= whole:
+            return at, points[min(i + (2 * seen == whole), len(points) - 1)][0]
+    return points[-1][0], points[-1][0]
+
+
+def _taken(f: Flood, leaf: Leaf, place: Place) -> Place:
+    """The place that a leaf gets: this one, unless devices would hold too much."""
+    size, base = f.dims.size(leaf), place.base
+    axes = Axis.merge(w.axis for w in f.wants.get(leaf, ()))
+    if place == Place(size) or not axes or not size or not base:
+        return place if place == Place(size) or not axes else Place(size)
+    aligned = Aligned(size, base, place.scale, place.shift)
+    if fullest(aligned, axes) > _FULLER * fullest(size, axes):
+        return Place(size)
+    if isinstance(over(aligned, axes), Placed):
+        f.dims.place(leaf, aligned)
+    return place

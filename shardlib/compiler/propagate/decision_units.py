@@ -1,0 +1,263 @@
+"""Units: what is decided together.
+
+Only factors that want a mesh axis and may be cut matter here; each is a *slot* of a unit. An op and a value belong to
+one unit when the value holds every slot of the op and nothing more, so pointwise chains, and most matmuls with their
+result, melt into a few units per layer. A value whose layout is fixed stands alone: it is where units meet. So does an
+op that has a choice of its own: attention may pass its keys round, or exchange the cut of the sequence for one of the
+heads, where its neighbours can do neither.
+
+Views, transposes and expands are looked through: a reader of a view is a reader of the view's *root*.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.propagation import Flood, OpFactor
+
+Slots = tuple[int | None, ...]  # per leaf of a value: the unit's slot, or None (never cut)
+
+
+@dataclass(eq=False)
+class Unit:
+    """`slots`: the class in each slot; `ops` and `values`: the members.
+
+    `rounds`: {slot: another one}: the first is cut only together with the other, by the same axes. `lends`: {slot:
+    another one}: the first may take an axis that only the other wants. `follows`: {slot: another one}: cut only
+    together too, which is no choice of its own. `spares`: slots that may stay whole though they want an axis. `part`:
+    which part of a larger unit this is, if it was taken apart; units of different parts never share a decision.
+    """
+
+    slots: list[Leaf]
+    ops: list[Op] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    rounds: dict[int, int] = field(default_factory=dict)
+    lends: dict[int, int] = field(default_factory=dict)
+    follows: dict[int, int] = field(default_factory=dict)
+    spares: frozenset[int] = frozenset()
+    part: object = None
+
+    @property
+    def alone(self) -> bool:
+        return bool(self.rounds or self.lends)
+
+
+@dataclass
+class Units:
+    """Every op's unit and slots, and every root value's."""
+
+    unit: dict[Op | Value, Unit] = field(default_factory=dict)
+    op_slots: dict[Op, dict[OpFactor, int]] = field(default_factory=dict)
+    value_slots: dict[Value, Slots] = field(default_factory=dict)
+    owner_slots: dict[Value, int] = field(default_factory=dict)  # of groups that are cut, of values in rows
+    roots: dict[Value, tuple[Value, tuple[int | None, ...]]] = field(default_factory=dict)
+    # Slots, and those of sums that are owed, of what ops read and make: those of units that are taken apart, too.
+    read: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
+    made: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
+
+    def root(self, value: Value) -> tuple[Value, tuple[int | None, ...]]:
+        """The value that `value` is a view of, and for each leaf of `value` its position there (None: not there)."""
+        return self.roots[value]
+
+    def reads(self) -> Counter[Value]:
+        """How often each root is read, or returned."""
+        reads: Counter[Value] = Counter()
+        for value, (root, _) in self.roots.items():
+            reads[root] += sum(not (op.transparent or op.constant) for op, _ in value.readers) + value.is_output
+        return reads
+
+    def apart(self, part: Callable[[Op | Value], object]) -> Units:
+        """The same members in units of their own for every part, on the same slots; a result goes with its op."""
+        parts: dict[tuple[Unit, object], Unit] = {}
+        split: dict[Op | Value, Unit] = {}
+        for member, unit in self.unit.items():
+            if unit.alone or unit.follows or not unit.slots:
+                split[member] = unit
+                continue
+            made_by = member.op if isinstance(member, Value) else None
+            key = part(made_by if made_by is not None and self.unit.get(made_by) is unit else member)
+            mine = parts.setdefault((unit, key), Unit(unit.slots, part=key))
+            if isinstance(member, Op):
+                mine.ops.append(member)
+            else:
+                mine.values.append(member)
+            split[member] = mine
+        return replace(self, unit=split)
+
+
+def build_units(graph: Graph, f: Flood) -> Units:
+    """Group ops and values, in program order."""
+    u, reads_less = Units(), cache(_reads_less)
+    for value in graph.by_use():
+        _add_root(u, f, value)
+    for op in graph.ops:
+        results = [r for r in op.results if r is not None]
+        if op.constant:
+            continue
+        if op.transparent:
+            _look_through(u, f, op)
+            continue
+        if op.rule is not None and not op.constrains:
+            factors = [
+                (label, k)
+                for label, leaves in f.labels[op].items()
+                for k, leaf in enumerate(leaves)
+                if leaf in f.wants and may_cut(f, op, (label, k))
+            ]
+            wanted = {label for label, k in factors if k == 0}
+            tied = {**op.rule.rounds, **op.rule.follows}
+            kept = {(t, 0) for t, s in tied.items() if {t, s} <= wanted and t not in _made_whole(op)}
+            factors = [x for x in factors if x[0] not in tied or x in kept]
+            lends = {h: s for h, s in op.rule.lends.items() if s in wanted and h not in f.whole[op]}
+            factors += [(h, 0) for h in lends if f.labels[op].get(h) and (h, 0) not in factors]
+            unit = Unit([f.labels[op][label][k] for label, k in factors], [op])
+            slots = u.op_slots[op] = {x: i for i, x in enumerate(factors)}
+            unit.rounds, unit.follows = (
+                {slots[t, 0]: slots[s, 0] for t, s in tie.items() if (t, 0) in kept}
+                for tie in (op.rule.rounds, op.rule.follows)
+            )
+            unit.lends = {slots[h, 0]: slots[s, 0] for h, s in lends.items() if (h, 0) in slots}
+            if (read := tuple(dict.fromkeys(_gathered(op)))) and reads_less(read):
+                unit.spares = frozenset(slots[x] for x in factors if x[0] in op.rule.gathers)
+            u.unit[op] = unit
+        for r in results:
+            _add_root(u, f, r)
+        if op in u.unit and not u.unit[op].alone and not (u.unit[op].follows or u.unit[op].spares):
+            _join_members(u, f, op)
+    return u
+
+
+def may_cut(f: Flood, op: Op, factor: OpFactor) -> bool:
+    """Whether `op` can run with the factor cut: its local form, if it asks for offsets, needs one contiguous range."""
+    assert op.rule is not None
+    label, k = factor
+    owner = op.owns is not None and label == op.owns.factor
+    return label not in f.whole[op] and (k == 0 or not (owner or label in op.rule.local_factors - op.rule.loose))
+
+
+def _reads_less(read: tuple[Value, ...]) -> bool:
+    """Whether the operands of some ops may be less to gather than to sum up their results, which takes twice the bytes
+    of these."""
+    others = dict.fromkeys(o for v in read for o, _ in v.readers if v in _gathered(o))
+    return sum(v.nbytes for v in read) < 2 * sum(r.nbytes for o in others for r in o.results if r is not None)
+
+
+def _gathered(op: Op) -> list[Value]:
+    """The operands with a factor that may stay whole."""
+    if op.rule is None or not op.rule.gathers:
+        return []
+    return [v for v, t in zip(op.operands, op.rule.operands, strict=True) if any(op.rule.gathers & {*d} for d in t)]
+
+
+def _made_whole(op: Op) -> set[str]:
+    """Followers that constants alone have: whole, each device takes of them what it needs, and nothing is sent."""
+    assert op.rule is not None
+    if not op.rule.follows:
+        return set()
+    read = [(v, labels) for v, labels in zip(op.operands, op.rule.operands, strict=True) if not v.constant]
+    made = [(v, labels) for v, labels in zip(op.results, op.rule.results, strict=True) if v is not None]
+    live = {f for _, labels in (*read, *made) for dim in labels for f in dim}
+    return {t for t in op.rule.follows if t not in live}
+
+
+def _add_root(u: Units, f: Flood, value: Value) -> None:
+    if value.constant:
+        return
+    leaves = f.leaves(value)
+    u.roots[value] = (value, tuple(range(len(leaves))))
+    if value in f.fixed or (value.op is not None and value.op.rule is None):
+        return
+    slots: list[int | None] = []
+    unit = Unit([], [], [value])
+    for leaf in leaves:
+        slots.append(len(unit.slots) if leaf in f.wants else None)
+        if leaf in f.wants:
+            unit.slots.append(leaf)
+    if value.rows is not None and (owner := f.owners[value.rows.ends][0]) in f.wants:
+        u.owner_slots[value] = len(unit.slots)
+        unit.slots.append(owner)
+    u.unit[value], u.value_slots[value] = unit, tuple(slots)
+
+
+def _look_through(u: Units, f: Flood, op: Op) -> None:
+    source, value = op.operands[0], op.results[0]
+    assert value is not None
+    root, positions = u.roots[source]
+    at = {
+        x: p
+        for x, p in zip(value_factors(f, op, 0, operand=True), positions, strict=True)
+        if x and x[0] not in f.whole[op]
+    }
+    u.roots[value] = (root, tuple(at.get(x) if x else None for x in value_factors(f, op, 0, operand=False)))
+
+
+def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[OpFactor | None]:
+    """For each leaf of an operand (or result) of `op`: the op's factor there; None where none fits it."""
+    key = (op, position, operand)
+    if (known := f.factors.get(key)) is not None:
+        return known
+    assert op.rule is not None
+    value = op.operands[position] if operand else op.results[position]
+    assert value is not None
+    out: list[OpFactor | None] = []
+    labels = f.labels[op]
+    for d, leaves in enumerate(f.value[value]):
+        factors = f.operand_factors(op, position, d) if operand else f.result_factors(op, position, d)
+        if tuple([labels[name][k] for name, k in factors]) == leaves:
+            out += factors
+        else:
+            out += [None] * len(leaves)
+    f.factors[key] = out
+    return out
+
+
+def _join_members(u: Units, f: Flood, op: Op) -> None:
+    assert op.rule is not None
+    members = [(v, i, True) for i, v in enumerate(op.operands)] + [(r, i, False) for i, r in enumerate(op.results) if r]
+    for value, i, operand in members:
+        if value.constant:
+            continue
+        root, positions = u.roots[value]
+        if root not in u.unit:
+            continue
+        op_slots, root_slots = u.op_slots[op], u.value_slots[root]
+        pairs: dict[int, int] = {}
+        for factor, position in zip(value_factors(f, op, i, operand=operand), positions, strict=True):
+            if factor is not None and position is not None and factor in op_slots:
+                slot = root_slots[position]
+                if slot is not None:
+                    pairs[op_slots[factor]] = slot
+        if op.owns is not None and (i in op.owns.reads or not operand) and root in u.owner_slots:
+            pairs |= {s: u.owner_slots[root] for x, s in op_slots.items() if x == (op.owns.factor, 0)}
+        mine, other = u.unit[op], u.unit[root]
+        if len(pairs) == len(mine.slots) == len(other.slots) and len(set(pairs.values())) == len(pairs):
+            _merge(u, mine, other, pairs)
+
+
+def _merge(u: Units, a: Unit, b: Unit, pairs: dict[int, int]) -> None:
+    """Make `a` and `b` one; slot i of `a` is slot pairs[i] of `b`."""
+    if a is b:
+        return  # a second way round (x + x.t()) may disagree; then the first one stands and this edge is a reshard
+    if len(a.ops) + len(a.values) > len(b.ops) + len(b.values):
+        a, b, pairs = b, a, {j: i for i, j in pairs.items()}
+    for op in a.ops:
+        u.unit[op] = b
+        u.op_slots[op] = {x: pairs[i] for x, i in u.op_slots[op].items()}
+    for value in a.values:
+        u.unit[value] = b
+        u.value_slots[value] = tuple(None if s is None else pairs[s] for s in u.value_slots[value])
+        if value in u.owner_slots:
+            u.owner_slots[value] = pairs[u.owner_slots[value]]
+    b.ops += a.ops
+    b.values += a.values
+
+
+def op_cut_slots(u: Units, op: Op, factors: Sequence[OpFactor | None]) -> Slots:
+    """The unit's slot of each of `factors`."""
+    slots = u.op_slots[op]
+    return tuple([None if x is None else slots.get(x) for x in factors])

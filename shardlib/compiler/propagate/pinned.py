@@ -1,0 +1,127 @@
+"""What is fixed, on leaves: layouts are written down and locked, and read again when no leaf is split any more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardlib.compiler.graph.ir import Op, Value
+from shardlib.compiler.propagate.dim_factors import Dims, Leaf, shares
+from shardlib.compiler.propagate.propagation import Flood, Want
+from shardlib.sharding.chunks import Pieces, over
+from shardlib.sharding.layout import Factor, Layout
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.placement import Fixed
+from shardlib.sharding.reshard import Cut
+
+Key = Value | int | Op  # what is fixed: an input or a constraint's result, an output by its number, the door of a body
+Parts = list[list[list[Leaf]] | None]  # per dim, per factor of a fixed layout: its leaves; None where it has no factor
+
+
+def twin_of(f: Flood, value: Value) -> Value:
+    twin = Value(value.name, value.shape, value.dtype, None)
+    f.twins[twin] = f.twins.get(value, value)
+    return twin
+
+
+def set_apart(f: Flood, key: Key, value: Value, fx: Fixed, parts: Parts) -> None:
+    """Where the pieces of a fixed layout are not those of the classes of its dims, give it a value of its own."""
+    dims = []
+    for d, (groups, factors) in enumerate(zip(parts, fx.layout.dims, strict=True)):
+        dim: list[Leaf] = []
+        for group, factor in zip(groups or (), factors, strict=True):
+            for leaf, axes, size in shared_out(f.dims, group, factor):
+                if axes and fx.exact[d] and over(f.dims.size(leaf), axes) != over(size, axes):
+                    (other,) = f.dims.new(int(size))
+                    if isinstance(size, Pieces):
+                        f.dims.choose(other, size, 0)
+                    f.same[other], leaf = leaf, other
+                dim.append(leaf)
+        dims.append(tuple(dim))
+    if tuple(dims) != f.value[value]:
+        twin = f.apart[key] = twin_of(f, value)
+        f.value[twin] = tuple(dims)
+
+
+def shared_out(dims: Dims, group: Sequence[Leaf], factor: Factor) -> Iterator[tuple[Leaf, tuple[Axis, ...], int]]:
+    """The leaves of a factor that is fixed: what cuts each, and its size as the factor has it."""
+    leaves = dims.leaves(group)
+    primes = [p for a in factor.axes for p in a.primes()]
+    pieces = factor.size if isinstance(factor.size, Pieces) else None
+    locks = shares([dims.size(x) for x in leaves], (tuple(p.size for p in primes), pieces)) if leaves else []
+    assert locks is not None, "a locked factor was split where its cut does not allow it"
+    feed = iter(primes)
+    for leaf, (ways, size) in zip(leaves, locks, strict=True):
+        yield leaf, tuple(next(feed) for _ in ways), int(dims.size(leaf)) if size is None else size
+
+
+def write_down(dims: Dims, raw: list[list[Leaf]], layout: Layout) -> Parts:
+    """Split a value's dims as a layout says and lock them; leaves per factor, None where one cannot.
+
+    Pieces that the layout has chosen are its classes', unless an earlier one has chosen others.
+    """
+    out: Parts = []
+    for leaves, factors in zip(raw, layout.dims, strict=True):
+        parts = dims.refine(leaves, [x.size for x in factors])
+        out.append(parts)
+        for part, factor in zip(parts or [], factors, strict=bool(parts)):
+            ways = [p.size for a in factor.axes for p in a.primes()]
+            leaves_of_part = dims.leaves(part)
+            pieces = factor.size if isinstance(factor.size, Pieces) else None
+            locks = shares([dims.size(x) for x in leaves_of_part], (tuple(ways), pieces)) if ways else None
+            if ways and leaves_of_part and locks is None:
+                out[-1] = None
+            for leaf, (mine, size) in zip(leaves_of_part, locks or [], strict=bool(locks)):
+                if mine:
+                    dims.lock(leaf, mine, size)
+                if size is not None:
+                    dims.choose(leaf, size, next(dims.order))
+    return out
+
+
+def settle(f: Flood, fixed: Fixed, parts: Parts, asked: list[tuple[Leaf, Want]]) -> Cut:
+    """The fixed layout on the final leaves; records names, and in `asked` what it wants."""
+    cut: list[tuple[Axis, ...]] = []
+    for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
+        assert groups is not None, f"{fixed.source}: dim {d} is not made of its own factors"
+        for group, factor, name in zip(groups, factors, fixed.names[d] or (None,) * len(factors), strict=True):
+            leaves = f.dims.leaves(group)
+            for leaf, axes, _ in shared_out(f.dims, group, factor):
+                cut.append(axes)
+                asked += [(leaf, Want(a, fixed.source)) for a in axes]
+            if name and len(leaves) == 1:
+                f.names.setdefault(leaves[0], name)
+    return tuple(cut)
+
+
+def turned(f: Flood, asked: Mapping[int, Sequence[tuple[Leaf, Want]]]) -> dict[Leaf, tuple[Axis, ...]]:
+    """For leaves that are annotated in several orders of their axes: that of the largest tensor with another order."""
+    turned: dict[Leaf, tuple[Axis, ...]] = {}
+    for _, wants in sorted(asked.items(), key=lambda of: -of[0]):
+        said: dict[tuple[Leaf, str], list[Axis]] = defaultdict(list)
+        for leaf, want in wants:
+            said[leaf, want.source].append(want.axis)
+        for (leaf, _), axes in said.items():
+            if axes != [w.axis for w in f.wants[leaf] if w.axis in axes]:
+                turned.setdefault(leaf, tuple(axes))
+    return turned
+
+
+def opened(f: Flood, dims: tuple[tuple[Leaf, ...], ...], cut: Cut, fixed: Fixed) -> Cut:
+    """Give open dims what their classes want, as far as the tensor has not used it already."""
+    if not any(fixed.open):
+        return cut
+    used = {a for axes in cut for a in axes}
+    flat = [(d, leaf) for d, leaves in enumerate(dims) for leaf in leaves]
+    out = []
+    for (d, leaf), axes in zip(flat, cut, strict=True):
+        if fixed.open[d]:
+            for want in f.wants.get(f.same.get(leaf, leaf), ()):
+                ways = want.axis.size
+                for a in axes:
+                    ways *= a.size
+                if want.axis not in used and f.dims.size(leaf) >= ways:
+                    axes = (*axes, want.axis)
+                    used.add(want.axis)
+        out.append(axes)
+    return tuple(out)

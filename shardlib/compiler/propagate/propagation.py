@@ -1,0 +1,109 @@
+"""What is known once annotations have flooded through the rules: leaves, classes, what they want, what is fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardlib.compiler.graph.ir import Op, Value
+from shardlib.compiler.propagate.dim_factors import Dims, Leaf
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.placement import Fixed
+from shardlib.sharding.reshard import Cut
+
+OpFactor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
+Assignment = Mapping[OpFactor, tuple[Axis, ...]]  # the mesh axes on the factors of one op
+Message = tuple[str, tuple[Axis, ...], float]  # its kind, along which axes, and the bytes that a device sends
+
+
+@dataclass
+class Want:
+    """One mesh axis (a prime part) that a class wants, and the annotation that asked for it; or it was `offered`."""
+
+    axis: Axis
+    source: str
+    offered: bool = False
+
+
+@dataclass
+class Flood:
+    """The result of flooding; see the fields."""
+
+    dims: Dims = field(default_factory=Dims)
+    value: dict[Value, tuple[tuple[Leaf, ...], ...]] = field(default_factory=dict)  # leaves per dim
+    labels: dict[Op, dict[str, tuple[Leaf, ...]]] = field(default_factory=dict)  # leaves per factor of the op's rule
+    whole: dict[Op, frozenset[str]] = field(default_factory=dict)  # factors that must not be cut here
+    wants: dict[Leaf, list[Want]] = field(default_factory=dict)
+    turned: dict[Leaf, tuple[Axis, ...]] = field(default_factory=dict)  # another order of these axes that is annotated
+    names: dict[Leaf, str] = field(default_factory=dict)
+    fixed: dict[Value, tuple[Cut, Fixed]] = field(default_factory=dict)  # results of constraints, and fixed inputs
+    outputs: dict[int, tuple[Cut, Fixed]] = field(default_factory=dict)  # by output position
+    doors: dict[Op, tuple[Cut, Fixed]] = field(default_factory=dict)  # how a shard_map body takes its argument
+    # What is fixed in other factors, or other pieces, than its value has: outputs, doors, inputs, constraints' results.
+    apart: dict[int | Op | Value, Value] = field(default_factory=dict)
+    tight: Mapping[int | Op | Value, frozenset[int]] = field(default_factory=dict)  # dims whose cuts stand in the way
+    loose: Mapping[int | Op | Value, frozenset[int]] = field(default_factory=dict)  # those that were let stand apart
+    met: Mapping[Value, tuple[tuple[Value, int] | None, ...]] = field(default_factory=dict)  # values as inputs met them
+    copies: dict[Value, int | Op | Value] = field(default_factory=dict)  # further values for what stands apart
+    twins: dict[Value, Value] = field(default_factory=dict)  # what stands apart: the value that it is
+    same: dict[Leaf, Leaf] = field(default_factory=dict)  # leaves that differ from another's in their pieces only
+    moves: dict[Op, set[int]] = field(default_factory=dict)  # dims that a `shard` cuts into other pieces
+    kin: dict[Leaf, Leaf] = field(default_factory=dict)  # one leaf for all that differ in their pieces only
+    owners: dict[Value, tuple[Leaf, ...]] = field(default_factory=dict)  # ends of groups: the leaves that count these
+    factors: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # memo of `value_factors`
+    known_sizes: dict[object, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # memo of `sizes`
+    hidden: Collection[Value] = ()  # values whose messages nobody waits for,
+    share: float = 1.0  # and what is paid of these
+    sends: Callable[[Op, Assignment], tuple[Message, ...]] = lambda op, cut: ()  # what an op sends while it runs
+
+    def times(self, op: Op, leaf: Leaf) -> int:
+        """How many ops an op stands for that have the same leaf, not one of their own layer each."""
+        return 1 if op.times == 1 or leaf not in self._others else op.times
+
+    @cached_property
+    def _others(self) -> frozenset[Leaf]:
+        """The leaves of ops that stand for themselves alone."""
+        alone = (of for op, of in self.labels.items() if op.times == 1)
+        return frozenset(leaf for labels in alone for leaves in labels.values() for leaf in leaves)
+
+    def leaves(self, value: Value) -> tuple[Leaf, ...]:
+        dims = self.value[value]
+        return dims[0] if len(dims) == 1 else tuple([leaf for dim in dims for leaf in dim])
+
+    def across(self, cut: Cut, source: Value, target: Value, *, pieces: bool = False) -> Cut:
+        """A cut of `source` on a value of the same shape; dims whose factors (or `pieces`) differ are whole."""
+        feed: Iterator[tuple[Axis, ...]] = iter(cut)
+        out: list[tuple[Axis, ...]] = []
+        for mine, theirs in zip(self.value[source], self.value[target], strict=True):
+            axes = [next(feed) for _ in mine]
+            out += axes if mine == theirs or (not pieces and self.alike(mine, theirs)) else [()] * len(theirs)
+        return tuple(out)
+
+    def alike(self, a: Sequence[Leaf], b: Sequence[Leaf]) -> bool:
+        """Whether two dims have the same factors, in whatever pieces."""
+        return [self._kin(x) for x in a] == [self._kin(x) for x in b]
+
+    def _kin(self, leaf: Leaf) -> Leaf:
+        leaf = self.same.get(leaf, leaf)
+        return self.kin.get(leaf, leaf)
+
+    def sizes(self, value: Value) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the leaves, per dim."""
+        dims = self.value[value]
+        if (known := self.known_sizes.get(dims)) is None:
+            known = self.known_sizes[dims] = tuple(tuple(map(self.dims.size, dim)) for dim in dims)
+        return known
+
+    def operand_factors(self, op: Op, position: int, dim: int) -> tuple[OpFactor, ...]:
+        """The op's factors, leaf by leaf, along one dim of an operand."""
+        assert op.rule is not None
+        return self._factors(op, op.rule.operands[position][dim])
+
+    def result_factors(self, op: Op, index: int, dim: int) -> tuple[OpFactor, ...]:
+        assert op.rule is not None
+        return self._factors(op, op.rule.results[index][dim])
+
+    def _factors(self, op: Op, labels: Sequence[str]) -> tuple[OpFactor, ...]:
+        known = self.labels[op]
+        return tuple([(label, k) for label in labels for k in range(len(known[label]))])

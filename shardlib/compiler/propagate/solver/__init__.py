@@ -1,0 +1,1 @@
+"""The search for a decision: its problem, its costs, its bounds."""

@@ -1,0 +1,242 @@
+"""What there is to decide: kinds of units, the values between them, and what each costs.
+
+Values and units with the same shape of problem (the layers of a model) are counted once with a multiplicity, so the
+cost of deciding does not grow with the depth of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.propagate.decision_units import Unit, Units, op_cut_slots, value_factors
+from shardlib.compiler.propagate.propagation import Flood, OpFactor
+from shardlib.compiler.propagate.solver.edges import Kind, Record, Records
+from shardlib.ops.backend_choice import wanted
+from shardlib.rules.rule import Rule
+from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.reshard import Prices
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the decisions need to know of a class: classes of one role (the heads of every layer) are treated alike."""
+
+    size: int
+    wants: tuple[Axis, ...]
+    name: str | None
+    lent: tuple[Axis, ...] = ()  # those of its wants that another slot of the unit lends it
+    offered: frozenset[Axis] = frozenset()  # those that no annotation asked for
+    turned: tuple[Axis, ...] = ()  # another order in which some of its wants may stand
+
+
+# Slots in order of precedence for one mesh axis, empty: the axis stays unused; or those whose axes are turned round.
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A tensor that ops may pass round: the `bytes` of the whole of it, of all ops that do, which are `times` as many,
+    and the unit's slots along its dims.
+
+    With `slot`, factor `name` of `rule`, cut over n devices every piece is sent n - 1 times, or as little as is needed
+    (`pieces`). With `slot` whole and `beside` cut, it is gathered instead, and stays so until the backward pass has
+    read it: that is charged as if it were sent once more.
+    """
+
+    bytes: float
+    times: int
+    slots: tuple[int, ...]
+    slot: int
+    beside: int
+    operand: bool
+    rule: Rule
+    name: str
+
+    def pieces(self, n: int) -> float:
+        """How many of n pieces a device gets of the others."""
+        few = self.rule.near(self.name, n)
+        return n - 1 if few is None else few * n / self.rule.sizes[self.name]
+
+
+@dataclass(frozen=True)
+class Sender:
+    """An op that may send while it runs, by its factors' slots; there are `times` of it."""
+
+    op: Op
+    slots: tuple[tuple[OpFactor, int], ...]
+    times: int
+
+
+def work(op: Op, prices: Prices) -> float:
+    """Seconds of an op's arithmetic, and of the memory that it touches, on one device."""
+    assert op.rule is not None
+    nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
+    widest = max((r.dtype.itemsize for r in op.results if r is not None), default=0)
+    return max(op.rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
+
+
+def _alike(members: Iterable[Unit]) -> list[tuple[Unit, int]]:
+    """Units of one kind, of those whose ops stand for as many the first, with their number."""
+    found: dict[tuple[int, ...], tuple[Unit, int]] = {}
+    for unit in members:
+        key = tuple([op.times for op in unit.ops])
+        first, count = found.get(key, (unit, 0))
+        found[key] = first, count + 1
+    return [*found.values()]
+
+
+def _beside(unit: Unit) -> dict[int, set[int]]:
+    """For each slot of a unit the others that follow where it does: what is put together of several is cut at once."""
+    led: dict[int, set[int]] = defaultdict(set)
+    for slot, leader in unit.follows.items():
+        led[leader].add(slot)
+    return {slot: led[unit.follows[slot]] if slot in unit.follows else set() for slot in range(len(unit.slots))}
+
+
+class Problem:
+    """Kinds of units: `members`, `slots` (a role each), `rounds`, `candidates` (slots that want an axis), `compute` and
+    `passed` and `senders` (what their ops cost); and `records`, the values between them, with those that are `settled`
+    because nothing beside them has a choice."""
+
+    def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
+        self.flood, self.units, self.mesh, self.prices = flood, units, mesh, Prices.of(mesh)
+        self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
+        self.roles = {
+            leaf: Role(
+                flood.dims.size(leaf),
+                tuple(w.axis for w in wants),
+                flood.names.get(leaf),
+                offered=frozenset(w.axis for w in wants if w.offered),
+                turned=flood.turned.get(leaf, ()),
+            )
+            for leaf, wants in flood.wants.items()
+        }
+        self.kind: dict[Unit, Kind] = {}
+        self.members: list[list[Unit]] = []
+        self._find_kinds(graph)
+        self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
+        self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
+        self.beside = [_beside(m[0]) for m in self.members]
+        self.candidates = [self._candidates(k) for k in range(len(self.members))]
+        self.records, self.settled = Counter[Record](), Counter[Record]()
+        for record, times in Records(flood, units, self.kind).of(graph):
+            (self.records if record.kinds else self.settled)[record] += times
+        alike = [_alike(m) for m in self.members]
+        self.compute = [self._compute(m) for m in alike]
+        self.senders = [list(self._senders(m)) for m in self.members]
+        self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in alike]
+
+    def _find_kinds(self, graph: Graph) -> None:
+        described: dict[Unit, set[object]] = defaultdict(set)
+        for op in graph.ops:
+            unit = self.units.unit.get(op)
+            if unit is not None and unit.slots:
+                pins = []
+                for value in (*op.operands, *op.results):
+                    if value is not None and not value.constant:
+                        root, _ = self.units.root(value)
+                        pins.append(self.flood.fixed[root][0] if root in self.flood.fixed else None)
+                slots = self.units.op_slots[op]
+                described[unit].add((id(op.target), tuple(slots.items()), tuple(pins)))
+        for member, unit in self.units.unit.items():
+            if isinstance(member, Value) and unit.slots:
+                described[unit].add((member.op is None, self.units.value_slots[member]))
+        index: dict[object, Kind] = {}
+        for unit, what in described.items():
+            key = (tuple(self._roles(unit)), frozenset(what), unit.part)
+            kind = index.setdefault(key, len(index))
+            if kind == len(self.members):
+                self.members.append([])
+            self.members[kind].append(unit)
+            self.kind[unit] = kind
+
+    def _roles(self, unit: Unit) -> list[Role]:
+        """The roles of a unit's slots; one that others lend to wants what they want, after its own."""
+        roles = [self.roles.get(leaf) or Role(self.flood.dims.size(leaf), (), None) for leaf in unit.slots]
+        for slot, lender in unit.lends.items():
+            mine = roles[slot]
+            lent = tuple(a for a in roles[lender].wants if a not in mine.wants)
+            name = mine.name or self.flood.names.get(unit.slots[slot])
+            roles[slot] = replace(mine, wants=mine.wants + lent, name=name, lent=lent)
+        return roles
+
+    def _candidates(self, kind: Kind) -> dict[str, list[int]]:
+        """For each mesh axis, the slots that want a part of it."""
+        out: dict[str, list[int]] = {}
+        slots, rounds = self.slots[kind], self.rounds[kind]
+        for name, atoms in self.atoms.items():
+            wanting = [
+                i
+                for i, role in enumerate(slots)
+                if any(axis in atoms and axis in slots[rounds.get(i, i)].wants for axis in role.wants)
+            ]
+            if wanting := self._as_told(kind, wanting, atoms):
+                out[name] = wanting
+        return out
+
+    def _as_told(self, kind: Kind, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
+        """The slots that `SHARDLIB_OPS=sequence=...` leaves; all of them where it leaves none, or too few heads."""
+        unit, how = self.members[kind][0], wanted("sequence")
+        if how is None or not unit.alone:
+            return wanting
+        around = [i for i in wanting if i in unit.rounds]
+        lent = [i for i in wanting if set(self.slots[kind][i].lent) & set(atoms)]
+        own = [i for i in wanting if i not in (*around, *lent)]
+        if math.prod(self.slots[kind][i].size for i in lent) < ways(atoms):
+            lent = []
+        return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
+
+    def undecided(self) -> float:
+        """Seconds of the ops, on one device, of units that have nothing to decide."""
+        still = dict.fromkeys(u for u in self.units.unit.values() if u not in self.kind)
+        return sum(seconds for unit in still for seconds, _ in self._compute([(unit, 1)]))
+
+    def _compute(self, units: Iterable[tuple[Unit, int]]) -> list[tuple[float, tuple[int, ...]]]:
+        """(seconds on one device, the slots that divide them) of the ops of units, of which there are so many."""
+        totals: dict[tuple[int, ...], float] = defaultdict(float)
+        for unit, count in units:
+            for op in unit.ops:
+                assert op.rule is not None
+                slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
+                if op.owns is not None and not op.owns.begins:
+                    slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
+                totals[tuple(sorted(slots))] += work(op, self.prices) * count * op.times
+        return [(s, slots) for slots, s in totals.items()]
+
+    def _passed(self, unit: Unit, count: int) -> Iterable[Passed]:
+        """The tensors that go round if their unit decides so."""
+        for op in unit.ops if unit.rounds else ():
+            assert op.rule is not None
+            for values, operand in ((op.operands, True), (op.results, False)):
+                for i, value in enumerate(values):
+                    if value is None or value.constant:
+                        continue
+                    slots = op_cut_slots(self.units, op, value_factors(self.flood, op, i, operand=operand))
+                    cut = tuple(s for s in slots if s is not None)
+                    for slot in unit.rounds.keys() & set(cut):
+                        n, beside = count * op.times, unit.rounds[slot]
+                        name = next(f for (f, _), s in self.units.op_slots[op].items() if s == slot)
+                        yield Passed(value.nbytes * n, n, cut, slot, beside, operand, op.rule, name)
+
+    def _senders(self, units: Iterable[Unit]) -> Iterable[Sender]:
+        """The ops of a kind's units with a local form, each with all that send what it sends; attention, which has
+        choices of its own, is priced by what is passed."""
+        found: dict[object, tuple[Op, int]] = {}
+        for op in (op for unit in units for op in unit.ops):
+            slots = self.units.op_slots[op]
+            if op.rule is None or op.rule.local is None or op.rule.rounds:
+                continue
+            if any(f in op.rule.local_factors for f, _ in slots):
+                key = id(op.rule), tuple(slots.items()), tuple(self._leaf_sizes(op))
+                first, times = found.get(key, (op, 0))
+                found[key] = first, times + op.times
+        for op, times in found.values():
+            yield Sender(op, tuple(self.units.op_slots[op].items()), times)
+
+    def _leaf_sizes(self, op: Op) -> Iterable[tuple[int, ...]]:
+        return (tuple(map(self.flood.dims.size, leaves)) for leaves in self.flood.labels[op].values())

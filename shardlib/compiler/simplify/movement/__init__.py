@@ -1,0 +1,1 @@
+"""Chains of moves, pads, slices and strided views, dim by dim."""

@@ -1,0 +1,68 @@
+"""Rows added at places that are a view of 0, 1, 2 ...: what the view does is done backward, dim by dim. So autograd
+adds up the gradient of a strided view, element by element of the memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardlib.compiler.simplify.basic import call, dims_of
+from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.schemas import argument, filled
+
+aten = torch.ops.aten
+_COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+
+def add_back(gm: fx.GraphModule) -> None:
+    """`zeros.index_add(0, view(arange).flatten(), x)` is the gradient of the view."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.index_add.default):
+        zeros, dim, index, source, *alpha = node.args
+        alike = alpha in ([], [1]) and node.kwargs.get("alpha", 1) == 1 and dim in (0, -1)
+        val = node.meta["val"]
+        if not alike or val.dim() != 1 or filled(zeros) != 0 or source.meta["val"].dtype != val.dtype:
+            continue
+        if (views := _views(index, val.numel())) is None:
+            continue
+        with gm.graph.inserting_before(node):
+            for view in views:
+                source = _back(gm, node, view, source)
+            source = call(gm, node, aten.reshape.default, source, [val.numel()])
+        node.replace_all_uses_with(source)
+
+
+def _views(node: fx.Node, count: int) -> list[fx.Node] | None:
+    """The views that make a node of so many numbers in their order, the last one first; None where something else
+    does."""
+    views = list[fx.Node]()
+    while node.target not in _COUNTS:
+        if node.target in (aten.slice.Tensor, aten.unfold.default) or any(
+            has(node.target, what) for what in ("regroups", "permutes", "copies", "renames")
+        ):
+            views.append(node)
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node = source
+            continue
+        return None
+    low, step = (argument(node, name) for name in ("start", "step")) if node.target is _COUNTS[2] else (0, 1)
+    low = argument(node, "start") if node.target is _COUNTS[1] else low
+    return views if (low, step) == (0, 1) and node.meta["val"].shape == (count,) else None
+
+
+def _back(gm: fx.GraphModule, node: fx.Node, view: fx.Node, x: fx.Node) -> fx.Node:
+    """The gradient of a view."""
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    shape = list(source.meta["val"].shape)
+    if view.target is aten.slice.Tensor:
+        dim, low, high, step = (argument(view, name) for name in ("dim", "start", "end", "step"))
+        low, high, step = slice(low, high, step).indices(shape[dim])
+        return call(gm, node, aten.slice_backward.default, x, shape, dim, low, high, step)
+    if view.target is aten.unfold.default:
+        dim, size, step = (argument(view, name) for name in ("dimension", "size", "step"))
+        return call(gm, node, aten.unfold_backward.default, x, shape, dim % len(shape), size, step)
+    if has(view.target, "permutes"):
+        dims = dims_of(view)
+        return call(gm, node, aten.permute.default, x, [dims.index(d) for d in range(len(dims))])
+    return call(gm, node, aten.reshape.default, x, shape) if has(view.target, "regroups") else x

@@ -1,0 +1,93 @@
+"""Seconds of a collective: a latency for every hop, and its bytes over the slowest link (alpha-beta model).
+
+Of the algorithms that bring the same result the cheapest is taken, as NCCL does. All groups of a mesh communicate at
+once, so devices share the network cards of their node. Source: Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH" (2005), for rings, trees and exchanges; by node, as in NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from shardlib.sharding.mesh.machine import Span
+
+
+class Transfer(NamedTuple):
+    """How a message travels: by which algorithm, in how many seconds, and whether it leaves the node."""
+
+    algorithm: str
+    seconds: float
+    far: bool
+
+
+def transfer(kind: str, wire: float, span: Span) -> Transfer:
+    """The cheapest way for a collective of which each device sends `wire` bytes by a ring.
+
+    Example:
+        >>> from shardlib import Machine, Mesh
+        >>> mesh, h100 = Mesh.abstract(data=4, tensor=8), Machine.preset("h100")
+        >>> near, far = (h100.span((mesh.axis(name),), mesh.axes) for name in ("tensor", "data"))
+        >>> transfer("all_reduce", 64, near).algorithm, transfer("all_reduce", 1e9, near).algorithm
+        ('tree', 'ring')
+        >>> transfer("all_gather", 1e9, far).seconds > 7 * transfer("all_gather", 1e9, near).seconds
+        True
+    """
+    if span.size == 1:
+        return Transfer("nothing", 0.0, False)
+    ways = {name: seconds(wire, span) for name, seconds in _WAYS[kind].items()}
+    name = min(ways, key=ways.__getitem__)
+    return Transfer(name, ways[name], span.far > 1)
+
+
+def _ring(wire: float, s: Span) -> float:
+    """Once round all members, node by node."""
+    hops = (s.size - s.far) * s.inner.latency + (s.far * s.outer.latency if s.far > 1 else 0.0)
+    return hops + wire / s.ring
+
+
+def _both(wire: float, s: Span) -> float:
+    """A ring there and back: what it sends is twice that of one way."""
+    return 2 * _ring(wire / 2, s)
+
+
+def _tree(wire: float, s: Span) -> float:
+    """Up and down a binary tree: few hops, and the whole value on every link."""
+    whole = wire * s.size / (s.size - 1)
+    hops = 2 * (math.ceil(math.log2(s.near)) * s.inner.latency + math.ceil(math.log2(s.far)) * s.outer.latency)
+    return hops + whole / s.ring
+
+
+def _by_node(wire: float, s: Span) -> float:
+    """Between nodes first, each member with its like, then inside (or the other way round, to reduce)."""
+    if s.near == 1 or s.far == 1:
+        return math.inf
+    piece = wire / (s.size - 1)
+    outside = (s.far - 1) * (s.outer.latency + piece / s.shared)
+    return outside + (s.near - 1) * (s.inner.latency + s.far * piece / s.inner.bandwidth)
+
+
+def _sum_by_node(wire: float, s: Span) -> float:
+    return 2 * _by_node(wire / 2, s)
+
+
+def _exchange(wire: float, s: Span) -> float:
+    """A message from each to each: those to other nodes share the cards, those inside go beside them."""
+    piece = wire / (s.size - 1)
+    inside = s.inner.latency + (s.near - 1) * piece / s.inner.bandwidth
+    return inside if s.far == 1 else max(inside, s.outer.latency + (s.size - s.near) * piece / s.shared)
+
+
+def _pass(wire: float, s: Span) -> float:
+    """From each to one other, which is farther away for some."""
+    return s.inner.latency + wire / s.inner.bandwidth if s.far == 1 else s.outer.latency + wire / s.shared
+
+
+_WAYS: Mapping[str, Mapping[str, Callable[[float, Span], float]]] = {
+    "all_gather": {"ring": _ring, "by node": _by_node},
+    "reduce_scatter": {"ring": _ring, "by node": _by_node},
+    "all_reduce": {"ring": _both, "tree": _tree, "by node": _sum_by_node},
+    "all_to_all": {"exchange": _exchange},
+    "ppermute": {"pass": _pass},
+}

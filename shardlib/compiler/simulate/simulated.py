@@ -1,0 +1,154 @@
+"""What a simulation says: seconds, what is exposed, memory, utilisation, the critical path; as text, as pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardlib.compiler.program.steps import Compute, Program
+from shardlib.compiler.simulate import rooflines
+from shardlib.compiler.simulate.recomputed import recomputed
+from shardlib.compiler.simulate.timeline import COMPUTE, STREAMS, Event, Timeline, refuse_other_axes, timeline
+from shardlib.core.source_lines import place
+from shardlib.sharding.mesh.machine import Machine
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Shares of the time in which a device at its peak rate, without a pause, would have done the FLOPs.
+
+    `model` counts what the model asks for (6 FLOPs a parameter and token, and attention), `hardware` also what is done
+    a second time (8 FLOPs a parameter and token under full recomputation). Source: Chowdhery et al., "PaLM" (2022).
+    """
+
+    model: float
+    hardware: float
+
+
+class Simulated:
+    """One call of a program on a machine, by its clock: an estimate. Nothing was measured, and nothing ran.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> x, w = torch.empty(4096, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
+        >>> with sl.Mesh.abstract(data=2, tensor=8):
+        ...     plan = sl.jit(lambda x, w: x @ w, in_specs=("b@data k@tensor", "k@tensor n")).plan(x, w)
+        >>> step = plan.simulate("h100")
+        >>> step.seconds > step.exposed > 0, [e.name for e in step.critical_path]
+        (True, ['mm', 'all_reduce[tensor] by ring'])
+    """
+
+    def __init__(self, program: Program, name: str, machine: Machine, *, fused: bool = False) -> None:
+        refuse_other_axes(program, machine)
+        self.program, self.name, self.machine, self.fused = program, name, machine, fused
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """All events, and the memory in use."""
+        return timeline(self.program, self.machine, fused=self.fused)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the call."""
+        return self.timeline.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return self.timeline.exposed
+
+    @cached_property
+    def peak_memory(self) -> int:
+        """The most bytes in use at once on the fullest device."""
+        return max((held for _, held in self.timeline.memory), default=sum(v.nbytes for v in self.program.given))
+
+    @cached_property
+    def utilisation(self) -> Utilisation:
+        """Shares of the device's peak rate, in both conventions."""
+        again = recomputed(self.program)
+        peak = self.machine.device.efficiency
+        work = {s: rooflines.arithmetic(s, self.machine.device) for s in self.program.steps if isinstance(s, Compute)}
+        total = sum(work.values()) * peak
+        once = total - sum(work[s] for s in again) * peak
+        return Utilisation(once / self.seconds, total / self.seconds) if self.seconds else Utilisation(0.0, 0.0)
+
+    @property
+    def critical_path(self) -> tuple[Event, ...]:
+        """The events that wait for each other up to the end, in order."""
+        return self.timeline.critical()
+
+    def __str__(self) -> str:
+        line = self.timeline
+        streams = [(s, line.busy(s)) for s in STREAMS]
+        rows = [("step", f"{clock(self.seconds)}, of which communication is exposed for {clock(self.exposed)}")]
+        rows += [(stream, f"{clock(seconds)} busy") for stream, seconds in streams if seconds]
+        use, memory = self.utilisation, self.machine.device.memory
+        rows.append(("utilisation", f"{use.model:.1%} of the peak rate, {use.hardware:.1%} with what is done again"))
+        rows.append(("peak memory", f"{self.peak_memory / 2**30:.3g} GiB of {memory / 2**30:.3g} GiB"))
+        ways: defaultdict[str, float] = defaultdict(float)
+        for event in self.critical_path:
+            ways[f"{event.name} at {place(event.line)}" if event.stream != COMPUTE else COMPUTE] += event.seconds
+        longest = sorted(ways.items(), key=lambda way: -way[1])[:_SHOWN]
+        rows += [("critical path" if i == 0 else "", f"{clock(s)} {what}") for i, (what, s) in enumerate(longest)]
+        width = max(len(head) for head, _ in rows)
+        head = f"{self.name} on {self.program.mesh}, machine {self.machine}: simulated, not measured"
+        return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+    __repr__ = __str__
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Write a timeline that Perfetto opens (JSON of trace events): a track a stream, memory in use as a counter."""
+        tracks = {stream: i for i, stream in enumerate(STREAMS, 1)}
+        name = {"name": f"{self.name} on {self.program.mesh} ({self.machine}), simulated"}
+        events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": name}]
+        for stream, track in tracks.items():
+            events.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": stream}})
+        for e in self.timeline.events:
+            at = {"ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": {"line": place(e.line)}}
+            events.append({"ph": "X", "pid": 1, "tid": tracks[e.stream], "name": e.name, **at})
+        for second, held in self.timeline.memory:
+            use = {"ph": "C", "pid": 1, "name": "memory", "ts": second * 1e6, "args": {"bytes": held}}
+            events.append(use)
+        aside = Path(f"{os.fspath(path)}.part")
+        aside.write_text(json.dumps({"traceEvents": events}))
+        aside.replace(path)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw streams and memory over time into a file that matplotlib knows by its ending (`.png`, `.svg`)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True)
+        streams = [s for s in STREAMS if self.timeline.busy(s)]
+        for row, stream in enumerate(streams):
+            bars = [(1e3 * e.start, 1e3 * e.seconds) for e in self.timeline.events if e.stream == stream]
+            above.broken_barh(bars, (row - 0.4, 0.8), color=f"C{row}")
+        above.set_yticks(range(len(streams)), streams)
+        above.set_title(f"{self.name} on {self.program.mesh} ({self.machine}), simulated")
+        below.step(
+            [1e3 * t for t, _ in self.timeline.memory], [m / 2**30 for _, m in self.timeline.memory], where="post"
+        )
+        below.set_xlabel("ms")
+        below.set_ylabel("GiB in use")
+        figure.savefig(os.fspath(path))
+
+
+_SHOWN = 4  # lines of the critical path
+
+
+def clock(seconds: float) -> str:
+    """A duration as a person reads it.
+
+    Example:
+        >>> clock(0.00123), clock(65.4)
+        ('1.23 ms', '65.4 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

@@ -1,0 +1,103 @@
+"""How many functions a call works out: exponentials, logarithms and the like, which take many steps of arithmetic.
+
+GPUs have few units for them, CPUs sum series: where memory is fast they decide what a call takes. A row for every op
+that needs some, for each element; what is made of results that are there (`tanh_backward`) needs none, and roots and
+quotients keep up with memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from shardlib.compiler.program.steps import Compute, Var
+from shardlib.core.torch_private import OpOverload, schema_of
+
+_ONE = (
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "erfc", "erfinv", "lgamma", "digamma"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+    *("sigmoid", "silu", "silu_backward", "gelu", "elu", "xlogy", "logit"),
+    *("_softmax", "_log_softmax", "_log_softmax_backward_data", "scores_backward", "logsumexp", "softplus_backward"),
+)
+_TWO = ("softplus", "log_sigmoid_forward", "logaddexp", "logaddexp2", "gelu_backward")
+_THREE = ("mish", "mish_backward")
+
+# Of each element of the largest operand or result, by the name of the op.
+PER_ELEMENT: Mapping[str, int] = {
+    **dict.fromkeys(_ONE, 1),
+    **dict.fromkeys(_TWO, 2),
+    **dict.fromkeys(_THREE, 3),
+}
+# How many products of queries and keys, or of as many elements, attention does; it takes an exponential of each score.
+PRODUCTS: Mapping[str, int] = {"attention": 2, "attention_backward": 5}
+_QUERIES: Mapping[str, int] = {"attention": 0, "attention_backward": 2}  # where they stand; keys are next to them
+
+
+def evaluated(step: Compute, tile: int) -> float:
+    """How many functions a call works out on the fullest device, where attention works on so many keys at once.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> with sl.Mesh.abstract(data=2):
+        ...     plan = sl.jit(lambda x: (x.exp() ** 2).relu(), in_specs=("b@data _",)).plan(torch.empty(8, 4))
+        >>> [evaluated(step, 128) for step in plan.compiled.program.steps if isinstance(step, Compute)]
+        [16.0, 0.0, 0.0]
+    """
+    name = op_name(step.target)
+    if name == "pow":
+        each = 0 if _is_product(step.args[1]) else 2  # exp(y log x)
+    elif name in PRODUCTS:
+        return tiled(step, tile) * _scores(step, name)
+    else:
+        each = PER_ELEMENT.get(name, 0)
+    return float(each * max((v.numel for v in (*step.operands, *step.made)), default=0)) if each else 0.0
+
+
+def tiled(step: Compute, tile: int) -> float:
+    """The arithmetic that a call does for each FLOP that counts: where a query of attention sees some of the keys, the
+    tile in which that ends is worked out as a whole.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> def causal(q):
+        ...     return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> with sl.Mesh.abstract(data=2):
+        ...     plans = [sl.jit(causal).plan(torch.empty(1, 1, n, 64, device="meta")) for n in (128, 1024)]
+        >>> [tiled(plan.compiled.program.steps[0], 128) for plan in plans]
+        [2.0, 1.125]
+    """
+    name = op_name(step.target)
+    if name not in PRODUCTS or tile == 1 or not (scores := _scores(step, name)):
+        return 1.0
+    q, k = (_shape(step.args[_QUERIES[name] + i]) for i in range(2))
+    seen = scores / math.prod(q[:3])  # by a query, on average
+    return max(1.0, min(k[2], seen + tile / 2) / seen) if k else 1.0
+
+
+def _scores(step: Compute, name: str) -> float:
+    """How many pairs of a query and a key attention looks at; 0 where nobody knows."""
+    q = _shape(step.args[_QUERIES[name]])
+    return step.flops / (2 * PRODUCTS[name] * q[3]) if q and step.flops else 0.0
+
+
+@cache
+def op_name(target: Any) -> str:
+    """The name of an op without namespace, overload and the mark of writing in place."""
+    return schema_of(target).name.rpartition("::")[2].rstrip("_") if isinstance(target, OpOverload) else ""
+
+
+def _is_product(exponent: Any) -> bool:
+    """Whether a power is made of products and roots."""
+    return isinstance(exponent, int | float) and float(2 * exponent).is_integer() and abs(exponent) <= _POWER
+
+
+_POWER = 3
+
+
+def _shape(v: Var) -> tuple[int, ...]:
+    """On the fullest device, which is the one at the origin; of no dims while nobody knows."""
+    if v.layout is None:
+        return v.shape or ()
+    return v.layout.local_shape({axis.name: 0 for axis in v.layout.axes})

@@ -1,0 +1,158 @@
+"""A program walked step by step on the clock of a machine: what runs when, and what waits for what.
+
+One device stands for all, the fullest and the slowest. Its calls run in order on one stream; messages run in order on
+a stream for each link (inside the node, between nodes, to the host's memory), begin where they start in the program,
+and end what waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardlib.compiler.program.buffers import alive
+from shardlib.compiler.program.steps import TIERS, Collective, Compute, Copy, Program, Start, Step, Var, Wait
+from shardlib.compiler.simulate import rooflines
+from shardlib.compiler.simulate.collectives import transfer
+from shardlib.core.errors import ShardingError
+from shardlib.core.source_lines import Line
+from shardlib.sharding.mesh.machine import Machine
+
+COMPUTE, NEAR, FAR, HOST = "compute", "inside the node", "between nodes", "copies to and from the host"
+STREAMS = COMPUTE, NEAR, FAR, HOST
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """What a stream does from `start` to `end` (seconds); `after` is what it waited for last."""
+
+    stream: str
+    name: str
+    start: float
+    end: float
+    step: Step
+    after: Event | None = field(default=None, repr=False)  # which has one, too, back to the first
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def line(self) -> Line | None:
+        """The user's line."""
+        step = self.step.first if isinstance(self.step, Start) else self.step
+        return step.line if isinstance(step, Compute | Collective) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Events in the order of the program; `memory` are bytes in use from a second on; `waits`, by message, seconds that
+    calls waited for it."""
+
+    events: tuple[Event, ...]
+    waits: Mapping[Start, float]
+    memory: tuple[tuple[float, int], ...]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that calls waited for messages."""
+        return sum(self.waits.values())
+
+    @property
+    def seconds(self) -> float:
+        return max((e.end for e in self.events), default=0.0)
+
+    def busy(self, stream: str) -> float:
+        """Seconds in which a stream does something."""
+        return sum(e.seconds for e in self.events if e.stream == stream)
+
+    def critical(self) -> tuple[Event, ...]:
+        """The chain of events, each of which waited for the one before, that ends last."""
+        chain: list[Event] = []
+        event = max(self.events, key=lambda e: e.end, default=None)
+        while event is not None:
+            chain.append(event)
+            event = event.after
+        return tuple(reversed(chain))
+
+
+def refuse_other_axes(program: Program, machine: Machine) -> None:
+    """Raise `ShardingError` where the machine has links for axes that the program's mesh has not."""
+    if faults := machine.faults(program.mesh.axes):
+        remedy = "name axes of the mesh in Machine(links={...})"
+        raise ShardingError(f"{program.mesh} cannot be simulated on this machine", faults, remedy=remedy)
+
+
+def timeline(program: Program, machine: Machine, *, fused: bool = False) -> Timeline:
+    """The program on a machine; `fused`: calls element by element are kernels that a compiler made of several."""
+    return _Clock(program, machine, fused).run()
+
+
+class _Clock:
+    def __init__(self, program: Program, machine: Machine, fused: bool) -> None:
+        self.program, self.machine = program, rooflines.slowest(machine, program.mesh.size)
+        self.costs = rooflines.fused(program) if fused else rooflines.plain(program)
+        self.last: dict[str, Event] = {}  # of each stream
+        self.flying: dict[Var, Event] = {}
+        self.waited: Event | None = None  # what the next call waits for
+        self.events: list[Event] = []
+        self.waits: dict[Start, float] = {}
+
+    def run(self) -> Timeline:
+        memory = []
+        for step, held in zip(self.program.steps, alive(self.program), strict=True):
+            self._take(step)
+            memory.append((self.now, held))
+        return Timeline(tuple(self.events), self.waits, tuple(memory))
+
+    def _take(self, step: Step) -> None:
+        device = self.machine.device
+        if isinstance(step, Compute):
+            if seconds := rooflines.seconds(step, self.costs[step], device):
+                self._add(COMPUTE, called(step), step, seconds)
+        elif isinstance(step, Copy):
+            self._add(COMPUTE, "copy", step, max(2 * step.source.nbytes / device.bandwidth, device.launch))
+        elif isinstance(step, Start):
+            self._start(step)
+        elif isinstance(step, Wait):
+            message = max((self.flying.pop(out) for out in step.outs), key=lambda e: e.end)
+            if message.end > self.now:
+                assert isinstance(message.step, Start)
+                self.waits[message.step] = message.end - self.now
+                self.waited = message
+
+    def _start(self, step: Start) -> None:
+        first, device = step.first, self.machine.device
+        if first.kind in TIERS:
+            self._fly(step, HOST, first.kind, device.launch + sum(c.source.nbytes for c in step.moves) / device.host)
+            return
+        span = self.machine.span(first.axes, self.program.mesh.axes)
+        how = transfer(first.kind, sum(c.bytes for c in step.moves), span)
+        name = f"{first.kind}[{' '.join(map(str, first.axes))}] by {how.algorithm}"
+        self._fly(step, FAR if how.far else NEAR, name, how.seconds)
+
+    def _fly(self, step: Start, stream: str, name: str, seconds: float) -> None:
+        if not self.machine.device.overlaps:
+            stream = COMPUTE
+            self.waits[step] = seconds
+        event = self._add(stream, name, step, seconds)
+        self.flying |= dict.fromkeys(step.outs, event)
+
+    def _add(self, stream: str, name: str, step: Step, seconds: float) -> Event:
+        """The next event of a stream: behind its last one, and behind what calls have waited for so far."""
+        before = [e for e in (self.last.get(stream), self.last.get(COMPUTE), self.waited) if e is not None]
+        after = max(before, key=lambda e: e.end, default=None)
+        start = 0.0 if after is None else after.end
+        event = self.last[stream] = Event(stream, name, start, start + seconds, step, after)
+        self.events.append(event)
+        return event
+
+    @property
+    def now(self) -> float:
+        """When the next call may run."""
+        return max((e.end for e in (self.last.get(COMPUTE), self.waited) if e is not None), default=0.0)
+
+
+def called(step: Compute) -> str:
+    """The name of what a step runs."""
+    return str(getattr(step.target, "__name__", step.target)).split(".")[0].strip("_")

@@ -1,0 +1,130 @@
+"""Numpy's arrays and numbers where tensors are expected."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import pytree
+
+Shown = dict[int, tuple[Any, torch.Tensor]]  # id of an array -> the array, a tensor that shows it
+
+
+def taken(x: Any, what: str = "an argument", shown: Shown | None = None) -> Any:
+    """`x` with a tensor for every numpy array, and a Python number for every number of numpy.
+
+    A tensor has memory of its own. With `shown`, those of this call so far, it shows an array that can be written to:
+    writes come back; and numbers stay numpy's. Raises `ShardingError` for arrays of a dtype that torch has not;
+    `what` names `x`.
+
+    Example:
+        >>> import numpy as np
+        >>> taken({"x": np.ones(2), "n": np.float32(3.0)})
+        {'x': tensor([1., 1.], dtype=torch.float64), 'n': 3.0}
+    """
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return x
+    leaves, tree = pytree.tree_flatten(x)
+    if not any(isinstance(leaf, numpy.ndarray | numpy.generic) for leaf in leaves):
+        return x
+    return pytree.tree_unflatten([_one(leaf, numpy, what, shown) for leaf in leaves], tree)
+
+
+def _one(leaf: Any, numpy: Any, what: str, shown: Shown | None) -> Any:
+    if isinstance(leaf, numpy.generic):
+        return leaf.item() if shown is None else leaf
+    if not isinstance(leaf, numpy.ndarray):
+        return leaf
+    if shown is not None and type(leaf) not in (numpy.ndarray, numpy.memmap):
+        raise ShardingError(
+            f"{what} is a {type(leaf).__qualname__} of shape {list(leaf.shape)}",
+            rule="arrays become tensors, which know nothing of masks and of what other classes of arrays add",
+            remedy="pass numpy.asarray(a), and a mask as another array",
+        )
+    if shown is not None and leaf.ndim == 0:
+        raise ShardingError(
+            f"{what} is a numpy array of no dims, of dtype {leaf.dtype}",
+            rule="arrays become tensors; beside a tensor, numpy has other dtypes than torch for one of no dims",
+            remedy="pass a.item(), a number, or torch.as_tensor(a)",
+        )
+    try:
+        if shown is None or not _can_be_shown(leaf):
+            return torch.from_numpy(numpy.array(leaf))
+        return shown.setdefault(id(leaf), (leaf, torch.from_numpy(leaf)))[1]
+    except TypeError as error:
+        raise ShardingError(
+            f"{what} is a numpy array of dtype {leaf.dtype} and shape {list(leaf.shape)}",
+            rule="arrays become tensors, as by torch.from_numpy",
+            remedy="convert it to numbers first, or name the argument in static_argnames",
+        ) from error
+
+
+def _can_be_shown(x: Any) -> bool:
+    return x.flags.writeable and x.dtype.isnative and all(s >= 0 and s % x.itemsize == 0 for s in x.strides)
+
+
+def arrays_of(held: Iterable[Any]) -> list[Any]:
+    """Numpy's arrays among these."""
+    numpy: Any = sys.modules.get("numpy")
+    return [] if numpy is None else [x for x in held if isinstance(x, numpy.ndarray)]
+
+
+def bounds(x: Any) -> tuple[int, int]:
+    """Where the memory of a numpy array begins and ends."""
+    start: int = x.__array_interface__["data"][0]
+    if not x.size:
+        return start, start
+    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
+    return start + sum(s for s in steps if s < 0), start + sum(s for s in steps if s > 0) + int(x.itemsize)
+
+
+def tensor_of(x: Any, what: str) -> torch.Tensor:
+    """`x` as a tensor; raises `ShardingError` where it is neither a tensor nor a numpy array."""
+    x = taken(x, what)
+    if isinstance(x, torch.Tensor):
+        return x
+    raise ShardingError(
+        f"{what} is {x!r:.60}, a {type(x).__name__}",
+        rule="what is placed is a tensor, or a numpy array",
+        remedy="shard(torch.tensor(x), spec)" if isinstance(x, int | float | list) else "shard each of its tensors",
+    )
+
+
+def share_an_element(
+    a: torch.Tensor, b: torch.Tensor, start: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+) -> bool:
+    """Whether some address belongs to both of two strided tensors; yes where that would take long to find out.
+
+    `start` says where each begins.
+
+    Example:
+        >>> qkv = torch.zeros(2, 6)
+        >>> q, k, v = qkv.chunk(3, -1)
+        >>> share_an_element(q, k), share_an_element(qkv, k)
+        (False, True)
+    """
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return True
+    try:
+        return bool(numpy.shares_memory(*(numpy.asarray(_Addresses(x, start(x))) for x in (a, b)), max_work=1 << 16))
+    except numpy.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """Where the elements of a tensor are, on any device, as numpy describes an array. Nobody may read them."""
+
+    def __init__(self, x: torch.Tensor, start: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{x.itemsize}",
+            "shape": tuple(x.shape),
+            "strides": tuple(step * x.itemsize for step in x.stride()),
+            "data": (start, True),
+        }

@@ -1,0 +1,68 @@
+"""What can be laid out at all: tensors of which every element has its place among dims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardlib.core.errors import ShardingError
+
+
+def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
+    """Raise `ShardingError` if there are sparse, nested, quantized or opaque ones among the named tensors.
+
+    Example:
+        >>> refuse_others("step(x, y)", [("x", torch.zeros(3)), ("y", torch.eye(2).to_sparse())])
+        Traceback (most recent call last):
+        shardlib.core.errors.ShardingError: step(x, y) works on tensors that are not strided:
+          * y of shape [2, 2] is sparse_coo
+        Rule: a layout cuts dims into ranges of positions, of numbers as they are
+        Remedy: pass a dense tensor: x.to_dense(), or its indices and values as tensors of their own
+    """
+    wrong = [(name, x) for name, x in found if isinstance(x, torch.Tensor) and not is_strided(x)]
+    if wrong:
+        raise ShardingError(
+            f"{what} works on tensors that are not strided",
+            [_described(name, x) for name, x in wrong],
+            rule="a layout cuts dims into ranges of positions, of numbers as they are",
+            remedy=f"pass a dense tensor: {'; '.join(dict.fromkeys(_dense(x) for _, x in wrong))}",
+        )
+
+
+def is_strided(x: torch.Tensor) -> bool:
+    """Whether every element of a tensor has its place among dims."""
+    return x.layout == torch.strided and not x.is_nested and not x.is_quantized
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's values, in the order of its elements; in its own memory if it is contiguous.
+
+    A dim of one element may have any stride, and `view` keeps that.
+
+    Example:
+        >>> as_bytes(torch.arange(10, dtype=torch.int16).view(2, 5)[1:, 3]).tolist()
+        [8, 0]
+    """
+    whole = x.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def _dense(x: torch.Tensor) -> str:
+    if x.is_nested:
+        return "torch.nested.to_padded_tensor(x, 0.0), with the lengths as a tensor"
+    if x.is_quantized:
+        return "x.dequantize()"
+    return "x.to_dense()" + (", or its indices and values as tensors of their own" if x.layout in _INDEXED else "")
+
+
+_INDEXED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _described(name: str, x: torch.Tensor) -> str:
+    if x.is_nested:
+        return f"{name} is nested"
+    if x.is_quantized:
+        return f"{name} of shape {list(x.shape)} is quantized"
+    return f"{name} of shape {list(x.shape)} is {str(x.layout).removeprefix('torch.')}"

@@ -1,0 +1,56 @@
+"""Where the processes of ranks are, and which of them are gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shardlib.distributed.store import Store
+
+
+class Processes:
+    """The processes of the ranks of one world, as they say."""
+
+    def __init__(self, room: str, rank: int, size: int, store: Callable[[], Store]) -> None:
+        self._room, self.rank, self.size, self._store = f"{room}/life", rank, size, store
+        self._lives: dict[int, str] = {}
+
+    def introduce(self) -> None:
+        """Say where this process is, once."""
+        if self.rank not in self._lives:
+            self._lives[self.rank] = _life()
+            self._store().post(self._room, self._lives[self.rank])
+
+    def dead(self, ranks: Sequence[int] | None = None, *, ask: bool = False) -> list[int]:
+        """The ranks among these (None: all) whose processes ran on this machine and are gone."""
+        among = range(self.size) if ranks is None else ranks
+        if ask:
+            for r in among:
+                if r not in self._lives and (life := self._store().find(f"{self._room}/{r}")):
+                    self._lives[r] = life
+        return [r for r in among if r != self.rank and r in self._lives and _is_gone(self._lives[r])]
+
+
+def _life() -> str:
+    """This process, in a form that others on the machine can look up: host and process namespace, then id."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.readlink() if namespace.exists() else ''} {os.getpid()}"
+
+
+def _is_gone(life: str) -> bool:
+    where, _, pid = life.rpartition(" ")
+    if where != _life().rpartition(" ")[0]:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")  # a process that its parent has not waited for yet still has an id
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return not stat.parent.exists() and Path("/proc/self/stat").exists()

@@ -1,0 +1,73 @@
+"""What outlives a trace: stand-ins for numbers and tensors that the function put where nobody looks for them.
+
+A key of a dict, an exception, an iterator, a context variable: what holds a value of the trace there, the next reader
+takes for a number or a tensor. So each stand-in is watched until it is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from shardlib.core.aten.op_traits import has
+from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import FakeTensor, parametrized
+from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.tensor.sharded_tensor import typeof
+
+Refs = Sequence[weakref.ref[Any]]
+
+
+def outlived(tracked: Mapping[Any, Any], inputs: Collection[int]) -> tuple[weakref.ref[Any], ...]:
+    """The values of a trace, among the tensors that its tracer knows, that are there when it is over.
+
+    `inputs` are the ids of what stands for tensors that were found: its nodes have these. The call's key, which the
+    history of pieces that draw holds, is shown to nobody.
+    """
+    made = ((x, slot.proxy.node) for x, slot in list(tracked.items()) if isinstance(x, FakeTensor))
+    return tuple(weakref.ref(x) for x, node in made if id(x) not in inputs and not has(node.target, "draws the key"))
+
+
+def keeps_numbers(refs: Refs) -> bool:
+    """Whether somebody still has a number of the trace."""
+    return bool(_alive(refs, numbers=True))
+
+
+def refuse_kept(name: str, refs: Refs) -> None:
+    """Refuse tensors of a trace that somebody in Python still has."""
+    kept = _alive(refs, numbers=False)
+    caches = {id(x): at for at, x in parametrized().items()}
+    if cached := [f"{at[1]} of a module, {typeof(x)}" for x in kept if (at := caches.get(id(x))) is not None]:
+        raise ShardingError(
+            f"{name} computes parametrized tensors inside torch.nn.utils.parametrize.cached(), which keeps them",
+            cached,
+            rule="a jitted function, as the forward of a parallelized module is, runs once, on shapes: what it "
+            "computes has no values that somebody outside could read again",
+            remedy="enter parametrize.cached() inside the jitted function, jit(step), or inside forward",
+        )
+    held = {f"{who} holds a value of the trace, {typeof(x)}": None for x in kept if (who := _holders(x, kept))}
+    if held:
+        raise ShardingError(
+            f"{name} keeps tensors that it computes while it is traced",
+            list(held),
+            rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
+            remedy="return the tensor, and keep it outside; or keep it in an attribute, a list or a value of a dict",
+        )
+
+
+def _alive(refs: Refs, *, numbers: bool) -> list[Any]:
+    def found() -> list[Any]:
+        return [x for ref in refs if (x := ref()) is not None and is_given(x) == numbers]
+
+    if found():
+        gc.collect()  # rarely: what a trace makes is hardly ever in a circle
+    return found()
+
+
+def _holders(x: Any, kept: list[Any]) -> str:
+    """Who holds it, in words; "" where only torch's own history does."""
+    holders = [y for y in gc.get_referrers(x) if y is not kept and not isinstance(y, types.FrameType)]
+    return " or ".join(dict.fromkeys(f"a {type(y).__name__}" for y in holders))

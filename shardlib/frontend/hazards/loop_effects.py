@@ -1,0 +1,66 @@
+"""What the body of a loop changes where it stands outside: it runs once, and would count one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import pytree
+from shardlib.frontend.guards.attributes import content
+from shardlib.frontend.guards.value_kinds import PLAIN
+from shardlib.frontend.lifted_inputs import Lifted
+from shardlib.frontend.side_effects.snapshot import Snapshot
+
+
+@contextmanager
+def refuse_counts(body: Callable[..., Any]) -> Iterator[None]:
+    """Refuse other values (no tensors) when `body` has run: of its variables, of what the traced function holds."""
+    before, cells = _look(), dict(_variables(body))
+    yield
+    wrong = [
+        f"{name} was {cells[name]!r}, is {now!r} after one step"
+        for name, now in _variables(body)
+        if name in cells and now is not cells[name] and not _is_tensor(now)
+        if type(now) not in PLAIN or now != cells[name]
+    ]
+    after = _look()
+    if before is not None and after is not None:
+        for place in after.changed(before):
+            was, now = before.values.get(place), after.values[place]
+            if not _is_tensor(now) and not _is_tensor(was) and not after.is_log(place[0]) and place[0] in before.owners:
+                default = getattr(type(after.owners.get(place[0])), str(place[1]), None) if was is None else was
+                if default is not None or not isinstance(now, _NUMBERS):
+                    wrong.append(f"{after.text(place)} was {default!r}, is {now!r} after one step")
+    if wrong:
+        raise ShardingError(
+            "the body of scan changes values that are not its own",
+            list(dict.fromkeys(wrong)),
+            rule="a body runs once, for every step: what changes from step to step is its carry",
+            remedy="count in the carry, (h, n) -> (h, n + 1), from torch.tensor(0); or outside, where the number of "
+            "steps is known",
+        )
+
+
+def _look() -> Snapshot | None:
+    lifted = Lifted.current()
+    if lifted is None or lifted.watch is None:
+        return None
+    with torch.DisableTorchFunction():  # to the body, a look is none of its own
+        return lifted.watch.look()
+
+
+def _variables(body: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    names = getattr(getattr(body, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(body, "__closure__", None) or (), strict=True):
+        yield name, content(cell)
+
+
+def _is_tensor(x: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(x))
+
+
+_NUMBERS = (int, float)

@@ -1,0 +1,207 @@
+"""What cannot be traced, on the user's line and in his words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from shardlib.core.errors import ShardingError, ValueNeededError
+from shardlib.core.source_lines import error_line, user_line
+from shardlib.core.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from shardlib.frontend.hazards.user_errors import called, frames_of
+from shardlib.frontend.retarget_device import is_here
+from shardlib.tensor.sharded_tensor import typeof
+
+_ONCE = "Python runs once, on shapes; the values of tensors are known only when the program runs"
+_LEAVE = (
+    "compute with the tensor itself; for a log, return it and read it outside: float(step(x)), or "
+    'sl.debug_print("{}", x)'
+)
+_DECIDE = (
+    "torch.where(condition, a, b) for an if; for an assert or a stop, return the condition and test it outside; "
+    "or pass what decides as a Python number or flag"
+)
+_COUNT = (
+    "pass a size or a number of steps as a Python number; where a tensor says the place, x.narrow(dim, start, length), "
+    "x.index_select(dim, i) and x.index_copy_(dim, i, value) take it"
+)
+# What the user called, as torch names it -> what to do instead.
+_INSTEAD = {
+    **dict.fromkeys(("__bool__", "__contains__", "equal", "allclose", "is_nonzero"), _DECIDE),
+    **dict.fromkeys(("item", "__float__", "__int__", "__complex__", "tolist", "numpy", "__array__"), _LEAVE),
+    "__format__": 'sl.debug_print("{}", x) prints when the program runs',
+    "__index__": _COUNT,
+}
+_OPTIM = str(Path(torch.optim.__file__).parent)
+_STEP = "call opt.step() behind the jitted function, which leaves .grad"
+_CLOSURE = "call opt.step(closure) outside of jit; the closure may call a jitted function, which leaves .grad"
+_VALUE = (_ONCE, "")
+_SHAPES = {
+    "__getitem__": "x.where(mask, 0) and sums over it for x[mask]; x[mask] = value works as it is",
+    "bincount": "torch.nn.functional.one_hot(x, n).sum(0), or zeros(n).scatter_add(0, x, weights), where n is known",
+    **dict.fromkeys(("unique", "unique_consecutive"), "x.sort() and compare neighbours: y[1:] != y[:-1]"),
+    "repeat_interleave": "say how many: repeat_interleave(x, n, output_size=total)",
+}
+_MASK = "keep the full shape and mask it: torch.where(mask, x, 0), masked_fill, topk"
+_LEAF = (
+    "what a call is given is a leaf inside, and autograd forbids writes in place to a leaf that requires a gradient",
+    "make a new tensor of it, h = h + x instead of h += x; an optimizer's update goes under torch.no_grad()",
+)
+_DEVICES = (
+    "all tensors that one op reads are on one device",
+    "make it where the arguments are: torch.arange(n, device=x.device), module.to(x.device)",
+)
+_ELSEWHERE = (
+    "a program lives on the devices of its mesh, wherever its function is traced",
+    'leave .cuda() and .to("cuda") out of the function; Mesh(..., device="cuda") says where it runs',
+)
+_SWAP = (
+    "an argument stays the tensor that it is; a program writes values",
+    "exchange the names, x, y = y, x, or the values: before = x.clone(); x.copy_(y); y.copy_(before)",
+)
+_QUANTIZED = (
+    "a program's values are numbers as they are; what is quantized is read by dequantize() alone",
+    "call x.dequantize() at once; or torch.fake_quantize_per_tensor_affine(x, scale, zero, low, high), or "
+    "fake_quantize_per_channel_affine, which gives the numbers; quantize results outside",
+)
+SHAPES = (
+    "an op of your own says what shapes it returns: they are known before the program runs",
+    "@op.register_fake, a function of the same arguments: lambda x: torch.empty_like(x)",
+)
+_TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
+    (TypeError, "integer tensors of a single element", "needs the value of a tensor as an int", (_ONCE, _COUNT)),
+    (TypeError, "unsupported format string passed to FakeTensor", "prints the value of a tensor", _VALUE),
+    (RuntimeError, "its data is not allocated yet", "needs the value of a tensor", _VALUE),
+    (RuntimeError, "Tensor that doesn't have storage", "needs the value of a tensor", _VALUE),
+    (RuntimeError, "tensors to be on the same device", "reads tensors on two devices at once", _DEVICES),
+    (RuntimeError, "found two different devices", "reads tensors on two devices at once", _DEVICES),
+    (RuntimeError, "not linked with support for", "asks for a device that is not here", _ELSEWHERE),
+    (RuntimeError, "NVIDIA driver", "asks for a device that is not here", _ELSEWHERE),
+    (AssertionError, "not compiled with CUDA", "asks for a device that is not here", _ELSEWHERE),
+    (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", (_ONCE, _LEAVE)),
+    (RuntimeError, "Cannot swap t", "exchanges what two tensors are (swap_tensors)", _SWAP),
+    (RuntimeError, "quantized nyi in meta tensors", "makes a quantized tensor", _QUANTIZED),
+    (RuntimeError, "no fake impl registered", "calls an op that does not say its shapes", SHAPES),
+    (
+        RuntimeError,
+        "leaf Variable that requires grad is being used in an in-place",
+        "writes in place to a leaf that requires a gradient",
+        _LEAF,
+    ),
+)
+
+
+def refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> ShardingError | None:
+    """The error that explains, on the user's line, why a function cannot be traced; None for any other error.
+
+    `names` are those of the traced function's inputs, by their ids.
+    """
+    name, operands = called(error, names)
+    if isinstance(error, DataDependentOutputException):
+        named = [(x, known) for known, x in operands if known]
+        smallest = min(named, key=lambda operand: operand[0].numel(), default=None)
+        said = f"{smallest[1]} ({_kind(smallest[0])})" if smallest else None
+        what, (rule, remedy) = f"needs the value of {said or _last_operand(tracer)}", _VALUE
+    elif isinstance(error, DynamicOutputShapeException):
+        by = "x[mask]" if name == "__getitem__" else name or error.func
+        what, rule = f"makes a shape that depends on values, by {by}", "every shape is known before the program runs"
+        remedy = _SHAPES.get(name, _MASK)
+    else:
+        for kind, text, meaning, advice in _TEXTS:
+            if isinstance(error, kind) and text in str(error):
+                what, (rule, remedy) = meaning, advice
+                break
+        else:
+            return None
+    line = error_line(error) or user_line(sys._getframe(1))  # somebody may catch it before it gets there
+    if deciding := [frame for frame in frames_of(error) if frame.f_code.co_filename.startswith(_OPTIM)]:
+        asked = ((f.f_code.co_name, f.f_locals.get("self")) for f in deciding)
+        method, of = next(((name, x) for name, x in asked if hasattr(type(x), name)), ("step", None))
+        remedy = f"call {method}() behind the jitted function"
+        if method == "step":
+            remedy = _CLOSURE if isinstance(of, torch.optim.LBFGS) else _STEP
+    remedy = remedy or _INSTEAD.get(name, _COUNT)
+    needs_values = rule == _ONCE or isinstance(error, DynamicOutputShapeException)
+    kind = ValueNeededError if needs_values else ShardingError
+    return kind(f"the traced function {what}", [str(line)], rule=rule, remedy=remedy)
+
+
+def _kind(x: torch.Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def refuse_ghost(x: FakeTensor, line: Any, mode: Any) -> NoReturn:
+    """Raise the error for a value of an earlier trace, or of the body of a scan, which somebody kept."""
+    if x.fake_mode is mode:
+        raise ShardingError(
+            "the traced function reads a tensor that the body of scan left behind",
+            [f"{typeof(x)}, read at {line}"],
+            rule="a body runs once, for every step: its values leave it as the carry, or as y",
+            remedy="return it: `return h, y`; scan gives back the ys of all steps, stacked",
+        )
+    raise ShardingError(
+        "the traced function reads a tensor that an earlier trace left behind",
+        [f"{typeof(x)}, read at {line}"],
+        rule="what is computed while a function is traced has no values",
+        remedy="clear the cache that holds it (cache_clear()), and fill it outside jitted functions",
+    )
+
+
+def refuse_absent(graph: fx.Graph, there: torch.device | None) -> None:
+    """Refuse devices that are neither here nor the mesh's."""
+    for node in graph.nodes:
+        device = node.kwargs.get("device") if node.op == "call_function" else None
+        known = ("meta", there and there.type)
+        if isinstance(device, torch.device) and not is_here(device) and device.type not in known:
+            rule, remedy = _ELSEWHERE
+            what = f"the traced function asks for a device that is not here, {device}"
+            raise ShardingError(what, [str(node.meta["line"])], rule=rule, remedy=remedy)
+
+
+def refuse_quantized(graph: fx.Graph) -> None:
+    """Refuse quantized tensors that anything but `dequantize` reads: torch's fakes are plain ones."""
+    made = [x for x in graph.nodes if getattr(x.target, "__name__", "").startswith("quantize_per_")]
+    wrong = [x for x in made if any(user.target is not torch.ops.aten.dequantize.self for user in x.users)]
+    if wrong:
+        rule, remedy = _QUANTIZED
+        what = "the traced function makes a quantized tensor"
+        raise ShardingError(what, [str(x.meta["line"]) for x in wrong], rule=rule, remedy=remedy)
+
+
+def refuse_subclasses(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Refuse tensors of classes that nobody here knows: what stands for them in a trace has none of their methods."""
+    wrong = [
+        f"{name} is a {type(x).__module__}.{type(x).__qualname__}"
+        for name, x in leaves
+        if isinstance(x, torch.Tensor) and type(x).__module__.partition(".")[0] not in ("torch", "shardlib")
+    ]
+    if wrong:
+        raise ShardingError(
+            "the traced function reads tensors of classes of their own",
+            wrong,
+            rule="a program is over plain tensors, parameters and ShardedTensors",
+            remedy="pass x.as_subclass(torch.Tensor), and put what the class adds into functions",
+        )
+
+
+def refuse_unseen(x: torch.Tensor, line: Any) -> NoReturn:
+    """Raise the error for a parameter that no look at variables and objects has found: its gradient would be lost."""
+    raise ShardingError(
+        "the traced function reads a tensor that requires a gradient, from where jit does not look",
+        [f"{typeof(x)}, read at {line}"],
+        rule="gradients go to arguments, and to what variables, modules, objects and short containers hold",
+        remedy="make it an argument of the function, or detach() it",
+    )
+
+
+def _last_operand(tracer: Any) -> str:
+    """The tensor that the op traced last reads: `gt (bool[])`."""
+    last = next(iter(reversed(tracer.graph.nodes)))
+    source = next(iter(last.all_input_nodes), None)
+    val = source.meta.get("val") if source is not None else None
+    return f"{source} ({_kind(val)})" if isinstance(val, torch.Tensor) else "a tensor"

@@ -1,0 +1,185 @@
+"""What torch refuses in a user's function, said on his line: the function, its operands by name, and torch's own words.
+
+The operands are read off the traceback. While a function is traced its calls of torch go through torch-function modes,
+so the frame of such a mode has the call; the user's frame, outside it, has the names that he gave to its tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shardlib.core.context import is_tracing
+from shardlib.core.errors import ShardingError
+from shardlib.core.source_lines import Line, error_line
+from shardlib.core.torch_private import FAKES_LOG
+from shardlib.frontend.hazards.fake_tensor_gaps import kernels_take
+from shardlib.frontend.torch_rewrites.numpy_args import taken_for_array
+
+_KINDS = (TypeError, IndexError, ValueError, OverflowError, AssertionError, RuntimeError)
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parents[2])
+
+# Members of a ShardedTensor that a traced value has not -> what to write instead.
+_INSTEAD = {
+    "full_tensor": "use the tensor itself: inside jit it is the whole one; return it, and call .full_tensor() outside",
+    "redistribute": "shard(x, spec)",
+    "to_local": "a shard_map: its body sees this device's piece",
+    "shards": "a shard_map: its body sees this device's piece",
+    "mesh": "sl.current_mesh()",
+    "spec": "shard(x, spec) says where it lives; step.plan(...).layout_of(name) answers outside",
+    "sharding": "shard(x, spec) says where it lives; step.plan(...).layout_of(name) answers outside",
+}
+
+# Who expects torch's own type gets it, too.
+_TYPES: dict[type, Any] = {kind: type(f"Sharding{kind.__name__}", (ShardingError, kind), {}) for kind in _KINDS}
+_TYPES[ValueError] = ShardingError
+
+# Torch logs what its fake tensors refuse, traceback and all; the error says it.
+logging.getLogger(FAKES_LOG).addFilter(lambda record: not is_tracing())
+
+
+def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
+    """The error that says on the user's line what torch refuses; None where it was not torch that raised.
+
+    `names` are those of the traced function's inputs, by their ids.
+    """
+    if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in _INSTEAD:
+        return ShardingError(
+            f"the traced function reads .{error.name} of a tensor",
+            [str(error_line(error))],
+            rule="inside jit every tensor is a whole one; where it lives is decided when all of the function is known",
+            remedy=_INSTEAD[error.name],
+        )
+    if isinstance(error, TypeError) and re.search("must be Tensor, not (?!NoneType)", str(error)):
+        return ShardingError(
+            f"torch refuses an argument in the traced function: {_first_sentence(error)}",
+            [str(error_line(error))],
+            rule="containers keep their structure: a list of numbers is no tensor",
+            remedy="pass torch.tensor(x)",
+        )
+    if isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error):
+        return ShardingError(
+            "the traced function reads a value of a vmap behind its end",
+            [str(error_line(error))],
+            rule="a vmap, and a shard_map over some of the axes, ends with its function; what a checkpoint in it runs "
+            "again, for a gradient, runs behind that",
+            remedy="put torch.utils.checkpoint around it, or into the function of a scan in it",
+        )
+    if isinstance(error, RuntimeError) and "Creating a Parameter from an instance of type" in str(error):
+        return ShardingError(
+            "the traced function makes a parameter of a ShardedTensor",
+            [str(error_line(error))],
+            rule="torch makes parameters of the type that it is given, and inside jit values are tensors of the trace",
+            remedy="x.detach().clone().requires_grad_() inside; or make the parameter outside",
+        )
+    frames = list(frames_of(error))
+    if (refused_array := taken_for_array(error, frames)) is not None:
+        return refused_array
+    if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
+        return None
+    if isinstance(error, AssertionError) and not frames[-1].f_code.co_filename.startswith(_TORCH):
+        return None
+    name, operands = called(error, names)
+    if not name:
+        return None
+    line = error_line(error)  # of a call that nobody's line made, there is none
+    call = _call(error) or {}
+    stricter = kernels_take(call["func"], call.get("args", ()), call.get("kwargs") or {})
+    return refused(error, name, line, ((known or "an operand", x) for known, x in operands), stricter=stricter)
+
+
+def called(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[str, Any]]]:
+    """The function of torch that raised, and its operands with the user's names of them, or none."""
+    frames = list(frames_of(error))
+    call = _call(error)
+    if call is None:
+        return "", []
+    known = dict(names) | _members(frames) | _locals([f for f in frames if not _library(f)][-1:])
+    operands = [*_operands(call.get("args", ())), *_operands(tuple((call.get("kwargs") or {}).values()))]
+    return getattr(call["func"], "__name__", str(call["func"])), [(known.get(id(x), ""), x) for x in operands]
+
+
+def _call(error: Exception) -> Mapping[str, Any] | None:
+    """The call of torch that raised: its `func`, `args` and `kwargs`."""
+    found = next((f.f_locals for f in reversed([*frames_of(error)]) if f.f_code.co_name == "__torch_function__"), None)
+    return None if found is None or "func" not in found else found
+
+
+def refused(
+    error: Exception,
+    name: str,
+    line: Line | None,
+    operands: Iterable[tuple[str, Any]],
+    *,
+    stricter: bool = False,
+) -> ShardingError:
+    """What torch said to a call of `name` with these operands, in our words; also of torch's own type.
+
+    It is `stricter` of tensors without values than on one device.
+    """
+    out: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
+        f"torch refuses {name} in the traced function: {_first_sentence(error)}",
+        [*([str(line)] if line else []), *(f"{called} is {_described(x)}" for called, x in operands)],
+        rule="torch works out shapes and dtypes on tensors without values, and refuses more of them than on one device"
+        if stricter
+        else "a traced function is a program for one device",
+        remedy="convert operands and numbers to the dtype of the result yourself: x.to(dtype), bool(1j)"
+        if stricter
+        else "mend the line: it fails on one device, too, unless Python looks at values there, which no trace has",
+    )
+    return out
+
+
+def frames_of(error: BaseException) -> Iterator[FrameType]:
+    """The frames that an error went through, the innermost last."""
+    step = error.__traceback__
+    while step is not None:
+        yield step.tb_frame
+        step = step.tb_next
+
+
+def _library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((_TORCH, _HERE))
+
+
+def _members(frames: Sequence[FrameType]) -> dict[int, str]:
+    """Parameters and buffers of the modules whose methods run."""
+    modules = {id(m): m for f in frames if isinstance(m := f.f_locals.get("self"), torch.nn.Module)}
+    return {
+        id(x): f"{type(m).__name__}.{name}"
+        for m in modules.values()
+        for name, x in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
+    }
+
+
+def _locals(frames: Sequence[FrameType]) -> dict[int, str]:
+    return {id(x): name for f in frames for name, x in f.f_locals.items() if isinstance(x, torch.Tensor | list)}
+
+
+def _operands(args: Any) -> Iterator[Any]:
+    """Tensors, also those in lists, and lists where torch wants a tensor."""
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, slice):
+            yield from _operands((x.start, x.stop, x.step))
+        elif isinstance(x, list | tuple):
+            inside = list(_operands(x))
+            yield from inside or ([x] if isinstance(x, list) and x and not isinstance(x[0], int) else [])
+
+
+def _described(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        return f"a {type(x).__name__} of {len(x)}, no tensor"
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,64 @@
+"""What Python asks of a value while a function is traced: its text, its bytes, its address.
+
+A value of a trace has a type and no numbers. Printing shows the type; what would need the bytes is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from shardlib.core.errors import ShardingError
+from shardlib.core.source_lines import user_line
+from shardlib.core.torch_private import FakeTensor, innermost
+from shardlib.tensor.sharded_tensor import typeof
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` is a value of a trace, also inside a torch.func transform."""
+    return isinstance(innermost(x), FakeTensor)
+
+
+def shown(x: Tensor, **_: Any) -> str | None:
+    """The text of a value: its type, and how to see more."""
+    return f'<{typeof(x)}, traced: sl.debug_print("{{}}", x) shows its values>' if is_traced(x) else None
+
+
+def formatted(x: Tensor, spec: str) -> str | None:
+    """The same in an f-string; a format of numbers needs one."""
+    return None if spec else shown(x)
+
+
+def pickled(x: Tensor, *_: Any) -> None:
+    """Refuse to write a value of a trace to a file."""
+    if is_traced(x):
+        raise ShardingError(
+            f"the traced function saves a tensor, {typeof(x)}",
+            [str(user_line(sys._getframe(1)))],
+            rule="Python runs once, on shapes; the values of tensors are known only when the program runs",
+            remedy="return the tensor, and save it outside: torch.save(step(x), path)",
+        )
+
+
+def exported(x: Tensor, **_: Any) -> None:
+    """Refuse to hand out the memory of a value of a trace."""
+    if is_traced(x):
+        raise ShardingError(
+            f"the traced function hands out the memory of a tensor by DLPack, {typeof(x)}",
+            [str(user_line(sys._getframe(1)))],
+            rule="Python runs once, on shapes; a tensor has memory only when the program runs",
+            remedy="return the tensor, and hand it out outside; what needs memory is an op: torch.library.custom_op",
+        )
+
+
+def located(x: Tensor) -> None:
+    """Refuse to say where a value of a trace is."""
+    if is_traced(x):
+        raise ShardingError(
+            f"the traced function asks for the address of a tensor, {typeof(x)}",
+            [str(user_line(sys._getframe(1)))],
+            rule="Python runs once, on shapes; a tensor has memory only when the program runs",
+            remedy="compare tensors by `is`; code that needs memory is an op: torch.library.custom_op",
+        )

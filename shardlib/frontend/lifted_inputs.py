@@ -1,0 +1,253 @@
+"""Tensors that a traced function finds around itself, in modules, closures and objects, as inputs of its graph.
+
+A tensor is known to the tracer by itself, so that code that holds it need not change. What an op then reads is its
+stand-in, a fake: `_StandIns` puts it in the place of a plain tensor, `redirected` in that of a ShardedTensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, fake_of, pytree, set_slot
+from shardlib.frontend.guards.attributes import attributes, own
+from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.result_objects import Carried
+from shardlib.frontend.retarget_device import placed
+from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.tensor.hooks import above
+from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
+
+_current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
+
+
+class Lifted:
+    """The state of a call, while its function is traced."""
+
+    def __init__(self, state: State, mode: FakeTensorMode, watch: Watch | None = None) -> None:
+        self.state, self.mode, self.watch = state, mode, watch
+        self.nodes: list[fx.Node] = []
+        self.refusal: ShardingError | None = None  # of what another thread did
+        self.is_over = False
+        self.not_meta: torch.device | None = None  # where those are that stand for tensors on meta, if any do
+        self._stand_ins: dict[int, Tensor] = {}
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Lifted:
+        token = _current.set(self)
+        self._exit.callback(lambda: _current.reset(token))
+        self._exit.callback(self._forget)
+        if any(x.is_meta or not isinstance(x, ShardedTensor) for x in self.state.tensors):
+            self._exit.enter_context(_StandIns(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def _forget(self) -> None:
+        self.is_over = True
+        for x in self.state.tensors:  # the tracer notes the last write to a tensor on it
+            x.__dict__.pop("proxy", None)
+
+    def enter(self, tracer: Any, device: torch.device | str | None) -> None:
+        """Make an input of every tensor."""
+        for x in self.state.tensors:
+            stand_in = placeholder(tracer, self.mode, x, device)
+            self.nodes.append(stand_in.node)
+            if x.is_meta:
+                self.not_meta = stand_in.value.device
+            with disable_proxy_modes_tracing():
+                self._stand_ins[id(x)] = stand_in.value
+                if not isinstance(x, ShardedTensor):
+                    set_slot(x, tracer, SLOT(stand_in.proxy, None))
+                    # What needs no gradient, and every process has whole, decides nothing.
+                    stand_in.node.meta["constant"] = not x.requires_grad
+
+    def seen(self, x: Any) -> Any:
+        """A tensor as the trace knows it."""
+        if not isinstance(x, ShardedTensor):
+            return x
+        if (found := self._stand_ins.get(id(x))) is not None:
+            return found
+        raise ShardingError(
+            f"a traced function closes over {typeof(x)}",
+            ["it is neither an argument nor found in the function's variables, modules or objects"],
+            rule="tensors that live on a mesh enter a program as arguments, or with what the function closes over",
+            remedy="make it an argument of the function",
+        )
+
+    def stand_in(self, x: Tensor) -> Tensor:
+        """What ops of the trace compute with in the place of a tensor."""
+        return self._stand_ins.get(id(x), x)
+
+    @staticmethod
+    def current() -> Lifted | None:
+        """That of the trace that is going on here."""
+        return _current.get()
+
+    def stand_ins(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tensors, each with what stands for it."""
+        return ((x, self._stand_ins[id(x)]) for x in self.state.tensors)
+
+    def is_own(self, x: Tensor) -> bool:
+        """Whether a tensor is of this trace, or stands in it for an input."""
+        return isinstance(x, FakeTensor | ShardedTensor) or id(x) in self._stand_ins
+
+    def returned(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of a result as the trace knows them, with their history; one that comes twice is one."""
+        found: dict[int, Any] = {}
+        for x in leaves:
+            if id(x) not in found:
+                goes_on = isinstance(x, ShardedTensor) and x.requires_grad and id(x) in self._stand_ins
+                with torch.enable_grad():
+                    found[id(x)] = x.view_as(x) if goes_on else self.seen(x)
+        return [found[id(x)] for x in leaves]
+
+    def prune(self, gm: fx.GraphModule) -> list[int]:
+        """Drop the inputs that nothing reads; returns those that stay."""
+        for node in self.nodes:
+            if not node.users:
+                gm.graph.erase_node(node)
+        alive = set(gm.graph.nodes)
+        return [i for i, node in enumerate(self.nodes) if node in alive]
+
+
+class _StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Between the tracer, which knows the tensors themselves, and torch's fake tensors, which compute real ones.
+
+    What asks a tensor on meta for its device makes things beside what stands for it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, lifted: Lifted) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lifted = lifted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.lifted.not_meta is not None:
+            args, kwargs = placed(func, args, kwargs or {}, self.lifted.not_meta, from_meta=True)
+        return func(*map(self._of, args), **{k: self._of(x) for k, x in (kwargs or {}).items()})
+
+    def _of(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.lifted.stand_in(x)
+        return [self._of(y) for y in x] if type(x) is list else x
+
+
+class placeholder:
+    """A new input of the graph that is being traced: `proxy`, `node`, and the `value` that stands for it.
+
+    The node has that value, or, where nobody is to keep it, a `snapshot`.
+    """
+
+    def __init__(
+        self, tracer: Any, mode: Any, x: Tensor, device: torch.device | str | None = None, *, snapshot: bool = False
+    ) -> None:
+        with disable_proxy_modes_tracing(), torch.DisableTorchFunction():
+            where = device or ("cpu" if x.is_meta else x.device)
+            form = tuple(x.shape), x.stride(), x.dtype, torch.device(where)
+            self.value = fake_of(mode, *form)
+            self.proxy = tracer.create_proxy("placeholder", "input", (), {})
+            self.node: fx.Node = self.proxy.node
+            self.node.meta["val"] = fake_of(mode, *form) if snapshot else self.value
+            set_slot(self.value, tracer, SLOT(self.proxy, None))
+
+
+def redirected(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op of a traced function that reads ShardedTensors, on what stands for them."""
+    lifted = _current.get() or Lifted(State(), FakeTensorMode())
+    args, kwargs = pytree.tree_map_only(ShardedTensor, lifted.seen, (args, kwargs))
+    return op(*args, **kwargs)
+
+
+def refuse_changed_arguments(name: str, given: tuple[list[Any], Any], now: Any) -> None:
+    """Refuse other tensors in the lists and dicts among the arguments: the caller's own would not change."""
+    leaves, tree = pytree.tree_flatten_with_path(now)
+    old = given[0]
+    if tree == given[1] and all(x is y for (_, x), y in zip(leaves, old, strict=True)):
+        return
+    known = {id(x) for x in old}
+    new = [pytree.keystr(path[1:]) for path, x in leaves if id(x) not in known]
+    raise ShardingError(
+        f"{name} changes a container among its arguments",
+        [f"argument {path} is another value now" for path in new] or ["it has other items now"],
+        rule="a traced function gets the containers of a call as copies: only what it writes to tensors comes back",
+        remedy="return the new value, or write to the tensor in place: state['m'].copy_(new)",
+    )
+
+
+def taken_apart(tree: Any, known: Mapping[int, Any]) -> Any:
+    """A result whose objects that hold tensors are taken apart; those that were there before the call are `known`."""
+
+    def one(x: Any) -> Any:
+        is_new = not isinstance(x, Tensor) and known.get(id(x)) is not x and not isinstance(x, _LAZY)
+        held = is_new and any(_carries(y) for y in _inside(x).values())
+        return (Carried.of(x, known) if held else None) or x
+
+    return pytree.tree_map(one, tree)
+
+
+def refuse_carriers(leaves: Sequence[tuple[str, Any]], known: Mapping[int, Any]) -> None:
+    """Refuse results that would carry values of the trace out, where nobody puts the real ones in their place."""
+    wrong = [
+        f"result{path} is a {type(x).__name__}" + (f", with tensors in {', '.join(held)}" if held else "")
+        for path, x in leaves
+        if not isinstance(x, Tensor)
+        and known.get(id(x)) is not x
+        and ((held := [k for k, y in _inside(x).items() if _carries(y)]) or isinstance(x, _LAZY))
+    ]
+    if wrong:
+        raise ShardingError(
+            "the traced function returns objects that jit cannot look into",
+            wrong,
+            rule="a result is a pytree, or an object that pickle can take apart",
+            remedy="move a class out of the function that defines it; return list(...) of a generator",
+        )
+
+
+_LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip)
+
+
+def _inside(x: Any) -> dict[str, Any]:
+    """What an object holds that is no pytree: attributes, items, what a function closes over."""
+    nothing = isinstance(x, type | types.ModuleType | types.FunctionType)  # globals are not a function's own
+    inside = {} if nothing else dict(attributes(x))
+    if isinstance(x, set | frozenset | list | deque):
+        inside |= {f"[{i}]": y for i, y in enumerate(x)}
+    elif isinstance(x, Mapping):
+        inside |= {f"[{k!r}]": y for k, y in x.items()}
+    elif isinstance(x, functools.partial):
+        inside |= {"func": x.func, "args": x.args, "keywords": x.keywords}
+    elif isinstance(x, types.MethodType):
+        inside |= {"__self__": x.__self__}
+    elif isinstance(x, types.FunctionType):
+        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+        inside |= dict(own(x)) | {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+    return inside
+
+
+def _carries(x: Any, depth: int = 4) -> bool:
+    """Whether values of the trace, or its numbers, are anywhere in something."""
+    if isinstance(x, Tensor) or is_given(x):
+        return isinstance(x, FakeTensor) or is_given(x)
+    if isinstance(x, type | types.ModuleType) or depth == 0:
+        return False
+    leaves = pytree.tree_leaves(x)
+    if len(leaves) != 1 or leaves[0] is not x:
+        return any(_carries(y, depth) for y in leaves)
+    return any(_carries(y, depth - 1) for y in _inside(x).values())
+
+
+above.redirected = redirected

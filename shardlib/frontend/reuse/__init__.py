@@ -1,0 +1,1 @@
+"""Parts of a trace that are used again: loop bodies, subgraphs, what ops made before."""

@@ -1,0 +1,158 @@
+"""What the body of a loop reads of the trace around it: stand-ins for tensors that it closes over.
+
+Whatever a function of torch gets inside the body, or what enters a transform there, is looked at first: a tensor from
+outside is replaced, the same by the same, and so becomes an input of the body.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from shardlib.core.errors import ShardingError
+from shardlib.core.mode_restore import Staying
+from shardlib.core.torch_private import (
+    IN_A_FUNCTION,
+    INTO_GRAD,
+    INTO_VMAP,
+    innermost,
+    pytree,
+    version_of,
+    without_transforms,
+)
+from shardlib.frontend.lifted_inputs import Lifted
+from shardlib.frontend.reuse.copy_nodes import alike
+
+
+class Closures(Staying):
+    """Puts `stand_ins` in the place of tensors that come from outside of the body, the `originals`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.originals: list[Tensor] = []
+        self.stand_ins: list[Tensor] = []
+        self._grads: list[Tensor | None] = []  # of the stand-ins
+        self._known: dict[int, Tensor] = {}
+        self._doors = ExitStack()
+        mode = get_proxy_mode()
+        assert mode is not None, "the body is being traced"
+        self._tracer = mode.tracer
+
+    def __enter__(self) -> Any:
+        self._doors.enter_context(_entered(self._argument))
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._doors.close()
+
+    def passing(self, tensors: Sequence[Tensor]) -> Closures:
+        """The mode itself, to which these tensors are none from outside."""
+        self._known |= {id(x): x for x in tensors}
+        return self
+
+    def refuse_grads(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        """Refuse `.grad` that the body has set, of what it is given and of what it closes over."""
+        state = Lifted.current()
+        called = (
+            {}
+            if state is None
+            else {id(x): name for name, x in zip(state.state.names, state.state.tensors, strict=True)}
+        )
+        with torch.DisableTorchFunction():  # not the body looks at them
+            wrong = [name for name, x in given if x.grad is not None]
+            for x, y, grad in zip(self.originals, self.stand_ins, self._grads, strict=True):
+                if y.grad is not grad or (grad is not None and version_of(grad)):
+                    wrong.append(called.get(id(x), f"a tensor of shape {list(x.shape)}"))
+        if wrong:
+            raise ShardingError(
+                "the body of scan sets gradients of tensors that it did not make, by backward() or .grad",
+                [f"{name}.grad" for name in wrong],
+                rule="a body runs once, for every step: what is summed up over the steps is its carry",
+                remedy="l, d = sl.value_and_grad(loss)(w, b), or torch.autograd.grad(l, params), in the body, and the "
+                "sum of the gradients in the carry; set w.grad behind scan",
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, self._argument, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _argument(self, x: Tensor) -> Tensor:
+        """A tensor as a function in the body gets it."""
+        mode = get_proxy_mode()
+        if mode is None or mode.tracer is not self._tracer:  # that of a body inside this one
+            return x
+        if id(x) in self._known:
+            return self._known[id(x)]
+        base = innermost(x)
+        if base in self._tracer.tensor_tracker or any(base is y for y in self.stand_ins):
+            return x
+        if not torch.is_grad_enabled() and _in_autograd_function():
+            refuse_lost(x)
+        self.originals.append(x)
+        with without_transforms():  # a transform in the body may be on
+            lifted = Lifted.current()
+            like = x if lifted is None else lifted.stand_in(x)
+            y = self._known[id(x)] = stand_in(like) if is_followed(x) else alike(like)
+        self.stand_ins.append(y)
+        self._grads.append(None)
+        if x is base and (x.is_leaf or x.retains_grad):
+            with torch.DisableTorchFunction():  # nobody has asked for it yet: who does in the body asks the stand-in
+                grad = x.grad
+            if grad is not None:
+                at = len(self._grads) - 1
+                y.grad = self._grads[at] = self._argument(grad)
+        return y
+
+
+@contextmanager
+def _entered(argument: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """What enters a gradient or a vmap in the body goes through `argument` first: torch takes it in beside modes."""
+
+    def through(enter: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *how: enter(_quietly(argument, x), *how)
+
+    with INTO_GRAD.holding(through(INTO_GRAD.value)), INTO_VMAP.holding(through(INTO_VMAP.value)):
+        yield
+
+
+def _quietly(argument: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.DisableTorchFunction():
+        return argument(x)
+
+
+def _in_autograd_function() -> bool:
+    """Whether an autograd Function runs in the body, whose formula says what has a gradient."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "trace_body":
+        if frame.f_code is IN_A_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """A tensor like x, of which autograd follows what is made."""
+    y = alike(x)
+    return y.requires_grad_(y.is_floating_point() or y.is_complex())
+
+
+def is_followed(x: Tensor) -> bool:
+    """Whether a tensor from outside may be differentiated: of a transform around, nobody knows."""
+    return x.requires_grad or x is not innermost(x)
+
+
+def refuse_lost(x: Tensor) -> None:
+    """A tensor from outside that autograd did not see come in must not be one that is differentiated."""
+    if is_followed(x):
+        raise ShardingError(
+            f"the body of scan closes over a tensor of shape {list(x.shape)} where its gradient is not followed",
+            rule="inside custom autograd functions, tensors from outside are constants",
+            remedy="pass the tensor in as part of the carry or of xs, or detach it",
+        )

@@ -1,0 +1,150 @@
+"""Who holds something (a cell, a container, a class, a module, an object): given other values, or what it had."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardlib.core.torch_private import MODULE_DICTS
+from shardlib.frontend.guards.attributes import own
+from shardlib.frontend.guards.value_kinds import of_numpy
+from shardlib.frontend.side_effects.mutable_places import Item
+
+if TYPE_CHECKING:
+    from shardlib.frontend.side_effects.mutable_places import Place
+    from shardlib.frontend.side_effects.snapshot import Snapshot
+
+GONE = object()  # what a holder has that has nothing
+ALL = object()  # the key of all items of a container
+_CONTAINERS = (list, deque, dict, set)
+FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # hold what they hold
+
+
+def put_back(owner: Any, place: Place, before: Snapshot) -> None:
+    """Give a holder what it had at one of its places."""
+    old = before.copies[place[0]] if place[1] is ALL else before.values.get(place, GONE)
+    put(owner, place[1], old)
+
+
+def _drop(owner: Any, key: Any) -> None:
+    """Take what a holder has."""
+    if isinstance(owner, types.CellType):
+        del owner.cell_contents
+    elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
+        delattr(owner, key)
+    elif (space := _space(owner, key)) is not None and (item := _item(space, key)) is not GONE:
+        space.pop(item, None)
+
+
+def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
+    """Give a holder (a cell, a list, a dict, a class, a module, an object) another value, or, if `GONE`, none.
+
+    `among` is the dict of a `torch.nn.Module` where it is to be; with `ALL`, a container gets all its items.
+    """
+    if key is ALL:
+        _refill(owner, value)
+    elif value is GONE:
+        _drop(owner, key)
+    elif among:
+        own(owner)[among][key] = value
+    elif isinstance(owner, types.CellType):
+        owner.cell_contents = value
+    elif isinstance(owner, type):
+        type.__setattr__(owner, key, value)
+    elif _is_slot(owner, key):  # not by the user's own setters, here and below: they have seen the value
+        inspect.getattr_static(type(owner), key).__set__(owner, value)
+    elif isinstance(owner, types.ModuleType):
+        setattr(owner, key, value)
+    elif isinstance(owner, list) and isinstance(key, int):
+        list.__setitem__(owner, key, value)
+    elif isinstance(owner, deque) and isinstance(key, int):
+        owner[key] = value
+    elif (space := _space(owner, key)) is not None and (item := _item(space, key)) is not GONE:
+        if item in space:
+            dict.__setitem__(space, item, value)
+        else:
+            space[item] = value
+
+
+def can_put(owner: Any, key: Any) -> bool:
+    """Whether a holder has this key, and another value under it is what is found there then."""
+    while isinstance(key, Item):
+        key = key.key
+    if isinstance(owner, FIXED):
+        return False
+    if isinstance(owner, types.CellType | type | types.ModuleType) or _is_slot(owner, key):
+        return True
+    if isinstance(owner, list | deque) and isinstance(key, int):
+        return True
+    space = _space(owner, key)
+    return space is not None and (key[1] if isinstance(key, tuple) else key) in space
+
+
+def is_by_tensor(key: Any) -> bool:
+    """Whether it is that of a dict's item by a tensor (what an optimizer has of a parameter), known by its id."""
+    return isinstance(key, tuple) and isinstance(key[0], type) and issubclass(key[0], torch.Tensor)
+
+
+def tensor_of(owner: dict[Any, Any], key: Any) -> Any:
+    """The tensor by which a dict has such an item."""
+    return next((x for x in owner if id(x) == key[1]), GONE)
+
+
+def _item(space: dict[Any, Any], key: Any) -> Any:
+    """What a dict has it by."""
+    if is_by_tensor(key) and not isinstance(key[1], torch.Tensor):
+        return tensor_of(space, key)
+    return key[1] if isinstance(key, tuple) else key
+
+
+def _is_slot(owner: Any, key: Any) -> bool:
+    return isinstance(key, str) and isinstance(
+        inspect.getattr_static(type(owner), key, None), types.MemberDescriptorType
+    )
+
+
+def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
+    """The dict in which a holder has a name."""
+    if isinstance(key, tuple) and isinstance(owner, dict):
+        return owner  # an item; what is called by a text is an attribute
+    inside = own(owner)
+    spaces = [*(inside.get(name) for name in MODULE_DICTS), inside]
+    dicts: list[dict[Any, Any]] = [space for space in spaces if isinstance(space, dict)]
+    return next((space for space in dicts if key in space), dicts[-1] if dicts else None)
+
+
+def among(owner: Any, key: Any) -> str:
+    """In which dict of a `torch.nn.Module` a name is: its parameters, its buffers; elsewhere in none."""
+    if not isinstance(owner, torch.nn.Module):
+        return ""
+    return next((name for name in MODULE_DICTS if key in own(owner).get(name, ())), "")
+
+
+def refill(x: Any, old: Any) -> None:
+    """Give a container, or an array, the items that it had."""
+    if not isinstance(x, _CONTAINERS):
+        x[... if of_numpy(x) else slice(None)] = old
+    elif is_refilled(x, old):
+        _refill(x, old)
+
+
+def is_refilled(x: Any, old: Any) -> bool:
+    """Whether a container has other items than it had, or in another order; a copy of a set has one of its own."""
+    if isinstance(x, set):
+        return {id(y) for y in x} != {id(y) for y in old}
+    return len(x) != len(old) or any(a is not b for a, b in zip(_items(x), _items(old), strict=True))
+
+
+def _items(x: Any) -> Iterator[Any]:
+    return itertools.chain(x, x.values()) if isinstance(x, dict) else iter(x)
+
+
+def _refill(x: Any, old: Any) -> None:
+    x.clear()
+    x.update(old) if isinstance(x, dict | set) else x.extend(old)

@@ -1,0 +1,1 @@
+"""Parts of torch that are traced in a form of their own."""

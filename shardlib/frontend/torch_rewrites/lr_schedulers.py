@@ -1,0 +1,113 @@
+"""`torch.optim.lr_scheduler` inside a trace: a step is code of its own, which each call runs on its numbers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardlib.core.call_scalar import hinted, same_number
+from shardlib.core.context import is_tracing
+from shardlib.core.errors import ValueNeededError
+from shardlib.core.source_lines import user_line
+from shardlib.frontend.guards.number_inputs import Numbers, is_given, scalar_of
+from shardlib.frontend.side_effects.containers import put_back
+from shardlib.frontend.side_effects.host_scalars import Contents, Copies, Hosted, copied, filled
+from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.tensor.sharded_tensor import typeof
+
+_runs: ContextVar[bool] = ContextVar("shardlib_schedule_runs", default=False)  # on copies, with plain numbers
+
+
+@contextmanager
+def scheduling(watch: Watch | None, numbers: Numbers | None) -> Iterator[None]:
+    """While on, torch's schedules step like this wherever the function is traced."""
+    with ExitStack() as stack:
+        if watch is not None:
+            for kind in [kind for kind in _kinds(LRScheduler) if "step" in vars(kind)]:
+                stack.callback(setattr, kind, "step", kind.step)
+                kind.step = _traced(kind.step, watch, numbers)  # type: ignore[method-assign]
+        yield
+
+
+def _kinds(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
+    """Torch's own: a user's `step` is code like other."""
+    if kind.__module__.startswith("torch."):
+        yield kind
+        for below in kind.__subclasses__():
+            yield from _kinds(below)
+
+
+def _traced(step: Callable[..., Any], watch: Watch, numbers: Numbers | None) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def stepped(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        if not is_tracing() or _runs.get() or not _is_hosted(step, [self, list(args), kwargs], watch, numbers):
+            step(self, *args, **kwargs)
+
+    return stepped
+
+
+def _is_hosted(step: Callable[..., Any], call: list[Any], watch: Watch, numbers: Numbers | None) -> bool:
+    """Step a schedule, the first of `call`, by code that each call runs; whether that can be."""
+    if wrong := [x for x in (*call[1], *call[2].values()) if isinstance(x, Tensor)]:
+        raise ValueNeededError(
+            f"{type(call[0]).__name__} is stepped by a value that the traced function computes, {typeof(wrong[0])}",
+            [str(user_line(sys._getframe(1)))],
+            rule="Python runs once, on shapes; the values of tensors are known only when the program runs",
+            remedy="return it, and step behind the jitted function: schedule.step(float(loss)); or pass a number",
+        )
+    before = Contents.of(call)
+    if numbers is None or not any(map(is_given, before.numbers)):
+        return False
+    if any(isinstance(x, Tensor) for x in before.others):
+        return False
+    copies: Copies = {}
+    of = copied(call, lambda x: hinted(scalar_of(x)), copies)
+    like = {id(new): old for old, new in copies.values()}
+    own = not all(map(_is_torchs, (*(type(x) for x, _ in copies.values()), *before.others)))
+    if own and any(_changed(watch, copies)):  # what it reads is another thing in front of the call
+        return False
+
+    def run() -> None:
+        token = _runs.set(True)
+        try:
+            step(of[0], *of[1], **of[2])
+        finally:
+            _runs.reset(token)
+
+    run()
+    if own and (changed := list(_changed(watch, copies))):  # it does more than to work out numbers
+        for owner, place in changed:
+            put_back(owner, place, watch.before)
+        return False
+    after = Contents.of(of, like)
+    if after.facts != before.facts or any(map(is_given, after.numbers)):
+        return False
+    pairs = zip(before.numbers, after.numbers, strict=True)
+    free = [i for i, (a, b) in enumerate(pairs) if is_given(a) or after.own[i] or not same_number(a, b)]
+    given, values = tuple(map(scalar_of, before.numbers)), list(after.numbers)
+    hosted = Hosted(run, of, given, tuple(values), after.facts, tuple(free), numbers.last)
+    for i, x in zip(free, numbers.host(hosted, type(call[0]).__name__), strict=True):
+        values[i] = x
+    filled(of, iter(values), like)
+    return True
+
+
+def _is_torchs(x: Any) -> bool:
+    """Whether a class or a function is torch's, or Python's own: what it does depends on what it is given."""
+    x = x.func if isinstance(x, functools.partial) else x
+    return (getattr(x, "__module__", None) or "").partition(".")[0] in ("torch", "builtins", "collections")
+
+
+def _changed(watch: Watch, copies: Copies) -> Iterator[tuple[Any, Any]]:
+    """What the function has changed so far, beside the schedule, settings of its optimizer, and tensors."""
+    for place, owner, value, _ in watch.changes(watch.look()):
+        inner = value.values() if isinstance(value, dict) else (value,)
+        if id(owner) not in copies and not all(isinstance(x, Tensor) for x in inner):
+            yield owner, place

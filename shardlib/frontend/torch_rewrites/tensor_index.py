@@ -1,0 +1,74 @@
+"""`x[:, i]` where `i` is a tensor of one integer: torch reads its value for a view, a program takes it as an index.
+
+What is read so is a copy. Where a program would tell it from a view, by writing to either, it is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from shardlib.core.torch_private import innermost, is_batched, is_wrapped, unwrapped
+
+aten = torch.ops.aten
+
+
+def read_at(x: Tensor, index: Any) -> Tensor | None:
+    """The value of `x[index]`; None where there is no such tensor, or there are other ones."""
+    if (found := _parted(x, index)) is None:
+        return None
+    return picked(aten.index.Tensor(*found))
+
+
+def picked(x: Tensor) -> Tensor:
+    """The tensor itself, marked as a copy that is a view in torch: it is not to be written to."""
+    if (mode := get_proxy_mode()) is not None:
+        get_proxy_slot(innermost(x), mode.tracer).proxy.node.meta["picked"] = True
+    return x
+
+
+def write_at(x: Tensor, index: Any, value: Any) -> Tensor | None:
+    """`x[index] = value`; None where `read_at` gives None."""
+    if (found := _parted(x, index)) is None:
+        return None
+    view, places = found
+    value = torch.as_tensor(value, device=x.device).to(x.dtype)
+    rank = view.dim() - sum(i is not None for i in places)
+    while value.dim() > rank and value.shape[0] == 1:
+        value = value.squeeze(0)
+    aten.index_put_.default(view, places, value)
+    return x
+
+
+def _parted(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
+    """The view of `x` without such tensors in its index, and these by its dims."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_place, items)):
+        return None
+    basic = tuple(slice(None) if _is_place(k) else k for k in items)
+    if not all(isinstance(k, int | slice | None) or k is ... for k in basic) or any(isinstance(k, bool) for k in basic):
+        return None
+    view: Tensor = x[basic]
+    places: list[Tensor | None] = []
+    for k, plain in zip(items, basic, strict=True):
+        if plain is ...:
+            places += [None] * (x.dim() - sum(isinstance(j, int | slice) for j in basic))
+        elif not isinstance(plain, int):
+            places.append(k if _is_place(k) else None)
+    return view, places
+
+
+def _is_place(k: Any) -> bool:
+    if not isinstance(k, Tensor) or k.dim() or k.dtype not in _INTEGERS:
+        return False
+    while is_wrapped(k):
+        if is_batched(k):
+            return False
+        k = unwrapped(k)
+    return True
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)

@@ -1,0 +1,81 @@
+"""What a trace gives: a graph, and how its values map to the function's arguments and results."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from shardlib.core.call_scalar import Scalar
+from shardlib.core.torch_private import pytree
+from shardlib.frontend.epilogue import After
+from shardlib.frontend.guards.flatten_call import wrapped
+from shardlib.frontend.guards.number_guards import Served
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One traced function: a functional graph, and how its values map to the function's arguments and results.
+
+    `graph` takes the tensors that are inputs, in order, named `input_names`; behind the arguments' come those of the
+    call's state. It returns the leaves of the result (those that are no tensors stand in its output node as they are),
+    then what `after` lists.
+    """
+
+    graph: fx.GraphModule
+    name: str
+    input_names: tuple[str, ...]
+    input_leaves: tuple[int, ...]  # for every placeholder, which leaf of the call it is; -1 for a cotangent
+    input_paths: tuple[Any, ...]  # and its pytree path in `(args, kwargs)`; None for state
+    output_names: tuple[str, ...]
+    out_tree: pytree.TreeSpec
+    static: Collection[int | str] = ()
+    after: After = field(default_factory=After)
+    served: Served = field(default_factory=Served)  # calls, by their numbers
+    asked: bool = False  # where its arguments lie in memory
+    looked: bool = False  # at a `.grad` that it found
+    twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
+    strides: tuple[tuple[int, ...] | None, ...] = ()  # of every output, on one device; None: dense, dims in order
+    same: Mapping[int, int] = field(default_factory=dict)  # leaves of the result that are an earlier one
+    outlived: tuple[weakref.ref[Any], ...] = ()  # stand-ins of the trace
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n in self.graph.graph.nodes if n.op == "placeholder")
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """A node for every tensor leaf of the result, and of what comes after; other leaves as they are."""
+        return tuple(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """What every output is called: `result['loss']`, `w.grad`, `gradient of w`, `w (written)`."""
+        named = dict(zip(self.input_leaves, self.input_names, strict=True))
+        after = {at: f"{named.get(leaf, 'an argument')}.grad" for leaf, at in self.after.grads}
+        after |= {at: f"gradient of {named[leaf]}" for leaf, at in self.after.gradients}
+        after |= {at: f"{named[leaf]} (written)" for leaf, at in self.after.written}
+        after |= {at: f"{named[leaf]}.data" for leaf, at in self.after.data}
+        own = self.output_names
+        return (*own, *(after[at] for at in range(len(own), len(self.outputs))))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph op by op on real tensors: the oracle for every later stage."""
+        leaves = pytree.tree_leaves(wrapped(args, kwargs, self.static))
+        given = (leaves[i] for i in self.input_leaves)
+        flat = _Interpreter(self.graph, leaves).run(*given, enable_io_processing=False)
+        return pytree.tree_unflatten(list(flat)[: self.out_tree.num_leaves], self.out_tree)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph with the numbers of one call."""
+
+    def __init__(self, graph: fx.GraphModule, leaves: Sequence[Any]) -> None:
+        super().__init__(graph)
+        self.leaves = leaves
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return pytree.tree_map_only(Scalar, lambda x: x.value(self.leaves), super().fetch_args_kwargs_from_env(n))

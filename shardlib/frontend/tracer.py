@@ -1,0 +1,176 @@
+"""The tracer of `make_fx`: every node that it makes gets the user's line, and its graph the user's names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from shardlib.core.context import is_tracing
+from shardlib.core.private_names import Slot
+from shardlib.core.source_lines import Line, LineRecorder, is_mark, modules
+from shardlib.core.strided_only import is_strided, refuse_others
+from shardlib.core.torch_private import (
+    FX_IS_TRACING,
+    FX_TRACE,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    pytree,
+    rename,
+    schema_of,
+)
+from shardlib.frontend.epilogue import move_inputs_first
+from shardlib.frontend.guards.number_inputs import scalar_of
+from shardlib.frontend.hazards.constant_values import answer, examples
+from shardlib.frontend.hazards.unsupported import refuse_ghost, refuse_unseen
+from shardlib.frontend.reuse.op_meta_cache import Repeated
+
+_DEVICE = torch.ops.prim.device.default
+_CALL = Slot("torch.nn.Module.__call__")
+_call, _trace_of_fx = _CALL.value, FX_TRACE.value
+
+
+@contextmanager
+def called() -> Iterator[None]:
+    """While on, `make_fx` sees calls of modules, and nothing else of them.
+
+    Torch's own way puts another `__getattr__` into their class as well, for tracers that record parameters, and looks
+    for functions to wrap: each such change goes through all classes of modules that a process has.
+    """
+
+    def trace(tracer: Any, root: Any, concrete_args: Any = None) -> fx.Graph:
+        if not is_tracing() or not isinstance(root, types.FunctionType):
+            found: fx.Graph = _trace_of_fx(tracer, root, concrete_args)
+            return found
+        tracer.root, tracer.graph, tracer.tensor_attrs = torch.nn.Module(), fx.Graph(tracer_cls=type(tracer)), {}
+
+        @functools.wraps(_call)
+        def call(m: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return tracer.call_module(m, functools.partial(_call, m), args, kwargs)
+
+        run, args = tracer.create_args_for_root(root, False, concrete_args)
+        with FX_IS_TRACING.holding(True), _CALL.holding(call):
+            tracer.create_node("output", "output", (tracer.create_arg(run(*args)),), {})
+        tracer.submodule_paths = None
+        graph: fx.Graph = tracer.graph
+        return graph
+
+    with FX_TRACE.holding(trace):
+        yield
+
+
+def recorded(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = ()) -> Any:
+    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes; it
+    knows what of `inputs`, what stands for arguments and those, may be looked at.
+
+    Ops that autograd's engine runs, where these modes stay on, would show them all that the tracer reads of tensors.
+    """
+    mode: Any = get_proxy_mode()
+    assert mode is not None, "make_fx runs the function under its proxy mode"
+    tracer: Any = mode.tracer
+    dispatch, repeated = mode.__torch_dispatch__, Repeated(tracer)
+    tracer.examples = examples(inputs)
+
+    def unseen(mode: Any, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # the engine asks for it at every turn
+        with torch.DisableTorchFunction():
+            if (known := answer(op, args, tracer)) is not None:
+                return known
+            return repeated(op, args, kwargs or {}, lambda: dispatch(op, kinds, args, kwargs or {}))
+
+    mode.__torch_dispatch__ = types.MethodType(unseen, mode)
+    create = tracer.create_node
+
+    def create_node(*args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = create(*args, **kwargs)
+        lines.record(node)
+        return node
+
+    tracer.create_node = create_node
+    tracer.call_module = inside
+    # Torch would look at every node of the graph for sizes that nobody reads: here they are all numbers.
+    tracer.graph.eliminate_dead_code = lambda *args, **kwargs: False
+    return tracer
+
+
+def forget(tracer: Any) -> None:
+    """Let the constants go that a tracer, which is done, has met: its graph module has those that it reads. A tracer is
+    in a circle, and who asks what is left of a trace would have to collect garbage first."""
+    tracer.root, tracer.tensor_attrs, tracer.examples = torch.nn.Module(), {}, ()
+
+
+def inside(m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module; what is traced then is inside it."""
+    token = modules.set(modules.get().entered(m))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        modules.reset(token)
+
+
+def called_inside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function; a module's own method is inside that module, from whose paths all under it are told."""
+    method = inspect.unwrap(fn, stop=inspect.ismethod)
+    module = method.__self__ if inspect.ismethod(method) else None
+    return inside(module, fn, args, kwargs) if isinstance(module, torch.nn.Module) else fn(*args, **kwargs)
+
+
+def finish(
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    line: Line,
+    mode: FakeTensorMode,
+    *,
+    differentiable: bool,
+) -> None:
+    """Name the inputs as the user does, put constants among the outputs, fill in what has no line."""
+    graph = gm.graph
+    vars(graph).pop("eliminate_dead_code", None)
+    for mark in reversed([n for n in graph.nodes if is_mark(n)]):
+        graph.erase_node(mark)  # their names are in the lines of the nodes between them
+    for node in reversed([n for n in graph.nodes if "val" not in n.meta and not n.users]):
+        if isinstance(node.target, OpOverload) and schema_of(node.target).returns:
+            graph.erase_node(node)  # torch refused the call, and somebody caught that
+    move_inputs_first(graph)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node, name in zip(placeholders, names, strict=True):
+        rename(node, re.sub(r"\W+", "_", name).strip("_") or "x")
+    output = graph.output_node()
+    returned = iter(output.args[0])  # type: ignore[arg-type]
+    output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else scalar_of(x) for x in leaves),)
+    values = [(n, x) for n in graph.nodes for x in _values(n)]
+    if not all(map(is_strided, {id(x): x for _, x in values}.values())):  # nodes that are alike share one
+        refuse_others("the traced function", ((f"the result of {n.target}", x) for n, x in values))
+    for node in graph.nodes:
+        node.meta.setdefault("line", line)
+        node.meta.setdefault("val", None)  # a gradient that nobody asked for
+        if node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+            made = node.meta["val"]  # under vmap, a Python number that meets a tensor changes its dtype alone
+            node.target = torch.ops.aten.scalar_tensor.default
+            node.kwargs = {"dtype": made.dtype, "device": made.device}
+        if node.op == "get_attr":
+            constant = operator.attrgetter(str(node.target))(gm)
+            if isinstance(constant, FakeTensor):
+                refuse_ghost(constant, node.meta["line"], mode)
+            if constant.requires_grad and differentiable and torch.is_grad_enabled():
+                refuse_unseen(constant, node.meta["line"])
+            if node.meta.get("val") is None:
+                node.meta["val"] = mode.from_tensor(constant)
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    val = node.meta.get("val") if node.op == "call_function" else None
+    found = [val] if isinstance(val, torch.Tensor) else [] if val is None else pytree.tree_leaves(val)
+    return [x for x in found if isinstance(x, torch.Tensor)]

@@ -1,0 +1,1 @@
+"""The user's ways in: `jit`, `shard_map`, `scan`, `shard`."""

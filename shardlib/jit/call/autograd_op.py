@@ -1,0 +1,223 @@
+"""A jitted call as an op of autograd: its forward and its backward program, the two halves of one joint program."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.compiler.codegen import Runner
+from shardlib.compiler.passes.split_backward import Halves
+from shardlib.compiler.plan.plan import Plan
+from shardlib.core.batched_grad import one_by_one
+from shardlib.core.errors import ShardingError, WrittenError
+from shardlib.core.torch_private import keeps_graph, memory_of, version_of
+from shardlib.distributed.provenance import made, note
+from shardlib.distributed.turns import current
+from shardlib.eager.redistribute import relayout
+from shardlib.jit.call.double_backward import Again
+from shardlib.jit.call.execute import Entry, finished, forms, results
+from shardlib.sharding.layout import Layout
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.tensor.sharded_tensor import ShardedTensor, cut_up, typeof, wrap
+from shardlib.tensor.tensor_meta import Form
+
+_FEW = 8  # of what an error lists
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The second half of a program: which leaves have gradients, which results have cotangents, and how to run."""
+
+    name: str
+    runner: Runner
+    leaves: tuple[int, ...]
+    forms: tuple[Form | None, ...]
+    cotangents: tuple[int, ...]
+    needs: tuple[frozenset[int], ...]
+    layouts: tuple[Layout, ...]
+    dtypes: tuple[torch.dtype, ...]
+    gradients: tuple[str, ...]  # what they are called
+    read: tuple[tuple[int, str], ...]  # leaves that are read as they are, by their names
+    again: Again
+
+
+def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, again: Again) -> Backward:
+    """Make the second half of a plan's program callable."""
+    after = plan.compiled.traced.after
+    program = halves.backward
+    last = program.inputs[len(halves.saved) :]
+    layouts = tuple(v.layout for v in last if v.layout is not None)
+    assert len(layouts) == len(after.cotangents), "a cotangent is a value of the program"
+    count = len(program.outputs)
+    found = tuple(forms(program.outputs, mesh, plan.output_names[-count:], plan.compiled.traced.strides[-count:]))
+    leaves = tuple(leaf for leaf, _ in after.gradients)
+    dtypes = tuple(v.dtype for v in last)
+    needs = tuple(a | b for a, b in zip(halves.needs, after.reached, strict=True))
+    names = plan.compiled.traced.result_names
+    gradients = tuple(names[at] for _, at in after.gradients)
+    called = dict(zip(plan.compiled.traced.input_leaves, plan.compiled.traced.input_names, strict=True))
+    read = tuple((leaf, called[leaf]) for leaf in after.read)
+    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes, gradients, read, again)
+
+
+def run(entry: Entry, then: Backward, leaves: list[Any]) -> Any:
+    """Call the forward program; its results have a history that leads through the backward program."""
+    call = _Call(entry, then, leaves)
+    with torch.enable_grad():  # what has a history, the trace knows
+        found = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
+    out = [next(found) if isinstance(x, Tensor) else x for x in call.out]
+    for i in entry.after.within:
+        out[i]._within = entry.name
+    return finished(entry, leaves, out)
+
+
+class _Call:
+    """One call, on its way through autograd."""
+
+    def __init__(self, entry: Entry, then: Backward, leaves: list[Any]) -> None:
+        self.entry, self.then = entry, then
+        self.leaves = leaves
+        self.out: list[Any] = []
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *_: Tensor) -> Any:
+        then = call.then
+        ctx.noted = then.again.note(call.leaves)
+        call.out, saved = results(call.entry, call.leaves)
+        ctx.read = _versions(then, call.leaves)
+        ctx.origin = call.entry.made_of(call.leaves) if call.entry.made_of is not None else 0
+        ctx.then, ctx.mesh = then, call.entry.mesh
+        ctx.after = (current().moment(),) if ctx.mesh.kind == "distributed" else ()
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]
+        ctx.plain = [isinstance(call.leaves[i], ShardedTensor) for i in then.leaves]
+        ctx.there = [[p is not None for p in pieces] for pieces in saved]
+        # Saved as autograd saves: freed by the first backward pass, and guarded against writes in between.
+        plain = {memory_of(x.untyped_storage()): x for x in call.leaves if type(x) in (Tensor, torch.nn.Parameter)}
+        pieces = [p for value in saved for p in value if p is not None]
+        held = {memory_of(p.untyped_storage()) for p in pieces}
+        ctx.save_for_backward(*pieces, *(x.detach() for at, x in plain.items() if at in held))
+        ctx.noted.finish(then.again.counted)
+        ctx.set_materialize_grads(False)
+        tensors = [x for x in call.out if isinstance(x, Tensor)]
+        diff = {id(call.out[i]) for i in then.cotangents}
+        ctx.mark_non_differentiable(*(x for x in tensors if id(x) not in diff))
+        places = {id(x): k for k, x in enumerate(tensors)}
+        ctx.where = [places[id(call.out[i])] for i in then.cotangents]
+        call.leaves = []
+        return tuple(tensors)
+
+    @staticmethod
+    @one_by_one
+    def backward(ctx: Any, *grads: Any) -> Any:
+        then, mesh = ctx.then, ctx.mesh
+        given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
+        if torch.is_grad_enabled():
+            return None, *_differentiable(ctx, given, grads)
+        _refuse_written(then, ctx.read)
+        rest = iter(ctx.saved_tensors)
+        pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
+        for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
+            pieces.append(_cotangent(grads[at], layout, dtype, mesh))
+        origin = made(ctx.origin, (grads[at] for at in ctx.where)) if ctx.origin else 0
+        found = then.runner(pieces, ctx.numbers, *ctx.after, *([origin] if origin else ()))
+        gradients = list(_gradients(then.forms, found, ctx.plain))
+        note(origin, (x for x, sharded in zip(gradients, ctx.plain, strict=True) if sharded))
+        if not keeps_graph():
+            ctx.noted = None
+        return None, *(x if needs & given else None for x, needs in zip(gradients, then.needs, strict=True))
+
+
+def _differentiable(ctx: Any, given: set[int], grads: Sequence[Any]) -> list[Any]:
+    """The gradients, with a history: of a program that runs the function again."""
+    then = ctx.then
+    _ = ctx.saved_tensors  # torch says so where a pass before this one has freed them
+    if ctx.noted is None:
+        raise RuntimeError(
+            f"Trying to backward through {then.name} a second time, whose arguments are freed: "
+            "say retain_graph=True in the first pass"
+        )
+    _refuse_written(then, ctx.read)
+    reached = [k for k, needs in enumerate(then.needs) if needs & given and ctx.needs_input_grad[k + 1]]
+    cotangents = {then.cotangents[i]: grads[ctx.where[i]] for i in sorted(given)}
+    called = [then.gradients[k] for k in reached][:_FEW]
+    out: list[Any] = [None] * len(then.leaves)
+    if reached:
+        with ctx.mesh:
+            found = then.again.gradients(ctx.noted, [then.leaves[k] for k in reached], cotangents, called)
+        for k, x in zip(reached, found, strict=True):
+            out[k] = x
+    return out
+
+
+Versions = list[tuple[weakref.ref[Tensor], int] | None]
+
+
+def _versions(then: Backward, leaves: list[Any]) -> Versions:
+    """How often what the backward pass reads was written to; None for tensors of inference mode, which do not count."""
+    ref = weakref.ref  # whoever holds no leaf writes to none
+    return [None if (x := leaves[leaf]).is_inference() else (ref(x), version_of(x)) for leaf, _ in then.read]
+
+
+def _refuse_written(then: Backward, known: Versions) -> None:
+    """Raise torch's error for tensors that were written to since: pieces have what is saved, one device had not."""
+    wrong = [
+        f"{name}, {typeof(x)}, is at version {version_of(x)}; expected version {said[1]} instead"
+        for (_, name), said in zip(then.read, known, strict=True)
+        if said is not None and (x := said[0]()) is not None and version_of(x) != said[1]
+    ]
+    if wrong:
+        raise WrittenError(
+            f"variables needed for the gradient of {then.name} have been modified by an inplace operation",
+            wrong,
+            rule="what the backward pass reads stays as it is between the call and backward()",
+            remedy="write to it after backward(), as optimizer.step() does; or call again",
+        )
+
+
+def refused(entry: Entry, leaves: list[Any]) -> Any:
+    """Call a program whose results nobody can go back through; whoever does gets torch's reason."""
+    after = entry.after
+    out = results(entry, leaves)[0]
+    given = _Refused.apply(entry.name, after.why, leaves[after.root], *(out[i] for i in after.refused))  # type: ignore[no-untyped-call]
+    for i, x in zip(after.refused, given, strict=True):
+        out[i] = x
+    return finished(entry, leaves, out)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, why: str, root: Tensor, *out: Tensor) -> Any:
+        ctx.name, ctx.why = name, why
+        return tuple(x.detach() for x in out)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ShardingError(
+            f"the results of {ctx.name} have no gradient",
+            [ctx.why],
+            rule="a function whose result goes back through its inputs is differentiated when it is compiled",
+            remedy="detach() what needs no gradient; a function that calls backward() itself sets .grad, and its loss "
+            "is a value: return loss.detach()",
+        )
+
+
+def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, mesh: Mesh) -> Sequence[Tensor]:
+    if grad is None:
+        coords = mesh.own_coords()
+        return [torch.zeros(layout.local_shape(c), dtype=dtype, device=mesh.device) for c in coords]
+    if not isinstance(grad, ShardedTensor):
+        return cut_up(grad.detach(), layout, mesh)
+    return relayout(grad.detach(), layout)._locals  # type: ignore[arg-type]
+
+
+def _gradients(forms: Sequence[Form | None], found: Sequence[Any], sharded: Sequence[bool]) -> Iterator[Any]:
+    for form, pieces, stays in zip(forms, found, sharded, strict=True):
+        assert form is not None, "a gradient is a tensor"
+        yield wrap(form, pieces) if stays else pieces[0]

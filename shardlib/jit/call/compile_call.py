@@ -1,0 +1,279 @@
+"""One call that no program is ready for: the function is traced and planned, and what it leaves behind is put right."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.compiler.pipeline import Compiled, compile_program
+from shardlib.compiler.plan.plan import Plan
+from shardlib.core.context import compiling, unseen
+from shardlib.core.errors import NoProgramError, ShardingError
+from shardlib.core.mode_restore import unheard
+from shardlib.core.source_lines import user_frame
+from shardlib.core.torch_private import preserved_versions
+from shardlib.frontend.guards.flatten_call import flatten_call
+from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.recompile_reasons import Change, difference, listed, seen
+from shardlib.frontend.hazards.escaped_values import keeps_numbers, refuse_kept
+from shardlib.frontend.hazards.grad_reads import LookedAtGradientError
+from shardlib.frontend.hazards.threads import refuse_nested
+from shardlib.frontend.side_effects.leaks import refuse_late, refuse_leaks
+from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.frontend.side_effects.snapshot import Snapshot
+from shardlib.jit.call.function import Function
+from shardlib.jit.call.program_cache import PROGRAMS, Programs
+from shardlib.jit.call.shared_trace import is_one_trace, tracer
+from shardlib.sharding.mesh.mesh import Mesh, current_mesh
+from shardlib.sharding.placement import Fixed
+from shardlib.tensor.sharded_tensor import ShardedTensor
+
+_ATTEMPTS = 6  # at tracing a function whose effects are being found out
+OFTEN = 8  # programs for one reason, from which on it is said
+
+
+# A cache that grows by a token is another shape in each step.
+_GENERATES = 'in generate(), cache_implementation="static" keeps the shapes of what is cached; else '
+
+
+class RetraceWarning(UserWarning):
+    """A function is compiled again and again."""
+
+
+@dataclass
+class Invocation:
+    """One call of a function on a mesh: `key`, `leaves` and `state` are what was read of it last."""
+
+    function: Function
+    mesh: Mesh
+    programs: Programs
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: State
+    key: Any
+    leaves: list[Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the function runs in while it is traced
+    read_at: int = -2  # how often somebody had begun to trace when it was read
+
+    @staticmethod
+    def of(
+        function: Function, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Invocation:
+        """The call, read, on the current mesh; `own` is the object whose method it is of."""
+        begun = _begun()
+        state = State(own, programs.changing)
+        key, leaves = function.read_call(current_mesh(), programs, state, args, kwargs)
+        call = Invocation(function, key[0], programs, args, kwargs, state, key, leaves, read_at=begun)
+        if call.state.arrays:
+            call.args, call.kwargs = function.with_tensors(args, kwargs)
+            call.read()
+        return call
+
+    def read(self) -> None:
+        """Read it anew."""
+        self.read_at = _begun()
+        self.state = State(self.state.own, self.programs.changing)
+        self.key, self.leaves = self._read(self.state)
+
+    @unheard
+    def look(self) -> Snapshot:
+        """All that it finds, place by place."""
+        found = Snapshot(self.state.own, self.programs.changing)
+        self._read(found)
+        flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, found)
+        return found
+
+    def _read(self, state: State) -> tuple[Any, list[Any]]:
+        return self.function.read_call(self.mesh, self.programs, state, self.args, self.kwargs)
+
+    @unseen
+    def plan(self, *, runs: bool = True) -> tuple[Plan, list[Any]]:
+        """Its plan, and what that knows by identity; afterwards the call is as a trace leaves it, if it `runs`.
+
+        The key of a call whose program is for this once is None.
+        """
+        with self.programs.lock:
+            known = self.programs.plans.find(self.key, self.leaves)
+            if known is not None:
+                return known[0]
+            refuse_nested()
+            with compiling():
+                if compiling.count > self.read_at + 1:  # another thread may have traced since
+                    self.read()
+                return self._plan(runs)
+
+    def _plan(self, runs: bool) -> tuple[Plan, list[Any]]:
+        name, programs, modes = self.function.name, self.programs, self.key[1]
+        for attempt in itertools.count():
+            watch = Watch(self.look)
+            changed = programs.changing.compare(watch.before.values)
+            numbers, logs = watch.can_be_given(changed), watch.before.grown(changed)
+            read = watch.before.read_logs()
+            if numbers or logs or read:  # what the caller changes is known, too
+                programs.changing.add(numbers, logs=logs, no_logs=read)
+                self.read()
+                watch = Watch(self.look)
+            watch.around = self.around
+            try:
+                with _undone(watch):
+                    plan = self._compile(watch)
+                    left = self._left(watch, plan)
+                    late = watch.late(left)
+                    if left.leaked or keeps_numbers(plan.compiled.traced.outlived):
+                        watch.restore()  # a number that stays outside is no number of the trace
+                        plan = self._compile(watch, exact=True)
+                        left = self._left(watch, plan)
+                        late = watch.late(left)
+            except LookedAtGradientError:
+                programs.changing.grads = True
+                self.read()
+                continue
+            left_behind = watch.undo(left)
+            if left_behind:
+                watch.restore()
+            refuse_leaks(name, left_behind)
+            with _undone(watch):
+                refuse_late(name, late if plan.compiled.traced.after.gradients else ())
+                refuse_kept(name, plan.compiled.traced.outlived)
+            is_known = watch.learn(programs.changing)
+            programs.asks |= plan.compiled.traced.asked
+            found = self.state
+            if left is not watch.before or programs.asks:
+                self.read()
+            if not watch.is_moved(name, found, self.state) and is_known:
+                break
+            if attempt == _ATTEMPTS:
+                watch.restore()
+                raise ShardingError(
+                    f"{name} leaves what it finds in another order each time that it is traced",
+                    rule="a jitted function finds the same tensors in the same order before and after a trace",
+                    remedy="hold them in a list, and change its items; or pass them as arguments",
+                )
+        served = plan.compiled.traced.served
+        call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
+        after = left if watch.leaves(left) else watch.look()
+        unrepeated = watch.unrepeated(after)
+        now = seen(self.function.fn, call, self.key, served.asked, watch.before, after, unrepeated)
+        if programs.last is not None:
+            self._note(difference(programs.last, now))
+        programs.last = now
+        programs.changing.grads |= plan.compiled.traced.looked  # there was none: so the key says, either way
+        if self.key[1] != modes or unrepeated:  # such effects are those of a trace
+            self.key = None
+            was = [x for x, _ in watch.before.numbers.values()]  # one that stays may be no number any more
+            self.leaves[len(self.leaves) - len(self.state.numbers) :] = was
+        if unrepeated and not runs:
+            watch.restore()
+        programs.plans.keep(self.key, (plan, self.state.kept), served)
+        return plan, self.state.kept
+
+    def _left(self, watch: Watch, plan: Plan) -> Snapshot:
+        """What is there when a function is traced: what was there before, if the function had changed nothing when it
+        returned, and what ran since, hooks of a backward pass aside, has not changed how the call reads."""
+        if watch.is_still and not plan.compiled.traced.after.gradients and not self.programs.changing.anything:
+            key, leaves = self.key, self.leaves
+            self.read()
+            if key == self.key and list(map(id, leaves)) == list(map(id, self.leaves)):
+                return watch.before
+        return watch.look()
+
+    def served(self, plan: Plan) -> list[Any]:
+        """The leaves with which its program runs, once there is one."""
+        leaves = plan.compiled.traced.served.completed(self.leaves)
+        if leaves is None:
+            raise ShardingError(
+                f"{self.function.name} steps a schedule that gives something else each time",
+                rule="a schedule works out rates from its own numbers, and nothing else",
+                remedy="step it outside the jitted function",
+            )
+        return leaves
+
+    def _note(self, changes: Mapping[str, Change]) -> None:
+        """Note why it is compiled again; say it when that happens again and again."""
+        programs = self.programs
+        programs.retraces.append(listed([f"{subject}{change.text}" for subject, change in changes.items()]))
+        del programs.retraces[:-PROGRAMS]
+        if is_one_trace():
+            return
+        programs.reasons.update(list(changes))
+        if often := [subject for subject in changes if programs.reasons[subject] == OFTEN]:
+            name, generates = self.function.name, ""
+            method = inspect.unwrap(self.function.fn, stop=lambda fn: hasattr(fn, "__self__"))
+            module = getattr(method, "__self__", None)
+            if isinstance(module, torch.nn.Module):
+                name = f"{type(module).__name__}.{name}"
+                generates = _GENERATES if hasattr(module, "generate") else ""
+            warnings.warn_explicit(
+                f"{name} has been compiled {OFTEN + 1} times, the last time because of {programs.retraces[-1]}.\n"
+                f"Remedy: {generates}{changes[often[0]].remedy}. {name}.retraces lists all reasons",
+                RetraceWarning,
+                *_asked_at(),
+            )
+
+    def _compile(self, watch: Watch, *, exact: bool = False) -> Plan:
+        function = self.function
+        counted = tuple(x for x in self.state.tensors if not x.is_inference())
+        with preserved_versions(counted), watch.cut(self.state):  # what is traced is not written to
+            compiled = compile_program(
+                function.fn,
+                self.args,
+                self.kwargs,
+                self.mesh,
+                in_specs=function.in_specs,
+                out_specs=function.out_specs,
+                static=function.static,
+                placed=self._placed,
+                state=self.state,
+                exact=exact or self.state.rates,
+                watch=watch,
+                donate=function.donate,
+                keeping=function.keeping,
+                tracer=tracer(self.key, self.leaves),
+                before=self._before(),
+                differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
+            )
+        after = compiled.traced.after
+        if function.goes_back and after.refused:
+            raise NoProgramError(f"the backward pass of {function.name} is no program", [after.why])
+        return Plan(compiled)
+
+    def _before(self) -> Iterator[Compiled]:
+        """The programs that are there for this mesh and these modes, the last one first."""
+        for key, plans in reversed(self.programs.plans.items()):
+            if key[:2] == self.key[:2]:
+                yield from (plan.compiled for (plan, _), _ in reversed(plans))
+
+    def _placed(self, leaf: Any) -> Fixed | None:
+        """Where a leaf lives by itself."""
+        return Fixed.at(leaf.sharding, leaf._form.names) if isinstance(leaf, ShardedTensor) else None
+
+
+def _begun() -> int:
+    """How often somebody has begun to trace, for who reads a call now; -2 while somebody traces."""
+    return -2 if compiling.thread else compiling.count
+
+
+@contextmanager
+def _undone(watch: Watch) -> Iterator[None]:
+    """What raises leaves nothing behind."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            watch.restore()
+
+
+def _asked_at() -> tuple[str, int]:
+    """The line of the user's that calls."""
+    frame = user_frame(sys._getframe(1))
+    return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

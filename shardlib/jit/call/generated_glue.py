@@ -1,0 +1,98 @@
+"""What each call does with its leaves and results, written out as Python: loops over them would take longer.
+
+All of it is made once for a program, and run in each call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.core.torch_private import pytree
+from shardlib.distributed.provenance import origin_of, sample
+from shardlib.sharding.layout import Layout
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.tensor.host_offload import sent
+from shardlib.tensor.local_shards import cut_up, there
+from shardlib.tensor.rank_checks import policy
+from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
+from shardlib.tensor.tensor_meta import Form
+
+Pieces = tuple[torch.Tensor, ...]
+
+
+def gatherer(
+    inputs: Sequence[tuple[int, Layout]], mesh: Mesh, away: Sequence[bool] = ()
+) -> Callable[[list[Any]], list[Pieces]]:
+    """From the leaves of a call to the pieces of each input: which leaf it is, its layout, and whether it is `away`."""
+
+    def cut(x: torch.Tensor, i: int) -> Pieces:
+        return tuple(cut_up(there(x.detach(), mesh), inputs[i][1], mesh))
+
+    parts = [f"x._locals if type(x := leaves[{leaf}]) is kind else cut(x, {i})" for i, (leaf, _) in enumerate(inputs)]
+    for i in itertools.compress(range(len(away)), away):
+        parts[i] = f"sent(leaves[{inputs[i][0]}])"
+    return _function(f"lambda leaves: [{', '.join(parts)}]", {"kind": ShardedTensor, "cut": cut, "sent": sent})
+
+
+def origins(program: int, tensors: Sequence[int], numbers: Sequence[int]) -> Callable[[list[Any]], int]:
+    """From the leaves of a call on ranks to the origin of its results: which are tensors, and which are numbers."""
+    parts = [f"(x._origin if type(x := leaves[{leaf}]) is kind else sample(x))" for leaf in tensors]
+    parts += [f"((x := leaves[{leaf}]) == x and x)" for leaf in numbers]  # a NaN has another hash each time
+    names = {
+        "kind": ShardedTensor,
+        "program": program,
+        "origin_of": origin_of,
+        "sample": sample if policy() != "off" else _unknown,
+    }
+    return _function(f"lambda leaves: origin_of((program, {', '.join(parts)}))", names)
+
+
+def _unknown(x: Any) -> int:
+    return 0
+
+
+def wrapper(forms: Sequence[Form | None]) -> Callable[[Sequence[Any]], list[Any]]:
+    """From the pieces of each output, of which there may be more behind them, to ShardedTensors."""
+    parts = [f"raw[{i}]" if form is None else f"wrap(form_{i}, raw[{i}])" for i, form in enumerate(forms)]
+    names = {f"form_{i}": form for i, form in enumerate(forms)}
+    return _function(f"lambda raw: [{', '.join(parts)}]", {"wrap": wrap, **names})
+
+
+def builder(tree: pytree.TreeSpec, same: Mapping[int, int]) -> Callable[[list[Any]], Any]:
+    """`tree_unflatten`, written out for the plain containers that results mostly are; leaf `i` is leaf `same[i]`."""
+    names: dict[str, Any] = {}
+
+    def write(x: Any) -> str | None:
+        if type(x) is _Leaf:
+            return f"x[{x.index}]"
+        if type(x) is dict:
+            parts = [(f"k{len(names)}", names.setdefault(f"k{len(names)}", key), write(y)) for key, y in x.items()]
+            return None if any(y is None for _, _, y in parts) else f"{{{', '.join(f'{k}: {y}' for k, _, y in parts)}}}"
+        if type(x) is tuple or type(x) is list:
+            texts = [write(y) for y in x]
+            if any(text is None for text in texts):
+                return None
+            inner = "".join(f"{text}, " for text in texts)
+            return f"({inner})" if type(x) is tuple else f"[{inner}]"
+        return None
+
+    places = [same.get(i, i) for i in range(tree.num_leaves)]
+    text = write(pytree.tree_unflatten([_Leaf(i) for i in places], tree))
+    if text is None:
+        return lambda leaves: pytree.tree_unflatten([leaves[i] for i in places], tree)
+    return _function(f"lambda x: {text}", names)
+
+
+def _function(text: str, names: dict[str, Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = eval(text, names)
+    return made
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    index: int

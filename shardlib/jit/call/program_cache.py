@@ -1,0 +1,85 @@
+"""The programs and plans that a jitted function keeps, and what it has seen of its calls."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from shardlib.compiler.plan.plan import Plan
+from shardlib.frontend.guards.number_guards import Served
+from shardlib.frontend.guards.recompile_reasons import Seen
+from shardlib.frontend.side_effects.mutable_places import Changing
+from shardlib.jit.call.execute import Entry
+
+PROGRAMS = 64  # that a function keeps
+PLANS = 8
+
+T = TypeVar("T")
+_NONE: list[Any] = []
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A program that can run, and how to call it on the leaves of a call: its results may have a history."""
+
+    entry: Entry
+    call: Callable[[list[Any]], Any]
+    plan: Callable[[], Plan | None]
+
+
+class Kept(OrderedDict[Any, list[tuple[T, Served]]], Generic[T]):
+    """At most `limit` items under keys; those under one key differ by the numbers that they are for.
+
+    Where another one comes, one of the key goes that was longest without a new one: finding costs no bookkeeping.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def find(self, key: Any, leaves: list[Any]) -> tuple[T, list[Any]] | None:
+        """What serves a call, and the leaves with which it does."""
+        item: T
+        served: Served
+        for item, served in reversed(self.get(key, _NONE)):  # the last one knows best what the function itself changes
+            if (given := served.leaves(leaves)) is not None:
+                return item, given
+        return None
+
+    def keep(self, key: Any, item: T, served: Served) -> None:
+        """A new item, for the calls that a program serves; none under None."""
+        if key is None:
+            return
+        self.setdefault(key, []).append((item, served))
+        self.move_to_end(key)
+        while sum(map(len, self.values())) > self.limit:
+            oldest = next(iter(self))
+            self[oldest].pop(0)
+            if not self[oldest]:
+                del self[oldest]
+
+
+class Programs:
+    """The programs and plans of one jitted function, or of a jitted method of one object."""
+
+    def __init__(self) -> None:
+        self.entries: Kept[Ready] = Kept(PROGRAMS)
+        self.plans: Kept[tuple[Plan, list[Any]]] = Kept(PLANS)  # with what their keys know by identity
+        self.lock = threading.RLock()  # while compiling
+        self.last: Seen | None = None
+        self.retraces: list[str] = []
+        self.reasons: Counter[str] = Counter()
+        self.asks = False  # where arguments lie in memory
+        self.changing = Changing(grads=False)
+
+    @property
+    def noted(self) -> tuple[Seen | None, list[str], Counter[str]]:
+        """What is known of former compilations, to be put back if one was for nothing."""
+        return self.last, [*self.retraces], Counter(self.reasons)
+
+    @noted.setter
+    def noted(self, noted: tuple[Seen | None, list[str], Counter[str]]) -> None:
+        self.last, self.retraces, self.reasons = noted

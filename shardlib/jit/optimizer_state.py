@@ -1,0 +1,273 @@
+"""What an optimizer keeps of its parameters: where it lives, and that it is there before the first step is traced.
+
+An optimizer makes its moments in its first step, so that this is another function than all later ones. Those whose
+moments begin as constants, or with the rate, make them here, by torch's own code, in front of the call: one program
+serves all steps. So does a gradient scaler (`scales`), and so is done what the first step, or `load_state_dict`, would
+leave behind beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardlib.compiler.plan.plan import Plan
+from shardlib.compiler.schedule_options import MOMENTS
+from shardlib.core.context import is_tracing, paused_gc, unseen
+from shardlib.core.torch_private import HAS_STEPPED, LAST_RATES, WARNS_OF_ORDER, has_step_hooks, init_group
+from shardlib.eager.placement_autograd import laid_as
+from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.side_effects.mutable_places import Item
+from shardlib.jit.call.compile_call import Invocation
+from shardlib.jit.grad_scaler_state import NoScaleError, awaited, begin
+from shardlib.jit.shard import shard
+from shardlib.sharding.spec import parse
+from shardlib.tensor.host_offload import sent
+from shardlib.tensor.local_shards import is_number
+from shardlib.tensor.sharded_tensor import ShardedTensor
+
+_RATE = (str, "lr")
+_PARTS = 16  # in which moments are made that live in the host's memory
+_BY_RATE = torch.optim.Rprop | torch.optim.ASGD  # they begin with the rate of the first step
+_MOMENTA = ((str, "momentum"), *(Item((str, "betas"), i) for i in range(3)))  # what schedulers set beside it
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The parameters of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def place(optimizer: torch.optim.Optimizer, known: Collection[int] = ()) -> None:
+    """Bring what an optimizer keeps of a parameter, element by element, to where its strategy says, but what is there,
+    and tensors that are `known` by their `id`."""
+    for p in parameters(optimizer):
+        if isinstance(p, ShardedTensor):
+            for k, x in list(optimizer.state.get(p, {}).items()):
+                if id(x) not in known and (there := placed(p, x)) is not x:
+                    optimizer.state[p][k] = there
+
+
+def placed(p: Any, x: Any) -> Any:
+    """What an optimizer keeps of a parameter, where it belongs: element by element, where its strategy says, or, of a
+    plain tensor, as the parameter itself is."""
+    if not isinstance(p, ShardedTensor) or not isinstance(x, Tensor) or x.shape != p.shape:
+        return x
+    if (at := getattr(p, "moments_at", None)) is None:
+        is_where_it_is = isinstance(x, ShardedTensor) or not p.dim() or is_tracing()  # a result lives as the parameter
+        return x if is_where_it_is else laid_as(x, p)
+    if isinstance(x, ShardedTensor) and x.sharding == parse(at).resolve(p.shape, p.mesh).layout:
+        return x
+    with p.mesh:
+        return shard(x, at)
+
+
+@paused_gc()
+def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
+    """The plan of a call, of whose optimizers none is at its first step, and what it knows by identity.
+
+    What was made in front of it, and the function does not touch, goes again; so does all of it where the call does not
+    run. Learning rates are inputs from the start: what changes a number between steps is a schedule, mostly.
+    """
+    untouched: set[int] = set()  # parameters, by id
+    scales: list[NoScaleError] = []
+    noted = call.programs.noted
+    while True:
+        optimizers = [x for x in call.state.kept if isinstance(x, torch.optim.Optimizer)]
+        scalers = [x for x in call.state.kept if isinstance(x, torch.amp.GradScaler)]
+        if not optimizers and not scalers:
+            return call.plan(runs=runs)
+        groups = [id(group) for x in optimizers for group in x.param_groups]
+        call.programs.changing.add((group, _RATE) for group in groups)
+        call.programs.changing.rates.update((group, name) for group in groups for name in (_RATE, *_MOMENTA))
+        wrong: set[int] = set()
+        try:
+            with ExitStack() as undo:
+                away = MOMENTS in call.function.keeping.schedule.state
+                made = {id(x): _begun(x, untouched, undo, away=away) for x in optimizers}
+                _part([x for x in call.state.kept if isinstance(x, LRScheduler)], undo)
+                for lacking in scales:
+                    begin(lacking.scaler, lacking.device, undo)
+                call.around = partial(_hidden, [x for x in optimizers if made[id(x)]], scalers)
+                call.read()
+                found = call.plan(runs=runs)
+                idle = _idle(found[0], call.leaves)
+                for p, entries in itertools.chain.from_iterable(made.values()):
+                    if all(id(x) in idle for x in entries.values() if isinstance(x, Tensor)):
+                        wrong.add(id(p))
+                if runs and not wrong:
+                    undo.pop_all()
+        except _LookedAtError as error:
+            wrong = set(map(id, parameters(error.optimizer)))
+        except NoScaleError as error:
+            scales.append(error)
+        else:
+            if not wrong:
+                return found
+        untouched |= wrong
+        call.programs.noted = noted  # nothing changed that the caller changed
+        call.read()
+
+
+def _begun(
+    optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: ExitStack, *, away: bool = False
+) -> list[tuple[Any, Any]]:
+    """Give an optimizer what it makes at its first step; returns that, with the parameters that it is kept of.
+
+    What is to live `away` goes there as it is made, a part after the other.
+    """
+    undo.callback(_put_back, optimizer, {p: dict(kept) for p, kept in optimizer.state.items()})
+    _settle(optimizer)
+    _mark(optimizer.defaults, "differentiable", False, undo)  # as `load_state_dict` does where there is none
+    if hasattr(optimizer.step, WARNS_OF_ORDER):  # its schedule warns where no step came first
+        _mark(vars(optimizer), HAS_STEPPED, True, undo)
+    fresh = [p for p in parameters(optimizer) if p.requires_grad and p.is_leaf and not optimizer.state.get(p)]
+    fresh = [p for p in fresh if id(p) not in untouched]
+    if not fresh or not type(optimizer).__module__.startswith("torch.") or has_step_hooks(optimizer):
+        return []
+    if isinstance(optimizer, _BY_RATE) and any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        return []  # which may be filled until it steps
+    part = max(len(fresh) // _PARTS, 1) if away else len(fresh)
+    for i in range(0, len(fresh), part):
+        now = fresh[i : i + part]
+        _begin(optimizer, set(map(id, now)))
+        _settle(optimizer)
+        made = [x for p in now if away for x in optimizer.state.get(p, {}).values()]
+        for x in made:
+            if isinstance(x, ShardedTensor) and x.dim():
+                sent(x)
+    return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
+
+
+def _mark(space: dict[str, Any], name: str, mark: bool, undo: ExitStack) -> None:
+    if name not in space:
+        space[name] = mark
+        undo.callback(space.pop, name, None)
+
+
+def _part(schedules: Sequence[LRScheduler], undo: ExitStack) -> None:
+    """Give each schedule a list of rates of its own, as a step in a program does: one that is made of others has the
+    list of one of these, and of another one later."""
+    seen: set[int] = set()
+    for x in schedules:
+        rates = vars(x).get(LAST_RATES)
+        if type(rates) is list and id(rates) in seen:
+            undo.callback(setattr, x, LAST_RATES, rates)
+            setattr(x, LAST_RATES, list(rates))
+        seen.add(id(rates))
+
+
+def _put_back(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> None:
+    """What it keeps, where it was."""
+    for p in [p for p in optimizer.state if p not in before]:
+        del optimizer.state[p]
+    for p, kept in before.items():
+        optimizer.state[p].update(kept)
+
+
+def _settle(optimizer: torch.optim.Optimizer) -> None:
+    """`place`, and what counts the steps of a parameter on its device: a program that wrote it to the CPU would be
+    waited for."""
+    place(optimizer)
+    for p in parameters(optimizer):
+        kept = optimizer.state.get(p, {}) if p.device.type != "cpu" else {}
+        for k, x in kept.items():
+            if isinstance(x, Tensor) and is_number(x):
+                kept[k] = x.to(p.device)
+
+
+# --- until it steps, nobody sees what was made ------------------------------------------------------------------------
+
+
+class _LookedAtError(Exception):
+    """A function looked at what an optimizer keeps, or changed its settings, before it stepped."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class _Hidden(defaultdict[Any, Any]):
+    """What stands for the state of an optimizer in a trace until it steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(dict)
+        self.optimizer, self.state, self.settings = optimizer, optimizer.state, _settings(optimizer)
+
+    def _look(self, *_: Any, **__: Any) -> Any:
+        raise _LookedAtError(self.optimizer)
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __bool__ = __eq__ = _look
+    __reversed__ = __or__ = __ror__ = __ior__ = __repr__ = __copy__ = __deepcopy__ = __reduce_ex__ = _look
+    get = items = keys = values = pop = popitem = setdefault = update = clear = copy = _look
+
+
+def begins(optimizer: torch.optim.Optimizer) -> None:
+    """In front of a step: what was made is there, if its settings are those that it was made for."""
+    hidden = vars(optimizer).get("state")
+    if isinstance(hidden, _Hidden):
+        if _settings(optimizer) != hidden.settings:
+            raise _LookedAtError(optimizer)
+        optimizer.state = hidden.state
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """All settings by which moments are made; numbers that are inputs as what they are in this call, tensors by
+    identity, and of a momentum whether there is one."""
+    without = {"params", "betas"} if isinstance(optimizer, _BY_RATE) else {"params", "betas", "lr"}
+    return [
+        {k: x != 0 if k == "momentum" else _setting(x) for k, x in group.items() if k not in without}
+        for group in optimizer.param_groups
+    ]
+
+
+def _setting(x: Any) -> Any:
+    return x.scalar.hint if is_given(x) else id(x) if isinstance(x, Tensor) else x
+
+
+@contextmanager
+def _hidden(optimizers: Sequence[torch.optim.Optimizer], scalers: Sequence[Any]) -> Iterator[None]:
+    """While a function is traced."""
+    before = [(x, x.state) for x in optimizers]
+    for x in optimizers:
+        x.state = _Hidden(x)
+    try:
+        with awaited(scalers):
+            yield
+    finally:
+        for x, state in before:
+            x.state = state
+
+
+@unseen
+def _begin(optimizer: torch.optim.Optimizer, fresh: Collection[int]) -> None:
+    """As the first lines of `step` do, which look at parameters that have a gradient."""
+    before = [(p, p.grad) for p in parameters(optimizer)]
+    try:
+        with torch.no_grad():
+            for p, _ in before:
+                p.grad = p.detach() if id(p) in fresh else None
+            for group in optimizer.param_groups:
+                init_group(optimizer, group)
+                if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+                    for p in group["params"]:  # momentum that begins with the gradient is one that begins with zeros
+                        if id(p) in fresh:
+                            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    finally:
+        for p, grad in before:
+            p.grad = grad
+            if not optimizer.state.get(p):
+                optimizer.state.pop(p, None)
+
+
+def _idle(found: Plan, leaves: list[Any]) -> set[int]:
+    """The tensors among the leaves of a call that its program neither reads nor writes."""
+    traced = found.compiled.traced
+    used = {leaf for node, leaf in zip(traced.inputs, traced.input_leaves, strict=True) if node.users}
+    return {id(x) for i, x in enumerate(leaves) if i not in used}

@@ -1,0 +1,128 @@
+"""`shard`: where a tensor lives, said inside a program or done outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardlib.core.context import is_single_device, is_tracing
+from shardlib.core.errors import ShardingError
+from shardlib.core.numpy_bridge import tensor_of
+from shardlib.core.strided_only import refuse_others
+from shardlib.core.torch_private import is_wrapped
+from shardlib.eager.placement_autograd import placed
+from shardlib.ops.constraint import constrain
+from shardlib.primitives.body import current_body
+from shardlib.sharding.mesh.mesh import Mesh, is_without_mesh, mesh_here
+from shardlib.sharding.placement import Fixed
+from shardlib.sharding.spec import P, Sizes, Spec, every_length, resolve_many
+from shardlib.sharding.typos import warn_of_slip
+from shardlib.tensor.rank_checks import from_rank, same
+from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
+
+
+def shard(
+    x: torch.Tensor,
+    spec: str | P | Spec,
+    /,
+    *,
+    sizes: Sizes | int | None = None,
+    src: int | None = None,
+    donate: bool = False,
+    **lengths: int,
+) -> torch.Tensor:
+    """Say where `x` lives: a constraint inside a traced function (also on its gradient), a placement outside.
+
+    A placement copies what this process keeps of a plain tensor, so that writing to `x` afterwards changes nothing and
+    a rank that keeps a piece does not keep the whole. With `donate`, the caller promises not to use `x` again, and what
+    is kept whole is taken over as it is.
+
+    Of a tensor that lives elsewhere it is a move, inside and outside: the result lives where the last `shard` says.
+    `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
+    whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
+    cut, one for each device along its axes. (`sizes=4` is the length of a factor of that name.) Inside `no_mesh()` the
+    spec is read, and `x` returned as it is. Warns of a name that has no rule and is near to one that has. On ranks
+    every process has `x` whole, and they place it together: values that differ are refused, unless `src` is the rank
+    whose values count. Raises `ShardingError` outside any mesh and where spec, shape and mesh do not fit.
+
+    Example:
+        >>> from shardlib.sharding.mesh.mesh import Mesh
+        >>> with Mesh(data=2, tensor=4, rules={"heads": "tensor"}):
+        ...     w = shard(torch.zeros(3 * 8 * 16, 128), "(three heads hd) embed", three=3, heads=8)
+        >>> typeof(w)
+        'f32[(3 8@tensor 16), 128]'
+        >>> with Mesh(data=4):
+        ...     x = shard(torch.zeros(16, 2), "batch@data embed", sizes={"batch": [5, 3, 8, 0]})
+        >>> typeof(x), [len(s.data) for s in x.shards]
+        ('f32[16@data=[5 3 8 0], 2]', [5, 3, 8, 0])
+    """
+    if is_single_device():
+        return x
+    if not isinstance(x, torch.Tensor):
+        x = tensor_of(x, f"the x of shard(x, {str(spec)!r})")
+    refuse_others(f"shard(x, {str(spec)!r})", [("x", x)])
+    body = current_body() if is_tracing() else None
+    if body is not None and not body.left:
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a shard_map body",
+            rule="a body is one device's program: its tensors are local, and nothing about them is inferred",
+            remedy="annotate the arguments and results of the shard_map, by in_specs and out_specs",
+        )
+    mesh = mesh_here()
+    if mesh is None and not is_without_mesh():
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is outside any mesh",
+            rule="an annotation names axes of the current mesh",
+            remedy="put it inside `with Mesh(data=2, tensor=4):`, or `with no_mesh():` to run it as plain torch",
+        )
+    (resolved,) = resolve_many([("x", x.shape, spec, every_length(sizes, lengths))], mesh)
+    if mesh is None:
+        return x
+    if body is not None and (named := dict.fromkeys(a.name for a in resolved.layout.axes if a.name in body.manual)):
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a shard_map that is manual over "
+            f"{', '.join(map(repr, body.manual))}",
+            [f"it names {name!r}" for name in named],
+            rule="along its manual axes a body holds one device's piece; the compiler places it over the other axes",
+            remedy=f"name axes of {', '.join(body.left)}",
+        )
+    if src is not None and (is_tracing() or isinstance(x, ShardedTensor)):
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}, src={src}) on {typeof(x)}",
+            ["x is a value of the program" if is_tracing() else "x is placed already"],
+            rule="src says whose values count where plain tensors are placed, outside jit",
+            remedy="leave src out",
+        )
+    if not is_tracing() and is_wrapped(x):
+        raise ShardingError(
+            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a transform of torch.func, outside jit",
+            rule="a transform hands on values of its own, which are placed in a program only",
+            remedy="put jit around the transform: sl.jit(sl.grad(f))(x)",
+        )
+    if is_tracing():
+        return constrain(x, str(resolved.spec))
+    if isinstance(x, ShardedTensor):
+        return x.redistribute(resolved.said)
+    warn_of_slip("shard(x)", resolved.said, mesh)
+    found: Sequence[int] = ()
+    if src is not None:
+        x = from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
+    else:
+        found = same(mesh, f"shard(x, {str(spec)!r})", [("x", x)], [resolved.layout])
+    return _placed(x, resolved, mesh, found, donate)
+
+
+def shard_known(name: str, x: torch.Tensor, resolved: Fixed, mesh: Mesh, digest: int) -> ShardedTensor:
+    """`shard`, outside any program, of a plain tensor that all ranks have with this digest, as they know already."""
+    warn_of_slip(name, resolved.said, mesh)
+    return _placed(x, resolved, mesh, [digest])
+
+
+def _placed(
+    x: torch.Tensor, resolved: Fixed, mesh: Mesh, digests: Sequence[int], donate: bool = False
+) -> ShardedTensor:
+    out = placed(x, resolved, mesh, donate)
+    for digest in digests:
+        out._origin = digest + 1
+    return out

@@ -1,0 +1,279 @@
+"""`shard_map`: per-device code inside a global program, the manual escape hatch.
+
+The body is traced inline: `to_local` in front of it, `from_local` behind it, local values in between. Its arithmetic
+runs as it is written, on every device. In a program for one device, and where axes are left to the compiler, the body
+runs on all devices at once, stacked (`primitives/vmap_body.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.core.context import is_single_device, is_tracing
+from shardlib.core.errors import ShardingError
+from shardlib.core.func_transforms import name_of
+from shardlib.core.torch_private import pytree
+from shardlib.frontend.guards.mappings import opened
+from shardlib.jit.differentiable_jit import Differentiable
+from shardlib.primitives import boundary, vmap_body
+from shardlib.primitives.body import Body, current_body, entered, from_local, left, to_local
+from shardlib.primitives.boundary import Passage, Stack
+from shardlib.primitives.out_spec_claims import Claimed, hold
+from shardlib.sharding.mesh.mesh import Mesh, current_mesh
+from shardlib.tensor.sharded_tensor import ShardedTensor
+
+
+def shard_map(
+    fn: Callable[..., Any] | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    mesh: Mesh | None = None,
+    *,
+    check: bool = True,
+    axis_names: Collection[str] | None = None,
+) -> Any:
+    """A function of global tensors, from `fn`, which says what each device does with its local ones.
+
+    `in_specs` (a tuple with one entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
+    pytrees of specs. An argument's spec says how it is cut: a dim cut over an axis of n devices is n times smaller
+    inside. A result's spec says how the devices' results are put together; an axis that it does not name is one along
+    which all devices return the same. Inside, devices talk through `psum`, `all_gather`, `ppermute` and the other
+    collectives. Traced into the program inside a jitted function; outside it is a program of its own. Differentiable in
+    both; the gradient of an argument is summed over the axes that do not cut it. Works as a decorator, also of methods.
+
+    That devices return the same is proved: a value varies over the axes that cut the arguments which it is computed
+    from, and over those of `axis_index`, `ppermute`, `all_to_all` and `reduce_scatter`, until a `psum`, `pmean`,
+    `pmax`, `pmin` or `all_gather` over an axis makes it the same along it. `check=False` takes your word for it.
+
+    With `axis_names` the body is one device's along these axes alone: the specs and the collectives name no others.
+    Along the axes that are left the body is a part of the program like any other: tensors are whole there, the compiler
+    infers how they are cut, `shard` says so where you know better, and a shard_map inside may take these axes. With
+    `check=False`, results that differ along an axis which their spec leaves out are averaged.
+
+    Raises `ShardingError` where an axis does not divide a dim (all of them at once), for specs that are left out or
+    open, for results that differ along an axis which their spec leaves out, for specs that name axes which are left to
+    the compiler, outside any mesh and inside another body of the same axes.
+
+    Example:
+        >>> import shardlib as sl
+        >>> @sl.shard_map(in_specs=("_ k@tensor", "k@tensor _"), out_specs="_ _")
+        ... def matmul(x, w):  # x: [rows, k / 4], w: [k / 4, columns]
+        ...     return sl.psum(x @ w, "tensor")
+        >>> with sl.Mesh(tensor=4):
+        ...     print(matmul(torch.ones(2, 8), w=torch.ones(8, 3)).full_tensor())
+        tensor([[8., 8., 8.],
+                [8., 8., 8.]])
+        >>> with sl.Mesh(data=2, tensor=4):
+        ...     mean = sl.shard_map(lambda x: sl.pmean(x.sum(0), "data"), "b@data _", "_", axis_names={"data"})
+        ...     print(sl.typeof(mean(sl.shard(torch.ones(4, 8), "b@data c@tensor"))))
+        f32[8@tensor]
+    """
+    if fn is None:
+        return functools.partial(
+            shard_map, in_specs=in_specs, out_specs=out_specs, mesh=mesh, check=check, axis_names=axis_names
+        )
+    return ShardMapped(fn, in_specs, out_specs, mesh, check, None if axis_names is None else frozenset(axis_names))
+
+
+class ShardMapped:
+    """What `shard_map` returns: call it with global tensors."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        mesh: Mesh | None,
+        check: bool = True,
+        axis_names: frozenset[str] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.in_specs, self.out_specs, self.mesh, self.check = fn, in_specs, out_specs, mesh, check
+        self.axis_names = axis_names
+        self.name: str = name_of(fn)
+        self._programs: dict[tuple[str, ...], Differentiable] = {}  # by the names of arguments that are given by name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mesh = self._mesh(opened((args, kwargs)))
+        args, kwargs = self._bound(args, kwargs)
+        if is_tracing():
+            return self._inline(args, kwargs)
+        if is_single_device():
+            return self._stacked(mesh, args, kwargs)
+        with mesh:
+            return self._program(tuple(kwargs))(*args, *kwargs.values())
+
+    def _program(self, names: tuple[str, ...]) -> Differentiable:
+        """The body as a program of its own, of arguments the last of which have these names."""
+        if names not in self._programs:
+
+            def run(*args: Any) -> Any:
+                n = len(args) - len(names)
+                return self._inline(args[:n], dict(zip(names, args[n:], strict=True)))
+
+            self._programs[names] = Differentiable(run if names else functools.wraps(self.fn)(lambda *args: run(*args)))
+        return self._programs[names]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: `in_specs` and the specs' names leave `self` out."""
+        if instance is None:
+            return self
+        fn = self.fn.__get__(instance, owner)
+        return ShardMapped(fn, self.in_specs, self.out_specs, self.mesh, self.check, self.axis_names)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with every argument by position that may stand there; TypeError where fn does not take it."""
+        if not kwargs or (signature := _signature(self.fn)) is None:
+            return args, kwargs
+        bound = signature.bind(*args, **kwargs)
+        return bound.args, bound.kwargs
+
+    def _mesh(self, args: Any) -> Mesh:
+        current = current_mesh()
+        mesh = self.mesh or current
+        if mesh is None:
+            mesh = next((x.mesh for x in pytree.tree_leaves(args) if isinstance(x, ShardedTensor)), None)
+        if mesh is None:
+            raise ShardingError(
+                f"shard_map({self.name}) is outside any mesh",
+                rule="its specs name axes of the current mesh",
+                remedy="call it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
+            )
+        if is_tracing() and mesh != current:
+            raise ShardingError(
+                f"shard_map({self.name}) is on {mesh}, the program on {current}", rule="a program runs on one mesh"
+            )
+        self._axes(mesh)
+        return mesh
+
+    def _axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes that are manual in this body, in the order of the mesh."""
+        asked = frozenset(mesh.axis_names) if self.axis_names is None else self.axis_names
+        if wrong := [f"the mesh has no axis {name!r}" for name in sorted(asked - {*mesh.axis_names})]:
+            raise ShardingError(
+                f"shard_map({self.name}) is manual over {sorted(asked)}, on {mesh}",
+                wrong,
+                rule="axis_names are axes of the mesh; the others are left to the compiler",
+                remedy=f"use axes of {', '.join(mesh.axis_names)}",
+            )
+        if not asked:
+            raise ShardingError(
+                f"shard_map({self.name}) is manual over no axis",
+                rule="axis_names are the axes that fn sees one device of; left out, they are all",
+                remedy="call fn itself, or leave axis_names out",
+            )
+        around = current_body()
+        if around is not None and (twice := [name for name in around.manual if name in asked]):
+            raise ShardingError(
+                f"shard_map({self.name}) is inside the body of another shard_map",
+                [f"axis {name!r} is manual there already" for name in twice],
+                rule="a body holds one device's piece along its manual axes: there is nothing left to cut",
+                remedy=f"axis_names={around.left}" if around.left else "call fn itself, on the local tensors",
+            )
+        return tuple(name for name in mesh.axis_names if name in asked)
+
+    # The ways to run ------------------------------------------------------------------------------------------
+
+    def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh = self._mesh((args, kwargs))
+        if len(axes := self._axes(mesh)) < len(mesh.axis_names):
+            return self._stacked(mesh, args, kwargs)
+        cuts = self._arguments(args, kwargs, mesh)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        local = [x if cut is None else to_local(x, cut.door) for x, cut in zip(leaves, cuts, strict=True)]
+        like = next((x for x, cut in zip(local, cuts, strict=True) if cut is not None), None)
+        own_args, own_kwargs = pytree.tree_unflatten(local, tree)
+        with entered(Body(mesh, axes, like)):
+            out = self.fn(*own_args, **own_kwargs)
+        return self._put_together(out, mesh, lambda x, cut: from_local(x, cut.door))
+
+    def _stacked(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cuts, own, around = self._arguments(args, kwargs, mesh), self._axes(mesh), current_body()
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        over = [() if cut is None else vmap_body.cutting(cut.layout, mesh) for cut in cuts]
+        pieces = [x if cut is None else vmap_body.cut(x, cut, mesh) for x, cut in zip(leaves, cuts, strict=True)]
+        device = next((x.device for x, cut in zip(leaves, cuts, strict=True) if cut is not None), None)
+        results: list[Any] = []
+
+        def run(indices: list[Tensor], local: list[Any]) -> tuple[()]:
+            own_args, own_kwargs = pytree.tree_unflatten(local, tree)
+            coordinates = dict(zip(own, indices, strict=True))
+            outside = around.indices if around is not None else {}
+            with entered(Body(mesh, (*outside, *own), None, {**outside, **coordinates})):
+                flat, out_tree = pytree.tree_flatten(self.fn(*own_args, **own_kwargs))
+                out = [left(x, coordinates) if isinstance(x, Tensor) else x for x in flat]
+            results.append(pytree.tree_unflatten(out, out_tree))
+            return ()  # results have left the vmaps already, each for its own axes
+
+        for name in reversed(own):
+            at = [0 if a == name else None for a in own], [0 if name in axes else None for axes in over]
+            run = torch.vmap(run, in_dims=at, randomness="different")
+        run([torch.arange(mesh.axes[name], device=device) for name in own], pieces)
+        (out,) = results
+        return self._put_together(out, mesh, lambda x, cut: vmap_body.join(x, cut, mesh))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Passage | None]:
+        what = f"shard_map({self.name}) in_specs"
+        return boundary.arguments(args, kwargs, self._input_specs(args, kwargs, what), mesh, self._axes(mesh), what)
+
+    def _input_specs(self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> Any:
+        """The specs of `(args, kwargs)`."""
+        specs, names = self.in_specs, _positional(self.fn)
+        if isinstance(specs, Mapping):
+            signature = _signature(self.fn)
+            known = [*dict.fromkeys((*(signature.parameters if signature else ()), *kwargs))]
+            if unknown := [name for name in specs if name not in known]:
+                raise ShardingError(
+                    f"{what} do not fit the arguments",
+                    [f"{name!r} is no parameter; they are {', '.join(known) or 'none'}" for name in unknown],
+                    rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
+                )
+            first = [*names[: len(args)], *("",) * (len(args) - len(names))]
+            return tuple(specs.get(name) for name in first), {name: specs.get(name) for name in kwargs}
+        if not isinstance(specs, tuple | list):
+            return specs
+        later = {name: i for i, name in enumerate(names) if name in kwargs}
+        total = len(args) + len(later)
+        if len(specs) != total:
+            raise ShardingError(
+                f"{what} has {len(specs)} entries, the call has {total} arguments",
+                rule="in_specs has one entry per argument",
+                remedy="in_specs may be a dict by parameter name",
+            )
+        order = sorted(later, key=later.__getitem__)
+        return tuple(specs[: len(args)]), dict(zip(order, specs[len(args) :], strict=True))
+
+    def _put_together(self, out: Any, mesh: Mesh, join: Callable[[Any, Passage], Tensor]) -> Any:
+        manual = self._axes(mesh)
+        cuts = boundary.results(out, self.out_specs, mesh, manual, f"shard_map({self.name})", claim=self.check)
+        leaves, tree = pytree.tree_flatten(out)
+        if is_tracing():
+            said = [(x, cut) for x, cut in zip(leaves, cuts, strict=True) if isinstance(x, Stack) and cut is not None]
+            hold([_claimed(x, cut, mesh) for x, cut in said if cut.door.claim], mesh)
+        joined = [x if cut is None else join(x, cut) for x, cut in zip(leaves, cuts, strict=True)]
+        return pytree.tree_unflatten(joined, tree)
+
+
+def _claimed(x: Stack, cut: Passage, mesh: Mesh) -> Claimed:
+    hidden = frozenset(x.axes).difference(vmap_body.cutting(cut.layout, mesh))
+    return Claimed(cut.door.claim, x.shape, cut.door.spec, hidden)
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except (ValueError, TypeError):  # a builtin
+        return None
+
+
+def _positional(fn: Callable[..., Any]) -> list[str]:
+    """The parameters that may be given by position."""
+    signature = _signature(fn)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.kind in kinds] if signature else []

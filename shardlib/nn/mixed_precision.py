@@ -1,0 +1,228 @@
+"""Mixed precision: in which dtype parameters are kept, gathered, computed with, and their gradients summed.
+
+As in FSDP (Zhao et al. 2023, arXiv:2304.11277), and with master weights as in Micikevicius et al. 2018
+(arXiv:1710.03740): what the optimizer updates is in the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlib.core.errors import ShardingError
+from shardlib.core.mode_restore import repeated
+from shardlib.core.source_lines import Line, line_at, replayed
+from shardlib.core.torch_private import MODULE_DICTS, BatchNormalisation, pytree
+from shardlib.frontend.guards.mappings import opened
+from shardlib.nn.parameters import Held, held
+from shardlib.nn.spec_table import matches, read
+from shardlib.ops.cast_terms import CAST_TERMS
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a parameter; None leaves one as it is.
+
+    `parameter` is that of the parameter itself, of which the optimizer's moments follow (master weights); `compute` is
+    what the module's ops get; `communication`, by default `compute`, is what is gathered; in `reduction`, by default
+    the parameter's own, gradients are summed over devices, along every axis. With `compute`, floating-point arguments
+    of the module are cast to it, and with `output` its results.
+
+    Batch normalisation (`BatchNorm*d`, `SyncBatchNorm`) keeps its parameters, as it keeps its statistics, in their own
+    dtype, as in FSDP: torch takes 16-bit activations beside float32. A pattern that matches nothing else is heard.
+
+    Example:
+        >>> Precision(compute=torch.bfloat16)
+        Precision(compute=torch.bfloat16)
+    """
+
+    parameter: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    communication: torch.dtype | None = None
+    reduction: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        wrong = [
+            f"{name}={x!r} is no dtype of real floating-point numbers"
+            for name, x in said.items()
+            if x is not None and not (isinstance(x, torch.dtype) and x.is_floating_point)
+        ]
+        if wrong:
+            raise ShardingError(
+                "this is no precision", wrong, remedy="Precision(compute=torch.bfloat16, reduction=torch.float32)"
+            )
+
+    def __repr__(self) -> str:
+        said = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return f"Precision({', '.join(f'{name}={x}' for name, x in said if x is not None)})"
+
+    @property
+    def casts(self) -> bool:
+        """Whether anything is computed, gathered or summed otherwise than in the parameter's own dtype."""
+        return any((self.compute, self.communication, self.reduction))
+
+
+Precisions = torch.dtype | Precision | Mapping[str, Precision] | None
+
+
+def policy_of(precision: Precisions, module: nn.Module, tensors: Sequence[Held]) -> Policy | None:
+    """What is said of a module and of its floating-point parameters, by their first names.
+
+    Batch normalisation keeps its own dtype where it is not named by itself; what torch could not compute is refused.
+    """
+    if precision is None:
+        return None
+    norms = {at: x for at, x in module.named_modules(remove_duplicate=False) if isinstance(x, BatchNormalisation)}
+    apart = {x.name for x in tensors if any(at.rpartition(".")[0] in norms for at in x.names)}
+    whole = Precision(compute=precision) if isinstance(precision, torch.dtype) else precision
+    if isinstance(whole, Precision):
+        found = {x.name: whole for x in tensors}
+    elif isinstance(whole, Mapping) and all(isinstance(x, Precision) for x in whole.values()):
+        found = read(whole, [x.names for x in tensors], [at for at, _ in module.named_buffers()])
+        for pattern in whole:
+            named = {x.name for x in tensors if any(matches(pattern, at) for at in x.names)}
+            apart -= named if named <= apart else set()
+        whole = Precision()
+    else:
+        raise ShardingError(
+            f"precision={precision!r} is none",
+            rule="a dtype to compute in, a Precision, or a dict of such by patterns of parameters' names",
+            remedy="precision=torch.bfloat16",
+        )
+    if not hasattr(getattr(module.forward, "fn", module.forward), "__self__"):
+        raise ShardingError(
+            f"the forward of this {type(module).__name__} is no method of it",
+            rule="with a precision, forward runs on other parameters than the module has",
+            remedy="put the function into a class of its own, or cast inside of it",
+        )
+    found = {x.name: found[x.name] for x in tensors if x.name in found and x.tensor.is_floating_point()}
+    by_name = {name: said for name, said in found.items() if name not in apart}
+    _refuse_mixtures(type(module).__name__, norms, by_name, whole)
+    return Policy(whole, by_name)
+
+
+_MIXED = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def _refuse_mixtures(name: str, norms: Mapping[str, Any], by_name: Mapping[str, Precision], whole: Precision) -> None:
+    """Refuse batch normalisation of activations, by parameters and statistics, in dtypes that torch does not mix."""
+    wrong = []
+    for at, norm in norms.items():
+        dtypes = {key: x.dtype for key, x in norm.named_buffers(prefix=at) if x.is_floating_point()}
+        for key, x in norm.named_parameters(prefix=at):
+            said = by_name.get(key, Precision())
+            dtypes[key] = said.compute or said.parameter or x.dtype
+        mixed = {*dtypes.values(), *([whole.compute] if whole.compute else [])}
+        goes = len(mixed) <= 1 or (mixed <= _MIXED and torch.float32 in dtypes.values())
+        if len({*dtypes.values()}) > 1 or not goes:
+            every = [*dtypes.items(), *([("the activations", whole.compute)] if whole.compute else [])]
+            wrong.append(f"{at or name} of {type(norm).__name__}: " + ", ".join(f"{key} in {x}" for key, x in every))
+    if wrong:
+        raise ShardingError(
+            f"the precision of {name} is none that torch normalises batches in",
+            wrong,
+            rule="parameters and statistics have one dtype, that of the activations, or float32 beside 16-bit ones",
+            remedy="keep the module in float32 (module.float()), and name no parameter of batch normalisation",
+        )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The precision of a module as a whole, which is that of its arguments and results, and of its parameters."""
+
+    whole: Precision
+    by_name: Mapping[str, Precision]
+
+    def around(self, forward: Any) -> Callable[..., Any]:
+        """A module's `forward`, a method, on what is cast."""
+        by_name = {name: said for name, said in self.by_name.items() if said.casts}
+        module, compute, output = forward.__self__, self.whole.compute, self.whole.output
+        code = inspect.unwrap(forward.__func__).__code__
+        line, lock = line_at(code, code.co_firstlineno), threading.RLock()
+
+        @contextmanager
+        def casts() -> Iterator[None]:
+            with _alone(lock, module), _cast(module, by_name, line):
+                yield
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with repeated(casts):
+                if compute is not None:
+                    args, kwargs = _converted((args, kwargs), compute)
+                out = forward(*args, **kwargs)
+            return out if output is None else _converted(opened(out), output)
+
+        return run
+
+
+def _converted(tree: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+@contextmanager
+def _alone(lock: Any, module: nn.Module) -> Iterator[None]:
+    """Refuse a second thread, which would find what the first has cast in the place of parameters."""
+    if not lock.acquire(blocking=False):
+        raise ShardingError(
+            f"two threads run the forward of one {type(module).__name__} op by op, or trace it, at a time",
+            rule="with a precision, forward runs on casts, which stand in the module for that time",
+            remedy="call it once before the threads start, if it is one program; or take turns",
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _cast(module: nn.Module, by_name: Mapping[str, Precision], line: Line) -> Iterator[None]:
+    """While on, parameters have been cast, in all of their places; `line` is that of the casts."""
+    taken: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for x in held(module):
+            if x.name in by_name:
+                token = replayed.set(line)
+                try:
+                    new = _Cast.apply(x.tensor, by_name[x.name])  # type: ignore[no-untyped-call]
+                finally:
+                    replayed.reset(token)
+                for at in x.names:
+                    path, _, last = at.rpartition(".")
+                    inside = getattr(module.get_submodule(path), MODULE_DICTS[0])
+                    taken.append((inside, last, x.tensor))
+                    inside[last] = new
+        yield
+    finally:
+        for inside, name, old in taken:
+            inside[name] = old
+
+
+class _Cast(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, said: Precision) -> Tensor:
+        compute = said.compute or x.dtype
+        sent = said.communication or compute
+        return x.to(sent).to(compute) if {sent, compute} != {x.dtype} else x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, said = inputs
+        ctx.own, ctx.sums = x.dtype, said.reduction or x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        summed = grad if grad.dtype == ctx.sums else CAST_TERMS(grad, dtype=ctx.sums)
+        return summed.to(ctx.own), None

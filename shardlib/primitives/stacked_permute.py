@@ -1,0 +1,58 @@
+"""Rows of a tensor sent to other rows: what a `ppermute` is where the members' tensors are stacked.
+
+An op of its own, with a sharding rule (`rules/tensor_ops/flip_roll.py`): devices that hold a row each exchange them
+directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIB.define("send_rows(Tensor x, int[] sources, int[] rows) -> Tensor")
+
+
+def _send(x: Tensor, sources: list[int], rows: list[int]) -> Tensor:
+    out = torch.zeros_like(x)
+    for source, row in zip(sources, rows, strict=True):
+        out[row] = x[source]
+    return out
+
+
+_LIB.impl("send_rows", _send, "CompositeExplicitAutograd")
+torch.library.register_fake("shardlib::send_rows", lambda x, sources, rows: torch.empty_like(x), lib=_LIB)
+
+
+def send_rows(x: Tensor, sources: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """x `[n, ...]` with row `sources[i]` at `rows[i]`, each at most once, and zeros elsewhere.
+
+    Example:
+        >>> send_rows(torch.tensor([1, 2, 3, 4]), [0, 1], [1, 3])
+        tensor([0, 1, 0, 2])
+    """
+    return _SendRows.apply(x, sources, rows)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _SendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, sources: Sequence[int], rows: Sequence[int]) -> Any:
+        return torch.ops.shardlib.send_rows(x, list(sources), list(rows))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Sequence[int], Sequence[int]], output: Tensor) -> None:
+        _, ctx.sources, ctx.rows = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return send_rows(grad, ctx.rows, ctx.sources), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, None, None], x: Tensor, sources: Sequence[int], rows: Sequence[int]
+    ) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None, "vmap rules run for batched operands only"
+        return send_rows(x.movedim(in_dims[0], 1), sources, rows), 1

@@ -1,0 +1,1 @@
+"""Rules of ops of neural networks and of linear algebra."""

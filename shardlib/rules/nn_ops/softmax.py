@@ -1,0 +1,96 @@
+"""Softmax and its like, along a cut dim: devices exchange the maximum and the sum of a row, never its elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.rules.iteration_space import arg
+from shardlib.rules.local_forms.helpers import Rows, widely
+from shardlib.rules.notation import gradient
+from shardlib.rules.patterns import pattern
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+
+_ROW = "[dim] -> [dim] | dim:local"
+
+
+def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
+    """The rule of an op along `dim`; `form` is for when that is cut: it gets the rows, and the op's tensors."""
+
+    def run(local: Local, *args: Any) -> Any:
+        return widely(form, local.call)(Rows.over(local), *args[: len(local.call.operands)])
+
+    return pattern(text, form=run, flops=4)
+
+
+def _shifted(rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x - max`, so that no exponential overflows, and the maximum."""
+    top = rows.max(x)
+    return x - top, top
+
+
+def _softmax(rows: Rows, x: Tensor) -> Tensor:
+    exp = _shifted(rows, x)[0].exp()
+    return exp / rows.sum(exp)
+
+
+def _safe_softmax(rows: Rows, x: Tensor) -> Tensor:
+    """A row in which everything is masked away gives zeros; its maximum is -inf."""
+    shifted, top = _shifted(rows, x)
+    exp = shifted.exp()
+    return (exp / rows.sum(exp)).masked_fill(top == float("-inf"), 0)
+
+
+def _log_softmax(rows: Rows, x: Tensor) -> Tensor:
+    shifted, _ = _shifted(rows, x)
+    return shifted - rows.sum(shifted.exp()).log()
+
+
+def _softmax_backward(rows: Rows, grad: Tensor, y: Tensor) -> Tensor:
+    product = grad * y
+    return product - y * rows.sum(product)
+
+
+def _log_softmax_backward(rows: Rows, grad: Tensor, y: Tensor) -> Tensor:
+    return grad - y.exp() * rows.sum(grad)
+
+
+def _logsumexp(rows: Rows, x: Tensor) -> Tensor:
+    top = rows.max(x)
+    # Rows of nothing but -inf (or with +inf) are their largest; the sum is what a softmax of the same row has, too.
+    found = rows.sum((x - top).exp()).log() + top
+    return rows.left(torch.where(top.abs() == float("inf"), top, found))
+
+
+def _logsumexp_rule(call: Call) -> Rule | None:
+    """Complex numbers have no maximum to shift by."""
+    kinds = "dim:whole" if call.operands[0].dtype.is_complex else "dim:none dim:local"
+    return _row(_logsumexp, f"[dim] -> ... | {kinds}")(call)
+
+
+def _masked(call: Call) -> Rule:
+    """`_masked_softmax(x, mask, dim, kind)`: the mask is one of queries and keys (kind 0), of a batch's keys (1), or
+    shaped like x. The kernel wants a square of the first two."""
+    masks = {0: "q k", 1: "b k"}
+    kind = arg(call, "mask_type")
+    square = f"b h q k, {masks.get(kind)} -> b h q k | q:whole k:whole"
+    text = square if kind in masks else "[dim], [dim] -> [dim] | dim:whole"
+    return pattern(text, flops=4)(call)
+
+
+ROWS: dict[str, RuleFn | str] = {
+    "_softmax": _row(_softmax),
+    "_log_softmax": _row(_log_softmax),
+    "_safe_softmax": _row(_safe_softmax),
+    # `out=` leaves the composite ops as they are.
+    "softmax.int": _row(_softmax),
+    "log_softmax.int": _row(_log_softmax),
+    "_softmax_backward_data": _row(_softmax_backward, gradient(_ROW, "r0")),
+    "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0")),
+    "logsumexp": _logsumexp_rule,
+    "_masked_softmax": _masked,
+    "_masked_softmax_backward": pattern("[dim], [dim], [dim] -> [dim] | dim:whole {0}", flops=4),
+}

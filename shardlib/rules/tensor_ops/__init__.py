@@ -1,0 +1,1 @@
+"""Rules of ops that make, move, index or reduce tensors."""

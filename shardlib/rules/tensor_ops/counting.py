@@ -1,0 +1,77 @@
+"""Counting: how many fall into a bin, come before a value, or are there at all.
+
+Counts over pieces add up. So does a position in a sorted sequence: it is the number of elements before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from shardlib.primitives.collectives import psum
+from shardlib.rules.iteration_space import arg, elements, words
+from shardlib.rules.local_forms.index_dims import whole
+from shardlib.rules.patterns import pattern
+from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.tensor_ops.pointwise import pointwise
+
+
+def _searchsorted(call: Call) -> Rule:
+    """`searchsorted(sequence, values)`: one sequence for all values, or a row for every row of values."""
+    rows = "... n" if len(call.operands[0].shape) > 1 else "n"
+    values = "... m" if rows == "... n" else "..."
+    if len(call.operands) == 1:  # a number
+        return pattern("n -> | n:sum")(call)
+    if len(call.operands) == 3:  # with a sorter, which counts in the whole sequence
+        return pattern(f"{rows}, {values}, {rows} -> {values}")(call)
+    return pattern(f"{rows}, {values} -> {values} | n:sum")(call)
+
+
+def _isin(call: Call) -> Rule:
+    """An element is there if some piece of the tests has it, and missing if it is missing in all of them."""
+    kind = "min" if call.kwargs.get("invert") else "max"
+    tests = words("t", call.operands[-1].rank)
+    cut = " ".join(f"{t}:{kind}" for t in tests.split())
+    looked_for = "..., " * (len(call.operands) - 1)
+    return pattern(f"{looked_for} {tests} -> ... | {cut}")(call)
+
+
+def _histc(call: Call) -> Rule:
+    """Without bounds, which then are those of all values, nothing may be cut."""
+    bounds = [arg(call, "min"), arg(call, "max")]
+    return pattern(f"... -> _ | ...:{'whole' if len({*bounds}) == 1 else 'sum'}", flops=elements)(call)
+
+
+def _histogram(call: Call) -> Rule:
+    """`histogram(x, bins, range, weight, density)`: counts, and the edges of the bins, which all devices have."""
+    bins = isinstance(arg(call, "bins"), Meta)
+    fixed = (bins or call.kwargs.get("range") is not None) and not call.kwargs.get("density")
+    operands = ", ".join(["...", *(["_"] if bins else []), *["..."] * (len(call.operands) - 1 - bins)])
+
+    def form(local: Local, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        counts, edges = call.target(*args, **kwargs)
+        return psum(counts, list(local.rule.reduce)), edges
+
+    kinds = "...:none ...:local" if fixed else "...:whole"
+    return pattern(f"{operands} -> _, _ | {kinds}", form=form, flops=elements)(call)
+
+
+_WHOLE = [
+    "_histogramdd_bin_edges",
+    "_histogramdd_from_bin_cts",
+    "_histogramdd_from_bin_tensors",
+    "nonzero_static",
+    "repeat_interleave.Tensor",
+]
+
+ROWS: dict[str, RuleFn | str] = {
+    **dict.fromkeys(["searchsorted.Tensor", "searchsorted.Scalar"], _searchsorted),
+    "bucketize.Tensor": "..., n -> ... | n:sum",
+    "bucketize.Scalar": "n -> | n:sum",
+    **dict.fromkeys(["isin.Tensor_Tensor", "isin.Scalar_Tensor"], _isin),
+    "isin.Tensor_Scalar": pointwise(),
+    "histc": _histc,
+    **dict.fromkeys(["histogram.bin_ct", "histogram.bins_tensor"], _histogram),
+    **dict.fromkeys(_WHOLE, whole),
+}

@@ -1,0 +1,117 @@
+"""Values made from nothing but a shape: every device makes its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlib.core.torch_private import schema_of
+from shardlib.rules.iteration_space import Space, path, result_shape, shape_ints
+from shardlib.rules.local_forms.helpers import cut
+from shardlib.rules.out_variants import by_torch
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.tensor_ops.pointwise import pointwise
+
+aten = torch.ops.aten
+
+
+def _sized(call: Call) -> Rule:
+    """`full(size, ...)`, `new_zeros(x, size, ...)`: x gives a dtype and a device, not its values.
+
+    Strides of a part are the part's own; in which order they are (`empty_permuted`) stays.
+    """
+    space = Space()
+    out = space.dims(result_shape(call))
+    like = [space.dims(m.shape, "x") for m in call.operands]
+    unread = {f: "none" for labels in like for d in labels for f in d}
+
+    def local(local: Local) -> Any:
+        target = aten.new_empty.default if like else aten.empty.memory_format
+        return local.op(target, *local.args[: len(like) + 1], **local.kwargs)
+
+    strided = "strided" in schema_of(call.target).name
+    ints, factors = shape_ints(path(call, "size"), out), [f for d in out for f in d if strided]
+    return space.rule(like, [out], reduce=unread, ints=ints, local=local, local_factors=factors)
+
+
+def _arange(call: Call) -> Rule:
+    """A part of a range of integers is a range; among floats rounding would differ."""
+    args = list(call.args)
+    start, end, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
+    if not all(isinstance(n, int) for n in (start, end, step)):
+        return _part_of_whole(call)
+    space = Space()
+    out = space.dims(result_shape(call), "i")
+
+    def local(local: Local) -> Any:
+        first = local.offset("i") * step + start
+        last = (local.offset("i") + local.size("i")) * step + start
+        return local.op(aten.arange.start_step, first, last, step, **local.kwargs)
+
+    return space.rule([], [out], local=local, local_factors=out[0])
+
+
+def _part_of_whole(call: Call) -> Rule:
+    """Every device makes all values and keeps its own: they are to the last bit what one device makes."""
+    space = Space()
+    operands = [space.dims(m.shape, "x", whole=range(len(m.shape))) for m in call.operands]
+    out = space.dims(result_shape(call), "i")
+
+    def local(local: Local) -> Any:
+        value = local.op(local.call.target, *local.args, **local.kwargs)
+        for i, factor in enumerate(out):
+            for f in cut(local, factor):
+                start = local.offset(f)
+                value = local.op(aten.slice.Tensor, value, i, start, start + local.size(f))
+        return value
+
+    return space.rule(operands, [out], local=local, local_factors=[f for d in out for f in d])
+
+
+def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    """Torch's own zeros of no memory are not strided."""
+    return torch.zeros(size, **kwargs)
+
+
+_torch_eye = by_torch("eye.m")["eye.m"]
+
+
+def _eye(n: int, m: int | None = None, **how: Any) -> torch.Tensor:
+    """Torch's own counts in the smallest type, and no kernel on CPUs makes a range in 16 bits without a sign."""
+    m = n if m is None else m
+    small = 1 if 1 << 8 <= max(n, m) < 1 << 16 else None
+    ones: torch.Tensor = _torch_eye(small or n, small or m, **how)
+    if small is None:
+        return ones
+    rows, columns = (torch.arange(size, device=ones.device) for size in (n, m))
+    return (rows[:, None] == columns).to(ones.dtype)
+
+
+_SIZED = ["zeros", "ones", "full", "empty.memory_format", "new_zeros", "new_ones", "new_full", "new_empty"]
+_SIZED += ["empty_strided", "new_empty_strided", "empty_permuted"]
+_LIKE = ["zeros_like", "ones_like", "full_like", "empty_like"]
+_MIXED = (".Tensor_Tensor", ".Tensor_Scalar", ".Scalar_Tensor")
+_WINDOWS = {
+    "bartlett": [],
+    "blackman": [],
+    "hann": [],
+    "hamming": [".periodic_alpha", ".periodic_alpha_beta"],
+    "kaiser": [".beta"],
+}
+_EXACT = [
+    *(f"{space}{given}" for space in ("linspace", "logspace") for given in ("", *_MIXED)),
+    *("range", "range.step", "tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq"),
+    *(f"{kind}_window{given}" for kind, more in _WINDOWS.items() for given in ("", ".periodic", *more)),
+]
+
+ROWS: dict[str, RuleFn | str] = {
+    **dict.fromkeys(_SIZED, _sized),
+    **dict.fromkeys(_LIKE, pointwise()),
+    **dict.fromkeys(["arange", "arange.start", "arange.start_step"], _arange),
+    **dict.fromkeys(_EXACT, _part_of_whole),
+    "scalar_tensor": "->",
+}
+
+DECOMPOSED: dict[str, Any] = {"_efficientzerotensor": _zeros, "eye": _eye, "eye.m": _eye}

@@ -1,0 +1,208 @@
+"""Views and re-arrangements: the result holds the operand's elements, elsewhere. All follow from shapes.
+
+A reshape regroups factors. Its boundaries are the products of sizes from the right; a boundary that divides or is
+divided by every other one cuts operand and result alike, and what lies between two such boundaries is one shared
+factor, unless a boundary in between has no counterpart on the other side: these dims get factors of their own, which
+stay whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.core.torch_private import schema_of, without_modes
+from shardlib.rules.iteration_space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
+from shardlib.rules.out_variants import by_torch
+from shardlib.rules.patterns import pattern
+from shardlib.rules.rule import Call, Local, Rule, RuleFn
+
+aten = torch.ops.aten
+
+
+def regroup(space: Space, old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
+    """The labels of a reshape from `old` to `new`, major factors first.
+
+    Example:
+        >>> space = Space()
+        >>> regroup(space, (6, 4), (2, 12)), space.sizes
+        (([('d', 'd1'), ('d2',)], [('d',), ('d1', 'd2')]), {'d': 2, 'd1': 3, 'd2': 4})
+        >>> space = Space()
+        >>> regroup(space, (6, 4, 2), (4, 12)), sorted(space.whole)
+        (([('d2',), ('d1',), ('d',)], [('d4',), ('d3', 'd')]), ['d1', 'd2', 'd3', 'd4'])
+    """
+    if math.prod(old) == 0:
+        every = range(max(len(old), len(new)))
+        return space.dims(old, whole=every), space.dims(new, whole=every)
+    mine, theirs = _bounds(old), _bounds(new)
+    bounds = sorted({*mine, *theirs}, reverse=True)
+    shared = {b: None for b in bounds if all(b % c == 0 or c % b == 0 for c in bounds)}
+    parts: dict[tuple[int, int], Dim] = {}
+    for high, low in itertools.pairwise(bounds):
+        if low in shared and high in shared:
+            parts[low, high] = space.dim(high // low)
+
+    def label(edges: Sequence[int]) -> list[Dim]:
+        dims: list[Dim] = []
+        for low, high in itertools.pairwise(edges):
+            factors: Dim = ()
+            if (inner := parts.get((low, high))) is not None:
+                factors = inner
+            elif low < high:
+                for hi, lo in itertools.pairwise((high, *(b for b in shared if low < b < high), low)):
+                    factors += parts.get((lo, hi)) or space.dim(hi // lo, whole=True)
+            dims.append(factors)
+        return dims[::-1]
+
+    return label(mine), label(theirs)
+
+
+def _bounds(shape: Sequence[int]) -> list[int]:
+    """1, and the products of the last 1, 2, ... sizes."""
+    out = [1]
+    for n in reversed(shape):
+        out.append(out[-1] * n)
+    return out
+
+
+def _reshape(call: Call) -> Rule:
+    space = Space()
+    old, new = regroup(space, call.operands[0].shape, result_shape(call))
+    ints = shape_ints(path(call, "shape" if call.target == aten.reshape.default else "size"), new)
+
+    def local(local: Local) -> Any:
+        return local.op(aten.reshape.default, local.args[0], _sizes(local, new))
+
+    # Shards are slices, of which strides may allow no view.
+    view = call.target != aten.reshape.default
+    return space.rule(
+        [old],
+        [new],
+        linear=[{0}],
+        ints=ints,
+        local=local if view else None,
+        local_factors=space.sizes if view else (),
+        transparent=True,
+    )
+
+
+def _sizes(local: Local, dims: Sequence[Dim]) -> list[Any]:
+    return [math.prod(local.size(f) for f in dim) for dim in dims]
+
+
+def walked(
+    space: Space, view: Any, shape: Sequence[int], *args: Any, **kwargs: Any
+) -> tuple[list[Dim], list[list[Dim]]]:
+    """The labels of a value of this shape, and of its view: each dim walks along one of the value's, or stands still.
+
+    Strides tell, where those of the value are powers of two. A dim that walks along several, as a diagonal, is one of
+    its own, which stays whole; so do the dims that no view has as they are.
+    """
+    with without_modes():
+        found = view(torch.empty_strided(shape, [1 << i for i in range(len(shape))], device="meta"), *args, **kwargs)
+    views = [list(zip(v.shape, v.stride(), strict=True)) for v in ([found] if isinstance(found, Tensor) else found)]
+    alone = {s.bit_length() - 1: n for v in views for n, s in v if n != 1 and s.bit_count() == 1}
+    kept = {at for at, n in alone.items() if n == shape[at]}
+    x = space.dims(shape, whole={*range(len(shape))} - kept)
+
+    def label(n: int, stride: int) -> Dim:
+        at = stride.bit_length() - 1
+        whole = at not in kept or stride.bit_count() > 1
+        return space.dim(n, "o", whole=stride > 0) if whole else x[at]
+
+    return x, [[label(n, s) if n != 1 else () for n, s in v] for v in views]
+
+
+def _view(call: Call) -> Rule:
+    """A view, or its copy."""
+    space, schema = Space(), schema_of(call.target)
+    name = schema.name.partition("::")[2].removesuffix("_copy")
+    view = getattr(getattr(aten, name), schema.overload_name or "default")
+    x, out = walked(space, view, call.operands[0].shape, *call.args[1:], **call.kwargs)
+    return space.rule([x], out, linear=[{0}], transparent=not space.whole and len(out) == 1)
+
+
+def _squeeze(call: Call) -> Rule:
+    """Only dims of size 1 go. A cut dim may have local size 1, so the local form names the dims that go."""
+    found, shape = _view(call), call.operands[0].shape
+    dims = arg(call, "dim", None)
+    named = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = [i for i in sorted({axis(d, len(shape)) for d in named}) if shape and shape[i] == 1]
+
+    def local(local: Local) -> Any:
+        return local.op(aten.squeeze.dims, local.args[0], gone)
+
+    return replace(found, local=local, local_factors=frozenset(found.sizes))
+
+
+def _expand(call: Call) -> Rule:
+    found = _view(call)
+    return replace(found, ints=shape_ints(path(call, "size"), found.results[0]))
+
+
+def _repeat(call: Call) -> Rule:
+    space = Space()
+    old = call.operands[0].shape
+    times = list(arg(call, "repeats"))
+    x: list[Dim] = [()] * (len(times) - len(old)) + space.dims(old)
+    new = [space.dim(n, "r") for n in times]
+    ints = shape_ints(path(call, "repeats"), new)
+    out = [(*r, *d) for r, d in zip(new, x, strict=True)]
+    return space.rule([x[len(times) - len(old) :]], [out], linear=[{0}], ints=ints)
+
+
+def _repeat_interleave(call: Call) -> Rule:
+    """`(old new)`; without a dim the value is flattened, and then stays whole."""
+    space = Space()
+    shape = call.operands[0].shape
+    dim = arg(call, "dim")
+    if dim is None:
+        every = range(len(shape))
+        return space.rule([space.dims(shape, whole=every)], [space.dims(result_shape(call), "o", whole=[0])])
+    x = space.dims(shape)
+    at = axis(dim, len(shape))
+    new = space.dim(arg(call, "repeats"), "r")
+    out = [(*d, *new) if i == at else d for i, d in enumerate(x)]
+    ints: Ints = {path(call, "repeats"): (1, new)}
+    if arg(call, "output_size") is not None:
+        ints[path(call, "output_size")] = (1, out[at])
+    return space.rule([x], [out], linear=[{0}], ints=ints)
+
+
+def _reinterpret(call: Call) -> Rule:
+    """`view.dtype`: the bytes of the last dim, where the sizes of the dtypes differ."""
+    same = call.operands[0].shape == result_shape(call)
+    return pattern("... -> ..." if same else "... _ -> ... _", flops=0)(call)
+
+
+def _as_strided_scatter(
+    x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    out = x.clone()
+    out.as_strided(size, stride, storage_offset).copy_(src)
+    return out
+
+
+_VIEWS = [("permute", ""), ("transpose", ".int"), ("t", ""), ("unsqueeze", ""), ("unbind", ".int")]
+
+ROWS: dict[str, RuleFn | str] = {
+    **dict.fromkeys(["view", "reshape", "_unsafe_view", "view_copy", "_reshape_copy"], _reshape),
+    **{f"{view}{copy}{overload}": _view for view, overload in _VIEWS for copy in ("", "_copy")},
+    **dict.fromkeys([f"squeeze{copy}{dim}" for copy in ("", "_copy") for dim in ("", ".dim", ".dims")], _squeeze),
+    **dict.fromkeys(["expand", "expand_copy"], _expand),
+    "repeat": _repeat,
+    "repeat_interleave.self_int": _repeat_interleave,
+    **dict.fromkeys(["view.dtype", "view_copy.dtype"], _reinterpret),
+}
+
+DECOMPOSED: dict[str, Any] = {
+    **by_torch("_chunk_cat", "rot90", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle"),
+    **by_torch("narrow_copy", "as_strided_copy"),
+    "as_strided_scatter": _as_strided_scatter,
+}

@@ -1,0 +1,140 @@
+"""The grammar of specs, and the values that it reads.
+
+spec   = dim*                    as many as the tensor has, separated by spaces
+dim    = "..."                   any number of whole dims, once
+       | factor "?"?             "?" leaves the dim open for the compiler; otherwise it is closed
+       | "(" factor+ ")" "?"?    one dim made of factors, major first
+factor = name ("=" size)? ("@" axes)? ("=" pieces)?
+name   = logical name | "_"      without "@", the mesh's rules give the axes; no rule, or "_": whole
+axes   = axis | "(" axis* ")"    mesh axes, major first
+axis   = mesh axis (":(" n ")" n)?   of a mesh axis only the part of size n behind parts of (n): `tensor:(2)4`
+pieces = "[" size* "]"           what every device along the axes holds, major first; otherwise chunks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import EllipsisType
+
+from shardlib.sharding.scanner import Scanner
+
+_RULE = "a spec is dims separated by spaces: name, name@axis, name@(a b)=[5 3], _, (a b), ..., ? behind open dims"
+
+
+@dataclass(frozen=True)
+class SpecFactor:
+    """One factor: `name` (None: `_`), mesh `axes` (None: through the mesh's rules), `size` where the spec says it.
+
+    An axis is its name, or a part of it as text (`tensor:(2)4`). `pieces` are the sizes on the devices along the axes,
+    where they are chosen.
+    """
+
+    name: str | None
+    axes: tuple[str, ...] | None = None
+    size: int | None = None
+    pieces: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        text = self.name or "_"
+        if self.size is not None:
+            text += f"={self.size}"
+        if self.axes is not None:
+            text += f"@{self.axes[0]}" if len(self.axes) == 1 else f"@({' '.join(self.axes)})"
+        return text if self.pieces is None else f"{text}=[{' '.join(map(str, self.pieces))}]"
+
+
+@dataclass(frozen=True)
+class SpecDim:
+    """One dim: its factors, major first, and whether the compiler may cut it further."""
+
+    factors: tuple[SpecFactor, ...]
+    open: bool = False
+
+    def __str__(self) -> str:
+        text = " ".join(map(str, self.factors))
+        return (text if len(self.factors) == 1 else f"({text})") + "?" * self.open
+
+
+def read(text: str) -> tuple[SpecDim | EllipsisType, ...]:
+    """The dims of a spec; raises `ShardingError` that points at the character."""
+    scan = Scanner(text, "spec", rule=_RULE)
+    dims: list[SpecDim | EllipsisType] = []
+    while scan.token:
+        if not scan.spaced:
+            scan.fail("dims are separated by spaces" if scan.is_name or scan.token in ("(", "...") else _stray(scan))
+        if scan.token == "..." and ... in dims:
+            scan.fail("'...' may stand once")
+        dims.append(... if scan.take("...") else _dim(scan))
+    return tuple(dims)
+
+
+def _dim(scan: Scanner) -> SpecDim:
+    if not scan.take("("):
+        if not scan.is_name:
+            scan.fail(_stray(scan))
+        return SpecDim((_factor(scan),), scan.take("?"))
+    factors = []
+    while scan.is_name:
+        factors.append(_factor(scan))
+    if not factors and scan.token == ")":
+        scan.fail("a dim needs a factor; write `_` for a dim of size 1")
+    if scan.token == "?":
+        scan.fail("'?' opens a whole dim, so it stands behind the ')'")
+    scan.expect(")", _stray(scan) if scan.token else "the ')' of this dim is missing")
+    return SpecDim(tuple(factors), scan.take("?"))
+
+
+def _factor(scan: Scanner) -> SpecFactor:
+    name = scan.name("a name")
+    size, axes, pieces = None, None, None
+    equals = scan.take("=")
+    if equals and scan.token != "[":
+        size, equals = scan.number("a size"), False
+    if not equals and scan.take("@"):
+        axes = _axes(scan)
+    if equals or scan.take("="):
+        pieces = scan.numbers("the sizes of the pieces, [5 3 8 0]")
+    return SpecFactor(None if name == "_" else name, axes, size, pieces)
+
+
+def read_axes(text: str) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """What stands behind an `@`: axes, and the pieces where they are chosen.
+
+    Example:
+        >>> read_axes("data"), read_axes("(pod tensor:(1)2)=[5 3 8 0]")
+        ((('data',), None), (('pod', 'tensor:(1)2'), (5, 3, 8, 0)))
+    """
+    scan = Scanner(text, "axes", rule="axes are axis, axis:(2)4 for a part, (a b) for several, =[5 3] for the pieces")
+    axes = _axes(scan)
+    pieces = scan.numbers("the sizes of the pieces, [5 3 8 0]") if scan.take("=") else None
+    if scan.token:
+        scan.fail(f"{scan.token!r} does not belong here")
+    return axes, pieces
+
+
+def _axes(scan: Scanner) -> tuple[str, ...]:
+    if not scan.take("("):
+        return (_axis(scan),)
+    axes = []
+    while scan.is_name:
+        axes.append(_axis(scan))
+    scan.expect(")", _stray(scan) if scan.token else "the ')' of these axes is missing")
+    return tuple(axes)
+
+
+def _axis(scan: Scanner) -> str:
+    name = scan.name("a mesh axis")
+    if not scan.take(":"):
+        return name
+    scan.expect("(", "a part of an axis is written axis:(pre)size, as in tensor:(1)8")
+    pre = scan.number("the product of the more major parts")
+    scan.expect(")", "a part of an axis is written axis:(pre)size, as in tensor:(1)8")
+    return f"{name}:({pre}){scan.number('the size of the part')}"
+
+
+def _stray(scan: Scanner) -> str:
+    return {
+        ",": "',' does not belong here; dims are separated by spaces",
+        "(": "a factor cannot hold factors",
+        "...": "'...' stands for whole dims",
+    }.get(scan.token, f"{scan.token!r} does not belong here")

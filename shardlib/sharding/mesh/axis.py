@@ -1,0 +1,157 @@
+"""Axes: a mesh axis or a part of one."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardlib.core.errors import ShardingError
+
+Coords = Mapping[str, int]  # a device: its coordinate along every mesh axis
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis, or a contiguous part of one.
+
+    `size` devices along the axis `name` of `of` devices; `pre` is the product of the parts that are more major.
+
+    Example:
+        >>> str(Axis("tensor", 8)), str(Axis("tensor", 4, pre=2, of=8))
+        ('tensor', 'tensor:(2)4')
+        >>> Axis("tensor", 4, pre=2, of=8).coord({"tensor": 7})
+        3
+    """
+
+    name: str
+    size: int
+    pre: int = 1
+    of: int = 0
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        if not self.of:
+            object.__setattr__(self, "of", self.size)
+        if self.size < 1 or self.pre < 1 or self.of % (self.pre * self.size):
+            fault = f"a part of size {self.size} behind parts of {self.pre} does not divide it"
+            raise ShardingError(f"axis {self.name!r} of size {self.of} cannot be cut", [fault])
+        object.__setattr__(self, "_hash", hash((self.name, self.size, self.pre, self.of)))
+
+    def __hash__(self) -> int:
+        return self._hash  # keys are made of axes, layouts and cuts of them
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a text has another hash in another process
+        return Axis, (self.name, self.size, self.pre, self.of)
+
+    @property
+    def whole(self) -> bool:
+        return self.size == self.of
+
+    @property
+    def post(self) -> int:
+        """Product of the more minor parts of the same mesh axis."""
+        return self.of // (self.pre * self.size)
+
+    def coord(self, coords: Coords) -> int:
+        """This part's coordinate on the device at `coords`."""
+        return coords[self.name] // self.post % self.size
+
+    def primes(self) -> tuple[Axis, ...]:
+        """The axis cut into parts of prime size, major first."""
+        return _primes(self)
+
+    def part(self, pre: int, size: int) -> Axis | None:
+        """The part of this size behind parts of `pre`; None if primes of the axis do not make one."""
+        edges = [self.pre, *(p.pre * p.size for p in self.primes())]
+        fits = size > 1 and self.pre * pre in edges and self.pre * pre * size in edges
+        return Axis(self.name, size, self.pre * pre, self.of) if fits else None
+
+    def __str__(self) -> str:
+        return self.name if self.whole else f"{self.name}:({self.pre}){self.size}"
+
+    @staticmethod
+    def merge(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+        """Melt neighbours that are adjacent parts of one mesh axis.
+
+        Example:
+            >>> [str(a) for a in Axis.merge(Axis("tensor", 8).primes())]
+            ['tensor']
+        """
+        return _merged(tuple(axes))
+
+
+@functools.lru_cache(1 << 12)
+def _merged(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    merged: list[Axis] = []
+    for axis in axes:
+        last = merged[-1] if merged else None
+        if last and last.name == axis.name and last.pre * last.size == axis.pre:
+            merged[-1] = Axis(axis.name, last.size * axis.size, last.pre, axis.of)
+        elif axis.size > 1 or axis.whole:
+            merged.append(axis)
+    return tuple(merged)
+
+
+@functools.lru_cache(1 << 10)
+def _primes(axis: Axis) -> tuple[Axis, ...]:
+    parts, pre, rest, p = [], axis.pre, axis.size, 2
+    while rest > 1:
+        while rest % p == 0:
+            parts.append(Axis(axis.name, p, pre, axis.of))
+            pre, rest = pre * p, rest // p
+        p += 1
+    return tuple(parts)
+
+
+def ways(axes: Iterable[Axis]) -> int:
+    """Into how many pieces these axes cut a dim, or how many devices are members of a group along them."""
+    return math.prod([a.size for a in axes])
+
+
+def position(coords: Coords, group: Sequence[Axis]) -> int:
+    """The position of the device at `coords` in its group along `group`, major first."""
+    index = 0
+    for axis in group:
+        index = index * axis.size + axis.coord(coords)
+    return index
+
+
+def member_coords(coords: Coords, group: Sequence[Axis], i: int) -> dict[str, int]:
+    """The coordinates of member `i` of the group along `group` (major first) that the device at `coords` is in."""
+    out = dict(coords)
+    for axis in reversed(group):
+        i, c = divmod(i, axis.size)
+        out[axis.name] += (c - axis.coord(out)) * axis.post
+    return out
+
+
+_PART = re.compile(r"(\w+)(?::\((\d+)\)(\d+))?")
+
+
+def alike(devices: Iterable[Coords], axes: Iterable[Axis]) -> list[int]:
+    """For each of some devices, the first of them at the same place along `axes`: what these cut, both hold.
+
+    Example:
+        >>> alike([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}], [Axis("a", 2)])
+        [0, 0, 2]
+    """
+    first: dict[tuple[int, ...], int] = {}
+    axes = tuple(axes)
+    return [first.setdefault(tuple([a.coord(c) for a in axes]), i) for i, c in enumerate(devices)]
+
+
+def split_name(text: str) -> tuple[str, int, int | None]:
+    """The name, `pre` and size in `tensor` (whole: no size) or `tensor:(2)4`.
+
+    Example:
+        >>> split_name("tensor:(2)4"), split_name("tensor")
+        (('tensor', 2, 4), ('tensor', 1, None))
+    """
+    found = _PART.fullmatch(text)
+    assert found, f"{text!r} was read as an axis"
+    name, pre, size = found.groups()
+    return name, int(pre or 1), int(size) if size else None

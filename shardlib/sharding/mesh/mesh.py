@@ -1,0 +1,360 @@
+"""The mesh: a grid of devices with named axes, the logical rules, and the current mesh.
+
+A mesh is a value: two meshes with the same axes, rules, kind and device are the same mesh. What lives in the
+process (the process groups of a distributed mesh, the stack of `with` blocks) is kept beside it, never inside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, KeysView, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Self
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlib.core.context import meshes_asked
+from shardlib.core.errors import ShardingError
+from shardlib.distributed import torch_waits, turns, world
+from shardlib.sharding.mesh.axis import Axis, Coords
+from shardlib.sharding.mesh.machine import Machine
+from shardlib.sharding.mesh.mesh_format import (
+    Kind,
+    MeshAxes,
+    Rules,
+    did_you_mean,
+    faults_of,
+    joined,
+    read,
+    tidy_rules,
+    written,
+)
+
+# Every thread and asyncio task has a stack of its own; None stands for a block that is outside any mesh on purpose.
+_stack: ContextVar[tuple[Mesh | None, ...]] = ContextVar("shardlib_mesh", default=())
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Mesh:
+    """A grid of devices with named axes, the right-most varying fastest over the ranks.
+
+    `rules` map logical names of tensor dims to a mesh axis, several (major first) or None; they are a dict, or pairs as
+    in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialised,
+    they are its ranks, and the sizes must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
+    also be given as a dict. A `strict` mesh refuses a logical name in a spec that has no rule (a rule may be None) and
+    does not say its axes itself, as `ff@tensor` and `ff@()` do.
+
+    `machine` is where the devices stand, an `sl.Machine` or its text: decisions are priced by it. Without one all links
+    are alike.
+
+    A mesh reads as the mapping `shape`, axis to size in order, as in JAX: `mesh["data"]` is a size, `in`, iteration and
+    `len` are over the names of axes (`mesh.size` counts devices). Raises `ShardingError` for bad names and sizes, rules
+    that name no axis, and a mesh that does not match the world size.
+
+    Example:
+        >>> mesh = Mesh(data=2, tensor=4, rules={"batch": "data", "ff": "tensor"})
+        >>> mesh.size, mesh.axis_names, mesh.kind
+        (8, ('data', 'tensor'), 'virtual')
+        >>> mesh["tensor"], list(mesh), "pod" in mesh, dict(mesh.shape)
+        (4, ['data', 'tensor'], False, {'data': 2, 'tensor': 4})
+        >>> Mesh(data=2, tensor=4, rules=[("batch", "data"), ("ff", "tensor")]) == mesh
+        True
+        >>> mesh.coords(6)
+        {'data': 1, 'tensor': 2}
+        >>> Mesh.parse(str(mesh)) == mesh
+        True
+        >>> with mesh:
+        ...     current_mesh() is mesh
+        True
+    """
+
+    axes: Mapping[str, int]
+    rules: Mapping[str, MeshAxes]
+    kind: Kind
+    device: str
+    strict: bool
+    machine: Machine | None
+
+    def __init__(
+        self,
+        axes: Mapping[str, int] | None = None,
+        /,
+        *,
+        rules: Rules | None = None,
+        device: str | None = None,
+        strict: bool = False,
+        machine: Machine | str | None = None,
+        **sizes: int,
+    ) -> None:
+        self._set(joined(axes, sizes), rules, world.kind(), device, strict, machine)
+
+    @classmethod
+    def abstract(
+        cls,
+        axes: Mapping[str, int] | None = None,
+        /,
+        *,
+        rules: Rules | None = None,
+        device: str | None = None,
+        strict: bool = False,
+        machine: Machine | str | None = None,
+        **sizes: int,
+    ) -> Self:
+        """A mesh to plan on, of any size, in any process; nothing can be placed on it.
+
+        Example:
+            >>> Mesh.abstract(data=512, tensor=8)
+            Mesh.abstract(data=512, tensor=8)
+        """
+        mesh = cls.__new__(cls)
+        mesh._set(joined(axes, sizes), rules, "abstract", device, strict, machine)
+        return mesh
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        *,
+        rules: Rules | None = None,
+        strict: bool = False,
+        machine: Machine | str | None = None,
+    ) -> Self:
+        """The mesh of a `torch.distributed` DeviceMesh with dim names, over all ranks in order; shares its groups."""
+        names = device_mesh.mesh_dim_names
+        ranks = device_mesh.mesh.flatten().tolist()
+        if names is None or ranks != list(range(world.size() or 1)):
+            fault = "its dims have no names" if names is None else f"it holds ranks {ranks} of {world.size()}"
+            raise ShardingError(
+                f"{device_mesh} cannot become a Mesh",
+                [fault],
+                rule="a mesh names every axis and covers all ranks of the world, in order",
+                remedy="init_device_mesh(device, shape, mesh_dim_names=(...)) over the whole world",
+            )
+        mesh = cls.__new__(cls)
+        sizes = list(zip(names, device_mesh.mesh.shape, strict=True))
+        mesh._set(sizes, rules, "distributed", device_mesh.device_type, strict, machine)
+        world.remember(mesh.axes, mesh.device, device_mesh)
+        return mesh
+
+    def _set(
+        self,
+        sizes: list[tuple[str, int]],
+        rules: Rules | None,
+        kind: Kind,
+        device: str | None,
+        strict: bool,
+        machine: Machine | str | None,
+    ) -> None:
+        tidy, unread = tidy_rules(rules)
+        at = None if machine is None else Machine.of(machine)
+        if faults := [*faults_of(sizes, tidy), *unread, *(at.faults(dict(sizes)) if at is not None else ())]:
+            raise ShardingError(
+                f"{written(kind, sizes, tidy, 'cpu')} is not a mesh",
+                faults,
+                rule="axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes",
+            )
+        axes = {name: int(size) for name, size in sizes}
+        object.__setattr__(self, "axes", MappingProxyType(axes))
+        object.__setattr__(self, "rules", MappingProxyType(tidy))
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "device", world.device_type(device, kind))
+        object.__setattr__(self, "strict", bool(strict))
+        object.__setattr__(self, "machine", at)
+        if kind == "distributed":
+            world.check_size(written(kind, sizes, {}, "cpu"), self.size)
+            world.choose_gpu(self.device)
+            if world.initialised():
+                turns.current()  # who we are is known from now on
+
+    @cached_property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.axes.values())
+
+    @cached_property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(self.axes)
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """The size of every axis, in order."""
+        return self.axes
+
+    def __getitem__(self, name: str) -> int:
+        return self.axis(name).size
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.axes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    def keys(self) -> KeysView[str]:
+        """The names of axes: `dict(mesh)` and `**mesh` read them."""
+        return self.axes.keys()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 in a plain process."""
+        return world.rank() if self.kind == "distributed" else 0
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The `torch.distributed` DeviceMesh of a distributed mesh (initialises the process group when needed)."""
+        if self.kind != "distributed":
+            raise ShardingError(
+                f"{self} has no DeviceMesh",
+                [f"it is {self.kind}: its devices are not ranks of torch.distributed"],
+                remedy=f"run the script with `torchrun --nproc-per-node {self.size}`",
+            )
+        return world.device_mesh(self.axes, self.device, torch_waits.waited)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of this name, whole."""
+        if name not in self.axes:
+            raise ShardingError(f"{self} has no axis {name!r}{did_you_mean(str(name), self.axes)}")
+        return Axis(name, self.axes[name])
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinates of one rank."""
+        if not 0 <= rank < self.size:
+            raise ShardingError(f"{self} has no rank {rank}", [f"its ranks are 0 to {self.size - 1}"])
+        coords: dict[str, int] = {}
+        for name, size in reversed(list(self.axes.items())):
+            rank, coords[name] = divmod(rank, size)
+        return {name: coords[name] for name in self.axes}
+
+    def all_coords(self) -> list[dict[str, int]]:
+        """The coordinates of all ranks, in the order of ranks."""
+        return [dict(zip(self.axes, step, strict=True)) for step in itertools.product(*map(range, self.axes.values()))]
+
+    def own_coords(self) -> list[dict[str, int]]:
+        """The coordinates of this process's devices: of all of them where they are virtual, else of its rank."""
+        return self.all_coords() if self.kind == "virtual" else [self.coords(self.rank)]
+
+    def rank_of(self, coords: Coords) -> int:
+        """The rank at these coordinates.
+
+        Example:
+            >>> Mesh(data=2, tensor=4).rank_of({"data": 1, "tensor": 2})
+            6
+        """
+        rank = 0
+        for name, size in self.axes.items():
+            rank = rank * size + coords[name]
+        return rank
+
+    def group_ranks(self, axes: tuple[Axis, ...], coords: Coords) -> list[int]:
+        """The ranks that differ from `coords` only along `axes` (or parts of axes), by joint coordinate, major first.
+
+        Example:
+            >>> mesh = Mesh(data=2, tensor=4)
+            >>> mesh.group_ranks((mesh.axis("data"),), mesh.coords(6))
+            [2, 6]
+            >>> mesh.group_ranks((Axis("tensor", 2, pre=2, of=4),), mesh.coords(6))
+            [6, 7]
+        """
+        ranks = []
+        for steps in itertools.product(*(range(axis.size) for axis in axes)):
+            there = dict(coords)
+            for axis, step in zip(axes, steps, strict=True):
+                there[axis.name] += (step - axis.coord(there)) * axis.post
+            ranks.append(self.rank_of(there))
+        return ranks
+
+    def __enter__(self) -> Self:
+        _stack.set((*_stack.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _leave(self)
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        # The order of axes is part of the value, the order of rules is not.
+        axes, rules = tuple(self.axes.items()), frozenset(self.rules.items())
+        return axes, rules, self.kind, self.device, self.strict, self.machine
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Mesh) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mesh.parse, (str(self),)
+
+    def __str__(self) -> str:
+        at = "" if self.machine is None else str(self.machine)
+        return written(self.kind, list(self.axes.items()), self.rules, self.device, self.strict, at)
+
+    __repr__ = __str__
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Read what `str` prints (`Mesh(data=2, rules={"batch": "data"})`, or `Mesh.abstract(...)`).
+
+        Example:
+            >>> Mesh.parse("Mesh.abstract(data=4, rules={'batch': 'data'})").size
+            4
+        """
+        kind, axes, words = read(text)
+        return (Mesh.abstract if kind == "Mesh.abstract" else Mesh)(*axes, **{"device": "cpu", **words})
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of the innermost `with mesh:` block of this thread; None outside."""
+    meshes_asked.again()
+    return mesh_here()
+
+
+def mesh_here() -> Mesh | None:
+    """The same, for what a trace does on meshes of all sizes alike."""
+    return (_stack.get() or (None,))[-1]
+
+
+@contextmanager
+def no_mesh() -> Iterator[None]:
+    """Inside `with no_mesh():` code that is written for a mesh runs as the plain torch program that it is.
+
+    `shard` returns its tensor as it is, once its spec was read and fits the tensor's dims and sizes (no axis is looked
+    up); a jitted function runs without `jit`. The innermost block counts: `with mesh:` inside places tensors again.
+    Nothing is to be changed in a layer for it to be tested so, and to be part of a jitted step elsewhere.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> def layer(x, w):
+        ...     return sl.shard(x @ w, "batch ff@tensor")
+        >>> with no_mesh():
+        ...     layer(torch.ones(2, 3), torch.ones(3, 4)).shape
+        torch.Size([2, 4])
+    """
+    _stack.set((*_stack.get(), None))
+    try:
+        yield
+    finally:
+        _leave(None)
+
+
+def is_without_mesh() -> bool:
+    """Whether the innermost block of this thread is `with no_mesh():`."""
+    return bool(_stack.get()) and mesh_here() is None
+
+
+def _leave(block: Mesh | None) -> None:
+    # Generators may leave their blocks out of order: the innermost entry of this very mesh goes.
+    stack = _stack.get()
+    last = max(i for i, mesh in enumerate(stack) if mesh is block)
+    _stack.set(stack[:last] + stack[last + 1 :])

@@ -1,0 +1,346 @@
+"""Specs: what a user writes about one tensor, and what it means for a shape on a mesh.
+
+A spec is a string (the grammar is in `grammar.py`), JAX's positional `P`, or a parsed `Spec`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import EllipsisType
+from typing import Any, overload
+
+from shardlib.core.errors import ShardingError
+from shardlib.sharding.grammar import SpecDim, SpecFactor, read, read_axes
+from shardlib.sharding.layout import Factor, Layout, Pieces
+from shardlib.sharding.mesh.axis import Axis
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.placement import Fixed, Names
+from shardlib.sharding.resolve import cuts, fit
+
+Entry = str | tuple[str, ...] | None  # of a `P`
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class P:
+    """JAX's positional form of a spec: per dim None, a mesh axis, or a tuple of mesh axes (major first).
+
+    Shorter than the rank leaves the remaining dims whole; `P()` is replicated. It reads as the sequence of its entries:
+    it iterates, unpacks, adds, has a length and indices, and equals a tuple of the same; `("data",)` is `"data"` and
+    `()` is None, as in JAX (`P("data") != P("data", None)`). A text may also be whatever a spec has behind `@`: a part
+    of an axis (`"tensor:(1)8"`), chosen pieces (`"data=[5 3 8 0]"`, `"(pod data)=[5 3 8 0]"`).
+
+    Example:
+        >>> P(None, "tensor"), str(Spec.of(P(None, ("pod", "data"))))
+        (P(None, 'tensor'), '_ _@(pod data) ...')
+        >>> P.parse("P(None, 'tensor')") == P(None, "tensor")
+        True
+        >>> rows, columns = P("data", ("tensor",))
+        >>> rows, columns, len(P("data")), P("data") + P(None)[:1]
+        ('data', 'tensor', 1, P('data', None))
+    """
+
+    parts: tuple[Entry, ...]
+
+    def __init__(self, *parts: str | Sequence[str] | None) -> None:
+        tidy = tuple(tuple(part) if isinstance(part, list | tuple) else part for part in parts)
+        wrong = [part for part in tidy if not (part is None or isinstance(part, tuple) or _is_axes(part))]
+        wrong += [axis for part in tidy if isinstance(part, tuple) for axis in part if not _is_axes(axis, 1)]
+        if wrong:
+            raise ShardingError(
+                f"P({', '.join(map(repr, parts))}) cannot be read",
+                [f"{axis!r} is not a mesh axis" for axis in wrong],
+                rule='an entry of P is None, an axis "a" or several ("a", "b"), a part "a:(1)8", pieces "a=[5 3]"',
+            )
+        object.__setattr__(self, "parts", tuple(map(_plainest, tidy)))
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @overload
+    def __getitem__(self, i: int) -> Entry: ...
+    @overload
+    def __getitem__(self, i: slice) -> tuple[Entry, ...]: ...
+    def __getitem__(self, i: int | slice) -> Entry | tuple[Entry, ...]:
+        return self.parts[i]
+
+    def __contains__(self, part: object) -> bool:
+        return part in self.parts
+
+    def index(self, part: Entry) -> int:
+        """The first dim with this entry; raises ValueError where there is none."""
+        return self.parts.index(part)
+
+    def count(self, part: Entry) -> int:
+        """The number of dims with this entry."""
+        return self.parts.count(part)
+
+    def __add__(self, other: P | tuple[Entry, ...]) -> P:
+        return P(*self.parts, *other) if isinstance(other, P | tuple) else NotImplemented
+
+    def __radd__(self, other: tuple[Entry, ...]) -> P:
+        return P(*other, *self.parts) if isinstance(other, tuple) else NotImplemented
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, P):
+            return self.parts == other.parts
+        return isinstance(other, tuple) and self.parts == tuple(map(_plainest, other))
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self.parts))})"
+
+    @staticmethod
+    def parse(text: str) -> P:
+        """Read what `str` prints."""
+        try:
+            if not (text.startswith("P(") and text.endswith(")")):
+                raise ValueError(text)
+            parts = ast.literal_eval(f"[{text[2:-1]}]")
+        except (SyntaxError, ValueError) as error:
+            raise ShardingError(f"{text!r} cannot be read as a P", remedy="write P(None, 'tensor')") from error
+        return P(*parts)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed spec: per dim a `SpecDim`, or `...` once.
+
+    Example:
+        >>> spec = Spec.of("(three heads@tensor hd) embed?")
+        >>> str(spec), spec.names
+        ('(three heads@tensor hd) embed?', ('three', 'heads', 'hd', 'embed'))
+        >>> parse(str(spec)) == spec
+        True
+    """
+
+    dims: tuple[SpecDim | EllipsisType, ...]
+
+    @staticmethod
+    def of(x: str | P | Spec) -> Spec:
+        """The spec in any of its forms: a string, a `P` or a `Spec`."""
+        if isinstance(x, Spec):
+            return x
+        if isinstance(x, str):
+            return parse(x)
+        if isinstance(x, P):
+            return _positional(x)
+        raise ShardingError(f"{x!r} is not a spec", remedy='write a string ("batch seq"), a P(...) or a Spec')
+
+    @property
+    def factors(self) -> tuple[SpecFactor, ...]:
+        return tuple(f for dim in self.dims if isinstance(dim, SpecDim) for f in dim.factors)
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        return tuple(f.name for f in self.factors)
+
+    @staticmethod
+    def exactly(layout: Layout, names: Names, *, pieces: bool = False) -> Spec:
+        """The spec that says `layout`; with `pieces` what every device holds, chunks too.
+
+        Example:
+            >>> from shardlib.sharding.mesh.mesh import Mesh
+            >>> mesh = Mesh.abstract(data=2)
+            >>> at = parse("batch@data=[7 1] seq").resolve((8, 4), mesh)
+            >>> str(Spec.exactly(at.layout, at.names))
+            'batch@data=[7 1] seq@()'
+        """
+
+        def factor(f: Factor, name: str | None, alone: bool) -> SpecFactor:
+            told = f.pieces if f.axes and (pieces or isinstance(f.size, Pieces)) else None
+            return SpecFactor(name, tuple(map(str, f.axes)), None if alone else int(f.size), told)
+
+        return Spec(
+            tuple(
+                SpecDim(tuple(factor(f, name, len(dim) == 1) for f, name in zip(dim, words, strict=True)))
+                for dim, words in zip(layout.dims, names, strict=True)
+            )
+        )
+
+    def resolve(self, shape: Sequence[int], mesh: Mesh, *, sizes: Sizes | None = None, name: str = "tensor") -> Fixed:
+        """The layout that this spec gives a tensor of `shape` on `mesh`.
+
+        `sizes` hold by name the sizes of factors, and the pieces that factors are cut into.
+
+        Raises one `ShardingError` with everything that does not fit: unknown axes, an axis used twice, the wrong number
+        of dims, sizes that contradict or do not divide, pieces that do not add up.
+
+        Example:
+            >>> from shardlib.sharding.mesh.mesh import Mesh
+            >>> mesh = Mesh.abstract(data=2, tensor=4, rules={"heads": "tensor"})
+            >>> str(parse("(three heads hd) embed").resolve((384, 128), mesh, sizes={"three": 3, "heads": 8}).layout)
+            '(3 8@tensor 16), 128'
+        """
+        return resolve_many([(name, shape, self, sizes)], mesh)[0]
+
+    def with_sizes(self, sizes: Sizes) -> Spec:
+        """The spec with these sizes written on the factors inside composed dims, and pieces on any factor.
+
+        Example:
+            >>> str(parse("(three heads hd) embed").with_sizes({"three": 3, "heads": 8}))
+            '(three=3 heads=8 hd) embed'
+            >>> str(parse("batch@data embed").with_sizes({"batch": [5, 3, 8, 0]}))
+            'batch@data=[5 3 8 0] embed'
+        """
+        if not sizes:
+            return self
+        return Spec(tuple(_sized(dim, sizes) if isinstance(dim, SpecDim) else dim for dim in self.dims))
+
+    def __str__(self) -> str:
+        return " ".join("..." if dim is ... else str(dim) for dim in self.dims)
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Spec:
+    """Read a spec; raises `ShardingError` that points at the character.
+
+    Example:
+        >>> parse("batch seq@(pod data) _").dims[1]
+        SpecDim(factors=(SpecFactor(name='seq', axes=('pod', 'data'), size=None, pieces=None),), open=False)
+        >>> parse("embed ff@")
+        Traceback (most recent call last):
+            ...
+        shardlib.core.errors.ShardingError: spec 'embed ff@' cannot be read: a mesh axis is missing
+            embed ff@
+                     ^
+        Rule: a spec is dims separated by spaces: name, name@axis, name@(a b)=[5 3], _, (a b), ..., ? behind open dims
+    """
+    return Spec(read(text))
+
+
+@lru_cache(maxsize=4096)
+def _positional(p: P) -> Spec:
+    return Spec((*(SpecDim((_entry(part),)) for part in p.parts), ...))
+
+
+def _plainest(part: Any) -> Any:
+    """One axis alone is that axis, none is None."""
+    return part if not isinstance(part, tuple) or len(part) > 1 else part[0] if part else None
+
+
+def _entry(part: str | tuple[str, ...] | None) -> SpecFactor:
+    if isinstance(part, str):
+        axes, pieces = read_axes(part)
+        return SpecFactor(None, axes, pieces=pieces)
+    return SpecFactor(None, tuple(axis for text in part for axis in read_axes(text)[0]) if part else None)
+
+
+def _is_axes(text: object, most: int = 0) -> bool:
+    """Whether this is what a spec may have behind `@`; with `most`, no pieces and that many axes at most."""
+    try:
+        axes, pieces = read_axes(text) if isinstance(text, str) else ((), ())
+    except ShardingError:
+        return False
+    return bool(axes) and (not most or (pieces is None and len(axes) <= most))
+
+
+Sizes = Mapping[str, int | Sequence[int]]  # by the name of a factor: its size, or the sizes of its pieces
+Item = tuple[str, Sequence[int], str | P | Spec, Sizes | None]  # name, shape, spec, sizes
+
+
+def every_length(sizes: Sizes | int | None, lengths: Mapping[str, int]) -> Sizes:
+    """All that a call says about sizes: a number for `sizes` is the length of a factor of that name, as any other."""
+    if sizes is None or isinstance(sizes, Mapping):
+        return {**(sizes or {}), **lengths}
+    return {"sizes": sizes, **lengths}
+
+
+def _plain_sizes(sizes: Sizes | None) -> dict[str, int | Sequence[int]]:
+    """Sizes as plain ints: what a program is compiled for is kept."""
+    return {k: n.__index__() if hasattr(n, "__index__") else n for k, n in (sizes or {}).items()}
+
+
+def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard") -> list[Fixed]:
+    """Resolve the specs of several tensors: `(name, shape, spec, sizes)`; `what` is the call that they came with.
+
+    Outside any mesh (None) nothing is cut, and what a spec says of axes is not looked at. Raises one `ShardingError`
+    with the faults of all of them.
+
+    Example:
+        >>> mesh = Mesh.abstract(data=2, tensor=4)
+        >>> _ = resolve_many([("w", (256, 688), "embed ff@tensr", None)], mesh)
+        Traceback (most recent call last):
+            ...
+        shardlib.core.errors.ShardingError: shard(w) with spec 'embed ff@tensr' on shape [256, 688], mesh (data=2,
+        tensor=4):
+          * dim 1 `ff@tensr`: the mesh has no axis 'tensr'; did you mean 'tensor'?
+        Rule: a spec names axes of its mesh
+        Remedy: use one of data, tensor
+    """
+    items = [(name, shape, spec, _plain_sizes(sizes)) for name, shape, spec, sizes in items]
+    specs = [_read_for(name, spec, what) for name, _, spec, _ in items]
+    outcomes = [
+        fit(spec.dims, tuple(shape), mesh, tuple(sorted(_hashable(sizes or {}))))
+        for spec, (_, shape, _, sizes) in zip(specs, items, strict=True)
+    ]
+    refused = [(item, outcome) for item, outcome in zip(items, outcomes, strict=True) if isinstance(outcome, tuple)]
+    if not refused:
+        return [
+            replace(found, spec=spec.with_sizes(sizes or {}))
+            for spec, found, (_, _, _, sizes) in zip(specs, outcomes, items, strict=True)
+            if isinstance(found, Fixed)
+        ]
+    if len(items) == 1:
+        name, asked = _asked(items[0])
+        head = f"{what}({name}) {asked}, {_grid(mesh)}"
+        lines = [fault.text for _, faults in refused for fault in faults]
+    else:
+        head = f"{what}: {len(refused)} of {len(items)} specs do not fit, {_grid(mesh)}"
+        lines = [f"{' '.join(_asked(item))}: {fault.text}" for item, faults in refused for fault in faults]
+    rules = dict.fromkeys(fault.rule for _, faults in refused for fault in faults)
+    remedies = dict.fromkeys(fault.remedy for _, faults in refused for fault in faults)
+    raise ShardingError(head, lines, rule="; ".join(rules), remedy="; ".join(remedies))
+
+
+def axes_of_dims(spec: str | P | Spec, rank: int, mesh: Mesh, what: str) -> list[tuple[Axis, ...]]:
+    """The mesh axes over which a spec cuts each dim of a tensor with `rank` dims. Raises `ShardingError`."""
+    found = cuts(_read_for("x", spec, what).dims, rank, mesh)
+    if isinstance(found, tuple):
+        rules, remedies = (dict.fromkeys(x) for x in ((f.rule for f in found), (f.remedy for f in found)))
+        head, texts = f"{what} cannot be laid out", [f.text for f in found]
+        raise ShardingError(head, texts, rule="; ".join(rules), remedy="; ".join(remedies))
+    return found
+
+
+def _read_for(name: str, spec: str | P | Spec, what: str) -> Spec:
+    try:
+        return Spec.of(spec)
+    except ShardingError as error:
+        raise ShardingError(f"{what}({name}): {error.what}", rule=error.rule, remedy=error.remedy) from None
+
+
+def _asked(item: Item) -> tuple[str, str]:
+    name, shape, spec, sizes = item
+    told = {key: list(size) if isinstance(size, Sequence) else size for key, size in (sizes or {}).items()}
+    given = "".join(f", {key}={size}" for key, size in told.items())
+    shown = repr(spec) if isinstance(spec, P) else repr(str(spec))
+    return name, f"with spec {shown}{given} on shape {list(shape)}"
+
+
+def _grid(mesh: Mesh | None) -> str:
+    if mesh is None:
+        return "outside any mesh"
+    return f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes.items())})"
+
+
+def _hashable(sizes: Sizes) -> Iterator[tuple[str, int | tuple[int, ...]]]:
+    for name, size in sizes.items():
+        yield name, tuple(size) if isinstance(size, list | tuple) else size  # type: ignore[misc] # judged in `fit`
+
+
+def _sized(dim: SpecDim, sizes: Sizes) -> SpecDim:
+    def one(f: SpecFactor) -> SpecFactor:
+        size = sizes.get(f.name or "_")
+        if isinstance(size, Sequence):
+            return replace(f, pieces=tuple(size))
+        return f if size is None or len(dim.factors) == 1 else replace(f, size=size)
+
+    return replace(dim, factors=tuple(map(one, dim.factors)))

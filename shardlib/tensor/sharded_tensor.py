@@ -1,0 +1,348 @@
+"""ShardedTensor: a tensor with a global shape whose pieces live on the devices of a mesh.
+
+On virtual devices every piece is in this process; on ranks only this rank's is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.core.context import is_tracing
+from shardlib.core.context import tracing_flag as _tracing
+from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import IS_PARAMETER, count_dispatch_modes, make_wrapper, no_torch_function
+from shardlib.sharding.layout import Layout
+from shardlib.sharding.mesh.axis import Coords
+from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.placement import Names
+from shardlib.sharding.spec import P, Sizes, Spec, every_length, resolve_many
+from shardlib.sharding.typos import warn_of_slip
+from shardlib.tensor.eager_cache import LOOSE, PROGRAMS, read
+from shardlib.tensor.hooks import above
+from shardlib.tensor.host_offload import AWAY, share
+from shardlib.tensor.local_shards import cut_up as cut_up
+from shardlib.tensor.local_shards import refuse_misfits
+from shardlib.tensor.no_storage import without_storage
+from shardlib.tensor.tensor_meta import Form, short_dtype
+from shardlib.tensor.view_aliases import bits, view
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One device's piece: its rank, coordinates and tensor."""
+
+    rank: int
+    coords: Coords
+    data: torch.Tensor
+
+
+class _Stale:
+    """Stands in for pieces that are made again, since memory was written to by another name, or brought back."""
+
+    def __get__(self, x: ShardedTensor | None, owner: type) -> Any:
+        if x is None:
+            return self
+        return above.remake(x)
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of global shape, laid out over a mesh; made by `shard` and by jitted functions.
+
+    Its memory is its own: nothing that is written elsewhere shows in it. (The constructor takes over the pieces that it
+    is given, which nobody may write to from then on; it raises `ShardingError` where they do not fit the layout.)
+
+    Example:
+        >>> from shardlib import Mesh, shard
+        >>> with Mesh(data=2, tensor=2):
+        ...     x = shard(torch.arange(8.0).view(4, 2), "batch@data feature@tensor")
+        >>> x
+        ShardedTensor(f32[4@data, 2@tensor] on Mesh(data=2, tensor=2))
+        >>> x.shape, [tuple(s.data.shape) for s in x.shards]
+        (torch.Size([4, 2]), [(2, 1), (2, 1), (2, 1), (2, 1)])
+        >>> x.full_tensor().sum()
+        tensor(28.)
+    """
+
+    __slots__ = ("_origin",)  # on ranks, what it comes from (`ranks.lineage`)
+
+    _origin: int
+    _form: Form
+    _locals: tuple[torch.Tensor, ...] = _Stale()  # type: ignore[assignment] # until an instance has its own
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(
+        cls,
+        locals_: Sequence[torch.Tensor],
+        layout: Layout,
+        mesh: Mesh,
+        names: Names | None = None,
+        requires_grad: bool = False,
+    ) -> ShardedTensor:
+        refuse_misfits(f"ShardedTensor of layout {layout}", locals_, layout, mesh)
+        first = locals_[0]
+        pieces = tuple([x.detach() if x.requires_grad else x for x in locals_])  # histories are of whole tensors
+        self = wrap(Form.of(layout, mesh, first.dtype, first.device, names), pieces)
+        if requires_grad:
+            self.requires_grad_()
+        return self
+
+    @property
+    def sharding(self) -> Layout:
+        """The exact layout (`Tensor.layout` is torch's: strided or sparse)."""
+        return self._form.layout
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._form.mesh
+
+    @property
+    def spec(self) -> Spec:
+        """Where this tensor lives, as a spec: names that are known, mesh axes, parts of axes, and chosen pieces."""
+        return Spec.exactly(self._form.layout, self._form.names)
+
+    @property
+    def shards(self) -> tuple[LocalShard, ...]:
+        """The pieces that this process holds: all of them on virtual devices, one on a rank."""
+        ranks = range(self.mesh.size) if self.mesh.kind == "virtual" else [self.mesh.rank]
+        return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, self._locals, strict=True))
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's piece (rank 0's on virtual devices): the tensor itself, to be read.
+
+        Other devices and tensors may share it, so never write to it; `x.to_local().clone()` is yours to change.
+        """
+        return self._locals[0]
+
+    def is_conj(self) -> bool:
+        """Whether it is a conjugate that is only marked as one, as `x.conj()` is."""
+        return super().is_conj() or _CONJ in bits(self)
+
+    def is_neg(self) -> bool:
+        """Whether it is the negative of what memory holds, as the imaginary part of a conjugate is."""
+        return super().is_neg() or _NEG in bits(self)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor as a plain one; differentiable. On ranks this is a collective: every rank must call it."""
+        return above.whole(self)
+
+    def redistribute(
+        self, spec: str | P | Spec, /, *, sizes: Sizes | int | None = None, **lengths: int
+    ) -> ShardedTensor:
+        """The same values laid out as `spec` says, with `sizes` and `lengths` as `shard` takes them; differentiable.
+
+        On ranks this is a collective: every rank must call it.
+        """
+        item = ("x", self.shape, spec, every_length(sizes, lengths))
+        (resolved,) = resolve_many([item], self.mesh, what="redistribute")
+        warn_of_slip("redistribute(x)", resolved.said, self.mesh)
+        return above.redistributed(self, resolved)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """As `Tensor.backward`; raises `ShardingError` for a tensor that has no history."""
+        if not self.requires_grad:
+            raise ShardingError(
+                f"{typeof(self)} has no history to go back through",
+                rule="a result has a history if an argument, or a parameter that is read, requires gradients",
+                remedy="x.requires_grad_() before the call; a function that calls backward() itself sets .grad, and "
+                "leaves nothing to go back through",
+            )
+        super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """As `Tensor.register_hook`; raises `ShardingError` for a result of which a program makes another result."""
+        refuse_within(self, "register_hook")
+        if self.grad_fn is None:
+            return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        # All results of a program are of one node: it is reached where another one is used, too.
+        return super().register_hook(lambda grad: None if grad is None else hook(grad))  # type: ignore[no-untyped-call]
+
+    def retain_grad(self) -> None:
+        """As `Tensor.retain_grad`; raises `ShardingError` for a result of which a program makes another result."""
+        refuse_within(self, "retain_grad")
+        super().retain_grad()
+
+    @property
+    def data(self) -> ShardedTensor:
+        """As `Tensor.data`: the same memory without history; it may be set to another ShardedTensor."""
+        return super().data  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, ShardedTensor) and not is_tracing():
+            raise ShardingError(
+                f"the data of {typeof(self)} is set to a plain tensor of shape {list(value.shape)}",
+                rule="a ShardedTensor stays one",
+                remedy="place the value first, x.data = shard(value, spec), or x.copy_(value); code that gives the "
+                "parameters of a module other sizes runs before parallelize",
+            )
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        if is_tracing():
+            return
+        assert isinstance(value, ShardedTensor), "refused above"
+        self._form, self._origin = value._form, value._origin
+        share(value, self)
+        view(value, self, ())
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Tensor.to`; raises `ShardingError` for a kind of device on which the mesh is not."""
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, str | torch.device):
+                self._refuse_device(torch.device(x))
+        return super().to(*args, **kwargs)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Tensor.cuda`; raises `ShardingError` where the mesh is elsewhere."""
+        self._refuse_device(torch.device("cuda"))
+        return super().cuda(*args, **kwargs)
+
+    def _refuse_device(self, device: torch.device) -> None:
+        if device.type not in (self.mesh.device, "meta", "cpu"):
+            raise ShardingError(
+                f"{typeof(self)} goes to {device}",
+                [f"it lives on {self.mesh}, whose devices are {self.mesh.device}"],
+                rule="a mesh says which devices its tensors live on",
+                remedy=f"x.full_tensor().to({str(device)!r}), or place it on Mesh(..., device={device.type!r})",
+            )
+
+    def tolist(self) -> Any:
+        """The values as nested lists. On ranks this is a collective, as is all that reads values."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as a numpy array that cannot be written to: it would have memory of its own."""
+        array = self.full_tensor().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __float__(self) -> float:
+        return float(self.full_tensor().detach())
+
+    def __int__(self) -> int:
+        return int(self.full_tensor().detach())
+
+    def __complex__(self) -> complex:
+        return complex(self.full_tensor().detach())
+
+    def __index__(self) -> int:
+        return self.full_tensor().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self.full_tensor())
+
+    def item(self) -> Any:
+        """The value of a tensor of one element."""
+        return self.full_tensor().item()
+
+    def __format__(self, spec: str) -> str:
+        return above.formatted(self, spec)
+
+    def __copy__(self) -> ShardedTensor:
+        out = self.detach().requires_grad_(self.requires_grad)
+        out.__dict__.update({k: x for k, x in self.__dict__.items() if k == IS_PARAMETER} | marks(self))
+        return out  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        return above.deep_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return above.reduced(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override] # torch's own takes tensor_contents
+        return f"ShardedTensor({typeof(self)} on {axes_of(self.mesh)})"
+
+    def __str__(self) -> str:
+        return above.shown(self)
+
+    def _repr_html_(self) -> str:
+        return above.drawn(self)
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # `warm.key_of`, written out: what a call of a ready op costs is what stands here.
+        number = id(op)
+        loose = number in LOOSE
+        key: list[Any] = [number, _default_dtype()]
+        add = key.append
+        for x in args:
+            kind = type(x)
+            if kind is ShardedTensor:
+                add(x._form)
+            elif kind is int:
+                add(int if loose else x)
+            elif x is None:
+                add(None)
+            elif kind is list and (not x or type(x[0]) is int):
+                add((list, len(x)))
+                key += x
+            else:
+                read(key, (x,), loose)
+        if kwargs:
+            add(tuple(kwargs))
+            read(key, kwargs.values(), loose)
+        if _tracing.get():  # numbers of a trace must not be looked at
+            return above.redirected(op, args, kwargs or {})
+        if (run := PROGRAMS.get(known := tuple(key))) is None or count_dispatch_modes():  # one may record ops
+            return above.dispatch(op, args, kwargs or {}, known)
+        return run(args, kwargs)
+
+
+def refuse_within(x: torch.Tensor, asked: str) -> None:
+    """Refuse to say what gradient a result has from what its own program makes of it."""
+    if (name := x.__dict__.get("_within")) is not None:
+        raise ShardingError(
+            f"{asked} of a result of {name}, of which {name} makes another result: {typeof(x)}",
+            rule="the way back through a program leads from its results to its inputs, not from result to result",
+            remedy="make the later result outside, of this one; or add a zero inside, h = h + zero, which is an "
+            "argument with requires_grad=True: its gradient is that of h",
+        )
+
+
+def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
+    """The tensor of this form whose pieces in this process these are."""
+    x: ShardedTensor = make_wrapper(
+        ShardedTensor, form.shape, form.strides, form.offset, None, form.dtype, torch.strided, form.device
+    )
+    x._form, x._locals, x._origin = form, locals_, 0
+    return x
+
+
+HOMES = ("gradient_at", "moments_at")  # attributes of parameters: specs of where these live, if elsewhere
+REGATHER = "regather"  # True: what is gathered of a parameter is not kept between the forward and the backward pass
+
+
+def marks(x: torch.Tensor) -> dict[str, Any]:
+    """The attributes that somebody gave a tensor, beside those that it has itself."""
+    return {k: y for k, y in x.__dict__.items() if k not in _OWN}
+
+
+_CONJ, _NEG = torch.ops.aten._conj.default, torch.ops.aten._neg_view.default
+_OWN = frozenset({"_form", "_locals", AWAY, "_memory", "_path", IS_PARAMETER, "_within", "proxy"})
+_default_dtype = torch.get_default_dtype  # integers divided are of it
+
+
+def axes_of(mesh: Mesh) -> str:
+    """A mesh without its rules, as types print it: `Mesh(data=2, tensor=4)`."""
+    return f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.axes.items())})"
+
+
+def typeof(x: torch.Tensor) -> str:
+    """The type of a tensor with its layout.
+
+    Example:
+        >>> typeof(torch.zeros(2, 3))
+        'f32[2, 3]'
+    """
+    layout = x.sharding if isinstance(x, ShardedTensor) else Layout.replicated(x.shape)
+    body, plus, pending = str(layout).partition("+")
+    if not plus:
+        return f"{short_dtype(x.dtype)}[{body}]"
+    return f"{short_dtype(x.dtype)}[{body.strip()}] +{pending}"
+
+
+without_storage(ShardedTensor, typeof)

@@ -1,0 +1,262 @@
+"""A picture of which device holds what of a tensor: text for terminals, SVG for notebooks.
+
+A tensor is drawn as a grid of blocks: its last two dims, cut wherever a piece begins or ends; for every block of the
+dims in front of them there is a grid of its own. A block names the ranks that hold it. Copies are ranks of one block,
+the addends of a pending sum stand with a `+` between them, a factor inside a dim shows as stripes, and ranks that hold
+nothing are listed at the end.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardlib.core.errors import ShardingError
+from shardlib.sharding.chunks import span
+from shardlib.sharding.layout import Dim, Layout
+from shardlib.sharding.mesh.axis import Coords
+from shardlib.sharding.mesh.mesh import Mesh, current_mesh
+from shardlib.tensor.hooks import above
+from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
+
+Span = tuple[int, int]
+Block = tuple[int, ...]  # which stretch of each dim
+
+_MOST = 8  # stretches of a dim that are drawn; in front of the last two dims, grids
+_HIDDEN = "..."
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Which ranks hold which block; printed as text, drawn by notebooks.
+
+    `stretches` are those of every dim, None where some are left out; `ranks` says of a block who holds it, as text, and
+    `first` the lowest rank among them; `empty` lists the ranks that hold nothing.
+    """
+
+    title: str
+    stretches: tuple[tuple[Span | None, ...], ...]
+    ranks: dict[Block, str]
+    first: dict[Block, int]
+    empty: str
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        if not all(self.stretches):
+            return f"{self.title}\nno elements"
+        for name, rows, columns, block in _grids(self):
+            lines += [name] * bool(name) + _text(self, rows, columns, block)
+        return "\n".join(lines + [f"nothing on {self.empty}"] * bool(self.empty))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        below = f"<div>nothing on {self.empty}</div>" if self.empty else ""
+        return (
+            f'<div style="font-family:monospace"><div>{html.escape(self.title)}</div>{self._repr_svg_()}{below}</div>'
+        )
+
+    def _repr_svg_(self) -> str:
+        return _svg(self)
+
+
+def visualize(x: torch.Tensor | Layout, mesh: Mesh | None = None) -> Picture:
+    """Which device holds what of a `ShardedTensor`, or of a layout on `mesh` (by default the current one).
+
+    Nothing is moved, and no value is read. Raises `ShardingError` for a layout outside any mesh.
+
+    Example:
+        >>> from shardlib import Mesh, shard
+        >>> with Mesh(data=2, tensor=2):
+        ...     x = shard(torch.zeros(4, 6), "batch@data ff@tensor")
+        >>> print(visualize(x))
+        f32[4@data, 6@tensor] on Mesh(data=2, tensor=2)
+             0:3 3:6
+            ┌───┬───┐
+        0:2 │ 0 │ 1 │
+            ├───┼───┤
+        2:4 │ 2 │ 3 │
+            └───┴───┘
+    """
+    mesh = x.mesh if isinstance(x, ShardedTensor) else mesh or current_mesh()
+    if mesh is None:
+        raise ShardingError(
+            f"visualize({x!r}) is outside any mesh",
+            rule="a layout says what each device of a mesh holds",
+            remedy="visualize(layout, mesh)",
+        )
+    name = f"[{x}]" if isinstance(x, Layout) else typeof(x)
+    layout = x if isinstance(x, Layout) else x.sharding if isinstance(x, ShardedTensor) else Layout.replicated(x.shape)
+    axes = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
+    return _picture(f"{name} on Mesh({axes})", layout, mesh)
+
+
+def _picture(title: str, layout: Layout, mesh: Mesh) -> Picture:
+    coords = mesh.all_coords()
+    where = [_held(dim, coords) for dim in layout.dims]
+    blocks = itertools.product(*(range(len(stretches)) for stretches in where))
+    ranks, first = {}, {}
+    everywhere = frozenset(range(mesh.size))
+    for block in blocks:
+        parts = [where[d][i] for d, i in enumerate(block)]
+        holders = everywhere.intersection(*(part[1] for part in parts if part is not None))
+        if all(part is not None for part in parts):
+            ranks[block] = _named(sorted(holders), layout, coords)
+            first[block] = min(holders)
+    held = [r for r, c in enumerate(coords) if 0 not in layout.local_shape(c)]
+    empty = _ranges([r for r in range(mesh.size) if r not in held]) if len(held) < mesh.size else ""
+    return Picture(title, tuple(tuple(p and p[0] for p in dim) for dim in where), ranks, first, empty)
+
+
+def _held(dim: Dim, coords: Sequence[Coords]) -> list[tuple[Span, frozenset[int]] | None]:
+    """The stretches of a dim between two cuts, with the ranks that hold each; None where some are left out."""
+    runs: dict[tuple[Span, ...], list[Span]] = {}
+    ranks: dict[tuple[Span, ...], set[int]] = {}
+    for rank, c in enumerate(coords):
+        spans = tuple(span(f.size, f.axes, c) for f in dim)
+        if spans not in runs:
+            runs[spans] = list(itertools.islice(_runs(dim, spans), 2 * _MOST))
+        ranks.setdefault(spans, set()).add(rank)
+    edges = sorted({edge for mine in runs.values() for run in mine for edge in run})
+    shown = list(itertools.pairwise(edges))
+    size = 1
+    for f in dim:
+        size *= int(f.size)
+    left_out = len(shown) > _MOST or (shown and shown[-1][1] < size)
+    out: list[tuple[Span, frozenset[int]] | None] = []
+    for start, stop in shown[: _MOST - 1] if left_out else shown:
+        holders = [ranks[s] for s, mine in runs.items() if any(a <= start and stop <= b for a, b in mine)]
+        out.append(((start, stop), frozenset().union(*holders)))
+    return out + [None] if left_out else out
+
+
+def _runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:
+    """The stretches of a dim that a device holds, which has these of its factors."""
+    (low, high), inner = spans[0], 1
+    for f in dim[1:]:
+        inner *= int(f.size)
+    if all((start, stop) == (0, f.size) for f, (start, stop) in zip(dim[1:], spans[1:], strict=True)):
+        if low < high:
+            yield low * inner, high * inner
+        return
+    for i in range(low, high):
+        for start, stop in _runs(dim[1:], spans[1:]):
+            yield i * inner + start, i * inner + stop
+
+
+def _named(ranks: Sequence[int], layout: Layout, coords: Sequence[Coords]) -> str:
+    """The ranks of a block: copies with commas, the addends of one sum with `+` between them."""
+    if not layout.pending:
+        return _ranges(ranks)
+    sums: dict[tuple[int, ...], list[str]] = {}
+    for rank in ranks:
+        here = dict(coords[rank])
+        for axis in layout.pending_axes:
+            here[axis.name] -= axis.coord(coords[rank]) * axis.post
+        sums.setdefault(tuple(here.values()), []).append(str(rank))
+    sign = "+" if layout.pending[0].kind == "sum" else f" {layout.pending[0].kind} "
+    return ", ".join(sign.join(addends) for addends in sums.values())
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """`0-3,6`: runs of at least three ranks are shortened."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 2 else ",".join(map(str, p)) for p in parts)
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+def _grids(picture: Picture) -> Iterator[tuple[str, tuple[Span | None, ...], tuple[Span | None, ...], Block]]:
+    """Name, rows, columns of every grid, and which stretches of the dims in front of these it belongs to."""
+    dims = picture.stretches
+    rows: tuple[Span | None, ...] = dims[-2] if len(dims) > 1 else ((0, 1),)
+    columns: tuple[Span | None, ...] = dims[-1] if dims else ((0, 1),)
+    for block in itertools.product(*(range(len(stretches)) for stretches in dims[:-2])):
+        at = [dims[d][i] for d, i in enumerate(block)]
+        name = ", ".join(_label(s) for s in at)
+        yield f"[{name}, :, :]" if name else "", rows, columns, block
+
+
+def _label(stretch: Span | None) -> str:
+    return _HIDDEN if stretch is None else f"{stretch[0]}:{stretch[1]}"
+
+
+def _cell(picture: Picture, front: Block, i: int, j: int) -> Block:
+    n = len(picture.stretches)
+    return (*front, i, j) if n > 1 else (j,) if n else ()
+
+
+def _text(picture: Picture, rows: Sequence[Span | None], columns: Sequence[Span | None], front: Block) -> list[str]:
+    cells = [
+        [picture.ranks.get(_cell(picture, front, i, j), _HIDDEN) for j in range(len(columns))] for i in range(len(rows))
+    ]
+    one_row, scalar = len(picture.stretches) < 2, not picture.stretches
+    heads = [""] * len(columns) if scalar else [_label(c) for c in columns]
+    sides = [""] * len(rows) if one_row else [_label(r) for r in rows]
+    widths = [max(len(head), *(len(row[j]) + 2 for row in cells)) for j, head in enumerate(heads)]
+    side = max([len(s) + 1 for s in sides if s], default=0)
+
+    def rule(left: str, middle: str, right: str) -> str:
+        return " " * side + left + middle.join("─" * w for w in widths) + right
+
+    lines = [] if scalar else [" " * (side + 1) + " ".join(f"{h:^{w}}" for h, w in zip(heads, widths, strict=True))]
+    for i, row in enumerate(cells):
+        lines.append(rule("├", "┼", "┤") if i else rule("┌", "┬", "┐"))
+        body = "│".join(f"{text:^{w}}" for text, w in zip(row, widths, strict=True))
+        lines.append(f"{sides[i]:<{side}}│{body}│")
+    return [line.rstrip() for line in [*lines, rule("└", "┴", "┘")]]
+
+
+_COLORS = ("#8ecae6", "#ffb703", "#a7c957", "#f28482", "#cdb4db", "#90dbf4", "#f4a261", "#b7b7a4")
+_ROW, _CHAR, _GAP = 26, 8, 18  # pixels: height of a row, width of a character, between grids
+
+
+def _svg(picture: Picture) -> str:
+    parts: list[str] = [] if all(picture.stretches) else [_word(4, 14, "no elements", "start")]
+    top, width = (0, 0) if all(picture.stretches) else (20, 100)
+    for name, rows, columns, front in _grids(picture) if all(picture.stretches) else ():
+        if name:
+            parts.append(_word(4, top + 14, name, "start"))
+            top += _GAP
+        side = _CHAR * max(len(_label(r)) for r in rows) + 8 if len(picture.stretches) > 1 else 4
+        if picture.stretches:
+            top += _GAP
+        left = side
+        for j, column in enumerate(columns):
+            texts = [picture.ranks.get(_cell(picture, front, i, j), _HIDDEN) for i in range(len(rows))]
+            wide = _CHAR * max([len(_label(column)), *map(len, texts)]) + 16
+            if picture.stretches:
+                parts.append(_word(left + wide // 2, top - 5, _label(column)))
+            for i, text in enumerate(texts):
+                first = picture.first.get(_cell(picture, front, i, j))
+                color = "#ffffff" if first is None else _COLORS[first % len(_COLORS)]
+                parts.append(
+                    f'<rect x="{left}" y="{top + i * _ROW}" width="{wide}" height="{_ROW}" fill="{color}" '
+                    'stroke="#333"/>'
+                )
+                parts.append(_word(left + wide // 2, top + i * _ROW + 17, text))
+            left += wide
+        if len(picture.stretches) > 1:
+            parts += [_word(side - 4, top + i * _ROW + 17, _label(r), "end") for i, r in enumerate(rows)]
+        top += _ROW * len(rows) + 8
+        width = max(width, left + 4)
+    size = f'width="{width}" height="{top}" viewBox="0 0 {width} {top}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>'
+
+
+def _word(x: int, y: int, text: str, anchor: str = "middle") -> str:
+    style = f'text-anchor="{anchor}" font-family="monospace" font-size="12"'
+    return f'<text x="{x}" y="{y}" {style}>{html.escape(text)}</text>'
+
+
+above.drawn = lambda x: visualize(x)._repr_html_()

@@ -1,0 +1,1 @@
+"""Checks against one device: of functions, of rules, of what a machine does."""

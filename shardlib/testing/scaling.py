@@ -1,0 +1,117 @@
+"""`scaling`: how a step's time goes down with more devices, or stays as it is with more data, simulated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardlib.compiler.plan.plan import Plan
+from shardlib.compiler.simulate.simulated import Simulated, clock
+from shardlib.core.errors import ShardingError
+from shardlib.core.text_tables import table
+from shardlib.jit.call.shared_trace import one_trace
+from shardlib.sharding.mesh.machine import Machine
+from shardlib.sharding.mesh.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Simulated steps on several meshes, in their order; `weak` where the data grew with the mesh.
+
+    `efficiency` is against the first mesh: strong, the speed-up over the ratio of devices; weak, the ratio of seconds.
+    """
+
+    steps: tuple[Simulated, ...]
+    weak: bool
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(step.program.mesh.size for step in self.steps)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        return tuple(step.seconds for step in self.steps)
+
+    @property
+    def efficiency(self) -> tuple[float, ...]:
+        first, n = self.steps[0].seconds, self.devices[0]
+        more = [1.0 if self.weak else n / m for m in self.devices]
+        return tuple(first * share / seconds for share, seconds in zip(more, self.seconds, strict=True))
+
+    def __str__(self) -> str:
+        rows = [("mesh", "devices", "seconds", "exposed", "efficiency", "peak memory")]
+        for step, n, share in zip(self.steps, self.devices, self.efficiency, strict=True):
+            axes = ", ".join(f"{name}={size}" for name, size in step.program.mesh.axes.items())
+            gib = f"{step.peak_memory / 2**30:.3g} GiB"
+            rows.append((axes, str(n), clock(step.seconds), clock(step.exposed), f"{share:.1%}", gib))
+        first = self.steps[0]
+        kind = "weak" if self.weak else "strong"
+        return "\n".join([f"{kind} scaling of {first.name} on {first.machine}: simulated, not measured", *table(rows)])
+
+    __repr__ = __str__
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw efficiency over devices into a file that matplotlib knows by its ending (`.png`, `.svg`)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(self.devices, self.efficiency, marker="o")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.1 * max(self.efficiency))
+        axes.set_xlabel("devices")
+        axes.set_ylabel("weak efficiency" if self.weak else "strong efficiency")
+        axes.set_title(f"{self.steps[0].name} on {self.steps[0].machine}, simulated")
+        figure.savefig(os.fspath(path))
+
+
+def scaling(
+    step: Any,
+    meshes: Sequence[Mesh],
+    machine: Machine | str | None = None,
+    args: Sequence[Any] | Callable[[Mesh], Sequence[Any]] = (),
+    *,
+    fused: bool = False,
+) -> Scaling:
+    """Plan a jitted function on each of `meshes` and simulate it on `machine`; nothing runs.
+
+    What is called alike on meshes of the same axes is traced once, unless it asks for the current mesh. Arguments of
+    other shapes are other calls: Python may look at sizes, and a trace holds the numbers that were made of them.
+
+    `args` are its arguments, the same on every mesh (strong scaling), or a function from a mesh to them (weak scaling:
+    more data on more devices); meta tensors will do. `fused` is as in `Plan.simulate`.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> def loss(x, w):
+        ...     return torch.relu(x @ w).sum()
+        >>> step = sl.jit(sl.grad(loss, argnums=1), in_specs=("rows@data _", None))
+        >>> meshes = [sl.Mesh.abstract(data=n) for n in (8, 64, 512)]
+        >>> w = torch.empty(8192, 8192, device="meta")
+        >>> strong = sl.scaling(step, meshes, "h100", (torch.empty(1 << 20, 8192, device="meta"), w))
+        >>> weak = sl.scaling(step, meshes, "h100", lambda m: (torch.empty(2048 * m.size, 8192, device="meta"), w))
+        >>> weak.efficiency[-1] > strong.efficiency[-1], weak.devices
+        (True, (8, 64, 512))
+    """
+    listed = () if isinstance(meshes, Mesh) else tuple(meshes)
+    faults = [f"{mesh!r}, no mesh" for mesh in listed if not isinstance(mesh, Mesh)]
+    if not listed:
+        faults.append("one mesh, no list of them" if isinstance(meshes, Mesh) else "no mesh")
+    if not callable(getattr(step, "plan", None)):
+        faults.append(f"{step!r}, which has no plan")
+    if isinstance(args, torch.Tensor):
+        faults.append(f"a tensor of shape {list(args.shape)} as args, which are a sequence or a function of a mesh")
+    if faults:
+        remedy = "scaling(sl.jit(step), [sl.Mesh.abstract(data=8), ...], machine, (x, w))"
+        raise ShardingError(f"scaling(...) got {', and '.join(faults)}", remedy=remedy)
+    steps = []
+    with one_trace():
+        for mesh in listed:
+            with mesh:
+                plan: Plan = step.plan(*(args(mesh) if callable(args) else args))
+            steps.append(plan.simulate(machine, fused=fused))
+    return Scaling(tuple(steps), callable(args))
