@@ -291,35 +291,87 @@ def test_a_failure_to_link_says_so(sources: Path, store: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("chosen", ["SHARDLIB_CACHE", "XDG_CACHE_HOME"])
-def test_a_folder_that_cannot_be_written(
+def test_a_folder_that_cannot_be_written_is_not_replaced(
     chosen: str, sources: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Least of all by one under the system's temporary directory, where another user may have been before."""
     file, spare = tmp_path / "file", tmp_path / "spare"
-    file.write_text("")
     spare.mkdir()
+    made = make(host(sources))
+    monkeypatch.setattr(tempfile, "tempdir", str(spare))
+    planted = spare / f"shardlib-{os.getuid()}"
+    shutil.copytree(store, planted)
+    planted.chmod(0o700)
+    file.write_text("")
     monkeypatch.delenv("SHARDLIB_CACHE")
     monkeypatch.setenv(chosen, str(file))
-    monkeypatch.setattr(tempfile, "tempdir", str(spare))
+    folder, reason = (file, "File exists") if chosen == "SHARDLIB_CACHE" else (file / "shardlib", "Not a directory")
+    assert str(make(host(sources))) == f"no folder to build in: {folder} ({reason}); name one by SHARDLIB_CACHE"
+    monkeypatch.setenv("SHARDLIB_CACHE", str(planted))  # the user's choice
+    assert make(host(sources)) == Built(planted / made.path.name)  # type: ignore[union-attr]
+
+
+def test_a_user_without_a_home(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SHARDLIB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert str(make(host(sources))) == ("no folder to build in: this user has no home; name one by SHARDLIB_CACHE")
+
+
+def test_a_folder_that_is_a_link_is_refused(sources: Path, store: Path, tmp_path: Path) -> None:
+    """Its owner is not that of the folder that it leads to, which may be another one at the next look."""
+    make(host(sources))
+    store.rename(tmp_path / "real")
+    store.symlink_to(tmp_path / "real")
+    assert f"no folder to build in: {store} (a symbolic link)" in str(make(host(sources)))
+    assert build_library.look(host(sources)) is None
+
+
+def test_a_library_that_is_a_link_is_made_again(sources: Path, store: Path, tmp_path: Path) -> None:
     made = make(host(sources))
-    if chosen == "SHARDLIB_CACHE":  # what the user named is not replaced
-        assert str(made) == f"no folder to build in: {file} (File exists); name one by SHARDLIB_CACHE"
-    else:
-        assert answer(made) == 42
-        assert made.path.parent == spare / f"shardlib-{os.getuid()}"  # type: ignore[union-attr]
+    assert isinstance(made, Built)
+    for path in (made.path, *(store / "objects").glob("*.o")):
+        path.rename(tmp_path / path.name)
+        path.symlink_to(tmp_path / path.name)
+    assert build_library.look(host(sources)) is None
+    again = make(host(sources))
+    assert answer(again) == 42
+    assert again.seconds is not None  # type: ignore[union-attr]
+    assert not made.path.is_symlink()
+    assert (tmp_path / made.path.name).exists()
 
 
-def test_a_temporary_folder_that_is_open_to_others_is_refused(
-    sources: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["host.lock", "objects"])
+def test_a_link_is_not_followed_where_something_is_written(
+    name: str, sources: Path, store: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("SHARDLIB_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ours = tmp_path / f"shardlib-{os.getuid()}"
-    ours.mkdir()
-    ours.chmod(0o777)
-    assert "(made by another user, or open to others)" in str(make(host(sources)))
-    ours.chmod(0o700)
-    assert answer(make(host(sources))) == 42
+    victim = tmp_path / "victim"
+    if name == "objects":
+        victim.mkdir()
+    else:
+        victim.write_text("precious")
+    store.mkdir(mode=0o700)
+    (store / name).symlink_to(victim)
+    assert "symbolic link" in str(make(host(sources)))
+    assert list(victim.iterdir()) == [] if name == "objects" else victim.read_text() == "precious"
+
+
+def test_a_file_to_which_others_may_write_is_made_again(sources: Path, store: Path) -> None:
+    """Files are closed to others, whatever the umask."""
+    before = os.umask(0o002)
+    try:
+        made = make(host(sources))
+    finally:
+        os.umask(before)
+    assert isinstance(made, Built)
+    assert not made.path.stat().st_mode & 0o022
+    assert make(host(sources)) == Built(made.path)
+    made.path.chmod(0o775)
+    assert build_library.look(host(sources)) is None
+    assert make(host(sources)).seconds is not None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000])

@@ -9,6 +9,7 @@ value: ops print it and run on torch. `SHARDLIB_BUILD=0` turns building off; wha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -89,9 +90,9 @@ def make(wanted: Recipe, *, again: bool = False, patience: float = PATIENCE) -> 
 
 def look(wanted: Recipe, *, failures: bool = True) -> Built | Missing | None:
     """What is known without building: the library, why it failed before, that there is no compiler, or nothing."""
-    for folder in build_cache.folders():
-        if found := _cached(wanted, folder, failures):
-            return found
+    folder = build_cache.folder()
+    if not isinstance(folder, Missing) and (cached := _cached(wanted, folder, failures)):
+        return cached
     return wanted.tool if isinstance(wanted.tool, Missing) else None
 
 
@@ -106,7 +107,10 @@ def _cached(wanted: Recipe, folder: Path, failures: bool) -> Built | Missing | N
     if build_cache.sound(target):
         return Built(target)
     failed = target.with_suffix(".failed")
-    return Missing(failed.read_text(), target.with_suffix(".log")) if failures and failed.exists() else None
+    if failures:
+        with contextlib.suppress(OSError):  # there is none
+            return Missing(build_cache.read(failed).decode(), target.with_suffix(".log"))
+    return None
 
 
 def _target(wanted: Recipe, folder: Path) -> Path:
@@ -123,7 +127,7 @@ def _build(wanted: Recipe, folder: Path) -> Built | Missing:
     aside = Path(tempfile.mkdtemp(prefix=f"building-{wanted.name}-", dir=folder))
     try:
         objects = folder / "objects"
-        objects.mkdir(exist_ok=True)
+        build_cache.make_inside(objects)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             logs = list(pool.map(lambda unit: _compile(unit, objects, aside), wanted.units))
         failed = [unit.source.name for unit, (ok, _) in zip(wanted.units, logs, strict=True) if not ok]
@@ -197,7 +201,7 @@ def _run(command: list[str]) -> tuple[bool, str]:
 def _put(text: str, target: Path, aside: Path) -> None:
     part = aside / target.name
     part.write_text(text)
-    part.replace(target)
+    build_cache.place(part, target)
 
 
 def _why(wanted: Recipe, failed: list[str], text: str, log: Path) -> str:
