@@ -68,15 +68,14 @@ class Blocks {
             if (file >= 0) close(file);
     }
 
-    int fault = 0;  // the errno of what went wrong
-
-    // The block of the result that begins in round `number`, held for this member; null where memory is missing.
+    // The block of the result that begins in round `number`, held for this member. Where memory is missing it is null,
+    // and `fault` the errno; the block that others find without this member is then left by `forgo`.
     Mapped* share(const std::vector<char*>& members, std::atomic<uint64_t>& claims, int me, uint64_t number,
-                  uint64_t bytes) {
+                  uint64_t bytes, int& fault) {
         uint64_t word = claims.load(std::memory_order_acquire);
         if (Claim::of(word).round != Claim::tag(number)) {
             Claim mine{Claim::tag(number), 0, 0};
-            if (!idle(members, bytes, mine) && !make(static_cast<uint32_t>(members.size()), bytes, me, mine))
+            if (!idle(members, bytes, mine) && !make(static_cast<uint32_t>(members.size()), bytes, me, mine, fault))
                 return nullptr;
             if (claims.compare_exchange_strong(word, mine.word(), std::memory_order_acq_rel)) {
                 word = mine.word();
@@ -85,27 +84,39 @@ class Blocks {
             }
         }
         const Claim claim = Claim::of(word);
-        Mapped* found = map(reinterpret_cast<Header*>(members[claim.member]), at(members, claim));
-        if (found && found->size < bytes) {  // of members that are out of step, who will find that out
+        Mapped* mapped = map(reinterpret_cast<Header*>(members[claim.member]), at(members, claim), fault);
+        if (mapped && mapped->size < bytes) {  // of members that are out of step, who will find that out
             Claim apart{0, 0, 0};
-            if (!make(1, bytes, me, apart)) return nullptr;
-            found = map(own_, own_->blocks[apart.index]);
+            if (!make(1, bytes, me, apart, fault)) return nullptr;
+            mapped = map(own_, own_->blocks[apart.index], fault);
         }
-        if (found) found->held.fetch_add(1);
-        return found;
+        if (mapped) mapped->held.fetch_add(1);
+        return mapped;
     }
 
     static void give(Mapped* mapped) {
-        Header& owner = *mapped->owner;
-        Block& block = *mapped->block;
         const int file = mapped->file;
-        const auto size = static_cast<int64_t>(mapped->size);
         mapped->held.fetch_sub(1);
-        if (block.held.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-        if (owner.idle.fetch_add(size) + size > kIdle) drop(owner, block, file);
+        release(*mapped->owner, *mapped->block, file);
+    }
+
+    // Leaves the block of the result that begins in round `number`, which this member could not share. To be called when
+    // all members have come to the result; where none of them had memory, there is no block.
+    void forgo(const std::vector<char*>& members, const std::atomic<uint64_t>& claims, uint64_t number) {
+        const Claim claim = Claim::of(claims.load(std::memory_order_acquire));
+        if (claim.round != Claim::tag(number)) return;
+        Header* owner = reinterpret_cast<Header*>(members[claim.member]);
+        release(*owner, at(members, claim), owner == own_ ? own_->file : -1);
     }
 
   private:
+    // One member holds the block no more. Without a descriptor of its file the block stays for the next result.
+    static void release(Header& owner, Block& block, int file) {
+        const auto size = static_cast<int64_t>(block.size.load());
+        if (block.held.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+        if (owner.idle.fetch_add(size) + size > kIdle && file >= 0) drop(owner, block, file);
+    }
+
     static Block& at(const std::vector<char*>& members, const Claim& claim) {
         return reinterpret_cast<Header*>(members[claim.member])->blocks[claim.index];
     }
@@ -160,7 +171,7 @@ class Blocks {
     }
 
     // Reserves so many bytes at the end of the file: step by step, since a signal may undo what a step has done.
-    bool reserve(uint64_t size) {
+    bool reserve(uint64_t size, int& fault) {
         for (uint64_t at = 0; at < size;) {
             const uint64_t step = std::min(kStep, size - at);
             const int error = posix_fallocate(own_->file, static_cast<off_t>(end_ + at), static_cast<off_t>(step));
@@ -175,7 +186,7 @@ class Blocks {
     }
 
     // A new block of this process, held by `holders`.
-    bool make(uint32_t holders, uint64_t bytes, int me, Claim& claim) {
+    bool make(uint32_t holders, uint64_t bytes, int me, Claim& claim, int& fault) {
         const uint64_t size = (bytes + kPage - 1) / kPage * kPage;
         drop_idle(size);
         uint32_t k = 0;
@@ -183,7 +194,7 @@ class Blocks {
         while (k < count && own_->blocks[k].held.load() != kNone) ++k;
         if (k == kBlocks) return fault = ENOBUFS, false;
         if (own_->file < 0) return fault = EMFILE, false;
-        if (!reserve(size)) return false;
+        if (!reserve(size, fault)) return false;
         Block& block = own_->blocks[k];
         block.start.store(end_);
         block.size.store(size);
@@ -204,7 +215,7 @@ class Blocks {
         }
     }
 
-    Mapped* map(Header* owner, Block& block) {
+    Mapped* map(Header* owner, Block& block, int& fault) {
         auto& mapped = mapped_[&block];
         if (!mapped) mapped = std::make_unique<Mapped>();
         const uint32_t version = block.version.load(std::memory_order_acquire);

@@ -19,7 +19,10 @@ struct Op {
     uint64_t staged = 0, reduced = 0, taken = 0;  // rounds
     std::vector<char> got;                        // from whom the round that is being taken has been copied
     Mapped* block = nullptr;                      // of results that all members share
+    int fault = 0, culprit = -1;                  // the errno for which it has no result, and the member that met it
+    int sleepers = 0;                             // threads of this process that sleep until it is done
     bool done = false;
+    bool ended = false;  // its channel was left, or the engine closed: nobody moves it on any more
 };
 
 // A channel as this process sees it.

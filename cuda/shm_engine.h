@@ -17,6 +17,9 @@
 // A round says which collective it belongs to (Sign). Nobody takes or reduces a round before it has compared that with its
 // own: ranks that run different programs learn so, and get no values.
 //
+// A member that lacks the memory for a shared result says so in its rounds. All members take those rounds to the end, so
+// that later ops can go on, and every one of them gets the failure for this op.
+//
 // No deadlock: starting an op never blocks. Staging goes strictly in the order in which this process started its ops,
 // over all channels, and whoever waits for one op pushes on all of them. So the op that was started first among those
 // under way can always be finished, if processes start the ops that they share in the same order.
@@ -34,7 +37,12 @@
 
 namespace shm {
 
-enum Answer : int { kLate, kDone, kOutOfStep, kNoMemory };
+enum Answer : int { kLate, kDone, kOutOfStep, kNoMemory, kEnded };
+
+// Why an op has no result: the errno, and the member that met it.
+struct Fault {
+    int error = 0, culprit = -1;
+};
 
 class Engine {
   public:
@@ -53,18 +61,47 @@ class Engine {
 
     static size_t start() { return (sizeof(Header) + 4095) / 4096 * 4096; }
 
-    void join(int channel, int n, int me, char* const* bases) {
+    // `first` is the channel's first round: the same on all members, and beyond all rounds of earlier groups in it.
+    void join(int channel, int n, int me, char* const* bases, uint64_t first) {
         std::lock_guard<std::mutex> hold(mutex_);
         Member& m = members_[channel];
+        m = Member{};
         m.n = n;
         m.me = me;
+        m.next = m.freed = first;
         m.bases.assign(bases, bases + n);
         for (char* b : m.bases) m.peers.push_back(&reinterpret_cast<Header*>(b)->channels[channel]);
+        Channel& mine = *m.peers[me];
+        for (auto* counter : {&mine.posted, &mine.reduced, &mine.taken}) counter->store(first, std::memory_order_release);
     }
 
+    // Gives the channel up: ops under way in it end without results.
+    void leave(int channel) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        end(members_[channel]);
+        wake_sleepers();
+    }
+
+    // Ends all ops: whoever waits returns, and nothing touches the peers' memory any more.
+    void close() {
+        std::lock_guard<std::mutex> hold(mutex_);
+        for (auto& [index, m] : members_) end(m);
+        wake_sleepers();
+    }
+
+    // The highest number of a round that this process has posted, over all channels that it is or was in.
+    uint64_t posted() {
+        std::lock_guard<std::mutex> hold(mutex_);
+        uint64_t most = 0;
+        for (const Channel& channel : header_->channels) most = std::max(most, channel.posted.load());
+        return most;
+    }
+
+    // The op's ticket; 0 when this channel was left.
     uint64_t begin(int channel, std::shared_ptr<const Recipe> recipe, char* const* tensors, int count) {
         std::lock_guard<std::mutex> hold(mutex_);
         Member& m = members_[channel];
+        if (!m.n) return 0;
         auto op = std::make_shared<Op>();
         op->recipe = std::move(recipe);
         op->tensors.assign(tensors, tensors + count);
@@ -87,16 +124,16 @@ class Engine {
     }
 
     // Whether the op is done; waits for that at most `patience` nanoseconds. `block`: what it shares, which the caller
-    // then holds.
-    Answer finish(uint64_t ticket, int64_t patience, Mapped** block) {
+    // then holds. Any number of threads may wait at a time; each moves on the ops of all.
+    Answer finish(uint64_t ticket, int64_t patience, Mapped** block, Fault* fault) {
         std::unique_lock<std::mutex> hold(mutex_);
-        const auto found = ops_.find(ticket);
-        if (found == ops_.end()) return kDone;
-        const std::shared_ptr<Op> op = found->second;
+        const auto entry = ops_.find(ticket);
+        if (entry == ops_.end()) return kDone;
+        const std::shared_ptr<Op> op = entry->second;
         const Member& m = members_[op->channel];
         for (int idle = 0; !push(op.get()); ++idle) {
+            if (op->ended) return kEnded;
             if (m.stranger >= 0) return kOutOfStep;
-            if (blocks_.fault) return kNoMemory;
             if (idle < kSpins) {
                 pause(idle);
                 continue;
@@ -104,29 +141,28 @@ class Engine {
             const uint32_t seen = header_->rings.load(std::memory_order_acquire);
             header_->wants.store(kNews | (unstaged_.empty() ? Event{} : kRoom), std::memory_order_relaxed);
             std::atomic_thread_fence(std::memory_order_seq_cst);
-            if (push(op.get())) break;
-            timespec limit{patience / 1000000000, patience % 1000000000};
-            hold.unlock();
-            const long woken = syscall(SYS_futex, &header_->rings, FUTEX_WAIT, seen, &limit, nullptr, 0);
-            const bool late = woken == -1 && errno == ETIMEDOUT;
-            hold.lock();
-            if (late && !push(op.get())) return m.stranger >= 0 ? kOutOfStep : kLate;
-            if (op->done) break;
+            if (push(op.get()) || m.stranger >= 0) continue;
+            const bool late = sleep(hold, *op, seen, patience);
+            if (late && !push(op.get()) && !op->ended && m.stranger < 0) return kLate;
             idle = 0;
         }
+        if (sleepers_) push(nullptr);  // what is left for others to move on, since nobody else is awake
+        if (!ops_.erase(ticket)) return kDone;  // another thread has it
+        if (op->fault) {
+            if (op->block) Blocks::give(op->block);
+            *fault = {op->fault, op->culprit};
+            return kNoMemory;
+        }
         *block = op->block;
-        ops_.erase(ticket);
         return kDone;
     }
-
-    int fault() const { return blocks_.fault; }
 
     // Of a ticket that is out of step: the member that runs something else, and both signs, this member's first.
     int stranger(uint64_t ticket, uint64_t* signs) {
         std::lock_guard<std::mutex> hold(mutex_);
-        const auto found = ops_.find(ticket);
-        if (found == ops_.end()) return -1;
-        const Member& m = members_[found->second->channel];
+        const auto entry = ops_.find(ticket);
+        if (entry == ops_.end()) return -1;
+        const Member& m = members_[entry->second->channel];
         for (const Sign* s : {&m.mine, &m.theirs})
             for (uint64_t word : {s->event, s->program, s->line, s->position, s->size}) *signs++ = word;
         return m.stranger;
@@ -134,16 +170,16 @@ class Engine {
 
     bool is_done(uint64_t ticket) {
         std::lock_guard<std::mutex> hold(mutex_);
-        const auto found = ops_.find(ticket);
-        return found == ops_.end() || found->second->done;
+        const auto entry = ops_.find(ticket);
+        return entry == ops_.end() || entry->second->done;
     }
 
     // The first member that the op waits for, or -1.
     int lacks(uint64_t ticket) {
         std::lock_guard<std::mutex> hold(mutex_);
-        const auto found = ops_.find(ticket);
-        if (found == ops_.end()) return -1;
-        const Op& op = *found->second;
+        const auto entry = ops_.find(ticket);
+        if (entry == ops_.end()) return -1;
+        const Op& op = *entry->second;
         Member& m = members_[op.channel];
         const uint64_t last = op.first + op.recipe->rounds;
         for (int step = 0; step < 3; ++step)
@@ -158,6 +194,35 @@ class Engine {
     }
 
   private:
+    // Ends what is under way in a channel.
+    void end(Member& m) {
+        for (const auto& op : m.pending) {
+            op->ended = true;
+            if (op->block) Blocks::give(op->block);
+            op->block = nullptr;
+        }
+        const auto gone = [](const std::shared_ptr<Op>& op) { return op->ended; };
+        unstaged_.erase(std::remove_if(unstaged_.begin(), unstaged_.end(), gone), unstaged_.end());
+        m = Member{};
+    }
+
+    // Sleeps until a peer, or another thread of this process, rings; true if that took longer than `patience`.
+    bool sleep(std::unique_lock<std::mutex>& hold, Op& op, uint32_t seen, int64_t patience) {
+        const timespec limit{patience / 1000000000, patience % 1000000000};
+        ++sleepers_, ++op.sleepers;
+        hold.unlock();
+        const long woken = syscall(SYS_futex, &header_->rings, FUTEX_WAIT, seen, &limit, nullptr, 0);
+        const bool late = woken == -1 && errno == ETIMEDOUT;
+        hold.lock();
+        --sleepers_, --op.sleepers;
+        return late;
+    }
+
+    // Peers ring for what they do. What this process does itself, its sleeping threads learn by this.
+    void wake_sleepers() {
+        if (sleepers_) wake(header_);
+    }
+
     // Whatever can be done now, until `target` is done; whether it is.
     bool push(const Op* target) {
         for (bool moved = true; moved && !(target && target->done);) {
@@ -213,10 +278,12 @@ class Engine {
         Channel& mine = *m.peers[m.me];
         const uint64_t number = op.first + op.staged;
         if (number - m.freed >= kRounds && number - m.all_taken() >= kRounds) return false;
-        if (r.shares && !op.block && !share(m, op)) return false;
-        Round round{0, 0, op.sign};
-        if (op.block) {
-            if (const size_t length = r.length(r.sends[0], op.staged))
+        if (r.shares && !op.block && !op.fault) share(m, op);
+        Round round{0, op.culprit == m.me ? static_cast<uint64_t>(op.fault) : 0, 0, op.sign};
+        if (r.shares) {
+            if (!op.block) {
+                // it has no memory for this member's part
+            } else if (const size_t length = r.length(r.sends[0], op.staged))
                 own_copy(r.sends[0], r.receives[r.me], op, op.staged, length);
         } else if (const size_t needs = stage_bytes(r, op.staged)) {
             const uint64_t at = staging_.allocate(needs, m, number);
@@ -224,7 +291,7 @@ class Engine {
             round.staged = at;
             round.own = at + (r.slots() - 1) * r.slot;
         }
-        for (int j = 0; !op.block && j < static_cast<int>(r.sends.size()); ++j) {
+        for (int j = 0; !r.shares && j < static_cast<int>(r.sends.size()); ++j) {
             const Segment& s = r.sends[j];
             const size_t length = r.length(s, op.staged), from = s.begin + op.staged * r.slot;
             if (length && (r.shared() || j != r.me || r.keeps_own))
@@ -238,14 +305,16 @@ class Engine {
         return true;
     }
 
-    // Finds where the results lie, once: in a block that all members share.
-    bool share(Member& m, Op& op) {
+    // Finds where the results lie, once: in a block that all members share. Where that fails, the op does.
+    void share(Member& m, Op& op) {
         const Recipe& r = *op.recipe;
-        op.block = blocks_.share(m.bases, m.peers[0]->claims[op.first % kRounds], m.me, op.first, r.shares);
-        if (!op.block) return false;
+        op.block = blocks_.share(m.bases, m.peers[0]->claims[op.first % kRounds], m.me, op.first, r.shares, op.fault);
+        if (!op.block) {
+            op.culprit = m.me;
+            return;
+        }
         char** outs = op.tensors.data() + op.tensors.size() - r.places.size();
         for (size_t k = 0; k < r.places.size(); ++k) outs[k] = op.block->base + r.places[k];
-        return true;
     }
 
     static size_t stage_bytes(const Recipe& r, uint64_t round) {
@@ -291,6 +360,7 @@ class Engine {
         m.stranger = i;
         m.mine = op.sign;
         m.theirs = theirs;
+        wake_sleepers();
         return false;
     }
 
@@ -311,7 +381,7 @@ class Engine {
             if (op.got[i]) continue;
             const Segment& s = r.receives[i];
             const size_t length = r.length(s, op.taken);
-            if (length || op.block) {  // a stranger may write to a block, too, whatever it should send
+            if (length || r.shares) {  // a stranger may write to a block, too, whatever it should send
                 const Channel& peer = *m.peers[i];
                 const bool gathers = r.how == kReduceGather;
                 if ((gathers ? peer.reduced : peer.posted).load(std::memory_order_acquire) <= number) {
@@ -320,8 +390,9 @@ class Engine {
                 }
                 if (!same(m, op, i, op.taken)) return moved;
                 const size_t from = s.begin + op.taken * r.slot;
-                if (op.block) {
-                    // it has put it there
+                if (r.shares) {  // it has put it there, or could not
+                    const uint64_t fault = peer.rounds[number % kRounds].fault;
+                    if (fault && !op.fault) op.fault = static_cast<int>(fault), op.culprit = i;
                 } else if (gathers && i == m.me) {
                     // reduce_slice has put it there
                 } else if (!gathers && i == m.me && !r.shared() && !r.keeps_own) {
@@ -422,6 +493,9 @@ class Engine {
         m.peers[m.me]->taken.store(op.first + op.taken, std::memory_order_release);
         tell(m, kRoom);
         op.done = op.taken == op.recipe->rounds;
+        if (!op.done) return;
+        if (op.culprit == m.me) blocks_.forgo(m.bases, m.peers[0]->claims[op.first % kRounds], op.first);
+        if (op.sleepers) wake_sleepers();
     }
 
     void tell(const Member& m, Event event) {
@@ -437,6 +511,7 @@ class Engine {
     Blocks blocks_;
     std::unordered_map<int, Member> members_;
     std::deque<std::shared_ptr<Op>> unstaged_;
+    int sleepers_ = 0;  // threads that sleep in `finish`
     std::unordered_map<uint64_t, std::shared_ptr<Op>> ops_;
     uint64_t tickets_ = 0;
 };

@@ -35,6 +35,7 @@ struct Sign {
 
 struct Round {
     uint64_t staged;  // where its slots lie in the segment
+    uint64_t fault;   // the errno that keeps this member from its part of a shared result, or 0
     uint64_t own;     // where the last slot, the member's own, lies: an all-reduce's slice
     Sign sign;
 };
@@ -70,12 +71,17 @@ struct Header {
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
               "counters are shared between processes");
 
+// Wakes all threads that sleep in the process of this header.
+inline void wake(Header* header) {
+    header->rings.fetch_add(1, std::memory_order_release);
+    syscall(SYS_futex, &header->rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
 inline void ring(Header* header, Event event) {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // what was stored before is seen, or `wants` is
     if (header->wants.load(std::memory_order_relaxed) & event) {
         header->wants.store(0, std::memory_order_relaxed);
-        header->rings.fetch_add(1, std::memory_order_release);
-        syscall(SYS_futex, &header->rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+        wake(header);
     }
 }
 

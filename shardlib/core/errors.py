@@ -63,7 +63,8 @@ class WrittenError(ShardingError, RuntimeError):
 class CollectiveError(RuntimeError):
     """A collective that could not be finished: a peer is gone, or did not come in time.
 
-    `culprit` is its rank, where it is known.
+    `culprit` is its rank, where it is known. `is_late` is False where nobody was waited for in vain.
     """
 
     culprit: int | None = None
+    is_late: bool = True

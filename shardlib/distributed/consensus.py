@@ -77,6 +77,8 @@ def blame(mesh: Mesh, error: BaseException, timeout: float = 10.0) -> NoReturn:
     # Ranks die of their errors. So the first who has judged is right, and the later ones take over what it found.
     if dead := order.dead(everyone):
         offenders = [f"rank {r} is dead: its process is gone" for r in dead]
+    elif not getattr(error, "is_late", True):
+        offenders = [str(error)]
     elif silent:
         offenders = [f"rank {r} gave no sign of life within {timeout:g} s" for r in silent]
     elif getattr(error, "culprit", None) is not None:

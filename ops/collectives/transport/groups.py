@@ -130,9 +130,9 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
                 whole = axes[0].name if len(axes) == 1 and axes[0].whole else None
                 known = device_mesh.get_group(whole) if whole and len(ranks) > 1 else None
                 pg = _process_group(mesh.device, cosets, mesh.rank, known)
-                handle = _handle(ranks, mesh.rank, pg, session)
+                ordered = tuple(sorted({tuple(mesh.group_ranks(axes, c)) for c in coords}))
+                handle = _handle(ranks, mesh.rank, pg, session, ordered)
                 if _asks_for_peers(mesh, len(ranks)):
-                    ordered = tuple(sorted({tuple(mesh.group_ranks(axes, c)) for c in coords}))
                     handle = replace(handle, peers=_peers_of(mesh, handle, ordered))
                 _handles[key] = handle
 
@@ -211,7 +211,9 @@ def _peers_of(mesh: Mesh, handle: GroupHandle, cosets: Cosets) -> Peers:
     return _peers[key]
 
 
-def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, session: Session | None) -> GroupHandle:
+def _handle(
+    ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, session: Session | None, cosets: Cosets
+) -> GroupHandle:
     order = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
     by_rank = None if order == tuple(range(len(ranks))) else order
     backend = str(dist.get_backend(pg)) if pg is not None else "none"
@@ -219,8 +221,12 @@ def _handle(ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, ses
     channel: Channel | None = None
     why = ""
     if session is not None and pg is not None:
-        found = session.channel(ranks)
-        channel, why = (None, found) if isinstance(found, str) else (found, session.unused)
+        channel_or_why = session.channel(cosets)
+        if isinstance(channel_or_why, str):
+            why = channel_or_why
+        else:
+            channel, why = channel_or_why, session.unused
+            channel.process_groups.append(pg)
     return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name, channel, why)
 
 

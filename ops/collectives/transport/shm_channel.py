@@ -10,15 +10,17 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardlib.core.errors import CollectiveError
 from shardlib.distributed import turns, world
 from shardlib.distributed.store import names
 from shardlib.ops.collectives.transport.result_buffers import result, views
+from shardlib.ops.collectives.transport.shm_engine import Engine
 from shardlib.ops.collectives.transport.shm_segment import PAGE
 from shardlib.ops.collectives.transport.shm_streams import COPY, Block, Like, Message
 
@@ -29,13 +31,13 @@ LOOK_SECONDS = 0.1  # how often a rank that waits looks whether its peers are al
 RECIPES = 1024  # that a channel keeps
 FLYING = 256  # collectives under way, from which on it is looked whether some were forgotten
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
-_DONE, _OUT_OF_STEP, _NO_MEMORY = 1, 2, 3  # answers of the library; 0: not yet
+_DONE, _OUT_OF_STEP, _NO_MEMORY, _ENDED = 1, 2, 3, 4  # answers of the library; 0: not yet
 
 
-def _ended() -> str:
+def _refuse_ended() -> NoReturn:
     if turns.is_fork():
-        return "this process is a fork of a rank, and no rank itself: it takes part in no collective"
-    return "the process group of this collective was destroyed"
+        raise CollectiveError("this process is a fork of a rank, and no rank itself: it takes part in no collective")
+    raise CollectiveError("the process group of this collective was destroyed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,20 @@ class Recipe:
     outs: tuple[Like, ...]
     packed: frozenset[int] = frozenset()
     places: tuple[int, ...] = ()
+
+
+class Answer(NamedTuple):
+    """What the library says of a collective.
+
+    `block` and `base` are a shared result's block and its address. `error` is the errno for which it has no memory, and
+    `culprit` the position of the member that met it.
+    """
+
+    code: int
+    block: int | None
+    base: int | None
+    error: int
+    culprit: int
 
 
 class _Loaded:
@@ -68,22 +84,38 @@ class _Loaded:
 class Channel:
     """This rank's place in a group whose members share memory."""
 
-    def __init__(self, session: Session, number: int, ranks: tuple[int, ...]) -> None:
-        assert session.library is not None
-        self.session, self.number, self.ranks, self.library = session, number, ranks, session.library
+    def __init__(self, session: Session, number: int, ranks: tuple[int, ...], first: int) -> None:
+        assert session.engine is not None
+        self.session, self.number, self.ranks, self.library = session, number, ranks, session.engine.library
         self.size, self.position = len(ranks), ranks.index(session.rank)
+        self.process_groups: list[dist.ProcessGroup] = []  # of these ranks in this order
+        self.is_left = False
         self.recipes: dict[object, _Loaded | None] = {}
         self.byte = torch.zeros(1, dtype=torch.uint8)  # what is sent where nothing but the turn matters
         bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
-        self.library.shm_join(session.engine, number, self.size, self.position, bases)
+        self.library.shm_join(session.engine.pointer, number, self.size, self.position, bases, first)
+
+    def is_destroyed(self) -> bool:
+        """True if all process groups of these ranks are destroyed."""
+        return all(map(_is_destroyed, self.process_groups))
+
+    def leave(self) -> None:
+        """Give the number back: what is under way ends, and later collectives are refused."""
+        self.is_left = True
+        self.library.shm_leave(self.engine().pointer, self.number)
+
+    def engine(self) -> Engine:
+        """The engine, which lives as long as the caller holds it. Raises `CollectiveError` if it is closed."""
+        engine = self.session.engine
+        return _refuse_ended() if engine is None else engine
 
     def start(
         self, key: tuple[Any, ...], make: Callable[[], Recipe | None], sources: Sequence[Tensor]
     ) -> Transfer | None:
         """Begin the collective `key`; None when it runs on torch. `make` decides that, at the first time."""
-        session = self.session
-        if session.engine is None:
-            raise CollectiveError(_ended())
+        session, engine = self.session, self.engine()
+        if self.is_left:
+            _refuse_ended()
         if key not in self.recipes:
             if len(self.recipes) >= RECIPES:  # of shapes that never come back
                 self.recipes.clear()
@@ -103,11 +135,13 @@ class Channel:
             return Transfer(self, 0, outs)
         tensors = [*sources, *outs]
         pointers = (ctypes.c_void_p * (len(sources) + len(loaded.outs)))(*[x.data_ptr() for x in tensors])
-        ticket = self.library.shm_begin(session.engine, self.number, loaded.pointer, pointers, len(pointers))
+        ticket = self.library.shm_begin(engine.pointer, self.number, loaded.pointer, pointers, len(pointers))
+        if not ticket:  # another thread has closed the session meanwhile
+            _refuse_ended()
         transfer = Transfer(self, ticket, outs, shared)
         session.flying[ticket] = tensors, weakref.ref(transfer)
         if len(session.flying) > FLYING:
-            self._sweep()
+            self._sweep(engine)
         return transfer
 
     def meet(self) -> Transfer:
@@ -125,58 +159,58 @@ class Channel:
             message.receive(byte)
         return Recipe(message.words(like.nbytes), ())
 
-    def _sweep(self) -> None:
+    def _sweep(self, engine: Engine) -> None:
         """Forget tensors of collectives that nobody waited for and that are done."""
         for ticket, (_, transfer) in list(self.session.flying.items()):
             if (waits := transfer()) is not None and waits.shared is not None:
                 continue  # it will ask where its results are
-            if self.library.shm_done(self.session.engine, ticket):
-                _, block, _ = self.ask(ticket, 0)
-                if block is not None:
-                    self.session.give(block)
+            if self.library.shm_done(engine.pointer, ticket):
+                answer = self.ask(engine, ticket, 0)
+                if answer.block is not None:
+                    self.session.give(answer.block)
                 self.session.flying.pop(ticket, None)  # another thread may have waited for it meanwhile
 
-    def ask(self, ticket: int, patience: int) -> tuple[int, int | None, int | None]:
-        """Wait at most `patience` nanoseconds: the library's answer; of a shared result its block and its address."""
-        block, base = ctypes.c_void_p(), ctypes.c_void_p()
-        answer = self.library.shm_finish(self.session.engine, ticket, patience, ctypes.byref(block), ctypes.byref(base))
-        return answer, block.value, base.value
+    def ask(self, engine: Engine, ticket: int, patience: int) -> Answer:
+        """Wait at most `patience` nanoseconds for the result."""
+        block, base, fault = ctypes.c_void_p(), ctypes.c_void_p(), (ctypes.c_int * 2)()
+        code = self.library.shm_finish(
+            engine.pointer, ticket, patience, ctypes.byref(block), ctypes.byref(base), ctypes.byref(fault)
+        )
+        return Answer(code, block.value, base.value, fault[0], fault[1])
 
-    def watch(self, ticket: int, begin: float, look: Callable[[], object]) -> None:
+    def watch(self, engine: Engine, ticket: int, begin: float, look: Callable[[], object]) -> None:
         """Raise `CollectiveError` if a peer is gone, has given up, or is late; `look` finds who is elsewhere."""
-        session = self.session
-        if any(session.segments[rank].culprit is not None for rank in self.ranks if rank != session.rank):
-            session.order.look()  # it gave up because somebody is out of step, perhaps
+        peers = {rank: engine.segments[rank] for rank in self.ranks if rank != engine.rank}
+        if any(segment.culprit is not None for segment in peers.values()):
+            self.session.order.look()  # it gave up because somebody is out of step, perhaps
         look()
-        for rank in self.ranks:
-            if rank == session.rank:
-                continue
-            segment = session.segments[rank]
+        for rank, segment in peers.items():
             if (culprit := segment.culprit) is not None:
-                self._fail(f"rank {rank} gave up waiting for rank {culprit}", culprit)
+                self._fail(engine, f"rank {rank} gave up waiting for rank {culprit}", culprit)
             if segment.owner_is_gone():
-                self._fail(f"rank {rank} is dead: its process is gone", rank)
+                self._fail(engine, f"rank {rank} is dead: its process is gone", rank)
         seconds = world.timeout().total_seconds()
         if time.monotonic() - begin > seconds:
-            late = self.library.shm_lacks(session.engine, ticket)
-            rank = self.ranks[late] if late >= 0 else session.rank
-            self._fail(f"rank {rank} did not come to a collective of {names(self.ranks)} within {seconds:g} s", rank)
+            late = self.library.shm_lacks(engine.pointer, ticket)
+            rank = self.ranks[late] if late >= 0 else engine.rank
+            text = f"rank {rank} did not come to a collective of {names(self.ranks)} within {seconds:g} s"
+            self._fail(engine, text, rank)
 
-    def refuse_size(self, results: Sequence[Like]) -> NoReturn:
-        """Raise the error for shared results for which there is no memory."""
-        rank, fault = self.session.rank, self.library.shm_fault(self.session.engine)
-        size = f"{sum(x.nbytes for x in results) / 2**20:.1f} MiB of " if results else ""  # of an earlier one
-        self._fail(
-            f"rank {rank} cannot reserve {size}memory for what {names(self.ranks)} gather: "
-            f"{os.strerror(fault)}; raise that limit, or start with SHARDLIB_OPS=all_gather=torch",
-            rank,
+    def memory_error(self, results: Sequence[Like], answer: Answer) -> CollectiveError:
+        """The error of shared results for which a member has no memory. All members get it, and may go on."""
+        error = CollectiveError(
+            f"rank {self.ranks[answer.culprit]} cannot reserve {sum(x.nbytes for x in results) / 2**20:.1f} MiB of "
+            f"memory for what {names(self.ranks)} gather: {os.strerror(answer.error)}; raise that limit, or start with "
+            "SHARDLIB_OPS=all_gather=torch"
         )
+        error.culprit, error.is_late = self.ranks[answer.culprit], False
+        return error
 
-    def refuse_stranger(self, ticket: int) -> NoReturn:
+    def refuse_stranger(self, engine: Engine, ticket: int) -> NoReturn:
         """Raise the error for a member that is in another collective."""
         words = (ctypes.c_uint64 * 10)()
-        rank = self.ranks[self.library.shm_stranger(self.session.engine, ticket, words)]
-        self.session.segments[self.session.rank].give_up(rank)
+        rank = self.ranks[self.library.shm_stranger(engine.pointer, ticket, words)]
+        engine.segments[engine.rank].give_up(rank)
         mine, theirs = list(words[:4]), list(words[5:9])
         if mine[0] and theirs[0]:
             self.session.order.out_of_step(mine, rank, theirs)
@@ -184,8 +218,8 @@ class Channel:
         error.culprit = rank
         raise error
 
-    def _fail(self, text: str, culprit: int) -> NoReturn:
-        self.session.segments[self.session.rank].give_up(culprit)
+    def _fail(self, engine: Engine, text: str, culprit: int) -> NoReturn:
+        engine.segments[engine.rank].give_up(culprit)
         error = CollectiveError(text)
         error.culprit = culprit
         raise error
@@ -197,33 +231,53 @@ class Transfer:
     `shared` says how results lie in a block of memory that is known only then.
     """
 
-    __slots__ = ("__weakref__", "channel", "outs", "shared", "ticket")
+    __slots__ = ("__weakref__", "channel", "error", "outs", "shared", "ticket")
 
     def __init__(self, channel: Channel, ticket: int, outs: list[Tensor], shared: Recipe | None = None) -> None:
         self.channel, self.ticket, self.outs, self.shared = channel, ticket, outs, shared
+        self.error: CollectiveError | None = None
 
     def finish(self) -> list[Tensor]:
-        """Wait, and return the results. Raises `CollectiveError` naming a rank that is dead, gave up or is late."""
+        """Wait, and return the results.
+
+        Raises `CollectiveError` naming a rank that is dead, gave up, is late or lacks memory, or when the process group
+        is destroyed meanwhile.
+        """
         channel = self.channel
         session = channel.session
         patience = int(LOOK_SECONDS * 1e9)
         begin, look = 0.0, None
         while True:
-            if session.engine is None:
-                raise CollectiveError(_ended())
-            answer, block, base = channel.ask(self.ticket, patience)
-            if answer == _DONE:
+            engine = channel.engine()
+            if self.error is not None:
+                raise self.error
+            answer = channel.ask(engine, self.ticket, patience)
+            if answer.code == _DONE:
                 session.flying.pop(self.ticket, None)
-                if self.shared is not None and block is not None and base is not None:  # the first time
-                    self.outs = views(base, self.shared.outs, self.shared.places, partial(session.give, block))
+                if self.shared is not None and answer.block is not None and answer.base is not None:  # the first time
+                    give = partial(session.give, answer.block)
+                    self.outs = views(answer.base, self.shared.outs, self.shared.places, give)
                 return self.outs
-            if answer == _OUT_OF_STEP:
-                channel.refuse_stranger(self.ticket)
-            if answer == _NO_MEMORY:
-                channel.refuse_size(() if self.shared is None else self.shared.outs)
+            if answer.code == _ENDED:
+                session.flying.pop(self.ticket, None)
+                _refuse_ended()
+            if answer.code == _OUT_OF_STEP:
+                channel.refuse_stranger(engine, self.ticket)
+            if answer.code == _NO_MEMORY:
+                session.flying.pop(self.ticket, None)
+                self.error = channel.memory_error(() if self.shared is None else self.shared.outs, answer)
+                raise self.error
             begin, look = begin or time.monotonic(), look or turns.Patience()
-            channel.watch(self.ticket, begin, look)
+            channel.watch(engine, self.ticket, begin, look)
 
     def first(self) -> Tensor:
         """`finish` of a collective of one tensor."""
         return self.finish()[0]
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+    return False

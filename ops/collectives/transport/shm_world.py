@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import warnings
 import weakref
 from collections.abc import Sequence
 
@@ -19,8 +20,11 @@ from shardlib.distributed.store import names
 from shardlib.ops import native_libs
 from shardlib.ops.backend_choice import wanted
 from shardlib.ops.collectives.transport.shm_channel import OPS, Channel, Transfer
+from shardlib.ops.collectives.transport.shm_engine import Engine, declare
+from shardlib.ops.collectives.transport.shm_numbers import Group, Numbers
 from shardlib.ops.collectives.transport.shm_segment import PAGE, Address, Segment, SegmentError
 
+CHANNELS = 64  # of a process: kChannels in cuda/shm_layout.h
 STAGING = 16 << 20  # bytes in which a process keeps what it has sent and others have not read yet
 MEETING = 64 << 10  # the same where nothing is sent but the signs of turns
 _living: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -39,13 +43,17 @@ class Session:
         self.rank, self.room = rank, f"{self.order.room}/shm/{self.order.meetings}"
         self.order.meetings += 1
         self.segments: dict[int, Segment] = {}
-        self.channels = 0
+        self.numbers = Numbers(CHANNELS)
+        self.channels: dict[Group, Channel] = {}  # of this rank
+        self.first = 0  # the first round of new channels
+        self.counts = 0  # how often the ranks have looked for closed groups
         self.flying: dict[
             int, tuple[object, weakref.ref[Transfer]]
         ] = {}  # what is under way, and its tensors, by ticket
         self.library: ctypes.CDLL | None = None
-        self.engine: int | None = None
+        self.engine: Engine | None = None
         self.unused = ""
+        self.warned = False  # that there are more groups than channels
         try:
             self.faults, self.machines = self._meet(size, device)
         except ShardingError:
@@ -88,7 +96,7 @@ class Session:
         size = PAGE + library.shm_start() + (MEETING if self.unused else STAGING)
         mine = self.segments[self.rank] = Segment.make(size)
         self.library = library
-        self.engine = library.shm_open_engine(mine.base + PAGE, size - PAGE, turns.ASKING.buffer_info()[0])
+        self.engine = Engine(library, self.segments, self.rank, turns.ASKING.buffer_info()[0])
         return mine.address
 
     def _open(self, addresses: dict[int, Address]) -> str:
@@ -111,40 +119,77 @@ class Session:
             return f"ranks {ranks[0]} and {other[0]} are on different machines, or in different containers"
         return ""
 
-    def channel(self, ranks: tuple[int, ...]) -> Channel | str:
-        """A new channel between these ranks, in this order, or why there is none.
+    def channel(self, groups: Sequence[Group]) -> Channel | str:
+        """The channel of this rank's group, one of `groups`, or why there is none. A group has one channel.
 
-        All ranks of the world call this in the same order, each for a group that it is in.
+        The groups are in group order, and have every rank of the world once. All ranks call this with the same groups.
         """
-        number, self.channels = self.channels, self.channels + 1
-        if why := self.why_not(ranks):
-            return why
-        assert self.library is not None
-        if number >= self.library.shm_channels():
-            return f"there are {number} groups of ranks already"
-        return Channel(self, number, ranks)
+        sharing = [group for group in groups if not self.why_not(group)]
+        if self._without_number(sharing):
+            self._take_back()
+        full = self._without_number(sharing)
+        mine = next(group for group in groups if self.rank in group)
+        if full and not self.warned and self.rank == full[0][0]:
+            warnings.warn(f"{_too_many(full[0])}: they use torch.distributed, which is slower", stacklevel=2)
+        self.warned = self.warned or bool(full)
+        if mine not in sharing or mine in full:
+            return self.why_not(mine) or _too_many(mine)
+        if mine not in self.channels:
+            self.channels[mine] = Channel(self, self.numbers.groups[mine], mine, self.first)
+        return self.channels[mine]
+
+    def _without_number(self, groups: Sequence[Group]) -> list[Group]:
+        return [group for group in groups if self.numbers.take(group) is None]
+
+    def _take_back(self) -> None:
+        """Take channels back whose process groups all their members have destroyed. All ranks come here together."""
+        closed = [group for group, channel in self.channels.items() if channel.is_destroyed()]
+        engine = self.engine
+        posted = 0 if engine is None else engine.library.shm_posted(engine.pointer) + engine.library.shm_rounds()
+        room, self.counts = f"{self.room}/closed/{self.counts}", self.counts + 1
+        texts = self.order.store().exchange(
+            room,
+            json.dumps([closed, posted]),
+            range(self.order.size),
+            world.timeout().total_seconds(),
+            "make groups of ranks",
+            self.order.watcher(),
+        )
+        reports = {rank: json.loads(text) for rank, text in texts.items()}
+        # Beyond all rounds of any member, so that nobody takes a round of an earlier group for one of its own.
+        self.first = max(self.first, *(rounds for _, rounds in reports.values()))
+        for group in list(self.numbers.groups):
+            if all(list(group) in reports[rank][0] for rank in group):
+                self.numbers.drop(group)
+                if (channel := self.channels.pop(group, None)) is not None:
+                    channel.leave()
 
     def give(self, block: int) -> None:
         """Give back a block of a shared result: nobody here reads it any more."""
-        if self.engine is not None:
-            assert self.library is not None
-            self.library.shm_give(block)
+        if (engine := self.engine) is not None:
+            engine.library.shm_give(block)
 
     def close(self) -> None:
-        """Give the memory back. What is under way is lost."""
+        """Give the memory back, when the last waiter has left. What is under way is lost."""
         engine, self.engine = self.engine, None
         if engine is not None:
-            assert self.library is not None
-            self.library.shm_close_engine(engine)
+            engine.end()
+        else:
+            for segment in self.segments.values():
+                segment.close()
         self.flying.clear()
-        for segment in self.segments.values():
-            segment.close()
-        self.segments.clear()
+        self.segments = {}  # the engine's, which closes them
+
+
+def _too_many(group: Group) -> str:
+    return f"{names(group)} share no memory, since {CHANNELS} other groups of ranks do"
 
 
 def _after_fork() -> None:
     """A forked process is no rank: it must not touch what its parent shares."""
     for session in _living:
+        if session.engine is not None:
+            session.engine.abandon()
         session.engine = None
 
 
@@ -163,26 +208,3 @@ def check_same(settings: dict[int, str]) -> None:
             rule="SHARDLIB_OPS is the same on every rank",
             remedy="set it where all ranks are started, or on none",
         )
-
-
-def declare(library: ctypes.CDLL) -> None:
-    """Say which arguments the library's functions take."""
-    pointer, u64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-    for name, returns, arguments in (
-        ("shm_start", ctypes.c_size_t, ()),
-        ("shm_channels", i32, ()),
-        ("shm_open_engine", pointer, (pointer, ctypes.c_size_t, pointer)),
-        ("shm_close_engine", None, (pointer,)),
-        ("shm_join", None, (pointer, i32, i32, i32, pointer)),
-        ("shm_recipe", pointer, (pointer, i32)),
-        ("shm_drop_recipe", None, (pointer,)),
-        ("shm_begin", u64, (pointer, i32, pointer, pointer, i32)),
-        ("shm_finish", i32, (pointer, u64, ctypes.c_int64, pointer, pointer)),
-        ("shm_give", None, (pointer,)),
-        ("shm_fault", i32, (pointer,)),
-        ("shm_stranger", i32, (pointer, u64, pointer)),
-        ("shm_done", i32, (pointer, u64)),
-        ("shm_lacks", i32, (pointer, u64)),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = returns, arguments

@@ -1,0 +1,43 @@
+"""Which channel each group of ranks has: a table that all ranks of a world keep alike, without asking each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+Group = tuple[int, ...]  # ranks, in group order
+
+
+class Numbers:
+    """The numbers of channels, below `limit`, by group. Groups without a common member may have the same one.
+
+    Example:
+        >>> numbers = Numbers(2)
+        >>> [numbers.take(group) for group in ((0, 1), (2, 3), (0, 2), (0, 1), (0, 3))]
+        [0, 0, 1, 0, None]
+        >>> numbers.drop((0, 1))
+        >>> numbers.take((0, 3)), numbers.take((1, 3))
+        (None, 1)
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.groups: dict[Group, int] = {}
+        self._taken: defaultdict[int, set[int]] = defaultdict(set)  # by rank
+
+    def take(self, group: Group) -> int | None:
+        """The group's number: its own, or the first that is free on all its members, or None."""
+        if group not in self.groups:
+            taken = set[int]().union(*(self._taken[rank] for rank in group))
+            number = next((k for k in range(self.limit) if k not in taken), None)
+            if number is None:
+                return None
+            self.groups[group] = number
+            for rank in group:
+                self._taken[rank].add(number)
+        return self.groups[group]
+
+    def drop(self, group: Group) -> None:
+        """The group is closed: its number is free for others."""
+        number = self.groups.pop(group)
+        for rank in group:
+            self._taken[rank].remove(number)
