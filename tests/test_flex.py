@@ -360,7 +360,7 @@ def plain(q: Tensor, bias: Tensor) -> Tensor:
 
 
 def test_autocast() -> None:
-    """q, k and v are rounded; scores are not."""
+    """q, k and v are rounded; scores are not, but for what torch's kernel does: on some CPUs it is 5e-5 off."""
 
     def attend(q: Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -372,7 +372,11 @@ def test_autocast() -> None:
     scores = rounded @ rounded.transpose(-2, -1) / E**0.5
     scores = scores.masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
     assert (out.dtype, aux.lse.dtype) == (torch.bfloat16, torch.float32)
-    close(aux.lse, scores.logsumexp(-1))
+    low = Q.bfloat16()
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(low, low, low, 0.0, True)
+    close(aux.lse, kernel[1])
+    assert torch.equal(out.full_tensor(), kernel[0])
+    torch.testing.assert_close(aux.lse.full_tensor(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
 
 
 def test_plain_calls_stay_torchs() -> None:
