@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.core.errors import CollectiveError, ShardingError
+from shardlib.core.torch_private import default_store
 from shardlib.distributed import turns
 from shardlib.distributed.consensus import agree, blame
 from shardlib.ops.collectives import all_reduce
@@ -79,11 +80,16 @@ def test_different_programs_are_named_on_every_rank(digests, texts, offenders):
     )
 
 
-def come_late(late: list[int]) -> tuple[str | None, float]:
-    rank, begin = dist.get_rank(), time.monotonic()
+def come_late(late: list[int]) -> str | None:
+    """What a rank is told when some come only after the others have given up."""
+    store, rank, mesh = default_store(), dist.get_rank(), Mesh(x=4)
+    on_time = [f"told/{late}/{r}" for r in range(4) if r not in late]
+    dist.barrier()
     if rank in late:
-        time.sleep(3.0)
-    return said(agree, Mesh(x=4), "a", "train_step\nx = 1", 1.0), time.monotonic() - begin
+        store.wait(on_time)
+    text = said(agree, mesh, "a", "train_step\nx = 1", 2.0)
+    store.set(f"told/{late}/{rank}", "")
+    return text
 
 
 @pytest.mark.sampled(2, first=1)
@@ -96,13 +102,12 @@ def come_late(late: list[int]) -> tuple[str | None, float]:
 )
 def test_missing_ranks_are_named(late, head):
     results = run_ranks(come_late, 4, late)
-    bullets = "".join(f"  * rank {r} did not arrive within 1 s: it is dead or runs other code\n" for r in late)
-    for rank, (text, seconds) in enumerate(results):
+    bullets = "".join(f"  * rank {r} did not arrive within 2 s: it is dead or runs other code\n" for r in late)
+    for rank, text in enumerate(results):
         if rank not in late:
             assert text is not None
             assert text.startswith(f"{head}:\n{bullets}Rule: every rank runs the same programs in the same order\n")
             assert "SHARDLIB_TIMEOUT=<seconds> waits longer" in text
-            assert seconds < 2.9
 
 
 def reduce_or_blame(group: GroupHandle, mesh: Mesh, timeout: float) -> None:
@@ -112,23 +117,20 @@ def reduce_or_blame(group: GroupHandle, mesh: Mesh, timeout: float) -> None:
         blame(mesh, error, timeout)
 
 
-def die_in_a_step(victim: int) -> float:
+def die_in_a_step(victim: int) -> None:
     mesh = Mesh(x=4)
     group = group_for(mesh, (mesh.axis("x"),))
     agree(mesh, "a", "train_step")
     reduce_or_blame(group, mesh, 10.0)
-    begin = time.monotonic()
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     reduce_or_blame(group, mesh, 10.0)
-    return time.monotonic() - begin
 
 
 def test_a_killed_peer_is_named():
-    victim, begin = 1, time.monotonic()
+    victim = 1
     with pytest.raises(RankError) as caught:
         run_ranks(die_in_a_step, 4, victim)
-    assert time.monotonic() - begin < 30
     errors = caught.value.errors
     assert errors.pop(victim) == f"died with exit code {-signal.SIGKILL}"
     assert sorted(errors) == [rank for rank in range(4) if rank != victim]
@@ -201,3 +203,14 @@ def test_one_device_and_virtual_meshes_have_nobody_to_agree_with():
     agree(Mesh(x=4), "a", "f")
     one: Any = SimpleNamespace(kind="distributed", size=1, rank=0)
     agree(one, "a", "f")
+
+
+def without_memory() -> str | None:
+    error = CollectiveError("rank 1 cannot reserve 4.0 MiB of memory")
+    error.culprit, error.is_late = 1, False
+    return said(blame, Mesh(x=2), error, 5.0)
+
+
+def test_a_rank_without_memory_is_not_said_to_be_slow():
+    for text in alone(without_memory, 2):
+        assert "\n  * rank 1 cannot reserve 4.0 MiB of memory\nRule: " in text

@@ -197,4 +197,4 @@ def unflatten_nothing() -> tuple[int, ...]:
 
 @pytest.mark.ranks
 def test_unflatten_of_nothing_does_not_hang() -> None:
-    assert run_ranks(unflatten_nothing, 2, timeout=30) == [(4, 2, 0, 0, 0)] * 2
+    assert run_ranks(unflatten_nothing, 2) == [(4, 2, 0, 0, 0)] * 2

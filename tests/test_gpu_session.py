@@ -227,7 +227,7 @@ def test_a_part_out_of_time_is_killed_with_what_it_started(faults: Session) -> N
     sleeper = session.Part("sleeper", faulty.faults, 500, 20)
     start = time.monotonic()
     assert faults._process(sleeper, time.monotonic() + 0.5) == -signal.SIGKILL
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 50  # it sleeps for 60
 
 
 def test_without_time_a_part_does_not_begin(faults: Session) -> None:

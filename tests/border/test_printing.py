@@ -123,7 +123,7 @@ def _alone(rank: int) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_prints_alone(rank: int) -> None:
-    results = run_ranks(_alone, 2, rank, timeout=60)
+    results = run_ranks(_alone, 2, rank)
     assert results[1 - rank] == []
     text, short, loss, pending, part, row, row_short = results[rank]
     piece = X[2 * rank : 2 * rank + 2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
@@ -51,7 +50,7 @@ def test_ranks_that_slip_are_refused_with_both_lines(transport):
     assert wrong == []
 
 
-def other_numbers(transport: str) -> tuple[str, float]:
+def other_numbers(transport: str) -> str:
     """A learning rate that goes apart after some steps, without a new program."""
     speak(transport)
     with sl.Mesh(x=2):
@@ -60,23 +59,21 @@ def other_numbers(transport: str) -> tuple[str, float]:
         for lr in (0.1, 0.2):
             step(w, lr, 2)
         assert not step.retraces
-        begin = time.monotonic()
-        return refused(lambda: step(w, 0.3 + dist.get_rank(), 2)), time.monotonic() - begin
+        return refused(lambda: step(w, 0.3 + dist.get_rank(), 2))
 
 
 @pytest.mark.long
 @pytest.mark.sampled(3, first=2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_numbers_that_differ_are_told_at_any_call(transport):
-    for text, seconds in alone(other_numbers, 2, transport):
+    for text in alone(other_numbers, 2, transport):
         assert text.startswith("the ranks call one program with different numbers"), text
         for rank, lr in enumerate(("0.3", "1.3")):
             assert re.search(rf"rank {rank} is in .*<lambda> with {lr}, 2, called at .*test_ranks.py:\d+", text), text
         assert "Remedy: compute the number alike everywhere" in text
-        assert seconds < 2
 
 
-def one_extra() -> tuple[str, float]:
+def one_extra() -> str:
     """The minimal case: a log line on one rank."""
     os.environ["SHARDLIB_OPS"] = ""
     with sl.Mesh(x=2):
@@ -84,19 +81,18 @@ def one_extra() -> tuple[str, float]:
         step = sl.jit(lambda w: (w * w).sum())
         step(w), w.full_tensor()
         dist.barrier()
-        begin = time.monotonic()
 
         def program() -> None:
             if dist.get_rank() == 0:
                 w.full_tensor()  # the log line
             float(step(w))  # the step
 
-        return refused(program), time.monotonic() - begin
+        return refused(program)
 
 
 @pytest.mark.long
 def test_one_extra_collective():
-    for text, _ in alone(one_extra, 2):
+    for text in alone(one_extra, 2):
         assert text.startswith("the ranks are out of step:\n  * rank 0 is in all_gather of f32[8@x]")
         lines = text.split("\n")
         assert "test_ranks.py:" in lines[1]
@@ -223,9 +219,9 @@ DIFFERENT: dict[Callable[[int], Any], str] = {
 }
 
 
-def each_in_a_world(port: int, transport: str) -> list[tuple[str, float]]:
-    """What each of `DIFFERENT` is told, and after how long."""
-    rank, told = dist.get_rank(), []
+def each_in_a_world(port: int, transport: str) -> list[str]:
+    """What each of `DIFFERENT` is told."""
+    rank, errors = dist.get_rank(), []
     for i, case in enumerate(DIFFERENT):
         dist.destroy_process_group()
         store = dist.PrefixStore(f"{i}", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
@@ -233,9 +229,8 @@ def each_in_a_world(port: int, transport: str) -> list[tuple[str, float]]:
         speak(transport)
         torch.manual_seed(0)
         with sl.Mesh(x=2):
-            begin = time.monotonic()
-            told.append((refused(lambda case=case: case(rank)), time.monotonic() - begin))  # type: ignore[misc]
-    return told
+            errors.append(refused(lambda case=case: case(rank)))  # type: ignore[misc]
+    return errors
 
 
 @pytest.mark.long
@@ -243,11 +238,10 @@ def each_in_a_world(port: int, transport: str) -> list[tuple[str, float]]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_differ_are_told_how(transport):
     with closing(Pool(2)) as pool:
-        for told in pool.run(each_in_a_world, pool.store.port, transport):
-            for (case, pattern), (text, seconds) in zip(DIFFERENT.items(), told, strict=True):
+        for errors in pool.run(each_in_a_world, pool.store.port, transport):
+            for (case, pattern), text in zip(DIFFERENT.items(), errors, strict=True):
                 ranks = re.findall(pattern, text)
                 assert ranks == (["1"] if case is other_setting else ["0", "1"]), f"{case.__name__}: {text}"
-                assert seconds < 10, case.__name__  # the timeout is 20
 
 
 def alike() -> list[float]:
@@ -277,30 +271,28 @@ def test_ranks_that_do_more_alone_are_left_alone():
     assert first[1] != first[1]
 
 
-def other_meshes(port: int) -> list[tuple[str, float]]:
+def other_meshes(port: int) -> list[str]:
     """Axes in another order, and of other sizes."""
-    rank, told = dist.get_rank(), []
+    rank, errors = dist.get_rank(), []
     for i, (mine, theirs) in enumerate([("p", "q"), ("p", "r")]):
         dist.destroy_process_group()
         store = dist.PrefixStore(f"{i}", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=20))
         axes = {"p": {"p": 2, "q": 2}, "q": {"q": 2, "p": 2}, "r": {"p": 4, "q": 1}}[mine if rank else theirs]
-        begin = time.monotonic()
         with sl.Mesh(axes):
-            told.append((refused(lambda: sl.shard(torch.ones(8, 4), "a@p b").full_tensor()), time.monotonic() - begin))
-    return told
+            errors.append(refused(lambda: sl.shard(torch.ones(8, 4), "a@p b").full_tensor()))
+    return errors
 
 
 @pytest.mark.long
 def test_meshes_that_differ():
     with closing(Pool(4)) as pool:
         for swapped, sized in pool.run(other_meshes, pool.store.port):
-            for (text, seconds), parts in (
+            for text, parts in (
                 (swapped, ["to make the groups of Mesh(p=2, q=2)", "to make the groups of Mesh(q=2, p=2)"]),
                 (sized, ["to make the groups of Mesh(p=4, q=1)", "to make the groups of Mesh(p=2, q=2)"]),
             ):
                 assert all(part in text for part in parts), text
-                assert seconds < 10  # the timeout is 20
 
 
 def threads(n: int) -> list[str]:
