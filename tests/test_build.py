@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_written_is_not_replaced(
     """Least of all by one under the system's temporary directory, where another user may have been before."""
     file, spare = tmp_path / "file", tmp_path / "spare"
     spare.mkdir()
-    made = make(host(sources))
+    built = make(host(sources))
     monkeypatch.setattr(tempfile, "tempdir", str(spare))
     planted = spare / f"shardlib-{os.getuid()}"
     shutil.copytree(store, planted)
@@ -308,7 +308,7 @@ def test_a_folder_that_cannot_be_written_is_not_replaced(
     folder, reason = (file, "File exists") if chosen == "SHARDLIB_CACHE" else (file / "shardlib", "Not a directory")
     assert str(make(host(sources))) == f"no folder to build in: {folder} ({reason}); name one by SHARDLIB_CACHE"
     monkeypatch.setenv("SHARDLIB_CACHE", str(planted))  # the user's choice
-    assert make(host(sources)) == Built(planted / made.path.name)  # type: ignore[union-attr]
+    assert make(host(sources)) == Built(planted / built.path.name)  # type: ignore[union-attr]
 
 
 def test_a_user_without_a_home(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,17 +331,17 @@ def test_a_folder_that_is_a_link_is_refused(sources: Path, store: Path, tmp_path
 
 
 def test_a_library_that_is_a_link_is_made_again(sources: Path, store: Path, tmp_path: Path) -> None:
-    made = make(host(sources))
-    assert isinstance(made, Built)
-    for path in (made.path, *(store / "objects").glob("*.o")):
+    built = make(host(sources))
+    assert isinstance(built, Built)
+    for path in (built.path, *(store / "objects").glob("*.o")):
         path.rename(tmp_path / path.name)
         path.symlink_to(tmp_path / path.name)
     assert build_library.look(host(sources)) is None
     again = make(host(sources))
     assert answer(again) == 42
     assert again.seconds is not None  # type: ignore[union-attr]
-    assert not made.path.is_symlink()
-    assert (tmp_path / made.path.name).exists()
+    assert not built.path.is_symlink()
+    assert (tmp_path / built.path.name).exists()
 
 
 @pytest.mark.parametrize("name", ["host.lock", "objects"])
@@ -363,13 +363,13 @@ def test_a_file_to_which_others_may_write_is_made_again(sources: Path, store: Pa
     """Files are closed to others, whatever the umask."""
     before = os.umask(0o002)
     try:
-        made = make(host(sources))
+        built = make(host(sources))
     finally:
         os.umask(before)
-    assert isinstance(made, Built)
-    assert not made.path.stat().st_mode & 0o022
-    assert make(host(sources)) == Built(made.path)
-    made.path.chmod(0o775)
+    assert isinstance(built, Built)
+    assert not built.path.stat().st_mode & 0o022
+    assert make(host(sources)) == Built(built.path)
+    built.path.chmod(0o775)
     assert build_library.look(host(sources)) is None
     assert make(host(sources)).seconds is not None  # type: ignore[union-attr]
 

@@ -181,10 +181,10 @@ def gathered(group: Any, value: float) -> list[float]:
 
 
 def close_under_a_waiter() -> list[Any]:
-    """What a thread that waits is told when its session is closed, and whether the engine outlives it."""
+    """The error of a thread that waits while its session is closed, and whether the engine is freed afterwards."""
     shm_channel.LOOK_SECONDS = 60.0
     group = group_of()
-    session, told = group.shm.session, list[str]()
+    session, errors = group.shm.session, list[str]()
     assert gathered(group, 1.0) == [1.0, 1.0]
     if dist.get_rank():
         dist.barrier()
@@ -196,7 +196,7 @@ def close_under_a_waiter() -> list[Any]:
         try:
             handle.finish()
         except CollectiveError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
@@ -206,14 +206,14 @@ def close_under_a_waiter() -> list[Any]:
     thread.join(SECONDS)
     dist.barrier()
     gc.collect()
-    return [told, engine() is None, session.segments]
+    return [errors, engine() is None, session.segments]
 
 
 @pytest.mark.ranks
 def test_a_session_is_closed_while_a_thread_waits() -> None:
     with closing(Pool(2)) as pool:
-        told, freed, segments = pool.run(close_under_a_waiter)[0]
-    assert told == ["the process group of this collective was destroyed"]
+        errors, freed, segments = pool.run(close_under_a_waiter)[0]
+    assert errors == ["the process group of this collective was destroyed"]
     assert freed
     assert segments == {}
 

@@ -76,10 +76,10 @@ def seal(path: Path, made: Path) -> None:
     made.replace(path)
 
 
-def place(made: Path, path: Path) -> None:
+def place(text: Path, path: Path) -> None:
     """Give a finished text its place; whatever the user's umask, nobody else can write to it."""
-    made.chmod(0o644)
-    made.replace(path)
+    text.chmod(0o644)
+    text.replace(path)
 
 
 def sound(path: Path) -> bool:
