@@ -56,6 +56,10 @@ class _Constrain(torch.autograd.Function):
         return constrain(grad, ctx.back, ctx.spec), None, None
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return constrain(tangent, ctx.spec, ctx.back)
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None, None], x: Tensor, spec: str, back: str) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap rules run for batched operands only"
         return constrain(x.movedim(in_dims[0], 0), *(f"_? {text}".rstrip() for text in (spec, back))), 0

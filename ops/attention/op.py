@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
+from shardlib.core.torch_private import is_forward_mode
 from shardlib.ops.attention import (
     cuda as attention_cuda,
 )
@@ -191,6 +192,13 @@ def reference(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor
     return torch.einsum("bhst,bhtd->bhsd", p, v), lse
 
 
+def written_out(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+    """The definition in the accumulator's dtype: plain ops, which have tangents and gradients of every order."""
+    wide = accumulator(q.dtype)
+    o, lse = reference(q.to(wide), k.to(wide), v.to(wide), variant)
+    return o.to(q.dtype), lse
+
+
 # --- autograd partner -------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +240,8 @@ def attention(
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     variant = Variant(mask, bias, alibi, key, causal, scale, window, dropout, q_offset, k_offset, part)
     check(q, k, v, variant)
+    if is_forward_mode():
+        return written_out(q, k, v, variant)
     o, lse = Attention.apply(q, k, v, *variant)  # type: ignore[no-untyped-call]
     return o, lse
 
@@ -248,6 +258,8 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
         >>> torch.allclose(merge(*first, *second)[0], attention(q, k, k)[0], atol=1e-6)
         True
     """
+    if is_forward_mode():
+        return attention_merge.merge(o1, lse1, o2, lse2)
     o, lse = Merge.apply(o1, lse1, o2, lse2)  # type: ignore[no-untyped-call]
     return o, lse
 

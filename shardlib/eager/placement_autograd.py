@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from shardlib.core.batched_grad import one_by_one
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import dual_level, is_excluded
+from shardlib.core.torch_private import is_excluded, is_forward_mode
 from shardlib.eager.redistribute import relayout
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Fixed
@@ -88,7 +88,7 @@ def _is_followed(x: torch.Tensor) -> bool:
 
 def tangent_of(x: torch.Tensor) -> torch.Tensor | None:
     """What forward-mode AD follows beside a tensor, where it does."""
-    if dual_level() < 0 or is_excluded(torch.DispatchKey.AutogradFunctionality):
+    if not is_forward_mode() or is_excluded(torch.DispatchKey.AutogradFunctionality):
         return None
     found: torch.Tensor | None = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call] # torch has no types
     return found

@@ -16,7 +16,7 @@ from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.source_lines import Line, user_line
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_private import is_forward_mode, pytree
 from shardlib.frontend.guards.mappings import opened
 from shardlib.frontend.hazards.loop_effects import refuse_counts
 from shardlib.frontend.reuse.loop_body import trace_body
@@ -57,7 +57,7 @@ def scan(
     steps = _length(xs, length)
     leaves, tree = _flat(xs)
     rows: list[Sequence[Tensor]] = [x.unbind(0) for x in leaves]
-    if is_tracing():
+    if is_tracing() and not is_forward_mode():
         step = _traced(fn, init, [row[0] for row in rows], tree)
     else:
         step = _plain(fn, tree)

@@ -202,6 +202,10 @@ class Communication:
         indices = [body.indices[name] for name in self.axes] if body is not None and body.indices else []
         return _Linear.apply(x, self, *indices)  # type: ignore[no-any-return,no-untyped-call]
 
+    @property
+    def is_extremum(self) -> bool:
+        return self.kind == "all_reduce" and self.args[0] in ("max", "min")
+
     def transposed(self) -> Communication:
         return _TRANSPOSE[self.kind](self)
 
@@ -237,17 +241,28 @@ class _Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.call, *indices = inputs[1:]
         ctx.nothing = (None, *(None for _ in indices))
+        if ctx.call.is_extremum:
+            ctx.save_for_forward(inputs[0], output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Communication = ctx.call
-        if call.args[0] in ("max", "min"):
+        if call.is_extremum:
             raise NoDerivativeError(
                 f"a gradient flows through p{call.args[0]} over {', '.join(map(repr, call.axes))}",
                 rule=f"p{call.args[0]} has no derivative: which device holds the {call.args[0]} is not kept",
                 remedy="detach its operand, as a stable softmax does with its maximum",
             )
         return call.transposed()(grad), *ctx.nothing
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        call: Communication = ctx.call
+        if not call.is_extremum:
+            return call(tangent)
+        x, extremum = ctx.saved_tensors
+        holds, total = (x == extremum).to(tangent.dtype), replace(call, args=("sum",))
+        return total(holds * tangent) / total(holds)  # devices that tie share it, as in torch.amax
 
     @staticmethod
     def vmap(
@@ -305,6 +320,10 @@ class _ToLocal(torch.autograd.Function):
         return from_local(grad, door), None
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return to_local(tangent, ctx.door)
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, door: Door) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap rules run for batched operands only"
         return to_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size)), 0
@@ -325,6 +344,10 @@ class _FromLocal(torch.autograd.Function):
         door: Door = ctx.door
         local = to_local(grad, door)
         return (local / door.copies if door.copies > 1 else local), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return from_local(tangent, ctx.door)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, door: Door) -> tuple[Tensor, int]:

@@ -192,6 +192,10 @@ class _AxisIndex(torch.autograd.Function):
         return None, None
 
     @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        return None
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None], like: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, None]:
         return _AxisIndex.apply(like, axes), None  # type: ignore[no-untyped-call]
 

@@ -51,6 +51,10 @@ class _SendRows(torch.autograd.Function):
         return send_rows(grad, ctx.rows, ctx.sources), None, None
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return send_rows(tangent, ctx.sources, ctx.rows)
+
+    @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, None, None], x: Tensor, sources: Sequence[int], rows: Sequence[int]
     ) -> tuple[Tensor, int]:

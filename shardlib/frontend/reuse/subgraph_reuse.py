@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.core.source_lines import Line
-from shardlib.core.torch_private import IS_PARAMETER, function_modes, pytree, running_node, saved_hooks
+from shardlib.core.torch_private import IS_PARAMETER, function_modes, is_forward_mode, pytree, running_node, saved_hooks
 from shardlib.frontend.guards.code_refs import Reached
 from shardlib.frontend.guards.mappings import opened
 from shardlib.frontend.guards.module_equality import Alike, Read, noted
@@ -132,6 +132,7 @@ class Once:
             and mode.tracer is self._tracer
             and running_node() is None
             and only_gradients()
+            and not is_forward_mode()
             and saved_hooks(True) is None
             and all(map(is_of_traces, function_modes()))
         )

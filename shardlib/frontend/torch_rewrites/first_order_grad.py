@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import FUNC_GRAD, TransformType, is_wrapped, transforms, unwrapped
+from shardlib.core.torch_private import FUNC_GRAD, is_forward_mode, is_wrapped, unwrapped
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def first_order() -> Iterator[None]:
     original = FUNC_GRAD.value
 
     def autograd_grad(outputs: Sequence[Any], *args: Any, create_graph: bool = True, **kwargs: Any) -> Any:
-        again = any(map(_tracked_outside, outputs)) or _forward_mode()
+        again = any(map(_tracked_outside, outputs)) or is_forward_mode()
         return original(outputs, *args, create_graph=create_graph and again, **kwargs)
 
     with FUNC_GRAD.holding(autograd_grad):
@@ -36,8 +36,3 @@ def _tracked_outside(x: torch.Tensor) -> bool:
         if x.requires_grad:
             return True
     return False
-
-
-def _forward_mode() -> bool:
-    stack = transforms() or []
-    return any(level.key() == TransformType.Jvp for level in stack)
