@@ -36,6 +36,7 @@ from shardlib.frontend.hazards.unsupported import refuse_ghost, refuse_unseen
 from shardlib.frontend.reuse.op_meta_cache import Repeated
 
 _DEVICE = torch.ops.prim.device.default
+_ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
 _CALL = Slot("torch.nn.Module.__call__")
 _call, _trace_of_fx = _CALL.value, FX_TRACE.value
 
@@ -160,6 +161,8 @@ def finish(
             made = node.meta["val"]  # under vmap, a Python number that meets a tensor changes its dtype alone
             node.target = torch.ops.aten.scalar_tensor.default
             node.kwargs = {"dtype": made.dtype, "device": made.device}
+        if node.target is _ZERO_TENSOR:  # of a program, zeros have memory
+            node.target = torch.ops.aten.zeros.default
         if node.op == "get_attr":
             constant = operator.attrgetter(str(node.target))(gm)
             if isinstance(constant, FakeTensor):

@@ -71,8 +71,11 @@ def _part_of_whole(call: Call) -> Rule:
 
 
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
-    """Torch's own zeros of no memory are not strided."""
-    return torch.zeros(size, **kwargs)
+    """Zeros with memory: torch makes views of its own zero tensors where no trace sees them.
+
+    Of no dims they stay torch's own: the tangent of a Python number is one, whose value torch reads anywhere else.
+    """
+    return torch.zeros(size, **kwargs) if size else NotImplemented
 
 
 _torch_eye = by_torch("eye.m")["eye.m"]
