@@ -11,6 +11,7 @@ from torch import Tensor
 from shardlib.core.errors import ShardingError
 
 _Q, _MASK, _BIAS, _ALIBI, _KEY, _REST = 0, 3, 4, 5, 6, 7  # where the arguments of `attention` stand
+_GRADS = 2  # how many arguments of `attention_backward` stand before them; o and lse stand before the mask
 
 
 class Attention(torch.autograd.Function):
@@ -63,7 +64,16 @@ class AttentionBackward(torch.autograd.Function):
         return grads if inputs[-1] else grads[:3]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None: ...
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.rest = inputs[_GRADS + _REST + 2 :]
+        ctx.save_for_forward(*inputs[_GRADS : _GRADS + _REST + 2])
+
+    @staticmethod
+    def jvp(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None, *others: Tensor | None) -> Any:
+        """Of the cotangents alone, in which it is linear: where q, k or v have tangents, attention is written out."""
+        tensors = ctx.saved_tensors
+        grad_o = torch.zeros_like(tensors[_MASK]) if grad_o is None else grad_o
+        return AttentionBackward.apply(grad_o, grad_lse, *tensors, *ctx.rest)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -75,7 +85,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        n, first = info.batch_size, 2 + _MASK + 2  # grad_o, grad_lse, q, k, v, o, lse come before the mask
+        n, first = info.batch_size, _GRADS + _MASK + 2
         grad_lse = None if inputs[1] is None else _fold(n, in_dims[1:2], inputs[1:2])[0]
         grad_o, *folded = _fold(n, (in_dims[0], *in_dims[2:first]), (inputs[0], *inputs[2:first]))
         mask, bias, alibi, key = _fold_others(

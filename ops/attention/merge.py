@@ -8,6 +8,7 @@ lse  [B, H, S]
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,9 +30,18 @@ def merge_(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, 
     return o1, lse1
 
 
+def written_out(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain ops, which have tangents and gradients of every order, in rows without a key, too."""
+    wide, first, second = accumulator(o1.dtype), _share(lse2, lse1), _share(lse1, lse2)
+    dead = lse1.isneginf() & lse2.isneginf()
+    lse = torch.logaddexp(*(x.masked_fill(dead, 0) for x in (lse1, lse2))).masked_fill(dead, -math.inf)
+    return first * o1.to(wide) + second * o2.to(wide), lse
+
+
 def _share(lse1: Tensor, lse2: Tensor) -> Tensor:
     """The second part's share of the probability, `[B, H, S, 1]`; 0 where neither saw a key."""
-    return torch.sigmoid(lse2 - lse1).nan_to_num_(0.0)[..., None]
+    apart = (lse2 - lse1).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    return torch.sigmoid(apart)[..., None]
 
 
 class Merge(torch.autograd.Function):

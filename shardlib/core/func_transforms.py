@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from shardlib.core.context import is_tracing
-from shardlib.core.torch_private import pytree, transform_level
+from shardlib.core.torch_private import is_forward_mode, pytree, transform_level
 
 __all__ = ["grad", "value_and_grad", "vmap"]
 
@@ -107,9 +107,9 @@ def _goes_on(x: Tensor, roots: list[Tensor]) -> bool:
 
 
 def _plainly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd takes this derivative, and no other is being taken: neither a transform around, nor a history of
-    the arguments."""
-    if not is_tracing() or torch.is_inference_mode_enabled() or transform_level() is not None:
+    """Whether autograd takes this derivative, and no other is being taken: neither a transform around, nor tangents, nor
+    a history of the arguments."""
+    if not is_tracing() or torch.is_inference_mode_enabled() or transform_level() is not None or is_forward_mode():
         return False
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

@@ -157,6 +157,9 @@ in_vmap = _torch("torch._C._functorch._add_batch_dim", "the gradients of all exa
 batch_dim_of = _torch("torch._C._functorch.maybe_get_bdim", "which dim of a cotangent are the examples of a vmap")
 _deeper = _torch("torch._C._vmapmode_increment_nesting", "how many such batches are around")
 _back = _torch("torch._C._vmapmode_decrement_nesting", "how many such batches are around")
+follow_tangents = _torch(
+    "torch.autograd.forward_ad._set_fwd_grad_enabled", "in the jvp of a Function torch loses the tangents of a jvp around"
+)
 dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
 
 

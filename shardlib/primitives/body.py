@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import NoDerivativeError, ShardingError
+from shardlib.core.torch_private import follow_tangents
 from shardlib.primitives import vmap_body
 from shardlib.primitives.boundary import Door, Stack
 from shardlib.sharding.mesh.mesh import Mesh
@@ -261,8 +262,10 @@ class _Linear(torch.autograd.Function):
         if not call.is_extremum:
             return call(tangent)
         x, extremum = ctx.saved_tensors
-        holds, total = (x == extremum).to(tangent.dtype), replace(call, args=("sum",))
-        return total(holds * tangent) / total(holds)  # devices that tie share it, as in torch.amax
+        total = replace(call, args=("sum",))
+        with follow_tangents(True):
+            holds = (x == extremum).to(tangent.dtype)
+            return total(holds * tangent) / total(holds)  # devices that tie share it, as in torch.amax
 
     @staticmethod
     def vmap(
