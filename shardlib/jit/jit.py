@@ -22,7 +22,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import (
     count_dispatch_modes,
     count_function_modes,
-    is_forward_mode,
+    dual_level,
     is_wrapped,
     pytree,
     transform_level,
@@ -224,7 +224,7 @@ class Jitted(Function):
                 break
         if transform_level() is not None and any(isinstance(x, torch.Tensor) and is_wrapped(x) for x in leaves):
             return self.fn(*args, **kwargs)  # a module's parameters, say
-        if is_forward_mode():
+        if dual_level() >= 0:
             refuse_tangents(self.name, leaves)
         found = programs.entries.find(key, leaves)
         if found is None:
