@@ -37,7 +37,7 @@ Box = tuple[Range, ...]  # a run per dim
 
 
 def boxes(layout: Layout, coords: Coords) -> Iterator[Box]:
-    """The boxes of the whole that the device at `coords` holds.
+    """The boxes of the whole that the device at `coords` holds; of a whole without elements, the whole.
 
     Example:
         >>> from shardlib.sharding.mesh.axis import Axis
@@ -45,6 +45,8 @@ def boxes(layout: Layout, coords: Coords) -> Iterator[Box]:
         >>> [[tuple(run) for run in box] for box in boxes(layout, {"t": 1})]
         [[(6, 0, 6), (0, 0, 5)], [(18, 6, 6), (0, 0, 5)]]
     """
+    if not math.prod(layout.shape):  # a box that a checkpoint knows the tensor by
+        return iter([tuple(Range(0, 0, n) for n in layout.shape)])
     return itertools.product(*(tuple(_ranges(dim, coords)) for dim in layout.dims))
 
 
@@ -86,8 +88,8 @@ def chunk_list(x: ShardedTensor) -> list[ChunkStorageMetadata]:
             rule="a checkpoint is loaded into the tensor that has the memory",
             remedy="load into that tensor, or into a copy (x.clone())",
         )
-    first = alike((shard.coords for shard in x.shards), x.sharding.axes)
-    own = {i: x.shards[i].data.clone() for i in dict.fromkeys(first)}  # who holds the same shares what is read
+    first = alike(x.mesh.own_coords(), x.sharding.axes)
+    own = {i: x._locals[i].clone() for i in dict.fromkeys(first)}  # who holds the same shares what is read
     pieces = tuple(own[i] for i in first)
     view_aliases.assign(x, pieces, pieces)
     return [_chunk(box) for box in _held(x)]
@@ -107,6 +109,8 @@ def _refuse_before_ranks_meet(x: ShardedTensor) -> None:
 def tensor_shard(x: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
     """The box of that offset, as a view of the piece that it is in."""
     for box, piece in _held(x).items():
+        if not x.numel():
+            return piece.new_empty(x.shape)
         if index.offset is None or _chunk(box).offsets == index.offset:
             for d, run in enumerate(box):
                 piece = piece.narrow(d, run.local, run.length)

@@ -5,7 +5,6 @@ What is loaded is compared with what is there first, as a whole.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -49,14 +48,6 @@ def taken(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _placed(x: Any) -> list[ShardedTensor]:
     return [y for y in pytree.tree_leaves(x) if isinstance(y, ShardedTensor)]
-
-
-def written(values: Any) -> bytes:
-    """The values as a file has them; raises what they could not be read by."""
-    out = io.BytesIO()
-    torch.save(values, out)
-    torch.load(io.BytesIO(out.getvalue()))
-    return out.getvalue()
 
 
 def _emptied(at: str, x: Any, tensors: dict[str, Tensor]) -> Any:

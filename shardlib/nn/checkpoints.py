@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.nn.checkpoint_entries import destinations, facts_of, filled, is_value, taken, written
+from shardlib.nn.checkpoint_entries import destinations, facts_of, filled, is_value, taken
+from shardlib.nn.checkpoint_values import read, written
 
 _SAID = {"step", "entries", "tensors", "files"}
 _FACTS, _NEWEST, _VALUES = "run.json", "newest", "values.pt"
@@ -87,17 +88,21 @@ class Checkpoints:
         """Write a checkpoint, and drop those that are older than the last `keep`; returns its folder.
 
         With `background` it is written while the run goes on, from copies that are made before this returns. An error
-        there is raised by the next `save`, or by `wait`. Raises `ShardingError` for names and values that a checkpoint
-        cannot hold, what `pickle` raises of values, and `OSError`, on all ranks, where the folder cannot be written.
+        there is raised by the next `save`, or by `wait`. Raises, on all ranks, `ShardingError` for names and values
+        that a checkpoint cannot hold, before anything is written, and `OSError` where the folder cannot be written.
         """
         self.wait()
-        _refuse_others(self.folder, step)
         aside, final = self.folder / f".step-{step:06d}.partial", self.folder / f"step-{step:06d}"
-        tensors, values = taken(state)
+        fault: ShardingError | None = None
+        try:
+            tensors, values = taken(state)
+            values[""] = torch.get_rng_state()
+            content = written(values)
+        except ShardingError as refusal:
+            fault = refusal
+        _refuse_others(self.folder, step, fault)
         facts = {"step": step, "crc": torch.serialization.get_crc32_options()} | facts_of(state, tensors)
-        tensors = {k: x for k, x in tensors.items() if x.numel()}  # torch's knows no others
-        values[""] = torch.get_rng_state()
-        content = written(values)
+        tensors = {k: x for k, x in tensors.items() if x.numel()}  # of the others, the facts say all
         if _leads():
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
@@ -215,7 +220,7 @@ class Checkpoints:
                 rule="its files are as they were written",
                 remedy=self._older(facts["step"]),
             )
-        return facts, torch.load(path / _VALUES)
+        return facts, read(path / _VALUES)
 
     def _older(self, step: int) -> str:
         others = ", ".join(str(other) for other in self.steps if other != step)
@@ -243,12 +248,17 @@ def _meet() -> None:
         dist.barrier()
 
 
-def _refuse_others(folder: Path, step: int | None) -> None:
-    """Raise `ShardingError`, on all ranks, where they do not name one checkpoint."""
-    if not _on_ranks():
-        return
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (str(folder.absolute()), step))
+def _refuse_others(folder: Path, step: int | None, fault: ShardingError | None = None) -> None:
+    """Raise `ShardingError`, on all ranks, where they do not name one checkpoint, or where one of them has a fault."""
+    said, faults = [(str(folder.absolute()), step)], [fault and str(fault)]
+    if _on_ranks():
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (said[0], faults[0]))
+        said, faults = [one for one, _ in every], [text for _, text in every]
+    if fault is not None:
+        raise fault
+    if texts := [f"rank {rank}: {text}" for rank, text in enumerate(faults) if text]:
+        raise ShardingError("another rank refuses to save", texts, rule="ranks save a checkpoint together")
     if len(set(said)) > 1:
         raise ShardingError(
             "ranks name different checkpoints",

@@ -1,0 +1,94 @@
+"""The values of a checkpoint that are no tensors of their own: written as bytes that `torch.load` reads back.
+
+Files are read by `weights_only=True`, so they hold data and no code. Numpy's numbers and arrays are data, too.
+"""
+
+from __future__ import annotations
+
+import io
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from pickle import PickleError
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardlib.core.errors import ShardingError
+
+
+def written(values: Mapping[str, Any]) -> bytes:
+    """Returns the entries of a checkpoint as its file has them.
+
+    Raises `ShardingError` that names each value, by the keys that lead to it, that could not be read back.
+
+    Example:
+        >>> written({"run": {"best": 0.5, "folder": Path("runs")}})
+        Traceback (most recent call last):
+        shardlib.core.errors.ShardingError: a checkpoint cannot hold some of its values:
+          * run.folder is a PosixPath: PosixPath('runs')
+        Rule: values are None, text, bytes, numbers, tensors, numpy's numbers and arrays, and dicts, lists, tuples ...
+        Remedy: save float(x), str(path), date.isoformat(), member.value, dataclasses.asdict(x), tuple(x), ...
+    """
+    try:
+        return _checked(values)
+    except _UNSAVABLE as error:
+        wrong = [fault for name, x in values.items() for fault in _faults(name, x, frozenset())]
+        raise ShardingError(
+            "a checkpoint cannot hold some of its values",
+            wrong or [str(error)],
+            rule="values are None, text, bytes, numbers, tensors, numpy's numbers and arrays, and dicts, lists, tuples "
+            "and sets of these",
+            remedy="save float(x), str(path), date.isoformat(), member.value, dataclasses.asdict(x), tuple(x), and "
+            "make the object again; or allow its type in each process: torch.serialization.add_safe_globals([Type])",
+        ) from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the entries that `written` wrote to this file."""
+    with _with_numpy():
+        values: dict[str, Any] = torch.load(path)
+    return values
+
+
+def _checked(values: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(values, out)
+    with _with_numpy():
+        torch.load(io.BytesIO(out.getvalue()))
+    return out.getvalue()
+
+
+# What torch.save raises of objects that it cannot write, and torch.load of types that it does not know.
+_UNSAVABLE = (PickleError, TypeError, AttributeError, ValueError, RuntimeError)
+
+
+def _faults(path: str, x: Any, around: frozenset[int]) -> Iterator[str]:
+    """Yields the innermost values that cannot be written, each with the keys that lead to it."""
+    try:
+        _checked(x)
+        return
+    except _UNSAVABLE:
+        inner: list[tuple[str, Any]] = []
+    if isinstance(x, Mapping):
+        inner = [*((f"{path}.{k}", y) for k, y in x.items()), *((f"a key of {path}", k) for k in x)]
+    elif isinstance(x, list | tuple | set | frozenset):
+        inner = [(f"{path}.{i}", y) for i, y in enumerate(x)]
+    deeper = [fault for at, y in inner if id(y) not in around for fault in _faults(at, y, around | {id(x)})]
+    yield from deeper or [f"{path} is a {type(x).__name__}: {reprlib.repr(x)}"]
+
+
+def _with_numpy() -> AbstractContextManager[Any]:
+    """Returns a context in which `torch.load` knows numpy's numbers and arrays."""
+    return torch.serialization.safe_globals(_numpy_types())
+
+
+@cache
+def _numpy_types() -> list[Any]:
+    makers: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]]
+    named = [(make, f"numpy.{core}.multiarray.{make.__name__}") for make in makers for core in ("core", "_core")]
+    dtypes = [x for x in vars(np.dtypes).values() if isinstance(x, type) and issubclass(x, np.dtype)]
+    return [*named, np.ndarray, np.dtype, *dtypes, bytes]  # no bytes at all are a call of their type, in a file
