@@ -24,6 +24,7 @@ from shardlib.core.torch_private import (
     DynamicOutputShapeException,
     OpOverload,
     kernel_of,
+    pytree,
     schema_of,
 )
 from shardlib.eager import unsupported
@@ -139,6 +140,30 @@ def _own_form(call: Asked) -> Run:
     return lambda args, kwargs: run(op, args, kwargs or {})
 
 
+def _on_one_mesh(call: Asked) -> Run:
+    """A tensor without dims is a number, which its devices have whole: on another mesh it counts as a plain one.
+
+    The op runs on the mesh of the tensor that has dims, or that is written to; otherwise on that of the first.
+    """
+    op, changed = call.op, {id(x) for x in written_by(call.op, call.args, call.kwargs)}
+    at = next((x._form.mesh for x in call.sharded if x.dim() or id(x) in changed), call.mesh)
+    guests = [x for x in call.sharded if x._form.mesh != at]
+    if any(x.dim() or id(x) in changed for x in guests):
+        unsupported.meshes(op, call.sharded)
+
+    def number(x: ShardedTensor) -> torch.Tensor:
+        return x if x._form.mesh == at else x.detach().full_tensor()
+
+    def run(args: Any, kwargs: Any) -> Any:
+        sharded = [x for x in tensors_of((args, kwargs or {})) if isinstance(x, ShardedTensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad and x._form.mesh != at for x in sharded):
+            unsupported.meshes(op, sharded)  # a gradient would live on the mesh of the op
+        args, kwargs = pytree.tree_map_only(ShardedTensor, number, (args, kwargs or {}))
+        return op(*args, **kwargs)
+
+    return run
+
+
 def _shapes(call: Asked) -> Run:
     """Shapes alone are nowhere."""
     op, mesh = call.op, call.mesh
@@ -234,7 +259,7 @@ WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
     (_has_own_form, _own_form),
     (lambda c: c.op.namespace in PER_RANK, lambda c: unsupported.collective(str(c.op), [typeof(x) for x in c.sharded])),
     (lambda c: _takes_lists(c.op), _lists),
-    (_on_several_meshes, lambda c: unsupported.meshes(c.op, c.sharded)),
+    (_on_several_meshes, _on_one_mesh),
     (_asks_for_shapes, _shapes),
     (lambda c: bool(c.elsewhere), lambda c: unsupported.devices(c.op, c.sharded, c.elsewhere)),
     (_mixes_values_and_none, lambda c: unsupported.meta(c.op, c.tensors)),
