@@ -1,4 +1,8 @@
-"""What a tensor in pieces has not: one memory. Whoever asks for it is told so, before C++ reads at address 0."""
+"""What a tensor in pieces has not: one memory. Who asks for the memory is refused, before C++ reads at address 0.
+
+Libraries that save tensors ask which of them share memory, by the address and the size of a storage. That question has
+an answer: tensors that share memory here have one identity, and others have others.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,65 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoStorageError
 from shardlib.core.torch_private import TYPED_STORAGE
+from shardlib.tensor.view_aliases import memory_of
 
 _PIECE = "x.to_local() is this device's piece, x.full_tensor() the whole as a plain tensor"
+_SAVE = "save full tensors, {name: x.full_tensor() for name, x in state.items()}, which all ranks gather"
 
 # What asks for the memory -> what is said of the tensor, and what to do instead.
 _ASKS: dict[str, tuple[str, str]] = {
-    "data_ptr": (
-        "has no address",
-        "x.full_tensor() is the whole as a plain tensor, to be saved, say; x.to_local().data_ptr() is this device's "
-        "piece",
-    ),
-    "untyped_storage": ("has no storage", _PIECE),
-    "storage": ("has no storage", _PIECE),
-    TYPED_STORAGE: ("has no storage", _PIECE),
+    "data_ptr": ("has no address", f"{_SAVE}; x.to_local().data_ptr() is this device's piece"),
+    TYPED_STORAGE: ("has no storage", f"{_SAVE}; {_PIECE}"),
     "apply_": ("has no values that Python could go through", "write it as ops on the whole: x.copy_(x * 2)"),
     "share_memory_": ("cannot be put into shared memory", "x.full_tensor().share_memory_(), or x.to_local()'s"),
     "pin_memory": ("cannot be pinned", "pin the plain tensor, and place it then: shard(x.pin_memory(), spec)"),
     "__dlpack__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_PIECE}"),
     "__dlpack_device__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_PIECE}"),
 }
+
+
+class MemoryIdentity:
+    """Stands in for the storage of a tensor in pieces: it tells tensors that share memory from others.
+
+    Anything else that a storage has is refused by `NoStorageError`.
+
+    Example:
+        >>> from shardlib import Mesh, shard
+        >>> with Mesh(data=2):
+        ...     x, y = shard(torch.zeros(4), "n@data"), shard(torch.zeros(4), "n@data")
+        >>> same, other = x.detach().untyped_storage(), y.untyped_storage()
+        >>> x.untyped_storage().data_ptr() == same.data_ptr() != other.data_ptr(), other.nbytes()
+        (True, 16)
+    """
+
+    def __init__(self, x: Any, described: str, unit: int) -> None:
+        self._memory, self._described, self._unit = memory_of(x), described, unit
+        self.device = x.device
+
+    @property
+    def _cdata(self) -> int:
+        return id(self._memory)
+
+    def data_ptr(self) -> int:
+        """Returns a number that the tensor's views have, too, and no other memory of this process; no address."""
+        return id(self._memory)
+
+    def nbytes(self) -> int:
+        """Returns the size of the whole memory, as one device would have it."""
+        form = self._memory.form
+        return form.shape.numel() * form.dtype.itemsize
+
+    def size(self) -> int:
+        """Returns the size in bytes, or in elements where `x.storage()` was called."""
+        return self.nbytes() // self._unit
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _error(self._described, f"has no storage, of which .{name} is asked", f"{_SAVE}; {_PIECE}")
 
 
 def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> None:
@@ -42,16 +84,30 @@ def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> No
         Rule: a tensor in pieces has no storage of its own
         Remedy: x.full_tensor().share_memory_(), or x.to_local()'s
     """
+
+    def untyped_storage(self: torch.Tensor, unit: int = 1) -> MemoryIdentity:
+        """Returns an object that tells tensors that share memory from others; it has no bytes."""
+        if is_tracing():
+            raise _error(typeof(self), "has no storage in a traced function", _PIECE)
+        return MemoryIdentity(self, typeof(self), unit)
+
+    def storage(self: torch.Tensor) -> MemoryIdentity:
+        """Returns what `untyped_storage` does."""
+        return untyped_storage(self, self.itemsize)
+
+    cls.untyped_storage, cls.storage = untyped_storage, storage  # type: ignore[assignment, method-assign]
     for name, (said, remedy) in _ASKS.items():
         setattr(cls, name, _refusing(name, said, remedy, typeof))
 
 
 def _refusing(name: str, said: str, remedy: str, typeof: Callable[[Any], str]) -> Callable[..., NoReturn]:
     def refuse(self: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
-        raise NoStorageError(
-            f"{typeof(self)} {said}", rule="a tensor in pieces has no storage of its own", remedy=remedy
-        )
+        raise _error(typeof(self), said, remedy)
 
     refuse.__name__ = refuse.__qualname__ = name
     refuse.__doc__ = "Refused: there is no one memory."
     return refuse
+
+
+def _error(described: str, said: str, remedy: str) -> NoStorageError:
+    return NoStorageError(f"{described} {said}", rule="a tensor in pieces has no storage of its own", remedy=remedy)

@@ -64,8 +64,9 @@ def refusal(fn: Callable[[], Any]) -> str:
 
 MEMORY: dict[str, Callable[[Any], Any]] = {
     "address": lambda x: x.data_ptr(),
-    "storage": lambda x: x.untyped_storage(),
-    "typed storage": lambda x: x.storage(),
+    "storage": lambda x: x.untyped_storage().resize_(0),
+    "typed storage": lambda x: x.storage().tolist(),
+    "private storage": lambda x: x._typed_storage(),
     "share_memory_": lambda x: x.share_memory_(),
     "pin_memory": lambda x: x.pin_memory(),
     "dlpack": lambda x: x.__dlpack__(),
@@ -313,7 +314,51 @@ def test_safetensors_takes_whole_tensors(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch", reason="it comes with transformers")
     bytes_ = safetensors.save({"w": placed().full_tensor(), "r": placed(spec="a b").full_tensor()})
     assert torch.equal(safetensors.load(bytes_)["w"], W)
-    assert "has no storage" in refusal(lambda: safetensors.save({"w": placed()}))
+    state = {"w": placed(), "r": placed(spec="a b"), "other": placed()}
+    tied = {**state, "same": state["w"].detach()}
+    for refused in (state, tied):
+        message = refusal(lambda refused=refused: safetensors.save_file(refused, tmp_path / "x"))
+        assert "Remedy: save full tensors, {name: x.full_tensor() for name, x in state.items()}" in message
+    assert not list(tmp_path.iterdir())
+
+
+IDENTITIES = {
+    "safetensors": lambda: __import__("safetensors.torch").torch.storage_ptr,
+    "transformers": lambda: __import__("transformers.pytorch_utils").pytorch_utils.id_tensor_storage,
+    "hub": lambda: __import__("huggingface_hub").get_torch_storage_id,
+    "accelerate": lambda: __import__("accelerate.utils.modeling").utils.modeling.id_tensor_storage,
+    "address": lambda: lambda x: x.untyped_storage().data_ptr(),
+    "storage": lambda: lambda x: x.storage().data_ptr(),
+    "_cdata": lambda: lambda x: x.untyped_storage()._cdata,
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_libraries_see_which_tensors_share_memory(name):
+    try:
+        identity = IDENTITIES[name]()
+    except ImportError:
+        pytest.skip(f"{name} is not installed")
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    module[2].weight = module[0].weight
+    sl.parallelize(module, strategy="fsdp", mesh=Mesh(data=8))  # of a bias, half of the shards are empty
+    for state in (module.state_dict(), module.state_dict(keep_vars=True)):
+        ids = {key: identity(x) for key, x in state.items()}
+        assert ids["0.weight"] == ids["2.weight"]
+        assert len(set(ids.values())) == 5
+        assert 0 not in ids.values()
+    x = next(module.parameters())
+    assert (x.untyped_storage().nbytes(), x.storage().size()) == (64, 16)
+    assert "has no storage, of which .tolist is asked" in refusal(lambda: x.untyped_storage().tolist())
+
+
+def test_accelerate_drops_no_parameter(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sl.parallelize(module, strategy="fsdp", mesh=Mesh(data=2))
+    accelerate.PartialState(cpu=True)
+    clean = accelerate.utils.other.clean_state_dict_for_safetensors
+    assert sorted(clean(module.state_dict())) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 OLD: dict[str, Callable[[nn.Module], Any]] = {
