@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_placing_a_leaf_makes_a_leaf_and_anything_else_keeps_its_history() -> No
     assert x.is_leaf
     (shard(w * 2, "_@tensor") * torch.arange(4.0)).sum().backward()
     assert torch.equal(w.grad, 2 * torch.arange(4.0))
-    assert not x.to_local().requires_grad
+    assert x.to_local().requires_grad
 
 
 def test_equal_pieces_are_shared() -> None:
@@ -153,6 +154,14 @@ def test_pieces_have_no_history(mesh: Mesh) -> None:
     piece = torch.nn.Parameter(torch.ones(2, 2))
     x = ShardedTensor([piece] * 8, Layout.parse("4@data, 2", mesh.axes), mesh)
     assert not any(s.data.requires_grad or s.data.data_ptr() != piece.data_ptr() for s in x.shards)
+
+
+def test_what_goes_to_another_process_is_a_leaf() -> None:
+    x = shard(X.clone().requires_grad_(), "batch _")
+    assert torch.equal(pickle.loads(ForkingPickler.dumps(x)).full_tensor(), X)
+    with pytest.raises(sl.ShardingError, match=r"(?s)is no leaf.*send x\.detach\(\)"):
+        ForkingPickler.dumps(x * 2)
+    assert torch.equal(pickle.loads(ForkingPickler.dumps((x * 2).detach())).full_tensor(), 2 * X)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from shardlib.core.batched_grad import one_by_one
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import is_excluded, is_forward_mode
 from shardlib.eager.redistribute import relayout
+from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.spec import P, resolve_many
@@ -22,7 +23,7 @@ from shardlib.tensor.tensor_meta import Form
 
 def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
     """`x` laid out as `resolved` says; its gradient is laid out as `x` is."""
-    if _is_followed(x):
+    if is_followed(x):
         out: ShardedTensor = _Redistribute.apply(x, resolved)  # type: ignore[no-untyped-call]
         return out
     return relayout(x, resolved.layout, resolved.names)
@@ -30,7 +31,7 @@ def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
 
 def whole(x: ShardedTensor) -> torch.Tensor:
     """`x` as a plain tensor; its gradient, which every process has whole, is cut up as `x` is."""
-    if _is_followed(x):
+    if is_followed(x):
         out: torch.Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
         return out
     return _gathered(x)
@@ -39,7 +40,7 @@ def whole(x: ShardedTensor) -> torch.Tensor:
 def placed(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False, *, leaf: bool = True) -> ShardedTensor:
     """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once; without `leaf` it is what the result
     comes from. What was computed keeps its history."""
-    if _is_followed(x) and not (leaf and x.is_leaf and tangent_of(x) is None):
+    if is_followed(x) and not (leaf and x.is_leaf and tangent_of(x) is None):
         out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
         return out
     return place(x, resolved, mesh, donate)
@@ -60,7 +61,7 @@ def place(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False) ->
 
 def laid_as(x: torch.Tensor, like: ShardedTensor) -> ShardedTensor:
     """A plain tensor, which every process has whole, laid out as `like` is; without history."""
-    return place(x.detach(), _home(like), like.mesh)
+    return place(x.detach(), home(like._form), like.mesh)
 
 
 def _gathered(x: ShardedTensor) -> torch.Tensor:
@@ -75,13 +76,13 @@ def _gathered(x: ShardedTensor) -> torch.Tensor:
 def _in_order(x: ShardedTensor) -> torch.Tensor:
     """The values in memory of their own, contiguous."""
     if x.mesh.kind == "virtual":
-        return x.sharding.gather([(s.coords, s.data) for s in x.shards])
+        return x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)])
     (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, what="full_tensor")
-    out = relayout(x, resolved.layout, resolved.names).to_local()
-    return out.clone(memory_format=torch.contiguous_format) if out is x.to_local() else out
+    (out,) = relayout(x, resolved.layout, resolved.names)._locals
+    return out.clone(memory_format=torch.contiguous_format) if out is x._locals[0] else out
 
 
-def _is_followed(x: torch.Tensor) -> bool:
+def is_followed(x: torch.Tensor) -> bool:
     """Whether autograd wants to know what becomes of a tensor, backward or forward."""
     return bool(x.requires_grad and torch.is_grad_enabled()) or tangent_of(x) is not None
 
@@ -94,14 +95,15 @@ def tangent_of(x: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
-def _home(x: ShardedTensor) -> Fixed:
-    return Fixed.at(x.sharding, x._form.names)
+def home(form: Form) -> Fixed:
+    """Returns where the gradient of a tensor of this form lives: as it does, with complete values."""
+    return Fixed.at(Layout(form.layout.dims), form.names)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
-        ctx.home, ctx.mesh, ctx.resolved = _home(x), x.mesh, resolved
+        ctx.home, ctx.mesh, ctx.resolved = home(x._form), x.mesh, resolved
         return relayout(x, resolved.layout, resolved.names)
 
     @staticmethod
@@ -139,7 +141,7 @@ class _Place(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> torch.Tensor:
-        ctx.home, ctx.mesh = _home(x), x.mesh
+        ctx.home, ctx.mesh = home(x._form), x.mesh
         return _gathered(x)
 
     @staticmethod

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shardlib.core.bounded_cache import Bounded
+from shardlib.core.errors import ShardingError
 from shardlib.eager.compile_op import Operand, Single, single
 from shardlib.eager.prepare import LOCK
-from shardlib.sharding.layout import Layout
+from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.placement import Names
-from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
+from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 
 _programs: Bounded[Any, Single] = Bounded(1 << 10)
@@ -24,6 +29,8 @@ def relayout(x: ShardedTensor, layout: Layout, names: Names | None = None) -> Sh
     to = Form.of(layout, x.mesh, x.dtype, form.device, names)
     if form.layout.canonical == layout.canonical:
         return _same(wrap(to, x._locals), x)
+    if form.layout.pending and not layout.pending:
+        return _same(relayout(_added_up(x), layout, names), x)
     ready = _programs.get((form, to))
     if ready is None:
         with LOCK:
@@ -34,6 +41,31 @@ def relayout(x: ShardedTensor, layout: Layout, names: Names | None = None) -> Sh
     (made,) = ready.results
     assert made is not None, "a move has a result"
     return _same(wrap(Form.of(made.layout, x.mesh, x.dtype, form.device, made.names), tuple(pieces)), x)
+
+
+def _added_up(x: ShardedTensor) -> ShardedTensor:
+    """Returns the value of a partial sum: its addends are a dim that is sharded over the pending axes."""
+    form, layout = x._form, x.sharding
+    kinds = {pending.kind for pending in layout.pending}
+    if len(kinds) > 1 or not kinds <= _REDUCED_BY.keys():
+        raise ShardingError(
+            f"{typeof(x)} is partial in {' and '.join(sorted(kinds))}, and is redistributed",
+            rule="one value is a partial sum, max or min",
+        )
+    addends = Factor(math.prod(axis.size for axis in layout.pending_axes), layout.pending_axes)
+    stacked = Layout(((addends,), *layout.dims))
+    pieces = tuple(piece.unsqueeze(0) for piece in x._locals)
+    rows = wrap(Form.of(stacked, x.mesh, x.dtype, form.device, ((None,), *form.names)), pieces)
+    with torch.no_grad():
+        result: Any = _REDUCED_BY[kinds.pop()](rows)
+    return result  # type: ignore[no-any-return]
+
+
+_REDUCED_BY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+}
 
 
 def _same(out: ShardedTensor, x: ShardedTensor) -> ShardedTensor:

@@ -1,17 +1,20 @@
-"""ShardedTensors as DTensors of torch.distributed, and back: copies, since a DTensor is written to in place.
+"""ShardedTensors as DTensors of torch.distributed, and back: differentiable copies, since DTensors are written to.
 
 (DTensor is imported by who asks for one: that takes as long as a third of torch.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.layout import Factor, Layout, Pieces
+from shardlib.sharding.layout import REDUCTIONS, Factor, Layout, Pending, Pieces
+from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
+from shardlib.tensor.hooks import above
 from shardlib.tensor.local_shards import refuse_misfits
-from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
+from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 from shardlib.tensor.tensor_meta import Form, contiguous
 
 if TYPE_CHECKING:
@@ -19,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def to_dtensor(x: ShardedTensor) -> DTensor:
-    """The same values as a DTensor on the mesh's DeviceMesh; this rank's piece is copied.
+    """The same values as a DTensor on the mesh's DeviceMesh; this rank's shard is copied. Differentiable.
 
     Raises `ShardingError` on virtual devices, and for layouts that DTensor's placements cannot say (an axis on a factor
     in the middle of a dim, parts of axes): redistribute first.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     placements: list[Any] = []
     faults = []
@@ -40,6 +43,12 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
                             text = f"axis {a} cuts one factor of it, or only a part of {name} does"
                             faults.append(f"dim {d} is {Layout((dim,))}: {text}")
                         placement = Shard(d)
+        for pending in x.sharding.pending:
+            for a in pending.axes:
+                if a.name == name:
+                    placement = Partial(pending.kind)
+                    if not a.whole or pending.kind == "owned":
+                        faults.append(f"it is {pending}: DTensor sums over whole mesh axes")
         placements.append(placement)
     for d, dim in enumerate(x.sharding.dims):
         order = [x.mesh.axis_names.index(a.name) for f in dim for a in f.axes]
@@ -58,11 +67,12 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
 
 
 def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
-    """A DTensor as a ShardedTensor on `mesh` (by default its own DeviceMesh); this rank's piece is copied.
+    """A DTensor as a ShardedTensor on `mesh` (by default its own DeviceMesh). Differentiable.
+
+    This rank's shard is copied.
 
     Raises `ShardingError` for partial sums, for another mesh, and where the local tensor is no piece of its shape.
     """
-    from torch.distributed.tensor import Replicate, Shard
 
     mesh = mesh or current_mesh() or Mesh.from_device_mesh(x.device_mesh)
     sizes = dict(zip(x.device_mesh.mesh_dim_names or (), x.device_mesh.mesh.shape, strict=False))
@@ -70,16 +80,44 @@ def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
         raise ShardingError(
             f"a DTensor on {x.device_mesh} is not on {mesh}", rule="both meshes have the same axes in the same order"
         )
-    axes: list[list[Any]] = [[] for _ in x.shape]
-    for name, placement in zip(mesh.axis_names, x.placements, strict=True):
-        if type(placement) is Shard:
-            axes[placement.dim].append(mesh.axis(name))
-        elif not isinstance(placement, Replicate):
-            raise ShardingError(
-                f"placement {placement} of a DTensor has no layout here",
-                remedy="redistribute it to Shard and Replicate first",
-            )
-    layout = Layout(tuple((Factor(n, tuple(a)),) for n, a in zip(x.shape, axes, strict=True)))
-    piece = x.to_local().detach().clone()
+    if any(placement.is_partial() for placement in x.placements):
+        raise ShardingError(
+            f"a DTensor of placements {x.placements} is a partial sum",
+            rule="a DTensor comes here with complete values",
+            remedy="redistribute it to Shard and Replicate first",
+        )
+    layout = layout_of(tuple(x.shape), x.placements, mesh)
+    piece = x.to_local().clone()
     refuse_misfits(f"a DTensor of shape {list(x.shape)} as {layout}", [piece], layout, mesh)
-    return wrap(Form.of(layout, mesh, piece.dtype, piece.device), (piece,))
+    return above.from_shards([piece], Form.of(layout, mesh, piece.dtype, piece.device))
+
+
+def layout_of(shape: tuple[int, ...], placements: Sequence[Any], mesh: Mesh) -> Layout:
+    """Returns the layout of a tensor of this shape with a DTensor placement per mesh axis.
+
+    Raises `ShardingError` for another number of placements, and for other kinds than `Shard`, `Replicate`, `Partial`.
+
+    Example:
+        >>> from torch.distributed.tensor import Partial, Shard
+        >>> str(layout_of((4, 6), [Shard(1), Partial()], Mesh.abstract(data=2, tensor=3)))
+        '4, 6@data +tensor'
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    axes: list[list[Axis]] = [[] for _ in shape]
+    pending = []
+    wrong = [] if len(placements) == len(mesh.axes) else [f"{len(placements)} placements for {mesh}"]
+    for name, placement in zip(mesh.axis_names, placements, strict=False):
+        if type(placement) is Shard and -len(shape) <= placement.dim < len(shape):
+            axes[placement.dim].append(mesh.axis(name))
+        elif type(placement) is Partial and placement.reduce_op in REDUCTIONS:
+            pending.append(Pending((mesh.axis(name),), placement.reduce_op))
+        elif not isinstance(placement, Replicate):
+            wrong.append(f"{placement} over {name}, of a tensor of shape {list(shape)}")
+    if wrong:
+        raise ShardingError(
+            "DTensor placements have no layout here",
+            wrong,
+            rule="there is one for each mesh axis: Shard of a dim, Replicate, or Partial of a sum, max or min",
+        )
+    return Layout(tuple((Factor(n, tuple(a)),) for n, a in zip(shape, axes, strict=True)), tuple(pending))

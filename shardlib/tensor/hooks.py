@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from shardlib.sharding.placement import Fixed
 
 if TYPE_CHECKING:
     from shardlib.tensor.sharded_tensor import ShardedTensor
+    from shardlib.tensor.tensor_meta import Form
 
 
 class Above:
@@ -21,6 +22,8 @@ class Above:
     remake: Callable[[ShardedTensor], tuple[torch.Tensor, ...]]  # pieces that were written to elsewhere, or are away
     whole: Callable[[ShardedTensor], torch.Tensor]
     redistributed: Callable[[ShardedTensor, Fixed], ShardedTensor]
+    local_shards: Callable[[ShardedTensor, Sequence[Any] | None], tuple[torch.Tensor, ...]]
+    from_shards: Callable[[Sequence[torch.Tensor], Form], ShardedTensor]
     deep_copy: Callable[[ShardedTensor, dict[int, Any]], ShardedTensor]
     reduced: Callable[[ShardedTensor], tuple[Any, ...]]
     shown: Callable[[ShardedTensor], str]

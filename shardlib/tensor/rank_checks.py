@@ -9,6 +9,7 @@ for each kind of operands. Later calls of jitted functions compare a few element
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardlib.core.errors import ShardingError
+from shardlib.core.context import is_tracing
+from shardlib.core.errors import NoProgramError, ShardingError
+from shardlib.core.source_lines import user_line
 from shardlib.core.strided_only import as_bytes
 from shardlib.core.torch_private import schema_of
 from shardlib.distributed.store import names
@@ -28,7 +31,10 @@ from shardlib.sharding.mesh.axis import Axis, alike
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.spec import P, Spec, axes_of_dims, resolve_many
+from shardlib.tensor.hooks import above
+from shardlib.tensor.local_shards import refuse_misfits
 from shardlib.tensor.sharded_tensor import ShardedTensor
+from shardlib.tensor.tensor_meta import Form
 
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
@@ -159,7 +165,11 @@ def from_local(
     the devices. Uneven pieces are as `shard` would cut the whole, or as `sizes` say. Devices that hold the same piece
     give the same values. The result has the pieces' memory for its own.
 
-    Raises `ShardingError` that lists all pieces that do not fit.
+    Differentiable, as `DTensor.from_local` is: the gradient of a piece is that piece of the gradient. Copies of a piece
+    in one process, which virtual devices have, share its gradient equally, so that a tensor behind all of them gets
+    what it gets from `shard`. On ranks each process has the whole gradient of its piece.
+
+    Raises `ShardingError` that lists all pieces that do not fit, and in a traced function.
 
     Example:
         >>> from shardlib import Mesh, from_local
@@ -169,6 +179,13 @@ def from_local(
         ShardedTensor(f32[6@data, 2] on Mesh(data=2))
     """
     mesh, what = current_mesh(), f"from_local(x, {str(spec)!r})"
+    if is_tracing():
+        raise NoProgramError(
+            f"{what} is in a traced function",
+            [str(user_line(sys._getframe(1)))],
+            rule="inside jit every tensor is a whole one, and one program serves all devices",
+            remedy="call it outside, and pass the result; a shard_map makes a tensor of what its devices compute",
+        )
     if mesh is None or mesh.kind == "abstract":
         raise ShardingError(
             f"{what} is {'outside any mesh' if mesh is None else f'on {mesh}, which has no devices'}",
@@ -189,9 +206,8 @@ def from_local(
     shapes = _shapes(mesh, mine, what)
     resolved = _layout(mesh, spec, {**(sizes or {}), **lengths}, shapes, what)
     _refuse_different_copies(mesh, mine, resolved.layout, what)
-    return ShardedTensor(
-        [piece.detach() for piece in mine], resolved.layout, mesh, resolved.names, mine[0].requires_grad
-    )
+    refuse_misfits(what, mine, resolved.layout, mesh)
+    return above.from_shards(mine, Form.of(resolved.layout, mesh, mine[0].dtype, mine[0].device, resolved.names))
 
 
 def _shapes(mesh: Mesh, mine: Sequence[Tensor], what: str) -> list[tuple[int, ...]]:

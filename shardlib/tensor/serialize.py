@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import Names
 from shardlib.tensor.hooks import above
 from shardlib.tensor.local_shards import owned, refuse_misfits
-from shardlib.tensor.sharded_tensor import HOMES, REGATHER, ShardedTensor, marks, wrap
+from shardlib.tensor.sharded_tensor import HOMES, REGATHER, ShardedTensor, marks, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 from shardlib.tensor.view_aliases import Memory
 
@@ -133,4 +134,16 @@ def _finished(x: ShardedTensor, requires_grad: bool, is_param: bool, attributes:
 torch.serialization.add_safe_globals([restored, (restored, "shardlib.tensors.persist.restored")])
 
 
+def sent(x: ShardedTensor) -> tuple[Any, ...]:
+    """What another process needs to make `x` again; refused, as torch does, for a tensor whose history would be lost."""
+    if x.requires_grad and not x.is_leaf:
+        raise ShardingError(
+            f"{typeof(x)} goes to another process, and is no leaf",
+            rule="autograd does not cross processes",
+            remedy="send x.detach()",
+        )
+    return reduced(x)
+
+
 above.deep_copy, above.reduced = deep_copy, reduced
+ForkingPickler.register(ShardedTensor, sent)

@@ -27,6 +27,7 @@ from shardlib.tensor.host_offload import AWAY, share
 from shardlib.tensor.local_shards import cut_up as cut_up
 from shardlib.tensor.local_shards import refuse_misfits
 from shardlib.tensor.no_storage import without_storage
+from shardlib.tensor.python_values import PythonValues
 from shardlib.tensor.tensor_meta import Form, short_dtype
 from shardlib.tensor.view_aliases import bits, view
 
@@ -49,7 +50,7 @@ class _Stale:
         return above.remake(x)
 
 
-class ShardedTensor(torch.Tensor):
+class ShardedTensor(PythonValues):
     """A tensor of global shape, laid out over a mesh; made by `shard` and by jitted functions.
 
     Its memory is its own: nothing that is written elsewhere shows in it. (The constructor takes over the pieces that it
@@ -86,7 +87,7 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         refuse_misfits(f"ShardedTensor of layout {layout}", locals_, layout, mesh)
         first = locals_[0]
-        pieces = tuple([x.detach() if x.requires_grad else x for x in locals_])  # histories are of whole tensors
+        pieces = tuple([x.detach() if x.requires_grad else x for x in locals_])  # `from_local` keeps histories
         self = wrap(Form.of(layout, mesh, first.dtype, first.device, names), pieces)
         if requires_grad:
             self.requires_grad_()
@@ -108,16 +109,35 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
-        """The pieces that this process holds: all of them on virtual devices, one on a rank."""
-        ranks = range(self.mesh.size) if self.mesh.kind == "virtual" else [self.mesh.rank]
-        return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, self._locals, strict=True))
+        """The shards that this process holds, to be read: all of them on virtual devices, one on a rank.
 
-    def to_local(self) -> torch.Tensor:
-        """This rank's piece (rank 0's on virtual devices): the tensor itself, to be read.
-
-        Other devices and tensors may share it, so never write to it; `x.to_local().clone()` is yours to change.
+        They have the history of the tensor: see `to_local`.
         """
-        return self._locals[0]
+        _refuse_in_trace(self, "shards")
+        ranks = range(self.mesh.size) if self.mesh.kind == "virtual" else [self.mesh.rank]
+        shards = above.local_shards(self, None)
+        return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, shards, strict=True))
+
+    def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+        """Returns this rank's shard (rank 0's on virtual devices), to be read; differentiable.
+
+        Other devices and tensors may share its memory, so never write to it; `x.to_local().clone()` is yours to change.
+        The gradient of a shard is that shard of the gradient, as `DTensor.to_local` has it. `grad_placements`, a
+        DTensor placement per mesh axis, says otherwise: `[Partial()]` adds up the ranks' gradients of a whole tensor.
+        On virtual devices, the gradients of shards that nothing reads are zeros, and those of copies are added up.
+
+        Raises `ShardingError` for a partial sum that requires gradients, and for placements of other local shapes.
+
+        Example:
+            >>> from shardlib import Mesh, shard
+            >>> with Mesh(data=2):
+            ...     x = shard(torch.ones(4, requires_grad=True), "n@data")
+            >>> (3 * x.to_local()).sum().backward()
+            >>> x.grad.full_tensor()
+            tensor([3., 3., 0., 0.])
+        """
+        _refuse_in_trace(self, "to_local")
+        return above.local_shards(self, grad_placements)[0]
 
     def is_conj(self) -> bool:
         """Whether it is a conjugate that is only marked as one, as `x.conj()` is."""
@@ -129,6 +149,7 @@ class ShardedTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor as a plain one; differentiable. On ranks this is a collective: every rank must call it."""
+        _refuse_in_trace(self, "full_tensor")
         return above.whole(self)
 
     def redistribute(
@@ -138,6 +159,7 @@ class ShardedTensor(torch.Tensor):
 
         On ranks this is a collective: every rank must call it.
         """
+        _refuse_in_trace(self, "redistribute")
         item = ("x", self.shape, spec, every_length(sizes, lengths))
         (resolved,) = resolve_many([item], self.mesh, what="redistribute")
         warn_of_slip("redistribute(x)", resolved.said, self.mesh)
@@ -210,35 +232,6 @@ class ShardedTensor(torch.Tensor):
                 remedy=f"x.full_tensor().to({str(device)!r}), or place it on Mesh(..., device={device.type!r})",
             )
 
-    def tolist(self) -> Any:
-        """The values as nested lists. On ranks this is a collective, as is all that reads values."""
-        return self.full_tensor().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as a numpy array that cannot be written to: it would have memory of its own."""
-        array = self.full_tensor().numpy(force=force)
-        array.flags.writeable = False
-        return array
-
-    def __float__(self) -> float:
-        return float(self.full_tensor().detach())
-
-    def __int__(self) -> int:
-        return int(self.full_tensor().detach())
-
-    def __complex__(self) -> complex:
-        return complex(self.full_tensor().detach())
-
-    def __index__(self) -> int:
-        return self.full_tensor().__index__()
-
-    def __bool__(self) -> bool:
-        return bool(self.full_tensor())
-
-    def item(self) -> Any:
-        """The value of a tensor of one element."""
-        return self.full_tensor().item()
-
     def __format__(self, spec: str) -> str:
         return above.formatted(self, spec)
 
@@ -301,6 +294,12 @@ def refuse_within(x: torch.Tensor, asked: str) -> None:
             remedy="make the later result outside, of this one; or add a zero inside, h = h + zero, which is an "
             "argument with requires_grad=True: its gradient is that of h",
         )
+
+
+def _refuse_in_trace(x: ShardedTensor, name: str) -> None:
+    """Raises what a value of the trace raises: what is read here would be a constant of the program."""
+    if is_tracing():
+        raise AttributeError(f"a traced function reads .{name} of {typeof(x)}", name=name, obj=x)
 
 
 def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:

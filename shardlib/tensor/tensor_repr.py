@@ -38,7 +38,7 @@ def formatted(x: ShardedTensor, spec: str) -> str:
         return object.__format__(x, spec)
     if x.mesh.kind == "virtual":
         return format(x.item(), spec)
-    number = format(x.to_local().item(), spec)
+    number = format(x._locals[0].item(), spec)
     return f"{number} (rank {x.mesh.rank}'s part of a {_pending(x)})" if x.sharding.pending else number
 
 
@@ -54,7 +54,7 @@ def _values(x: ShardedTensor) -> str:
 def _printed(x: ShardedTensor) -> str:
     try:
         here = x.mesh.kind == "virtual"
-        return repr(x.sharding.gather([(s.coords, s.data) for s in x.shards]) if here else x.to_local().detach())
+        return repr(x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)]) if here else x._locals[0])
     except ShardingError as error:  # it was donated
         return error.what
 

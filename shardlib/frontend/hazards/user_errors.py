@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardlib.core.context import is_tracing
-from shardlib.core.errors import ShardingError
+from shardlib.core.errors import NoProgramError, ShardingError
 from shardlib.core.source_lines import Line, error_line
 from shardlib.core.torch_private import FAKES_LOG
 from shardlib.frontend.hazards.fake_tensor_gaps import kernels_take
@@ -51,7 +51,7 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
     `names` are those of the traced function's inputs, by their ids.
     """
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in _INSTEAD:
-        return ShardingError(
+        return NoProgramError(
             f"the traced function reads .{error.name} of a tensor",
             [str(error_line(error))],
             rule="inside jit every tensor is a whole one; where it lives is decided when all of the function is known",

@@ -31,7 +31,7 @@ class Result:
     was: int | None = None
 
     def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
-        return out[self.at] if self.plain is None else out[self.at].to_local().to(self.plain, copy=True)
+        return out[self.at] if self.plain is None else out[self.at]._locals[0].to(self.plain, copy=True)
 
 
 @dataclass(frozen=True)

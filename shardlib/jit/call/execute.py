@@ -228,7 +228,7 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any], pieces: Sequ
             if _is_written(into, value, written.get(leaf)):
                 torch.autograd.graph.increment_version(into)
             else:
-                into.detach().copy_(value if type(into) is ShardedTensor else value.to_local())
+                into.detach().copy_(value if type(into) is ShardedTensor else value._locals[0])
         taken = [
             (leaf, what, leaves[of] if what == "grad" else leaves[of].detach()) for leaf, what, of in entry.after.takes
         ]
@@ -268,4 +268,4 @@ def _settled(pieces: Pieces) -> Pieces:
 
 
 def _as_kind(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
-    return value if type(of) is ShardedTensor else value.to_local().clone()
+    return value if type(of) is ShardedTensor else value._locals[0].clone()
