@@ -38,6 +38,7 @@ from shardlib.primitives.random.keys import in_call, one_call
 from shardlib.rules.table import row
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.eager_cache import Run
+from shardlib.tensor.hooks import above
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
@@ -152,7 +153,7 @@ def _on_one_mesh(call: Asked) -> Run:
         unsupported.meshes(op, call.sharded)
 
     def number(x: ShardedTensor) -> torch.Tensor:
-        return x if x._form.mesh == at else x.detach().full_tensor()
+        return x if x._form.mesh == at else above.whole(x.detach())  # type: ignore[arg-type]
 
     def run(args: Any, kwargs: Any) -> Any:
         sharded = [x for x in tensors_of((args, kwargs or {})) if isinstance(x, ShardedTensor)]

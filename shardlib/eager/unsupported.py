@@ -27,7 +27,8 @@ def meshes(op: Any, sharded: Sequence[ShardedTensor]) -> NoReturn:
     raise ShardingError(
         f"{op} takes tensors on {len({x._form.mesh for x in sharded})} meshes",
         [f"{typeof(x)} on {x.mesh}" for x in sharded],
-        rule="an op runs on one mesh; from others it takes numbers (tensors without dims) that need no gradient",
+        rule="all tensors of a program live on one mesh; outside jit, numbers (tensors without dims) may come from "
+        "another one, if they need no gradient",
         remedy="place one again: shard(x.full_tensor(), spec) inside `with` the other's mesh",
     )
 

@@ -135,7 +135,7 @@ torch.serialization.add_safe_globals([restored, (restored, "shardlib.tensors.per
 
 
 def sent(x: ShardedTensor) -> tuple[Any, ...]:
-    """What another process needs to make `x` again; refused, as torch does, for a tensor whose history would be lost."""
+    """What another process needs to make `x` again; raises `ShardingError`, as torch does, where history is lost."""
     if x.requires_grad and not x.is_leaf:
         raise ShardingError(
             f"{typeof(x)} goes to another process, and is no leaf",
