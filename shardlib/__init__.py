@@ -1,13 +1,35 @@
 """Sharding for PyTorch the way JAX does it: write the program for one device, say where a few tensors live, run it.
 
+Start here: put a mesh around a function, give specs to a few arguments, read the plan, call the function.
+
+Example:
+    >>> import torch, shardlib as sl
+    >>> def mlp(x, up, down):
+    ...     return torch.relu(x @ up) @ down
+    >>> args = torch.randn(16, 64), torch.randn(64, 256), torch.randn(256, 64)
+    >>> with sl.Mesh(data=2, tensor=4):  # 8 virtual devices in this process, or the ranks of torchrun
+    ...     step = sl.jit(mlp, in_specs=("batch@data embed", "embed ff@tensor", "ff@tensor embed"))
+    ...     plan = step.plan(*args)  # print(plan) shows what each device does; nothing has run yet
+    ...     out = step(*args)
+    >>> plan
+    <plan of mlp on data=2, tensor=4 (8 devices, virtual): 1 collective, 3.07 kB sent per device, peak memory 38.9 kB>
+    >>> torch.allclose(out.full_tensor(), mlp(*args), atol=1e-3)
+    True
+
+Next: `sl.parallelize(model)` puts a torch.nn.Module on a mesh and keeps its training loop, `sl.check(step, *args)`
+compares a function with one device, and help(sl.jit), help(sl.shard), help(sl.Mesh) explain these names.
+
 Contents: meshes and specs; placing and typing tensors; compiling, planning and checking; modules; per-device code by
 hand; rules for custom ops; torch.func's transforms, which all compose with `jit`.
 """
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from shardlib import integrations as _integrations  # noqa: F401  (teaches the rest of torch)
 from shardlib.compiler.plan.budget import comm_budget, redundancy_budget
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.schedule_options import Schedule
+from shardlib.core import errors as _errors
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import grad, value_and_grad, vmap
 from shardlib.eager import composite_hooks as _composite_hooks  # noqa: F401  (registers itself with torch)
@@ -76,3 +98,17 @@ __all__ = [
     # what goes wrong
     "ShardingError",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """Returns the public names; the packages behind them stay importable."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
+if not _TYPE_CHECKING:
+
+    def __getattr__(name: str) -> type[Exception]:
+        """Returns a class of errors or warnings that is shown as `shardlib.NAME` and is not among the public names."""
+        if name not in _errors.PUBLIC:
+            raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
+        return _errors.PUBLIC[name]

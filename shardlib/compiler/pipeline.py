@@ -278,7 +278,7 @@ def _leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[S
         return [None if state.get(i, 0) >= len(found) else spec for i, spec in enumerate(found)]
     name = name_of(fn)
     positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
-    tree = by_argument(fn, name, in_specs, len(positional), named)
+    tree = by_argument(fn, name, in_specs, positional, named)
     names = arguments_of(fn, len(positional), named)
     specs, values = ([*a, *k.values()] for a, k in (tree, (positional, named)))
     return broadcast_prefix(specs, values, f"{name}: in_specs", describe, names)

@@ -2,13 +2,27 @@
 
 A message says what was asked, lists every offender as a bullet (tensor, shape, spec, both sizes), then the rule that
 was broken and the remedy, so that one run shows all that there is to mend.
+
+Tracebacks show these classes, and those of warnings, as `shardlib.NAME`: the file that defines one may change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=Exception)
+PUBLIC: dict[str, type[Exception]] = {}  # by name, as `shardlib` has them
 
 
+def public(kind: type[E]) -> type[E]:
+    """Shows a class of errors or warnings as `shardlib.NAME`, where pickles and filters of warnings find it, too."""
+    kind.__module__ = "shardlib"
+    PUBLIC[kind.__name__] = kind
+    return kind
+
+
+@public
 class ShardingError(ValueError):
     """A program, spec or mesh that shardlib refuses, before anything runs.
 
@@ -30,6 +44,11 @@ class ShardingError(ValueError):
         if remedy:
             lines.append(f"Remedy: {remedy}")
         super().__init__("\n".join(lines))
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if cls.__module__.partition(".")[0] == "shardlib":
+            public(cls)
 
 
 class NoProgramError(ShardingError):
@@ -60,6 +79,7 @@ class WrittenError(ShardingError, RuntimeError):
     """What a backward pass reads was written to since the forward pass; torch's kind of error for it."""
 
 
+@public
 class CollectiveError(RuntimeError):
     """A collective that could not be finished: a peer is gone, or did not come in time.
 

@@ -16,7 +16,7 @@ def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
     Example:
         >>> refuse_others("step(x, y)", [("x", torch.zeros(3)), ("y", torch.eye(2).to_sparse())])
         Traceback (most recent call last):
-        shardlib.core.errors.ShardingError: step(x, y) works on tensors that are not strided:
+        shardlib.ShardingError: step(x, y) works on tensors that are not strided:
           * y of shape [2, 2] is sparse_coo
         Rule: a layout cuts dims into ranges of positions, of numbers as they are
         Remedy: pass a dense tensor: x.to_dense(), or its indices and values as tensors of their own

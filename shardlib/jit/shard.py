@@ -14,7 +14,7 @@ from shardlib.core.torch_private import is_wrapped
 from shardlib.eager.placement_autograd import placed
 from shardlib.ops.constraint import constrain
 from shardlib.primitives.body import current_body
-from shardlib.sharding.mesh.mesh import Mesh, is_without_mesh, mesh_here
+from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh, mesh_here
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.sharding.typos import warn_of_slip
@@ -27,6 +27,7 @@ def shard(
     spec: str | P | Spec,
     /,
     *,
+    mesh: Mesh | None = None,
     sizes: Sizes | int | None = None,
     src: int | None = None,
     donate: bool = False,
@@ -38,13 +39,17 @@ def shard(
     a rank that keeps a piece does not keep the whole. With `donate`, the caller promises not to use `x` again, and what
     is kept whole is taken over as it is.
 
+    `mesh` is the mesh to place `x` on, in place of the current one. Inside a traced function it has to be the mesh of
+    the program. (A factor called `mesh` gets its length by `sizes={"mesh": 4}`.)
+
     Of a tensor that lives elsewhere it is a move, inside and outside: the result lives where the last `shard` says.
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
     cut, one for each device along its axes. (`sizes=4` is the length of a factor of that name.) Inside `no_mesh()` the
-    spec is read, and `x` returned as it is. Warns of a name that has no rule and is near to one that has. On ranks
+    spec is read, and `x` returned as it is, whatever `mesh` is. Warns of a name that has no rule and is near to one that has. On ranks
     every process has `x` whole, and they place it together: values that differ are refused, unless `src` is the rank
-    whose values count. Raises `ShardingError` outside any mesh and where spec, shape and mesh do not fit.
+    whose values count. Raises `ShardingError` outside any mesh, where spec, shape and mesh do not fit, and for a `mesh`
+    other than that of the program or of `x`.
 
     Example:
         >>> from shardlib.sharding.mesh.mesh import Mesh
@@ -69,13 +74,7 @@ def shard(
             rule="a body is one device's program: its tensors are local, and nothing about them is inferred",
             remedy="annotate the arguments and results of the shard_map, by in_specs and out_specs",
         )
-    mesh = mesh_here()
-    if mesh is None and not is_without_mesh():
-        raise ShardingError(
-            f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is outside any mesh",
-            rule="an annotation names axes of the current mesh",
-            remedy="put it inside `with Mesh(data=2, tensor=4):`, or `with no_mesh():` to run it as plain torch",
-        )
+    mesh = _chosen(mesh, x, spec)
     (resolved,) = resolve_many([("x", x.shape, spec, every_length(sizes, lengths))], mesh)
     if mesh is None:
         return x
@@ -111,6 +110,37 @@ def shard(
     else:
         found = same(mesh, f"shard(x, {str(spec)!r})", [("x", x)], [resolved.layout])
     return _placed(x, resolved, mesh, found, donate)
+
+
+def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | None:
+    """Returns the mesh that a call of `shard` means; None inside `no_mesh()`."""
+    what = f"shard(x, {str(spec)!r}) on shape {list(x.shape)}"
+    current = mesh_here() if mesh is None else current_mesh()  # a trace that names its mesh is for no other one
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ShardingError(
+            f"{what} gets mesh={mesh!r}",
+            rule="mesh is the sl.Mesh that x is placed on",
+            remedy="give a Mesh (Mesh.from_device_mesh(...) makes one of torch's); a factor called mesh gets its length "
+            'by sizes={"mesh": 4}',
+        )
+    if is_without_mesh():
+        return None
+    if mesh is None and current is None:
+        raise ShardingError(
+            f"{what} is outside any mesh",
+            rule="an annotation names axes of the current mesh",
+            remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=; `with no_mesh():` runs it as plain torch",
+        )
+    home = current if is_tracing() else x.mesh if isinstance(x, ShardedTensor) else None
+    if mesh is not None and home is not None and mesh != home:
+        raise ShardingError(
+            f"{what} is given {mesh}, " + (f"the program runs on {home}" if is_tracing() else f"x lives on {home}"),
+            rule="a program runs on one mesh, and a ShardedTensor stays on its own",
+            remedy="leave mesh= out, or call the function inside `with mesh:`"
+            if is_tracing()
+            else "shard(x.full_tensor(), spec, mesh=mesh) places its values on another mesh",
+        )
+    return mesh or current
 
 
 def shard_known(name: str, x: torch.Tensor, resolved: Fixed, mesh: Mesh, digest: int) -> ShardedTensor:

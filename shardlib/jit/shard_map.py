@@ -19,6 +19,7 @@ from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.torch_private import pytree
+from shardlib.frontend.guards.flatten_call import arguments_of
 from shardlib.frontend.guards.mappings import opened
 from shardlib.jit.differentiable_jit import Differentiable
 from shardlib.primitives import boundary, vmap_body
@@ -241,10 +242,13 @@ class ShardMapped:
         later = {name: i for i, name in enumerate(names) if name in kwargs}
         total = len(args) + len(later)
         if len(specs) != total:
+            called = [*arguments_of(self.fn, len(args), ()), *sorted(later, key=later.__getitem__)]
             raise ShardingError(
                 f"{what} has {len(specs)} entries, the call has {total} arguments",
-                rule="in_specs has one entry per argument",
-                remedy="in_specs may be a dict by parameter name",
+                [f"{name} has no entry" for name in called[len(specs) :]]
+                or [f"{i}: {spec!r} is for no argument" for i, spec in enumerate(specs[total:], total)],
+                rule="in_specs has one entry per argument; they are " + (", ".join(called) or "none"),
+                remedy="write P() for an argument that every device has whole; in_specs may be a dict by parameter name",
             )
         order = sorted(later, key=later.__getitem__)
         return tuple(specs[: len(args)]), dict(zip(order, specs[len(args) :], strict=True))

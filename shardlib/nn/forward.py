@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.context import is_tracing
-from shardlib.core.errors import NoProgramError, ShardingError, ValueNeededError
+from shardlib.core.errors import NoProgramError, ShardingError, ValueNeededError, public
 from shardlib.core.torch_private import CALL_HOOKS, is_wrapped, pytree, version_of
 from shardlib.jit.jit import Jitted
 from shardlib.jit.shard import shard
@@ -25,6 +25,7 @@ from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor, marks
 
 
+@public
 class EagerWarning(UserWarning):
     """A module's forward is no program: its ops run one by one."""
 

@@ -20,7 +20,7 @@ from shardlib.sharding.layout import Layout, Pieces
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.spec import P, Spec, resolve_many
-from shardlib.sharding.tree_prefix import broadcast_prefix
+from shardlib.sharding.tree_prefix import SpecLike, broadcast_prefix
 
 Axes = list[list[tuple[str, ...]]]  # per dim and factor, the mesh axes that a spec asks for
 
@@ -63,11 +63,14 @@ def arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], specs: Any, mesh: Mesh, manual: Sequence[str], what: str
 ) -> list[Passage | None]:
     """A cut per leaf of the global `(args, kwargs)`, of which `specs` is a prefix; None for what is no tensor."""
-    tree = (args, kwargs)
     given = pytree.tree_flatten_with_path(args)[0], pytree.tree_flatten_with_path(list(kwargs.values()))[0]
     names = [f"args{pytree.keystr(path)}" for path, _ in given[0]]
     names += [f"{[*kwargs][path[0].idx]}{pytree.keystr(path[1:])}" for path, _ in given[1]]  # type: ignore[attr-defined]
-    return _cuts(tree, specs, mesh, manual, what, names, inside=False)
+    trees = [*args, *kwargs.values()]
+    one_each = [*specs[0], *map(specs[1].get, kwargs)] if isinstance(specs, tuple) else [specs] * len(trees)
+    called = [*(f"args[{i}]" for i in range(len(args))), *kwargs]
+    flat = broadcast_prefix(one_each, trees, what, names=called)
+    return _cuts(trees, flat, mesh, manual, what, names, inside=False)
 
 
 def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *, claim: bool) -> list[Passage | None]:
@@ -76,7 +79,8 @@ def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *
     With `claim` they say that devices along axes which are not named return the same.
     """
     names = [f"result{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(out)[0]]
-    cuts = _cuts(out, specs, mesh, manual, f"{who} out_specs", names, inside=True)
+    flat = broadcast_prefix([specs], [out], f"{who} out_specs", names=["the result"])
+    cuts = _cuts(out, flat, mesh, manual, f"{who} out_specs", names, inside=True)
     if not claim:
         return cuts
     return [
@@ -86,11 +90,10 @@ def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *
 
 
 def _cuts(
-    tree: Any, specs: Any, mesh: Mesh, manual: Sequence[str], what: str, names: Sequence[str], *, inside: bool
+    tree: Any, specs: Sequence[SpecLike], mesh: Mesh, manual: Sequence[str], what: str, names: Sequence[str], *, inside: bool
 ) -> list[Passage | None]:
     leaves = list(zip(names, pytree.tree_leaves(tree), strict=True))
-    flat = broadcast_prefix(specs, tree, what)
-    items = {i: (*leaf, spec) for i, (leaf, spec) in enumerate(zip(leaves, flat, strict=True)) if _is_tensor(leaf[1])}
+    items = {i: (*leaf, spec) for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)) if _is_tensor(leaf[1])}
     closed = {i: (name, x, spec) for i, (name, x, spec) in items.items() if spec is not None and not _is_open(spec)}
     if len(closed) < len(items):
         raise ShardingError(

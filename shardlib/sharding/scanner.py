@@ -25,7 +25,7 @@ class Scanner:
         >>> scan.fail("nothing is open here")
         Traceback (most recent call last):
             ...
-        shardlib.core.errors.ShardingError: spec 'ff@tensr)' cannot be read: nothing is open here
+        shardlib.ShardingError: spec 'ff@tensr)' cannot be read: nothing is open here
             ff@tensr)
                     ^
         Rule: dims are separated by spaces

@@ -208,7 +208,7 @@ def parse(text: str) -> Spec:
         >>> parse("embed ff@")
         Traceback (most recent call last):
             ...
-        shardlib.core.errors.ShardingError: spec 'embed ff@' cannot be read: a mesh axis is missing
+        shardlib.ShardingError: spec 'embed ff@' cannot be read: a mesh axis is missing
             embed ff@
                      ^
         Rule: a spec is dims separated by spaces: name, name@axis, name@(a b)=[5 3], _, (a b), ..., ? behind open dims
@@ -269,7 +269,7 @@ def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard
         >>> _ = resolve_many([("w", (256, 688), "embed ff@tensr", None)], mesh)
         Traceback (most recent call last):
             ...
-        shardlib.core.errors.ShardingError: shard(w) with spec 'embed ff@tensr' on shape [256, 688], mesh (data=2,
+        shardlib.ShardingError: shard(w) with spec 'embed ff@tensr' on shape [256, 688], mesh (data=2,
         tensor=4):
           * dim 1 `ff@tensr`: the mesh has no axis 'tensr'; did you mean 'tensor'?
         Rule: a spec names axes of its mesh

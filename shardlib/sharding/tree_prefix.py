@@ -38,6 +38,10 @@ def broadcast_prefix(
     """
     out: list[SpecLike] = []
     wrong: list[str] = []
+    remedies = [
+        "write the spec of one tensor as one string ('batch seq') or as P('data', None), never as a tuple; "
+        "None where it is to be inferred, and for what is no tensor (a method's self, too)"
+    ]
 
     def walk(spec: Any, node: Any, path: str) -> None:
         if is_spec(spec):
@@ -59,6 +63,7 @@ def broadcast_prefix(
                 walk(spec.get(key), child, f"{path}[{key!r}]")
         elif len(specs) != len(values):
             wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
+            remedies.insert(0, f"give each of the {len(values)} values an entry")
         else:
             for i, (s, n) in enumerate(zip(specs, values, strict=True)):
                 walk(s, n, f"{path}[{i}]")
@@ -70,8 +75,7 @@ def broadcast_prefix(
             f"{what} do not fit the values",
             wrong,
             rule="specs are a prefix of the values' pytree: a spec, or None, at a node stands for all leaves below",
-            remedy="write the spec of one tensor as one string ('batch seq') or as P('data', None), never as a tuple; "
-            "None where it is to be inferred, and for what is no tensor (a method's self, too)",
+            remedy="; ".join(dict.fromkeys(remedies)),
         )
     return out
 
@@ -92,6 +96,8 @@ def _fields(x: Any) -> list[str]:
 
 def _kind(x: Any) -> str:
     children = _children(x)
-    if children is None and not isinstance(x, torch.Tensor):
+    if isinstance(x, torch.Tensor):
+        return "a Tensor"  # also of one that stands in for a tensor while tracing
+    if children is None:
         return repr(x) if isinstance(x, int | float | str | None) else f"a {type(x).__name__}"
-    return f"a {type(x).__name__}" if children is None else f"a {type(x).__name__} of {len(children)}"
+    return f"a {type(x).__name__} of {len(children)}"

@@ -1,9 +1,11 @@
 """Slips in logical names: a name without a rule that is one slip of the keyboard away from a name that is known.
 
 A name without a rule leaves its dim whole, which is what most such names are for. So only near misses are told, and as
-warnings: two letters exchanged, one missing or too many, one for its neighbour on the keyboard or another vowel. Words
-that differ otherwise are different words (`patch` and `batch`, `state` and `stage`), and so are names that differ in a
-number or in a short word between underscores (`seq_q`, `seq_k`), and two names of one tensor.
+warnings: two letters exchanged, one missing or too many, one for its neighbour on the keyboard or another vowel, the
+plural of a name. Words that differ otherwise are different words (`patch` and `batch`, `state` and `stage`), and so are
+names that differ in a number or in a short word between underscores (`seq_q`, `seq_k`), the singular of a name (`head`
+beside `heads`), and two names of one tensor. Of a word of two or three letters only a letter typed twice (`fff`), and
+of three letters two exchanged ones (`sqe`), are near misses.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ Use = tuple[str, Spec]  # who says it ("shard(x) at train.py:12"), and what
 
 _LONG = 8  # letters of a word from which on two slips are as likely as another word
 _SHORT = 4  # letters of a word below which one letter makes another word
+_SHORTEST = 2  # letters of a word below which every other word is another name
 _ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 _CONFUSED = {frozenset(pair) for row in _ROWS for pair in pairwise(row)} | {
     frozenset(pair) for pair in combinations("aeiou", 2)
@@ -80,25 +83,27 @@ def _nearest(name: str, among: Iterable[str]) -> str | None:
     return next((other for other in among if is_near(name, other)), None)
 
 
-def is_near(a: str, b: str) -> bool:
-    """Whether one of two names looks like the other, mistyped.
+def is_near(name: str, known: str) -> bool:
+    """Returns whether `name` looks like the `known` one, mistyped.
 
     Example:
         >>> [is_near("batch", x) for x in ("btach", "bacth", "batc", "baatch", "batcj", "Batch")]
         [True, True, True, True, True, True]
         >>> [is_near(*pair) for pair in (("patch", "batch"), ("state", "stage"), ("model", "modes"))]
         [False, False, False]
-        >>> is_near("kv_heads", "kvheads"), is_near("sequence", "seqeunec")
-        (True, True)
+        >>> is_near("kv_heads", "kvheads"), is_near("sequence", "seqeunec"), is_near("fff", "ff")
+        (True, True, True)
+        >>> is_near("batches", "batch"), is_near("head", "heads"), is_near("seq2", "seq")
+        (True, False, False)
         >>> [is_near(*pair) for pair in (("seq_q", "seq_k"), ("dim1", "dim2"), ("ff", "fc"), ("embed", "hidden"))]
         [False, False, False, False]
     """
-    if a == b:
+    if name == known:
         return False
-    a, b = a.lower(), b.lower()
-    if a.replace("_", "") == b.replace("_", ""):
+    name, known = name.lower(), known.lower()
+    if name.replace("_", "") == known.replace("_", ""):
         return True
-    left, right = list(_words(a)), list(_words(b))
+    left, right = list(_words(name)), list(_words(known))
     if len(left) != len(right):
         return False
     differing = [(x, y) for x, y in zip(left, right, strict=True) if x != y]
@@ -110,12 +115,31 @@ def _words(name: str) -> Iterator[str]:
     return (m[0] for m in re.finditer(r"\d+|[^\W\d_]+", name))
 
 
-def _mistyped(a: str, b: str) -> bool:
-    if a.isdigit() or b.isdigit() or min(len(a), len(b)) < _SHORT - 1 or max(len(a), len(b)) < _SHORT:
+def _mistyped(word: str, known: str) -> bool:
+    lengths = sorted((len(word), len(known)))
+    if word.isdigit() or known.isdigit() or lengths[0] < _SHORTEST:
         return False
-    if a[0] != b[0] and a[:2] != b[1::-1]:
+    if word[0] != known[0] and word[:2] != known[1::-1]:
         return False  # hands seldom slip at the start
-    return _slips_between(a, b) <= (2 if min(len(a), len(b)) >= _LONG else 1)
+    if lengths[0] < _SHORT - 1 or lengths[1] < _SHORT:
+        return _has_bounced(word, known) or (lengths[0] == _SHORT - 1 and _are_exchanged(word, known))
+    if word in _plurals(known):
+        return True
+    return known not in _plurals(word) and _slips_between(word, known) <= (2 if lengths[0] >= _LONG else 1)
+
+
+def _has_bounced(word: str, known: str) -> bool:
+    """Returns whether a word is the known one with a letter typed twice."""
+    return any(word == known[: i + 1] + known[i:] for i in range(len(known)))
+
+
+def _are_exchanged(word: str, known: str) -> bool:
+    """Returns whether a word is the known one with two letters exchanged."""
+    return sorted(word) == sorted(known) and _slips_between(word, known) == 1
+
+
+def _plurals(word: str) -> tuple[str, ...]:
+    return (f"{word}es", f"{word[:-1]}ies", *([] if word.endswith("s") else [f"{word}s"]))
 
 
 def _wrong(x: str, y: str) -> int:

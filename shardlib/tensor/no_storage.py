@@ -80,7 +80,7 @@ def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> No
         >>> with Mesh(data=2):
         ...     shard(torch.zeros(4), "n@data").share_memory_()
         Traceback (most recent call last):
-        shardlib.core.errors.NoStorageError: f32[4@data] cannot be put into shared memory
+        shardlib.NoStorageError: f32[4@data] cannot be put into shared memory
         Rule: a tensor in pieces has no storage of its own
         Remedy: x.full_tensor().share_memory_(), or x.to_local()'s
     """

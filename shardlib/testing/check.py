@@ -96,7 +96,7 @@ def check(
         >>> import shardlib as sl
         >>> with sl.Mesh(data=2, tensor=2):
         ...     x, w = torch.ones(4, 3), torch.ones(3, 2)
-        ...     print(sl.check(lambda x, w: (x @ w).square().sum(), x, w, in_specs=("b@data _",)))
+        ...     print(sl.check(lambda x, w: (x @ w).square().sum(), x, w, in_specs=("b@data _", None)))
         <lambda> on Mesh(data=2, tensor=2): the same as on one device, 4 tensors compared
           result f32[]: error ... (tolerance 1e-05)
           result (nothing shared) f32[]: error ... (tolerance 1e-05)

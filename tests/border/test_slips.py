@@ -17,16 +17,27 @@ RULES = {"batch": "data", "ff": "tensor", "heads": "tensor", "kv_heads": "tensor
 
 NEAR = [
     ("batch", "btach"), ("batch", "abtch"), ("batch", "batc"), ("batch", "battch"), ("batch", "batcj"),
-    ("heads", "haeds"), ("heads", "head"), ("embed", "embad"), ("kv_heads", "kvheads"), ("kv_heads", "kv_haeds"),
+    ("heads", "haeds"), ("embed", "embad"), ("kv_heads", "kvheads"), ("kv_heads", "kv_haeds"),
     ("layers0", "lyaers0"),
-    ("sequence", "seqeunec"), ("Batch", "batch"), ("hidden", "hiddn"), ("vocab", "vocba"),
+    ("sequence", "seqeunec"), ("Batch", "batch"), ("hidden", "hiddn"), ("vocab", "vocba"), ("seq", "sqe"), ("seq", "sequ"),
 ]  # fmt: skip
 APART = [
     ("batch", "patch"), ("state", "stage"), ("seq_q", "seq_k"), ("q_heads", "k_heads"), ("dim1", "dim2"), ("ff", "fc"),
     ("a", "b"), ("in", "on"), ("embed", "hidden"), ("model", "modes"), ("height", "weight"), ("batch", "batch2"),
+    ("seq", "seq2"), ("kv", "k"), ("in", "out"), ("seq", "set"), ("ffn", "ff"), ("kv", "vk"), ("f", "ff"), ("bhs", "bhd"),
     ("src_len", "tgt_len"), ("features_in", "features_out"), ("heads", "kv_heads"), ("x", "xy"), ("row", "raw"),
     ("experts", "expert_ff"), ("width", "depth"), ("hd", "h"), ("key", "kv"), ("time", "mel"), ("conv_w", "conv_h"),
 ]  # fmt: skip
+ONE_WAY = [  # a name, a known one that it is near, and that is not near it
+    ("fff", "ff"), ("hdd", "hd"), ("batches", "batch"), ("heads", "head"), ("kv_heads", "kv_head"), ("tokens", "token"),
+    ("vocabularies", "vocabulary"), ("ffn", "fn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "known"), ONE_WAY)
+def test_a_plural_or_a_bounced_key_is_near_and_the_other_way_round_is_another_name(name: str, known: str) -> None:
+    assert is_near(name, known)
+    assert not is_near(known, name)
 
 
 @pytest.mark.parametrize(("a", "b"), NEAR)
@@ -52,6 +63,8 @@ _near = "'{}' has no rule and stays whole; did you mean '{}'?".format
 
 
 SLIPS: list[tuple[str, Any, str]] = [
+    ("bounced", lambda: shard(X, "_ fff"), f"shard(x) with spec '_ fff': {_near('fff', 'ff')}"),
+    ("plural", lambda: shard(X, "batches _"), f"shard(x) with spec 'batches _': {_near('batches', 'batch')}"),
     ("placed", lambda: shard(X, "btach _"), f"shard(x) with spec 'btach _': {_near('btach', 'batch')}"),
     (
         "moved",
@@ -110,6 +123,9 @@ RIGHT: list[tuple[str, Any]] = [
     ("no rule for embed", lambda: sl.jit(torch.matmul, in_specs=("batch embed", "embed ff")).plan(X, W)),
     ("said twice", lambda: sl.jit(torch.matmul, in_specs=("head hidden", "hidden head")).plan(X, W)),
     ("both in one spec", lambda: shard(torch.ones(4, 8), "batch (heads head)", heads=2)),
+    ("singular", lambda: shard(X, "batch head")),
+    ("numbered", lambda: shard(X, "batch2 ff2")),
+    ("a part of a short name", lambda: sl.jit(torch.matmul, in_specs=("batch f", "f _")).plan(X, W)),
     ("axes of its own", lambda: shard(X, "btach@data _")),
     ("whole on purpose", lambda: shard(X, "btach@() _")),
     ("positional", lambda: shard(X, P("data"))),
@@ -126,7 +142,7 @@ def test_right_programs_are_left_alone(call: Any) -> None:
 def test_a_rule_says_that_a_name_is_meant() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with Mesh(data=2, rules={"heads": "data", "head": None}):
-            shard(X, "head _")
-        with Mesh(data=2, rules={"heads": "data"}), pytest.raises(UserWarning, match="'head' has no rule"):
-            shard(X, "head _")
+        with Mesh(data=2, rules={"heads": "data", "haeds": None}):
+            shard(X, "haeds _")
+        with Mesh(data=2, rules={"heads": "data"}), pytest.raises(UserWarning, match="'haeds' has no rule"):
+            shard(X, "haeds _")

@@ -64,7 +64,7 @@ class CommBudget(Budget):
         ...     total.plan(torch.ones(4))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        shardlib.core.errors.ShardingError: <lambda> exceeds its communication budget:
+        shardlib.ShardingError: <lambda> exceeds its communication budget:
           * 4 bytes are sent per device, the budget is 1
         ...
     """
@@ -105,7 +105,7 @@ class RedundancyBudget(Budget):
         ...     product.plan(torch.ones(4, 4), torch.ones(4, 4))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        shardlib.core.errors.ShardingError: <lambda> exceeds its redundancy budget:
+        shardlib.ShardingError: <lambda> exceeds its redundancy budget:
           * 112 FLOP of 128 FLOP per device (87.5 %) are done identically elsewhere, the budget is 5 %
         ...
     """

@@ -279,6 +279,13 @@ class Plan:
         rows, lines = totals(self)
         return "\n".join([*table(rows), *lines])
 
+    def __repr__(self) -> str:
+        count = len(self.compiled.program.collectives)
+        return (
+            f"<plan of {self.heading}: {count} collective{'s' * (count != 1)}, {si(self.comm_bytes, 'B')} sent per device, "
+            f"peak memory {si(self.peak_memory, 'B')}>"
+        )
+
     def __str__(self) -> str:
         rows = self._rows
         inputs, outputs = (table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs()))

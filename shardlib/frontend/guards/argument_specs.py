@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.frontend.guards.flatten_call import Static, is_tensor
+from shardlib.core.torch_private import pytree
+from shardlib.frontend.guards.flatten_call import Static, arguments_of, is_tensor
+
+
+_RULE = "in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name"
 
 
 def by_argument(
-    fn: Callable[..., Any], name: str, in_specs: Any, positional: int, named: Mapping[str, Any]
+    fn: Callable[..., Any], name: str, in_specs: Any, args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The specs of `(args, kwargs)`: `in_specs` is a tuple with an entry per positional argument, a dict by name, or
-    one spec of all."""
+    """Returns the specs of `(args, named)`: `in_specs` is a tuple with an entry per positional argument, a dict by
+    name, or one spec of all.
+
+    Raises `ShardingError` for entries of no argument, and for arguments with tensors that a tuple leaves out. An
+    argument without tensors needs no entry, and neither has one by name whose parameter has a default.
+    """
     plain, everything, optional = _parameters(fn)
+    positional = len(args)
     if isinstance(in_specs, dict):
         known = [*everything, *(k for k in named if k not in everything)]
         if unknown := [key for key in in_specs if key not in known]:
@@ -38,11 +47,32 @@ def by_argument(
         raise ShardingError(
             f"{name}: in_specs has {len(specs)} entries, the call has {total} argument{'s' * (total != 1)}",
             [f"{i}: {spec!r}" for i, spec in enumerate(specs[most:], most)],
-            rule="in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name",
+            rule=_RULE,
             remedy="a spec is one string, 'batch seq', not a tuple of names; in_specs=('batch seq',) for one argument",
         )
+    by_position = dict(zip(arguments_of(fn, positional, ()), args, strict=True))
+    by_position |= {x: named[x] for x in plain[positional:] if x in named and x not in optional}
+    _refuse_without_entry(name, len(specs), by_position)
     rest = dict(zip(plain[positional:], specs[positional:], strict=False))  # given by name this time
     return (*specs[:positional], *(None,) * (positional - len(specs))), {k: rest.get(k) for k in named}
+
+
+def _refuse_without_entry(name: str, entries: int, arguments: Mapping[str, Any]) -> None:
+    """Raises for arguments with tensors behind the last entry; the order of `arguments` is that of the parameters."""
+    tensors = {x: [leaf for leaf in pytree.tree_leaves(value) if is_tensor(leaf)] for x, value in arguments.items()}
+    if left_out := {x: leaves for x, leaves in [*tensors.items()][entries:] if leaves}:
+        raise ShardingError(
+            f"{name}: in_specs has {entries} entr{'y' if entries == 1 else 'ies'}, "
+            f"the call has {len(arguments)} arguments",
+            [
+                f"{x} " + (f"of shape {list(leaves[0].shape)}" if arguments[x] is leaves[0] else f"with {len(leaves)} tensors")
+                + " has no entry"
+                for x, leaves in left_out.items()
+            ],
+            rule=_RULE,
+            remedy="write None where the layout is to be inferred: in_specs=('batch seq', None); in a dict, "
+            "in_specs={'x': 'batch seq'}, arguments may be left out",
+        )
 
 
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str], list[str]]:

@@ -16,7 +16,7 @@ import torch
 from shardlib.compiler.pipeline import Compiled, compile_program
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.context import compiling, unseen
-from shardlib.core.errors import NoProgramError, ShardingError
+from shardlib.core.errors import NoProgramError, ShardingError, public
 from shardlib.core.mode_restore import unheard
 from shardlib.core.source_lines import user_frame
 from shardlib.core.torch_private import preserved_versions
@@ -44,6 +44,7 @@ OFTEN = 8  # programs for one reason, from which on it is said
 _GENERATES = 'in generate(), cache_implementation="static" keeps the shapes of what is cached; else '
 
 
+@public
 class RetraceWarning(UserWarning):
     """A function is compiled again and again."""
 

@@ -16,9 +16,11 @@ from shardlib.compiler.passes.memory.saved_values import Crossing
 from shardlib.compiler.program import flops as program_flops
 from shardlib.compiler.program.buffers import peak_bytes
 from shardlib.compiler.program.steps import Program, Start, Var
+from shardlib.core.errors import public
 from shardlib.sharding.mesh.machine import Machine
 
 
+@public
 class RematWarning(UserWarning):
     """Making values again takes more memory than keeping them."""
 
