@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard
+from shardlib.nn.forward import EagerWarning
 
 X, W = torch.arange(24.0).view(4, 6), torch.arange(48.0).view(6, 8) / 48
 GRID = Mesh(data=2, tensor=2, rules={"batch": "data", "ff": "tensor"})
@@ -158,3 +161,154 @@ def test_specs_of_another_length(call: Callable[[], Any], says: tuple[str, ...])
         call()
     for line in says:
         assert line in str(error.value)
+
+
+def test_a_plan_is_one_line() -> None:
+    with GRID:
+        plan = sl.jit(product, in_specs=("batch _", "_ ff")).plan(X, W)
+    assert repr(plan) == (
+        "<plan of product on data=2, tensor=2 (4 devices, virtual): 0 collectives, 0 B sent per device, "
+        "peak memory 176 B>"
+    )
+
+
+# --- values that are printed ------------------------------------------------------------------------------------------
+
+
+class Printing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        print("value", x.sum().item())
+        return x
+
+
+LOG = logging.getLogger("first_day")
+LOG.propagate = False  # without a handler, it writes to stderr
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: print("value", x.sum().item()),
+    "float": lambda x: print("value", str(float(x.sum()))),
+    "int": lambda x: print("value", int(x.sum())),
+    "f-string": lambda x: print(f"value {x.sum().item()}"),
+    "f-string of digits": lambda x: print(f"value {x.sum():.3f}"),
+    "percent": lambda x: print("value %.3f" % x.sum()),  # noqa: UP031
+    "list": lambda x: print("value", x.tolist()),
+    "numpy": lambda x: print("value", x.detach().numpy()),
+    "shape": lambda x: print("value", x[x > 0].shape),
+    "log": lambda x: LOG.warning("value %.3f", x.sum()),
+    "logged item": lambda x: LOG.warning("value %s", x.sum().item()),
+}
+
+
+@pytest.mark.parametrize("with_numbers", [False, True])
+@pytest.mark.parametrize("look", LOOKS)
+def test_nothing_is_printed_before_a_value_is_refused(look: str, with_numbers: bool, capfd: Any) -> None:
+    """An argument that is a number is a symbol while its function is traced; a tensor is none."""
+
+    def step(x: Tensor, *numbers: float) -> Tensor:
+        y = x * 2 if not numbers else x * numbers[0]
+        LOOKS[look](y)
+        return y
+
+    with GRID, pytest.raises(ShardingError, match="test_first_day.py"):
+        sl.jit(step)(X, *([0.5] if with_numbers else []))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("door", ["module and optimizer", "module", "gradient"])
+def test_nothing_is_printed_in_a_training_step(door: str, capfd: Any) -> None:
+    model = nn.Sequential(Printing(), Printing()) if "module" in door else nn.Linear(6, 6)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        print("value", loss.item())
+        return loss
+
+    def gradient(x: Tensor) -> Tensor:
+        loss = x.square().sum()
+        print("value", loss.item())
+        return loss
+
+    run = {
+        "module and optimizer": lambda: sl.jit(step)(model, opt, X),
+        "module": lambda: sl.jit(model)(X),
+        "gradient": lambda: sl.jit(sl.grad(gradient))(X),
+    }[door]
+    with GRID, pytest.raises(ShardingError, match="needs the value of"):
+        run()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_of_logging_is_loggings(capfd: Any) -> None:
+    """A wrong number of arguments is no look at a value."""
+
+    def step(x: Tensor) -> Tensor:
+        LOG.warning("%s", 1, 2)
+        return x * 2
+
+    with GRID:
+        sl.jit(step)(X)
+    assert "--- Logging error ---" in capfd.readouterr().err
+
+
+def test_a_value_under_vmap_is_a_value() -> None:
+    with GRID, pytest.raises(ShardingError, match=r"needs the value of a tensor(.|\n)*values of tensors are known only"):
+        sl.jit(sl.vmap(lambda x: x * x.sum().item()))(X)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x * 2
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_a_module_that_runs_op_by_op_says_why_and_what_to_do() -> None:
+    with GRID:
+        model = sl.parallelize(Branching(), {})
+    with pytest.warns(EagerWarning) as told:
+        model(X)
+    (warning,) = told
+    head, rule, remedy = str(warning.message).split("\n")
+    assert "in Branching.forward: if x.sum() > 0:: its ops run one by one" in head
+    assert rule.startswith("Rule: Python runs once, on shapes; the values of tensors are known only when")
+    assert remedy.startswith("Remedy: torch.where(condition, a, b) for an if;")
+    assert "ignore::shardlib.EagerWarning" in remedy
+    assert warning.filename == __file__, "it points at the call, not into torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings._setoption("ignore::shardlib.EagerWarning")  # type: ignore[attr-defined]
+        sl.parallelize(Branching(), {}, mesh=GRID)(X)
+
+
+def test_a_wrong_shape_in_a_parallelized_module() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(6, 2)))
+    with pytest.raises(RuntimeError) as plain:
+        model(X)
+    sl.parallelize(model, {}, mesh=GRID)
+    with pytest.raises(RuntimeError) as error:
+        model(X)
+    message = str(error.value)
+    assert message.startswith(f"torch refuses linear: {plain.value}:\n")
+    for line in ("test_first_day.py", "  * in 1.1, a Linear", "  * Linear.weight is float32[2, 6]"):
+        assert line in message
+    assert message.endswith(
+        "Rule: plain torch fails here, too: shapes and dtypes are those of one device\n"
+        "Remedy: mend the line: it fails on one device, too"
+    )

@@ -339,10 +339,14 @@ def late(name: str) -> Any:
 
 
 def symbols() -> Any:
-    """What makes symbols of numbers, for a trace; where they come from, only messages say that nobody sees."""
-    made = late("torch.fx.experimental.symbolic_shapes.ShapeEnv")()
-    setattr(made, SYMBOL_FRAME.rpartition(".")[2], sys._getframe)
-    return made
+    """Returns what makes symbols of numbers, for a trace; where they come from, only messages say that nobody sees.
+
+    It makes none of values of tensors, or of shapes that depend on them: printed, `zuf0` would look like a value.
+    """
+    kind = late("torch.fx.experimental.symbolic_shapes.ShapeEnv")
+    env = kind(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    setattr(env, SYMBOL_FRAME.rpartition(".")[2], sys._getframe)
+    return env
 
 
 _names.complete(SUPPORTED)

@@ -53,6 +53,7 @@ from shardlib.frontend.hazards.rng_state import Chance
 from shardlib.frontend.hazards.threads import refuse_nested
 from shardlib.frontend.hazards.unsupported import refusal, refuse_absent, refuse_quantized, refuse_subclasses
 from shardlib.frontend.hazards.user_errors import mistake
+from shardlib.frontend.hazards.value_inspection import logged
 from shardlib.frontend.lazy_graph_module import lazily
 from shardlib.frontend.lifted_inputs import Lifted, refuse_carriers, refuse_changed_arguments, taken_apart
 from shardlib.frontend.results import refuse_attributes, repeated, strides_of
@@ -331,6 +332,7 @@ def _tracing(generators: Sequence[torch.Generator] | None, *, marked: bool) -> I
                 averaging(),
                 numpy_args.shown(),
                 called(),
+                logged(),
                 draws,
             ):
                 yield

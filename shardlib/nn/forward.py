@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,12 +18,16 @@ from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError, ValueNeededError, public
+from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import CALL_HOOKS, is_wrapped, pytree, version_of
 from shardlib.jit.jit import Jitted
 from shardlib.jit.shard import shard
 from shardlib.nn.mixed_precision import Policy
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor, marks
+
+
+_IGNORE = "ignore::shardlib.EagerWarning"
 
 
 @public
@@ -72,12 +77,14 @@ class Forward:
                         remedy="write that line so that it is traced, or say no memory",
                     ) from error
                 self.eager.add(self._mode)
-                warnings.warn(
+                warnings.warn_explicit(
                     f"{what}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
-                    + (f", in which {self.keeping.said} says nothing" if self.keeping.said else ""),
+                    + (f", in which {self.keeping.said} says nothing" if self.keeping.said else "")
+                    + f"\nRule: {error.rule}\nRemedy: {error.remedy}; or leave it: the values are right, and only "
+                    f"slower to get (-W {_IGNORE} hides this warning)",
                     EagerWarning,
-                    stacklevel=2,
+                    *caller_at(sys._getframe(1)),
                 )
             return self._on_copies(args, kwargs)
 

@@ -621,8 +621,15 @@ def test_what_torch_refuses_is_said_on_the_users_line(name, caplog):
     with pytest.raises(ShardingError) as caught:
         sl.jit(fn).plan(W, W)
     assert isinstance(caught.value, kind)
-    assert str(caught.value).startswith("torch refuses ")
-    for text in (*texts, "test_habits.py"):
+    head = str(caught.value).partition("\n")[0]
+    assert head.startswith("torch refuses ")
+    assert not head.endswith(".:")
+    assert "trace" not in str(caught.value)
+    with pytest.raises(kind) as plain:
+        fn(W, W)
+    words = str(plain.value).partition("\n")[0].rstrip(".")
+    assert words in head, "torch's own words, as on one device"
+    for text in (*texts, "test_habits.py", "Rule: plain torch fails here, too"):
         assert text in str(caught.value)
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")], "the error says it all"
 
@@ -848,13 +855,13 @@ def test_a_write_that_would_lose_its_imaginary_part_is_refused(dtype: torch.dtyp
 
 def test_what_torch_asserts_is_said_too():
     message = refusal(lambda: sl.jit(lambda x: torch.complex(x.long(), x.long())).plan(placed()))
-    assert message.startswith("torch refuses complex in the traced function: real must be floating point")
+    assert message.startswith("torch refuses complex: Expected both inputs to be Half, Float or Double tensors")
 
 
 def test_operands_of_two_dtypes_are_named():
     x, w = torch.ones(2, 4, 4), torch.ones(4, 4, dtype=torch.float64)
     message = refusal(lambda: sl.jit(lambda x, w: F.linear(x * 1, w)).plan(x, w))
-    assert message.startswith("torch refuses mm in the traced function: expected m1 and m2 to have the same dtype")
+    assert message.startswith("torch refuses mm: expected m1 and m2 to have the same dtype")
     for words in (
         "test_habits.py:",
         "  * an operand is float32[2, 4, 4]\n",

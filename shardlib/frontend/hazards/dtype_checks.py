@@ -22,6 +22,7 @@ from shardlib.core.aten.functional_forms import functional_form
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import OpOverload, schema_of, without_autocast, without_modes
+from shardlib.frontend.hazards.fake_tensor_gaps import OnOneDevice
 from shardlib.frontend.hazards.user_errors import refused
 
 # Beside pointwise ops and reductions: ops that take tensors whose dims are all of one size.
@@ -71,7 +72,7 @@ def refuse_kernels(graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
         if (error := _known[key]) is not None:
             name = str(schema_of(node.target).name).removeprefix("aten::")
             operands = ((names.get(x, "an operand"), x.meta["val"]) for x in map(_source, node.all_input_nodes))
-            raise refused(error, name, node.meta["line"], operands)
+            raise refused(error, name, [str(node.meta["line"])], operands, OnOneDevice(error=error))
 
 
 _known: Bounded[Any, Exception | None] = Bounded(1 << 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,15 +12,26 @@ import torch
 from shardlib.core.torch_private import OpOverload, pytree, without_modes
 
 _WRITTEN_IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, OpOverload)
+_WRITTEN_IN_PYTHON = ("torch.functional", "torch.nn.functional")
 _SMALL = 1 << 20  # elements
 
 
-def kernels_take(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call that fake tensors refuse runs on real ones, of ones; False where that is not to be tried."""
+@dataclass(frozen=True)
+class OnOneDevice:
+    """How a call that fake tensors refuse ends on real ones, of ones: it `runs`, or raises an `error`; neither where
+    the call is not to be tried."""
+
+    runs: bool = False
+    error: Exception | None = None
+
+
+def tried(func: Any, args: Any, kwargs: Any) -> OnOneDevice:
+    """Calls an op or a function of torch on small real tensors of the operands' shapes and dtypes."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    if not isinstance(func, _WRITTEN_IN_C) or sum(x.numel() for x in tensors) > _SMALL:
-        return False
+    is_torchs = isinstance(func, _WRITTEN_IN_C) or getattr(func, "__module__", "") in _WRITTEN_IN_PYTHON
+    if not is_torchs or sum(x.numel() for x in tensors) > _SMALL:
+        return OnOneDevice()
     with ExitStack() as stack:
         for mode in (
             torch.DisableTorchFunction(),
@@ -32,6 +44,6 @@ def kernels_take(func: Any, args: Any, kwargs: Any) -> bool:
         args, kwargs = pytree.tree_unflatten(real, tree)
         try:
             func(*args, **kwargs)
-        except (RuntimeError, TypeError, LookupError, ValueError, ArithmeticError):
-            return False
-    return True
+        except (RuntimeError, TypeError, LookupError, ValueError, ArithmeticError) as error:
+            return OnOneDevice(error=error)
+    return OnOneDevice(runs=True)

@@ -76,6 +76,7 @@ SHAPES = (
 _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
     (TypeError, "integer tensors of a single element", "needs the value of a tensor as an int", (_ONCE, _COUNT)),
     (TypeError, "unsupported format string passed to FakeTensor", "prints the value of a tensor", _VALUE),
+    (RuntimeError, "vmap over calling .item()", "needs the value of a tensor", _VALUE),
     (RuntimeError, "its data is not allocated yet", "needs the value of a tensor", _VALUE),
     (RuntimeError, "Tensor that doesn't have storage", "needs the value of a tensor", _VALUE),
     (RuntimeError, "tensors to be on the same device", "reads tensors on two devices at once", _DEVICES),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -17,9 +18,9 @@ import torch
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError
-from shardlib.core.source_lines import Line, error_line
+from shardlib.core.source_lines import error_line, user_line
 from shardlib.core.torch_private import FAKES_LOG
-from shardlib.frontend.hazards.fake_tensor_gaps import kernels_take
+from shardlib.frontend.hazards.fake_tensor_gaps import OnOneDevice, tried
 from shardlib.frontend.torch_rewrites.numpy_args import taken_for_array
 
 _KINDS = (TypeError, IndexError, ValueError, OverflowError, AssertionError, RuntimeError)
@@ -40,6 +41,9 @@ _INSTEAD = {
 # Who expects torch's own type gets it, too.
 _TYPES: dict[type, Any] = {kind: type(f"Sharding{kind.__name__}", (ShardingError, kind), {}) for kind in _KINDS}
 _TYPES[ValueError] = ShardingError
+
+_NOT_TRIED = OnOneDevice()
+_TOO = "it fails on one device, too"
 
 # Torch logs what its fake tensors refuse, traceback and all; the error says it.
 logging.getLogger(FAKES_LOG).addFilter(lambda record: not is_tracing())
@@ -89,10 +93,11 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
     name, operands = called(error, names)
     if not name:
         return None
-    line = error_line(error)  # of a call that nobody's line made, there is none
+    line = error_line(error) or user_line(sys._getframe(1))  # a module's own code has no line of the user's
     call = _call(error) or {}
-    stricter = kernels_take(call["func"], call.get("args", ()), call.get("kwargs") or {})
-    return refused(error, name, line, ((known or "an operand", x) for known, x in operands), stricter=stricter)
+    really = tried(call["func"], call.get("args", ()), call.get("kwargs") or {})
+    places = [*([str(line)] if line else []), *_modules(frames)]
+    return refused(error, name, places, ((known or "an operand", x) for known, x in operands), really)
 
 
 def called(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[str, Any]]]:
@@ -115,26 +120,41 @@ def _call(error: Exception) -> Mapping[str, Any] | None:
 def refused(
     error: Exception,
     name: str,
-    line: Line | None,
+    places: Sequence[str],
     operands: Iterable[tuple[str, Any]],
-    *,
-    stricter: bool = False,
+    really: OnOneDevice = _NOT_TRIED,
 ) -> ShardingError:
-    """What torch said to a call of `name` with these operands, in our words; also of torch's own type.
+    """Returns what torch says to a call of `name` with these operands, as a `ShardingError` of torch's own type, too.
 
-    It is `stricter` of tensors without values than on one device.
+    `places` are the line and the module of the call; `really` is how it ends on one device, whose words are the ones
+    that torch's users know.
     """
+    if really.error is not None:
+        rule, remedy = "plain torch fails here, too: shapes and dtypes are those of one device", "mend the line: " + _TOO
+    elif really.runs:
+        rule = "torch works out shapes and dtypes on tensors without values, and refuses more of them than on one device"
+        remedy = "convert operands and numbers to the dtype of the result yourself: x.to(dtype), bool(1j)"
+    else:
+        rule = "a jitted function, and the forward of a parallelized module, calls torch as on one device"
+        remedy = f"mend the line: {_TOO}, unless Python looks at values there, which are not known yet"
     out: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
-        f"torch refuses {name} in the traced function: {_first_sentence(error)}",
-        [*([str(line)] if line else []), *(f"{called} is {_described(x)}" for called, x in operands)],
-        rule="torch works out shapes and dtypes on tensors without values, and refuses more of them than on one device"
-        if stricter
-        else "a traced function is a program for one device",
-        remedy="convert operands and numbers to the dtype of the result yourself: x.to(dtype), bool(1j)"
-        if stricter
-        else "mend the line: it fails on one device, too, unless Python looks at values there, which no trace has",
+        f"torch refuses {name}: {_first_sentence(really.error or error).rstrip('.')}",
+        [*places, *(f"{called} is {_described(x)}" for called, x in operands)],
+        rule=rule,
+        remedy=remedy,
     )
     return out
+
+
+def _modules(frames: Sequence[FrameType]) -> list[str]:
+    """Where the innermost module that runs is: `in layers.0.up, a Linear`."""
+    running = [m for f in frames if isinstance(m := f.f_locals.get("self"), torch.nn.Module)]
+    paths = [name for name, m in running[0].named_modules() if m is running[-1]] if running else []
+    return [f"in {path}, {_article(type(running[-1]).__name__)}" for path in paths[:1] if path]
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def frames_of(error: BaseException) -> Iterator[FrameType]:

@@ -5,14 +5,20 @@ A value of a trace has a type and no numbers. Printing shows the type; what woul
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
+from shardlib.core.private_names import Slot
 from shardlib.core.source_lines import user_line
-from shardlib.core.torch_private import FakeTensor, innermost
+from shardlib.core.torch_private import DataDependentOutputException, FakeTensor, innermost
+
+_HANDLE_ERROR = Slot("logging.Handler.handleError")
 from shardlib.tensor.sharded_tensor import typeof
 
 
@@ -29,6 +35,20 @@ def shown(x: Tensor, **_: Any) -> str | None:
 def formatted(x: Tensor, spec: str) -> str | None:
     """The same in an f-string; a format of numbers needs one."""
     return None if spec else shown(x)
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """While on, `logging.info("%.3f", x)` of a traced value raises; logging itself would print a traceback and go on."""
+    handle_error = _HANDLE_ERROR.value
+
+    def raise_refusal(handler: logging.Handler, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], DataDependentOutputException):
+            raise
+        handle_error(handler, record)
+
+    with _HANDLE_ERROR.holding(raise_refusal):
+        yield
 
 
 def pickled(x: Tensor, *_: Any) -> None:

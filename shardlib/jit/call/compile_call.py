@@ -18,7 +18,7 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.core.context import compiling, unseen
 from shardlib.core.errors import NoProgramError, ShardingError, public
 from shardlib.core.mode_restore import unheard
-from shardlib.core.source_lines import user_frame
+from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
 from shardlib.frontend.guards.object_state import State
@@ -216,7 +216,7 @@ class Invocation:
                 f"{name} has been compiled {OFTEN + 1} times, the last time because of {programs.retraces[-1]}.\n"
                 f"Remedy: {generates}{changes[often[0]].remedy}. {name}.retraces lists all reasons",
                 RetraceWarning,
-                *_asked_at(),
+                *caller_at(sys._getframe(1)),
             )
 
     def _compile(self, watch: Watch, *, exact: bool = False) -> Plan:
@@ -243,7 +243,12 @@ class Invocation:
             )
         after = compiled.traced.after
         if function.goes_back and after.refused:
-            raise NoProgramError(f"the backward pass of {function.name} is no program", [after.why])
+            raise NoProgramError(
+                f"the backward pass of {function.name} is no program",
+                [after.why],
+                rule="a program is traced once, its backward pass and the hooks in it with it",
+                remedy="leave that line out of hooks and custom gradients",
+            )
         return Plan(compiled)
 
     def _before(self) -> Iterator[Compiled]:
@@ -272,9 +277,3 @@ def _undone(watch: Watch) -> Iterator[None]:
     finally:
         if not done:
             watch.restore()
-
-
-def _asked_at() -> tuple[str, int]:
-    """The line of the user's that calls."""
-    frame = user_frame(sys._getframe(1))
-    return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
