@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -186,8 +187,7 @@ class Printing(nn.Module):
         return x
 
 
-LOG = logging.getLogger("first_day")
-LOG.propagate = False  # without a handler, it writes to stderr
+LOG = logging.Logger("first_day")  # of no parent, and without a handler: it writes to stderr, past pytest
 
 LOOKS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: print("value", x.sum().item()),
@@ -260,7 +260,10 @@ def test_an_error_of_logging_is_loggings(capfd: Any) -> None:
 
 
 def test_a_value_under_vmap_is_a_value() -> None:
-    with GRID, pytest.raises(ShardingError, match=r"needs the value of a tensor(.|\n)*values of tensors are known only"):
+    with (
+        GRID,
+        pytest.raises(ShardingError, match=r"needs the value of a tensor(.|\n)*values of tensors are known only"),
+    ):
         sl.jit(sl.vmap(lambda x: x * x.sum().item()))(X)
 
 
@@ -312,3 +315,109 @@ def test_a_wrong_shape_in_a_parallelized_module() -> None:
         "Rule: plain torch fails here, too: shapes and dtypes are those of one device\n"
         "Remedy: mend the line: it fails on one device, too"
     )
+
+
+class Dropping(nn.Module):
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.linear, self.looks = nn.Linear(6, 64), looks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.dropout(self.linear(x), 0.5, True)
+        return y * 2 if self.looks and y.abs().sum() > 0 else y
+
+
+@pytest.mark.filterwarnings("ignore::shardlib.EagerWarning")
+@pytest.mark.parametrize("looks", [False, True])
+def test_dropout_is_compared_as_the_readme_says(looks: bool) -> None:
+    plain = Dropping(looks)
+
+    def drawn(mesh: Mesh | None) -> Tensor:
+        model = plain if mesh is None else sl.parallelize(copy.deepcopy(plain), {}, mesh=mesh)
+        torch.manual_seed(0)
+        out = model(X)
+        return out if mesh is None else out.full_tensor()
+
+    one = drawn(Mesh(data=1))
+    torch.testing.assert_close(drawn(GRID), one)
+    torch.testing.assert_close(drawn(Mesh(data=4)), one)
+    assert not torch.equal(drawn(None) == 0, one == 0)
+    if looks:
+        with sl.global_random():
+            torch.testing.assert_close(drawn(None), one)
+    else:
+        with GRID:
+            sl.check(plain, X)
+
+
+# --- the first program ------------------------------------------------------------------------------------------------
+
+MODEL = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+PLACED = sl.parallelize(copy.deepcopy(MODEL), {"0.weight": "ff _"}, mesh=GRID)
+SPEC = {"0.weight": "ff _"}
+
+
+def _optimizer_first() -> None:
+    model = copy.deepcopy(MODEL)
+    opt = torch.optim.AdamW(model.parameters())
+    sl.parallelize(model, SPEC, mesh=GRID)
+    model(X).sum().backward()
+    opt.step()
+
+
+MISTAKES: list[tuple[str, Callable[[], Any], tuple[str, ...]]] = [
+    ("a spec too short", lambda: shard(X, "batch"), ("the spec has 1 dim, the tensor has 2 dims",)),
+    ("an axis that is not there", lambda: shard(X, "a@dat _"), ("no axis 'dat'; did you mean 'data'?",)),
+    ("an axis twice", lambda: shard(X, "a@data b@data"), ("axis 'data' is used by dim 0 `a@data` and by dim 1",)),
+    ("commas", lambda: shard(X, "batch, ff"), ("dims are separated by spaces",)),
+    ("a list as a spec", lambda: shard(X, ["data", None]), ("is not a spec", "a P(...)")),  # type: ignore[arg-type]
+    ("a rule's name in P", lambda: shard(X, P("batch")), ("no axis 'batch'; 'batch' is a name with a rule",)),
+    ("a list of tensors", lambda: shard([X, X], "batch _"), ("is a list\n", "torch.stack(x)")),  # type: ignore[arg-type]
+    ("a list of numbers", lambda: shard([1.0], "_"), ("is [1.0], a list", "torch.tensor(x)")),  # type: ignore[arg-type]
+    ("a module", lambda: shard(MODEL, "_ _"), ("is a Sequential", "sl.parallelize(module")),  # type: ignore[arg-type]
+    ("another device", lambda: shard(X, "batch _").cuda(), ("goes to cuda", "whose devices are cpu")),
+    ("a call that is jitted", lambda: sl.jit(MODEL(X)), ("not sl.jit(f(x))",)),
+    ("a size in text", lambda: Mesh(data="2"), ("axis 'data' has size '2'",)),  # type: ignore[arg-type]
+    ("an optimizer first", _optimizer_first, ("parameter 0 was Sequential.0.weight", "make it after parallelize")),
+    ("a pattern of nothing", lambda: sl.parallelize(MODEL, {"0.wieght": "ff _"}), ("nearest name is '0.weight'",)),
+    ("a strategy", lambda: sl.parallelize(MODEL, SPEC, strategy="fdsp"), ("'fdsp' is no strategy", "fsdp")),
+    ("arguments in another order", lambda: sl.parallelize(GRID, MODEL), ("the module is of <class 'shardlib",)),  # type: ignore[arg-type]
+    ("suggest without a mesh", lambda: sl.suggest(MODEL, X), ("a Tensor as its mesh", "sl.current_mesh()")),  # type: ignore[arg-type]
+    ("a list as a batch", lambda: PLACED([X]), ("must be Tensor, not list", "test_first_day.py", "model(*batch)")),
+    ("another dtype", lambda: copy.deepcopy(PLACED).half()(X), ("must have the same dtype", "test_first_day.py")),
+    ("another width", lambda: PLACED(X[:, :5]), ("cannot be multiplied (4x5 and 6x8)", "in 0, a Linear")),
+    ("DataParallel", lambda: nn.DataParallel(PLACED)(X), ("leave the wrapper out",)),
+    ("full_tensor inside", lambda: sl.jit(lambda x: x.full_tensor())(X), ("return it, and call .full_tensor() outside",)),
+    ("a mask", lambda: sl.jit(lambda x: x[x > 0])(X), ("x.where(mask, 0)",)),
+    ("psum outside", lambda: sl.psum(X, "data"), ("call it in fn of sl.shard_map",)),
+    ("two meshes", lambda: shard(X, "a@data _", mesh=OTHER) + shard(X, "batch _"), ("takes tensors on 2 meshes",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "says"), [x[1:] for x in MISTAKES], ids=[x[0] for x in MISTAKES])
+def test_a_first_mistake_is_explained(run: Callable[[], Any], says: tuple[str, ...]) -> None:
+    with GRID, pytest.raises(ShardingError) as error:
+        run()
+    for line in says:
+        assert line in str(error.value), str(error.value)
+
+
+RIGHT: dict[str, Callable[[Any, Any], Any]] = {
+    "numpy": lambda x, model: x.numpy().sum(),
+    "item in a loop": lambda x, model: sum(model(x[:2] * i).sum().item() for i in range(3)),
+    "compared with a plain tensor": lambda x, model: torch.allclose(x, X) and torch.equal(x, X) and bool((x == X).all()),
+    "batches of a loader": lambda x, model: [float(model(b).sum()) for b in torch.utils.data.DataLoader(X, batch_size=3)],
+    "another dtype": lambda x, model: float(model.to(torch.float64)(x.double()).sum()),
+    "no_grad": lambda x, model: torch.no_grad()(model)(x).sum().item(),
+    "compiled": lambda x, model: torch.compile(model, backend="eager")(x).sum().item(),
+    "gradients added up": lambda x, model: (
+        [model(x).sum().backward() for _ in range(2)], float(model[0].weight.grad.sum()))[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_a_first_habit_works(what: str) -> None:
+    model = copy.deepcopy(MODEL)
+    with GRID:
+        ours = RIGHT[what](shard(X, "batch _"), sl.parallelize(copy.deepcopy(model), SPEC))
+    assert ours == pytest.approx(RIGHT[what](X, model), rel=1e-5)

@@ -88,10 +88,16 @@ def tensor_of(x: Any, what: str) -> torch.Tensor:
     x = taken(x, what)
     if isinstance(x, torch.Tensor):
         return x
+    is_numbers = isinstance(x, int | float) or (isinstance(x, list) and not any(map(torch.is_tensor, x)))
+    text = f"{x!r:.60}, a {type(x).__name__}" if is_numbers else f"a {type(x).__name__}"
     raise ShardingError(
-        f"{what} is {x!r:.60}, a {type(x).__name__}",
+        f"{what} is {text}",
         rule="what is placed is a tensor, or a numpy array",
-        remedy="shard(torch.tensor(x), spec)" if isinstance(x, int | float | list) else "shard each of its tensors",
+        remedy="shard(torch.tensor(x), spec)"
+        if is_numbers
+        else "sl.parallelize(module, specs) places a module"
+        if isinstance(x, torch.nn.Module)
+        else "shard each of its tensors, or torch.stack(x)",
     )
 
 

@@ -207,6 +207,8 @@ ONEDNN_LINEAR = _late("torch.ops.mkldnn._linear_pointwise", "its products of flo
 set_slot = _torch("torch.fx.experimental.proxy_tensor.set_proxy_slot", "a tensor is a node, and its shape is known")
 SLOT = _torch("torch.fx.experimental.proxy_tensor._ProxyTensor", "what such a slot holds")
 is_profiling = _global("torch.autograd.profiler._is_profiler_enabled", "a program with ranges runs where one looks")
+PROFILING = _word("torch.autograd.profiler._is_profiler_enabled", "and an eager op, which asks in each call")
+PROFILER = vars(torch.autograd.profiler)  # a look at a dict is the fastest way to ask
 set_frame_evaluation = _torch("torch._C._dynamo.eval_frame.set_eval_frame", "what compiles is not compiled itself")
 FX_TRACE = _slot(
     "torch.fx.experimental.proxy_tensor.PythonKeyTracer.trace", "it patches all modules twice, and undoes it, per trace"

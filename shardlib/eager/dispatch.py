@@ -11,11 +11,12 @@ from typing import Any
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from shardlib.core.context import unseen
-from shardlib.core.torch_private import dispatch_modes
+from shardlib.core.torch_private import dispatch_modes, is_profiling
 from shardlib.eager import unsupported
 from shardlib.eager.prepare import LOCK
 from shardlib.eager.strategies import Asked, run_of
 from shardlib.tensor.eager_cache import PROGRAMS, key_of, learn
+from shardlib.tensor.eager_ranges import in_range
 from shardlib.tensor.hooks import above
 from shardlib.tensor.rank_checks import compare_operands
 
@@ -35,12 +36,12 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any], key: Any) -> Any:
         if learn(op):
             key = key_of(op, args, kwargs)
         known = PROGRAMS.get(key)
-        run = known or run_of(call)
+        run = known or (in_range(op, "planned", run_of, call) if is_profiling() else run_of(call))
     if known is None:
         if call.mesh.kind == "distributed":
             compare_operands(op, call.tensors, call.mesh)  # which waits for other ranks, so not under the lock
         PROGRAMS[key] = run
-    return run(args, kwargs)
+    return in_range(op, "on ShardedTensors", run, args, kwargs) if is_profiling() else run(args, kwargs)
 
 
 above.dispatch = dispatch

@@ -69,6 +69,10 @@ def parallelize(
     it computes in lists, as hooks do, or whose backward hooks look at values or change anything. What such hooks only
     read, a number say, is as it was when the module was called.
 
+    With dropout, a parallelized model draws other numbers than plain torch with the same seed, and the same ones on
+    every mesh: compare it with itself on a mesh of one device, `sl.Mesh(data=1)`, or use `sl.check`. (A module that
+    runs op by op draws what plain code draws under `sl.global_random()`.)
+
     Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
     contradict each other, specs that do not fit, a strategy whose axes the mesh has not, and parameters that live on
     another mesh, hold a gradient, or have hooks.
@@ -89,15 +93,15 @@ def parallelize(
     """
     mesh = mesh or current_mesh()
     name = type(module).__name__
+    if not isinstance(module, nn.Module) or not isinstance(specs, Mapping | None):
+        what = f"the module is of {type(module)}, specs are of {type(specs)}"
+        raise ShardingError(what, remedy='parallelize(module, {"*.weight": "out@tensor in"}, mesh=mesh)')
     if mesh is None:
         raise ShardingError(
             f"parallelize({name}) is outside any mesh",
             rule="parameters live on the current mesh, or on the one that is given",
             remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
         )
-    if not isinstance(module, nn.Module) or not isinstance(specs, Mapping | None):
-        what = f"the module is of {type(module)}, specs are of {type(specs)}"
-        raise ShardingError(what, remedy='parallelize(module, {"*.weight": "out@tensor in"})')
     if isinstance(module, jit.ScriptModule):
         raise ShardingError(
             f"parallelize({name}) is given TorchScript",

@@ -83,6 +83,9 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
         '0.bias': 'out@tensor',      # goes with 0.weight
         '2.weight': '_ in@tensor',   # rows: the sum over devices is left, 512 B of [8, 16]
     """
+    if not isinstance(module, nn.Module) or not isinstance(mesh, Mesh):
+        what = f"suggest gets a {type(module).__name__} as its module, a {type(mesh).__name__} as its mesh"
+        raise ShardingError(what, remedy="sl.suggest(module, sl.current_mesh(), *example)")
     axis = axis or next((a for a in mesh.axes if a in TENSOR), None)
     if axis is None or axis not in mesh.axes:
         raise ShardingError(

@@ -90,7 +90,14 @@ def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *
 
 
 def _cuts(
-    tree: Any, specs: Sequence[SpecLike], mesh: Mesh, manual: Sequence[str], what: str, names: Sequence[str], *, inside: bool
+    tree: Any,
+    specs: Sequence[SpecLike],
+    mesh: Mesh,
+    manual: Sequence[str],
+    what: str,
+    names: Sequence[str],
+    *,
+    inside: bool,
 ) -> list[Passage | None]:
     leaves = list(zip(names, pytree.tree_leaves(tree), strict=True))
     items = {i: (*leaf, spec) for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)) if _is_tensor(leaf[1])}

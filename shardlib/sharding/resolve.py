@@ -181,7 +181,9 @@ class _Axes:
     def _usable(self, mesh: Mesh, text: str, user: str) -> Axis | None:
         name, pre, size = split_name(text)
         if name not in mesh.axes:
-            fault = f"{user}: the mesh has no axis {name!r}{did_you_mean(name, mesh.axes)}"
+            logical = f"; {name!r} is a name with a rule, which a spec in text takes: '{name} ...'"
+            hint = logical if name in mesh.rules else did_you_mean(name, mesh.axes)
+            fault = f"{user}: the mesh has no axis {name!r}{hint}"
             use = f"use one of {', '.join(mesh.axes)}"
             self.faults.append(Fault(fault, "a spec names axes of its mesh", use))
             return None

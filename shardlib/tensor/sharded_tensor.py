@@ -22,6 +22,7 @@ from shardlib.sharding.placement import Names
 from shardlib.sharding.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.sharding.typos import warn_of_slip
 from shardlib.tensor.eager_cache import LOOSE, PROGRAMS, read
+from shardlib.tensor.eager_ranges import PROFILER, PROFILING, in_range
 from shardlib.tensor.hooks import above
 from shardlib.tensor.host_offload import AWAY, share
 from shardlib.tensor.local_shards import cut_up as cut_up
@@ -282,7 +283,7 @@ class ShardedTensor(PythonValues):
             return above.redirected(op, args, kwargs or {})
         if (run := PROGRAMS.get(known := tuple(key))) is None or count_dispatch_modes():  # one may record ops
             return above.dispatch(op, args, kwargs or {}, known)
-        return run(args, kwargs)
+        return in_range(op, "on ShardedTensors", run, args, kwargs) if PROFILER[PROFILING] else run(args, kwargs)
 
 
 def refuse_within(x: torch.Tensor, asked: str) -> None:

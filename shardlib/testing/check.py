@@ -85,7 +85,9 @@ def check(
     back on one device, the report says so. On small virtual meshes the program also runs with nothing shared between
     devices. `fn` may be jitted: its specs hold. Errors are relative, in the maximum norm of each tensor; `rtol`
     defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16), ten times that after three steps, and `atol`, for tensors
-    that are zero, to a hundredth of that. All runs start from the same random state. Where something differs by more,
+    that are zero, to a hundredth of that. All runs start from the same random state, and draw the numbers that the mesh
+    draws, dropout's too; plain torch draws others from that state. By hand, compare with a mesh of one device,
+    `sl.Mesh(data=1)`, or, for eager ops, with plain code under `sl.global_random()`. Where something differs by more,
     and nobody has said a tolerance, one device runs again with its numbers rounded otherwise: what that changes is
     rounding, too (a bias that cancels out, whose gradient Adam scales).
 

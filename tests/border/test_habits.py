@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import os
+import re
 import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -922,17 +924,81 @@ def test_collectives_of_ranks_are_ranges_of_a_profiler():
         assert sum(name.startswith("wait for all_reduce[data] ") for name in first) == 2
 
 
-def test_a_program_without_a_profiler_has_no_ranges(monkeypatch):
-    from shardlib.compiler.codegen import virtual
-
+@pytest.mark.parametrize(("file", "name"), [("virtual", "all_reduce"), ("codegen", "sum")])
+def test_a_program_without_a_profiler_has_no_ranges(monkeypatch, file, name):
     made = []
-    monkeypatch.setattr(virtual, "ranged", lambda fn, name: made.append(name) or fn)
+    module = importlib.import_module(f"shardlib.compiler.codegen.{file}")
+    monkeypatch.setattr(module, "ranged", lambda fn, name: made.append(name) or fn)
     step, x = sl.jit(lambda x: x.sum()), placed()
     step(x)
     assert not made
     with torch.profiler.profile(acc_events=True):
         step(x)
-    assert made
+    assert any(label.startswith(name) for label in made)
+
+
+def _ranges(run: Callable[[], Any]) -> set[str]:
+    run()
+    with torch.profiler.profile(acc_events=True) as profile:
+        run()
+    return {re.sub(r" [^ ]*(test_habits.py):\d+$", r" \1", event.name) for event in profile.events()}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.up(x))
+
+
+@pytest.mark.parametrize("cut", [{}, {"up.weight": "o@tensor _"}])
+def test_ops_are_ranges_of_a_profiler_with_their_modules(cut):
+    model, x = Block(), torch.ones(4, 6)
+    with Mesh(data=2, tensor=2) as mesh:
+        sl.parallelize(model, cut)
+    found = _ranges(lambda: model(x).sum().backward())
+    assert "addmm in up at test_habits.py" in found
+    assert "tanh in Block at test_habits.py" in found
+    assert "mm, backward of test_habits.py" in found
+    assert "aten.sum.default on ShardedTensors at test_habits.py" in found
+    step = sl.jit(lambda model, x: model(x).sin().sum())
+    with mesh:
+        found = _ranges(lambda: step(Block(), x))
+    assert {"addmm in up at test_habits.py", "sin at test_habits.py"} <= found
+
+
+def test_eager_ops_are_ranges_of_a_profiler_with_their_modules():
+    with Mesh(data=2):
+        x = shard(torch.ones(4, 6), "b@data _").requires_grad_()
+        model = Block()
+    found = _ranges(lambda: model(x).sum().backward())
+    assert "aten.addmm.default on ShardedTensors in Linear at test_habits.py" in found
+    assert "aten.tanh.default on ShardedTensors in Block at test_habits.py" in found
+    assert "aten.tanh_backward.default on ShardedTensors, backward at test_habits.py" in found
+
+
+def test_an_eager_op_that_is_new_says_that_it_is_planned():
+    with Mesh(data=2):
+        x = shard(torch.ones(4, 7, 5), "b@data _ _")
+    with torch.profiler.profile(acc_events=True) as profile:
+        x.logcumsumexp(1)
+    names = [event.name for event in profile.events()]
+    for what in ("planned", "on ShardedTensors"):
+        assert any(
+            name.startswith(f"aten._logcumsumexp.default {what} at ")
+            or name.startswith(f"aten.logcumsumexp.default {what} at ")
+            for name in names
+        ), names
+
+
+def test_without_a_profiler_an_eager_op_has_no_range(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", lambda name: made.append(name) or nullcontext())
+    x = placed()
+    x.sin()
+    assert not made
 
 
 # --- CommDebugMode ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardlib.compiler.codegen.op_callables import callable_of
+from shardlib.compiler.codegen.profiler_ranges import op_label, ranged
 from shardlib.compiler.program.buffers import owners_in, read_only
 from shardlib.compiler.program.inplace_ops import written
 from shardlib.compiler.program.replication import Primes, primes, varying
@@ -55,7 +56,7 @@ class Generator:
     program: Program
     devices: Sequence[Coords]
     share: bool = True
-    ranges: bool = False  # collectives are ranges of a profiler
+    ranges: bool = False  # steps are ranges of a profiler
     namespace: dict[str, Any] = field(default_factory=lambda: {"math": math})
 
     def __post_init__(self) -> None:
@@ -190,7 +191,10 @@ class Generator:
         args = [self.literal(a, coords) for a in operands]
         args += [f"{k}={self.literal(v, coords)}" for k, v in step.kwargs.items()]
         left = ", ".join("_" if v is None else self.name(v, coords) for v in step.outs)
-        call = f"{self.bind(callable_of(target), _short(target))}({', '.join(args)})"
+        function = callable_of(target)
+        if self.ranges:
+            function = ranged(function, op_label(_short(step.target), step))
+        call = f"{self.bind(function, _short(target))}({', '.join(args)})"
         if len(step.outs) == 1 and isinstance(step.target, OpOverload):
             left += "," if returns_list(step.target) else ""
         self.lines.append(f"{left} = {call}" if step.outs else call)
@@ -264,5 +268,6 @@ def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def _short(target: Any) -> str:
+    target = getattr(target, "func", target)  # of a partial
     name = schema_of(target).name if isinstance(target, OpOverload) else getattr(target, "__name__", "op")
     return str(name).split("::")[-1]

@@ -139,9 +139,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         handles = [groups.group_for(mesh, a) for a in axes]
         gloo = [group for group in handles if group.may_use_gloo]
         generated = source(program, mesh)
-        function = generated.compile()
-        if collectives:
-            function = watched(function, lambda: source(program, mesh, ranges=True).compile())
+        function = watched(generated.compile(), lambda: source(program, mesh, ranges=True).compile())
         numbers, of = generated.numbers, dist.group.WORLD
 
     def run(

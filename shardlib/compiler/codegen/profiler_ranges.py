@@ -1,4 +1,6 @@
-"""Collectives as ranges of `torch.profiler`: kind, mesh axes, bytes, the user's line.
+"""A program's steps as ranges of `torch.profiler`, with the user's modules and lines.
+
+An op is `mm in layers.0.up at train.py:12`, a collective `all_reduce[data] 1.5 kB at train.py:12`.
 
 A program that is profiled is another text than the one that runs otherwise, so that ranges cost nothing where nobody
 looks; it is made when a profiler first runs over it.
@@ -12,7 +14,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from shardlib.compiler.program.steps import Collective
+from shardlib.compiler.program.steps import Collective, Compute
 from shardlib.core.source_lines import place
 from shardlib.core.text_tables import si
 from shardlib.core.torch_private import is_profiling
@@ -40,6 +42,12 @@ def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
     return call
+
+
+def op_label(op: str, step: Compute) -> str:
+    """`mm in layers.0.up at train.py:12`; `mm, backward of train.py:12`."""
+    inside = next((x.path or x.kind for x in reversed(step.inside)), "")
+    return f"{op}{f' in {inside}' if inside else ''}{', backward of' if step.backward else ' at'} {place(step.line)}"
 
 
 def label(bundle: Sequence[Collective]) -> str:

@@ -40,9 +40,7 @@ def source(program: Program, mesh: Mesh, *, share: bool = True, ranges: bool = F
 def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
     """The program as a function of every input's local tensors (one per device), returning every output's."""
     function: Function = source(program, mesh, share=share).compile()
-    if program.collectives:
-        function = watched(function, lambda: source(program, mesh, share=share, ranges=True).compile())
-
+    function = watched(function, lambda: source(program, mesh, share=share, ranges=True).compile())
     return counted(partial(run_below, function), program.collectives)
 
 

@@ -65,7 +65,8 @@ def _refuse_without_entry(name: str, entries: int, arguments: Mapping[str, Any])
             f"{name}: in_specs has {entries} entr{'y' if entries == 1 else 'ies'}, "
             f"the call has {len(arguments)} arguments",
             [
-                f"{x} " + (f"of shape {list(leaves[0].shape)}" if arguments[x] is leaves[0] else f"with {len(leaves)} tensors")
+                f"{x} "
+                + (f"of shape {list(leaves[0].shape)}" if arguments[x] is leaves[0] else f"with {len(leaves)} tensors")
                 + " has no entry"
                 for x, leaves in left_out.items()
             ],

@@ -63,10 +63,10 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
         )
     if isinstance(error, TypeError) and re.search("must be Tensor, not (?!NoneType)", str(error)):
         return ShardingError(
-            f"torch refuses an argument in the traced function: {_first_sentence(error)}",
-            [str(error_line(error))],
-            rule="containers keep their structure: a list of numbers is no tensor",
-            remedy="pass torch.tensor(x)",
+            f"torch refuses an argument: {_first_sentence(error)}",
+            [str(error_line(error) or user_line(sys._getframe(1)))],
+            rule="containers keep their structure: a list is no tensor, as on one device",
+            remedy="pass torch.tensor(x) for numbers, and the tensors in it for a batch of a DataLoader: model(*batch)",
         )
     if isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error):
         return ShardingError(
@@ -130,9 +130,14 @@ def refused(
     that torch's users know.
     """
     if really.error is not None:
-        rule, remedy = "plain torch fails here, too: shapes and dtypes are those of one device", "mend the line: " + _TOO
+        rule, remedy = (
+            "plain torch fails here, too: shapes and dtypes are those of one device",
+            "mend the line: " + _TOO,
+        )
     elif really.runs:
-        rule = "torch works out shapes and dtypes on tensors without values, and refuses more of them than on one device"
+        rule = (
+            "torch works out shapes and dtypes on tensors without values, and refuses more of them than on one device"
+        )
         remedy = "convert operands and numbers to the dtype of the result yourself: x.to(dtype), bool(1j)"
     else:
         rule = "a jitted function, and the forward of a parallelized module, calls torch as on one device"
