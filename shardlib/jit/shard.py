@@ -46,9 +46,9 @@ def shard(
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
     cut, one for each device along its axes. (`sizes=4` is the length of a factor of that name.) Inside `no_mesh()` the
-    spec is read, and `x` returned as it is, whatever `mesh` is. Warns of a name that has no rule and is near to one that has. On ranks
-    every process has `x` whole, and they place it together: values that differ are refused, unless `src` is the rank
-    whose values count. Raises `ShardingError` outside any mesh, where spec, shape and mesh do not fit, and for a `mesh`
+    spec is read, and `x` returned as it is, whatever `mesh` is. Warns of a name that has no rule and is near to one
+    that has. On ranks every process has `x` whole, and they place it together: values that differ are refused, unless
+    `src` is the rank whose values count. Raises `ShardingError` outside any mesh, where spec, shape and mesh do not fit, and for a `mesh`
     other than that of the program or of `x`.
 
     Example:
@@ -120,8 +120,8 @@ def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | 
         raise ShardingError(
             f"{what} gets mesh={mesh!r}",
             rule="mesh is the sl.Mesh that x is placed on",
-            remedy="give a Mesh (Mesh.from_device_mesh(...) makes one of torch's); a factor called mesh gets its length "
-            'by sizes={"mesh": 4}',
+            remedy="give a Mesh (Mesh.from_device_mesh(...) makes one of torch's); a factor called mesh gets its "
+            'length by sizes={"mesh": 4}',
         )
     if is_without_mesh():
         return None
@@ -129,7 +129,7 @@ def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | 
         raise ShardingError(
             f"{what} is outside any mesh",
             rule="an annotation names axes of the current mesh",
-            remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=; `with no_mesh():` runs it as plain torch",
+            remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=; `with no_mesh():` runs plain torch",
         )
     home = current if is_tracing() else x.mesh if isinstance(x, ShardedTensor) else None
     if mesh is not None and home is not None and mesh != home:

@@ -248,7 +248,7 @@ class ShardMapped:
                 [f"{name} has no entry" for name in called[len(specs) :]]
                 or [f"{i}: {spec!r} is for no argument" for i, spec in enumerate(specs[total:], total)],
                 rule="in_specs has one entry per argument; they are " + (", ".join(called) or "none"),
-                remedy="write P() for an argument that every device has whole; in_specs may be a dict by parameter name",
+                remedy="write P() for an argument that every device has whole; in_specs may be a dict by name",
             )
         order = sorted(later, key=later.__getitem__)
         return tuple(specs[: len(args)]), dict(zip(order, specs[len(args) :], strict=True))

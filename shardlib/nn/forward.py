@@ -26,7 +26,6 @@ from shardlib.nn.mixed_precision import Policy
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor, marks
 
-
 _IGNORE = "ignore::shardlib.EagerWarning"
 
 

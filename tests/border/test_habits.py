@@ -986,11 +986,7 @@ def test_an_eager_op_that_is_new_says_that_it_is_planned():
         x.logcumsumexp(1)
     names = [event.name for event in profile.events()]
     for what in ("planned", "on ShardedTensors"):
-        assert any(
-            name.startswith(f"aten._logcumsumexp.default {what} at ")
-            or name.startswith(f"aten.logcumsumexp.default {what} at ")
-            for name in names
-        ), names
+        assert any(re.match(f"aten._?logcumsumexp.default {what} at ", name) for name in names)
 
 
 def test_without_a_profiler_an_eager_op_has_no_range(monkeypatch):

@@ -19,12 +19,14 @@ NEAR = [
     ("batch", "btach"), ("batch", "abtch"), ("batch", "batc"), ("batch", "battch"), ("batch", "batcj"),
     ("heads", "haeds"), ("embed", "embad"), ("kv_heads", "kvheads"), ("kv_heads", "kv_haeds"),
     ("layers0", "lyaers0"),
-    ("sequence", "seqeunec"), ("Batch", "batch"), ("hidden", "hiddn"), ("vocab", "vocba"), ("seq", "sqe"), ("seq", "sequ"),
+    ("sequence", "seqeunec"), ("Batch", "batch"), ("hidden", "hiddn"), ("vocab", "vocba"),
+    ("seq", "sqe"), ("seq", "sequ"),
 ]  # fmt: skip
 APART = [
     ("batch", "patch"), ("state", "stage"), ("seq_q", "seq_k"), ("q_heads", "k_heads"), ("dim1", "dim2"), ("ff", "fc"),
     ("a", "b"), ("in", "on"), ("embed", "hidden"), ("model", "modes"), ("height", "weight"), ("batch", "batch2"),
-    ("seq", "seq2"), ("kv", "k"), ("in", "out"), ("seq", "set"), ("ffn", "ff"), ("kv", "vk"), ("f", "ff"), ("bhs", "bhd"),
+    ("seq", "seq2"), ("kv", "k"), ("in", "out"), ("seq", "set"), ("ffn", "ff"), ("kv", "vk"),
+    ("f", "ff"), ("bhs", "bhd"),
     ("src_len", "tgt_len"), ("features_in", "features_out"), ("heads", "kv_heads"), ("x", "xy"), ("row", "raw"),
     ("experts", "expert_ff"), ("width", "depth"), ("hd", "h"), ("key", "kv"), ("time", "mel"), ("conv_w", "conv_h"),
 ]  # fmt: skip

@@ -282,8 +282,8 @@ class Plan:
     def __repr__(self) -> str:
         count = len(self.compiled.program.collectives)
         return (
-            f"<plan of {self.heading}: {count} collective{'s' * (count != 1)}, {si(self.comm_bytes, 'B')} sent per device, "
-            f"peak memory {si(self.peak_memory, 'B')}>"
+            f"<plan of {self.heading}: {count} collective{'s' * (count != 1)}, "
+            f"{si(self.comm_bytes, 'B')} sent per device, peak memory {si(self.peak_memory, 'B')}>"
         )
 
     def __str__(self) -> str:

@@ -12,7 +12,6 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.frontend.guards.flatten_call import Static, arguments_of, is_tensor
 
-
 _RULE = "in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name"
 
 

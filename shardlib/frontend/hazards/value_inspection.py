@@ -18,8 +18,9 @@ from shardlib.core.private_names import Slot
 from shardlib.core.source_lines import user_line
 from shardlib.core.torch_private import DataDependentOutputException, FakeTensor, innermost
 
-_HANDLE_ERROR = Slot("logging.Handler.handleError")
 from shardlib.tensor.sharded_tensor import typeof
+
+_HANDLE_ERROR = Slot("logging.Handler.handleError")
 
 
 def is_traced(x: Any) -> bool:
@@ -39,7 +40,7 @@ def formatted(x: Tensor, spec: str) -> str | None:
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """While on, `logging.info("%.3f", x)` of a traced value raises; logging itself would print a traceback and go on."""
+    """While on, `logging.info("%.3f", x)` of a traced value raises; logging would print a traceback and go on."""
     handle_error = _HANDLE_ERROR.value
 
     def raise_refusal(handler: logging.Handler, record: logging.LogRecord) -> None:
