@@ -241,7 +241,7 @@ def test_gradients_are_autograds(fn: Any, dtype: torch.dtype, gradients: set[str
     before = [x.clone() for x in args]
     with Mesh(data=2), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")  # without gradients
-        report = check(fn, *args, in_specs=("b@data _",))
+        report = check(fn, *args, in_specs=("b@data _", *[None] * (len(args) - 1)))
     assert {path for path in _paths(report) if path.startswith("gradient")} == gradients
     assert all(map(torch.equal, args, before))
 

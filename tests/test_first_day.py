@@ -285,9 +285,9 @@ class Branching(nn.Module):
 def test_a_module_that_runs_op_by_op_says_why_and_what_to_do() -> None:
     with GRID:
         model = sl.parallelize(Branching(), {})
-    with pytest.warns(EagerWarning) as told:
+    with pytest.warns(EagerWarning) as record:
         model(X)
-    (warning,) = told
+    (warning,) = record
     head, rule, remedy = str(warning.message).split("\n")
     assert "in Branching.forward: if x.sum() > 0:: its ops run one by one" in head
     assert rule.startswith("Rule: Python runs once, on shapes; the values of tensors are known only when")

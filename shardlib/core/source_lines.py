@@ -159,8 +159,8 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 def caller_at(frame: FrameType | None) -> tuple[str, int]:
     """Returns the file and the number of the line that a user wrote, from `frame` outwards: where a warning points."""
-    found = user_frame(frame)
-    return ("<unknown>", 0) if found is None else (found.f_code.co_filename, found.f_lineno)
+    caller = user_frame(frame)
+    return ("<unknown>", 0) if caller is None else (caller.f_code.co_filename, caller.f_lineno)
 
 
 def line_at(code: CodeType, lineno: int) -> Line:

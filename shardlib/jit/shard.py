@@ -48,8 +48,10 @@ def shard(
     cut, one for each device along its axes. (`sizes=4` is the length of a factor of that name.) Inside `no_mesh()` the
     spec is read, and `x` returned as it is, whatever `mesh` is. Warns of a name that has no rule and is near to one
     that has. On ranks every process has `x` whole, and they place it together: values that differ are refused, unless
-    `src` is the rank whose values count. Raises `ShardingError` outside any mesh, where spec, shape and mesh do not fit, and for a `mesh`
-    other than that of the program or of `x`.
+    `src` is the rank whose values count.
+
+    Raises `ShardingError` outside any mesh, where spec, shape and mesh do not fit, and for a `mesh` other than that of
+    the program or of `x`.
 
     Example:
         >>> from shardlib.sharding.mesh.mesh import Mesh
@@ -120,8 +122,8 @@ def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | 
         raise ShardingError(
             f"{what} gets mesh={mesh!r}",
             rule="mesh is the sl.Mesh that x is placed on",
-            remedy="give a Mesh (Mesh.from_device_mesh(...) makes one of torch's); a factor called mesh gets its "
-            'length by sizes={"mesh": 4}',
+            remedy="give a Mesh (Mesh.from_device_mesh(...) makes one of torch's), or, for the length of a factor "
+            'called mesh, sizes={"mesh": 4}',
         )
     if is_without_mesh():
         return None

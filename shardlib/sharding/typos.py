@@ -83,8 +83,8 @@ def _nearest(name: str, among: Iterable[str]) -> str | None:
     return next((other for other in among if is_near(name, other)), None)
 
 
-def is_near(name: str, known: str) -> bool:
-    """Returns whether `name` looks like the `known` one, mistyped.
+def is_near(name: str, intended: str) -> bool:
+    """Returns whether `name` looks like the `intended` one, mistyped.
 
     Example:
         >>> [is_near("batch", x) for x in ("btach", "bacth", "batc", "baatch", "batcj", "Batch")]
@@ -98,12 +98,12 @@ def is_near(name: str, known: str) -> bool:
         >>> [is_near(*pair) for pair in (("seq_q", "seq_k"), ("dim1", "dim2"), ("ff", "fc"), ("embed", "hidden"))]
         [False, False, False, False]
     """
-    if name == known:
+    if name == intended:
         return False
-    name, known = name.lower(), known.lower()
-    if name.replace("_", "") == known.replace("_", ""):
+    name, intended = name.lower(), intended.lower()
+    if name.replace("_", "") == intended.replace("_", ""):
         return True
-    left, right = list(_words(name)), list(_words(known))
+    left, right = list(_words(name)), list(_words(intended))
     if len(left) != len(right):
         return False
     differing = [(x, y) for x, y in zip(left, right, strict=True) if x != y]
@@ -115,27 +115,27 @@ def _words(name: str) -> Iterator[str]:
     return (m[0] for m in re.finditer(r"\d+|[^\W\d_]+", name))
 
 
-def _mistyped(word: str, known: str) -> bool:
-    lengths = sorted((len(word), len(known)))
-    if word.isdigit() or known.isdigit() or lengths[0] < _SHORTEST:
+def _mistyped(word: str, intended: str) -> bool:
+    lengths = sorted((len(word), len(intended)))
+    if word.isdigit() or intended.isdigit() or lengths[0] < _SHORTEST:
         return False
-    if word[0] != known[0] and word[:2] != known[1::-1]:
+    if word[0] != intended[0] and word[:2] != intended[1::-1]:
         return False  # hands seldom slip at the start
     if lengths[0] < _SHORT - 1 or lengths[1] < _SHORT:
-        return _has_bounced(word, known) or (lengths[0] == _SHORT - 1 and _are_exchanged(word, known))
-    if word in _plurals(known):
+        return _has_bounced(word, intended) or (lengths[0] == _SHORT - 1 and _are_exchanged(word, intended))
+    if word in _plurals(intended):
         return True
-    return known not in _plurals(word) and _slips_between(word, known) <= (2 if lengths[0] >= _LONG else 1)
+    return intended not in _plurals(word) and _slips_between(word, intended) <= (2 if lengths[0] >= _LONG else 1)
 
 
-def _has_bounced(word: str, known: str) -> bool:
-    """Returns whether a word is the known one with a letter typed twice."""
-    return any(word == known[: i + 1] + known[i:] for i in range(len(known)))
+def _has_bounced(word: str, intended: str) -> bool:
+    """Returns whether a word is the intended one with a letter typed twice."""
+    return any(word == intended[: i + 1] + intended[i:] for i in range(len(intended)))
 
 
-def _are_exchanged(word: str, known: str) -> bool:
-    """Returns whether a word is the known one with two letters exchanged."""
-    return sorted(word) == sorted(known) and _slips_between(word, known) == 1
+def _are_exchanged(word: str, intended: str) -> bool:
+    """Returns whether a word is the intended one with two letters exchanged."""
+    return sorted(word) == sorted(intended) and _slips_between(word, intended) == 1
 
 
 def _plurals(word: str) -> tuple[str, ...]:

@@ -958,25 +958,25 @@ def test_ops_are_ranges_of_a_profiler_with_their_modules(cut):
     model, x = Block(), torch.ones(4, 6)
     with Mesh(data=2, tensor=2) as mesh:
         sl.parallelize(model, cut)
-    found = _ranges(lambda: model(x).sum().backward())
-    assert "addmm in up at test_habits.py" in found
-    assert "tanh in Block at test_habits.py" in found
-    assert "mm, backward of test_habits.py" in found
-    assert "aten.sum.default on ShardedTensors at test_habits.py" in found
+    names = _ranges(lambda: model(x).sum().backward())
+    assert "addmm in up at test_habits.py" in names
+    assert "tanh in Block at test_habits.py" in names
+    assert "mm, backward of test_habits.py" in names
+    assert "aten.sum.default on ShardedTensors at test_habits.py" in names
     step = sl.jit(lambda model, x: model(x).sin().sum())
     with mesh:
-        found = _ranges(lambda: step(Block(), x))
-    assert {"addmm in up at test_habits.py", "sin at test_habits.py"} <= found
+        names = _ranges(lambda: step(Block(), x))
+    assert {"addmm in up at test_habits.py", "sin at test_habits.py"} <= names
 
 
 def test_eager_ops_are_ranges_of_a_profiler_with_their_modules():
     with Mesh(data=2):
         x = shard(torch.ones(4, 6), "b@data _").requires_grad_()
         model = Block()
-    found = _ranges(lambda: model(x).sum().backward())
-    assert "aten.addmm.default on ShardedTensors in Linear at test_habits.py" in found
-    assert "aten.tanh.default on ShardedTensors in Block at test_habits.py" in found
-    assert "aten.tanh_backward.default on ShardedTensors, backward at test_habits.py" in found
+    names = _ranges(lambda: model(x).sum().backward())
+    assert "aten.addmm.default on ShardedTensors in Linear at test_habits.py" in names
+    assert "aten.tanh.default on ShardedTensors in Block at test_habits.py" in names
+    assert "aten.tanh_backward.default on ShardedTensors, backward at test_habits.py" in names
 
 
 def test_an_eager_op_that_is_new_says_that_it_is_planned():
@@ -990,11 +990,11 @@ def test_an_eager_op_that_is_new_says_that_it_is_planned():
 
 
 def test_without_a_profiler_an_eager_op_has_no_range(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch.autograd.profiler, "record_function", lambda name: made.append(name) or nullcontext())
+    labels = []
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", lambda name: labels.append(name) or nullcontext())
     x = placed()
     x.sin()
-    assert not made
+    assert not labels
 
 
 # --- CommDebugMode ----------------------------------------------------------------------------------------------------
