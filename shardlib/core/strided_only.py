@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from shardlib.core.errors import ShardingError
 
 
 def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
-    """Raise `ShardingError` if there are sparse, nested, quantized or opaque ones among the named tensors.
+    """Raise `ShardingError` if there are DTensors, or sparse, nested, quantized or opaque ones among the named tensors.
 
     Example:
         >>> refuse_others("step(x, y)", [("x", torch.zeros(3)), ("y", torch.eye(2).to_sparse())])
@@ -21,7 +22,9 @@ def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
         Rule: a layout cuts dims into ranges of positions, of numbers as they are
         Remedy: pass a dense tensor: x.to_dense(), or its indices and values as tensors of their own
     """
-    wrong = [(name, x) for name, x in found if isinstance(x, torch.Tensor) and not is_strided(x)]
+    tensors = [(name, x) for name, x in found if isinstance(x, torch.Tensor)]
+    refuse_dtensors(what, tensors)
+    wrong = [(name, x) for name, x in tensors if not is_strided(x)]
     if wrong:
         raise ShardingError(
             f"{what} works on tensors that are not strided",
@@ -29,6 +32,28 @@ def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
             rule="a layout cuts dims into ranges of positions, of numbers as they are",
             remedy=f"pass a dense tensor: {'; '.join(dict.fromkeys(_dense(x) for _, x in wrong))}",
         )
+
+
+def refuse_dtensors(what: str, named: Iterable[tuple[str, Any]]) -> None:
+    """Raise `ShardingError` if there are DTensors of torch.distributed among the named tensors.
+
+    Models that went through `fully_shard` or `tp_plan="auto"` hold such. Each rank has a local shard of them alone.
+    """
+    dtensors = [f"{name} is a DTensor of shape {list(x.shape)}, {x.placements}" for name, x in named if is_dtensor(x)]
+    if dtensors:
+        raise ShardingError(
+            f"{what} works on DTensors",
+            dtensors,
+            rule="shardlib places plain tensors and ShardedTensors; the ops of a DTensor communicate by themselves",
+            remedy="convert each one: sl.from_dtensor(x), or x.full_tensor() for the plain tensor; for a module, leave "
+            'fully_shard and tp_plan="auto" out, or load its full state dict into a plain copy',
+        )
+
+
+def is_dtensor(x: Any) -> bool:
+    """True for a DTensor; `torch.distributed.tensor` is not imported for the question."""
+    module = None if type(x) is torch.Tensor else sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def is_strided(x: torch.Tensor) -> bool:

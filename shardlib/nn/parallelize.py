@@ -14,7 +14,7 @@ from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.schedule_options import Schedule
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.strided_only import refuse_others
+from shardlib.core.strided_only import refuse_dtensors, refuse_others
 from shardlib.core.torch_private import settle_rnn
 from shardlib.jit.shard import shard, shard_known
 from shardlib.nn import hf_tp_plan
@@ -112,6 +112,7 @@ def parallelize(
     retie(module)
     tensors = held(module)
     refuse_lazy(f"parallelize({name})", tensors)
+    refuse_dtensors(f"parallelize({name})", ((x.name, x.tensor) for x in held(module, buffers=True)))
     others = [f"{x.name} is on {x.tensor.mesh}" for x in tensors if _is_elsewhere(x.tensor, mesh)]
     if others:
         raise ShardingError(

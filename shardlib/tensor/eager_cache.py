@@ -14,7 +14,7 @@ import torch
 
 from shardlib.core.aten.functional_forms import FILLS
 from shardlib.core.bounded_cache import Bounded
-from shardlib.core.strided_only import refuse_others
+from shardlib.core.strided_only import is_dtensor, refuse_others
 from shardlib.core.torch_private import OpOverload, schema_of
 from shardlib.tensor.tensor_meta import Form
 
@@ -77,6 +77,6 @@ def learn(op: Any) -> bool:
 
 def plain(x: torch.Tensor) -> Any:
     """A plain tensor, as part of a key."""
-    if x.is_nested or x.layout is not torch.strided:
+    if x.is_nested or x.layout is not torch.strided or is_dtensor(x):
         refuse_others("an op on a ShardedTensor", [("its operand", x)])
     return x.shape, x.stride(), x.dtype, x.device
