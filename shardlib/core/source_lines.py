@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+import typing_extensions
 from torch import fx
 
 from shardlib.core.bounded_cache import Bounded
@@ -190,15 +191,12 @@ _lines: Bounded[tuple[CodeType, int], Line] = Bounded(1 << 14)
 def is_internal(file: str) -> bool:
     if file.startswith(_EXAMPLES):
         return False
-    return (
-        file.startswith("<frozen")
-        or file.startswith(_LIBRARIES)
-        or (file.startswith(_STDLIB) and "site-packages" not in file)
-    )
+    return file.startswith(("<frozen", *_LIBRARIES)) or (file.startswith(_STDLIB) and "site-packages" not in file)
 
 
 _HERE = Path(__file__).absolute().parents[1]
 _EXAMPLES = f"{_HERE / 'examples'}{os.sep}"
 _STDLIB = f"{Path(os.__file__).parent}{os.sep}"
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (_HERE, (_HERE / "ops").resolve(), Path(torch.__file__).parent))
+_LIBRARIES += (typing_extensions.__file__,)  # torch marks functions as deprecated by wrappers of it
 _ROOTS = sorted({str(Path(torch.__path__[0]).parent), sysconfig.get_paths()["purelib"]}, key=len, reverse=True)

@@ -216,7 +216,9 @@ FX_TRACE = _slot(
 FX_IS_TRACING = _slot("torch.fx._symbolic_trace._is_fx_tracing_flag", "what that trace says while it is on")
 rename = _torch("torch.fx.Node._rename", "inputs of a graph have the names that the user gave them")
 
-COMPILING = _slot("torch.compiler._is_compiling_flag", "models look at values of masks but where they are compiled")
+is_jit_tracing = _torch("torch._C._is_tracing", "a trace by torch.jit sees no program of shardlib")
+IS_COMPILING = _slot("torch.compiler.is_compiling.__code__", "in a trace it says True, by whatever name it is called")
+COMPILING = _word("torch.compiler._is_compiling_flag", "models look at values of masks but where they are compiled")
 CHECKS_ALL = _slot("torch._check_tensor_all_with", "what libraries check of values is an op")
 VALIDATES = _slot(
     "torch.distributions.Distribution._validate_args", "values are not seen; the setter is for all threads"
@@ -305,10 +307,14 @@ TRACKER_HOOKS = tuple(
     _late_slot(f"{_TRACKER}{name}", "a trace is no call of a module, for modes that count by modules")
     for name in ("_fw_pre_hook", "_fw_post_hook", "_fw_set_module_hook", "_bw_hook")
 )
-C10D_CHECKS = tuple(
-    _slot(f"torch.distributed.distributed_c10d.{name}", "c10d's functions ask it of tensors, which may be in pieces")
-    for name in ("_check_single_tensor", "_check_tensor_list")
-)
+C10D = "torch.distributed.distributed_c10d"
+_OF_TENSORS = "_check_single_tensor", "_check_tensor_list"
+_OF_OTHERS = "_object_to_tensor", "_check_not_self_rank", "_new_group_with_tag", "_new_process_group_helper"
+C10D_CHECKS = tuple(_slot(f"{C10D}.{x}", "c10d's functions ask it of tensors, maybe placed ones") for x in _OF_TENSORS)
+C10D_STEPS = tuple(_slot(f"{C10D}.{x}", "calls of c10d without tensors are refused in a trace") for x in _OF_OTHERS)
+SCRIPT, EXPORT = "torch.jit._script", "torch.export._trace"
+SCRIPTS = _slot(f"{SCRIPT}._script_impl", "torch.jit.script of a placed module is refused")
+EXPORTS = _late_slot(f"{EXPORT}._export", "torch.export of a placed module is refused")
 FSDP_PARAMETERS = _late("torch.distributed.fsdp._fully_shard._fsdp_param", "fully_shard on what is placed is refused")
 SKIPPED_FILES = "torch._dynamo.trace_rules"  # which `torch.compile` lets alone
 SKIP_RULES = _late(f"{SKIPPED_FILES}._recompile_re", "files of shardlib are added to them")
@@ -320,7 +326,7 @@ SYMBOL_FRAME = _late("torch.fx.experimental.symbolic_shapes.ShapeEnv._get_user_f
 
 # --- torch.distributed ------------------------------------------------------------------------------------------------
 
-_C10D = "torch.distributed.distributed_c10d."
+_C10D = f"{C10D}."
 default_store = _torch(f"{_C10D}_get_default_store", "ranks meet where torch's process group met")
 default_timeout = _torch(f"{_C10D}_get_default_timeout", "whether a user has set another")
 backend_of = _attribute("torch.distributed.ProcessGroup._get_backend", "the timeout of a group is its backend's")

@@ -6,6 +6,7 @@ import functools
 import inspect
 import operator
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from shardlib.core.torch_private import (
 )
 from shardlib.frontend.epilogue import move_inputs_first
 from shardlib.frontend.guards.number_inputs import scalar_of
+from shardlib.frontend.hazards.collectives import refuse_collective
 from shardlib.frontend.hazards.constant_values import answer, examples
 from shardlib.frontend.hazards.unsupported import refuse_ghost, refuse_unseen
 from shardlib.frontend.reuse.op_meta_cache import Repeated
@@ -85,6 +87,8 @@ def recorded(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = (
     def unseen(mode: Any, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # the engine asks for it at every turn
+        if getattr(op, "namespace", "") == "c10d":
+            refuse_collective(str(op), sys._getframe(1))
         with torch.DisableTorchFunction():
             if (known := answer(op, args, tracer)) is not None:
                 return known

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import C10D_CHECKS, FSDP_PARAMETERS
+from shardlib.core.torch_private import C10D, C10D_CHECKS, C10D_STEPS, FSDP_PARAMETERS
 from shardlib.eager import unsupported
+from shardlib.frontend.hazards.collectives import refuse_while_tracing
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
@@ -28,14 +29,28 @@ def _checked(check: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
         found = [f"{param_name} is {typeof(x)}" for x in tensors if isinstance(x, ShardedTensor)]
         if found:
             unsupported.collective(f"torch.distributed.{sys._getframe(1).f_code.co_name}", found)
+        refuse_while_tracing(param_name)
         check(param, param_name)
 
     return checked
 
 
+def _outside_traces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One of c10d's functions by which ranks communicate without a tensor."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        refuse_while_tracing(function.__name__)
+        return function(*args, **kwargs)
+
+    return called
+
+
 def _c10d(_: Any) -> None:
     for slot in C10D_CHECKS:
         slot.value = _checked(slot.value)
+    for slot in C10D_STEPS:
+        slot.value = _outside_traces(slot.value)
 
 
 def _wrapper(name: str, argument: str = "module") -> Callable[[Any], None]:
@@ -68,7 +83,7 @@ def _refuse_module(name: str, given: Any) -> None:
 
 
 TAUGHT: dict[str, Callable[[Any], None]] = {
-    "torch.distributed.distributed_c10d": _c10d,
+    C10D: _c10d,
     "torch.nn.parallel.distributed": _wrapper("DistributedDataParallel"),
     "torch.nn.parallel.data_parallel": _wrapper("DataParallel"),
     "torch.distributed.fsdp.fully_sharded_data_parallel": _wrapper("FullyShardedDataParallel"),

@@ -21,6 +21,7 @@ from shardlib.core.aten.schemas import filled
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line
 from shardlib.core.torch_private import PER_RANK, schema_of
+from shardlib.frontend.hazards.collectives import collectives_error
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
 
@@ -327,13 +328,7 @@ def _draws(op: Op) -> bool:
 def _refuse_collectives(ops: Iterable[Op]) -> None:
     found = [f"{op.target} at {op.line}" for op in ops if getattr(op.target, "namespace", "") in PER_RANK]
     if found:
-        raise ShardingError(
-            "a jitted function calls collectives of torch.distributed",
-            found,
-            rule="a jitted function is a program for one device: its tensors are whole, and shardlib writes the "
-            "collectives",
-            remedy="leave them out (x.sum() is the whole sum), or write per-device code in a shard_map: sl.psum",
-        )
+        raise collectives_error(found)
 
 
 def _refuse_captured(op: Op) -> None:

@@ -69,6 +69,10 @@ _QUANTIZED = (
     "call x.dequantize() at once; or torch.fake_quantize_per_tensor_affine(x, scale, zero, low, high), or "
     "fake_quantize_per_channel_affine, which gives the numbers; quantize results outside",
 )
+COLLECTIVES = (
+    "a jitted function is a program for one device: its tensors are whole, and shardlib writes the collectives",
+    "leave them out (x.sum() is the whole sum), or write per-device code in a shard_map: sl.psum",
+)
 SHAPES = (
     "an op of your own says what shapes it returns: they are known before the program runs",
     "@op.register_fake, a function of the same arguments: lambda x: torch.empty_like(x)",
@@ -85,6 +89,7 @@ _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
     (RuntimeError, "NVIDIA driver", "asks for a device that is not here", _ELSEWHERE),
     (AssertionError, "not compiled with CUDA", "asks for a device that is not here", _ELSEWHERE),
     (RuntimeError, ".numpy() is not supported", "turns a tensor into a numpy array", (_ONCE, _LEAVE)),
+    (RuntimeError, "torch.distributed.nn.functional.", "calls collectives of torch.distributed", COLLECTIVES),
     (RuntimeError, "Cannot swap t", "exchanges what two tensors are (swap_tensors)", _SWAP),
     (RuntimeError, "quantized nyi in meta tensors", "makes a quantized tensor", _QUANTIZED),
     (RuntimeError, "no fake impl registered", "calls an op that does not say its shapes", SHAPES),
