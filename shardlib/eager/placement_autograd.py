@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from shardlib.core.batched_grad import one_by_one
 from shardlib.core.errors import ShardingError
+from shardlib.core.recorders import refuse_recorded
 from shardlib.core.torch_private import is_excluded, is_forward_mode
 from shardlib.eager.redistribute import relayout
 from shardlib.sharding.layout import Layout
@@ -23,6 +24,7 @@ from shardlib.tensor.tensor_meta import Form
 
 def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
     """`x` laid out as `resolved` says; its gradient is laid out as `x` is."""
+    refuse_recorded("x.redistribute(spec)", x)
     if is_followed(x):
         out: ShardedTensor = _Redistribute.apply(x, resolved)  # type: ignore[no-untyped-call]
         return out
@@ -31,6 +33,7 @@ def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
 
 def whole(x: ShardedTensor) -> torch.Tensor:
     """`x` as a plain tensor; its gradient, which every process has whole, is cut up as `x` is."""
+    refuse_recorded("x.full_tensor()", x)
     if is_followed(x):
         out: torch.Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
         return out

@@ -19,6 +19,7 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.schedule_options import Schedule
 from shardlib.core.context import compiling, is_single_device, is_tracing, unseen
 from shardlib.core.errors import ShardingError
+from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.torch_private import (
     count_dispatch_modes,
     count_function_modes,
@@ -209,6 +210,8 @@ class Jitted(Function):
             return self.fn(*args, **kwargs)
         if count_dispatch_modes():
             refuse_modes(self.name)
+        if may_be_recorded():
+            refuse_recorders(self.name)
         is_taken = False
         while True:
             begun = compiling.count
@@ -228,6 +231,7 @@ class Jitted(Function):
             refuse_tangents(self.name, leaves)
         found = programs.entries.find(key, leaves)
         if found is None:
+            refuse_recorders(self.name, leaves)
             with programs.lock:
                 found = programs.entries.find(key, leaves)
                 if found is None:

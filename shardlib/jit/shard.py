@@ -9,6 +9,7 @@ import torch
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.numpy_bridge import tensor_of
+from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.strided_only import refuse_others
 from shardlib.core.torch_private import is_wrapped
 from shardlib.eager.placement_autograd import placed
@@ -103,6 +104,8 @@ def shard(
         )
     if is_tracing():
         return constrain(x, str(resolved.spec))
+    if may_be_recorded():
+        refuse_recorders(f"shard(x, {str(spec)!r})")
     if isinstance(x, ShardedTensor):
         return x.redistribute(resolved.said)
     warn_of_slip("shard(x)", resolved.said, mesh)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError
+from shardlib.core.recorders import refuse_recorded
 from shardlib.core.source_lines import user_line
-from shardlib.core.strided_only import as_bytes
+from shardlib.core.strided_only import as_bytes, refuse_dtensors
 from shardlib.core.torch_private import schema_of
 from shardlib.distributed.store import names
 from shardlib.distributed.turns import Turn, current
@@ -193,6 +194,9 @@ def from_local(
             remedy="put it inside `with Mesh(data=2, tensor=4):`",
         )
     mine = [x] if isinstance(x, Tensor) else list(x)
+    for piece in mine:
+        refuse_recorded(what, piece)
+    refuse_dtensors(what, [("x", piece) for piece in mine])
     count = mesh.size if mesh.kind == "virtual" else 1
     if len(mine) != count or any(isinstance(piece, ShardedTensor) for piece in mine):
         raise ShardingError(

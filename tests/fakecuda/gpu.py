@@ -40,6 +40,8 @@ def gpu() -> Iterator[FakeTensorMode]:
         for module in ("shardlib.eager.prepare", "shardlib.jit.call.generated_glue"):
             stack.enter_context(mock.patch(f"{module}.there", there))
         stack.enter_context(mock.patch("shardlib.jit.call.execute.refuse_overlaps"))  # nor an address
+        for module in ("shardlib.jit.jit", "shardlib.nn.forward"):  # fake tensors are no mistake here
+            stack.enter_context(mock.patch(f"{module}.refuse_recorders"))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(mock.patch.object(torch._subclasses.fake_tensor.log, "exception"))  # it raises as well
         # An op without a fake form would run on zeros, which takes a real device.
