@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 
 from shardlib.core.context import is_tracing
-from shardlib.core.torch_private import CHECKS_ALL, COMPILING, VALIDATES, has_onednn, set_onednn
+from shardlib.core.torch_private import CHECKS_ALL, IS_COMPILING, VALIDATES, has_onednn, set_onednn
 from shardlib.frontend.hazards.constant_values import is_known
 
 
 @contextmanager
 def switched() -> Iterator[None]:
     """While on: no kernels of cuDNN and oneDNN, and what `torch.compile` has made runs as the function it is made of;
-    where a function is traced, torch says that it is being compiled, distributions take their arguments unseen, and
-    what libraries check of values is checked where the program runs."""
+    where a function is traced, distributions take their arguments unseen, and what libraries check of values is checked
+    where the program runs."""
     onednn = has_onednn()
     with (
         torch.backends.cudnn.flags(enabled=False),
         torch.compiler.set_stance("force_eager"),
-        # Model libraries read this flag before they look at the values of masks and positions.
-        COMPILING.holding(_Here()),
         VALIDATES.holding(_Elsewhere(VALIDATES.value)),
         CHECKS_ALL.holding(_checked(CHECKS_ALL.value)),
     ):
@@ -35,19 +33,23 @@ def switched() -> Iterator[None]:
             set_onednn(onednn)
 
 
-class _Here:
-    """True where a function is traced, and false in all other threads."""
+def _is_compiling() -> bool:
+    """True where a function is traced, or torch compiles: the code of `torch.compiler.is_compiling` from now on.
 
-    def __bool__(self) -> bool:
-        return is_tracing()
+    Model libraries ask it before they look at the values of masks and positions, by names that they imported earlier.
+    """
+    import torch
 
-    def __or__(self, other: Any) -> Any:
-        return bool(self) | other
+    from shardlib.core.context import is_tracing
+    from shardlib.core.torch_private import COMPILING
 
-    def __and__(self, other: Any) -> Any:
-        return bool(self) & other
+    return is_tracing() or bool(getattr(torch.compiler, COMPILING))
 
-    __ror__, __rand__ = __or__, __and__
+
+_torchs = IS_COMPILING.value
+IS_COMPILING.value = _is_compiling.__code__.replace(  # TorchScript reads the source, and finds torch's
+    co_filename=_torchs.co_filename, co_firstlineno=_torchs.co_firstlineno
+)
 
 
 class _Elsewhere:

@@ -23,6 +23,7 @@ from shardlib.core.context import tracing
 from shardlib.core.errors import TraceAnewError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.mode_restore import heard
+from shardlib.core.plain_types import plain_types
 from shardlib.core.source_lines import Line, LineRecorder
 from shardlib.core.strided_only import refuse_others
 from shardlib.core.torch_private import (
@@ -213,7 +214,8 @@ def _trace(
         chance, iterators = Chance(call.state.kept), Iterators(call.state.kept)
         with nullcontext() if numbers is None else numbers:
             try:
-                with asked, users, followed(), chance, nullcontext() if watch is None else watch.around():
+                around = nullcontext() if watch is None else watch.around()
+                with asked, users, followed(), chance, around, plain_types(call.state.type_spaces):
                     found, tree = pytree.tree_flatten_with_path(taken_apart(opened(called_inside(fn, a, k)), known))
                     chance.refuse_draws(lines.fallback.function)
                     iterators.refuse_steps(lines.fallback.function)
@@ -243,7 +245,8 @@ def _trace(
                 if any(node.target is SET_DATA for node in tracer.graph.nodes):
                     memory = {}  # whose memory a view shows, only functionalisation finds out
                 ending.rebound = watch.rebound(leaf_of, memory, returned, own, lambda x: has_proxy_slot(x, tracer))
-            more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
+            with plain_types(call.state.type_spaces):  # hooks and custom gradients run
+                more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
             if watch is not None:
                 watch.take_back(gone_back=bool(ending.cotangents))
         result.extend((own, [*returned, *more], tree))

@@ -18,8 +18,11 @@ from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError, ValueNeededError, public
+from shardlib.core.plain_types import plain_types
+from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import CALL_HOOKS, is_wrapped, pytree, version_of
+from shardlib.frontend.guards.object_state import State
 from shardlib.jit.jit import Jitted
 from shardlib.jit.shard import shard
 from shardlib.nn.mixed_precision import Policy
@@ -52,6 +55,7 @@ class Forward:
         self.fn, self.mesh, self.batch, self.policy, self.keeping = fn, mesh, batch, policy, keeping
         self.run = fn if policy is None else policy.around(fn)
         self.eager: set[Any] = set()  # modes of the module in which no program can be made
+        self.type_spaces: dict[int, dict[str, Any]] = {}  # globals of its code that may ask for `type(x)` then
         self.program = _Program(self.run, batch.specs, None, frozenset(), frozenset(), (), keeping)
         functools.update_wrapper(self, fn)
 
@@ -61,6 +65,8 @@ class Forward:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             return self._on_copies(args, kwargs)
+        if may_be_recorded() or self.eager:
+            refuse_recorders(self.fn.__qualname__, pytree.tree_leaves((args, kwargs)))
         with self._where():
             if self.eager and self._mode in self.eager:
                 return self._on_copies(args, kwargs)
@@ -76,6 +82,7 @@ class Forward:
                         remedy="write that line so that it is traced, or say no memory",
                     ) from error
                 self.eager.add(self._mode)
+                self.type_spaces = self._read_type_spaces(args, kwargs)
                 warnings.warn_explicit(
                     f"{what}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
@@ -110,6 +117,11 @@ class Forward:
             )
         return nullcontext() if now is not None or is_without_mesh() else self.mesh
 
+    def _read_type_spaces(self, args: Any, kwargs: Any) -> dict[int, dict[str, Any]]:
+        state = State()
+        self.program.read_call(self.mesh, self.program.programs, state, args, kwargs)
+        return state.type_spaces
+
     @property
     def _mode(self) -> Any:
         """What a module does in training it may not do in evaluation; what hooks do, not without them; what a backward
@@ -141,7 +153,8 @@ class Forward:
                 y.__dict__.update(marks(x))
                 cut[id(x)] = x, y, version_of(y)
         args, kwargs = pytree.tree_unflatten([cut[id(x)][1] if id(x) in cut else x for x in leaves], tree)
-        out = self.run(*args, **kwargs)
+        with nullcontext() if is_tracing() else plain_types(self.type_spaces):
+            out = self.run(*args, **kwargs)
         for x, y, version in cut.values():
             if version_of(y) != version:
                 x.copy_(y.full_tensor() if isinstance(y, ShardedTensor) else y)

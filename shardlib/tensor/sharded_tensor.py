@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from shardlib.core.context import is_tracing
 from shardlib.core.context import tracing_flag as _tracing
 from shardlib.core.errors import ShardingError
+from shardlib.core.plain_types import PlainClass
+from shardlib.core.recorders import refuse_recorded
 from shardlib.core.torch_private import IS_PARAMETER, count_dispatch_modes, make_wrapper, no_torch_function
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Coords
@@ -51,7 +52,7 @@ class _Stale:
         return above.remake(x)
 
 
-class ShardedTensor(PythonValues):
+class ShardedTensor(PlainClass, PythonValues):
     """A tensor of global shape, laid out over a mesh; made by `shard` and by jitted functions.
 
     Its memory is its own: nothing that is written elsewhere shows in it. (The constructor takes over the pieces that it
@@ -115,6 +116,7 @@ class ShardedTensor(PythonValues):
         They have the history of the tensor: see `to_local`.
         """
         _refuse_in_trace(self, "shards")
+        refuse_recorded("x.shards", self)
         ranks = range(self.mesh.size) if self.mesh.kind == "virtual" else [self.mesh.rank]
         shards = above.local_shards(self, None)
         return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, shards, strict=True))
@@ -138,6 +140,7 @@ class ShardedTensor(PythonValues):
             tensor([3., 3., 0., 0.])
         """
         _refuse_in_trace(self, "to_local")
+        refuse_recorded("x.to_local()", self)
         return above.local_shards(self, grad_placements)[0]
 
     def is_conj(self) -> bool:
@@ -197,7 +200,7 @@ class ShardedTensor(PythonValues):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, ShardedTensor) and not is_tracing():
+        if not isinstance(value, ShardedTensor) and not _tracing.get():
             raise ShardingError(
                 f"the data of {typeof(self)} is set to a plain tensor of shape {list(value.shape)}",
                 rule="a ShardedTensor stays one",
@@ -205,7 +208,7 @@ class ShardedTensor(PythonValues):
                 "parameters of a module other sizes runs before parallelize",
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        if is_tracing():
+        if _tracing.get():
             return
         assert isinstance(value, ShardedTensor), "refused above"
         self._form, self._origin = value._form, value._origin

@@ -48,6 +48,7 @@ def _add(reach: Reach, state: State, known: list[Any]) -> None:
         state.rates = True
     if reach.seeds:
         state.seeds = True
+    state.type_spaces.update(reach.type_spaces)
     state.logs, state.read_names = reach.logs, reach.reads
     for name, get, holder, key in reach.variables:
         state.named(name, get(), known, holder, key)

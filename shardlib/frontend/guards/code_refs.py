@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardlib.core.bounded_cache import Bounded
+from shardlib.core.plain_types import has_own_type
 from shardlib.core.source_lines import is_internal
 from shardlib.frontend.guards.attributes import content, own
 from shardlib.frontend.guards.bytecode import ATTRIBUTE, ITEM, READS, instructions
 from shardlib.frontend.guards.name_literals import words
+from shardlib.frontend.guards.users_code import is_users
 
 Getter = Callable[[], Any]
 
@@ -47,6 +49,7 @@ class Reach:
     def __init__(self, code: Sequence[Any], before: Reach | None = None) -> None:
         self.code, self.before = tuple(code), before
         self.exact = self.rates = self.seeds = False
+        self.type_spaces: dict[int, dict[str, Any]] = {}  # globals of code that may ask for `type(x)`, by their ids
         self.variables: list[Variable] = []
         self._seen: set[Any] = set() if before is None else set(before._seen)
         self.readers: dict[str, types.CodeType] = {}  # by variable
@@ -103,6 +106,7 @@ class Reach:
                 self._class(kind)
             elif isinstance(forward := kind.__dict__.get("forward"), types.FunctionType):
                 self.exact |= "type" in _globals(forward) and not is_internal(forward.__code__.co_filename)
+                self._asks_type(forward)
 
     def _class(self, kind: type) -> None:
         if not self._is_new("class", id(kind)):
@@ -143,12 +147,13 @@ class Reach:
             self.readers.setdefault(variable, code)
             self._variable(variable, get, cell, 0)
             self._space(variable, get(), code)
+        if "type" in (names := _globals(fn)) or not is_users(fn):
+            self._asks_type(fn)
         if is_users(fn):
             self.seeds |= not _SEEDING.isdisjoint(_attributes(code))
             appended, read = _uses(code)
             self._appended |= appended
             self._read |= read
-            names = _globals(fn)
             if "type" in names and fn.__name__ not in _TEXTS:
                 self.exact = True
                 self.rates |= "param_groups" in _attributes(code) or "lr" in code.co_consts
@@ -157,9 +162,14 @@ class Reach:
             for module in (*_named(code, "IMPORT_NAME"), *_spelt(code)):
                 self._space(module, sys.modules.get(module), code)
 
+    def _asks_type(self, fn: types.FunctionType) -> None:
+        space = fn.__globals__
+        if not is_internal(fn.__code__.co_filename) and not has_own_type(space):
+            self.type_spaces[id(space)] = space
+
     def _global(self, name: str, space: dict[str, Any], code: types.CodeType) -> None:
-        get = functools.partial(space.get, name)
-        if name not in space and hasattr(builtins, name):
+        get = functools.partial(_own_type, space) if name == "type" else functools.partial(space.get, name)
+        if (name not in space or get() is None) and hasattr(builtins, name):
             if self._is_new(id(space), name):
                 self._place(name, get, None)
             return
@@ -212,28 +222,6 @@ class Reached:
         return made
 
 
-def is_users(x: Any) -> bool:
-    """Whether a function, a class or a module is the user's own: libraries do not change what they do in between."""
-    if isinstance(x, types.FunctionType):
-        return _is_own(x.__code__.co_filename)
-    module = x if isinstance(x, types.ModuleType) else sys.modules.get(getattr(x, "__module__", None) or "")
-    if module is not None and module.__name__ in sys.builtin_module_names:
-        return isinstance(x, type) and is_executed(x)
-    file = None if module is None else vars(module).get("__file__")  # a notebook has none
-    return file is None or _is_own(file)
-
-
-def is_executed(kind: type) -> bool:
-    """Whether `exec` made a class, in a dict that says no module: then it says that it is of Python's own."""
-    is_made = kind.__flags__ & 1 << 9  # by a class statement
-    return kind.__module__ == "builtins" and bool(is_made) and kind is not vars(builtins).get(kind.__name__)
-
-
-@functools.cache
-def _is_own(file: str) -> bool:
-    return not is_internal(file) and "site-packages" not in file and "dist-packages" not in file
-
-
 def _functions(x: Any) -> Iterator[types.FunctionType]:
     """The functions of what stands in a class."""
     inner = (x, own(x).get("__wrapped__"), *(getattr(x, name, None) for name in _PARTS if _is_descriptor(x)))
@@ -251,6 +239,11 @@ _PARTS = ("__func__", "__wrapped__", "func", "fget", "fset")
 _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
 _SEEDING = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 _TEXTS = frozenset({"__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__reduce_ex__", "__format__"})
+
+
+def _own_type(space: dict[str, Any]) -> Any:
+    """Returns the global variable `type`, if it is the user's."""
+    return space["type"] if has_own_type(space) else None
 
 
 def _globals(fn: types.FunctionType) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.frontend.guards import attributes
-from shardlib.frontend.guards.code_refs import is_users
+from shardlib.frontend.guards.users_code import is_users
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from torch import nn
 from shardlib.core.torch_private import MODULE_DICTS, TENSOR_HOOKS
 from shardlib.frontend.guards.attributes import attributes, content, own
 from shardlib.frontend.guards.bound_methods import Bound
-from shardlib.frontend.guards.code_refs import is_users
 from shardlib.frontend.guards.lru_caches import emptied, is_cache
 from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.guards.state_walk import Found, plain_form
+from shardlib.frontend.guards.users_code import is_users
 from shardlib.frontend.guards.value_kinds import (
     BUILTIN,
     CONTAINERS,

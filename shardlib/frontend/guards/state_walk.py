@@ -64,6 +64,7 @@ class Found:
     keys = _Own[list[torch.Tensor]](list)  # of dicts: what an optimizer keeps of parameters
     kept = _Own[list[Any]](list)
     grads = _Own[list[tuple[torch.Tensor, torch.Tensor | None]]](list)
+    type_spaces = _Own[dict[int, dict[str, Any]]](dict)  # globals of code that may ask for `type(x)`
     generators = _Own[list[torch.Generator]](list)
     _number = _Own[dict[int, int]](dict)
     _visited = _Own[dict[int, int]](dict)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardlib.frontend.guards.code_refs import is_executed, is_users
+from shardlib.frontend.guards.users_code import is_executed, is_users
 
 Held = tuple[str, Any]
 
