@@ -56,8 +56,8 @@ FAMILY: dict[str, Bounds] = {
     "softmax": (4, 4, _largest), "fft": (5, 30, _largest), "counting": (0, 2, _all), "gather": (0, 1, _looked_up),
     "scatter": (0, 1, _all), "embedding_bag": (0, 3, _all), "pooling": (0, 9, _largest),
     "interpolate": (1, 72, _largest), "matrix": (0, 6, _largest), "linalg": (0, 1, _matrices), "view": (0, 0, _largest),
-    "select_triangle": (0, 0, _largest), "unfold": (0, 0, _largest), "creation": (0, 1, _largest), "foreach": (0, 8, _all),
-    "fused_loss": (0, 0, _all), "padding": (0, 0, _largest), "diagonals": (0, 1, _largest),
+    "select_triangle": (0, 0, _largest), "unfold": (0, 0, _largest), "creation": (0, 1, _largest),
+    "foreach": (0, 8, _all), "fused_loss": (0, 0, _all), "padding": (0, 0, _largest), "diagonals": (0, 1, _largest),
 }  # fmt: skip
 PRODUCTS = {"matmul", "convolution", "attention", "grouped_matmul"}  # counted below, against torch's counter or by hand
 OTHERS: dict[str, Bounds] = {

@@ -107,8 +107,7 @@ def _goes_on(x: Tensor, roots: list[Tensor]) -> bool:
 
 
 def _plainly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd takes this derivative, and no other is being taken: neither a transform around, nor tangents, nor
-    a history of the arguments."""
+    """Returns whether autograd alone differentiates here: no transform, no tangents, no history of the arguments."""
     if not is_tracing() or torch.is_inference_mode_enabled() or transform_level() is not None or is_forward_mode():
         return False
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -158,7 +158,8 @@ batch_dim_of = _torch("torch._C._functorch.maybe_get_bdim", "which dim of a cota
 _deeper = _torch("torch._C._vmapmode_increment_nesting", "how many such batches are around")
 _back = _torch("torch._C._vmapmode_decrement_nesting", "how many such batches are around")
 follow_tangents = _torch(
-    "torch.autograd.forward_ad._set_fwd_grad_enabled", "in the jvp of a Function torch loses the tangents of a jvp around"
+    "torch.autograd.forward_ad._set_fwd_grad_enabled",
+    "in the jvp of a Function torch loses the tangents of a jvp around",
 )
 dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
 
