@@ -63,6 +63,39 @@ def one_by_one(fn: Callable[..., Any]) -> Callable[..., Any]:
     return each
 
 
+def mapped_alike(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Outputs of an `autograd.Function` with `generate_vmap_rule`, each an example of every vmap that an input is of.
+
+    Of outputs only some of which are mapped, torch's rule counts the gradient of the others once for each example.
+
+    Example:
+        >>> class Both(torch.autograd.Function):
+        ...     generate_vmap_rule = True
+        ...
+        ...     @staticmethod
+        ...     def forward(x, w):
+        ...         return mapped_alike((x * w, 3 * w), (x, w))
+        ...
+        ...     @staticmethod
+        ...     def setup_context(ctx, inputs, output):
+        ...         ctx.save_for_backward(*inputs)
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, a, b):
+        ...         x, w = ctx.saved_tensors
+        ...         return a * w, a * x + 3 * b
+        >>> w = torch.tensor(1.0, requires_grad=True)
+        >>> rows = torch.func.vmap(lambda x: Both.apply(x, w)[1])(torch.ones(4))
+        >>> torch.autograd.grad(rows.sum(), w)[0]
+        tensor(12.)
+    """
+    batched = [x for x in inputs if is_batched(x)]
+    if not batched:
+        return tuple(outputs)
+    example = sum(x.new_zeros((), dtype=torch.bool) for x in batched)
+    return tuple(torch.where(example != 0, x, x) for x in outputs)
+
+
 class _Batch:
     """Cotangents that `is_grads_batched` gives at once, of one of such batches within each other."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardlib.core.context import is_tracing
 from shardlib.core.context import tracing_flag as _tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.plain_types import PlainClass

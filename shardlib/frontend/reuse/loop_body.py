@@ -111,12 +111,41 @@ def trace_body(
     body = replace(_divided(gm, closures, results, where, cts, len(leaves)), made=tuple(made), strict=strict)
     if refused is not None:
         body = replace(body, backward=(), saved=(), refused=refused)
+    if not strict:
+        like = [alike(x) for x in leaves]
+        body = replace(body, trace_derivative=lambda body: _derivative(body, fn, like, names, line))
     forget(tracer)
     for node in gm.graph.find_nodes(op="get_attr"):  # of these a copy asks the form alone
         if isinstance(node.meta["val"], FakeTensor):
             node.meta["val"] = alike(node.meta["val"])
             setattr(gm, str(node.target), node.meta["val"])
     return body
+
+
+def _derivative(
+    body: Body, fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence[str], line: Line
+) -> Body:
+    """Trace `fn` once more, with its gradient: a body of the leaves and the cotangents, to the gradients that exist."""
+    wanted = [i for i, x in enumerate(body.gradients) if x is not None]
+    cotangents = [alike(body.outputs[i].meta["val"]) for i in body.differentiable]
+
+    def gradient(*given: Tensor) -> list[Tensor]:
+        out = fn(*given[: len(leaves)])
+        reads = [*given[: len(leaves)], *body.captured]
+        sources = [reads[i] for i in wanted]
+        return list(
+            torch.autograd.grad(
+                [out[i] for i in body.differentiable], sources, given[len(leaves) :], create_graph=True
+            )
+        )
+
+    called = [*names, *(f"cotangent {i}" for i in range(len(cotangents)))]
+    result = trace_body(gradient, [*leaves, *cotangents], called, line, len(called))
+    outside = {id(x) for x in body.captured}
+    for x in result.captured:
+        if id(x) not in outside:
+            refuse_lost(x)
+    return result
 
 
 # What torch says where a stand-in, which requires a gradient, is written to.

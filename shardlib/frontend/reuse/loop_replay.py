@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from shardlib.core.aten.op_traits import has, is_view
-from shardlib.core.errors import NoDerivativeError
+from shardlib.core.batched_grad import mapped_alike
+from shardlib.core.errors import NoDerivativeError, WrittenError
 from shardlib.core.source_lines import replayed
-from shardlib.core.torch_private import TransformType, is_wrapped, transforms
+from shardlib.core.torch_private import TransformType, is_wrapped, transforms, version_of
 from shardlib.frontend.reuse.copy_nodes import Copy
 
 
@@ -34,7 +35,8 @@ class Body:
     `forward` are its nodes in order, `backward` those of its gradient, which reads `saved` nodes and `cotangents`;
     `gradients` are by input, None where there is none; `made` are the values of its trace; `strict`: whoever goes back
     through it in a way that it was not traced for, a second time, or from results that say nothing of some input, gets
-    `NotOnceError`; `refused` is what whoever goes back gets, where something inside has no derivative.
+    `NotOnceError`; `refused` is what whoever goes back gets, where something inside has no derivative. The
+    `derivative` is the body of its gradient: of leaves, captured tensors and cotangents, to the gradients that exist.
     """
 
     arguments: int
@@ -50,6 +52,7 @@ class Body:
     made: tuple[weakref.ref[Tensor], ...]
     strict: bool
     refused: NoDerivativeError | None = None
+    trace_derivative: Callable[[Body], Body] | None = None
     _ways: dict[frozenset[int], Way] = field(default_factory=dict)
 
     @functools.cached_property
@@ -57,13 +60,19 @@ class Body:
         """Whose memory is saved."""
         return frozenset(map(owner, self.saved))
 
+    @functools.cached_property
+    def derivative(self) -> Body:
+        """Traces the gradient, when somebody differentiates it: its arguments are the leaves and the cotangents."""
+        assert self.trace_derivative is not None, "a strict body has no second derivative"
+        return self.trace_derivative(self)
+
     def __call__(
         self,
         *leaves: Tensor,
         captured: Sequence[Tensor] | None = None,
         made: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor]:
-        """Write one step out: its result's leaves, differentiable once.
+        """Write one step out: its result's leaves, with a history.
 
         `captured` are other tensors in the place of those that it closes over; `made` are tensors that become its
         results, None where a new one does: then a result may be what is given.
@@ -157,7 +166,7 @@ class _Step(torch.autograd.Function):
             x = env[node] if node in env and not copy.is_followed else copy.tensor(node)
             out.append(x.clone() if id(x) in taken else x)  # an output is memory of its own
             taken.add(id(out[-1]))
-        return tuple(out)
+        return (*mapped_alike(out[: len(body.outputs)], inputs), *out[len(body.outputs) :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -168,8 +177,10 @@ class _Step(torch.autograd.Function):
         here |= dict(zip(_computed(body) if not ctx.copy.nodes else (), output[len(own) :], strict=True))
         # A result shows no memory of what is saved: one that is itself saved is, so that a write to it is found.
         shown = [x for node, x in zip(body.outputs, own, strict=True) if owner(node) in body.kept]
-        ctx.shown = len(shown)
-        ctx.save_for_backward(*(here[x] for x in body.saved if x in here), *shown)
+        saved = [here[x] for x in body.saved if x in here]
+        # The derivative reads all inputs. Those of a copy are no saved tensors: a write to them is no error before that.
+        ctx.count, ctx.inputs = len(saved), [(x, version_of(x)) for x in given] if ctx.copy.nodes else None
+        ctx.save_for_backward(*saved, *shown, *(() if ctx.copy.nodes else given))
         _, _, *needed = ctx.needs_input_grad
         ctx.mark_non_differentiable(
             *(x for i, x in enumerate(output) if not any(needed[at] for at in body.differentiable.get(i, ()))),
@@ -189,11 +200,9 @@ class _Step(torch.autograd.Function):
         if body.strict and torch.is_grad_enabled():
             raise NotOnceError("its gradient has a gradient")
         way = body.back(frozenset(i for i in body.differentiable if body.strict and grads[i] is None))
-        saved = saved[: len(saved) - ctx.shown]
-        history = [x for x in (*saved, *grads) if x is not None and x.requires_grad]
         here = dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
         here = {node: x for node, x in here.items() if x is not None}
-        again = torch.is_grad_enabled() and bool(history)
+        again = torch.is_grad_enabled()
         with torch.no_grad() if again else nullcontext():
             if copy.nodes and (only_gradients() or not any(map(is_wrapped, here.values()))):
                 copy.begin(here)
@@ -202,36 +211,75 @@ class _Step(torch.autograd.Function):
             elif way.nodes is not body.backward:
                 raise NotOnceError("its gradient is one of some of its results, in a transform")
             else:
-                env = here | dict(zip(body.saved, saved, strict=True))
+                env = here | dict(zip(body.saved, saved[: ctx.count], strict=True))
                 _run(body.backward, env)
                 made = [None if x is None else env[x] for x in body.gradients]
         if again:
-            once = iter(_Once.apply(len(history), *history, *(x for x in made if x is not None)))  # type: ignore[no-untyped-call]
-            made = [None if x is None else next(once) for x in made]
+            inputs = _unwritten(ctx.inputs) if ctx.inputs is not None else saved[len(saved) - len(body.inputs) :]
+            made = _Gradient.of(body, inputs, [grads[i] for i in body.differentiable], made)
         return (None, None, *made)
 
 
-class _Once(torch.autograd.Function):
-    """Gradients of a body, which have a history that nobody can go back through."""
+def _unwritten(inputs: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    wrong = [x for x, version in inputs if version_of(x) != version]
+    if wrong:
+        raise WrittenError(
+            "the gradient of scan is differentiated, and what the scan read has been modified by an inplace operation",
+            [f"a tensor of shape {list(x.shape)}" for x in wrong],
+            rule="a second derivative reads all inputs of a step",
+            remedy="write to it after the last backward pass",
+        )
+    return [x for x, _ in inputs]
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of a body, by inputs and cotangents; their gradient is that of the body's derivative."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(count: int, *given: Tensor) -> Any:
-        return tuple(x.clone() for x in given[count:])
+    def of(
+        body: Body, inputs: Sequence[Tensor], cotangents: Sequence[Tensor], gradients: Sequence[Tensor | None] = ()
+    ) -> list[Tensor | None]:
+        """The gradients with a history, None where there is none; computed unless they are given."""
+        present = [x for x in gradients if x is not None]
+        out = iter(_Gradient.apply(body, *inputs, *cotangents, *present))  # type: ignore[no-untyped-call]
+        return [None if x is None else next(out) for x in body.gradients]
+
+    @staticmethod
+    def forward(body: Body, *tensors: Tensor) -> Any:
+        if body.refused is not None:
+            raise body.refused
+        nodes = (*body.inputs, *body.cotangents)
+        gradients = [x.clone() for x in tensors[len(nodes) :]]
+        if not gradients:
+            env = dict(zip(nodes, tensors, strict=True))
+            _run((*body.forward, *body.backward), env)
+            gradients = [env[x].clone() for x in body.gradients if x is not None]
+        return mapped_alike(gradients, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.body, *tensors = inputs
+        ctx.arguments = len(inputs)
+        ctx.save_for_backward(*tensors[: len(ctx.body.inputs) + len(ctx.body.cotangents)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NoDerivativeError(
-            "a gradient is taken through the gradient of scan",
-            rule="a scanned body is traced with its first derivative",
-            remedy="detach() gradients that are only looked at; write the loop in Python, for layer in layers: ..., "
-            "where second derivatives are wanted",
-        )
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        body: Body = ctx.body
+        derivative = body.derivative
+        tensors, count = ctx.saved_tensors, len(body.inputs)
+        where = {id(x): i for i, x in enumerate(body.captured, body.arguments)}
+        places: list[int | None] = [*range(body.arguments), *range(count, len(tensors))]
+        places += [where.get(id(x)) for x in derivative.captured]
+        constants = (*(None,) * derivative.arguments, *derivative.captured)
+        inputs = [x if at is None else tensors[at] for at, x in zip(places, constants, strict=True)]
+        out: list[Tensor | None] = [None] * ctx.arguments
+        results = _Gradient.of(derivative, inputs, [grads[i] for i in derivative.differentiable])
+        for at, x in zip(places, results, strict=True):
+            if at is not None:
+                out[1 + at] = x
+        return tuple(out)
 
 
 def owner(node: fx.Node) -> fx.Node:

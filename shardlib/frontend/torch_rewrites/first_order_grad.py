@@ -2,7 +2,8 @@
 
 `torch.func.grad` records its own backward pass, in case someone differentiates that too. Recording is slow, and makes
 torch prefer differentiable formulas to fused ones: silu's backward becomes seven ops instead of one. While a function
-is traced, the pass is recorded only where a transform outside, or plain autograd, can see it.
+is traced, the pass is recorded only where a transform outside, or plain autograd, can see it: through the
+outputs, or through the cotangents that `torch.func.vjp` is called with.
 """
 
 from __future__ import annotations
@@ -21,18 +22,27 @@ def first_order() -> Iterator[None]:
     """While on, torch.func's gradients record their backward pass only if it can be differentiated from outside."""
     original = FUNC_GRAD.value
 
-    def autograd_grad(outputs: Sequence[Any], *args: Any, create_graph: bool = True, **kwargs: Any) -> Any:
-        again = any(map(_tracked_outside, outputs)) or is_forward_mode()
-        return original(outputs, *args, create_graph=create_graph and again, **kwargs)
+    def autograd_grad(
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        cotangents: Sequence[Any] | None = None,
+        *args: Any,
+        create_graph: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        records = create_graph and (
+            any(_is_tracked(x) for x in cotangents or ())
+            or any(is_wrapped(x) and _is_tracked(unwrapped(x)) for x in outputs)
+            or is_forward_mode()
+        )
+        return original(outputs, inputs, cotangents, *args, create_graph=records, **kwargs)
 
     with FUNC_GRAD.holding(autograd_grad):
         yield
 
 
-def _tracked_outside(x: torch.Tensor) -> bool:
-    """Whether another gradient than the innermost one follows x."""
-    while is_wrapped(x):
+def _is_tracked(x: torch.Tensor) -> bool:
+    """Whether a gradient, of any transform around or of plain autograd, follows a tensor."""
+    while not x.requires_grad and is_wrapped(x):
         x = unwrapped(x)
-        if x.requires_grad:
-            return True
-    return False
+    return x.requires_grad
