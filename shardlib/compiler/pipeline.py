@@ -99,7 +99,7 @@ def compile_program(
     """
     clock = Clock()
     call = flatten_call(fn, args, kwargs, static, state)
-    specs = _leaf_specs(fn, call, in_specs)
+    specs = leaf_specs(fn, call, in_specs)
     with mesh, tracing():
         there = world.current_device(mesh.device, mesh.kind)
         traced = tracer(
@@ -262,7 +262,7 @@ def _input_leaves(traced: Traced, call: FlatCall) -> list[Any]:
     return [leaves[i] if i >= 0 else None for i in traced.input_leaves]
 
 
-def _leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[SpecLike]:
+def leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[SpecLike]:
     """The spec of each leaf of the arguments."""
     if in_specs is None:
         return [None] * len(call.arguments)

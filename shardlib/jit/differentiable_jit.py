@@ -1,52 +1,103 @@
-"""A jitted program that autograd can differentiate from outside: its gradient is a jitted program as well."""
+"""A jitted program that transforms of `torch.func` go through: its gradient, its tangents and its batches are programs.
+
+Each rule is a function of its own, jitted when it is first needed, and goes through further transforms by the same
+rules. So every composition of transforms ends in programs on plain or sharded tensors.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.core.batched_grad import one_by_one
-from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import is_wrapped, pytree
 from shardlib.jit.jit import jit
 from shardlib.sharding.mesh.mesh import current_mesh
+from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
 class Differentiable:
-    """`fn` jitted, as a function of its positional arguments; differentiable any number of times.
+    """`fn` jitted, as a function of its positional arguments; differentiable any number of times, and batched.
 
-    The forward pass is computed again in the backward pass: nothing but the arguments is kept.
+    The forward pass is computed again in the backward pass: nothing but the arguments is kept. Gradients of plain
+    tensors are plain.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], program: Callable[..., Any] | None = None) -> None:
         self.fn = fn
-        self.program = jit(fn)
+        self.program = jit(fn) if program is None else program
+        self._batched: dict[Any, Differentiable] = {}
+
+    def derived(self, fn: Callable[..., Any]) -> Differentiable:
+        """Another function made of this one."""
+        return Differentiable(functools.wraps(self.fn)(fn), jit(functools.wraps(self.fn)(fn)))
 
     @functools.cached_property
     def pullback(self) -> Differentiable:
         """(arguments, cotangents by leaf of the result) -> the gradients of the arguments' floating-point leaves."""
-        fn = self.fn
 
-        @functools.wraps(fn)
         def pull(args: tuple[Any, ...], cotangents: dict[int, Tensor]) -> list[Tensor]:
-            leaves, tree = pytree.tree_flatten(args)
-            wanted = [i for i, x in enumerate(leaves) if _differentiable(x)]
+            of, primals = self._flat(args, tuple(cotangents))
+            return list(torch.func.vjp(of, *primals)[1](tuple(cotangents.values())))
 
-            def of(*some: Tensor) -> tuple[Tensor, ...]:
-                full = list(leaves)
-                for i, x in zip(wanted, some, strict=True):
-                    full[i] = x
-                out = pytree.tree_leaves(fn(*pytree.tree_unflatten(full, tree)))
-                return tuple(out[i] for i in cotangents)
+        return self.derived(pull)
 
-            vjp = torch.func.vjp(of, *(leaves[i] for i in wanted))[1]
-            return list(vjp(tuple(cotangents.values())))
+    @functools.cached_property
+    def pushforward(self) -> Differentiable:
+        """(arguments, tangents of their floating-point leaves) -> the tangents of the result's, by leaf."""
 
-        return Differentiable(pull)
+        def push(args: tuple[Any, ...], tangents: list[Tensor]) -> dict[int, Tensor]:
+            results: list[int] = []
+            of, primals = self._flat(args, results)
+            return dict(zip(results, torch.func.jvp(of, primals, tuple(tangents))[1], strict=True))
+
+        return self.derived(push)
+
+    def batched(self, dims: Sequence[int | None], args: pytree.TreeSpec, randomness: str) -> Differentiable:
+        """The function over a batch, along a dim of each of its leaves (None: the same for all), to batches in front."""
+        key = tuple(dims), args, randomness
+        if key not in self._batched:
+            moving = [i for i, dim in enumerate(dims) if dim is not None]
+
+            def each(*args: Any) -> Any:
+                leaves, tree = pytree.tree_flatten(args)
+                results: list[Any] = []
+
+                def one(*examples: Tensor) -> tuple[Tensor, ...]:
+                    full = [*leaves]
+                    for i, x in zip(moving, examples, strict=True):
+                        full[i] = x
+                    flat, shape = pytree.tree_flatten(self.fn(*pytree.tree_unflatten(full, tree)))
+                    results[:] = flat, shape
+                    return tuple(x for x in flat if isinstance(x, Tensor))
+
+                batch = [leaves[i] for i in moving]
+                out = iter(torch.vmap(one, tuple(dims[i] for i in moving), randomness=randomness)(*batch))
+                flat, shape = results
+                return pytree.tree_unflatten([next(out) if isinstance(x, Tensor) else x for x in flat], shape)
+
+            self._batched[key] = self.derived(each)
+        return self._batched[key]
+
+    def _flat(self, args: tuple[Any, ...], results: Any) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Any, ...]]:
+        """The function of the floating-point leaves alone, to some of its results: all such, which a list learns."""
+        leaves, tree = pytree.tree_flatten(args)
+        wanted = [i for i, x in enumerate(leaves) if _differentiable(x)]
+
+        def of(*some: Tensor) -> tuple[Tensor, ...]:
+            full = [*leaves]
+            for i, x in zip(wanted, some, strict=True):
+                full[i] = x
+            out = pytree.tree_leaves(self.fn(*pytree.tree_unflatten(full, tree)))
+            if isinstance(results, list):
+                results[:] = [i for i, x in enumerate(out) if _differentiable(x)]
+            return tuple(out[i] for i in results)
+
+        return of, tuple(leaves[i] for i in wanted)
 
     def __call__(self, *args: Any) -> Any:
         leaves, tree = pytree.tree_flatten(args)
@@ -60,10 +111,10 @@ class Differentiable:
 
 
 class _Shape:
-    """The structure of a call's arguments and, once it has run, of its result."""
+    """The structure of a call's arguments and, once it has run, of its result; the mesh on which it ran."""
 
     def __init__(self, args: pytree.TreeSpec) -> None:
-        self.args, self.out = args, None
+        self.args, self.out, self.mesh = args, None, current_mesh()
 
 
 class _Apply(torch.autograd.Function):
@@ -71,36 +122,51 @@ class _Apply(torch.autograd.Function):
     def forward(of: Differentiable, shape: Any, *leaves: Any) -> Any:
         plain = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
         flat, shape.out = pytree.tree_flatten(of.program(*pytree.tree_unflatten(plain, shape.args)))
+        shape.mesh = next((x.mesh for x in flat if isinstance(x, ShardedTensor)), shape.mesh)
         return tuple(flat)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.of, ctx.shape, *leaves = inputs
-        ctx.mesh = current_mesh()
         ctx.static = [None if isinstance(x, Tensor) else x for x in leaves]
         ctx.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         ctx.results = [i for i, x in enumerate(output) if _differentiable(x)]
         ctx.save_for_backward(*(leaves[i] for i in ctx.tensors))
+        ctx.save_for_forward(*(leaves[i] for i in ctx.tensors))
         ctx.mark_non_differentiable(*(x for x in output if isinstance(x, Tensor) and not _differentiable(x)))
 
     @staticmethod
     @one_by_one
     def backward(ctx: Any, *grads: Any) -> Any:
-        leaves = list(ctx.static)
-        for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
-            leaves[i] = x
-        args = pytree.tree_unflatten(leaves, ctx.shape.args)
-        with ctx.mesh:
+        leaves, args = _saved(ctx)
+        with ctx.shape.mesh:
             found = iter(ctx.of.pullback(args, {i: grads[i] for i in ctx.results}))
         return (None, None, *(next(found) if _differentiable(x) else None for x in leaves))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, of: Differentiable, *rest: Any) -> Any:
-        raise ShardingError(
-            f"vmap of {getattr(of.fn, '__name__', 'a shard_map')} outside jit",
-            rule="a program on a mesh is compiled for the shapes that it is called with",
-            remedy="jit the whole: sl.jit(sl.vmap(f))(x)",
-        )
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        leaves, args = _saved(ctx)
+        moving = zip(leaves, tangents[2:], strict=True)
+        given = [torch.zeros_like(x) if t is None else t for x, t in moving if _differentiable(x)]
+        with ctx.shape.mesh:
+            out = ctx.of.pushforward(args, given)
+        return tuple(out.get(i) for i in range(ctx.shape.out.num_leaves))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, of: Differentiable, shape: Any, *leaves: Any) -> Any:
+        own = _Shape(shape.args)
+        batched = of.batched(in_dims[2:], shape.args, info.randomness)
+        flat = _Apply.apply(batched, own, *leaves)  # type: ignore[no-untyped-call]
+        shape.out, shape.mesh = own.out, own.mesh
+        return flat, tuple(0 if isinstance(x, Tensor) else None for x in flat)
+
+
+def _saved(ctx: Any) -> tuple[list[Any], Any]:
+    """The leaves of a call, and its arguments."""
+    leaves = list(ctx.static)
+    for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
+        leaves[i] = x
+    return leaves, pytree.tree_unflatten(leaves, ctx.shape.args)
 
 
 def _differentiable(x: Any) -> bool:

@@ -211,7 +211,8 @@ class _Step(torch.autograd.Function):
             elif way.nodes is not body.backward:
                 raise NotOnceError("its gradient is one of some of its results, in a transform")
             else:
-                env = here | dict(zip(body.saved, saved[: ctx.count], strict=True))
+                kept = iter(saved[: ctx.count])
+                env = here | {x: copy.tensor(x) if copy.nodes and x not in body.inputs else next(kept) for x in body.saved}
                 _run(body.backward, env)
                 made = [None if x is None else env[x] for x in body.gradients]
         if again:
