@@ -24,8 +24,10 @@ from shardlib.core.torch_private import (
 )
 
 
-def one_by_one(fn: Callable[..., Any]) -> Callable[..., Any]:
+def one_by_one(fn: Callable[..., Any], *, examples: bool = True) -> Callable[..., Any]:
     """A `backward` or `jvp` of an `autograd.Function` that autograd may call with tensors of a batch.
+
+    Without `examples`, it knows those of a `torch.func.vmap` itself.
 
     Example:
         >>> class Double(torch.autograd.Function):
@@ -45,12 +47,12 @@ def one_by_one(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def each(ctx: Any, *given: Any) -> Any:
-        for batch in _batches(given):
+        for batch in _batches(given, examples):
             rows = [batch.rows(x) if isinstance(x, Tensor) else None for x in given]
             if count := max((len(x) for x in rows if x is not None), default=0):
                 break
         else:
-            if transform_level() is None or any(isinstance(x, Tensor) and is_wrapped(x) for x in given):
+            if not examples or transform_level() is None or any(isinstance(x, Tensor) and is_wrapped(x) for x in given):
                 return fn(ctx, *given)
             with without_transforms():  # a vmap whose examples are all taken apart
                 return fn(ctx, *given)
@@ -128,9 +130,10 @@ class _Examples(_Batch):
         return in_vmap(x, 0, self.depth)
 
 
-def _batches(given: Sequence[Any]) -> Iterator[_Batch]:
+def _batches(given: Sequence[Any], examples: bool) -> Iterator[_Batch]:
     """In which tensors may be, the innermost first."""
-    levels = {level_of(x) for x in given if isinstance(x, Tensor) and is_batched(x)} if transform_level() else ()
+    transformed = examples and transform_level()
+    levels = {level_of(x) for x in given if isinstance(x, Tensor) and is_batched(x)} if transformed else ()
     for level in sorted(levels, reverse=True):
         yield _Examples(level)
     for depth in range(depth_of_batches(), 0, -1):

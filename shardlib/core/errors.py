@@ -59,6 +59,10 @@ class ValueNeededError(NoProgramError):
     """Its Python, or a shape, depends on what a tensor holds."""
 
 
+class EffectError(ShardingError):
+    """A function does more than to return values that its arguments determine."""
+
+
 class KeptError(NoProgramError):
     """It keeps tensors that it computes; what it kept is removed before."""
 

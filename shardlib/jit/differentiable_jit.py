@@ -15,44 +15,47 @@ from torch import Tensor
 
 from shardlib.core.batched_grad import one_by_one
 from shardlib.core.torch_private import is_wrapped, pytree
-from shardlib.jit.jit import jit
+from shardlib.eager.placement_autograd import whole
 from shardlib.sharding.mesh.mesh import current_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
 class Differentiable:
-    """`fn` jitted, as a function of its positional arguments; differentiable any number of times, and batched.
+    """`fn` under `jit`, as a function of its positional arguments; differentiable any number of times, and batched.
 
-    The forward pass is computed again in the backward pass: nothing but the arguments is kept. Gradients of plain
-    tensors are plain.
+    The forward pass is computed again in the backward pass: nothing but the arguments is kept.
     """
 
-    def __init__(self, fn: Callable[..., Any], program: Callable[..., Any] | None = None) -> None:
-        self.fn = fn
-        self.program = jit(fn) if program is None else program
+    def __init__(self, fn: Callable[..., Any], jit: Callable[..., Any], *, pulls: bool = False) -> None:
+        self.fn, self.jit, self.pulls = fn, jit, pulls
+        self.program = jit(fn)
         self._batched: dict[Any, Differentiable] = {}
 
-    def derived(self, fn: Callable[..., Any]) -> Differentiable:
-        """Another function made of this one."""
-        return Differentiable(functools.wraps(self.fn)(fn), jit(functools.wraps(self.fn)(fn)))
+    def derived(self, fn: Callable[..., Any], *, pulls: bool = False) -> Differentiable:
+        """Another function that is made of this one; one that `pulls` returns gradients of its first argument."""
+        return Differentiable(functools.wraps(self.fn)(fn), self.jit, pulls=pulls)
 
     @functools.cached_property
     def pullback(self) -> Differentiable:
         """(arguments, cotangents by leaf of the result) -> the gradients of the arguments' floating-point leaves."""
 
+        fn = self.fn  # and not self: calls change that, and a program's key has all that a function leads to
+
         def pull(args: tuple[Any, ...], cotangents: dict[int, Tensor]) -> list[Tensor]:
-            of, primals = self._flat(args, tuple(cotangents))
+            of, primals = _of_floats(fn, args, tuple(cotangents))
             return list(torch.func.vjp(of, *primals)[1](tuple(cotangents.values())))
 
-        return self.derived(pull)
+        return self.derived(pull, pulls=True)
 
     @functools.cached_property
     def pushforward(self) -> Differentiable:
         """(arguments, tangents of their floating-point leaves) -> the tangents of the result's, by leaf."""
 
+        fn = self.fn
+
         def push(args: tuple[Any, ...], tangents: list[Tensor]) -> dict[int, Tensor]:
             results: list[int] = []
-            of, primals = self._flat(args, results)
+            of, primals = _of_floats(fn, args, results)
             return dict(zip(results, torch.func.jvp(of, primals, tuple(tangents))[1], strict=True))
 
         return self.derived(push)
@@ -61,7 +64,7 @@ class Differentiable:
         """The function over a batch, along a dim of each of its leaves (None: the same for all), to batches in front."""
         key = tuple(dims), args, randomness
         if key not in self._batched:
-            moving = [i for i, dim in enumerate(dims) if dim is not None]
+            fn, moving = self.fn, [i for i, dim in enumerate(dims) if dim is not None]
 
             def each(*args: Any) -> Any:
                 leaves, tree = pytree.tree_flatten(args)
@@ -71,7 +74,7 @@ class Differentiable:
                     full = [*leaves]
                     for i, x in zip(moving, examples, strict=True):
                         full[i] = x
-                    flat, shape = pytree.tree_flatten(self.fn(*pytree.tree_unflatten(full, tree)))
+                    flat, shape = pytree.tree_flatten(fn(*pytree.tree_unflatten(full, tree)))
                     results[:] = flat, shape
                     return tuple(x for x in flat if isinstance(x, Tensor))
 
@@ -80,34 +83,27 @@ class Differentiable:
                 flat, shape = results
                 return pytree.tree_unflatten([next(out) if isinstance(x, Tensor) else x for x in flat], shape)
 
-            self._batched[key] = self.derived(each)
+            self._batched[key] = self.derived(each, pulls=self.pulls)
         return self._batched[key]
-
-    def _flat(self, args: tuple[Any, ...], results: Any) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Any, ...]]:
-        """The function of the floating-point leaves alone, to some of its results: all such, which a list learns."""
-        leaves, tree = pytree.tree_flatten(args)
-        wanted = [i for i, x in enumerate(leaves) if _differentiable(x)]
-
-        def of(*some: Tensor) -> tuple[Tensor, ...]:
-            full = [*leaves]
-            for i, x in zip(wanted, some, strict=True):
-                full[i] = x
-            out = pytree.tree_leaves(self.fn(*pytree.tree_unflatten(full, tree)))
-            if isinstance(results, list):
-                results[:] = [i for i, x in enumerate(out) if _differentiable(x)]
-            return tuple(out[i] for i in results)
-
-        return of, tuple(leaves[i] for i in wanted)
 
     def __call__(self, *args: Any) -> Any:
         leaves, tree = pytree.tree_flatten(args)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not any(is_wrapped(x) or (x.requires_grad and torch.is_grad_enabled()) for x in tensors):
-            return self.program(*args)
+            return self.run(args)
         shape = _Shape(tree)
         flat = _Apply.apply(self, shape, *leaves)  # type: ignore[no-untyped-call]
         assert shape.out is not None, "the forward pass has run"
         return pytree.tree_unflatten(list(flat), shape.out)
+
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Call the program, on tensors that no transform follows. Gradients of plain tensors are plain."""
+        out = self.program(*args)
+        if not self.pulls:
+            return out
+        leaves = [x for x in pytree.tree_leaves(args[0]) if _differentiable(x)]
+        return [g if isinstance(x, ShardedTensor) else whole(g) for x, g in zip(leaves, out, strict=True)]
 
 
 class _Shape:
@@ -121,7 +117,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(of: Differentiable, shape: Any, *leaves: Any) -> Any:
         plain = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        flat, shape.out = pytree.tree_flatten(of.program(*pytree.tree_unflatten(plain, shape.args)))
+        flat, shape.out = pytree.tree_flatten(of.run(pytree.tree_unflatten(plain, shape.args)))
         shape.mesh = next((x.mesh for x in flat if isinstance(x, ShardedTensor)), shape.mesh)
         return tuple(flat)
 
@@ -136,20 +132,19 @@ class _Apply(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x in output if isinstance(x, Tensor) and not _differentiable(x)))
 
     @staticmethod
-    @one_by_one
+    @functools.partial(one_by_one, examples=False)
     def backward(ctx: Any, *grads: Any) -> Any:
         leaves, args = _saved(ctx)
         with ctx.shape.mesh:
-            found = iter(ctx.of.pullback(args, {i: grads[i] for i in ctx.results}))
-        return (None, None, *(next(found) if _differentiable(x) else None for x in leaves))
+            gradients = iter(ctx.of.pullback(args, {i: grads[i] for i in ctx.results}))
+        return (None, None, *(next(gradients) if _differentiable(x) else None for x in leaves))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         leaves, args = _saved(ctx)
-        moving = zip(leaves, tangents[2:], strict=True)
-        given = [torch.zeros_like(x) if t is None else t for x, t in moving if _differentiable(x)]
+        pairs = [(x, t) for x, t in zip(leaves, tangents[2:], strict=True) if _differentiable(x)]
         with ctx.shape.mesh:
-            out = ctx.of.pushforward(args, given)
+            out = ctx.of.pushforward(args, [torch.zeros_like(x) if t is None else t for x, t in pairs])
         return tuple(out.get(i) for i in range(ctx.shape.out.num_leaves))
 
     @staticmethod
@@ -159,6 +154,25 @@ class _Apply(torch.autograd.Function):
         flat = _Apply.apply(batched, own, *leaves)  # type: ignore[no-untyped-call]
         shape.out, shape.mesh = own.out, own.mesh
         return flat, tuple(0 if isinstance(x, Tensor) else None for x in flat)
+
+
+def _of_floats(
+    fn: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Any, ...]]:
+    """`fn` of its floating-point leaves alone, to some of its results: all such, which a list learns."""
+    leaves, tree = pytree.tree_flatten(args)
+    wanted = [i for i, x in enumerate(leaves) if _differentiable(x)]
+
+    def of(*some: Tensor) -> tuple[Tensor, ...]:
+        full = [*leaves]
+        for i, x in zip(wanted, some, strict=True):
+            full[i] = x
+        out = pytree.tree_leaves(fn(*pytree.tree_unflatten(full, tree)))
+        if isinstance(results, list):
+            results[:] = [i for i, x in enumerate(out) if _differentiable(x)]
+        return tuple(out[i] for i in results)
+
+    return of, tuple(leaves[i] for i in wanted)
 
 
 def _saved(ctx: Any) -> tuple[list[Any], Any]:

@@ -24,12 +24,11 @@ from shardlib.core.torch_private import (
     count_dispatch_modes,
     count_function_modes,
     dual_level,
-    is_wrapped,
     pytree,
     transform_level,
 )
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.guards.torch_modes import refuse_modes
+from shardlib.frontend.guards.torch_modes import autocast_of, refuse_modes
 from shardlib.frontend.hazards.threads import refuse_nested
 from shardlib.frontend.reuse.subgraph_reuse import Once
 from shardlib.jit import optimizer_state
@@ -42,6 +41,7 @@ from shardlib.jit.call.methods import Method, Methods
 from shardlib.jit.call.program_cache import Programs, Ready
 from shardlib.jit.call.unsupported import refuse_other_devices, refuse_others_than_functions, refuse_tangents
 from shardlib.jit.global_random import plain_program
+from shardlib.jit.transformed import Transformed, is_transformed
 from shardlib.primitives.random.keys import in_call
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.tensor.rank_checks import ALWAYS, compare_arguments
@@ -202,8 +202,8 @@ class Jitted(Function):
         if (once := Once.current()) is not None and is_tracing():
             self.keeping.refuse_inside(self.name)
             return once.function(self.fn, args, kwargs)
-        if is_single_device() or is_tracing() or (transform_level() is not None and _transformed(args, kwargs)):
-            with nullcontext() if is_tracing() or in_call() or not is_single_device() else plain_program():
+        if is_single_device() or is_tracing():
+            with nullcontext() if is_tracing() or in_call() else plain_program():
                 return self.fn(*args, **kwargs)
         mesh = current_mesh()
         if mesh is None and is_without_mesh():
@@ -225,8 +225,9 @@ class Jitted(Function):
                 args, kwargs, is_taken = *self.with_tensors(args, kwargs), True
             elif begun == compiling.count:
                 break
-        if transform_level() is not None and any(isinstance(x, torch.Tensor) and is_wrapped(x) for x in leaves):
-            return self.fn(*args, **kwargs)  # a module's parameters, say
+        if transform_level() is not None and is_transformed(leaves):
+            programs.transformed = programs.transformed or Transformed(_returning)
+            return programs.transformed(self, state, autocast_of(key[1]), args, kwargs)
         if dual_level() >= 0:
             refuse_tangents(self.name, leaves)
         found = programs.entries.find(key, leaves)
@@ -312,6 +313,11 @@ class Jitted(Function):
         return f"<jit of {self.name}>"
 
 
-def _transformed(args: Any, kwargs: Any) -> bool:
-    """Whether a torch.func transform is running on these arguments: then the function is part of that program."""
-    return any(isinstance(x, torch.Tensor) and is_wrapped(x) for x in pytree.tree_leaves((args, kwargs)))
+class _Returning(Jitted):
+    """A function that transforms outside of `jit` call."""
+
+    only_returns = True
+
+
+def _returning(fn: Callable[..., Any]) -> _Returning:
+    return _Returning(fn, None, None, frozenset(), frozenset(), (), Keeping.of("auto", "none", None, None))

@@ -22,6 +22,7 @@ from shardlib.core.torch_private import pytree
 from shardlib.frontend.guards.flatten_call import arguments_of
 from shardlib.frontend.guards.mappings import opened
 from shardlib.jit.differentiable_jit import Differentiable
+from shardlib.jit.jit import jit
 from shardlib.primitives import boundary, vmap_body
 from shardlib.primitives.body import Body, current_body, entered, from_local, left, to_local
 from shardlib.primitives.boundary import Passage, Stack
@@ -118,7 +119,9 @@ class ShardMapped:
                 n = len(args) - len(names)
                 return self._inline(args[:n], dict(zip(names, args[n:], strict=True)))
 
-            self._programs[names] = Differentiable(run if names else functools.wraps(self.fn)(lambda *args: run(*args)))
+            self._programs[names] = Differentiable(
+                run if names else functools.wraps(self.fn)(lambda *args: run(*args)), jit
+            )
         return self._programs[names]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -15,8 +15,9 @@ import torch
 
 from shardlib.compiler.pipeline import Compiled, compile_program
 from shardlib.compiler.plan.plan import Plan
+from shardlib.core.aten.op_traits import has
 from shardlib.core.context import compiling, unseen
-from shardlib.core.errors import NoProgramError, ShardingError, public
+from shardlib.core.errors import EffectError, NoProgramError, ShardingError, public
 from shardlib.core.mode_restore import unheard
 from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import preserved_versions
@@ -249,6 +250,8 @@ class Invocation:
                 rule="a program is traced once, its backward pass and the hooks in it with it",
                 remedy="leave that line out of hooks and custom gradients",
             )
+        if function.only_returns:
+            _refuse_effects(function.name, compiled)
         return Plan(compiled)
 
     def _before(self) -> Iterator[Compiled]:
@@ -265,6 +268,17 @@ class Invocation:
 def _begun() -> int:
     """How often somebody has begun to trace, for who reads a call now; -2 while somebody traces."""
     return -2 if compiling.thread else compiling.count
+
+
+def _refuse_effects(name: str, compiled: Compiled) -> None:
+    after = compiled.traced.after
+    draws = any(has(node.target, "draws the key") for node in compiled.traced.graph.graph.nodes)
+    if after.writes or after.rebound or draws:
+        raise EffectError(
+            f"{name} {'draws random numbers' if draws else 'changes tensors or values that it does not return'}",
+            rule="outside jit, a transform of torch.func calls a function more than once",
+            remedy="put jit around the transform: sl.jit(sl.grad(f))(x)",
+        )
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def pull_of(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The gradients of `fn` by what is `wanted`, as a function."""
 
     def pull(args: Any, kwargs: Any, wanted: list[Tensor], cotangents: list[Tensor], how: How) -> list[Any]:
-        with _autocast(how.autocast):
+        with autocast(how.autocast):
             out = pytree.tree_leaves(fn(*args, **kwargs))
         results = [out[i] for i in how.results]
         return list(torch.autograd.grad(results, wanted, cotangents, create_graph=True, allow_unused=True))
@@ -59,7 +59,7 @@ def pull_of(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _autocast(said: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
+def autocast(said: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
     with ExitStack() as stack:
         for device, dtype in said:
             stack.enter_context(torch.autocast(device, dtype))
@@ -221,7 +221,7 @@ class Again:
         """Whether a call with these arguments is the same one still; `.grad` may have come since, or gone."""
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         for around in (None, tensors):
-            with _without_grads(around or ()), _autocast(autocast_of(self.key[1])):
+            with _without_grads(around or ()), autocast(autocast_of(self.key[1])):
                 _, key, found = self._read(leaves)
             if key == self.key and len(found) <= len(leaves):
                 return all(

@@ -12,6 +12,7 @@ from shardlib.compiler.memory_options import Keeping
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.numpy_bridge import Shown, taken
+from shardlib.core.torch_private import innermost
 from shardlib.frontend.guards.argument_specs import by_position_and_name
 from shardlib.frontend.guards.closure import Closure
 from shardlib.frontend.guards.flatten_call import read, twins, wrapped
@@ -30,6 +31,7 @@ class Function:
     """`static` and `donate` are positions and names of arguments."""
 
     goes_back = False  # whether a call whose results cannot be differentiated is refused at once
+    only_returns = False  # whether a call that writes, or draws random numbers, is refused at once
 
     def __init__(
         self,
@@ -79,7 +81,8 @@ class Function:
         return (mesh or self._found(leaves), modes, tuple(known)), leaves
 
     def _found(self, leaves: list[Any]) -> Mesh:
-        meshes: list[Mesh] = list(dict.fromkeys(x.mesh for x in leaves if isinstance(x, ShardedTensor)))
+        values = map(innermost, leaves)
+        meshes: list[Mesh] = list(dict.fromkeys(x.mesh for x in values if isinstance(x, ShardedTensor)))
         if len(meshes) != 1:
             raise ShardingError(
                 f"{self.name} is called outside any mesh",

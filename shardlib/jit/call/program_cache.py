@@ -74,6 +74,7 @@ class Programs:
         self.reasons: Counter[str] = Counter()
         self.asks = False  # where arguments lie in memory
         self.changing = Changing(grads=False)
+        self.transformed: Any = None  # calls inside transforms of torch.func
 
     @property
     def noted(self) -> tuple[Seen | None, list[str], Counter[str]]:

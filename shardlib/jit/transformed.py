@@ -1,0 +1,170 @@
+"""A jitted function inside transforms of `torch.func` that are outside of it: `sl.grad(sl.jit(f))`.
+
+The transform sees one op, whose gradients, tangents and batches are programs of their own. What modules hold and a
+transform, or autograd, follows is an argument of these programs. A function that does more than to return values of
+its arguments runs as the transform calls it, op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlib.compiler.memory_options import Keeping
+from shardlib.compiler.pipeline import leaf_specs
+from shardlib.core.bounded_cache import Bounded
+from shardlib.core.errors import EffectError
+from shardlib.core.torch_private import MODULE_DICTS, innermost, is_wrapped, pytree
+from shardlib.frontend.guards.flatten_call import Static, flatten_call, is_number, wrapped
+from shardlib.frontend.guards.object_state import State
+from shardlib.jit.call.double_backward import autocast
+from shardlib.jit.call.function import Function
+from shardlib.jit.differentiable_jit import Differentiable
+from shardlib.jit.shard import shard
+from shardlib.sharding.tree_prefix import broadcast_prefix
+from shardlib.tensor.sharded_tensor import ShardedTensor
+
+Autocasts = tuple[tuple[str, Any], ...]  # devices, each with its dtype
+Place = tuple[dict[str, Any], str]  # a dict of a module's, and a name in it
+
+
+def is_transformed(leaves: Sequence[Any]) -> bool:
+    """Whether a transform follows one of some leaves."""
+    return any(isinstance(x, Tensor) and is_wrapped(x) for x in leaves)
+
+
+class Transformed:
+    """The calls of one jitted function inside transforms; `jit` makes programs of functions that only return."""
+
+    def __init__(self, jit: Callable[..., Any]) -> None:
+        self.jit = jit
+        self._calls: Bounded[Any, Differentiable | None] = Bounded(16)
+
+    def __call__(
+        self, function: Function, state: State, autocasts: Autocasts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a call, of which `state` is what it finds beside its arguments."""
+        leaves, tree = pytree.tree_flatten(wrapped(args, kwargs, function.static))
+        inputs = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) or is_number(x)}
+        own = set(map(id, inputs.values()))
+        followed = [x for x in state.tensors if _is_followed(x) and id(x) not in own]
+        places = [_places(x, state) for x in followed]
+        constants = tuple((i, x) for i, x in enumerate(leaves) if i not in inputs)
+        specs = _specs(function, args, kwargs)
+        held = tuple(tuple((id(inside), name) for inside, name in each) for each in places)
+        key = tree, tuple((i, _by_value(x)) for i, x in constants), specs, autocasts, held
+        if not all(places) or (key in self._calls and self._calls[key] is None):
+            return function.fn(*args, **kwargs)
+        if key not in self._calls:
+            call = _Call(
+                function.name,
+                function.fn,
+                tree,
+                constants,
+                tuple(inputs),
+                tuple(map(tuple, places)),
+                specs,
+                function.out_specs,
+                autocasts,
+            )
+            self._calls[key] = Differentiable(call.as_function(), self.jit)
+        differentiable = self._calls[key]
+        assert differentiable is not None, "a call that is not transformed has returned"
+        with _holding(places, [innermost(x).detach() for x in followed]):
+            try:
+                return differentiable(list(inputs.values()), followed)
+            except EffectError:
+                self._calls[key] = None
+        return function.fn(*args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A function of the tensors and numbers among its arguments, and of what is held in `places`.
+
+    It is part of the keys of programs: so it leads to nothing that calls change.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    tree: pytree.TreeSpec
+    constants: tuple[tuple[int, Any], ...]
+    inputs: tuple[int, ...]
+    places: tuple[tuple[Place, ...], ...]
+    specs: tuple[Any, ...]
+    out_specs: Any
+    autocasts: Autocasts
+
+    def as_function(self) -> Callable[..., Any]:
+        def run(inputs: list[Any], held: list[Tensor]) -> Any:
+            return self.run(inputs, held)
+
+        run.__name__ = self.name
+        return run
+
+    def run(self, inputs: Sequence[Any], held: Sequence[Tensor]) -> Any:
+        leaves = dict(self.constants) | dict(zip(self.inputs, inputs, strict=True))
+        placed = _constrained([leaves[i] for i in range(len(leaves))], self.specs)
+        args, kwargs = pytree.tree_unflatten([x.value if isinstance(x, Static) else x for x in placed], self.tree)
+        with _holding(self.places, held), autocast(self.autocasts):
+            out = self.fn(*args, **kwargs)
+        if self.out_specs is None:
+            return out
+        results, shape = pytree.tree_flatten(out)
+        specs = broadcast_prefix(self.out_specs, out, f"{self.name}: out_specs")
+        return pytree.tree_unflatten(_constrained(results, specs), shape)
+
+
+def _constrained(values: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
+    return [x if spec is None else shard(x, spec) for x, spec in zip(values, specs, strict=True)]
+
+
+def _specs(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The spec of each leaf, None where it is placed already."""
+    args, kwargs = pytree.tree_map_only(Tensor, _placed_or_as_seen, (args, kwargs))
+    call = flatten_call(function.fn, args, kwargs, function.static)
+    pairs = zip(call.arguments, leaf_specs(function.fn, call, function.in_specs), strict=True)
+    return tuple(None if isinstance(x, ShardedTensor) else spec for x, spec in pairs)
+
+
+def _placed_or_as_seen(x: Tensor) -> Tensor:
+    value = innermost(x)
+    return value if isinstance(value, ShardedTensor) else x
+
+
+def _is_followed(x: Tensor) -> bool:
+    return is_wrapped(x) or (x.requires_grad and torch.is_grad_enabled())
+
+
+def _places(x: Tensor, state: State) -> list[Place]:
+    """Where modules hold a tensor."""
+    modules = {id(m): m for m in (*state.kept, state.own) if isinstance(m, nn.Module)}
+    dicts = [getattr(m, kind) for m in modules.values() for kind in MODULE_DICTS[:2]]
+    return [(held, name) for held in dicts for name, y in held.items() if y is x]
+
+
+@contextmanager
+def _holding(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Modules hold these tensors in these places."""
+    before = [(held, name, held[name]) for each in places for held, name in each]
+    try:
+        for each, x in zip(places, tensors, strict=True):
+            for held, name in each:
+                held[name] = x
+        yield
+    finally:
+        for held, name, x in before:
+            held[name] = x
+
+
+def _by_value(x: Any) -> Any:
+    try:
+        hash(x)
+    except TypeError:
+        return id(x)
+    return type(x), x
