@@ -94,8 +94,8 @@ def mapped_alike(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[T
     batched = [x for x in inputs if is_batched(x)]
     if not batched:
         return tuple(outputs)
-    example = sum(x.new_zeros((), dtype=torch.bool) for x in batched)
-    return tuple(torch.where(example != 0, x, x) for x in outputs)
+    example = torch.stack([x.new_zeros((), dtype=torch.bool) for x in batched]).any()
+    return tuple(torch.where(example, x, x) for x in outputs)
 
 
 class _Batch:

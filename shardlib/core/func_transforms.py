@@ -1,4 +1,4 @@
-"""torch.func's transforms under the names that JAX users know; all compose with `jit`.
+"""torch.func's transforms under the names that JAX users know; all compose with `jit`, inside and around.
 
 While a function is traced, gradients are taken by torch's autograd itself, where no other transform is around: then
 everything that plain torch differentiates works, as activation checkpointing and autograd Functions of the old style.

@@ -61,7 +61,7 @@ class Differentiable:
         return self.derived(push)
 
     def batched(self, dims: Sequence[int | None], args: pytree.TreeSpec, randomness: str) -> Differentiable:
-        """The function over a batch, along a dim of each of its leaves (None: the same for all), to batches in front."""
+        """The function over a batch, along a dim of each leaf (None: the same for all); results have it in front."""
         key = tuple(dims), args, randomness
         if key not in self._batched:
             fn, moving = self.fn, [i for i, dim in enumerate(dims) if dim is not None]
@@ -95,7 +95,6 @@ class Differentiable:
         flat = _Apply.apply(self, shape, *leaves)  # type: ignore[no-untyped-call]
         assert shape.out is not None, "the forward pass has run"
         return pytree.tree_unflatten(list(flat), shape.out)
-
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Call the program, on tensors that no transform follows. Gradients of plain tensors are plain."""

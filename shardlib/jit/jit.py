@@ -24,7 +24,6 @@ from shardlib.core.torch_private import (
     count_dispatch_modes,
     count_function_modes,
     dual_level,
-    pytree,
     transform_level,
 )
 from shardlib.frontend.guards.object_state import State
@@ -92,10 +91,12 @@ def jit(
     plain tensors (every process has them whole) or `ShardedTensor`s; tensor results are `ShardedTensor`s. An argument
     that the function returns, or a view of one, comes back in memory of its own, as each of several results does that
     are views of one tensor. Results have a history where an input requires gradients, so that `.backward()` goes
-    through the call; inside, gradients are taken by `sl.grad`, `sl.value_and_grad` or `.backward()`. A `ShardedTensor`
-    in `donate_argnums` gives its memory up, for results to be written over it, and reading it afterwards is an error;
-    memory that anything else refers to (a plain tensor, a view, a piece from `to_local`) is copied instead, and never
-    written to. Works as a decorator, also of methods.
+    through the call; inside, gradients are taken by `sl.grad`, `sl.value_and_grad` or `.backward()`. Transforms of
+    `torch.func` around a call run programs of its gradients, tangents and batches, which compute the call again:
+    `sl.jit(sl.grad(f))` does less than `sl.grad(sl.jit(f))`. A `ShardedTensor` in `donate_argnums` gives its memory up,
+    for results to be written over it, and reading it afterwards is an error; memory that anything else refers to (a
+    plain tensor, a view, a piece from `to_local`) is copied instead, and never written to. Works as a decorator, also
+    of methods.
 
     `regather` says whether inputs that are gathered for the forward pass are kept whole for the backward one:
     `"never"` keeps them; `"always"` gathers them again, which sends more and holds less, as ZeRO-3 does; `"auto"` does

@@ -39,7 +39,8 @@ def scan(
 
     Inside `jit` the Python of `fn` runs once, whatever the number of steps; its ops are then written out for each step,
     so the plan still grows with them. The stacked dim stays whole, other dims are laid out as in a loop. Differentiable
-    once; tensors that `fn` closes over have gradients, too. Outside `jit` it is a loop.
+    any number of times (`fn` is traced once more for each derivative after the first); tensors that `fn` closes over
+    have gradients, too. Outside `jit` it is a loop.
 
     Raises `ShardingError` where `fn` does not return a pair, the carry changes, or lengths differ, and inside `jit`
     where `fn` draws random numbers.

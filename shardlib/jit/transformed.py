@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.pipeline import leaf_specs
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.errors import EffectError

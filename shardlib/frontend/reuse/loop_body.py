@@ -3,8 +3,8 @@
 The body's Python runs once, with plain autograd over it, on stand-ins for whatever it reads: its arguments, and tensors
 that it closes over. What depends on the cotangents is the backward part; the rest is the forward part, and what the
 backward part reads of it is what one step saves. So custom gradients inside the body count, though its graph is all
-that runs later (`replay`). Nothing else of the trace around it is seen inside: its transforms are set aside, and come
-back at every step.
+that runs later (`replay`). A second derivative is a body, too: of the function's gradient, traced when it is needed.
+Nothing else of the trace around it is seen inside: its transforms are set aside, and come back at every step.
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ def trace_body(
     return body
 
 
-def _derivative(
-    body: Body, fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence[str], line: Line
-) -> Body:
+def _derivative(body: Body, fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence[str], line: Line) -> Body:
     """Trace `fn` once more, with its gradient: a body of the leaves and the cotangents, to the gradients that exist."""
     wanted = [i for i, x in enumerate(body.gradients) if x is not None]
     cotangents = [alike(body.outputs[i].meta["val"]) for i in body.differentiable]
@@ -134,9 +132,7 @@ def _derivative(
         reads = [*given[: len(leaves)], *body.captured]
         sources = [reads[i] for i in wanted]
         return list(
-            torch.autograd.grad(
-                [out[i] for i in body.differentiable], sources, given[len(leaves) :], create_graph=True
-            )
+            torch.autograd.grad([out[i] for i in body.differentiable], sources, given[len(leaves) :], create_graph=True)
         )
 
     called = [*names, *(f"cotangent {i}" for i in range(len(cotangents)))]

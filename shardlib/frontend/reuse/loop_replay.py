@@ -178,7 +178,7 @@ class _Step(torch.autograd.Function):
         # A result shows no memory of what is saved: one that is itself saved is, so that a write to it is found.
         shown = [x for node, x in zip(body.outputs, own, strict=True) if owner(node) in body.kept]
         saved = [here[x] for x in body.saved if x in here]
-        # The derivative reads all inputs. Those of a copy are no saved tensors: a write to them is no error before that.
+        # The derivative reads all inputs. A copy does not save them: until then, a write to them is no error.
         ctx.count, ctx.inputs = len(saved), [(x, version_of(x)) for x in given] if ctx.copy.nodes else None
         ctx.save_for_backward(*saved, *shown, *(() if ctx.copy.nodes else given))
         _, _, *needed = ctx.needs_input_grad
@@ -212,7 +212,9 @@ class _Step(torch.autograd.Function):
                 raise NotOnceError("its gradient is one of some of its results, in a transform")
             else:
                 kept = iter(saved[: ctx.count])
-                env = here | {x: copy.tensor(x) if copy.nodes and x not in body.inputs else next(kept) for x in body.saved}
+                env = here | {
+                    x: copy.tensor(x) if copy.nodes and x not in body.inputs else next(kept) for x in body.saved
+                }
                 _run(body.backward, env)
                 made = [None if x is None else env[x] for x in body.gradients]
         if again:
@@ -273,7 +275,7 @@ class _Gradient(torch.autograd.Function):
         where = {id(x): i for i, x in enumerate(body.captured, body.arguments)}
         places: list[int | None] = [*range(body.arguments), *range(count, len(tensors))]
         places += [where.get(id(x)) for x in derivative.captured]
-        constants = (*(None,) * derivative.arguments, *derivative.captured)
+        constants = [*tensors[:1] * derivative.arguments, *derivative.captured]
         inputs = [x if at is None else tensors[at] for at, x in zip(places, constants, strict=True)]
         out: list[Tensor | None] = [None] * ctx.arguments
         results = _Gradient.of(derivative, inputs, [grads[i] for i in derivative.differentiable])
