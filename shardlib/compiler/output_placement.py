@@ -116,7 +116,7 @@ def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> d
         return {}
     own = graph.outputs[: traced.out_tree.num_leaves]
     names = traced.output_names[: len(own)]
-    leaves = [torch.empty(x.shape, device="meta") if isinstance(x, Value) else x for x in own]
+    leaves = [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in own]
     result = pytree.tree_unflatten(leaves, traced.out_tree)
     flat = broadcast_prefix([out_specs], [result], f"{traced.name}: out_specs", describe, ["the result"])
     items = [

@@ -32,6 +32,7 @@ from shardlib.core.context import paused_gc, unseen
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, user_line
 from shardlib.core.torch_private import FakeTensorMode, pytree, running_node, schema_of
+from shardlib.core.tree_paths import flatten_with_path
 from shardlib.eager.arg_slots import devices_of, filled, listed, made_on, moved
 from shardlib.frontend.functionalise import functionalise
 from shardlib.frontend.lazy_graph_module import lazily
@@ -178,13 +179,13 @@ class _Writer:
     def finish(self, name: str, inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> Traced:
         node = self.graph.output(tuple(outputs))
         node.meta.update(self.meta)
-        paths, _ = pytree.tree_flatten_with_path((tuple(range(len(inputs))), {}))
+        paths, _ = flatten_with_path((tuple(range(len(inputs))), {}))
         names = tuple(n.name for n in inputs)
         with lazily(), self.mode:
             gm = fx.GraphModule({}, self.graph)
             functionalise(gm, names)
             self.settle(gm)
-            out_paths, out_tree = pytree.tree_flatten_with_path(tuple(range(len(outputs))))
+            out_paths, out_tree = flatten_with_path(tuple(range(len(outputs))))
             traced = Traced(
                 gm,
                 name,

@@ -17,6 +17,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.source_lines import Line, user_line
 from shardlib.core.torch_private import is_forward_mode, pytree
+from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.mappings import opened
 from shardlib.frontend.hazards.loop_effects import refuse_counts
 from shardlib.frontend.reuse.loop_body import trace_body
@@ -97,7 +98,7 @@ def _flat(tree: Any) -> tuple[list[Any], _Tree]:
 
 
 def _paths(name: str, tree: Any) -> dict[str, Any]:
-    leaves, _ = pytree.tree_flatten_with_path(opened(tree))
+    leaves, _ = flatten_with_path(opened(tree))
     return {f"{name}{pytree.keystr(path)}": x for path, x in leaves if x is not None}
 
 

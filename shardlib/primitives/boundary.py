@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
+from shardlib.core.tree_paths import flatten_with_path
 from shardlib.sharding.grammar import SpecDim
 from shardlib.sharding.layout import Layout, Pieces
 from shardlib.sharding.mesh.mesh import Mesh
@@ -63,9 +64,9 @@ def arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], specs: Any, mesh: Mesh, manual: Sequence[str], what: str
 ) -> list[Passage | None]:
     """A cut per leaf of the global `(args, kwargs)`, of which `specs` is a prefix; None for what is no tensor."""
-    given = pytree.tree_flatten_with_path(args)[0], pytree.tree_flatten_with_path(list(kwargs.values()))[0]
+    given = flatten_with_path(args)[0], flatten_with_path(list(kwargs.values()))[0]
     names = [f"args{pytree.keystr(path)}" for path, _ in given[0]]
-    names += [f"{[*kwargs][path[0].idx]}{pytree.keystr(path[1:])}" for path, _ in given[1]]  # type: ignore[attr-defined]
+    names += [f"{[*kwargs][path[0].idx]}{pytree.keystr(path[1:])}" for path, _ in given[1]]
     trees = [*args, *kwargs.values()]
     one_each = [*specs[0], *map(specs[1].get, kwargs)] if isinstance(specs, tuple) else [specs] * len(trees)
     called = [*(f"args[{i}]" for i in range(len(args))), *kwargs]
@@ -78,7 +79,7 @@ def results(out: Any, specs: Any, mesh: Mesh, manual: Sequence[str], who: str, *
 
     With `claim` they say that devices along axes which are not named return the same.
     """
-    names = [f"result{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(out)[0]]
+    names = [f"result{pytree.keystr(path)}" for path, _ in flatten_with_path(out)[0]]
     flat = broadcast_prefix([specs], [out], f"{who} out_specs", names=["the result"])
     cuts = _cuts(out, flat, mesh, manual, f"{who} out_specs", names, inside=True)
     if not claim:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import node_type, pytree
+from shardlib.core.torch_private import pytree
+from shardlib.core.tree_paths import children_with_keys
 from shardlib.sharding.spec import P, Spec
 
 SpecLike = str | P | Spec | None
@@ -51,15 +52,15 @@ def broadcast_prefix(
             out.extend([spec] * len(leaves))
             return
         specs, values = _children(spec), _children(node)
-        if specs is not None and values is not None and dataclasses.is_dataclass(node) and type(spec) is type(node):
-            specs = [getattr(spec, name) for name in _fields(node)]  # flattening leaves out what is None
+        if values is not None and type(spec) is type(node) and (fields := _fields(node)) is not None:
+            specs = [getattr(spec, name) for name in fields]  # flattening leaves out what is None
         if specs is None or values is None or (isinstance(spec, Mapping) != isinstance(node, Mapping)):
             wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
         elif isinstance(spec, Mapping):
             wrong.extend(
                 f"{path} has no {key!r}; it has {', '.join(map(repr, node))}" for key in spec if key not in node
             )
-            for key, child in node.items():
+            for key, child in _items(node):
                 walk(spec.get(key), child, f"{path}[{key!r}]")
         elif len(specs) != len(values):
             wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
@@ -84,14 +85,21 @@ def _children(x: Any) -> list[Any] | None:
     """What a container holds, in order; None for a leaf."""
     if isinstance(x, Mapping):
         return list(x.values())
-    node = node_type(x)
-    return list(pytree.SUPPORTED_NODES[node].flatten_fn(x)[0]) if node in pytree.SUPPORTED_NODES else None
+    children = children_with_keys(x)
+    return None if children is None else [child for _, child in children]
 
 
-def _fields(x: Any) -> list[str]:
-    """The fields of a registered dataclass that are children, in order."""
-    flatten: Any = pytree.SUPPORTED_NODES[type(x)].flatten_with_keys_fn
-    return [str(key.name) for key, _ in flatten(x)[0]]
+def _items(x: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Returns the items of a mapping in the order of its leaves."""
+    children = children_with_keys(x)
+    return [*x.items()] if children is None else [(getattr(key, "key", key), child) for key, child in children]
+
+
+def _fields(x: Any) -> list[str] | None:
+    """Returns the fields of a registered dataclass that are children, in order; None for any other node."""
+    keys = [key for key, _ in children_with_keys(x) or ()]
+    has_fields = dataclasses.is_dataclass(x) and all(isinstance(key, pytree.GetAttrKey) for key in keys)
+    return [key.name for key in keys] if has_fields else None
 
 
 def _kind(x: Any) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
+from shardlib.core.tree_paths import flatten_with_path
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 _RTOL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
@@ -54,7 +55,7 @@ def compare(
 ) -> list[Compared]:
     """Compare leaf by leaf; leaves are called by their paths, or by `names`. A tolerance that nobody said is so many
     times `looser`."""
-    one, tree = pytree.tree_flatten_with_path(expected)
+    one, tree = flatten_with_path(expected)
     many, other = pytree.tree_flatten(found)
     if tree != other:
         raise ShardingError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardlib.core.torch_private import node_type, pytree
+from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.attributes import has
 from shardlib.frontend.guards.mappings import is_container
 from shardlib.frontend.guards.object_state import OWN, State
@@ -56,7 +57,7 @@ def flatten_call(
 
     State that is found in an argument is called after it: `state` learns what the arguments are called.
     """
-    paths, tree = pytree.tree_flatten_with_path(wrapped(args, kwargs, static))
+    paths, tree = flatten_with_path(wrapped(args, kwargs, static))
     leaves = tuple(leaf for _, leaf in paths)
     call = FlatCall(leaves, tuple(path for path, _ in paths), tree, State() if state is None else state)
     call.state.roots = list(names_of(fn, call, range(len(leaves))))

@@ -66,26 +66,28 @@ def wrapper(forms: Sequence[Form | None]) -> Callable[[Sequence[Any]], list[Any]
 def builder(tree: pytree.TreeSpec, same: Mapping[int, int]) -> Callable[[list[Any]], Any]:
     """`tree_unflatten`, written out for the plain containers that results mostly are; leaf `i` is leaf `same[i]`."""
     names: dict[str, Any] = {}
-
-    def write(x: Any) -> str | None:
-        if type(x) is _Leaf:
-            return f"x[{x.index}]"
-        if type(x) is dict:
-            parts = [(f"k{len(names)}", names.setdefault(f"k{len(names)}", key), write(y)) for key, y in x.items()]
-            return None if any(y is None for _, _, y in parts) else f"{{{', '.join(f'{k}: {y}' for k, _, y in parts)}}}"
-        if type(x) is tuple or type(x) is list:
-            texts = [write(y) for y in x]
-            if any(text is None for text in texts):
-                return None
-            inner = "".join(f"{text}, " for text in texts)
-            return f"({inner})" if type(x) is tuple else f"[{inner}]"
-        return None
-
     places = [same.get(i, i) for i in range(tree.num_leaves)]
-    text = write(pytree.tree_unflatten([_Leaf(i) for i in places], tree))
-    if text is None:
+    leaves = iter(places)
+
+    def write(node: pytree.TreeSpec) -> str:
+        if node.is_leaf():
+            return f"x[{next(leaves)}]"
+        texts = [write(child) for child in node.children()]
+        if node.type is dict:
+            keys = [f"k{len(names) + i}" for i in range(len(texts))]
+            names.update(zip(keys, node.context, strict=True))
+            return f"{{{', '.join(map('{}: {}'.format, keys, texts))}}}"
+        inner = "".join(f"{text}, " for text in texts)
+        return f"({inner})" if node.type is tuple else f"[{inner}]"
+
+    if not _is_plain(tree):
         return lambda leaves: pytree.tree_unflatten([leaves[i] for i in places], tree)
-    return _function(f"lambda x: {text}", names)
+    return _function(f"lambda x: {write(tree)}", names)
+
+
+def _is_plain(tree: pytree.TreeSpec) -> bool:
+    """Whether all nodes are dicts, tuples and lists."""
+    return tree.is_leaf() or (tree.type in (dict, tuple, list) and all(map(_is_plain, tree.children())))
 
 
 def _function(text: str, names: dict[str, Any]) -> Callable[..., Any]:

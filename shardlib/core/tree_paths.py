@@ -1,0 +1,52 @@
+"""Paths of a pytree's leaves, also through nodes that are registered with torch's pytree without keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardlib.core.torch_private import node_type, pytree
+
+
+def flatten_with_path(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:
+    """Returns the leaves of a pytree, each with its path, and its structure.
+
+    `torch.utils._pytree.tree_flatten_with_path` raises ValueError for a node without keys. Here such a node gets keys:
+    those of a mapping's items, else the positions of its children.
+
+    Example:
+        >>> [(pytree.keystr(path), leaf) for path, leaf in flatten_with_path({"a": (1, 2)})[0]]
+        [("['a'][0]", 1), ("['a'][1]", 2)]
+    """
+    return list(_walk(tree, ())), pytree.tree_structure(tree)
+
+
+def children_with_keys(x: Any) -> list[tuple[Any, Any]] | None:
+    """Returns the children of a pytree node, each with its key, in the order of the leaves; None for a leaf.
+
+    Example:
+        >>> children_with_keys([5]), children_with_keys(5)
+        ([(SequenceKey(idx=0), 5)], None)
+    """
+    node = pytree.SUPPORTED_NODES.get(node_type(x))
+    if node is None:
+        return None
+    if node.flatten_with_keys_fn is not None:
+        return [*node.flatten_with_keys_fn(x)[0]]
+    children = [*node.flatten_fn(x)[0]]
+    keys: dict[int, list[Any]] = {}
+    for key, child in x.items() if isinstance(x, Mapping) else ():
+        keys.setdefault(id(child), []).append(key)
+    return [
+        (pytree.MappingKey(own.pop(0)) if (own := keys.get(id(child))) else pytree.SequenceKey(i), child)
+        for i, child in enumerate(children)
+    ]
+
+
+def _walk(x: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    children = children_with_keys(x)
+    if children is None:
+        yield path, x
+        return
+    for key, child in children:
+        yield from _walk(child, (*path, key))
