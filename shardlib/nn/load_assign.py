@@ -15,6 +15,7 @@ from torch import nn
 
 from shardlib.core.torch_private import LOAD_OWN, LOAD_WHOLE
 from shardlib.jit.shard import shard, shard_known
+from shardlib.nn.parameters import has_own_class
 from shardlib.sharding.spec import Spec
 from shardlib.tensor.rank_checks import same
 from shardlib.tensor.sharded_tensor import HOMES, REGATHER, ShardedTensor, marks
@@ -44,7 +45,13 @@ def _placing(
     given = {name: x for name, x in given.items() if x is not None and x is not before[name]}
     for name, x in list(given.items()):
         self._parameters[name] = before[name]  # until it is placed
-        if isinstance(x, ShardedTensor) and x.mesh != before[name].mesh:
+        if has_own_class(x):
+            wrong.append(
+                f"{prefix}{name} lives on {before[name].mesh}, and what is assigned is a {type(x).__module__}."
+                f"{type(x).__qualname__}, whose class a placed parameter has not: assign plain tensors"
+            )
+            del given[name]
+        elif isinstance(x, ShardedTensor) and x.mesh != before[name].mesh:
             wrong.append(
                 f"{prefix}{name} lives on {before[name].mesh}, and what is assigned on {x.mesh}: "
                 "assign plain tensors, x.full_tensor()"

@@ -15,7 +15,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import version_of
 from shardlib.distributed.world import current_device
 from shardlib.jit.global_random import global_random
-from shardlib.nn.parameters import held, put, put_back, refuse_losses
+from shardlib.nn.parameters import held, put, put_back, refuse_classes, refuse_lazy, refuse_losses
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 
@@ -48,6 +48,8 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = Non
     """
     name = f"materialize({type(module).__name__})"
     old = [x for x in held(module, buffers=True) if x.tensor.is_meta]
+    refuse_lazy(name, old)
+    refuse_classes(name, old)
     refuse_losses(name, old)
     if init is None and not hasattr(module, "initialize_weights"):
         _refuse_parametrized(name, module)

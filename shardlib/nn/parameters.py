@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import TENSOR_HOOKS
+from shardlib.core.torch_private import TENSOR_HOOKS, FakeTensor
 from shardlib.tensor import stale_params
-from shardlib.tensor.sharded_tensor import marks
+from shardlib.tensor.sharded_tensor import ShardedTensor, marks
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,26 @@ def refuse_lazy(what: str, tensors: Sequence[Held]) -> None:
     if lazy := [f"{x.name} has no shape yet" for x in tensors if nn.parameter.is_lazy(x.tensor)]:
         raise ShardingError(
             what, lazy, rule="a layout is of a shape", remedy="run the module once on one device before"
+        )
+
+
+def has_own_class(x: Tensor) -> bool:
+    """True if a tensor is of a class of its own, whose methods another tensor in its place would not have."""
+    return not isinstance(x, ShardedTensor | FakeTensor) and type(x) not in (Tensor, nn.Parameter)
+
+
+def refuse_classes(what: str, tensors: Sequence[Held]) -> None:
+    """Refuse parameters of classes of their own, such as quantized weights: new ones in their place are of another."""
+    wrong = [
+        f"{x.name} of {list(x.tensor.shape)} is a {type(x.tensor).__module__}.{type(x.tensor).__qualname__}"
+        for x in tensors
+        if has_own_class(x.tensor)
+    ]
+    if wrong:
+        raise ShardingError(
+            f"{what} would lose the classes of parameters",
+            wrong,
+            rule="a placed parameter is a ShardedTensor of plain values, without what another class adds",
+            remedy="put plain parameters in their place, nn.Parameter(p.detach().as_subclass(torch.Tensor)), what "
+            "p.dequantize() returns, or sl.from_dtensor(p); or parallelize only the submodules that have none",
         )
