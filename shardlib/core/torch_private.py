@@ -252,6 +252,7 @@ BatchNormalisation = _torch("torch.nn.modules.batchnorm._BatchNorm", "what all m
 parametrized = _global("torch.nn.utils.parametrize._cache", "it keeps tensors of a trace, which is said as such")
 MODULE_ATTRIBUTE = _slot("torch.nn.Module.__getattribute__", "layers are one if they differ in what no code reads")
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of one module
+SET_MODULE_STATE = _slot("torch.nn.Module.__setstate__", "the forward of a module's shallow copy reads the copy")
 LOAD_WHOLE = _slot("torch.nn.Module.load_state_dict", "what is assigned to two names in one load stays one tensor")
 LOAD_OWN = _slot("torch.nn.Module._load_from_state_dict", "a tensor that is assigned lives where a parameter did")
 MODULE_APPLY = _slot("torch.nn.Module._apply", "a module that a trace converts is refused before it is half done")

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, fake_of, pytree, set_slot
+from shardlib.core.tree_paths import children_with_keys, flatten_with_path
 from shardlib.frontend.guards.attributes import attributes, own
 from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.guards.object_state import State
@@ -172,19 +174,48 @@ def redirected(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return op(*args, **kwargs)
 
 
-def refuse_changed_arguments(name: str, given: tuple[list[Any], Any], now: Any) -> None:
-    """Refuse other tensors in the lists and dicts among the arguments: the caller's own would not change."""
-    leaves, tree = pytree.tree_flatten_with_path(now)
-    old = given[0]
-    if tree == given[1] and all(x is y for (_, x), y in zip(leaves, old, strict=True)):
+@dataclass(frozen=True)
+class Contents:
+    """The leaves of a call's arguments, and the attributes of the objects that hold them, before the function runs."""
+
+    leaves: list[Any]
+    tree: Any
+    objects: list[tuple[tuple[Any, ...], Any, dict[str, Any]]]
+
+    @staticmethod
+    def of(arguments: Any) -> Contents:
+        return Contents(*pytree.tree_flatten(arguments), list(_with_attributes(arguments, ())))
+
+
+def _with_attributes(x: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any, dict[str, Any]]]:
+    """The nodes of a pytree that have attributes of their own, with these."""
+    for key, child in (children := children_with_keys(x)) or ():
+        yield from _with_attributes(child, (*path, key))
+    if children is not None and isinstance(own(x), dict):
+        yield path, x, dict(own(x))
+
+
+def refuse_changed_arguments(name: str, before: Contents, now: Any) -> None:
+    """Refuse other values in the containers and objects among the arguments: the caller's own would not change."""
+    leaves, tree = flatten_with_path(now)
+    old_ids = {id(x) for x in before.leaves}
+    changed = tree != before.tree or any(x is not y for (_, x), y in zip(leaves, before.leaves, strict=True))
+    new = [pytree.keystr(path[1:]) for path, x in leaves if changed and id(x) not in old_ids]
+    attributes_set = [
+        f"{pytree.keystr(path[1:])}.{key}"
+        for path, x, old in before.objects
+        for key, value in own(x).items()
+        if old.get(key, before) is not value
+    ]
+    if not changed and not attributes_set:
         return
-    known = {id(x) for x in old}
-    new = [pytree.keystr(path[1:]) for path, x in leaves if id(x) not in known]
+    paths = dict.fromkeys((*new, *attributes_set))
     raise ShardingError(
         f"{name} changes a container among its arguments",
-        [f"argument {path} is another value now" for path in new] or ["it has other items now"],
+        [f"argument {path} is another value now" for path in paths] or ["it has other items now"],
         rule="a traced function gets the containers of a call as copies: only what it writes to tensors comes back",
-        remedy="return the new value, or write to the tensor in place: state['m'].copy_(new)",
+        remedy="return the new value, or write to the tensor in place: state['m'].copy_(new); or jit the function that "
+        "makes the container",
     )
 
 

@@ -35,6 +35,7 @@ from shardlib.core.torch_private import (
     memory_of,
     pytree,
 )
+from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.epilogue import Ending
 from shardlib.frontend.functionalise import functionalise
 from shardlib.frontend.gradient_tags import noted
@@ -56,7 +57,7 @@ from shardlib.frontend.hazards.unsupported import refusal, refuse_absent, refuse
 from shardlib.frontend.hazards.user_errors import mistake
 from shardlib.frontend.hazards.value_inspection import logged
 from shardlib.frontend.lazy_graph_module import lazily
-from shardlib.frontend.lifted_inputs import Lifted, refuse_carriers, refuse_changed_arguments, taken_apart
+from shardlib.frontend.lifted_inputs import Contents, Lifted, refuse_carriers, refuse_changed_arguments, taken_apart
 from shardlib.frontend.results import refuse_attributes, repeated, strides_of
 from shardlib.frontend.retarget_device import is_here, move
 from shardlib.frontend.reuse.subgraph_reuse import Once
@@ -204,7 +205,7 @@ def _trace(
             numbers.last = len(call.leaves)
             leaves = [numbers.give(i, names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         a, k = pytree.tree_unflatten(leaves, call.tree)
-        given = pytree.tree_flatten((a, k))
+        contents = Contents.of((a, k))
         asked.inputs = {id(x): (names[i], call.arguments[i]) for i, x in zip(where, inputs, strict=True)}
         state = call.state
         asked.inputs |= {id(x): (n, state.cut.get(id(x), x)) for n, x in zip(state.names, state.tensors, strict=True)}
@@ -216,7 +217,7 @@ def _trace(
             try:
                 around = nullcontext() if watch is None else watch.around()
                 with asked, users, followed(), chance, around, plain_types(call.state.type_spaces):
-                    found, tree = pytree.tree_flatten_with_path(taken_apart(opened(called_inside(fn, a, k)), known))
+                    found, tree = flatten_with_path(taken_apart(opened(called_inside(fn, a, k)), known))
                     chance.refuse_draws(lines.fallback.function)
                     iterators.refuse_steps(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value
@@ -229,7 +230,7 @@ def _trace(
                 if refused is not None:
                     raise refused from error
                 raise
-            refuse_changed_arguments(lines.fallback.function, given, (a, k))
+            refuse_changed_arguments(lines.fallback.function, contents, (a, k))
             standing = {id(x): (names[i], call.arguments[i], x) for i, x in zip(where, inputs, strict=True)}
             made = ((f"result{pytree.keystr(path)}", None, x) for path, x in found if isinstance(x, FakeTensor))
             refuse_attributes([*standing.values(), *(each for each in made if id(each[2]) not in standing)])

@@ -6,8 +6,8 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,21 @@ from torch import Tensor, nn
 
 from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.plan.plan import Plan
+from shardlib.core.bounded_cache import Bounded
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError, ValueNeededError, public
 from shardlib.core.plain_types import plain_types
 from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.source_lines import caller_at
-from shardlib.core.torch_private import CALL_HOOKS, is_wrapped, pytree, version_of
+from shardlib.core.torch_private import CALL_HOOKS, SET_MODULE_STATE, is_wrapped, pytree
+from shardlib.frontend.guards.mappings import opened
 from shardlib.frontend.guards.object_state import State
 from shardlib.jit.jit import Jitted
 from shardlib.jit.shard import shard
+from shardlib.nn.argument_copies import counting_writes, on_copies
 from shardlib.nn.mixed_precision import Policy
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
-from shardlib.tensor.sharded_tensor import ShardedTensor, marks
+from shardlib.tensor.sharded_tensor import ShardedTensor
 
 _IGNORE = "ignore::shardlib.EagerWarning"
 
@@ -38,29 +41,80 @@ class EagerWarning(UserWarning):
 
 
 class Forward:
-    """The `forward` of a module on the mesh where its parameters live; `fn` is the module's own.
+    """The `forward` of a module on the mesh of its parameters.
 
-    `batch` says how arguments are cut of which none is placed; `policy` in which precision it runs, `keeping` what is
-    kept for its backward pass, and how far messages run ahead.
+    It runs the forward that the module's class has now, or `own`, a function that the module had in its place. `batch`
+    is the sharding of arguments of which none is placed, `policy` the precision, `keeping` the options of memory and
+    schedule.
     """
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        module: nn.Module,
+        own: Callable[..., Any] | None,
         mesh: Mesh,
         batch: Batch,
         policy: Policy | None,
         keeping: Keeping,
     ) -> None:
-        self.fn, self.mesh, self.batch, self.policy, self.keeping = fn, mesh, batch, policy, keeping
-        self.run = fn if policy is None else policy.around(fn)
-        self.eager: set[Any] = set()  # modes of the module in which no program can be made
-        self.type_spaces: dict[int, dict[str, Any]] = {}  # globals of its code that may ask for `type(x)` then
-        self.program = _Program(self.run, batch.specs, None, frozenset(), frozenset(), (), keeping)
-        functools.update_wrapper(self, fn)
+        self.module, self.own = module, own
+        bound = self._function()[1]
+        vars(self).update(getattr(bound, "__dict__", {}))
+        vars(self).update({k: getattr(bound, k) for k in functools.WRAPPER_ASSIGNMENTS if hasattr(bound, k)})
+        vars(self)["__wrapped__"] = own  # in the key of a call that reads the module, as its class is
+        self.module, self.own = module, own
+        self.mesh, self.batch, self.policy, self.keeping = mesh, batch, policy, keeping
+        self._versions: Bounded[int, _Version] = Bounded(VERSIONS)
 
-    def __reduce__(self) -> Any:  # a copy is of another module
-        return Forward, (self.fn, self.mesh, self.batch, self.policy, self.keeping)
+    def __reduce__(self) -> Any:  # a copy has programs of its own
+        return Forward, (self.module, self.own, self.mesh, self.batch, self.policy, self.keeping)
+
+    def of(self, module: nn.Module) -> Forward:
+        """Returns the same forward for a copy of the module."""
+        return Forward(module, self.own, self.mesh, self.batch, self.policy, self.keeping)
+
+    def _function(self) -> tuple[Any, Any]:
+        """The function that is the forward now, as its class has it, and bound to the module."""
+        if self.own is not None:
+            return self.own, self.own
+        kind = type(self.module)
+        function = next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+        bind = getattr(type(function), "__get__", None)
+        return function, function if bind is None else bind(function, self.module, kind)
+
+    @property
+    def version(self) -> _Version:
+        """The forward that runs now, with its programs: another one if the module's class got another function."""
+        function, bound = self._function()
+        version = self._versions.get(id(function))
+        if version is None or version.function is not function:
+            run = bound if self.policy is None else self.policy.around(self.module, bound)
+            program = _Program(run, self.batch.specs, None, frozenset(), frozenset(), (), self.keeping)
+            version = self._versions[id(function)] = _Version(function, bound, run, program, set(), {})
+        return version
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        return self.version.fn
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """The module's own forward, in its precision."""
+        return self.version.run
+
+    @property
+    def program(self) -> _Program:
+        return self.version.program
+
+    @property
+    def eager(self) -> set[Any]:
+        """Modes of the module in which no program can be made."""
+        return self.version.eager
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fn
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
@@ -68,10 +122,11 @@ class Forward:
         if may_be_recorded() or self.eager:
             refuse_recorders(self.fn.__qualname__, pytree.tree_leaves((args, kwargs)))
         with self._where():
-            if self.eager and self._mode in self.eager:
+            version = self.version
+            if version.eager and self._mode in version.eager:
                 return self._on_copies(args, kwargs)
             try:
-                return self.program(*args, **kwargs)
+                return version.program(*args, **kwargs)
             except NoProgramError as error:
                 what = error.what.replace("the traced function", self.fn.__name__)
                 if self.keeping.memory is not None and torch.is_grad_enabled():
@@ -81,8 +136,8 @@ class Forward:
                         rule="a program keeps to a budget; ops that run one by one take what they take",
                         remedy="write that line so that it is traced, or say no memory",
                     ) from error
-                self.eager.add(self._mode)
-                self.type_spaces = self._read_type_spaces(args, kwargs)
+                version.eager.add(self._mode)
+                version.type_spaces.update(self._read_type_spaces(args, kwargs))
                 warnings.warn_explicit(
                     f"{what}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
@@ -126,13 +181,10 @@ class Forward:
     def _mode(self) -> Any:
         """What a module does in training it may not do in evaluation; what hooks do, not without them; what a backward
         pass does, not under `no_grad`."""
-        module = getattr(self.fn, "__self__", None)
-        if not isinstance(module, nn.Module):
-            return None
         return (
             torch.is_grad_enabled(),
-            module.training,
-            sum(len(getattr(x, kind)) for x in module.modules() for kind in CALL_HOOKS),
+            self.module.training,
+            sum(len(getattr(x, kind)) for x in self.module.modules() for kind in CALL_HOOKS),
         )
 
     def _on_copies(self, args: Any, kwargs: Any) -> Any:
@@ -141,38 +193,42 @@ class Forward:
         A copy has the attributes of what it stands for, which gets what is written to it; one tensor stays one. What
         the module holds itself, parameters, and, outside a trace, what requires a gradient, are taken as they are.
         """
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        module = getattr(self.fn, "__self__", None)
-        known = {id(x) for x in module.buffers()} if isinstance(module, nn.Module) else set()
-        cut: dict[int, tuple[Tensor, Tensor, int]] = {}
-        for x, at in zip(leaves, self.batch.specs(leaves) if current_mesh() is not None else (), strict=False):
-            own = at is None or id(x) in known or isinstance(x, nn.Parameter) or is_wrapped(x)
-            if at is not None and not own and id(x) not in cut and (is_tracing() or not x.requires_grad):
-                with _counting_writes():
-                    y = shard(x, at)
-                y.__dict__.update(marks(x))
-                cut[id(x)] = x, y, version_of(y)
-        args, kwargs = pytree.tree_unflatten([cut[id(x)][1] if id(x) in cut else x for x in leaves], tree)
-        with nullcontext() if is_tracing() else plain_types(self.type_spaces):
-            out = self.run(*args, **kwargs)
-        for x, y, version in cut.values():
-            if version_of(y) != version:
-                x.copy_(y.full_tensor() if isinstance(y, ShardedTensor) else y)
-        return out
+        call = opened((args, kwargs))
+        leaves = pytree.tree_leaves(call)
+        specs = self.batch.specs(leaves) if current_mesh() is not None else ()
+        places = {id(x): spec for x, spec in zip(leaves, specs, strict=False) if spec is not None}
+        own = {id(x) for x in self.module.buffers()}
+
+        def placed(x: Tensor) -> Tensor | None:
+            is_own = id(x) in own or isinstance(x, nn.Parameter) or is_wrapped(x)
+            if is_own or id(x) not in places or (x.requires_grad and not is_tracing()):
+                return None
+            with counting_writes():
+                return shard(x, places[id(x)])
+
+        with on_copies(getattr(self, "__name__", "forward"), call, placed) as (own_args, own_kwargs):
+            version = self.version
+            with nullcontext() if is_tracing() else plain_types(version.type_spaces):
+                return version.run(*own_args, **own_kwargs)
+
+
+@dataclass(frozen=True)
+class _Version:
+    """One function that is, or was, a module's forward: bound, in its precision, and as a program."""
+
+    function: Any
+    fn: Callable[..., Any]
+    run: Callable[..., Any]
+    program: _Program
+    eager: set[Any]  # modes of the module in which no program can be made
+    type_spaces: dict[int, dict[str, Any]]  # globals of its code that may ask for `type(x)` then
+
+
+VERSIONS = 8  # functions that were a module's forward, and keep their programs
 
 
 class _Program(Jitted):
     goes_back = True  # op by op, results have a history of their own
-
-
-@contextmanager
-def _counting_writes() -> Iterator[None]:
-    """What is made here counts how often it is written to; what inference mode makes does not."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @dataclass(frozen=True)
@@ -210,3 +266,18 @@ class Batch:
             return " ".join(words) if any("@" in word for word in words) else None
 
         return [spec(x) for x in leaves]
+
+
+_set_state = SET_MODULE_STATE.value
+
+
+@functools.wraps(_set_state)
+def _state_set(self: nn.Module, state: dict[str, Any]) -> None:
+    """Fill a copy of a module: its forward reads the copy, not the original."""
+    _set_state(self, state)
+    forward = vars(self).get("forward")
+    if isinstance(forward, Forward) and forward.module is not self:
+        vars(self)["forward"] = forward.of(self)
+
+
+SET_MODULE_STATE.value = _state_set

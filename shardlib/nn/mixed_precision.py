@@ -22,6 +22,7 @@ from shardlib.core.mode_restore import repeated
 from shardlib.core.source_lines import Line, line_at, replayed
 from shardlib.core.torch_private import MODULE_DICTS, BatchNormalisation, pytree
 from shardlib.frontend.guards.mappings import opened
+from shardlib.nn.argument_copies import on_copies
 from shardlib.nn.parameters import Held, held
 from shardlib.nn.spec_table import matches, read
 from shardlib.ops.cast_terms import CAST_TERMS
@@ -143,12 +144,16 @@ class Policy:
     whole: Precision
     by_name: Mapping[str, Precision]
 
-    def around(self, forward: Any) -> Callable[..., Any]:
-        """A module's `forward`, a method, on what is cast."""
+    def around(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
+        """Returns a module's `forward` as a function that casts parameters, arguments and results."""
         by_name = {name: said for name, said in self.by_name.items() if said.casts}
-        module, compute, output = forward.__self__, self.whole.compute, self.whole.output
-        code = inspect.unwrap(forward.__func__).__code__
+        compute, output = self.whole.compute, self.whole.output
+        code = getattr(inspect.unwrap(forward), "__code__", type(self).around.__code__)
         line, lock = line_at(code, code.co_firstlineno), threading.RLock()
+        name = getattr(forward, "__name__", "forward")
+
+        def cast(x: Tensor) -> Tensor | None:
+            return x.to(compute) if compute is not None and x.is_floating_point() else None
 
         @contextmanager
         def casts() -> Iterator[None]:
@@ -157,10 +162,8 @@ class Policy:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with repeated(casts):
-                if compute is not None:
-                    args, kwargs = _converted((args, kwargs), compute)
-                out = forward(*args, **kwargs)
+            with repeated(casts), on_copies(name, opened((args, kwargs)), cast) as (own_args, own_kwargs):
+                out = forward(*own_args, **own_kwargs)
             return out if output is None else _converted(opened(out), output)
 
         return run

@@ -20,7 +20,7 @@ from shardlib.jit.shard import shard, shard_known
 from shardlib.nn import hf_tp_plan
 from shardlib.nn.forward import Batch, Forward
 from shardlib.nn.mixed_precision import Precisions, policy_of
-from shardlib.nn.parameters import Held, held, put, refuse_lazy, refuse_losses, retie
+from shardlib.nn.parameters import Held, held, put, refuse_classes, refuse_lazy, refuse_losses, retie
 from shardlib.nn.spec_table import looked_up, matches, numberless, refuse
 from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_for, chosen, cut_more
 from shardlib.nn.suggest import proposed
@@ -73,9 +73,13 @@ def parallelize(
     every mesh: compare it with itself on a mesh of one device, `sl.Mesh(data=1)`, or use `sl.check`. (A module that
     runs op by op draws what plain code draws under `sl.global_random()`.)
 
+    What forward writes into its arguments reaches the caller. Where forward is one program by itself, a list, dict or
+    object among the arguments may not change, and the call is refused; inside `jit`, and op by op, it may. A class that
+    gets another `forward` later, and a copy of the module, run the forward that they would run on one device.
+
     Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
     contradict each other, specs that do not fit, a strategy whose axes the mesh has not, and parameters that live on
-    another mesh, hold a gradient, or have hooks.
+    another mesh, hold a gradient, have hooks, or are of a class of their own (quantized weights).
 
     Example:
         >>> import torch
@@ -113,6 +117,7 @@ def parallelize(
     tensors = held(module)
     refuse_lazy(f"parallelize({name})", tensors)
     refuse_dtensors(f"parallelize({name})", ((x.name, x.tensor) for x in held(module, buffers=True)))
+    refuse_classes(f"parallelize({name})", tensors)
     others = [f"{x.name} is on {x.tensor.mesh}" for x in tensors if _is_elsewhere(x.tensor, mesh)]
     if others:
         raise ShardingError(
@@ -122,7 +127,8 @@ def parallelize(
             remedy="give that mesh, or a module that is not placed yet",
         )
     said = _said(module, tensors, mesh, taken) if specs is None else _read(specs, module, tensors, mesh)
-    before = module.forward if isinstance(module.forward, Forward) else None
+    replaced = vars(module).get("forward")  # somebody's own, or that of an earlier call
+    before = replaced if isinstance(replaced, Forward) else None
     policy = policy_of(precision, module, tensors) or (before.policy if before else None)
     keeping = (before.keeping if before else Keeping()).but(remat, memory, schedule)
     dtypes = {} if policy is None else {name: said.parameter for name, said in policy.by_name.items()}
@@ -156,9 +162,9 @@ def parallelize(
     for inner in module.modules():
         if isinstance(inner, nn.RNNBase):  # else its first call does that, and finds another state than later ones
             settle_rnn(inner)
-    fn = module.forward.fn if isinstance(module.forward, Forward) else module.forward
+    own = replaced if before is None else before.own
     rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
-    module.forward = Forward(fn, mesh, Batch(rows, columns), policy, keeping)
+    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, keeping)
     return module
 
 

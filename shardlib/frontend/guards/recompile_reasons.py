@@ -153,7 +153,8 @@ def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
         if not a or not b:
             yield name + where, Change(_NEW if b else _GONE, _ANOTHER)
             continue
-        (was, _), (now, _) = next(pair for pair in zip((*a, *a), (*b, *b), strict=False) if pair[0] != pair[1])
+        differing = (pair for pair in zip((*a, *a), (*b, *b), strict=False) if pair[0] != pair[1])
+        (was, _), (now, _) = next(differing, (a[-1], b[-1]))  # or there are more of the same
         if was == now:
             whole.add(at)
             yield name + where, Change(f" is another one now ({now})", _ANOTHER)

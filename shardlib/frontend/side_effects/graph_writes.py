@@ -1,0 +1,46 @@
+"""Values of a traced graph that a stretch of code writes to, also where torch counts no write (`x.data.add_(1)`)."""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from shardlib.core.aten.op_traits import is_view
+from shardlib.core.aten.schemas import argument, tensors_in, written_arguments
+from shardlib.core.torch_private import innermost
+from shardlib.ops.set_data import OP as SET_DATA
+
+
+def node_of(x: Tensor) -> fx.Node | None:
+    """Returns the node of the running trace whose value a tensor is; None if there is none."""
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(innermost(x), mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def last_node() -> fx.Node | None:
+    """Returns the node that was traced last; None outside a trace."""
+    mode = get_proxy_mode()
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def written_since(start: fx.Node | None) -> set[fx.Node]:
+    """Returns the values that the ops behind this node write to, directly or through views."""
+    written: set[fx.Node] = set()
+    node = last_node()
+    while start is not None and node is not None and node is not start and node.op != "root":
+        names = ("x",) if node.target is SET_DATA else written_arguments(node.target)
+        targets = [x for name in names for x in tensors_in(argument(node, name))]
+        written |= set(map(_owner, targets))
+        node = node.prev
+    return written
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Returns the value whose memory a node shows."""
+    while is_view(node.target) or written_arguments(node.target):
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            break
+        node = source
+    return node

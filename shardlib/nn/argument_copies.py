@@ -1,0 +1,221 @@
+"""Runs a module's forward on copies of its arguments (resharded, or cast), so that its writes still reach the caller.
+
+Containers are not copied: while the forward runs, the caller's own lists, dicts and objects hold the copies. So an item
+that the forward appends stays there. A write to a copy is repeated on its original afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlib.core.context import is_tracing
+from shardlib.core.errors import ShardingError
+from shardlib.core.strided_only import as_bytes
+from shardlib.core.torch_private import innermost, is_wrapped, memory_of, node_type, pytree, version_of
+from shardlib.core.tree_paths import flatten_with_path
+from shardlib.frontend.guards.attributes import attributes
+from shardlib.frontend.side_effects.graph_writes import last_node, node_of, written_since
+from shardlib.tensor.sharded_tensor import ShardedTensor, marks
+
+
+@contextmanager
+def counting_writes() -> Iterator[None]:
+    """While on, new tensors count the writes to them; those of inference mode do not."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def on_copies(name: str, call: Any, copy: Callable[[Tensor], Tensor | None]) -> Iterator[Any]:
+    """Gives the call `(args, kwargs)` with copies in the place of tensors, and repeats writes to them afterwards.
+
+    `copy` returns a tensor's copy, or None if the tensor stays. One tensor has one copy, with the same attributes.
+    Raises `ShardingError` for a write that another argument would see, and for one that changes a shape.
+    """
+    tensors = {id(x): (path, x) for path, x in flatten_with_path(call)[0] if isinstance(x, Tensor)}
+    copies = [_Copy(path, x, y) for path, x in tensors.values() if (y := copy(x)) is not None and y is not x]
+    if not copies:
+        yield call
+        return
+    start = last_node()
+    entry = _Exchange({id(c.original): c.copy for c in copies})
+    try:
+        yield entry(call)
+    finally:
+        old = {id(c.copy): c.original for c in copies} | {id(new): old for old, new, _ in entry.rebuilt}
+        restore = _Exchange(old)
+        for container in entry.containers:
+            restore(container)
+    entry.refuse_changes(name)
+    nodes = written_since(start)
+    written = [c for c in copies if c.is_written(nodes)]
+    _refuse_shared(name, written, copies, [x for _, x in tensors.values()])
+    for c in copies:
+        c.return_attributes()
+    for c in written:
+        c.write_back()
+
+
+@dataclass
+class _Copy:
+    """A tensor among the arguments and its copy."""
+
+    path: tuple[Any, ...]
+    original: Tensor
+    copy: Tensor
+
+    def __post_init__(self) -> None:
+        self.attributes = marks(self.original)
+        self.copy.__dict__.update(self.attributes)
+        self.before = _state(self.original), _state(self.copy)
+        self.node = node_of(self.copy)
+        self.shards = self.copy._locals if isinstance(self.copy, ShardedTensor) else None
+
+    def __str__(self) -> str:
+        group, *path = self.path
+        return f"argument {('args', 'kwargs')[group.idx]}{pytree.keystr(tuple(path))} of {list(self.original.shape)}"
+
+    def has_new_shape(self) -> bool:
+        return _state(self.copy)[1:] != self.before[1][1:]
+
+    def is_written(self, written_nodes: Collection[Any]) -> bool:
+        """True if somebody wrote to the copy, also by its `data`, of which torch counts no writes.
+
+        `written_nodes` are the values that the running trace saw being written to.
+        """
+        new = self.copy
+        if _state(new) != self.before[1]:
+            return True
+        if isinstance(new, ShardedTensor):
+            return new._locals is not self.shards
+        if is_tracing() or new.is_meta or is_wrapped(new):
+            return self.node in written_nodes
+        return not torch.equal(as_bytes(new), as_bytes(self.original.detach().to(new.dtype)))
+
+    def is_stale(self) -> bool:
+        """True if somebody wrote to the original, by another name, while the forward read the copy."""
+        return _state(self.original) != self.before[0]
+
+    def return_attributes(self) -> None:
+        """Gives the original the attributes that its copy got."""
+        for key, value in marks(self.copy).items():
+            if value is not self.attributes.get(key, self):
+                setattr(self.original, key, value)
+
+    def write_back(self) -> None:
+        """Gives the original the values of its copy."""
+        new = self.copy
+        if isinstance(new, ShardedTensor) and not isinstance(self.original, ShardedTensor):
+            new = new.full_tensor()
+        self.original.copy_(new)
+
+
+def _state(x: Tensor) -> tuple[Any, ...]:
+    """The number of writes to a tensor so far, and its shape."""
+    return None if x.is_inference() else version_of(x), x.shape, x.stride()
+
+
+class _Exchange:
+    """Replaces tensors in containers, in place; only immutable ones are made again."""
+
+    def __init__(self, new: Mapping[int, Any]) -> None:
+        self.new = dict(new)
+        self.containers: list[Any] = []
+        self.rebuilt: list[tuple[Any, Any, list[Any]]] = []
+
+    def __call__(self, x: Any) -> Any:
+        if id(x) in self.new:
+            return self.new[id(x)]
+        kind = node_type(x)
+        if isinstance(x, Tensor) or kind not in pytree.SUPPORTED_NODES:
+            return x
+        self.containers.append(x)
+        self.new[id(x)] = x
+        self._replace_inside(x)
+        node = pytree.SUPPORTED_NODES[kind]
+        old, context = node.flatten_fn(x)
+        children = [self(child) for child in old]
+        if any(child is not before for child, before in zip(children, old, strict=True)):
+            self.new[id(x)] = new = node.unflatten_fn(children, context)
+            self.rebuilt.append((x, new, children))
+        return self.new[id(x)]
+
+    def _replace_inside(self, x: Any) -> None:
+        if isinstance(x, list | deque):
+            put: Any = (list if isinstance(x, list) else deque).__setitem__
+            items = list(enumerate([*x]))
+        else:
+            put = (OrderedDict if isinstance(x, OrderedDict) else dict).__setitem__
+            items = list(dict.items(x)) if isinstance(x, dict) else []
+        for key, value in items:
+            if (new := self(value)) is not value:
+                put(x, key, new)
+        for name, value in attributes(x):
+            if (new := self(value)) is not value:
+                object.__setattr__(x, name, new)
+
+    def refuse_changes(self, name: str) -> None:
+        """Refuse changes of an object that was made again, which its original does not show."""
+        wrong = [
+            f"a {type(old).__name__} has other items now"
+            for old, new, children in self.rebuilt
+            if [*map(id, pytree.SUPPORTED_NODES[node_type(new)].flatten_fn(new)[0])] != [*map(id, children)]
+        ]
+        if wrong:
+            raise ShardingError(
+                f"{name} changes a container among its arguments",
+                wrong,
+                rule="a container that keeps its items neither as items nor in attributes is handed over as a copy",
+                remedy="return the new value, or write to the tensor in place",
+            )
+
+
+def _refuse_shared(name: str, written: Sequence[_Copy], copies: Sequence[_Copy], tensors: Sequence[Tensor]) -> None:
+    """Refuse writes that other arguments should have seen, and those that change a shape."""
+    shapes = [f"{c} has the shape {list(c.copy.shape)} now" for c in written if c.has_new_shape()]
+    if shapes:
+        raise ShardingError(
+            f"{name} changes the shape of an argument",
+            shapes,
+            rule="a module's forward runs on resharded or cast copies of its arguments; values are written back",
+            remedy="make a new tensor with a name of its own: y = x.t()",
+        )
+    shared = [c for c in written if any(x is not c.original and _overlap(c.original, x) for x in tensors)]
+    wrong = [f"{c} is written to, and shares memory with another argument" for c in shared]
+    wrong += [f"{c} is written to by another name" for c in copies if c.is_stale() and c not in shared]
+    if wrong:
+        raise ShardingError(
+            f"{name} writes to memory that one of its arguments shares",
+            wrong,
+            rule="a module's forward runs on resharded or cast copies of its arguments, which share no memory",
+            remedy="pass a clone: m(x, x.view(-1).clone()); or write to a copy inside of the forward",
+        )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors may show one element."""
+    if isinstance(a, ShardedTensor) or isinstance(b, ShardedTensor):
+        memory = a.__dict__.get("_memory")
+        return memory is not None and memory is b.__dict__.get("_memory")
+    a, b = innermost(a), innermost(b)
+    if not a.numel() or not b.numel() or memory_of(a.untyped_storage()) != memory_of(b.untyped_storage()):
+        return False
+    (start, end), (other_start, other_end) = map(_bytes, (a, b))
+    return start < other_end and other_start < end
+
+
+def _bytes(x: Tensor) -> tuple[int, int]:
+    """The range of bytes of its storage that a tensor shows."""
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    start = int(x.storage_offset())
+    return start * x.element_size(), (start + reach + 1) * x.element_size()
