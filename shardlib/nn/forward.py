@@ -108,18 +108,13 @@ class Forward:
         return self.version.program
 
     @property
-    def eager(self) -> set[Any]:
-        """Modes of the module in which no program can be made."""
-        return self.version.eager
-
-    @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self.fn
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             return self._on_copies(args, kwargs)
-        if may_be_recorded() or self.eager:
+        if may_be_recorded() or self.version.eager:
             refuse_recorders(self.fn.__qualname__, pytree.tree_leaves((args, kwargs)))
         with self._where():
             version = self.version
