@@ -263,7 +263,7 @@ def test_second_derivative(mode: str) -> None:
         _same(_run(mode, twice(mapped), x), twice(lambda x: x.softmax(-1))(x))
 
 
-@pytest.mark.parametrize("mode", ["one device", "jit"])
+@pytest.mark.parametrize("mode", MODES)
 def test_vmap_around(mode: str) -> None:
     x, w = torch.randn(3, 4, 8), torch.randn(8, 6)
     with Mesh(**MESH):

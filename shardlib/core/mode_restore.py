@@ -17,7 +17,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shardlib.core.torch_private import function_modes, function_modes_on, hears_functions, hears_nothing
+from shardlib.core.torch_private import (
+    function_modes,
+    function_modes_on,
+    hears_functions,
+    hears_nothing,
+    number_of,
+    running_node,
+)
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -94,8 +101,7 @@ def repeated(enter: Enter) -> Iterator[None]:
 
 def with_contexts(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` in the repeated contexts of now, wherever it is called."""
-    if not (contexts := _around.get()):
-        return run
+    contexts = _around.get()
 
     @functools.wraps(run)
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -108,8 +114,7 @@ def with_contexts(run: Callable[..., Any]) -> Callable[..., Any]:
 def around_contexts(pair: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
     """`pair`, which gives what is entered for a forward pass and for doing it again; before the second the repeated
     contexts of now are entered, as they were before the first: what they do is no part of the pass."""
-    if not (contexts := _around.get()):
-        return pair
+    contexts = _around.get()
 
     @contextmanager
     def inside(own: AbstractContextManager[Any]) -> Iterator[None]:
@@ -124,10 +129,26 @@ def around_contexts(pair: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[A
     return both
 
 
+_runs_again: ContextVar[int | None] = ContextVar("shardlib_runs_again", default=None)  # in which node's backward
+
+
+def number_of_running_node() -> int | None:
+    """The number of the node that autograd's engine goes back through; None where it does not, or where a checkpoint
+    runs something of the forward pass again."""
+    node = running_node()
+    number = None if node is None else number_of(node)()
+    return None if number == _runs_again.get() else number
+
+
 @contextmanager
 def _again(contexts: Sequence[Enter]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for enter in contexts:
-            if not any(enter is other for other in _around.get()):
-                stack.enter_context(repeated(enter))
-        yield
+    node = running_node()
+    token = _runs_again.set(None if node is None else number_of(node)())
+    try:
+        with ExitStack() as stack:
+            for enter in contexts:
+                if not any(enter is other for other in _around.get()):
+                    stack.enter_context(repeated(enter))
+            yield
+    finally:
+        _runs_again.reset(token)

@@ -22,6 +22,7 @@ from shardlib.frontend.guards.mappings import opened
 from shardlib.frontend.hazards.loop_effects import refuse_counts
 from shardlib.frontend.reuse.loop_body import trace_body
 from shardlib.frontend.reuse.loop_replay import Body
+from shardlib.primitives.body import current_body
 from shardlib.tensor.tensor_meta import short_dtype
 
 
@@ -59,7 +60,8 @@ def scan(
     steps = _length(xs, length)
     leaves, tree = _flat(xs)
     rows: list[Sequence[Tensor]] = [x.unbind(0) for x in leaves]
-    if is_tracing() and not is_forward_mode():
+    body = current_body()
+    if is_tracing() and not is_forward_mode() and (body is None or not body.stacked):
         step = _traced(fn, init, [row[0] for row in rows], tree)
     else:
         step = _plain(fn, tree)

@@ -2,7 +2,8 @@
 
 The body is traced inline: `to_local` in front of it, `from_local` behind it, local values in between. Its arithmetic
 runs as it is written, on every device. In a program for one device, and where axes are left to the compiler, the body
-runs on all devices at once, stacked (`primitives/vmap_body.py`).
+runs on all devices at once: its values are `PerDevice` tensors (`primitives/per_device.py`). Outside jit a call is the
+jitted function that does nothing else.
 """
 
 from __future__ import annotations
@@ -10,23 +11,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_private import innermost, pytree
 from shardlib.frontend.guards.flatten_call import arguments_of
 from shardlib.frontend.guards.mappings import opened
-from shardlib.jit.differentiable_jit import Differentiable
-from shardlib.jit.jit import jit
-from shardlib.primitives import boundary, vmap_body
-from shardlib.primitives.body import Body, current_body, entered, from_local, left, to_local
-from shardlib.primitives.boundary import Passage, Stack
+from shardlib.jit.jit import Jitted, jit
+from shardlib.primitives import boundary
+from shardlib.primitives.body import Body, current_body, from_local, to_local
+from shardlib.primitives.boundary import Door, Passage
+from shardlib.primitives.captures import last_node, running, seen_inside
 from shardlib.primitives.out_spec_claims import Claimed, hold
+from shardlib.primitives.per_device import PerDevice, in_order, value_of
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
@@ -49,6 +49,10 @@ def shard_map(
     collectives. Traced into the program inside a jitted function; outside it is a program of its own. Differentiable in
     both; the gradient of an argument is summed over the axes that do not cut it. Works as a decorator, also of methods.
 
+    A tensor that `fn` closes over is whole on every device, also where it lives in shards, and its gradient is summed
+    over all devices; pass it with an in_spec to see a shard. `fn` may write to tensors that it makes, and to its
+    arguments, which are copies. Checkpoints, hooks and autograd Functions in it may communicate when they go back.
+
     That devices return the same is proved: a value varies over the axes that cut the arguments which it is computed
     from, and over those of `axis_index`, `ppermute`, `all_to_all` and `reduce_scatter`, until a `psum`, `pmean`,
     `pmax`, `pmin` or `all_gather` over an axis makes it the same along it. `check=False` takes your word for it.
@@ -60,9 +64,10 @@ def shard_map(
 
     Raises `ShardingError` where an axis does not divide a dim (all of them at once), for specs that are left out or
     open, for results that differ along an axis which their spec leaves out, for specs that name axes which are left to
-    the compiler, outside any mesh and inside another body of the same axes.
+    the compiler, for writes to what `fn` closes over, outside any mesh and inside another body of the same axes.
 
     Example:
+        >>> import torch
         >>> import shardlib as sl
         >>> @sl.shard_map(in_specs=("_ k@tensor", "k@tensor _"), out_specs="_ _")
         ... def matmul(x, w):  # x: [rows, k / 4], w: [k / 4, columns]
@@ -99,30 +104,22 @@ class ShardMapped:
         self.fn, self.in_specs, self.out_specs, self.mesh, self.check = fn, in_specs, out_specs, mesh, check
         self.axis_names = axis_names
         self.name: str = name_of(fn)
-        self._programs: dict[tuple[str, ...], Differentiable] = {}  # by the names of arguments that are given by name
+        self._program: Jitted | None = None  # of a call outside any other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mesh = self._mesh(opened((args, kwargs)))
         args, kwargs = self._bound(args, kwargs)
-        if is_tracing():
-            return self._inline(args, kwargs)
-        if is_single_device():
-            return self._stacked(mesh, args, kwargs)
+        if is_tracing() or is_single_device():
+            return self._run(args, kwargs)
+        if self._program is None:
+            alone = ShardMapped(self.fn, self.in_specs, self.out_specs, self.mesh, self.check, self.axis_names)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return alone._run(args, kwargs)
+
+            self._program = jit(functools.update_wrapper(run, self.fn))
         with mesh:
-            return self._program(tuple(kwargs))(*args, *kwargs.values())
-
-    def _program(self, names: tuple[str, ...]) -> Differentiable:
-        """The body as a program of its own, of arguments the last of which have these names."""
-        if names not in self._programs:
-
-            def run(*args: Any) -> Any:
-                n = len(args) - len(names)
-                return self._inline(args[:n], dict(zip(names, args[n:], strict=True)))
-
-            self._programs[names] = Differentiable(
-                run if names else functools.wraps(self.fn)(lambda *args: run(*args)), jit
-            )
-        return self._programs[names]
+            return self._program(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: `in_specs` and the specs' names leave `self` out."""
@@ -182,45 +179,23 @@ class ShardMapped:
             )
         return tuple(name for name in mesh.axis_names if name in asked)
 
-    # The ways to run ------------------------------------------------------------------------------------------
-
-    def _inline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In a program for a mesh, for one device, or in a transform of torch.func outside jit."""
         mesh = self._mesh((args, kwargs))
-        if len(axes := self._axes(mesh)) < len(mesh.axis_names):
-            return self._stacked(mesh, args, kwargs)
+        own, around = self._axes(mesh), current_body()
+        args, kwargs = seen_inside((args, kwargs))
+        manual = own if around is None else in_order(mesh, (*around.manual, *own))
+        stacked = not is_tracing() or is_single_device() or len(manual) < len(mesh.axis_names) or around is not None
         cuts = self._arguments(args, kwargs, mesh)
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        local = [x if cut is None else to_local(x, cut.door) for x, cut in zip(leaves, cuts, strict=True)]
-        like = next((x for x, cut in zip(local, cuts, strict=True) if cut is not None), None)
+        body, before = Body(mesh, manual, stacked=stacked, around=around), last_node()
+        local = [x if cut is None else to_local(x, cut.door, body) for x, cut in zip(leaves, cuts, strict=True)]
+        like = next((innermost(x) for x, cut in zip(local, cuts, strict=True) if cut is not None), None)
         own_args, own_kwargs = pytree.tree_unflatten(local, tree)
-        with entered(Body(mesh, axes, like)):
-            out = self.fn(*own_args, **own_kwargs)
-        return self._put_together(out, mesh, lambda x, cut: from_local(x, cut.door))
-
-    def _stacked(self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cuts, own, around = self._arguments(args, kwargs, mesh), self._axes(mesh), current_body()
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        over = [() if cut is None else vmap_body.cutting(cut.layout, mesh) for cut in cuts]
-        pieces = [x if cut is None else vmap_body.cut(x, cut, mesh) for x, cut in zip(leaves, cuts, strict=True)]
-        device = next((x.device for x, cut in zip(leaves, cuts, strict=True) if cut is not None), None)
-        results: list[Any] = []
-
-        def run(indices: list[Tensor], local: list[Any]) -> tuple[()]:
-            own_args, own_kwargs = pytree.tree_unflatten(local, tree)
-            coordinates = dict(zip(own, indices, strict=True))
-            outside = around.indices if around is not None else {}
-            with entered(Body(mesh, (*outside, *own), None, {**outside, **coordinates})):
-                flat, out_tree = pytree.tree_flatten(self.fn(*own_args, **own_kwargs))
-                out = [left(x, coordinates) if isinstance(x, Tensor) else x for x in flat]
-            results.append(pytree.tree_unflatten(out, out_tree))
-            return ()  # results have left the vmaps already, each for its own axes
-
-        for name in reversed(own):
-            at = [0 if a == name else None for a in own], [0 if name in axes else None for axes in over]
-            run = torch.vmap(run, in_dims=at, randomness="different")
-        run([torch.arange(mesh.axes[name], device=device) for name in own], pieces)
-        (out,) = results
-        return self._put_together(out, mesh, lambda x, cut: vmap_body.join(x, cut, mesh))
+        body = replace(body, like=like)
+        with running(body, before) as inside:
+            out = inside(self.fn(*own_args, **own_kwargs))
+        return self._put_together(out, body)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Passage | None]:
         what = f"shard_map({self.name}) in_specs"
@@ -256,20 +231,20 @@ class ShardMapped:
         order = sorted(later, key=later.__getitem__)
         return tuple(specs[: len(args)]), dict(zip(order, specs[len(args) :], strict=True))
 
-    def _put_together(self, out: Any, mesh: Mesh, join: Callable[[Any, Passage], Tensor]) -> Any:
-        manual = self._axes(mesh)
-        cuts = boundary.results(out, self.out_specs, mesh, manual, f"shard_map({self.name})", claim=self.check)
+    def _put_together(self, out: Any, body: Body) -> Any:
+        mesh = body.mesh
+        assert mesh is not None, "a shard_map is on a mesh"
+        cuts = boundary.results(out, self.out_specs, mesh, body.own, f"shard_map({self.name})", claim=self.check)
         leaves, tree = pytree.tree_flatten(out)
-        if is_tracing():
-            said = [(x, cut) for x, cut in zip(leaves, cuts, strict=True) if isinstance(x, Stack) and cut is not None]
-            hold([_claimed(x, cut, mesh) for x, cut in said if cut.door.claim], mesh)
-        joined = [x if cut is None else join(x, cut) for x, cut in zip(leaves, cuts, strict=True)]
+        if is_tracing() and body.stacked:
+            claims = [(cut.door, value_of(x)) for x, cut in zip(leaves, cuts, strict=True) if cut is not None]
+            hold([_claimed(door, x, body) for door, x in claims if door.claim and x is not None], mesh)
+        joined = [x if cut is None else from_local(x, cut.door, body) for x, cut in zip(leaves, cuts, strict=True)]
         return pytree.tree_unflatten(joined, tree)
 
 
-def _claimed(x: Stack, cut: Passage, mesh: Mesh) -> Claimed:
-    hidden = frozenset(x.axes).difference(vmap_body.cutting(cut.layout, mesh))
-    return Claimed(cut.door.claim, x.shape, cut.door.spec, hidden)
+def _claimed(door: Door, x: PerDevice, body: Body) -> Claimed:
+    return Claimed(door.claim, x.shape, door.spec, frozenset(x.axes).intersection(door.unmentioned))
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:

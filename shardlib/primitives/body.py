@@ -11,6 +11,7 @@ argument is summed over the axes that do not cut it, once. That they do return t
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,67 +22,16 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import NoDerivativeError, ShardingError
-from shardlib.core.torch_private import follow_tangents
+from shardlib.core.mode_restore import number_of_running_node
+from shardlib.core.torch_private import follow_tangents, last_number
 from shardlib.primitives import vmap_body
-from shardlib.primitives.boundary import Door, Stack
+from shardlib.primitives.boundary import Door
+from shardlib.primitives.per_device import PerDevice, in_order
+from shardlib.primitives.per_device_ops import dispatch
 from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.spec import Spec
 
-_LIB = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _define(schema: str, fake: Callable[..., Tensor]) -> None:
-    # The result depends on the device: nothing may compute it ahead, on constants. So there is no kernel and this tag.
-    _LIB.define(schema, tags=(torch.Tag.nondeterministic_seeded,))  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"shardlib::{schema.partition('(')[0]}", fake, lib=_LIB)
-
-
-def resized(x: Tensor, dim: int, size: int) -> Tensor:
-    """A tensor without values like x, but of `size` along a dim."""
-    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
-
-
-def _exchanged(x: Tensor, axes: Any, split_dim: int, concat_dim: int, n: int) -> Tensor:
-    shape = list(x.shape)
-    shape[split_dim] //= n
-    shape[concat_dim] *= n
-    return x.new_empty(shape)
-
-
-_define("to_local(Tensor x, str spec, int[] local_shape) -> Tensor", lambda x, spec, shape: x.new_empty(shape))
-# `claim` names a result that is to be the same along the axes which spec leaves out.
-_define(
-    'from_local(Tensor x, str spec, int[] global_shape, str claim="") -> Tensor',
-    lambda x, spec, shape, claim="": x.new_empty(shape),
-)
-_define("manual_all_reduce(Tensor x, str[] axes, str reduce) -> Tensor", lambda x, axes, reduce: x.new_empty(x.shape))
-_define(
-    "manual_all_gather(Tensor x, str[] axes, int dim, int n) -> Tensor",
-    lambda x, axes, dim, n: resized(x, dim, x.shape[dim] * n),
-)
-_define(
-    "manual_reduce_scatter(Tensor x, str[] axes, int dim, int n) -> Tensor",
-    lambda x, axes, dim, n: resized(x, dim, x.shape[dim] // n),
-)
-_define("manual_all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim, int n) -> Tensor", _exchanged)
-_define("manual_ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", lambda x, axes, pairs: x.new_empty(x.shape))
-# In local forms: pieces that differ in size, next to each other; ranges of a cut dim that others have, and the way
-# back. `name` is what a plan calls x.
-_define(
-    "manual_gather(Tensor x, str[] axes, int dim, int total) -> Tensor",
-    lambda x, axes, dim, total: resized(x, dim, total),
-)
-_define(
-    "manual_fetch(Tensor x, str[] axes, int dim, int[] have, int[] needs, str name) -> Tensor",
-    lambda x, axes, dim, have, needs, name: resized(x, dim, sum(needs[1::2]) - sum(needs[::2])),
-)
-_define(
-    "manual_give_back(Tensor x, str[] axes, int dim, int[] have, int[] want, str name) -> Tensor",
-    lambda x, axes, dim, have, want, name: resized(x, dim, want[1] - want[0]),
-)
-# `like` is any value of the body: it gives the device, and makes the result one of the body's values.
-_define(
-    "manual_axis_index(Tensor like, str[] axes) -> Tensor", lambda like, axes: like.new_empty((), dtype=torch.int64)
-)
+PerDevice.dispatch = dispatch
 
 
 # --- the body that runs -----------------------------------------------------------------------------------------------
@@ -105,26 +55,37 @@ class FormDims(Protocol):
     def place(self, name: str) -> int: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Body:
     """The per-device code that runs now: a `shard_map` body along its axes `manual`, or the local form of a rule.
 
-    `like` is one of its values while it is traced as it is written, for one device. Where all devices run at once,
-    stacked, `indices` are the device's coordinates by axis, each batched in the vmap for its axis. In a local form the
-    axes are the dims of the rule, of no mesh, and `form` says of each what this device has.
+    `like` is one of its values. Where all devices run at once, `stacked`, values are `PerDevice`; else each is what one
+    device holds. `manual` includes the axes of the bodies `around`. In a local form the axes are the dims of the rule,
+    of no mesh, and `form` says of each what this device has.
     """
 
     mesh: Mesh | None
     manual: tuple[str, ...]
     like: Tensor | None = None
-    indices: Mapping[str, Tensor] = field(default_factory=dict)
+    stacked: bool = False
+    around: Body | None = None
     form: FormDims | None = None
     dims: Mapping[str, int] = field(default_factory=dict)  # of a local form: in how many pieces each is cut
+    spans: list[tuple[int, int]] = field(default_factory=list)  # the numbers that autograd gave to its nodes
 
     @property
     def axes(self) -> Mapping[str, int]:
         """The axes, with the number of devices along each."""
         return self.dims if self.mesh is None else self.mesh.axes
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Those of its axes that no body around has."""
+        return self.manual if self.around is None else tuple(a for a in self.manual if a not in self.around.manual)
+
+    def count(self, axes: Sequence[str]) -> int:
+        """The number of devices along axes."""
+        return math.prod(self.axes[name] for name in axes)
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -133,25 +94,33 @@ class Body:
 
 
 _body: ContextVar[Body | None] = ContextVar("shardlib_body", default=None)
+_differentiated: weakref.WeakSet[Body] = weakref.WeakSet()  # a history holds the bodies that it leads through
 
 
 def current_body() -> Body | None:
-    """The `shard_map` body that runs now; None outside."""
-    return _body.get()
+    """The `shard_map` body that runs now, or that autograd goes back through; None outside."""
+    body = _body.get()
+    if body is not None or not _differentiated or (number := number_of_running_node()) is None:
+        return body
+    spans = ((start, id(body), body) for body in _differentiated for start, end in body.spans if start <= number < end)
+    return max(spans, default=(0, 0, None))[2]  # the innermost begins last
 
 
 @contextmanager
 def entered(body: Body) -> Iterator[None]:
-    token = _body.set(body)
+    token, start = _body.set(body), last_number()
     try:
         yield
     finally:
         _body.reset(token)
+        if last_number() > start:
+            body.spans.append((start, last_number()))
+            _differentiated.add(body)
 
 
 def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], int]:
     """The body, the mesh axes and the number of devices that `call` is about."""
-    body = _body.get()
+    body = current_body()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if body is None:
         raise ShardingError(
@@ -188,20 +157,14 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
 
 @dataclass(frozen=True)
 class Communication:
-    """One collective: `shardlib::manual_<kind>(x, axes, *args)`.
-
-    Where all devices run at once, `stack` are those of its axes whose members x shows already, as dims in front.
-    """
+    """One collective: `shardlib::manual_<kind>(x, axes, *args)`."""
 
     kind: str
     axes: tuple[str, ...]
     args: tuple[Any, ...] = ()
-    stack: tuple[str, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        body = _body.get()
-        indices = [body.indices[name] for name in self.axes] if body is not None and body.indices else []
-        return _Linear.apply(x, self, *indices)  # type: ignore[no-any-return,no-untyped-call]
+        return _Linear.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
 
     @property
     def is_extremum(self) -> bool:
@@ -212,11 +175,9 @@ class Communication:
 
     def batched(self) -> Communication:
         """The same call on tensors that have one more dim, in front."""
-        dims = _DIMS.get(self.kind, 0)
+        dims = vmap_body.DIMS.get(self.kind, 0)
         return replace(self, args=(*(d + 1 for d in self.args[:dims]), *self.args[dims:]))
 
-
-_DIMS = {"all_gather": 1, "leave": 1, "reduce_scatter": 1, "all_to_all": 2}  # how many of a call's arguments are dims
 
 _TRANSPOSE: dict[str, Callable[[Communication], Communication]] = {
     "all_reduce": lambda call: call,
@@ -232,21 +193,18 @@ def _reversed(pairs: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Linear(torch.autograd.Function):
-    """Where all devices run at once, `indices` are operands: so the vmap for each of a call's axes comes by."""
-
     @staticmethod
-    def forward(x: Tensor, call: Communication, *indices: Tensor) -> Any:
+    def forward(x: Tensor, call: Communication) -> Any:
         return getattr(torch.ops.shardlib, f"manual_{call.kind}")(x, list(call.axes), *call.args)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.call, *indices = inputs[1:]
-        ctx.nothing = (None, *(None for _ in indices))
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Communication], output: Tensor) -> None:
+        ctx.call = inputs[1]
         if ctx.call.is_extremum:
             ctx.save_for_forward(inputs[0], output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         call: Communication = ctx.call
         if call.is_extremum:
             raise NoDerivativeError(
@@ -254,10 +212,10 @@ class _Linear(torch.autograd.Function):
                 rule=f"p{call.args[0]} has no derivative: which device holds the {call.args[0]} is not kept",
                 remedy="detach its operand, as a stable softmax does with its maximum",
             )
-        return call.transposed()(grad), *ctx.nothing
+        return call.transposed()(grad), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         call: Communication = ctx.call
         if not call.is_extremum:
             return call(tangent)
@@ -268,91 +226,123 @@ class _Linear(torch.autograd.Function):
             return total(holds * tangent) / total(holds)  # devices that tie share it, as in torch.amax
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, call: Communication, *indices: Tensor
-    ) -> tuple[Tensor, int | None]:
-        here = [i for i, d in enumerate(in_dims[2:]) if d is not None]
-        same, k = call.kind in vmap_body.SAME, len(call.stack)
-        if not here:  # a vmap inside the body, or one for another axis
-            assert in_dims[0] is not None, "vmap rules run for batched operands only"
-            return _Linear.apply(x.movedim(in_dims[0], k), call.batched(), *indices), 0 if same else k  # type: ignore[no-untyped-call]
-        members = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
-        name = [a for a in call.axes if a not in call.stack][here[0]]
-        call, rest = replace(call, stack=(name, *call.stack)), [*indices[: here[0]], *indices[here[0] + 1 :]]
-        if rest:
-            out = _Linear.apply(members, call, *rest)  # type: ignore[no-untyped-call]
-        else:
-            out = vmap_body.collective(members, call.stack, call.axes, call.kind, call.args)
-        return out, None if same else 0
+    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, call: Communication) -> tuple[Tensor, int]:
+        assert in_dims[0] is not None, "vmap rules run for batched operands only"
+        return call.batched()(x.movedim(in_dims[0], 0)), 0
 
 
-def left(x: Tensor, indices: Mapping[str, Tensor]) -> Stack:
-    """A result of a body, outside of its vmaps: stacked over those axes of `indices` along which it varies."""
-    axes = vmap_body.varying(x, indices)
-    if not axes:
-        return Stack(x, ())
-    sizes = [group("leave", name)[2] for name in axes]
-    pieces = Communication("leave", axes, (0, math.prod(sizes)))(x.unsqueeze(0))
-    return Stack(pieces.reshape([*sizes, *pieces.shape[1:]]), axes)
+# --- the doors --------------------------------------------------------------------------------------------------------
 
 
-def to_local(x: Tensor, door: Door) -> Tensor:
+class Doors(torch.autograd.Function):
+    """Through which tensors come into a body, and out of it."""
+
+
+def to_local(x: Tensor, door: Door, body: Body) -> Tensor:
     """What one device holds of the global tensor x; its gradient is summed over the axes that do not cut x."""
-    return _ToLocal.apply(x, door)  # type: ignore[no-any-return,no-untyped-call]
+    return _ToLocal.apply(x, door, body)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def from_local(x: Tensor, door: Door) -> Tensor:
+def from_local(x: Tensor, door: Door, body: Body) -> Tensor:
     """The global tensor of which each device holds x; several that hold the same share its gradient equally."""
-    return _FromLocal.apply(x, door)  # type: ignore[no-any-return,no-untyped-call]
+    return _FromLocal.apply(x, door, body)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _ToLocal(torch.autograd.Function):
+class _ToLocal(Doors):
     @staticmethod
-    def forward(x: Tensor, door: Door) -> Any:
+    def forward(x: Tensor, door: Door, body: Body) -> Any:
+        if body.stacked:
+            with torch.DisableTorchFunction():  # the stack is no value of the body around
+                return _taken_apart(x, door, body)
         return torch.ops.shardlib.to_local(x, door.spec, list(door.local_shape))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Door], output: Tensor) -> None:
-        ctx.door = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Door, Body], output: Tensor) -> None:
+        _, ctx.door, ctx.body = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         door: Door = ctx.door
         if door.copies > 1:
             grad = Communication("all_reduce", door.unmentioned, ("sum",))(grad)
-        return from_local(grad, door), None
+        return from_local(grad, door, ctx.body), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return to_local(tangent, ctx.door)
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return to_local(tangent, ctx.door, ctx.body)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, door: Door) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, None, None], x: Tensor, door: Door, body: Body
+    ) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap rules run for batched operands only"
-        return to_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size)), 0
+        return to_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size), body), 0
 
 
-class _FromLocal(torch.autograd.Function):
+class _FromLocal(Doors):
     @staticmethod
-    def forward(x: Tensor, door: Door) -> Any:
+    def forward(x: Tensor, door: Door, body: Body) -> Any:
+        if body.stacked:
+            with torch.DisableTorchFunction():
+                return _put_together(x, door, body)
         claim = (door.claim,) if door.claim else ()
         return torch.ops.shardlib.from_local(x, door.spec, list(door.global_shape), *claim)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Door], output: Tensor) -> None:
-        ctx.door = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Door, Body], output: Tensor) -> None:
+        _, ctx.door, ctx.body = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         door: Door = ctx.door
-        local = to_local(grad, door)
-        return (local / door.copies if door.copies > 1 else local), None
+        local = to_local(grad, door, ctx.body)
+        return (local / door.copies if door.copies > 1 else local), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return from_local(tangent, ctx.door)
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return from_local(tangent, ctx.door, ctx.body)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, door: Door) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, None, None], x: Tensor, door: Door, body: Body
+    ) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap rules run for batched operands only"
-        return from_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size)), 0
+        return from_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size), body), 0
+
+
+def _taken_apart(x: Tensor, door: Door, body: Body) -> PerDevice:
+    """What all devices hold of a tensor, which may be one of the body around."""
+    mesh = body.mesh
+    assert mesh is not None, "a shard_map is on a mesh"
+    outside = x.axes if isinstance(x, PerDevice) else ()
+    layout = Spec.of(door.spec).resolve(door.global_shape, mesh, name="x").layout
+    stack = vmap_body.cut(x.stack if isinstance(x, PerDevice) else x, layout, door.local_shape, mesh, len(outside))
+    now = (*outside, *vmap_body.cutting(layout, mesh))
+    axes = in_order(mesh, now)
+    order = [now.index(name) for name in axes]
+    stack = stack.permute([*order, *range(len(now), stack.dim())])
+    return PerDevice(vmap_body.placed(stack, *((name,) for name in axes)), axes, mesh, body.manual)
+
+
+def _put_together(x: Tensor, door: Door, body: Body) -> Tensor:
+    """The tensor of which all devices hold x; of what those that should hold the same hold, the mean."""
+    mesh = body.mesh
+    assert mesh is not None, "a shard_map is on a mesh"
+    if not isinstance(x, PerDevice):
+        x = PerDevice(x, (), mesh, body.manual)
+    around = body.around.manual if body.around is not None else ()
+    layout = Spec.of(door.spec).resolve(door.global_shape, mesh, name="x").layout
+    cutting = vmap_body.cutting(layout, mesh)
+    stack = vmap_body.placed(x.stack, *((name,) for name in x.axes))
+    for d, name in reversed([*enumerate(x.axes)]):
+        if name not in around and name not in cutting:
+            number = stack.is_floating_point() or stack.is_complex()
+            stack = stack.mean(d) if number else stack.select(d, 0)
+    outside = tuple(name for name in x.axes if name in around)
+    inner = x.like(stack, [name for name in x.axes if name in around or name in cutting])
+    now, wanted = in_order(mesh, (*outside, *cutting)), (*outside, *cutting)
+    order = [now.index(name) for name in wanted]
+    stack = inner.over(now)
+    stack = stack.permute([*order, *range(len(now), stack.dim())])
+    out = vmap_body.join(stack, layout, mesh, len(outside))
+    return out if body.around is None else PerDevice(out, outside, mesh, around)

@@ -45,13 +45,6 @@ class Door:
         return replace(self, spec=spec, global_shape=(n, *self.global_shape), local_shape=(n, *self.local_shape))
 
 
-class Stack:
-    """A result of all devices, stacked over the axes along which it varies, which shows the shape that one sees."""
-
-    def __init__(self, pieces: Tensor, axes: tuple[str, ...]) -> None:
-        self.pieces, self.axes, self.shape = pieces, axes, pieces.shape[len(axes) :]
-
-
 @dataclass(frozen=True)
 class Passage:
     """How one global tensor lies on the devices, for the compiler and in full."""
@@ -144,11 +137,11 @@ def _cuts(
             rule="every device runs the same code on the same shapes, so axes must divide what they cut",
             remedy="pad the tensor to a multiple, or leave that dim whole",
         )
-    return [_cut(resolved[i], axes[i], mesh) if i in resolved else None for i in range(len(leaves))]
+    return [_cut(resolved[i], axes[i], mesh, manual) if i in resolved else None for i in range(len(leaves))]
 
 
 def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor | Stack)
+    return isinstance(x, Tensor)
 
 
 def _is_open(spec: str | P | Spec) -> bool:
@@ -173,11 +166,11 @@ def _uneven(layout: Layout, axes: Axes, mesh: Mesh) -> Iterator[str]:
                 yield f"{part} has size {factor.size}, {' x '.join(names)} has {_ways(names, mesh)} devices"
 
 
-def _cut(r: Fixed, axes: Axes, mesh: Mesh) -> Passage:
+def _cut(r: Fixed, axes: Axes, mesh: Mesh, manual: Sequence[str]) -> Passage:
     dims = zip(r.layout.dims, axes, strict=True)
     local = [[f.size // _ways(names, mesh) for f, names in zip(dim, cuts, strict=True)] for dim, cuts in dims]
     used = {a for dim in axes for names in dim for a in names}
-    idle = tuple(a for a in mesh.axis_names if a not in used)
+    idle = tuple(a for a in mesh.axis_names if a in manual and a not in used)
     door = Door(str(r.spec), r.layout.shape, tuple(map(math.prod, local)), idle, _ways(idle, mesh))
     return Passage(door, r.layout)
 

@@ -138,11 +138,6 @@ def _mapped(call: str, of: Callable[[Tensor], Tensor], x: Any, of_number: Callab
 def axis_index(axis: Axis) -> Tensor:
     """The coordinate of this device along `axis`, as an int64 tensor without dims."""
     body, axes, _ = group("axis_index", axis)
-    if body.indices:
-        at = body.indices[axes[0]]
-        for name in axes[1:]:
-            at = at * body.axes[name] + body.indices[name]
-        return at
     if body.like is None:
         raise ShardingError(
             f"axis_index({axis!r}) in a shard_map without tensor arguments",

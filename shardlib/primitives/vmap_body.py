@@ -1,22 +1,19 @@
-"""A body on all devices at once: what they hold is stacked, a collective is arithmetic along the stacked dims.
+"""The tensors of all devices, stacked: how a global tensor is taken apart, and put together again, and collectives,
+which are arithmetic along the stacked dims.
 
-A body that is written for one device runs under one `vmap` for each of its axes. What is the same along an axis is not
-batched there; what differs is, and only that. This is how a `shard_map` runs in a program for one device, and how it
-runs where axes are left to the compiler: then a constraint says that the stacked dims lie on the body's axes, and all
-the rest is inferred.
+This is how a `shard_map` runs in a program for one device, and where axes are left to the compiler. There a constraint
+says that the stacked dims lie on the body's axes, and all the rest is inferred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from shardlib.core.context import is_tracing
-from shardlib.core.torch_private import is_batched, is_wrapped, level_of, unwrapped
 from shardlib.ops.constraint import constrain
-from shardlib.primitives.boundary import Passage, Stack
 from shardlib.primitives.stacked_permute import send_rows
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import ways
@@ -29,30 +26,25 @@ def cutting(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in used)
 
 
-def cut(x: Tensor, how: Passage, mesh: Mesh) -> Tensor:
-    """The pieces of a whole tensor, with a dim in front for every axis that cuts it, in the order of the mesh.
+def cut(x: Tensor, layout: Layout, local_shape: Sequence[int], mesh: Mesh, keep: int = 0) -> Tensor:
+    """The shards of a whole tensor, with a dim in front for every axis that cuts it, in the order of the mesh.
 
-    They are memory of their own: what a body writes to its arguments does not reach the tensor.
+    The first `keep` dims of x stay in front of these. The shards are memory of their own: what a body writes to its
+    arguments does not reach the tensor.
     """
-    axes = cutting(how.layout, mesh)
-    sizes, order = _grid(how.layout, axes)
-    pieces = x.reshape(sizes).permute(order).clone()
-    return _on(pieces.reshape([*(mesh.axes[name] for name in axes), *how.door.local_shape]), axes)
+    axes = cutting(layout, mesh)
+    sizes, order = _grid(layout, axes)
+    pieces = x.reshape([*x.shape[:keep], *sizes]).permute([*range(keep), *(keep + i for i in order)]).clone()
+    return pieces.reshape([*x.shape[:keep], *(mesh.axes[name] for name in axes), *local_shape])
 
 
-def join(x: Stack, how: Passage, mesh: Mesh) -> Tensor:
-    """The whole tensor of pieces; of a piece that devices along an axis hold alike (one hopes) the mean."""
-    axes, pieces = cutting(how.layout, mesh), _on(x.pieces, x.axes)
-    for d, name in reversed([*enumerate(x.axes)]):
-        if name not in axes:
-            number = pieces.is_floating_point() or pieces.is_complex()
-            pieces = pieces.mean(d) if number else pieces.select(d, 0)
-    for d, name in enumerate(axes):
-        if name not in x.axes:
-            pieces = pieces.unsqueeze(d).expand(*pieces.shape[:d], mesh.axes[name], *pieces.shape[d:])
-    sizes, order = _grid(how.layout, axes)
-    pieces = pieces.reshape([sizes[i] for i in order])
-    return pieces.permute([order.index(i) for i in range(len(order))]).reshape(how.layout.shape)
+def join(x: Tensor, layout: Layout, mesh: Mesh, keep: int = 0) -> Tensor:
+    """The whole tensor of shards that are stacked as `cut` does."""
+    axes = cutting(layout, mesh)
+    sizes, order = _grid(layout, axes)
+    pieces = x.reshape([*x.shape[:keep], *(sizes[i] for i in order)])
+    back = [order.index(i) for i in range(len(order))]
+    return pieces.permute([*range(keep), *(keep + i for i in back)]).reshape([*x.shape[:keep], *layout.shape])
 
 
 def _grid(layout: Layout, axes: Sequence[str]) -> tuple[list[int], list[int]]:
@@ -68,30 +60,12 @@ def _grid(layout: Layout, axes: Sequence[str]) -> tuple[list[int], list[int]]:
     return sizes, [*(at[name] for name in axes), *rest]
 
 
-def varying(x: Tensor, indices: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The axes of a body along which x may differ: where it is batched as the device's index is."""
-    levels = set()
-    while is_wrapped(x):
-        if is_batched(x):
-            levels.add(level_of(x))
-        x = unwrapped(x)
-    return tuple(name for name, index in indices.items() if level_of(index) in levels)
-
-
-def _on(x: Tensor, axes: Sequence[str]) -> Tensor:
-    """x, with a dim in front for each of these axes, which lies there."""
-    return placed(x, *((name,) for name in axes))
-
-
-def placed(x: Tensor, *axes: Sequence[str], back: Sequence[Sequence[str]] | None = None) -> Tensor:
-    """x, of which each leading dim lies on these axes (on none: it is whole); its gradient, where `back` says else."""
+def placed(x: Tensor, *axes: Sequence[str]) -> Tensor:
+    """x, of which each leading dim lies on these axes (on none: it is whole)."""
     if not axes or not is_tracing():
         return x
-
-    def spec(axes: Sequence[Sequence[str]]) -> str:
-        return " ".join([*(f"_@({' '.join(names)})" for names in axes), *["_?"] * (x.dim() - len(axes))])
-
-    return constrain(x, spec(axes), spec(axes if back is None else back))
+    leading = [f"_@({' '.join(names)})" for names in axes]
+    return constrain(x, " ".join([*leading, *["_?"] * (x.dim() - len(axes))]))
 
 
 def collective(x: Tensor, stack: Sequence[str], axes: Sequence[str], kind: str, args: Sequence[Any]) -> Tensor:
@@ -121,11 +95,7 @@ def _all_reduce(x: Tensor, axes: Sequence[str], reduce: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, axes: Sequence[str], dim: int, n: int) -> Tensor:
-    return _leave(placed(x, (), back=[axes]), axes, dim, n)
-
-
-def _leave(x: Tensor, axes: Sequence[str], dim: int, n: int) -> Tensor:
-    return x.movedim(0, dim).flatten(dim, dim + 1)
+    return placed(x, ()).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _reduce_scatter(x: Tensor, axes: Sequence[str], dim: int, n: int) -> Tensor:
@@ -152,6 +122,6 @@ _KINDS: dict[str, Callable[..., Tensor]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "ppermute": _ppermute,
-    "leave": _leave,  # a gathering of which nobody says that it has to be whole anywhere
 }
-SAME = {"all_reduce", "all_gather", "leave"}  # whose results all members share
+SAME = {"all_reduce", "all_gather"}  # whose results all members share
+DIMS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}  # how many of a call's arguments are dims

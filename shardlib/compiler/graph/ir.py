@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import filled
+from shardlib.core.aten.schemas import filled, may_draw
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line
 from shardlib.core.torch_private import PER_RANK, schema_of
@@ -314,15 +314,10 @@ def _counted(n: int, what: str) -> str:
 
 
 def _draws(op: Op) -> bool:
-    """Whether a call draws random numbers; torch's attention and rrelu do where they drop something out."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
-        return False
+    """Whether a call draws random numbers."""
     if _is_manual(op.target) or has(op.target, "draws the key"):  # the tag keeps these from being merged with another
         return False
-    call = op.call
-    given = {a.name: a.default_value for a in schema_of(call.target).arguments if a.has_default_value()}
-    given |= {a.name: x for a, x in zip(schema_of(call.target).arguments, call.args, strict=False)} | dict(call.kwargs)
-    return all(given.get(name, True) not in (0, False) for name in ("dropout_p", "training", "train"))
+    return may_draw(op.call.target, op.call.args, op.call.kwargs)
 
 
 def _refuse_collectives(ops: Iterable[Op]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,16 @@ def written_arguments(target: Any) -> tuple[str, ...]:
         return ()
     written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
     return tuple(a.name for a in sorted(written, key=lambda a: not a.kwarg_only))
+
+
+def may_draw(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers; torch's attention and rrelu do where they drop something out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    parameters = schema_of(target).arguments
+    values = {a.name: a.default_value for a in parameters if a.has_default_value()}
+    values |= {a.name: x for a, x in zip(parameters, args, strict=False)} | dict(kwargs)
+    return all(values.get(name, True) not in (0, False) for name in ("dropout_p", "training", "train"))
 
 
 def written_to(graph: fx.Graph) -> dict[fx.Node, None]:

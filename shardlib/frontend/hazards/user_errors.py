@@ -72,8 +72,7 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
         return ShardingError(
             "the traced function reads a value of a vmap behind its end",
             [str(error_line(error))],
-            rule="a vmap, and a shard_map over some of the axes, ends with its function; what a checkpoint in it runs "
-            "again, for a gradient, runs behind that",
+            rule="a vmap ends with its function; what a checkpoint in it runs again, for a gradient, runs behind that",
             remedy="put torch.utils.checkpoint around it, or into the function of a scan in it",
         )
     if isinstance(error, RuntimeError) and "Creating a Parameter from an instance of type" in str(error):

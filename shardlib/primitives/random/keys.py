@@ -28,6 +28,7 @@ from shardlib.ops.collectives import all_reduce
 from shardlib.ops.collectives.transport.groups import together
 from shardlib.ops.random import op as ops
 from shardlib.primitives.body import current_body
+from shardlib.primitives.per_device_ops import refuse_draws
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, mesh_here
 from shardlib.tensor.rank_checks import everywhere
 
@@ -319,11 +320,7 @@ def _running() -> _Call:
     call = _call.get()
     assert call is not None, "numbers are drawn in a call"
     if isinstance(call, _Trace) and current_body() is not None:
-        raise ShardingError(
-            "a shard_map body draws random numbers",
-            rule="an element's number belongs to its place in the whole tensor, which a body does not know",
-            remedy="draw outside, from the whole tensor's shape, and pass the numbers in as an argument of the body",
-        )
+        raise refuse_draws()
     return call
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.torch_private import pytree, schema_of
-from shardlib.primitives.body import resized
+from shardlib.primitives.manual_ops import resized
 from shardlib.rules.local_forms.halo import Range, extent, fetch, give_back, length, overlap, reframe
 from shardlib.rules.local_forms.helpers import may_be_empty, share
 from shardlib.rules.local_forms.window import Window
