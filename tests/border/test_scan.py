@@ -383,7 +383,7 @@ def test_refused_inside_jit(call: Any, message: str) -> None:
 
 
 def test_the_gradient_of_a_scan_in_the_steps_of_one() -> None:
-    """Steps of gradient descent: nobody goes back through them."""
+    """Steps of gradient descent, and the gradient through them."""
 
     def descended(run: Any, c: Tensor, xs: Tensor) -> Tensor:
         def loss(h: Tensor) -> Tensor:
@@ -400,8 +400,9 @@ def test_the_gradient_of_a_scan_in_the_steps_of_one() -> None:
     with Mesh(data=2):
         found = sl.jit(lambda c, xs: descended(scan, c, xs), in_specs=("k@data", None))
         torch.testing.assert_close(found(C, X).full_tensor(), expected)
-        with pytest.raises(ShardingError, match="a gradient is taken through the gradient of scan"):
-            sl.jit(sl.grad(lambda c, xs: descended(scan, c, xs).sum())).plan(C, X)
+        through = sl.jit(sl.grad(lambda c, xs: descended(scan, c, xs).sin().sum()))
+        expected = torch.func.grad(lambda c, xs: descended(_looped, c, xs).sin().sum())(C, X)
+        torch.testing.assert_close(through(C, X).full_tensor(), expected)
 
 
 W = torch.linspace(-1, 1, 16, dtype=D).view(4, 4)
@@ -580,7 +581,6 @@ def test_on_ranks(n: int) -> None:
 
 # Transforms of a scan -------------------------------------------------------------------------------------------------
 
-W = torch.linspace(-1, 1, 16, dtype=D).view(4, 4)
 XS = torch.linspace(0, 1, 12, dtype=D).view(3, 4)
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Loop = Callable[..., Any]
@@ -615,7 +615,7 @@ class _Cosine(torch.autograd.Function):
         return grad * x.cos()
 
 
-def _loss(loop: Loop, cell: str) -> Loss:
+def _cell_loss(loop: Loop, cell: str) -> Loss:
     def loss(h: Tensor, xs: Tensor, w: Tensor) -> Tensor:
         carry, ys = loop(CELLS[cell](w), h, xs)
         out: Tensor = carry.sin().sum() + (0 if ys is None else ys.cos().sum())
@@ -692,9 +692,9 @@ SECOND: dict[str, Callable[[Loss], Any]] = {
 @pytest.mark.parametrize("cell", CELLS)
 def test_transforms(cell: str, kind: str, axes: int) -> None:
     h, xs, w = C.cos(), XS, torch.stack([W, -W]) if kind == "vmap of grad" else W
-    want = torch.utils._pytree.tree_leaves(SECOND[kind](_loss(_looped, cell))(h, xs, w))
+    want = torch.utils._pytree.tree_leaves(SECOND[kind](_cell_loss(_looped, cell))(h, xs, w))
     with Mesh(a=axes):
-        out = sl.jit(SECOND[kind](_loss(scan, cell)), in_specs=("_@a", None, None))(h, xs, w)
+        out = sl.jit(SECOND[kind](_cell_loss(scan, cell)), in_specs=("_@a", None, None))(h, xs, w)
     for x, y in zip(torch.utils._pytree.tree_leaves(out), want, strict=True):
         torch.testing.assert_close(x.full_tensor(), y)
 
@@ -702,8 +702,8 @@ def test_transforms(cell: str, kind: str, axes: int) -> None:
 def test_second_derivatives_outside_of_jit() -> None:
     own, theirs = _leaves(C.cos()), _leaves(C.cos())
     with Mesh(a=2):
-        f = sl.jit(lambda h: _loss(scan, "saves its result")(h, XS, W), in_specs=("_@a",))
-        for run, leaves in ((f, own), (lambda h: _loss(_looped, "saves its result")(h, XS, W), theirs)):
+        f = sl.jit(lambda h: _cell_loss(scan, "saves its result")(h, XS, W), in_specs=("_@a",))
+        for run, leaves in ((f, own), (lambda h: _cell_loss(_looped, "saves its result")(h, XS, W), theirs)):
             loss = run(*leaves)
             (g,) = torch.autograd.grad(loss, leaves, create_graph=True)
             (loss + g.square().sum()).backward()
