@@ -721,3 +721,11 @@ def test_what_a_second_derivative_reads_was_written_to() -> None:
 
     with Mesh(a=2), pytest.raises(ShardingError, match="modified by an inplace operation"):
         sl.jit(f)(C)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_without_gradients(mode: Any) -> None:
+    want = _cell_loss(_looped, "saves its result")(C, XS, W)
+    with Mesh(a=2), mode():
+        out = sl.jit(_cell_loss(scan, "saves its result"))(C.clone(), XS.clone(), W.clone())
+        torch.testing.assert_close(out.full_tensor(), want)

@@ -127,12 +127,14 @@ def _derivative(body: Body, fn: Callable[..., Any], leaves: Sequence[Tensor], na
     wanted = [i for i, x in enumerate(body.gradients) if x is not None]
     cotangents = [alike(body.outputs[i].meta["val"]) for i in body.differentiable]
 
-    def gradient(*given: Tensor) -> list[Tensor]:
-        out = fn(*given[: len(leaves)])
-        reads = [*given[: len(leaves)], *body.captured]
+    def gradient(*tensors: Tensor) -> list[Tensor]:
+        out = fn(*tensors[: len(leaves)])
+        reads = [*tensors[: len(leaves)], *body.captured]
         sources = [reads[i] for i in wanted]
         return list(
-            torch.autograd.grad([out[i] for i in body.differentiable], sources, given[len(leaves) :], create_graph=True)
+            torch.autograd.grad(
+                [out[i] for i in body.differentiable], sources, tensors[len(leaves) :], create_graph=True
+            )
         )
 
     called = [*names, *(f"cotangent {i}" for i in range(len(cotangents)))]

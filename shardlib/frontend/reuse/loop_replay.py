@@ -179,7 +179,7 @@ class _Step(torch.autograd.Function):
         shown = [x for node, x in zip(body.outputs, own, strict=True) if owner(node) in body.kept]
         saved = [here[x] for x in body.saved if x in here]
         # The derivative reads all inputs. A copy does not save them: until then, a write to them is no error.
-        ctx.count, ctx.inputs = len(saved), [(x, version_of(x)) for x in given] if ctx.copy.nodes else None
+        ctx.count, ctx.inputs = len(saved), _versions(given) if ctx.copy.nodes else None
         ctx.save_for_backward(*saved, *shown, *(() if ctx.copy.nodes else given))
         _, _, *needed = ctx.needs_input_grad
         ctx.mark_non_differentiable(
@@ -223,8 +223,15 @@ class _Step(torch.autograd.Function):
         return (None, None, *made)
 
 
+def _versions(inputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """Each with the number of writes to it, which tensors of inference mode do not count: they have no gradient."""
+    with torch.DisableTorchFunction():  # the user's modes see no question of ours
+        return [(x, 0 if x.is_inference() else version_of(x)) for x in inputs]
+
+
 def _unwritten(inputs: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-    wrong = [x for x, version in inputs if version_of(x) != version]
+    now = _versions([x for x, _ in inputs])
+    wrong = [x for (x, version), (_, last) in zip(inputs, now, strict=True) if version != last]
     if wrong:
         raise WrittenError(
             "the gradient of scan is differentiated, and what the scan read has been modified by an inplace operation",

@@ -25,17 +25,17 @@ def first_order() -> Iterator[None]:
     def autograd_grad(
         outputs: Sequence[Any],
         inputs: Sequence[Any],
-        cotangents: Sequence[Any] | None = None,
+        grad_outputs: Sequence[Any] | None = None,
         *args: Any,
         create_graph: bool = True,
         **kwargs: Any,
     ) -> Any:
         records = create_graph and (
-            any(_is_tracked(x) for x in cotangents or ())
+            any(_is_tracked(x) for x in grad_outputs or ())
             or any(is_wrapped(x) and _is_tracked(unwrapped(x)) for x in outputs)
             or is_forward_mode()
         )
-        return original(outputs, inputs, cotangents, *args, create_graph=records, **kwargs)
+        return original(outputs, inputs, grad_outputs, *args, create_graph=records, **kwargs)
 
     with FUNC_GRAD.holding(autograd_grad):
         yield
