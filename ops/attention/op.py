@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import is_forward_mode
+from shardlib.core.forward_mode import is_forward_mode
 from shardlib.ops.attention import (
     cuda as attention_cuda,
 )
@@ -171,7 +171,7 @@ def _name(x: Tensor) -> str:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
-    """The definition, differentiable and slow; give float64 tensors for a yardstick.
+    """The definition in plain ops, slow; it has tangents and gradients of every order. float64 makes a yardstick.
 
     Example:
         >>> q = torch.zeros(1, 1, 2, 4); k = torch.zeros(1, 1, 3, 4)
@@ -179,24 +179,17 @@ def reference(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor
         >>> lse.exp().round().tolist()  # the first query sees one key, the second two
         [[[1.0, 2.0]]]
     """
-    variant = variant.explicit(q, k)
+    variant, wide = variant.explicit(q, k), accumulator(q.dtype)
     group = q.shape[1] // max(k.shape[1], 1)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = variant.logits(torch.einsum("bhsd,bhtd->bhst", q, k) * variant.scale)
+    k, v = (x.to(wide).repeat_interleave(group, 1) for x in (k, v))
+    scores = variant.logits(torch.einsum("bhsd,bhtd->bhst", q.to(wide), k) * variant.scale)
     dead = scores.isneginf().all(-1)  # rows without a key; their gradient would be NaN
     lse = scores.masked_fill(dead[..., None], 0).logsumexp(-1)
     p, lse = (scores - lse[..., None]).exp(), lse.masked_fill(dead, -math.inf)
     if variant.dropout:
         b, h, s, t = p.shape
         p = p * variant.keep(b, h, s, t, p.device) / (1 - variant.dropout)
-    return torch.einsum("bhst,bhtd->bhsd", p, v), lse
-
-
-def written_out(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
-    """The definition in the accumulator's dtype: plain ops, which have tangents and gradients of every order."""
-    wide = accumulator(q.dtype)
-    o, lse = reference(q.to(wide), k.to(wide), v.to(wide), variant)
-    return o.to(q.dtype), lse
+    return torch.einsum("bhst,bhtd->bhsd", p, v).to(q.dtype), lse
 
 
 # --- autograd partner -------------------------------------------------------------------------------------------------
@@ -241,9 +234,8 @@ def attention(
     variant = Variant(mask, bias, alibi, key, causal, scale, window, dropout, q_offset, k_offset, part)
     check(q, k, v, variant)
     if is_forward_mode():
-        return written_out(q, k, v, variant)
-    o, lse = Attention.apply(q, k, v, *variant)  # type: ignore[no-untyped-call]
-    return o, lse
+        return reference(q, k, v, variant)
+    return tuple(Attention.apply(q, k, v, *variant))  # type: ignore[no-untyped-call]
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,9 +250,8 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
         >>> torch.allclose(merge(*first, *second)[0], attention(q, k, k)[0], atol=1e-6)
         True
     """
-    if is_forward_mode():
-        return attention_merge.written_out(o1, lse1, o2, lse2)
-    o, lse = Merge.apply(o1, lse1, o2, lse2)  # type: ignore[no-untyped-call]
+    combine: Any = attention_merge.written_out if is_forward_mode() else Merge.apply
+    o, lse = combine(o1, lse1, o2, lse2)
     return o, lse
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from shardlib.core.context import is_tracing
-from shardlib.core.torch_private import is_forward_mode, pytree, transform_level
+from shardlib.core.forward_mode import is_forward_mode
+from shardlib.core.torch_private import pytree, transform_level
 
 __all__ = ["grad", "value_and_grad", "vmap"]
 

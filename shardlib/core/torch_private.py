@@ -169,12 +169,6 @@ follow_tangents = _torch(
 dual_level = _global("torch.autograd.forward_ad._current_level", "whether forward-mode gradients are on")
 
 
-def is_forward_mode() -> bool:
-    """Whether tangents may be followed: in a dual level, or in `torch.func.jvp`, which opens one."""
-    level: int = dual_level()
-    return level >= 0
-
-
 def fake_of(
     mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, memory: Any = None, offset: int = 0
 ) -> Any:

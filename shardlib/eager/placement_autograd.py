@@ -9,8 +9,9 @@ from torch.autograd import forward_ad
 
 from shardlib.core.batched_grad import one_by_one
 from shardlib.core.errors import ShardingError
+from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.recorders import refuse_recorded
-from shardlib.core.torch_private import is_excluded, is_forward_mode
+from shardlib.core.torch_private import is_excluded
 from shardlib.eager.redistribute import relayout
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh

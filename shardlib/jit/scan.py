@@ -14,9 +14,10 @@ from torch import Tensor
 from shardlib.core.aten.op_traits import has
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
+from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.func_transforms import name_of
 from shardlib.core.source_lines import Line, user_line
-from shardlib.core.torch_private import is_forward_mode, pytree
+from shardlib.core.torch_private import pytree
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.mappings import opened
 from shardlib.frontend.hazards.loop_effects import refuse_counts
@@ -42,7 +43,8 @@ def scan(
     Inside `jit` the Python of `fn` runs once, whatever the number of steps; its ops are then written out for each step,
     so the plan still grows with them. The stacked dim stays whole, other dims are laid out as in a loop. Differentiable
     any number of times (`fn` is traced once more for each derivative after the first); tensors that `fn` closes over
-    have gradients, too. Outside `jit` it is a loop.
+    have gradients, too. Outside `jit` it is a loop, and inside where tangents are followed: in `torch.func.jvp`,
+    `jacfwd` and `hessian`.
 
     Raises `ShardingError` where `fn` does not return a pair, the carry changes, or lengths differ, and inside `jit`
     where `fn` draws random numbers.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from shardlib.core.mode_restore import number_of_running_node
 from shardlib.core.torch_private import follow_tangents, last_number
 from shardlib.primitives import vmap_body
 from shardlib.primitives.boundary import Door
+from shardlib.primitives.form_dims import FormDims
 from shardlib.primitives.per_device import PerDevice, in_order
 from shardlib.primitives.per_device_ops import dispatch
 from shardlib.sharding.mesh.mesh import Mesh
@@ -35,24 +36,6 @@ PerDevice.dispatch = dispatch
 
 
 # --- the body that runs -----------------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """A device's elements of a dim: the index of the first one in the whole, how many, and how many there are."""
-
-    offset: int
-    size: int
-    whole: int
-
-
-class FormDims(Protocol):
-    """What a local form may ask of a dim of its rule. It is run for every kind of device, and every number that it is
-    told, and that differs, tells devices apart: so it asks for no more than it uses."""
-
-    def piece(self, name: str) -> Piece: ...
-    def share(self, name: str) -> int: ...
-    def shares(self, name: str) -> list[int]: ...
-    def place(self, name: str) -> int: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,10 @@
 """The collectives of a `shard_map` body, as a user calls them.
 
 `x` is a tensor or a pytree of tensors (None stays None); to the reductions a Python number is the same on all devices.
-`axis` is a mesh axis, or a tuple of them (one group, numbered jointly, major first). All but `pmax` and `pmin` are
-differentiable, any number of times; a gradient that is taken inside a body is that of all devices' results together, so
-of a loss that n devices share it is n times as large: take its `pmean`. Each raises `ShardingError` outside a body, for
-axes that the mesh does not have and for what is neither tensor nor number.
+`axis` is a mesh axis, or a tuple of them (one group, numbered jointly, major first). All have tangents
+(`torch.func.jvp`), and all but `pmax` and `pmin` gradients, of any order. A gradient that is taken inside a body is
+that of all devices' results together, so of a loss that n devices share it is n times as large: take its `pmean`. Each
+raises `ShardingError` outside a body, for axes that the mesh does not have and for what is neither tensor nor number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.ops.collectives import ppermute as permutation
-from shardlib.primitives.body import Communication, Piece, current_body, group
+from shardlib.primitives.body import Communication, current_body, group
+from shardlib.primitives.form_dims import Piece
 
 Axis = str | Sequence[str]
 
@@ -45,13 +46,13 @@ def pmean(x: Any, axis: Axis) -> Any:
 
 
 def pmax(x: Any, axis: Axis) -> Any:
-    """The elementwise maximum of all devices' `x`, on every device. It has no gradient: detach its operand."""
+    """The elementwise maximum of all devices' `x`, on every device. It has no gradient, only tangents: detach x."""
     _, axes, _ = group("pmax", axis)
     return _mapped("pmax", Communication("all_reduce", axes, ("max",)), x, lambda number: number)
 
 
 def pmin(x: Any, axis: Axis) -> Any:
-    """The elementwise minimum of all devices' `x`, on every device. It has no gradient: detach its operand."""
+    """The elementwise minimum of all devices' `x`, on every device. It has no gradient, only tangents: detach x."""
     _, axes, _ = group("pmin", axis)
     return _mapped("pmin", Communication("all_reduce", axes, ("min",)), x, lambda number: number)
 

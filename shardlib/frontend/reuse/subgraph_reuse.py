@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.source_lines import Line
-from shardlib.core.torch_private import IS_PARAMETER, function_modes, is_forward_mode, pytree, running_node, saved_hooks
+from shardlib.core.torch_private import IS_PARAMETER, function_modes, pytree, running_node, saved_hooks
 from shardlib.frontend.guards.code_refs import Reached
 from shardlib.frontend.guards.mappings import opened
 from shardlib.frontend.guards.module_equality import Alike, Read, noted

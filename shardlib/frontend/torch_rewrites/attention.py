@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from shardlib.core.errors import ShardingError
+from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.mode_restore import Staying
 from shardlib.core.source_lines import user_line
 from shardlib.core.torch_private import HigherOrderOperator, TransformType, VmapInterpreter, schema_of, transforms
@@ -95,7 +96,7 @@ def _where_dropped(
     *rest: Any,
     **how: Any,
 ) -> Tensor:
-    attention = _captured if dropout_p else _SDPA
+    attention = _captured if dropout_p or is_forward_mode() else _SDPA  # torch's kernels have no tangents
     return attention(query, key, value, attn_mask, dropout_p, *rest, **how)
 
 
@@ -133,13 +134,17 @@ def _sorted(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _key(device: torch.device) -> Tensor:
-    """A key of this call's own. Under vmap examples are further rows of the batch, so each has its own numbers."""
-    wrong = [mode for mode in _vmap_modes() if mode != "different"]
-    if wrong:
+    """A key of this call's own. Under vmap examples are further rows of the batch, so each has its own numbers; with
+    tangents attention is written out, and examples share them."""
+    shares = is_forward_mode()
+    supported = "same" if shares else "different"
+    if wrong := [mode for mode in _vmap_modes() if mode != supported]:
         raise ShardingError(
             f"attention with dropout under vmap(..., randomness={wrong[0]!r})",
-            rule="the examples of a vmap are rows of one batch, and every row has numbers of its own",
-            remedy='vmap(..., randomness="different"), or a dropout of 0',
+            rule="in forward-mode AD the examples of a vmap share their random numbers"
+            if shares
+            else "the examples of a vmap are rows of one batch, and every row has numbers of its own",
+            remedy=f'randomness="{supported}" in vmap{", jacfwd or hessian" if shares else ""}, or a dropout of 0',
         )
     key: Tensor = torch.ops.shardlib.fresh_key(device=device)
     return key

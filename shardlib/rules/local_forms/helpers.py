@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardlib.core.torch_private import schema_of
 from shardlib.ops.checks import CHECK_INDEX
-from shardlib.primitives.body import FormDims, group
+from shardlib.primitives.body import group
 from shardlib.primitives.collectives import axis_index, piece, pmax, psum
+from shardlib.primitives.form_dims import FormDims
 from shardlib.rules.dtype_sums import MUTE
 from shardlib.rules.iteration_space import arg, axes, result_shape
 from shardlib.rules.rule import Call, Local

@@ -23,7 +23,8 @@ from shardlib.core.aten.op_names import FILLED, PAD, SLICE, VIEW
 from shardlib.core.aten.op_traits import has, returns_list
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import TorchDispatchMode, pytree, schema_of, without_modes
-from shardlib.primitives.body import Body, Piece, entered
+from shardlib.primitives.body import Body, entered
+from shardlib.primitives.form_dims import Piece
 from shardlib.sharding.mesh.axis import Axis, Coords, ways
 
 if TYPE_CHECKING:
