@@ -104,6 +104,7 @@ class _Call:
             return self.run(inputs, held)
 
         run.__name__ = self.name
+        run.__wrapped__ = self.fn  # type: ignore[attr-defined]  # the key of a call has all that the function leads to
         return run
 
     def run(self, inputs: Sequence[Any], held: Sequence[Tensor]) -> Any:
