@@ -7,21 +7,21 @@ that the forward appends stays there. A write to a copy is repeated on its origi
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.strided_only import as_bytes
-from shardlib.core.torch_private import innermost, is_wrapped, memory_of, node_type, pytree, version_of
+from shardlib.core.torch_private import MODULE_DICTS, innermost, is_wrapped, memory_of, node_type, pytree, version_of
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.attributes import attributes
-from shardlib.frontend.side_effects.graph_writes import last_node, node_of, written_since
+from shardlib.frontend.side_effects.graph_writes import last_node, node_of, owner_of, values_read_since, written_since
 from shardlib.tensor.sharded_tensor import ShardedTensor, marks
 
 
@@ -35,35 +35,66 @@ def counting_writes() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def on_copies(name: str, call: Any, copy: Callable[[Tensor], Tensor | None]) -> Iterator[Any]:
-    """Gives the call `(args, kwargs)` with copies in the place of tensors, and repeats writes to them afterwards.
+def run_on_copies(
+    name: str,
+    module: nn.Module,
+    run: Callable[..., Any],
+    call: Any,
+    copy: Callable[[Tensor], Tensor | None],
+    reachable: Callable[[], Iterable[Tensor]] = tuple,
+) -> Any:
+    """Returns `run(*args, **kwargs)` of the call `(args, kwargs)` with copies of tensors; repeats writes to them.
 
     `copy` returns a tensor's copy, or None if the tensor stays. One tensor has one copy, with the same attributes.
-    Raises `ShardingError` for a write that another argument would see, and for one that changes a shape.
+    An argument that `run` returns, or sets as an attribute of the module, is the caller's own. `reachable` returns the
+    tensors that the code reaches beside its arguments.
+
+    Raises `ShardingError` for a write that the code or another argument would see by another name, for one that changes
+    a shape, and for an argument that begins to require gradients.
     """
     tensors = {id(x): (path, x) for path, x in flatten_with_path(call)[0] if isinstance(x, Tensor)}
     copies = [_Copy(path, x, y) for path, x in tensors.values() if (y := copy(x)) is not None and y is not x]
     if not copies:
-        yield call
-        return
-    start = last_node()
+        args, kwargs = call
+        return run(*args, **kwargs)
+    start, held = last_node(), list(_held(module))
     entry = _Exchange({id(c.original): c.copy for c in copies})
+    returns = False
     try:
-        yield entry(call)
+        args, kwargs = entry(call)
+        out = run(*args, **kwargs)
+        returns = True
     finally:
         old = {id(c.copy): c.original for c in copies} | {id(new): old for old, new, _ in entry.rebuilt}
         restore = _Exchange(old)
-        for container in entry.containers:
+        for container in (*entry.containers, *map(vars, module.modules())):
             restore(container)
+        nodes = written_since(start)
+        written = [c for c in copies if c.is_written(nodes)]
+        if not returns:  # plain code would have written before it raised
+            for c in written:
+                if not c.has_new_shape():
+                    c.write_back()
     entry.refuse_changes(name)
-    nodes = written_since(start)
-    written = [c for c in copies if c.is_written(nodes)]
-    _refuse_shared(name, written, copies, [x for _, x in tensors.values()])
+    if written:
+        beside = [x for _, x in tensors.values()]
+        now_held = {id(x) for x in _held(module)}
+        others = () if is_tracing() else (*held, *(x for x in reachable() if id(x) not in now_held))
+        kept = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and id(x) not in tensors]
+        _refuse_aliases(name, written, beside, others, kept, values_read_since(start))
+    _refuse_changes_of_form(name, written, copies)
     for c in copies:
         c.return_attributes()
     for c in written:
         c.write_back()
+    return restore(out)
+
+
+def _held(module: nn.Module) -> Iterator[Tensor]:
+    """Yields the tensors among the attributes of a module and of the modules in it, and in containers there."""
+    for inner in module.modules():
+        values = {key: value for key, value in vars(inner).items() if key not in MODULE_DICTS}
+        yield from (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
 
 
 @dataclass
@@ -84,6 +115,9 @@ class _Copy:
     def __str__(self) -> str:
         group, *path = self.path
         return f"argument {('args', 'kwargs')[group.idx]}{pytree.keystr(tuple(path))} of {list(self.original.shape)}"
+
+    def begins_to_require_grad(self) -> bool:
+        return self.copy.requires_grad and self.copy.is_leaf and not self.original.requires_grad
 
     def has_new_shape(self) -> bool:
         return _state(self.copy)[1:] != self.before[1][1:]
@@ -117,6 +151,9 @@ class _Copy:
         new = self.copy
         if isinstance(new, ShardedTensor) and not isinstance(self.original, ShardedTensor):
             new = new.full_tensor()
+        if new.dtype != self.original.dtype and not new.requires_grad:  # elements that nobody wrote keep all digits
+            before = self.original.to(new.dtype)
+            new = torch.where((new == before) | (new.isnan() & before.isnan()), self.original, new)
         self.original.copy_(new)
 
 
@@ -180,26 +217,53 @@ class _Exchange:
             )
 
 
-def _refuse_shared(name: str, written: Sequence[_Copy], copies: Sequence[_Copy], tensors: Sequence[Tensor]) -> None:
-    """Refuse writes that other arguments should have seen, and those that change a shape."""
-    shapes = [f"{c} has the shape {list(c.copy.shape)} now" for c in written if c.has_new_shape()]
-    if shapes:
+def _refuse_changes_of_form(name: str, written: Sequence[_Copy], copies: Sequence[_Copy]) -> None:
+    """Refuse changes of an argument that are no change of its values, and writes by another name."""
+    changed = [f"{c} has the shape {list(c.copy.shape)} now" for c in written if c.has_new_shape()]
+    changed += [f"{c} requires gradients now" for c in copies if c.begins_to_require_grad()]
+    if changed:
         raise ShardingError(
-            f"{name} changes the shape of an argument",
-            shapes,
-            rule="a module's forward runs on resharded or cast copies of its arguments; values are written back",
-            remedy="make a new tensor with a name of its own: y = x.t()",
+            f"{name} changes an argument",
+            changed,
+            rule="a module's forward runs on resharded or cast copies of its arguments; only values are written back",
+            remedy="make a new tensor with a name of its own: y = x.t(), y = x.detach().requires_grad_()",
         )
-    shared = [c for c in written if any(x is not c.original and _overlap(c.original, x) for x in tensors)]
-    wrong = [f"{c} is written to, and shares memory with another argument" for c in shared]
-    wrong += [f"{c} is written to by another name" for c in copies if c.is_stale() and c not in shared]
+    if stale := [f"{c} is written to by another name" for c in copies if c.is_stale()]:
+        raise _shared(name, stale)
+
+
+def _refuse_aliases(
+    name: str,
+    written: Sequence[_Copy],
+    beside: Sequence[Tensor],
+    others: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    read: Collection[Any],
+) -> None:
+    """Refuse writes that another name of the memory would show.
+
+    `beside` are all arguments, `others` what the code reaches by other names, `kept` what it put into the caller's
+    containers, and `read` the values that the running trace read meanwhile.
+    """
+    wrong = []
+    for c in written:
+        if any(x is not c.original and _overlap(c.original, x) for x in beside):
+            wrong.append(f"{c} is written to, and shares memory with another argument")
+        elif owner_of(c.original) in read or any(_overlap(c.original, x) for x in others):
+            wrong.append(f"{c} is written to, and the module reaches it by another name")
+        elif any(_overlap(c.copy, x) for x in kept):
+            wrong.append(f"{c} is written to, and a container keeps a view of it")
     if wrong:
-        raise ShardingError(
-            f"{name} writes to memory that one of its arguments shares",
-            wrong,
-            rule="a module's forward runs on resharded or cast copies of its arguments, which share no memory",
-            remedy="pass a clone: m(x, x.view(-1).clone()); or write to a copy inside of the forward",
-        )
+        raise _shared(name, wrong)
+
+
+def _shared(name: str, wrong: Sequence[str]) -> ShardingError:
+    return ShardingError(
+        f"{name} writes to memory that one of its arguments shares",
+        wrong,
+        rule="a module's forward runs on resharded or cast copies of its arguments, which share no memory",
+        remedy="pass a clone: m(x, x.view(-1).clone()); or write to a copy inside of the forward",
+    )
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -27,7 +27,7 @@ from shardlib.frontend.guards.mappings import opened
 from shardlib.frontend.guards.object_state import State
 from shardlib.jit.jit import Jitted
 from shardlib.jit.shard import shard
-from shardlib.nn.argument_copies import counting_writes, on_copies
+from shardlib.nn.argument_copies import counting_writes, run_on_copies
 from shardlib.nn.mixed_precision import Policy
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -132,7 +132,7 @@ class Forward:
                         remedy="write that line so that it is traced, or say no memory",
                     ) from error
                 version.eager.add(self._mode)
-                version.type_spaces.update(self._read_type_spaces(args, kwargs))
+                version.type_spaces.update(self._read(args, kwargs).type_spaces)
                 warnings.warn_explicit(
                     f"{what}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
@@ -167,10 +167,11 @@ class Forward:
             )
         return nullcontext() if now is not None or is_without_mesh() else self.mesh
 
-    def _read_type_spaces(self, args: Any, kwargs: Any) -> dict[int, dict[str, Any]]:
+    def _read(self, args: Any, kwargs: Any) -> State:
+        """Returns what the code of a call reaches beside its arguments."""
         state = State()
         self.program.read_call(self.mesh, self.program.programs, state, args, kwargs)
-        return state.type_spaces
+        return state
 
     @property
     def _mode(self) -> Any:
@@ -201,10 +202,9 @@ class Forward:
             with counting_writes():
                 return shard(x, places[id(x)])
 
-        with on_copies(getattr(self, "__name__", "forward"), call, placed) as (own_args, own_kwargs):
-            version = self.version
-            with nullcontext() if is_tracing() else plain_types(version.type_spaces):
-                return version.run(*own_args, **own_kwargs)
+        version, name = self.version, getattr(self, "__name__", "forward")
+        with nullcontext() if is_tracing() else plain_types(version.type_spaces):
+            return run_on_copies(name, self.module, version.run, call, placed, lambda: self._read(args, kwargs).tensors)
 
 
 @dataclass(frozen=True)

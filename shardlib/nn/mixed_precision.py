@@ -22,7 +22,7 @@ from shardlib.core.mode_restore import repeated
 from shardlib.core.source_lines import Line, line_at, replayed
 from shardlib.core.torch_private import MODULE_DICTS, BatchNormalisation, pytree
 from shardlib.frontend.guards.mappings import opened
-from shardlib.nn.argument_copies import on_copies
+from shardlib.nn.argument_copies import run_on_copies
 from shardlib.nn.parameters import Held, held
 from shardlib.nn.spec_table import matches, read
 from shardlib.ops.cast_terms import CAST_TERMS
@@ -162,8 +162,8 @@ class Policy:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with repeated(casts), on_copies(name, opened((args, kwargs)), cast) as (own_args, own_kwargs):
-                out = forward(*own_args, **own_kwargs)
+            with repeated(casts):
+                out = run_on_copies(name, module, forward, opened((args, kwargs)), cast)
             return out if output is None else _converted(opened(out), output)
 
         return run

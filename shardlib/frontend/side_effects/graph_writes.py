@@ -1,6 +1,8 @@
-"""Values of a traced graph that a stretch of code writes to, also where torch counts no write (`x.data.add_(1)`)."""
+"""Values of a traced graph that a stretch of code reads or writes, also where torch counts no write (`x.data.add_(1)`)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
@@ -27,13 +29,28 @@ def last_node() -> fx.Node | None:
 def written_since(start: fx.Node | None) -> set[fx.Node]:
     """Returns the values that the ops behind this node write to, directly or through views."""
     written: set[fx.Node] = set()
+    for node in _nodes_since(start):
+        names = ("x",) if node.target is SET_DATA else written_arguments(node.target)
+        written |= {_owner(x) for name in names for x in tensors_in(argument(node, name))}
+    return written
+
+
+def values_read_since(start: fx.Node | None) -> set[fx.Node]:
+    """Returns the values that the ops behind this node take as operands, directly or through views."""
+    return {_owner(x) for node in _nodes_since(start) for x in node.all_input_nodes}
+
+
+def owner_of(x: Tensor) -> fx.Node | None:
+    """Returns the node of the running trace whose memory a tensor shows; None if there is none."""
+    node = node_of(x)
+    return None if node is None else _owner(node)
+
+
+def _nodes_since(start: fx.Node | None) -> Iterator[fx.Node]:
     node = last_node()
     while start is not None and node is not None and node is not start and node.op != "root":
-        names = ("x",) if node.target is SET_DATA else written_arguments(node.target)
-        targets = [x for name in names for x in tensors_in(argument(node, name))]
-        written |= set(map(_owner, targets))
+        yield node
         node = node.prev
-    return written
 
 
 def _owner(node: fx.Node) -> fx.Node:
