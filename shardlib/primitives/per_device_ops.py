@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from shardlib.core.aten.functional_forms import FILLS, functional_form
 from shardlib.core.aten.op_traits import has, is_view
 from shardlib.core.aten.schemas import may_draw, written_arguments
+from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import (
     DispatchKey,
@@ -59,11 +59,20 @@ def refuse_draws() -> ShardingError:
     )
 
 
+_TRANSFORM_MODES = ("Batched", "BatchedDecomposition", "VmapMode", "DynamicLayerFrontMode", "DynamicLayerBackMode")
+# The stack of a conjugate is one that is only marked as such.
+_BATCHING = (
+    *(f"FuncTorch{name}" for name in _TRANSFORM_MODES),
+    "Conjugate",
+    "Negative",
+)
+
+
 def _vmap_below_autograd() -> Any:
     """A context in which `torch.vmap` batches, where an op of a tensor class is dispatched."""
     excluded = excluded_keys()
-    for name in ("Batched", "BatchedDecomposition", "VmapMode", "DynamicLayerFrontMode", "DynamicLayerBackMode"):
-        excluded = excluded.remove(getattr(DispatchKey, f"FuncTorch{name}"))
+    for name in _BATCHING:
+        excluded = excluded.remove(getattr(DispatchKey, name))
     return forced_keys(included_keys(), excluded)
 
 
@@ -96,7 +105,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     for name in reversed(axes):
         dims = tuple(0 if name in leaves[i].axes else None for i in at)
         call = torch.vmap(call, in_dims=dims, randomness="error")
-    with _vmap_below_autograd() if axes else nullcontext():
+    with _vmap_below_autograd():
         tensors = iter(call(*(leaves[i].stack for i in at)))
     flat, out_tree = results
     out = [next(tensors) if isinstance(x, Tensor) else x for x in flat]
@@ -236,6 +245,8 @@ def _collective(kind: str) -> Callable[..., PerDevice]:
         dims = vmap_body.DIMS.get(kind, 0)
         shifted = (*(d + len(others) for d in args[:dims]), *args[dims:])
         out = vmap_body.collective(stack, group, axes, kind, shifted)
+        if kind in _VIEWS and not is_tracing():  # what a trace writes to has memory of its own
+            out = out.clone()
         if same:
             return x.like(out * n if n > 1 else out, others)
         order = [(*group, *others).index(a) for a in around]
@@ -257,13 +268,21 @@ def _index(like: PerDevice, axes: Sequence[str]) -> PerDevice:
     return like.like(vmap_body.placed(at.permute([axes.index(a) for a in group]), *((a,) for a in group)), group)
 
 
+def _set_data(x: PerDevice, value: PerDevice) -> None:
+    """`x.data = value`: from here on it shows the memory of the value."""
+    shown = value.like(value.stack, value.axes)
+    shown.shows(value, lambda owner: owner.like(owner.stack, owner.axes))
+    x.become(shown)
+
+
+_VIEWS = ("all_gather", "all_to_all")
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
 _FORMS: dict[Any, Callable[..., Any]] = {
     **{getattr(torch.ops.shardlib, f"manual_{kind}").default: _collective(kind) for kind in _KINDS},
     torch.ops.shardlib.manual_axis_index.default: _index,
     torch.ops.shardlib.constrain.default: _constrained,
     aten._has_compatible_shallow_copy_type.default: lambda x, other: isinstance(other, PerDevice),
-    set_data.OP: lambda x, value: x.become(value) and None,
+    set_data.OP: _set_data,
 }
 # Ops whose form under a vmap is that of their function, which takes all arguments by position.
 _FUNCTIONS: dict[Any, Any] = dict(zip(ATTENTION, (Attention, AttentionBackward), strict=True))

@@ -16,6 +16,7 @@ from shardlib.core.aten.op_traits import has
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import FakeTensor, parametrized
 from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.primitives.per_device import PerDevice
 from shardlib.tensor.sharded_tensor import typeof
 
 Refs = Sequence[weakref.ref[Any]]
@@ -69,5 +70,21 @@ def _alive(refs: Refs, *, numbers: bool) -> list[Any]:
 
 def _holders(x: Any, kept: list[Any]) -> str:
     """Who holds it, in words; "" where only torch's own history does."""
-    holders = [y for y in gc.get_referrers(x) if y is not kept and not isinstance(y, types.FrameType)]
-    return " or ".join(dict.fromkeys(f"a {type(y).__name__}" for y in holders))
+    kinds: dict[str, None] = {}
+    for y in gc.get_referrers(x):
+        if y is kept or isinstance(y, types.FrameType):
+            continue
+        if (value := _value_of_body(y)) is not None:  # whose stack it is: a history may hold that
+            kinds |= dict.fromkeys(filter(None, [_holders(value, kept)]))
+        else:
+            kinds[f"a {type(y).__name__}"] = None
+    return " or ".join(kinds)
+
+
+def _value_of_body(holder: Any) -> PerDevice | None:
+    """Returns the value of a shard_map body that a holder, or the object whose attributes it has, is."""
+    if isinstance(holder, PerDevice):
+        return holder
+    if not isinstance(holder, dict) or "stack" not in holder:
+        return None
+    return next((x for x in gc.get_referrers(holder) if isinstance(x, PerDevice) and vars(x) is holder), None)

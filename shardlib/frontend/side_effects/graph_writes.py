@@ -1,4 +1,4 @@
-"""Values of a traced graph that a stretch of code reads or writes, also where torch counts no write (`x.data.add_(1)`)."""
+"""Values of a traced graph that a stretch of code reads or writes, also by `x.data`, where torch counts no write."""
 
 from __future__ import annotations
 
