@@ -486,3 +486,56 @@ def test_ranks() -> None:
     virtual = _on_ranks()
     for found in run_ranks(_on_ranks, 2):
         torch.testing.assert_close(found, virtual)
+
+
+# --- memory and marks of values on one device -------------------------------------------------------------------------
+
+
+def conjugated(x: Tensor) -> Tensor:
+    z = torch.complex(x, x.cos())
+    return (z.conj() * z * (1 + 2j)).imag + (z * z).real + sl.psum(z.conj() * z.exp(), "data").imag
+
+
+def gathered_and_written(x: Tensor) -> Tensor:
+    e = x.exp()
+    sl.all_gather(e, "data").zero_()
+    sl.all_to_all(e, "data", 0, 0).add_(1)
+    return e
+
+
+def with_other_data(x: Tensor) -> Tensor:
+    y, value = x.detach() * 0, x.detach() * 2
+    y.data = value
+    value.add_(1)
+    return y + x
+
+
+def with_a_checkpoint(x: Tensor) -> Tensor:
+    return checkpoint(lambda x: sl.psum(x.exp().sin(), "data") * x.exp().sin(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("body", [conjugated, gathered_and_written, with_other_data, with_a_checkpoint])
+def test_values_of_a_body_are_those_of_devices(body: Callable[[Tensor], Tensor], some: bool) -> None:
+    x = torch.linspace(-1, 1, 12).view(4, 3)
+    with Mesh(data=2, tensor=2) if some else Mesh(data=2):
+        mapped = sl.shard_map(body, "rows@data _", "rows@data _", axis_names={"data"} if some else None)
+        sl.check(lambda x: mapped(x), x)
+        own, whole = x.clone().requires_grad_(), x.clone().requires_grad_()
+        mapped(own).square().sum().backward()
+        devices = [body_of(body, whole, rows) for rows in (slice(0, 2), slice(2, 4))]
+        torch.cat(devices).square().sum().backward()
+        torch.testing.assert_close(own.grad, whole.grad)
+
+
+def body_of(body: Callable[[Tensor], Tensor], x: Tensor, rows: slice) -> Tensor:
+    """What a device's body gives, in plain torch."""
+    mine, other = x[rows], x[2:] if rows.start == 0 else x[:2]
+    if body is conjugated:
+        z, z2 = torch.complex(mine, mine.cos()), torch.complex(other, other.cos())
+        return (z.conj() * z * (1 + 2j)).imag + (z * z).real + (z.conj() * z.exp() + z2.conj() * z2.exp()).imag
+    if body is gathered_and_written:
+        return mine.exp()
+    if body is with_other_data:
+        return 2 * mine.detach() + 1 + mine
+    return (mine.exp().sin() + other.exp().sin()) * mine.exp().sin()

@@ -322,3 +322,48 @@ def test_what_draws_runs_op_by_op() -> None:
         assert bool(((noisy == 0) | torch.isclose(noisy, 4 * X)).all())
         with pytest.raises(ShardingError, match=r"sl\.jit\(sl\.grad\(f\)\)\(x\)"):
             grad(sl.jit(lambda x: (sl.shard(torch.rand_like(x), "b@a _") * sl.shard(x, "b@a _")).sum()))(X)
+
+
+STATE: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, x: grad(f)(x),
+    "vjp": lambda f, x: vjp(f, x)[1](torch.ones((), dtype=x.dtype))[0],
+    "jvp": lambda f, x: jvp(f, (x,), (x,))[1],
+    "vmap": lambda f, x: vmap(f)(torch.stack([x, 2 * x])),
+    "hessian": lambda f, x: hessian(f)(x),
+}
+
+
+def _in_turns(transform: Callable[..., Any], wrap: Callable[..., Any]) -> list[Tensor]:
+    """A function of what its Python says, and of what it counts, in three calls."""
+    config, rows, calls = {"k": 2.0}, [1.0], [0]
+
+    def reads(x: Tensor) -> Tensor:
+        return (x**3).sum() * config["k"] * len(rows)
+
+    def counts(x: Tensor) -> Tensor:
+        calls[0] += 1
+        return (x**3).sum() * calls[0]
+
+    reader, counter, results = wrap(reads), wrap(counts), []
+    for _ in range(3):
+        results += [transform(reader, X[0]), transform(counter, X[0]), torch.tensor(calls[0])]
+        config["k"] += 1
+        rows.append(1.0)
+    return results
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_each_transformed_call_reads_what_its_python_says(name: str) -> None:
+    with Mesh(a=2):
+        close(_in_turns(STATE[name], sl.jit), _in_turns(STATE[name], lambda f: f))
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_frozen_parameter_under_a_transform(name: str) -> None:
+    def loss(m: nn.Module) -> Callable[[Tensor], Any]:
+        return lambda x: m(x[None]).square().sum()
+
+    plain, model = net(), net()
+    model[0].weight.requires_grad_(False)
+    with Mesh(a=2):
+        close(STATE[name](loss(sl.parallelize(model, {})), X[0]), STATE[name](loss(plain), X[0]))
