@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardlib as sl
-from shardlib import Mesh
+from shardlib import Mesh, ShardingError
 from shardlib.sharding.layout import Layout
 from tests.ranks import only, run_ranks
 
@@ -258,3 +258,14 @@ def test_a_partial_sum_is_added_up_where_it_is_redistributed(text: str, spec: st
 @pytest.mark.ranks
 def test_a_partial_sum_becomes_a_dtensor_of_one() -> None:
     assert only(run_ranks(_partial_as_dtensor, 2)) == [3] * 6
+
+
+def test_pieces_without_values_are_refused() -> None:
+    x = torch.ones(4)
+    with Mesh(data=2):
+        with pytest.raises(
+            ShardingError, match=r"inside a transform of torch\.func\n.*\nRemedy: put from_local in front"
+        ):
+            torch.func.grad(lambda x: sl.from_local([x[:2], x[2:]], "b@data").full_tensor().sum())(x)
+        with pytest.raises(ShardingError, match="the pieces are on cpu and meta"):
+            sl.from_local([x[:2], torch.ones(2, device="meta")], "b@data")

@@ -22,7 +22,7 @@ from shardlib.core.errors import NoProgramError, ShardingError
 from shardlib.core.recorders import refuse_recorded
 from shardlib.core.source_lines import user_line
 from shardlib.core.strided_only import as_bytes, refuse_dtensors
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_private import is_wrapped, schema_of
 from shardlib.distributed.store import names
 from shardlib.distributed.turns import Turn, current
 from shardlib.ops.collectives import all_gather, all_reduce
@@ -197,6 +197,7 @@ def from_local(
     for piece in mine:
         refuse_recorded(what, piece)
     refuse_dtensors(what, [("x", piece) for piece in mine])
+    _refuse_without_values(what, mine)
     count = mesh.size if mesh.kind == "virtual" else 1
     if len(mine) != count or any(isinstance(piece, ShardedTensor) for piece in mine):
         raise ShardingError(
@@ -212,6 +213,22 @@ def from_local(
     _refuse_different_copies(mesh, mine, resolved.layout, what)
     refuse_misfits(what, mine, resolved.layout, mesh)
     return above.from_shards(mine, Form.of(resolved.layout, mesh, mine[0].dtype, mine[0].device, resolved.names))
+
+
+def _refuse_without_values(what: str, pieces: Sequence[Tensor]) -> None:
+    """Refuse pieces whose values cannot be compared: those that a transform follows, and meta tensors among others."""
+    if any(map(is_wrapped, pieces)):
+        raise ShardingError(
+            f"{what} is inside a transform of torch.func",
+            rule="the pieces of all devices are compared and put together outside of programs, where values are there",
+            remedy="put from_local in front of the transform, or use a shard_map inside it; backward() goes through it",
+        )
+    if len(devices := {piece.device.type for piece in pieces}) > 1:
+        raise ShardingError(
+            f"{what}: the pieces are on {' and '.join(sorted(devices))}",
+            rule="all pieces of a tensor are on the devices of its mesh",
+            remedy="move them first: [x.to(device) for x in pieces]",
+        )
 
 
 def _shapes(mesh: Mesh, mine: Sequence[Tensor], what: str) -> list[tuple[int, ...]]:
