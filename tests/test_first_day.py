@@ -66,7 +66,7 @@ def test_without_a_mesh_on_purpose_a_named_mesh_is_not_used() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: shard(X, "(mesh b) _", mesh=2), "gets mesh=2"),  # type: ignore[arg-type]
+        (lambda: shard(X, "batch _", mesh="data"), "gets mesh='data'"),  # type: ignore[arg-type]
         (lambda: shard(shard(X, "b@data _", mesh=OTHER), "batch _", mesh=GRID), "x lives on Mesh(data=4)"),
     ],
 )
@@ -74,7 +74,7 @@ def test_another_mesh_is_refused(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(ShardingError) as error:
         call()
     assert says in str(error.value)
-    assert "mesh=mesh" in str(error.value) or "sizes=" in str(error.value)
+    assert "mesh=mesh" in str(error.value) or "Remedy: give a Mesh" in str(error.value)
 
 
 # --- as many specs as arguments ---------------------------------------------------------------------------------------

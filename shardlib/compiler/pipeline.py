@@ -34,7 +34,7 @@ from shardlib.core.source_lines import place
 from shardlib.core.stage_clock import Clock
 from shardlib.core.torch_private import pytree
 from shardlib.distributed import world
-from shardlib.frontend.guards.argument_specs import argument_of, by_argument, describe
+from shardlib.frontend.guards.argument_specs import argument_of, by_argument, describe, refuse_left_out
 from shardlib.frontend.guards.flatten_call import FlatCall, arguments_of, flatten_call, twins
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.side_effects.mutations import Watch
@@ -278,10 +278,12 @@ def leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[Sp
         return [None if state.get(i, 0) >= len(found) else spec for i, spec in enumerate(found)]
     name = name_of(fn)
     positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
-    tree = by_argument(fn, name, in_specs, positional, named)
+    tree = by_argument(fn, name, in_specs, len(positional), named)
     names = arguments_of(fn, len(positional), named)
     specs, values = ([*a, *k.values()] for a, k in (tree, (positional, named)))
-    return broadcast_prefix(specs, values, f"{name}: in_specs", describe, names)
+    leaves = broadcast_prefix(specs, values, f"{name}: in_specs", describe, names)
+    refuse_left_out(fn, name, in_specs, positional, named)
+    return leaves
 
 
 def _apart(call: FlatCall, specs: Sequence[SpecLike]) -> set[int]:

@@ -28,7 +28,7 @@ def shard(
     spec: str | P | Spec,
     /,
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh | int | None = None,
     sizes: Sizes | int | None = None,
     src: int | None = None,
     donate: bool = False,
@@ -41,7 +41,7 @@ def shard(
     is kept whole is taken over as it is.
 
     `mesh` is the mesh to place `x` on, in place of the current one. Inside a traced function it has to be the mesh of
-    the program. (A factor called `mesh` gets its length by `sizes={"mesh": 4}`.)
+    the program. (`mesh=4` is the length of a factor of that name.)
 
     Of a tensor that lives elsewhere it is a move, inside and outside: the result lives where the last `shard` says.
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
@@ -77,6 +77,8 @@ def shard(
             rule="a body is one device's program: its tensors are local, and nothing about them is inferred",
             remedy="annotate the arguments and results of the shard_map, by in_specs and out_specs",
         )
+    if isinstance(mesh, int):
+        lengths, mesh = {"mesh": mesh, **lengths}, None
     mesh = _chosen(mesh, x, spec)
     (resolved,) = resolve_many([("x", x.shape, spec, every_length(sizes, lengths))], mesh)
     if mesh is None:
@@ -125,8 +127,7 @@ def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | 
         raise ShardingError(
             f"{what} gets mesh={mesh!r}",
             rule="mesh is the sl.Mesh that x is placed on",
-            remedy="give a Mesh (Mesh.from_device_mesh(...) makes one of torch's), or, for the length of a factor "
-            'called mesh, sizes={"mesh": 4}',
+            remedy="give a Mesh; Mesh.from_device_mesh(...) makes one of torch's",
         )
     if is_without_mesh():
         return None

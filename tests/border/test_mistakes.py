@@ -234,7 +234,7 @@ def test_places_that_a_tensor_says(place: str, spec: str) -> None:
         return (k.sin() * k).sum() + k[at(i)].sum()
 
     for i in (PLACE, -PLACE):
-        sl.check(write, K, i, in_specs=(spec,))
+        sl.check(write, K, i, in_specs=(spec, None))
 
 
 # --- mappings ---------------------------------------------------------------------------------------------------------

@@ -16,16 +16,14 @@ _RULE = "in_specs is a tuple with an entry (or None) per positional argument, or
 
 
 def by_argument(
-    fn: Callable[..., Any], name: str, in_specs: Any, args: Sequence[Any], named: Mapping[str, Any]
+    fn: Callable[..., Any], name: str, in_specs: Any, positional: int, named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the specs of `(args, named)`: `in_specs` is a tuple with an entry per positional argument, a dict by
     name, or one spec of all.
 
-    Raises `ShardingError` for entries of no argument, and for arguments with tensors that a tuple leaves out. An
-    argument without tensors needs no entry, and neither has one by name whose parameter has a default.
+    Raises `ShardingError` for entries of no argument.
     """
     plain, everything, optional = _parameters(fn)
-    positional = len(args)
     if isinstance(in_specs, dict):
         known = [*everything, *(k for k in named if k not in everything)]
         if unknown := [key for key in in_specs if key not in known]:
@@ -49,15 +47,23 @@ def by_argument(
             rule=_RULE,
             remedy="a spec is one string, 'batch seq', not a tuple of names; in_specs=('batch seq',) for one argument",
         )
-    by_position = dict(zip(arguments_of(fn, positional, ()), args, strict=True))
-    by_position |= {x: named[x] for x in plain[positional:] if x in named and x not in optional}
-    _refuse_without_entry(name, len(specs), by_position)
     rest = dict(zip(plain[positional:], specs[positional:], strict=False))  # given by name this time
     return (*specs[:positional], *(None,) * (positional - len(specs))), {k: rest.get(k) for k in named}
 
 
-def _refuse_without_entry(name: str, entries: int, arguments: Mapping[str, Any]) -> None:
-    """Raises for arguments with tensors behind the last entry; the order of `arguments` is that of the parameters."""
+def refuse_left_out(
+    fn: Callable[..., Any], name: str, in_specs: Any, args: Sequence[Any], named: Mapping[str, Any]
+) -> None:
+    """Raises `ShardingError` for arguments with tensors behind the last entry of a tuple.
+
+    An argument without tensors needs no entry, nor does one that is given by name to a parameter with a default.
+    """
+    if not isinstance(in_specs, tuple | list):
+        return
+    plain, _, optional = _parameters(fn)
+    arguments = dict(zip(arguments_of(fn, len(args), ()), args, strict=True))
+    arguments |= {x: named[x] for x in plain[len(args) :] if x in named and x not in optional}
+    entries = len(in_specs)
     tensors = {x: [leaf for leaf in pytree.tree_leaves(value) if is_tensor(leaf)] for x, value in arguments.items()}
     if left_out := {x: leaves for x, leaves in [*tensors.items()][entries:] if leaves}:
         raise ShardingError(
