@@ -51,7 +51,7 @@ def local_shards(x: ShardedTensor, grad_placements: Sequence[Any] | None = None)
             rule="the gradient of a partial sum belongs to the sum, and not to its addends",
             remedy="x.redistribute(spec) first, or x.detach()",
         )
-    out: tuple[Tensor, ...] = _Split.apply(x, grad_layout)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _Split.apply(x, x._locals, grad_layout)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -92,10 +92,10 @@ def _at_home(x: Tensor, form: Form) -> ShardedTensor:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: ShardedTensor, grad_layout: Layout) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: ShardedTensor, shards: tuple[Tensor, ...], grad_layout: Layout) -> tuple[Tensor, ...]:
         ctx.form, ctx.grad_layout = x._form, grad_layout
         ctx.set_materialize_grads(False)
-        return tuple(shard.detach() for shard in x._locals)
+        return tuple(shard.detach() for shard in shards)
 
     @staticmethod
     @one_by_one
@@ -103,13 +103,13 @@ class _Split(torch.autograd.Function):
         form, mesh, layout = ctx.form, ctx.form.mesh, ctx.grad_layout
         parts = [whole(grad) if isinstance(grad, ShardedTensor) else grad for grad in grads]
         if (total := _sum_copies(parts, layout, mesh)) is None:
-            return None, None
+            return None, None, None
         grad_form = Form.of(layout, mesh, total[0].dtype, total[0].device, form.names)
-        return _at_home(from_shards(total, grad_form), form), None
+        return _at_home(from_shards(total, grad_form), form), None, None
 
     @staticmethod
     @one_by_one
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         return tuple(shard.clone() for shard in local_shards(_at_home(tangent, ctx.form)))
 
 
