@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -338,6 +338,23 @@ def test_dropout_of_examples() -> None:
         wrong = r"(?s)randomness='different'.*share their random numbers.*randomness=\"same\" in vmap, jacfwd"
         with pytest.raises(ShardingError, match=wrong):
             sl.jit(jacfwd(drop, randomness="different"))(X)
+
+
+def test_parameters_that_compute_in_less() -> None:
+    net = torch.nn.Linear(6, 3)
+
+    def pushed(m: torch.nn.Module, x: Tensor) -> Tensor:
+        weights = dict(m.named_parameters())
+        along = {name: x.detach().cos() for name, x in weights.items()}
+        out: Tensor = jvp(lambda p: functional_call(m, p, (x,)), (weights,), (along,))[1]
+        return out
+
+    want = pushed(net, X.float())
+    with sl.Mesh(**TWO):
+        model = sl.parallelize(net, {"weight": "o _"}, precision=torch.bfloat16)
+        tangent = sl.jit(pushed)(model, X.float()).full_tensor()
+    assert tangent.dtype == torch.bfloat16
+    torch.testing.assert_close(tangent.float(), want, rtol=0.02, atol=0.02)
 
 
 def test_check_compares_tangents() -> None:

@@ -222,10 +222,14 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, said = inputs
-        ctx.own, ctx.sums = x.dtype, said.reduction or x.dtype
+        x, ctx.precision = inputs
+        ctx.own, ctx.sums = x.dtype, ctx.precision.reduction or x.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         summed = grad if grad.dtype == ctx.sums else CAST_TERMS(grad, dtype=ctx.sums)
         return summed.to(ctx.own), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
+        return _Cast.apply(tangent, ctx.precision)  # type: ignore[no-untyped-call]
