@@ -290,7 +290,7 @@ def test_a_mask_is_taken_apart(name: str) -> None:
     assert how["causal"]
     assert how["mask"].meta["val"].shape[-2] == 1
     with sl.Mesh(data=2, tensor=2):
-        sl.check(sl.jit(attend, in_specs=("b@data h@tensor s e", None, None)), *_qkv(), there)
+        sl.check(sl.jit(attend, in_specs=("b@data h@tensor s e", None, None, None)), *_qkv(), there)
 
 
 @pytest.mark.parametrize("name", BIASES)
@@ -308,7 +308,7 @@ def test_a_bias_is_taken_apart(name: str) -> None:
     assert how["mask"].meta["val"].shape[-2] == 1
     assert (how["bias"] is None) == ("a bias" not in name and name != "a sum")
     with sl.Mesh(data=2, tensor=2):
-        sl.check(sl.jit(attend, in_specs=("b@data h@tensor s e", None, None)), *_qkv(), there, b)
+        sl.check(sl.jit(attend, in_specs=("b@data h@tensor s e", *[None] * 4)), *_qkv(), there, b)
 
 
 @pytest.mark.parametrize("value", [float("nan"), INF, -INF])

@@ -490,7 +490,7 @@ def test_arguments_stay_what_they_are(how: str, door: str) -> None:
     with Mesh(data=2):
         sl.parallelize(model)
     if door == "op by op":
-        model.forward.eager.add(model.training)
+        model.forward.version.eager.add(model.training)
     found = []
     for m in (plain, model):
         x, y = torch.arange(24.0).view(6, 4), torch.ones(6, 4)

@@ -53,9 +53,9 @@ MEGATRON = ("batch embed", "embed ff", "ff embed")
 # program, arguments, in_specs -> the collectives, as (kind, axes), in order
 CASES = {
     "nothing annotated": (mlp, (X, UP, DOWN), None, []),
-    "data parallel forward": (mlp, (X, UP, DOWN), ("batch embed",), []),
+    "data parallel forward": (mlp, (X, UP, DOWN), ("batch embed", None, None), []),
     "data parallel gradients, once each": (
-        grads(mlp, 1, 2), (X, UP, DOWN), ("batch embed",), [("all_reduce", "data")] * 2,
+        grads(mlp, 1, 2), (X, UP, DOWN), ("batch embed", None, None), [("all_reduce", "data")] * 2,
     ),
     "gradients land like their parameters": (
         grads(mlp, 1), (meta(65536, 256), meta(256, 64), meta(64, 256)),

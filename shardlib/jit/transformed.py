@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardlib.compiler.pipeline import leaf_specs
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.errors import EffectError
-from shardlib.core.torch_private import MODULE_DICTS, innermost, is_wrapped, pytree
+from shardlib.core.torch_private import MODULE_DICTS, TransformType, innermost, is_wrapped, pytree, transforms
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, is_number, wrapped
 from shardlib.frontend.guards.object_state import State
 from shardlib.jit.call.double_backward import autocast
@@ -48,6 +48,8 @@ class Transformed:
         self, function: Function, state: State, autocasts: Autocasts, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of a call, of which `state` is what it finds beside its arguments."""
+        if any(level.key() == TransformType.Functionalize for level in transforms() or ()):
+            return function.fn(*args, **kwargs)  # it follows ops, and has no rule for a program
         leaves, tree = pytree.tree_flatten(wrapped(args, kwargs, function.static))
         inputs = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) or is_number(x)}
         own = set(map(id, inputs.values()))

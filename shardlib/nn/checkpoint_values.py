@@ -28,7 +28,7 @@ def written(values: Mapping[str, Any]) -> bytes:
     Example:
         >>> written({"run": {"best": 0.5, "folder": Path("runs")}})
         Traceback (most recent call last):
-        shardlib.core.errors.ShardingError: a checkpoint cannot hold some of its values:
+        shardlib.ShardingError: a checkpoint cannot hold some of its values:
           * run.folder is a PosixPath: PosixPath('runs')
         Rule: values are None, text, bytes, numbers, tensors, numpy's numbers and arrays, and dicts, lists, tuples ...
         Remedy: save float(x), str(path), date.isoformat(), member.value, dataclasses.asdict(x), tuple(x), ...

@@ -585,7 +585,7 @@ NO_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "no dims": (lambda: sl.jit(lambda x: x)(np.array(1.5)), "is a numpy array of no dims, of dtype float64"),
     "a mask": (lambda: sl.jit(lambda x: x)(np.ma.array([1.0])), "is a MaskedArray of shape [1]"),
     "a number": (lambda: shard(1.0, ""), "is 1.0, a float"),
-    "nothing": (lambda: shard(None, ""), "is None, a NoneType"),
+    "nothing": (lambda: shard(None, ""), "is a NoneType"),
     "a module": (lambda: shard(nn.Linear(2, 2), "a b"), "a Linear"),
     "a list in jit": (lambda: sl.jit(lambda x: torch.sin(x))([1.0]), "'input' (position 1) must be Tensor, not list"),
 }

@@ -10,7 +10,10 @@ import gc
 import types
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from shardlib.core.aten.op_traits import has
 from shardlib.core.errors import ShardingError
@@ -20,6 +23,14 @@ from shardlib.primitives.per_device import PerDevice
 from shardlib.tensor.sharded_tensor import typeof
 
 Refs = Sequence[weakref.ref[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldByHistory:
+    """A tensor that a node of autograd holds, with the number of writes to it until then."""
+
+    tensor: torch.Tensor
+    version: int
 
 
 def outlived(tracked: Mapping[Any, Any], inputs: Collection[int]) -> tuple[weakref.ref[Any], ...]:
@@ -72,7 +83,7 @@ def _holders(x: Any, kept: list[Any]) -> str:
     """Who holds it, in words; "" where only torch's own history does."""
     kinds: dict[str, None] = {}
     for y in gc.get_referrers(x):
-        if y is kept or isinstance(y, types.FrameType):
+        if y is kept or isinstance(y, types.FrameType | HeldByHistory):
             continue
         if (value := _value_of_body(y)) is not None:  # whose stack it is: a history may hold that
             kinds |= dict.fromkeys(filter(None, [_holders(value, kept)]))

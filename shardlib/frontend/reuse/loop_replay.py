@@ -21,6 +21,7 @@ from shardlib.core.batched_grad import mapped_alike
 from shardlib.core.errors import NoDerivativeError, WrittenError
 from shardlib.core.source_lines import replayed
 from shardlib.core.torch_private import TransformType, is_wrapped, transforms, version_of
+from shardlib.frontend.hazards.escaped_values import HeldByHistory
 from shardlib.frontend.reuse.copy_nodes import Copy
 
 
@@ -223,15 +224,15 @@ class _Step(torch.autograd.Function):
         return (None, None, *made)
 
 
-def _versions(inputs: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+def _versions(inputs: Sequence[Tensor]) -> list[HeldByHistory]:
     """Each with the number of writes to it, which tensors of inference mode do not count: they have no gradient."""
     with torch.DisableTorchFunction():  # the user's modes see no question of ours
-        return [(x, 0 if x.is_inference() else version_of(x)) for x in inputs]
+        return [HeldByHistory(x, 0 if x.is_inference() else version_of(x)) for x in inputs]
 
 
-def _unwritten(inputs: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-    now = _versions([x for x, _ in inputs])
-    wrong = [x for (x, version), (_, last) in zip(inputs, now, strict=True) if version != last]
+def _unwritten(inputs: Sequence[HeldByHistory]) -> list[Tensor]:
+    now = _versions([held.tensor for held in inputs])
+    wrong = [old.tensor for old, new in zip(inputs, now, strict=True) if old.version != new.version]
     if wrong:
         raise WrittenError(
             "the gradient of scan is differentiated, and what the scan read has been modified by an inplace operation",
@@ -239,7 +240,7 @@ def _unwritten(inputs: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
             rule="a second derivative reads all inputs of a step",
             remedy="write to it after the last backward pass",
         )
-    return [x for x, _ in inputs]
+    return [held.tensor for held in inputs]
 
 
 class _Gradient(torch.autograd.Function):
