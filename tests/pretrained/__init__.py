@@ -215,7 +215,7 @@ def outcome(kind: str) -> dict[str, Any]:
     worst = max(errors, key=lambda k: errors[k])
     cut = [name for name, p in model.named_parameters() if "@tensor" in sl.typeof(p)]
     found = {"kind": kind, "worst": errors[worst], "at": worst, "parameters": len(theirs), "cut": len(cut)}
-    if model.forward.eager:
+    if model.forward.version.eager:
         return found | {"eager": "its Python asks for values, so its ops run one by one"}
     plan = model.forward.plan(**args, return_dict=False)
     gathered = sorted({str(c.value) for c in plan.collectives if c.kind == "all_gather" and "tensor" in c.axes})
