@@ -471,42 +471,50 @@ def test_blocks_are_used_again_and_outlive_their_session():
             assert (left, files) == (1, 0)  # that of `part`
 
 
-def no_room() -> tuple[str, list[float], int]:
+def no_room() -> tuple[list[str], list[float], list[float], int]:
     """A rank that may make no file of the size of a block: both are told, and what they do next is right."""
-    group = group_of(2)
+    group, rank, count = group_of(2), dist.get_rank(), 1 << 19
     gathered(group)
-    if dist.get_rank() == 1:
+    if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    else:
-        time.sleep(0.2)  # the other one comes first, and makes the block
-    x, texts = torch.zeros(1 << 19), []
-    for _ in range(2):
-        handle = all_gather.start(x, 0, [1 << 19] * 2, group, shared=True)
+
+    def start(count: int) -> Any:  # rank 1 comes first, and makes the block
+        if rank == 0:
+            dist.barrier()
+        handle = all_gather.start(torch.full((count,), float(rank)), 0, [count] * 2, group, shared=True)
+        if rank == 1:
+            dist.barrier()
+        return handle
+
+    texts = []
+    for size in (count, 2 * count):
+        handle = start(size)
         for _ in range(2):  # whoever asks again is told again
             with pytest.raises(CollectiveError) as refused:
                 handle.finish()
             texts.append(str(refused.value))
-    assert len(set(texts)) == 1
+        dist.barrier()  # both have left the block
     after = gathered(group)
-    time.sleep(3 * shm_channel.LOOK_SECONDS * (dist.get_rank() == 0))  # the other one looks whether its peers gave up
+    time.sleep(3 * shm_channel.LOOK_SECONDS * (rank == 0))  # the other one looks whether its peers gave up
     assert gathered(group) == after
-    dist.barrier()
+    again = start(count).finish()  # in the block that rank 0 made for the first one
     files = [path for path in Path("/proc/self/fd").iterdir() if "memfd:shardlib-block" in os.path.realpath(path)]
-    return texts[0], after, max(path.stat().st_blocks * 512 for path in files)
+    reserved = max(path.stat().st_blocks * 512 for path in files)
+    return texts, after, again[count - 1 : count + 1].tolist(), reserved
 
 
-@pytest.mark.slow  # fails where the first rank gets the block before the limit of the other one counts
 @pytest.mark.ranks
 @RANKED
 def test_a_shared_result_without_memory():
     with fresh(2) as run:
-        for text, values, reserved in run(no_room):
-            assert text == (
-                "rank 1 cannot reserve 4.0 MiB of memory for what ranks 0 and 1 gather: "
-                f"{os.strerror(errno.EFBIG)}; raise that limit, or start with SHARDLIB_OPS=all_gather=torch"
-            )
-            assert values == [0.0, 1.0]
-            assert reserved <= 4 << 20  # the first one's block serves the second, too
+        for texts, values, across, reserved in run(no_room):
+            assert texts == [
+                f"rank 1 cannot reserve {size} of memory for what ranks 0 and 1 gather: {os.strerror(errno.EFBIG)}; "
+                "raise that limit, or start with SHARDLIB_OPS=all_gather=torch"
+                for size in ("4.0 MiB", "4.0 MiB", "8.0 MiB", "8.0 MiB")
+            ]
+            assert (values, across) == ([0.0, 1.0], [0.0, 1.0])
+            assert reserved <= 12 << 20  # rank 0's two blocks
 
 
 def shared_or_not() -> str:
