@@ -217,12 +217,10 @@ def report(options: argparse.Namespace) -> None:
     print("\n" + markdown("The first call in a fresh process: seconds of CPU time (of wall time)", HEADER, rows))
     for door in options.doors:
         for peer in PEERS:
-            known_ratios = [ratios[peer] for name, ratios in every if name == door and peer in ratios]
-            if known_ratios:
-                median, count = statistics.median(known_ratios), len(known_ratios)
-                print(
-                    f"median of {door} against {peer}: {median:.2f}x ({count} rows, at most {max(known_ratios):.2f}x)"
-                )
+            peer_ratios = [ratios[peer] for name, ratios in every if name == door and peer in ratios]
+            if peer_ratios:
+                median, count = statistics.median(peer_ratios), len(peer_ratios)
+                print(f"median of {door} against {peer}: {median:.2f}x ({count} rows, at most {max(peer_ratios):.2f}x)")
 
 
 HEADER = ("model", "mesh", "what", "shardlib", *PEERS, "ops", "programs", "stages, wall seconds")

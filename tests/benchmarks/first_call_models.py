@@ -179,7 +179,8 @@ _T5 = {
 }  # fmt: skip
 _GPT2 = {
     "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 64, "use_cache": False,
-    "bos_token_id": 1, "eos_token_id": 2, "loss_type": "ForCausalLM", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "bos_token_id": 1, "eos_token_id": 2, "loss_type": "ForCausalLM",
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
 _VIT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 32,
@@ -205,35 +206,69 @@ _VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
 }  # fmt: skip
 
+_VIT_TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 4}
+_SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 24}
+
+
+def _noisy() -> dict[str, Tensor]:
+    labels = torch.arange(ROWS)
+    return {"hidden_states": torch.randn(ROWS, 4, 8, 8), "timestep": labels, "class_labels": labels.clone()}
+
+
+def _speech() -> dict[str, Tensor]:
+    return {"input_features": torch.randn(ROWS, 8, 32), "labels": torch.randint(3, 64, (ROWS, 12))}
+
+
+def _text(name: str, kind: str, model: str, **options: Any) -> Case:
+    build = _transformers(f"{kind}Config", f"{kind}{model}", **options)
+    return Case(name, "transformers", build, _tokens("input_ids", "labels"), own_loss)
+
+
+def _ids() -> tuple[Tensor, ...]:
+    return (torch.randint(64, (ROWS, 16)),)
+
+
 CASES = (
-    Case("timm-vit", "timm", _timm("vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, num_heads=4), _image(32)),
+    Case("timm-vit", "timm", _timm("vit_tiny_patch16_224", **_VIT_TINY), _image(32)),
     Case("timm-convnext", "timm", _timm("convnext_tiny", dims=(8, 16, 32, 64)), _image(64)),
     Case("timm-resnet50", "timm", _timm("resnet50", channels=(8, 16, 32, 64)), _image(64)),
-    Case("timm-swin", "timm", _timm("swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=24), _image(64)),
+    Case("timm-swin", "timm", _timm("swin_tiny_patch4_window7_224", **_SWIN), _image(64)),
     Case("timm-efficientnet", "timm", _timm("efficientnet_b0"), _image(32)),
     Case("timm-mixer", "timm", _timm("mixer_s16_224", img_size=64, embed_dim=32), _image(64)),
     Case("torchvision-lraspp", "torchvision", _lraspp, _image(64)),
     Case("torchvision-fpn", "torchvision", _fpn, _image(64)),
     Case("torchvision-swin3d", "torchvision", _swin3d, lambda: (torch.randn(ROWS, 3, 4, 32, 32),)),
-    Case("diffusers-unet", "diffusers", _diffusers("UNet2DModel", **_UNET), lambda: (torch.randn(ROWS, 3, 16, 16), torch.arange(ROWS))),
-    Case("diffusers-dit", "diffusers", _diffusers("DiTTransformer2DModel", **_DIT),
-         lambda: {"hidden_states": torch.randn(ROWS, 4, 8, 8), "timestep": torch.arange(ROWS), "class_labels": torch.arange(ROWS)}),
+    Case(
+        "diffusers-unet",
+        "diffusers",
+        _diffusers("UNet2DModel", **_UNET),
+        lambda: (torch.randn(ROWS, 3, 16, 16), torch.arange(ROWS)),
+    ),
+    Case("diffusers-dit", "diffusers", _diffusers("DiTTransformer2DModel", **_DIT), _noisy),
     Case("diffusers-vae", "diffusers", _diffusers("AutoencoderKL", **_VAE), _image(16)),
-    Case("x-transformers-rotary", "x_transformers", _x_transformers(rotary_pos_emb=True), lambda: (torch.randint(64, (ROWS, 16)),)),
-    Case("x-transformers-alibi", "x_transformers", _x_transformers(alibi_pos_bias=True, alibi_num_heads=4), lambda: (torch.randint(64, (ROWS, 16)),)),
+    Case("x-transformers-rotary", "x_transformers", _x_transformers(rotary_pos_emb=True), _ids),
+    Case("x-transformers-alibi", "x_transformers", _x_transformers(alibi_pos_bias=True, alibi_num_heads=4), _ids),
     *(_rnn(kind, steps) for kind in (nn.GRU, nn.LSTM) for steps in (16, 128)),
     Case("nn-transformer", "torch", Seq2Seq, lambda: (torch.randn(ROWS, 8, 16), torch.randn(ROWS, 8, 16))),
     Case("nn-attention", "torch", Cross, lambda: (torch.randn(ROWS, 6, 16), torch.zeros(ROWS, 6, dtype=torch.bool))),
-    Case("llama", "transformers", _transformers("LlamaConfig", "LlamaForCausalLM", **_LLAMA), _tokens("input_ids", "labels"), own_loss),
-    Case("gpt2", "transformers", _transformers("GPT2Config", "GPT2LMHeadModel", **_GPT2), _tokens("input_ids", "labels"), own_loss),
-    Case("t5", "transformers", _transformers("T5Config", "T5ForConditionalGeneration", **_T5), _tokens("input_ids", "labels"), own_loss),
-    Case("mixtral", "transformers",
-         _transformers("MixtralConfig", "MixtralForCausalLM", **_LLAMA, num_local_experts=4), _tokens("input_ids", "labels"), own_loss),
-    Case("hf-vit", "transformers", _transformers("ViTConfig", "ViTForImageClassification", **_VIT),
-         lambda: {"pixel_values": torch.randn(ROWS, 3, 32, 32)}),
-    Case("whisper", "transformers", _transformers("WhisperConfig", "WhisperForConditionalGeneration", **_WHISPER),
-         lambda: {"input_features": torch.randn(ROWS, 8, 32), "labels": torch.randint(3, 64, (ROWS, 12))}, own_loss),
+    _text("llama", "Llama", "ForCausalLM", **_LLAMA),
+    _text("gpt2", "GPT2", "LMHeadModel", **_GPT2),
+    _text("t5", "T5", "ForConditionalGeneration", **_T5),
+    _text("mixtral", "Mixtral", "ForCausalLM", **_LLAMA, num_local_experts=4),
+    Case(
+        "hf-vit",
+        "transformers",
+        _transformers("ViTConfig", "ViTForImageClassification", **_VIT),
+        lambda: {"pixel_values": torch.randn(ROWS, 3, 32, 32)},
+    ),
+    Case(
+        "whisper",
+        "transformers",
+        _transformers("WhisperConfig", "WhisperForConditionalGeneration", **_WHISPER),
+        _speech,
+        own_loss,
+    ),
     Case("pyg-gat", "torch_geometric", _gat, lambda: (torch.randn(16, 8), torch.randint(16, (2, 40)))),
     Case("w1", "torch", lambda: peers_dtensor.model(w1.init(W1), W1), _w1_tokens, w1_modes=("fsdp8", "fsdp_tp")),
-)  # fmt: skip
+)
 BY_NAME = {case.name: case for case in CASES}
