@@ -234,7 +234,7 @@ CASES = (
     Case("timm-resnet50", "timm", _timm("resnet50", channels=(8, 16, 32, 64)), _image(64)),
     Case("timm-swin", "timm", _timm("swin_tiny_patch4_window7_224", **_SWIN), _image(64)),
     Case("timm-efficientnet", "timm", _timm("efficientnet_b0"), _image(32)),
-    Case("timm-mixer", "timm", _timm("mixer_s16_224", img_size=64, embed_dim=32), _image(64)),
+    Case("timm-mixer", "timm", _timm("mixer_s16_224", img_size=64), _image(64)),
     Case("torchvision-lraspp", "torchvision", _lraspp, _image(64)),
     Case("torchvision-fpn", "torchvision", _fpn, _image(64)),
     Case("torchvision-swin3d", "torchvision", _swin3d, lambda: (torch.randn(ROWS, 3, 4, 32, 32),)),
