@@ -6,7 +6,8 @@ Each model of `first_call_models` runs in fresh processes of one thread, this li
 of this library's *call* is that of `sl.parallelize` (with `sl.suggest`, where the mesh has a tensor axis), the first
 forward and the first backward; that of its *step* adds AdamW's, all of it one program of `sl.jit`. A peer compiles the
 plain model, `torch.compile(model)`, and runs forward and backward, with a cache folder of its own. JAX's time is that
-of trace, lower and compile, of models that exist there. Imports and the model's construction do not count.
+of trace, lower and compile, of models that exist there. What the first call imports counts (`torch._dynamo`, on both
+sides), the import of this library and the model's construction do not.
 """
 
 from __future__ import annotations
@@ -57,9 +58,6 @@ def loss_of(case: Case, model: nn.Module, inputs: Any) -> Tensor:
 
 def measure_peer(case: Case, backend: str) -> dict[str, Any]:
     """The first forward and backward of `torch.compile(model)`."""
-    import torch._dynamo
-    import torch._inductor.compile_fx
-
     model, inputs = case.build(), case.inputs()
     run = torch.compile(model, backend=backend, fullgraph=False)
     return timed(lambda: loss_of(case, run, inputs).backward())
