@@ -59,7 +59,13 @@ FAMILY: dict[str, Bounds] = {
     "select_triangle": (0, 0, _largest), "unfold": (0, 0, _largest), "creation": (0, 1, _largest),
     "foreach": (0, 8, _all), "fused_loss": (0, 0, _all), "padding": (0, 0, _largest), "diagonals": (0, 1, _largest),
 }  # fmt: skip
-PRODUCTS = {"matmul", "convolution", "attention", "grouped_matmul"}  # counted below, against torch's counter or by hand
+PRODUCTS = {
+    "matmul",
+    "convolution",
+    "attention",
+    "grouped_matmul",
+    "recurrence",
+}  # counted below, against torch's counter or by hand
 OTHERS: dict[str, Bounds] = {
     "aten::linalg_cross": (3, 3, _result), "aten::linalg__powsum": (1, 1, _largest),
     "aten::lu_unpack": (1, 1, _largest), "aten::_linalg_check_errors": (1, 1, _largest),

@@ -17,6 +17,7 @@ from torch.library import Library
 from shardlib.core.torch_private import keys_below, schema_of
 from shardlib.eager.arg_slots import tensors_of
 from shardlib.eager.inplace import through_copies
+from shardlib.frontend.torch_rewrites.recurrent import LAYERS, written_as_ops
 from shardlib.tensor import view_aliases
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
@@ -26,13 +27,18 @@ _BELOW = keys_below(torch.DispatchKey.PythonTLSSnapshot)
 
 
 def _catch(op: Any, form: Callable[..., Any], at: str | None = None) -> None:
-    """Run `op` as `form(op, *args, **kwargs)` where a ShardedTensor takes part, or is its argument called `at`."""
+    """Run `op` as `form(op, *args, **kwargs)` where a ShardedTensor takes part, or is its argument called `at`.
+
+    Where the form returns NotImplemented, the op runs as usual.
+    """
     place = [a.name for a in schema_of(op).arguments].index(at) if at is not None else 0
 
     def caught(keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         looked = (args, kwargs) if at is None else (kwargs.get(at), *args[place : place + 1])
         if any(isinstance(x, ShardedTensor) for x in tensors_of(looked)):
-            return form(op, *args, **kwargs)
+            result = form(op, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
         return op.redispatch(keys & _BELOW, *args, **kwargs)
 
     _ABOVE.impl(op.name(), caught, "PythonTLSSnapshot", with_keyset=True)  # type: ignore[no-untyped-call]
@@ -55,10 +61,19 @@ def _tensor_split(op: Any, x: Tensor, where: Tensor, dim: int = 0) -> Any:
 
 
 def _batch_sizes(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """How many sequences are how long is read from memory, as that of `PackedSequence` is."""
+    """How many sequences are how long is read from memory: `batch_sizes`, as `PackedSequence` has it."""
     names = [a.name for a in schema_of(op).arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return op(**{**given, "batch_sizes": given["batch_sizes"].full_tensor()})
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    sizes = arguments.get("batch_sizes")
+    if not isinstance(sizes, ShardedTensor):
+        return NotImplemented
+    return op(**{**arguments, "batch_sizes": sizes.full_tensor()})
+
+
+def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Layers of cells are an op each, not one per step."""
+    result = written_as_ops(LAYERS[op])(*args, **kwargs)
+    return _batch_sizes(op, *args, **kwargs) if result is None else result
 
 
 def _padded(op: Any, data: Tensor, batch_sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
@@ -114,11 +129,7 @@ _catch(aten.real.default, _part)
 _catch(aten.imag.default, _part)
 _catch(aten.one_hot.default, _one_hot)
 _catch(aten._pad_packed_sequence.default, _padded)
-for _op in (
-    aten.lstm.data,
-    aten.gru.data,
-    aten.rnn_tanh.data,
-    aten.rnn_relu.data,
-    aten._pack_padded_sequence_backward.default,
-):
-    _catch(_op, _batch_sizes, "batch_sizes")
+_catch(aten._pack_padded_sequence_backward.default, _batch_sizes, "batch_sizes")
+for _layers in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
+    _catch(_layers.input, _recurrent)
+    _catch(_layers.data, _recurrent)

@@ -43,6 +43,7 @@ TRAITS: Mapping[str, str] = {
     "writes places": "the first operand, but for the places that an index names",
     "refuses values": "a call fails where some of its operands' values are none that it takes: indices, divisors",
     "multiplies": "the product of two operands",
+    "by element": "as the ops that torch tags as pointwise: numbers only enter the arithmetic of each element",
     "rounds once": "each element, to the same bits wherever it lies: kernels that approximate may not at ends of rows",
     "constrains": "says where its operand lives",
     "enters": "what a device holds of a tensor, at the door of a body of per-device code",
@@ -108,6 +109,8 @@ _TABLE: Mapping[str, str] = {
     **dict.fromkeys(
         ("scatter_reduce", "remainder", "fmod", "floor_divide", "div.Tensor_mode", "div.Scalar_mode"), "refuses values"
     ),
+    **dict.fromkeys(("rsub", "_add_relu", "masked_fill.Scalar", "fill.Scalar"), "by element"),
+    **dict.fromkeys((f"{x}_backward" for x in ("elu", "hardtanh", "leaky_relu", "softplus")), "by element"),
     "view.dtype": "retypes",
     "view_as_real": "pairs",
     "view_as_complex": "pairs",

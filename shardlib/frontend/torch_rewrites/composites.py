@@ -23,6 +23,7 @@ from shardlib.core.torch_private import UPDATES_SCALE, pytree
 from shardlib.frontend.hazards.value_inspection import exported, formatted, located, pickled, shown
 from shardlib.frontend.lifted_inputs import Lifted
 from shardlib.frontend.torch_rewrites.grad_scaler import update_scale
+from shardlib.frontend.torch_rewrites.recurrent import LAYERS, written_as_ops
 from shardlib.frontend.torch_rewrites.tensor_index import picked, read_at, write_at
 from shardlib.ops.checks import WITHIN
 
@@ -210,13 +211,18 @@ def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor
     return None if out is None else out.copy_(torch.linalg.matrix_rank(*args, **kwargs))
 
 
-def _of_cells(layers: Callable[..., Any]) -> Callable[..., Any]:
-    """Views of parameters made on meta are on the program's device; the parameters themselves say that they are not."""
+def _of_cells(layers: Callable[..., Any], cell: str) -> Callable[..., Any]:
+    """Layers of cells as ops; where torch writes them out, views of parameters made on meta are on the program's
+    device, and the parameters themselves say that they are not."""
+    as_ops = written_as_ops(cell)
 
-    def form(*args: Any) -> Any:
-        if not any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(args)):
+    def form(*args: Any, **kwargs: Any) -> Any:
+        if (result := as_ops(*args, **kwargs)) is not None:
+            return result
+        if not any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves((args, kwargs))):
             return None
-        return layers(*pytree.tree_map_only(Tensor, lambda x: x.view_as(x) if x.is_meta else x, args))
+        views = pytree.tree_map_only(Tensor, lambda x: x.view_as(x) if x.is_meta else x, (args, kwargs))
+        return layers(*views[0], **views[1])
 
     return form
 
@@ -267,5 +273,5 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.index_put_: _in_place(_index_put),
     Tensor.index_put: _index_put,
     Tensor.index_put_: _in_place(_index_put),
-    **{layers: _of_cells(layers) for layers in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    **{layers: _of_cells(layers, cell) for layers, cell in LAYERS.items()},
 }

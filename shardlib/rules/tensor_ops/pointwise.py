@@ -7,7 +7,6 @@ is linear in a set of operands when sums on exactly these pass through: `f(a + a
 
 from __future__ import annotations
 
-import cmath
 from collections.abc import Callable, Iterable
 
 import torch
@@ -112,8 +111,10 @@ ROWS: dict[str, RuleFn | str] = {
     **{name: pointwise(sets) for name, sets in LINEAR.items()},
     # Adding a number is not linear, unless it is 0, which Python's `sum` begins with.
     **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Scalar"), _by_number(lambda n: n == 0, "{0,1}")),
-    # A product with an infinite number is `s * inf` of a sum, and `0 * inf` of its terms.
-    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _by_number(cmath.isfinite, "{0} {1}", half=lambda n: abs(n) <= 1)),
+    # A product with an infinite number, or one beyond float32, is `s * inf` of a sum, and `0 * inf` of its terms.
+    **dict.fromkeys(
+        ("mul.Tensor", "mul.Scalar"), _by_number(lambda n: abs(n) < 1e38, "{0} {1}", half=lambda n: abs(n) <= 1)
+    ),
     # Of a sum, `s / 0` is infinite, and of its terms, `0 / 0` is not: so numbers divide sums, other than 0. What
     # tensors hold, nobody knows.
     **dict.fromkeys(("div.Tensor", "div.Scalar", "div.Tensor_mode"), _by_number(bool, half=lambda n: abs(n) >= 1)),
