@@ -570,11 +570,42 @@ def test_an_op_that_was_called_before_is_traced_as_the_first_time(family, monkey
         assert [written(call, xs) for xs in (given, other, given, other)] == expected * 2, name
 
 
-def test_what_was_traced_before_is_asked_of_nobody(monkeypatch):
-    f = lambda x, w: torch.tanh(x @ w).sum(0).softmax(-1)
-    trace(f, (X, X))
-    monkeypatch.setattr(op_meta_cache.Repeated, "_alone", None)  # asked when an op is new
-    trace(f, (X.clone(), X.clone()))
+def attend(x, w):
+    q, k, v = (x[None, None] @ y for y in (w, w.sin(), w.cos()))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)[0, 0]
+
+
+REPEATED = {
+    "products": lambda x, w: torch.tanh(x @ w).sum(0).softmax(-1),
+    "concatenation": lambda x, w: torch.cat([x, w, x.sin()], 1),
+    "stack of one tensor twice": lambda x, w: torch.stack([x, x, w], 1),
+    "maximum and its place": lambda x, w: (x @ w).max(1),
+    "running maximum and its place": lambda x, w: (x * w).cummax(0),
+    "sort": lambda x, w: x.sort(1)[0] + w.sort(0)[1],
+    "layer norm": lambda x, w: torch.nn.functional.layer_norm(x * w, x.shape[1:]),
+    "chunks": lambda x, w: [y * z for y, z in zip(x.chunk(2, 1), w.chunk(2), strict=True)],
+    "chunks of other sizes": lambda x, w: x.split([1, x.shape[0] - 1])[1] * w[1:],
+    "rows": lambda x, w: sum(x.unbind(0)) + w[-1],
+    "batched product": lambda x, w: x[None] @ w,
+    "attention": attend,
+    "gradients of attention": lambda x, w: torch.func.grad(lambda *a: attend(*a).sum(), (0, 1))(x, w),
+    "gradients of chunks": torch.func.grad(lambda x, w: torch.cat([y.sin() for y in (x @ w).chunk(2, 1)]).sum()),
+}
+
+
+@pytest.mark.parametrize("f", REPEATED.values(), ids=REPEATED)
+def test_what_was_traced_before_is_asked_of_nobody(f, monkeypatch):
+    args = torch.ones(4, 4), torch.ones(4, 4)
+    twice = lambda *args: (f(*args), f(*args))
+    monkeypatch.setattr(op_meta_cache, "_FORMS", {})
+    with monkeypatch.context() as plain:
+        plain.setattr(op_meta_cache.Repeated, "_key", lambda *_: None)
+        expected = written(twice, args)
+    assert written(twice, args) == expected
+    for name in ("_alone", "_asked"):  # called for an op that is new, and for one that is never repeated
+        monkeypatch.setattr(op_meta_cache.Repeated, name, None)
+    assert written(twice, args) == expected
+    assert None not in op_meta_cache._FORMS.values()  # each of these ops is its own nodes, and is known from now on
 
 
 VIEWS = {
@@ -586,6 +617,12 @@ VIEWS = {
     "expand": lambda x: x[:, None].expand(3, 1, 4),
     "unsqueeze": lambda x: x.unsqueeze(1),
     "slice": lambda x: x[1:, ::2],
+    "unsafe view": lambda x: torch.ops.aten._unsafe_view(x, [6, 2]),
+    "select": lambda x: x[1],
+    "squeeze": lambda x: x[:, 1:2].squeeze(1),
+    "second chunk": lambda x: x.split(2)[1],
+    "second part": lambda x: x.split([1, 2])[1],
+    "second row": lambda x: x.unbind(0)[1],
 }
 
 

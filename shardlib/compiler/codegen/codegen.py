@@ -8,6 +8,8 @@ computed once and shared, and not written over then. All else stands in the prog
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import keyword
 import math
 import re
@@ -65,6 +67,8 @@ class Generator:
             everything = None if self.share else primes(self._mesh_axes())
             self.varies = varying(self.program, everything)
         self._names: dict[tuple[Var, tuple[int, ...]], str] = {}
+        self._names_on = {id(coords): dict[Var, str]() for coords in self.devices}  # which live as long as this does
+        self._places: dict[Primes, tuple[frozenset[int], frozenset[int]]] = {}  # see `_places_along`
         self._taken: dict[str, int] = {"pieces": 1, "leaves": 1, "program": 1, "float": 1, "math": 1}
         self._numbers: dict[int, str] = {}  # leaf of the call -> its name
         self._bound: dict[Any, str] = {}
@@ -112,6 +116,9 @@ class Generator:
 
     def name(self, var: Var, coords: Coords) -> str:
         """The identifier of `var` on the device at `coords`."""
+        here = self._names_on.get(id(coords), {})
+        if (known := here.get(var)) is not None:
+            return known
         key = (var, tuple(a.coord(coords) for a in self.varies.get(var, ())))
         if (known := self._names.get(key)) is None:
             base = re.sub(r"\W", "_", var.name)
@@ -120,6 +127,7 @@ class Generator:
             if key[1]:
                 base += "_d" + "".join(map(str, key[1]))
             known = self._names[key] = self.fresh(base)
+        here[var] = known
         return known
 
     def fresh(self, base: str) -> str:
@@ -156,23 +164,32 @@ class Generator:
     def _segment(self, steps: Sequence[Step]) -> None:
         """Steps between collectives, device after device; what several devices share once, and freed by the last."""
         units = [one for s in steps for one in ([Free((v,)) for v in s.vars] if isinstance(s, Free) else [s])]
-        at = [self._axes(unit) for unit in units]
-        who: dict[tuple[int, tuple[int, ...]], int] = {}
+        runs_on = [self._runs_on(unit) for unit in units]
         for d, coords in enumerate(self.devices):
-            for i, unit in enumerate(units):
-                key = i, tuple(a.coord(coords) for a in at[i])
-                if isinstance(unit, Free) or key not in who:
-                    who[key] = d
-        mine = {(i, d) for (i, _), d in who.items()}
-        for d, coords in enumerate(self.devices):
-            for i, unit in enumerate(units):
-                if (i, d) in mine:
+            for unit, devices in zip(units, runs_on, strict=True):
+                if d in devices:
                     self._step(unit, coords)
 
+    def _runs_on(self, step: Step) -> frozenset[int]:
+        """Returns the devices, by position, for which a step is written: of those that do the same, the first one, or,
+        for a `Free`, the last."""
+        places = self._places_along(self._axes(step))
+        return places[1] if isinstance(step, Free) else places[0]
+
+    def _places_along(self, axes: Primes) -> tuple[frozenset[int], frozenset[int]]:
+        """Returns the first, and the last, of the devices at each place along these axes."""
+        if (places := self._places.get(axes)) is None:
+            at = [tuple(a.coord(coords) for a in axes) for coords in self.devices]
+            last = {place: d for d, place in enumerate(at)}
+            first = {place: d for d, place in reversed([*enumerate(at)])}
+            places = self._places[axes] = frozenset(first.values()), frozenset(last.values())
+        return places
+
     def _axes(self, step: Step) -> Primes:
-        """The axes on which what a step does differs."""
+        """Returns the axes on which what a step does differs."""
         about = step.vars if isinstance(step, Free) else makes(step) or tuple(reads(step))
-        return primes(a for v in about for a in self.varies.get(v, ()))
+        different = {self.varies.get(v, ()) for v in about}
+        return different.pop() if len(different) == 1 else primes(itertools.chain.from_iterable(different))
 
     def _step(self, step: Step, coords: Coords) -> None:
         if isinstance(step, Compute):
@@ -269,5 +286,10 @@ def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 def _short(target: Any) -> str:
     target = getattr(target, "func", target)  # of a partial
-    name = schema_of(target).name if isinstance(target, OpOverload) else getattr(target, "__name__", "op")
-    return str(name).split("::")[-1]
+    return _bare_name(target) if isinstance(target, OpOverload) else str(getattr(target, "__name__", "op"))
+
+
+@functools.cache
+def _bare_name(target: OpOverload) -> str:
+    """Returns the name of an op without its namespace."""
+    return str(schema_of(target).name).split("::")[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,8 +84,11 @@ def callable_of(target: Any) -> Any:
     The two take the same arguments, and but for `reduction` mean the same where one is left out; where torch has no
     function of that name, the op itself is called.
     """
-    if not isinstance(target, OpOverload):
-        return target
+    return _callable_of(target) if isinstance(target, OpOverload) else target
+
+
+@cache
+def _callable_of(target: OpOverload) -> Any:
     if (own := matmul.FORMS.get(target)) is not None:
         return own
     schema = schema_of(target)

@@ -2,11 +2,12 @@
 
 Torch takes half a millisecond for a node: it looks for decompositions, computes the result on fake tensors, notes what
 it knows. Of the second product of two matrices of some shapes all of that is known, and so it is of a view, which is in
-the memory of its operand.
+the memory of its operand, and of the parts that an op makes.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
 from shardlib.core.aten.op_traits import is_view, may_show
 from shardlib.core.bounded_cache import Bounded
-from shardlib.core.torch_private import SLOT, FakeTensor, OpOverload, fake_of, schema_of, set_slot
+from shardlib.core.torch_private import SLOT, FakeTensor, OpOverload, fake_of, memory_of, schema_of, set_slot
 
 Key = tuple[Any, ...]
 # They take every number, and make the same of each: a rate is another one in every call.
@@ -35,6 +36,18 @@ _aten = torch.ops.aten
 # Views, in the memory of the first operand, of which nothing is known but where they are.
 _VIEWS = frozenset({_aten.detach.default, _aten.view.default, _aten.t.default, _aten.transpose.int})
 _VIEWS |= {_aten.permute.default, _aten.expand.default, _aten.unsqueeze.default, _aten.slice.Tensor}
+_VIEWS |= {_aten._unsafe_view.default, _aten.select.int, _aten.squeeze.dim}
+_VIEWS |= {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int}
+_OWN = frozenset({"shardlib::attention", "shardlib::attention_backward"})  # ops of shardlib's that only compute
+
+
+class _Facts(NamedTuple):
+    """What is known of an op, for good."""
+
+    op: Any
+    is_cached: bool
+    is_view: bool
+    takes_any_number: bool
 
 
 class _Form(NamedTuple):
@@ -45,41 +58,51 @@ class _Form(NamedTuple):
     offset: int
 
 
-def _form(x: Any) -> _Form:
-    return _Form(x.shape, x.stride(), x.dtype, x.fake_device, x.storage_offset())
+class _Results(NamedTuple):
+    """What an op makes: tensors of these forms, in a tuple, in a list, or the only one (None)."""
+
+    kind: type | None
+    forms: tuple[_Form | None, ...]  # None: no tensor
 
 
-def _made(op: Any, form: _Form, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """What an op makes that makes something of this form."""
-    x = next(x for x in (*args, *kwargs.values()) if type(x) is FakeTensor)
-    memory = args[0].untyped_storage() if op in _VIEWS else None
-    made: Tensor = fake_of(x.fake_mode, *form[:4], memory, form.offset)
-    return made
+def _form(x: Any) -> _Form | None:
+    return None if x is None else _Form(x.shape, x.stride(), x.dtype, x.fake_device, x.storage_offset())
 
 
-_FORMS: Bounded[Key, _Form | None] = Bounded(1 << 13)  # what ops make; None: it was not one node
+def _fakes(results: _Results, first: Any, is_view: bool) -> list[Tensor | None]:
+    """Tensors of these forms: a view's in the memory of its first operand."""
+    mode, memory = first.fake_mode, first.untyped_storage() if is_view else None
+    return [x if x is None else fake_of(mode, *x[:4], memory, x.offset) for x in results.forms]
+
+
+_FORMS: Bounded[Key, _Results | None] = Bounded(1 << 13)  # what ops make; None: it was more than nodes of their own
 
 
 class Repeated:
     """What ops make in a trace, by the forms of their operands."""
 
-    def __init__(self, tracer: Any) -> None:
-        self._tracer = tracer
-        self._known: dict[Key, Any] = {}  # what nodes of this trace say of their results, which all share
+    def __init__(self, tracer: Any, write: Callable[..., fx.Node]) -> None:
+        self._tracer, self._write = tracer, write
+        self._slots = tracer.tensor_tracker
+        self._known: dict[Key, tuple[_Results, list[Any]]] = {}  # and what nodes of this trace say of it, and share
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
         """What `op` makes, by `call`, or as it did before."""
         nodes: list[Any] = []
-        if (key := self._key(op, args, kwargs, nodes)) is None:
+        tensors: list[Any] = []
+        if (key := self._key(op, args, kwargs, nodes, tensors)) is None:
             return self._asked(op, args, call)
-        if (known := _FORMS.get(key)) is not None:
-            if (form := self._known.get(key)) is None:
-                form = self._known[key] = _made(op, known, args, kwargs)
-            return self._again(op, form, _made(op, known, args, kwargs), nodes, kwargs)
+        if (entry := self._known.get(key)) is None and (results := _FORMS.get(key)) is not None:
+            entry = self._known[key] = results, _fakes(results, tensors[0], op in _VIEWS)
+        if entry is not None:
+            return self._again(op, entry, tensors[0], nodes, kwargs)
         out = call()
         if key not in _FORMS:
-            form = self._known[key] = self._alone(op, nodes, out)
-            _FORMS[key] = None if form is None else _form(form)
+            values = self._alone(op, nodes, tensors[0], out)
+            kind = None if type(out) is FakeTensor else type(out)
+            _FORMS[key] = results = None if values is None else _Results(kind, tuple(map(_form, values)))
+            if results is not None and values is not None:
+                self._known[key] = results, values
         return out
 
     def _asked(self, op: Any, args: Sequence[Any], call: Callable[[], Any]) -> Any:
@@ -96,26 +119,23 @@ class Repeated:
             guards[count:] = [g for g in guards[count:] if getattr(g.expr, "rel_op", "") == "=="]
         return out
 
-    def _key(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: list[Any]) -> Key | None:
-        """The forms of all operands, which join `nodes` as they stand in the graph; None of other than plain calls."""
-        if not _is_plain(op) and op not in _VIEWS:
+    def _key(
+        self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: list[Any], tensors: list[Any]
+    ) -> Key | None:
+        """The forms of all operands, which join `nodes` as they stand in the graph, and `tensors`; None of other than
+        plain calls."""
+        facts = _facts.get(id(op)) or _note(op)
+        if not facts.is_cached:
             return None
-        key: list[Any] = [op, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
-        plain = True  # whether no tensor is among the arguments
+        key: list[Any] = [id(op), torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         for x in (*args, *kwargs.values()):
             kind = type(x)
             if kind is FakeTensor:
-                slot = get_proxy_slot(x, self._tracer, None)
-                if slot is None or slot.constant is not None or x.layout is not torch.strided or x.dtype.is_complex:
+                if (node := self._operand(x, facts, key)) is None:
                     return None
-                nodes.append(slot.proxy.node)
-                key += (x.shape, x.stride(), x.dtype, x.fake_device)  # `device` would be an op
-                if op in _VIEWS:
-                    if x.constant is not None or x.is_neg():
-                        return None
-                    key.append(x.storage_offset())
-                plain = False
-            elif kind is float and op.overloadpacket.__name__ in _OF_ANY_NUMBER:
+                nodes.append(node)
+                tensors.append(x)
+            elif kind is float and facts.takes_any_number:
                 nodes.append(x)
                 key.append(float)
             elif kind in _PLAIN:
@@ -124,37 +144,99 @@ class Repeated:
             elif (kind is list or kind is tuple) and all(type(y) is int or type(y) is bool for y in x):
                 nodes.append(x)
                 key += (kind, *x)
+            elif kind is list and all(type(y) is FakeTensor for y in x):
+                key += (kind, len(x))
+                parts = [self._operand(y, facts, key) for y in x]
+                if None in parts:
+                    return None
+                nodes.append(parts)
+                tensors += x
             else:
                 return None
-        return None if plain else tuple(key)
+        return tuple(key) if tensors else None
 
-    def _alone(self, op: Any, nodes: Sequence[Any], out: Any) -> Any:
-        """What the node of a result says of it, where that is all that the call wrote."""
-        slot = get_proxy_slot(out, self._tracer, None) if type(out) is FakeTensor else None
-        if slot is None or slot.constant is not None:
+    def _operand(self, x: Any, facts: _Facts, key: list[Any]) -> fx.Node | None:
+        """The node of a tensor, whose form joins the key; None of one of which more is known."""
+        slot = self._slots.get(x)
+        if slot is None or slot.constant is not None or x.layout is not torch.strided or x.dtype.is_complex:
             return None
+        key += (x.shape, x.stride(), x.dtype, x.fake_device)  # `device` would be an op
+        if facts.is_view:
+            if x.constant is not None or x.is_neg():
+                return None
+            key.append(x.storage_offset())
         node: fx.Node = slot.proxy.node
-        same = node.target is op and [*node.args, *node.kwargs.values()] == nodes
-        form = node.meta["val"]
-        return form if same and form.layout is torch.strided else None
+        return node
+
+    def _alone(self, op: Any, nodes: Sequence[Any], first: Any, out: Any) -> list[Any] | None:
+        """What the nodes of results say of these, where that is all that the call wrote."""
+        parts = list(out) if type(out) in (tuple, list) else [out]
+        tensors = [x for x in parts if x is not None]
+        slots = [get_proxy_slot(x, self._tracer, None) if type(x) is FakeTensor else None for x in tensors]
+        if not slots or any(slot is None or slot.constant is not None for slot in slots):
+            return None
+        if any(x.layout is not torch.strided for x in (first, *tensors)):  # they have no storage to compare
+            return None
+        node: fx.Node = slots[0].proxy.node  # type: ignore[union-attr]
+        of_parts = [node]
+        if type(out) is not FakeTensor:
+            node = node.all_input_nodes[0]
+            of_parts = list(node.users)
+            if [(x.target, *x.args) for x in of_parts] != [(operator.getitem, node, i) for i in range(len(parts))]:
+                return None
+        memories = [memory_of(x.untyped_storage()) for x in tensors]
+        is_placed = set(memories) == {memory_of(first.untyped_storage())} if op in _VIEWS else _differ(memories)
+        values = [x.meta.get("val") for x in of_parts]
+        same = node.target is op and [*node.args, *node.kwargs.values()] == nodes and is_placed
+        return values if same and all(x is None or x.layout is torch.strided for x in values) else None
 
     def _again(
-        self, op: OpOverload, form: Any, made: Tensor, nodes: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Tensor:
-        """The node, whose value is of this form, and what was made as its result."""
-        count, name = len(nodes) - len(kwargs), op.overloadpacket.__name__
+        self, op: OpOverload, entry: tuple[_Results, list[Any]], first: Any, nodes: list[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The nodes, whose values are of these forms, and new tensors as their results."""
+        results, values = entry
+        fakes = _fakes(results, first, op in _VIEWS)
+        count = len(nodes) - len(kwargs)
         named = dict(zip(kwargs, nodes[count:], strict=True))
-        node = self._tracer.create_node("call_function", op, tuple(nodes[:count]), named, name)
-        node.meta["val"] = form
-        set_slot(made, self._tracer, SLOT(fx.Proxy(node, self._tracer), None))
-        return made
+        node = self._write(op, tuple(nodes[:count]), named, op.overloadpacket.__name__)
+        if results.kind is None:
+            return self._shows(fakes[0], node, values[0])
+        node.meta["val"] = results.kind(values)
+        for i, (x, value) in enumerate(zip(fakes, values, strict=True)):
+            self._shows(x, self._write(operator.getitem, (node, i), {}), value)
+        return results.kind(fakes)
+
+    def _shows(self, x: Tensor | None, node: fx.Node, value: Any) -> Tensor | None:
+        """The tensor, which is this node from now on; the node has this value."""
+        if x is not None:
+            node.meta["val"] = value
+            set_slot(x, self._tracer, SLOT(fx.Proxy(node, self._tracer), None))
+        return x
+
+
+_facts: dict[int, _Facts] = {}  # by the op's id, which stays its own: it is kept
+
+
+def _note(op: Any) -> _Facts:
+    facts = _facts[id(op)] = _Facts(op, _is_plain(op) or op in _VIEWS, op in _VIEWS, _takes_any_number(op))
+    return facts
+
+
+def _takes_any_number(op: Any) -> bool:
+    return isinstance(op, OpOverload) and op.overloadpacket.__name__ in _OF_ANY_NUMBER
+
+
+def _differ(memories: Sequence[int]) -> bool:
+    return len(set(memories)) == len(memories)
 
 
 @cache
 def _is_plain(op: Any) -> bool:
-    """Whether a call makes one tensor in memory of its own, whose form is a matter of those of its operands."""
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or is_view(op) or may_show(op):
+    """Whether a call makes tensors in memory of their own, whose forms are a matter of those of its operands."""
+    if not isinstance(op, OpOverload) or is_view(op) or may_show(op):
         return False
     schema = schema_of(op)
-    made = [(str(x.type), x.alias_info) for x in schema.returns]
-    return made == [("Tensor", None)] and not schema.is_mutable and _BY_VALUES.isdisjoint(op.tags)
+    if op.namespace != "aten" and schema.name not in _OWN:
+        return False
+    results = {(str(x.type), x.alias_info) for x in schema.returns}
+    return results == {("Tensor", None)} and not schema.is_mutable and _BY_VALUES.isdisjoint(op.tags)
