@@ -60,8 +60,10 @@ def _settle() -> None:
 def _each(request: pytest.FixtureRequest) -> None:
     import torch
 
+    from shardlib.eager import recompile_warning
     from tests import ranks
 
+    recompile_warning.forget()
     torch.default_generator.manual_seed(0)  # torch.manual_seed writes down the stack, too, for devices to come
     ranks.allowed = request.node.get_closest_marker("ranks") is not None
 

@@ -20,13 +20,13 @@ from tests.rule_samples import SAMPLES
 
 def estimated(plan: Plan) -> tuple[float, int]:
     """The bytes and messages of ops of their own by which the plan was decided."""
-    decider = plan.compiled.propagated.decider
+    search = plan.compiled.propagated.search
     found = [
         (nbytes, sender.times)
-        for kind, senders in enumerate(decider.problem.senders)
+        for kind, senders in enumerate(search.problem.senders)
         for sender in senders
-        for cut in [decider.estimate.cut(kind, decider.choices[kind])]
-        for _, _, nbytes in decider.problem.flood.sends(sender.op, {x: cut[s] for x, s in sender.slots if cut[s]})
+        for cut in [search.estimate.cut(kind, search.choices[kind])]
+        for _, _, nbytes in search.problem.flood.sends(sender.op, {x: cut[s] for x, s in sender.slots if cut[s]})
     ]
     return sum(nbytes * times for nbytes, times in found), sum(times for _, times in found)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
+
+from shardlib.core.call_scalar import Scalar
 
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype})  # most of what is neither tensor nor sequence
 
@@ -83,6 +86,40 @@ def tensors_of(x: torch.Tensor | Sequence[Any] | dict[str, Any]) -> list[torch.T
     return found
 
 
+def with_scalars(x: Any) -> Any:
+    """Returns `slotted` arguments in which numbers are inputs: each is the `Scalar` at its place in `numbers_of`.
+
+    Numbers that `is_special` says, and flags, are constants.
+    """
+    place = count()
+
+    def scalar(y: Any) -> Any:
+        if isinstance(y, dict):
+            return {k: scalar(z) for k, z in y.items()}
+        if isinstance(y, list | tuple):
+            return [scalar(z) for z in y]
+        if not isinstance(y, _NUMBERS):
+            return y
+        leaf = next(place)
+        return y if type(y) not in _NUMBERS or is_special(y) else Scalar.given(leaf, f"n{leaf}", y)
+
+    return scalar(x)
+
+
+_NUMBERS = (int, float, complex)
+_LARGE = 1e38  # float32 has no number far above
+
+
+def is_special(number: complex) -> bool:
+    """Whether a factor may not go into the addends of a partial sum as others may: 0, an infinite one, or NaN."""
+    return not 0 < abs(number) < _LARGE
+
+
+def specials_of(numbers: Iterable[Any]) -> tuple[str | None, ...]:
+    """Returns the part of a key that says which numbers are constants of a program."""
+    return tuple([repr(n) if is_special(n) else None for n in numbers])
+
+
 def numbers_of(x: Any) -> Iterator[Any]:
     """All numbers among arguments, in order."""
     if isinstance(x, dict):
@@ -90,5 +127,5 @@ def numbers_of(x: Any) -> Iterator[Any]:
     if isinstance(x, list | tuple):
         for y in x:
             yield from numbers_of(y)
-    elif isinstance(x, int | float | complex):
+    elif isinstance(x, _NUMBERS):
         yield x

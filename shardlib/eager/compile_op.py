@@ -1,8 +1,9 @@
 """The program of one op: its graph written down from the call itself, then the same stages as for a jitted function.
 
-There is nothing to trace, since the call is known; the shapes of the results come from running it on meta tensors. An
-op that writes is given a copy of the tensor that owns the memory and the views that lead to what it writes to, and is
-made functional as in a traced function; the owner's new value is then one of the results.
+There is nothing to trace, since the call is known. A number that is an input is a `Scalar` among its arguments. Shapes
+of results come from running it on meta tensors. An op that writes is given a copy of the tensor that owns the memory
+and the views that lead to what it writes to, and is made functional as in a traced function; the owner's new value is
+then one of the results.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from shardlib.compiler.propagate import propagate
 from shardlib.compiler.simplify import normalise
 from shardlib.core.aten.op_names import CLONE
 from shardlib.core.aten.op_traits import has
+from shardlib.core.call_scalar import hinted
 from shardlib.core.context import paused_gc, unseen
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, user_line
@@ -69,14 +71,15 @@ class Single:
     own: int
     meets: bool  # whether it makes ranks meet
 
-    def __call__(self, pieces: Sequence[Pieces], lineage: int = 0) -> tuple[Any, ...]:
-        return self.run(pieces, (), None, lineage) if lineage and self.meets else self.run(pieces)
+    def __call__(self, pieces: Sequence[Pieces], numbers: Sequence[Any] = (), lineage: int = 0) -> tuple[Any, ...]:
+        return self.run(pieces, numbers, None, lineage) if lineage and self.meets else self.run(pieces, numbers)
 
 
 @unseen
 @paused_gc()
 def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operand], mesh: Mesh) -> Single:
-    """Compile one call; `op` None only follows the path of the one operand."""
+    """Compile one call, and all others with other values of its `Scalar`s; `op` None only follows the paths of the
+    operands, or moves them to where they are `shown`."""
     if op is not None:
         _refuse_pending(op, operands)
     name = ("view" if operands[0].path else "redistribute") if op is None else schema_of(op).name.removeprefix("aten::")
@@ -86,7 +89,7 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
     inputs = [writer.input(f"x{i}", x.form) for i, x in enumerate(operands)]
     owners = [writer.call(CLONE, (n,), {}) if x.written else n for n, x in zip(inputs, operands, strict=True)]
     seen = [writer.follow(n, x.path) for n, x in zip(owners, operands, strict=True)]
-    result: Any = seen[0]
+    result: Any = seen
     if op is not None:
         result = writer.items(writer.call(op, filled(args, seen), filled(kwargs, seen)))
         if schema_of(op).is_mutable:
@@ -102,8 +105,8 @@ def single(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operan
             if x.path and x.shown is not None:
                 fixed_outputs[len(outputs)] = _fixed(x.shown, "what is written to")
                 outputs.append(view)
-    if op is None and operands[0].shown is not None:
-        fixed_outputs[0] = _fixed(operands[0].shown, "the view")
+        elif op is None and x.shown is not None:
+            fixed_outputs[len(fixed_outputs)] = _fixed(x.shown, "the view")
     vals = [x.meta["val"] if isinstance(x, fx.Node) else None for x in outputs]
     traced = writer.finish(name, inputs, outputs)
     moved = op is None and not operands[0].path
@@ -138,7 +141,7 @@ class _Writer:
 
     def call(self, op: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.graph.call_function(op, tuple(args), dict(kwargs))
-        a, k = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], moved((args, kwargs), self.shown_on))
+        a, k = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], hinted(moved((args, kwargs), self.shown_on)))
         with self.mode:
             val = op(*a, **k)
             if has(op, "marks"):  # a bit, with which some views are refused; the program conjugates at once

@@ -14,6 +14,7 @@ from shardlib.core.context import unseen
 from shardlib.core.torch_private import dispatch_modes, is_profiling
 from shardlib.eager import unsupported
 from shardlib.eager.prepare import LOCK
+from shardlib.eager.recompile_warning import note_compiled
 from shardlib.eager.strategies import Asked, run_of
 from shardlib.tensor.eager_cache import PROGRAMS, key_of, learn
 from shardlib.tensor.eager_ranges import in_range
@@ -41,6 +42,7 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any], key: Any) -> Any:
         if call.mesh.kind == "distributed":
             compare_operands(op, call.tensors, call.mesh)  # which waits for other ranks, so not under the lock
         PROGRAMS[key] = run
+        note_compiled(op, call.args, kwargs)
     return in_range(op, "on ShardedTensors", run, args, kwargs) if is_profiling() else run(args, kwargs)
 
 

@@ -14,7 +14,7 @@ from shardlib.core.bounded_cache import Bounded
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree, schema_of
 from shardlib.distributed.provenance import made
-from shardlib.eager.arg_slots import Slot, filled, listed, moved, numbers_of, tensors_of
+from shardlib.eager.arg_slots import Slot, filled, listed, moved, numbers_of, specials_of, tensors_of
 from shardlib.eager.compile_op import Operand, Single, single
 from shardlib.eager.prepare import LOCK, Prepared, pieces, replicated, whole, wrapped
 from shardlib.rules.out_variants import refuse_cast
@@ -82,15 +82,14 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
             operands.append(Operand(form, written=mine, plain=not isinstance(x, ShardedTensor)))
             inputs.append(pieces(x, mesh))
     described = tuple((x.form, x.path) for x in operands if x.written)
-    key = (key_of(op, args, kwargs), tuple(map(repr, numbers_of((args, kwargs)))), described)
+    numbers = list(numbers_of((args, kwargs)))
+    key = (key_of(op, args, kwargs), specials_of(numbers), described)
     ready = _programs.get(key)
     if ready is None:
         _check_outs(op, call)
-        with LOCK:
-            ready = _programs[key] = single(op, call.args, call.kwargs, operands, mesh)
-    numbers = list(numbers_of((args, kwargs)))
+        ready = _programs[key] = call.compiled(operands)
     origin = made(call.number, call.tensors, numbers) if mesh.kind == "distributed" else 0
-    results = ready(inputs, origin)
+    results = ready(inputs, numbers, origin)
     rest = iter(results[ready.own :])
     for x, operand in zip(call.tensors, operands, strict=True):
         if operand.written:
@@ -150,7 +149,7 @@ def _made_again(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
         with LOCK:
             operand = Operand(memory.form, path, x._form)
             ready = _programs[key] = single(None, (), {}, [operand], x._form.mesh)
-    (out,) = ready([memory.locals], x._origin)
+    (out,) = ready([memory.locals], lineage=x._origin)
     return tuple(out)
 
 

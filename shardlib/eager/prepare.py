@@ -17,7 +17,18 @@ from shardlib.core.strided_only import refuse_others
 from shardlib.core.torch_private import FakeTensorMode, pytree
 from shardlib.distributed.provenance import made, note
 from shardlib.distributed.turn_errors import number
-from shardlib.eager.arg_slots import devices_of, filled, frozen, made_on, moved, numbers_of, slotted, tensors_of
+from shardlib.eager.arg_slots import (
+    devices_of,
+    filled,
+    frozen,
+    made_on,
+    moved,
+    numbers_of,
+    slotted,
+    specials_of,
+    tensors_of,
+    with_scalars,
+)
 from shardlib.eager.compile_op import Operand, Single, single
 from shardlib.eager.fits_locally import Fit, fit
 from shardlib.eager.infer_meta import Outcome, likeness, recall, remember
@@ -112,7 +123,7 @@ class Prepared:
                 return None
         devices, spread = _devices(self.mesh, fits)
         put = {path: i for i, (path, _, _) in enumerate(fits.ints)}
-        loose, function, kind = id(self.op) in LOOSE, _function(target), outcome.kind
+        loose, function, kind = id(self.op) in LOOSE, callable_of(target), outcome.kind
         made = devices, spread, loose, write, self.number
         return caller(function, args, kwargs, self.sharded, forms, kind, put, *made)
 
@@ -122,26 +133,32 @@ class Prepared:
         return None if rule is None else fit(rule, self.forms)
 
     def program(self) -> Run:
-        """The op in a program that moves what must be moved; numbers are part of the program, so one for each."""
-        known: Bounded[Any, Single] = Bounded(64)
-        op, mesh, loose, program = self.op, self.mesh, id(self.op) in LOOSE, self.number
+        """The op in a program that moves what must be moved."""
+        mesh, loose, program = self.mesh, id(self.op) in LOOSE, self.number
         operands = [Operand(form, plain=not here) for form, here in zip(self.forms, self.sharded, strict=True)]
+        op = self.op
+        programs: Bounded[Any, Single] = Bounded(64)
 
         def run(args: Any, kwargs: Any) -> Any:
             numbers = list(numbers_of((args, kwargs))) if loose else []
-            key = tuple(map(repr, numbers))
-            ready = known.get(key)
+            ready = programs.get(key := specials_of(numbers))
             if ready is None:
-                now = Prepared(op, args, kwargs or {}, mesh)
-                with LOCK:
-                    ready = known[key] = single(op, now.args, now.kwargs, operands, mesh)
+                ready = programs[key] = Prepared(op, args, kwargs or {}, mesh).compiled(operands)
             tensors = tensors_of((args, kwargs))
             origin = made(program, tensors, numbers) if program else 0
-            out = wrapped(ready, ready([pieces(x, mesh) for x in tensors], origin))
+            out = wrapped(ready, ready([pieces(x, mesh) for x in tensors], numbers, origin))
             note(origin, out)
             return pytree.tree_unflatten(out, ready.tree)
 
         return run
+
+    def compiled(self, operands: Sequence[Operand]) -> Single:
+        """Returns the op's program; numbers that only enter its arithmetic are inputs, those of `numbers_of`."""
+        args, kwargs = self.args, self.kwargs
+        if id(self.op) in LOOSE:
+            args, kwargs = with_scalars((args, kwargs))
+        with LOCK:
+            return single(self.op, args, kwargs, operands, self.mesh)
 
     def viewing(self, run: Run) -> Run:
         """Note whose memory the results show, where the op makes views."""
@@ -178,9 +195,6 @@ def _meta(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form], dev
 @cache
 def _draws(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
-
-
-_function = cache(callable_of)
 
 
 def form_of(x: torch.Tensor, mesh: Mesh, device: torch.device) -> Form:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.errors import ShardingError
+from shardlib.distributed.provenance import made
 from shardlib.eager.compile_op import Operand, Single, single
 from shardlib.eager.prepare import LOCK
 from shardlib.sharding.layout import Factor, Layout
@@ -31,16 +32,31 @@ def relayout(x: ShardedTensor, layout: Layout, names: Names | None = None) -> Sh
         return _same(wrap(to, x._locals), x)
     if form.layout.pending and not layout.pending:
         return _same(relayout(_added_up(x), layout, names), x)
-    ready = _programs.get((form, to))
+    ready = _ready((form,), (to,))
+    (pieces,) = ready([x._locals], lineage=x._origin)
+    (result,) = ready.results
+    assert result is not None, "a move has a result"
+    return _same(wrap(Form.of(result.layout, x.mesh, x.dtype, form.device, result.names), tuple(pieces)), x)
+
+
+def resharded(tensors: Sequence[ShardedTensor], forms: Sequence[Form]) -> Sequence[tuple[torch.Tensor, ...]]:
+    """Returns the pieces of tensors of one mesh in the layouts of other forms of their shapes and dtypes.
+
+    One program moves all, so that their messages travel together.
+    """
+    ready = _ready(tuple([x._form for x in tensors]), tuple(forms))
+    return ready([x._locals for x in tensors], lineage=made(0, tensors) if ready.meets else 0)
+
+
+def _ready(forms: tuple[Form, ...], to: tuple[Form, ...]) -> Single:
+    ready = _programs.get((forms, to))
     if ready is None:
         with LOCK:
-            ready = _programs.get((form, to))
+            ready = _programs.get((forms, to))
             if ready is None:
-                ready = _programs[form, to] = single(None, (), {}, [Operand(form, shown=to)], x.mesh)
-    (pieces,) = ready([x._locals], x._origin)
-    (made,) = ready.results
-    assert made is not None, "a move has a result"
-    return _same(wrap(Form.of(made.layout, x.mesh, x.dtype, form.device, made.names), tuple(pieces)), x)
+                operands = [Operand(form, shown=shown) for form, shown in zip(forms, to, strict=True)]
+                ready = _programs[forms, to] = single(None, (), {}, operands, forms[0].mesh)
+    return ready
 
 
 def _added_up(x: ShardedTensor) -> ShardedTensor:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.schedule_options import MOMENTS
+from shardlib.core.bounded_cache import Bounded
 from shardlib.core.context import is_tracing, paused_gc, unseen
 from shardlib.core.torch_private import HAS_STEPPED, LAST_RATES, WARNS_OF_ORDER, has_step_hooks, init_group
 from shardlib.eager.placement_autograd import laid_as
@@ -33,6 +34,7 @@ from shardlib.sharding.spec import parse
 from shardlib.tensor.host_offload import sent
 from shardlib.tensor.local_shards import is_number
 from shardlib.tensor.sharded_tensor import ShardedTensor
+from shardlib.tensor.tensor_meta import Form
 
 _RATE = (str, "lr")
 _PARTS = 16  # in which moments are made that live in the host's memory
@@ -60,13 +62,29 @@ def placed(p: Any, x: Any) -> Any:
     plain tensor, as the parameter itself is."""
     if not isinstance(p, ShardedTensor) or not isinstance(x, Tensor) or x.shape != p.shape:
         return x
-    if (at := getattr(p, "moments_at", None)) is None:
+    if (at := moments_form(p)) is None:
         is_where_it_is = isinstance(x, ShardedTensor) or not p.dim() or is_tracing()  # a result lives as the parameter
         return x if is_where_it_is else laid_as(x, p)
-    if isinstance(x, ShardedTensor) and x.sharding == parse(at).resolve(p.shape, p.mesh).layout:
+    if isinstance(x, ShardedTensor) and x.sharding == at.layout:
         return x
     with p.mesh:
-        return shard(x, at)
+        return shard(x, getattr(p, "moments_at"))  # noqa: B009 - mypy knows no such attribute
+
+
+_forms: Bounded[Any, Form] = Bounded(1 << 12)
+
+
+def moments_form(p: Any) -> Form | None:
+    """Returns the form of the moments of a parameter, or None where its strategy says nothing of them."""
+    at, own = p.__dict__.get("moments_at"), p.__dict__.get("_form")
+    if at is None or own is None:
+        return None
+    form = _forms.get((own, at))
+    if form is None:
+        resolved = parse(at).resolve(own.shape, own.mesh)
+        form = Form.of(resolved.layout, own.mesh, own.dtype, own.device, resolved.names, own.strides, own.offset)
+        _forms[own, at] = form
+    return form
 
 
 @paused_gc()

@@ -16,6 +16,7 @@ from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import LOAD_OPTIMIZER, LOADED_STATE, SINGLE_ADAM
 from shardlib.jit.optimizer_state import begins, parameters, place, placed
+from shardlib.nn.moments_layout import Resharded, go_home, reshard
 from shardlib.ops.adam import DTYPES
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.stale_params import refuse_replaced
@@ -24,6 +25,7 @@ from shardlib.tensor.view_aliases import are_apart
 
 aten = torch.ops.aten
 _known: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # what an optimizer keeps in front of its step
+_resharded: WeakKeyDictionary[Any, list[Resharded]] = WeakKeyDictionary()  # while an optimizer steps
 
 
 def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -35,11 +37,15 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
         "make it after parallelize and materialize, which take the module that holds all places of a tied weight",
     )
     begins(optimizer)
-    if is_tracing():
+    go_home(_resharded.pop(optimizer, ()))  # where the last step failed
+    if not is_tracing() and not any(map(callable, (*args, *kwargs.values()))):  # a closure runs the model
+        _resharded[optimizer] = reshard(parameters(optimizer))
+    elif is_tracing():
         _known[optimizer] = {id(x) for p in parameters(optimizer) for x in optimizer.state.get(p, {}).values()}
 
 
 def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    go_home(_resharded.pop(optimizer, ()))
     place(optimizer, _known.pop(optimizer, ()))
 
 

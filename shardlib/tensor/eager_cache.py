@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from shardlib.core.aten.functional_forms import FILLS
+from shardlib.core.aten.functional_forms import FILLS, functional_form
+from shardlib.core.aten.op_traits import has
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.strided_only import is_dtensor, refuse_others
 from shardlib.core.torch_private import OpOverload, schema_of
@@ -68,7 +69,10 @@ def learn(op: Any) -> bool:
         return False
     _known.add(op)
     arguments = schema_of(op).arguments
-    pointwise = torch.Tag.pointwise in op.tags or op in FILLS or schema_of(op).name.startswith(_LISTS)
+    functional = functional_form(op) if schema_of(op).is_mutable else None
+    forms = [op] if functional is None else [op, functional]
+    pointwise = any(torch.Tag.pointwise in form.tags or has(form, "by element") for form in forms)
+    pointwise = pointwise or op in FILLS or schema_of(op).name.startswith(_LISTS)
     sizes = any(str(a.type) in ("int", "SymInt", "List[int]", "Optional[int]") for a in arguments)
     if pointwise and not sizes:
         LOOSE.add(id(op))

@@ -119,3 +119,20 @@ def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch
     if memory is not None:
         memory.write(value, origin)
     x._locals, x._origin = shown, origin
+
+
+def relocate(x: ShardedTensor, form: Form, pieces: tuple[torch.Tensor, ...], origin: int) -> None:
+    """Give the owner of a memory another layout of the same shape, and the pieces of its value there.
+
+    Its aliases follow; its views make their pieces again.
+    """
+    memory: Memory | None = x.__dict__.get("_memory")
+    if memory is not None:
+        memory.form = form
+        memory.write(pieces, origin)
+        memory.members = [m for m in memory.members if m() is not None]
+        for member in memory.members:
+            alias = member()
+            if alias is not None and alias.__dict__.get("_memory") is memory and not alias.__dict__["_path"]:
+                alias._form = form
+    x._form, x._locals, x._origin = form, pieces, origin

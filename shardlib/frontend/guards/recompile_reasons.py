@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from shardlib.core.errors import public
 from shardlib.frontend.guards.code_refs import Reach
 from shardlib.frontend.guards.flatten_call import FlatCall, Static, is_number, is_tensor, names_of
 from shardlib.frontend.guards.torch_modes import NAMES
@@ -21,6 +22,14 @@ from shardlib.tensor.tensor_meta import short_dtype
 
 if TYPE_CHECKING:
     from shardlib.frontend.side_effects.snapshot import Snapshot
+
+
+OFTEN = 8  # programs for one reason, from which on it is said
+
+
+@public
+class RetraceWarning(UserWarning):
+    """A function, or an op outside `jit`, is compiled again and again."""
 
 
 @dataclass(frozen=True)
