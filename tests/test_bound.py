@@ -16,16 +16,18 @@ import shardlib as sl
 from shardlib import Mesh
 from shardlib.compiler.propagate.solver.bucket_elimination import Table, Whole, _eliminated, _pruned, _shifted, least
 from shardlib.compiler.propagate.solver.lower_bound import LowerBound, minimum
-from shardlib.compiler.propagate.solver.refine import alone
-from shardlib.compiler.propagate.solver.search import Decider
+from shardlib.compiler.propagate.solver.problem import Order
+from shardlib.compiler.propagate.solver.search import Search
 from tests import bounds
 from tests.shardy import oracle, programs
 
 
-def _apart(seed: int) -> Decider:
-    plan = oracle.plan(programs.draw(seed, conflicts=True))
-    compiled = plan.compiled
-    return alone(compiled.graph, compiled.propagated.flood, plan.mesh, compiled.propagated.decider)
+def _search(seed: int) -> Search:
+    return oracle.plan(programs.draw(seed, conflicts=True)).compiled.propagated.search
+
+
+def _domains(search: Search) -> list[tuple[Order, ...]]:
+    return [search.domain((kind,)).orders for kind in range(len(search.choices))]
 
 
 # --- elimination, on costs without a meaning --------------------------------------------------------------------------
@@ -79,32 +81,31 @@ def test_elimination_finds_the_minimum_or_less(seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 4, 6, 7, 8, 10, 15, 21, 26, 28, 29, 30, 35, 36, 44])
 def test_nothing_is_estimated_to_take_less(seed: int) -> None:
     """All choices where they can be counted, else some of them."""
-    decider = _apart(seed)
-    domains = decider.domains
-    least = minimum(decider)
+    search = _search(seed)
+    domains, least = _domains(search), minimum(search)
     rng = random.Random(seed)
     few = math.prod(map(len, domains)) <= 3000
     tried = itertools.product(*domains) if few else ([rng.choice(d) for d in domains] for _ in range(1000))
-    found = min(decider.estimate.total(list(some)) for some in tried)
-    assert least.seconds <= found * (1 + 1e-9)
-    assert least.seconds <= decider.seconds * (1 + 1e-9)
+    fewest = min(search.estimate.total(list(some)) for some in tried)
+    assert least.seconds <= fewest * (1 + 1e-9)
+    assert least.seconds <= search.seconds * (1 + 1e-9)
     assert least.exact
-    assert decider.estimate.total(least.choices) == pytest.approx(least.seconds)
+    assert search.estimate.total(least.choices) == pytest.approx(least.seconds)
     if few:
-        assert found == pytest.approx(least.seconds)
-    assert minimum(decider, 8).seconds <= least.seconds * (1 + 1e-9), "small tables give less, never more"
+        assert fewest == pytest.approx(least.seconds)
+    assert minimum(search, 8).seconds <= least.seconds * (1 + 1e-9), "small tables give less, never more"
 
 
 @pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", [3, 9, 14, 22, 38])
 def test_every_order_of_slots_is_one_of_the_choices(seed: int) -> None:
-    decider = _apart(seed)
-    for kind, candidates in enumerate(decider.problem.candidates):
-        cuts = {decider.estimate.cut(kind, choice) for choice in decider.domains[kind]}
-        orders = [[*itertools.permutations(candidates.get(name, ()))] for name in decider.problem.atoms]
+    search = _search(seed)
+    for kind, domain in enumerate(_domains(search)):
+        cuts = {search.estimate.cut(kind, choice) for choice in domain}
+        orders = [[*itertools.permutations(search.candidates(kind, name))] for name in search.problem.atoms]
         for order in itertools.product(*orders):
-            assert decider.estimate.cut(kind, (*order, ())) in cuts
+            assert search.estimate.cut(kind, (*order, ())) in cuts
 
 
 def test_a_plan_says_how_far_it_is() -> None:
@@ -139,7 +140,7 @@ def test_ops_share_work_out_where_nothing_moves() -> None:
     """A difference is cut along `data` for nothing, where the sum that it reads is whole."""
     plan = oracle.plan(programs.draw(43, conflicts=True))
     assert (plan.lower_bound.gap, plan.lower_bound.exact) == (0, True)
-    assert str(plan.layout_of("result[0]")) == "32@data, 256, 8, 128@tensor"
+    assert str(plan.layout_of("result[0]")) == "32, 256, 8, 128@(tensor data)"
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.slow)])

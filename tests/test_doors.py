@@ -69,7 +69,6 @@ def test_tensor_parallelism_across_the_batch() -> None:
     forward = [(c.kind, c.axes) for c in plan.collectives if not c.backward]
     first, *_, last = forward
     assert (first, last) == (("all_to_all", ("tensor",)), ("reduce_scatter", ("tensor",)))
-    assert {axes for _, axes in forward} == {("tensor",)}
 
 
 def _sums(fn: Any, mesh: sl.Mesh, *args: torch.Tensor) -> list[float]:

@@ -53,7 +53,7 @@ def compare(plan: Callable[[], sl.Plan]) -> list[int]:
         assert (x in a.propagated.units.unit) == (y in b.propagated.units.unit), x
         if x in a.propagated.units.unit:
             assert dict(a.propagated.assignment(x)) == dict(b.propagated.assignment(y)), x
-    assert a.propagated.decider.seconds == pytest.approx(b.propagated.decider.seconds, rel=1e-9)
+    assert a.propagated.search.seconds == pytest.approx(b.propagated.search.seconds, rel=1e-9)
     return seen
 
 
@@ -397,7 +397,7 @@ def test_one_layer_costs_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(*args: Any) -> Any:
         found = decide(*args)
-        seconds.append(found.decider.seconds)
+        seconds.append(found.search.seconds)
         return found
 
     monkeypatch.setattr(compiling, "propagate", noted)

@@ -73,7 +73,7 @@ def test_of_a_named_machine_all_inputs_may_be_gathered_ahead() -> None:
 
 def test_whose_messages_are_hidden() -> None:
     """Not those of what is read first, or made last; and of no value inside."""
-    flood = by_strategy(256).compiled.propagated.decider.problem.flood
+    flood = by_strategy(256).compiled.propagated.search.problem.flood
     names = {value.name for value in flood.hidden}
     matrices = {f"m_{layer}_{part}_weight" for layer in range(LAYERS) for part in (1, 3)}
     assert matrices - names == {"m_0_1_weight"}

@@ -38,7 +38,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {  # with the collectives 
     "a sum of every row": (lambda x, w, ends: mm(x, w, ends).sum(1), 1),
     "a sum of all rows": (lambda x, w, ends: mm(x, w, ends).sum(0), 1),
     "rows in another order": (lambda x, w, ends: mm(x, w, ends)[torch.arange(S).flip(0)], 1),
-    "rows as columns": (lambda x, w, ends: (h := mm(x, w, ends)) + h.t(), 2),  # one, of h, would do
+    "rows as columns": (lambda x, w, ends: (h := mm(x, w, ends)) + h.t(), 1),
     "rows in other groups": (lambda x, w, ends: mm(mm(x, w, ends) % 2, w, (ends + 1).clamp(max=S)), 2),
     "products of two groupings": (
         lambda x, w, ends: mm(x, w, ends) % 3 + mm(x, w, (ends + 1).clamp(max=S)) % 3, 2

@@ -108,7 +108,7 @@ CASES = {
     ),
     "psum": Case(
         D, lambda x, w: sl.psum(x @ w, "data"), torch.matmul, (X, W), ("_ k@data", "k@data _"), "_ _",
-        [("reduce_scatter", D, 8 * 8 * 8 / 2)], (None, "_ _@tensor"),  # nobody says where the result lives
+        [("all_to_all", D, 8 * 8 * 8 / 2)], (None, "_ _@tensor"),  # nobody says where the result lives
     ),
     "psum of what is the same": Case(
         D, lambda x: sl.psum(x, "data"), lambda x: 2 * x, (X,), "_ _", "_ _", [],

@@ -214,7 +214,7 @@ def test_inputs_are_held_for_a_backward_pass_only(backward: bool) -> None:
     with sl.Mesh.abstract(data=2):
         step = sl.jit(sl.grad(fn, argnums=(0, 1)) if backward else fn, in_specs=specs)
         plan = step.plan(torch.empty(64, 64, device="meta"), torch.empty(8, 64, device="meta"))
-    held = [record for record in plan.compiled.propagated.decider.problem.records if record.held]
+    held = [record for record in plan.compiled.propagated.search.problem.records if record.held]
     assert bool(held) == backward
 
 
@@ -262,17 +262,20 @@ def test_what_could_not_be_improved_is_tried_again_when_something_around_it_chan
 ) -> None:
     step = sl.jit(lambda x, w: torch.relu(x @ w) @ w.t(), in_specs=("b@data d", "d o@data"))
     with sl.Mesh.abstract(data=4):
-        decider = step.plan(meta(64, 256), meta(256, 128)).compiled.propagated.decider
+        search = step.plan(meta(64, 256), meta(256, 128)).compiled.propagated.search
     tried: list[int] = []
-    monkeypatch.setattr(decider, "_improve", lambda *args: bool(tried.append(1)))
-    kind = next(k for k, domain in enumerate(decider.domains) if len(domain) > 1)
+    monkeypatch.setattr(search, "improve", lambda *args: bool(tried.append(1)))
+    whole = search.domains((kind,) for kind in range(len(search.choices)))
+    variable = next(iter(whole))
+    last: dict[Any, Any] = {}
     for _ in range(2):
-        decider._improve_around(kind, 1.0, lambda choices: True, last := {})
+        search._improve_around(variable, whole, lambda choices: True, {}, 0.0)
     assert len(tried) == 2, "each search begins anew"
     for _ in range(2):
-        decider._improve_around(kind, 1.0, lambda choices: True, last)
-    assert len(tried) == 2, "all is as it was"
-    other = next(choice for choice in decider.domains[kind] if choice != decider.choices[kind])
-    decider.choices = [other if k == kind else choice for k, choice in enumerate(decider.choices)]
-    decider._improve_around(kind, 1.0, lambda choices: True, last)
-    assert len(tried) == 3
+        search._improve_around(variable, whole, lambda choices: True, last, 0.0)
+    assert len(tried) == 3, "all is as it was"
+    (kind,), orders = variable, whole[variable][0].orders
+    other = next(choice for choice in orders if choice != search.choices[kind])
+    search.choices = [other if k == kind else choice for k, choice in enumerate(search.choices)]
+    search._improve_around(variable, whole, lambda choices: True, last, 0.0)
+    assert len(tried) == 4

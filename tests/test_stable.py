@@ -42,7 +42,7 @@ def told(p: Program, order: Sequence[str]) -> object:
     plan = planned(p, order)
     outputs = [str(out.layout) for out in plan.compiled.program.outputs]
     inputs = {v.name: str(plan.layout_of(f"xs['{v.name}']")) for v, _ in p.inputs}
-    return plan.comm_bytes, plan.compiled.propagated.decider.seconds, outputs, inputs
+    return plan.comm_bytes, plan.compiled.propagated.search.seconds, outputs, inputs
 
 
 def digest(seeds: Sequence[int]) -> str:

@@ -27,12 +27,13 @@ from shardlib.core.torch_private import (
     transform_level,
 )
 from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.recompile_reasons import RetraceWarning
 from shardlib.frontend.guards.torch_modes import autocast_of, refuse_modes
 from shardlib.frontend.hazards.threads import refuse_nested
 from shardlib.frontend.reuse.subgraph_reuse import Once
 from shardlib.jit import optimizer_state
 from shardlib.jit.call import autograd_op
-from shardlib.jit.call.compile_call import Invocation, RetraceWarning
+from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.call.double_backward import Again, pull_of
 from shardlib.jit.call.execute import caller, entry
 from shardlib.jit.call.function import Function

@@ -167,8 +167,8 @@ def ours(p: Program) -> Sent:
     """Plan the torch function of `p`; nothing runs."""
     best = plan(p)
     texts = tuple(f"{c.kind} {c.bytes:,.0f} {c.reason}" for c in best.compiled.program.collectives)
-    decider = best.compiled.propagated.decider
-    return Sent(best.comm_bytes, texts, sum(decider.estimate.whole(decider.choices)))
+    search = best.compiled.propagated.search
+    return Sent(best.comm_bytes, texts, sum(search.estimate.whole(search.choices)))
 
 
 def plan(p: Program) -> Plan:

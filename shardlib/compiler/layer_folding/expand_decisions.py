@@ -8,13 +8,13 @@ from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.layer_folding.fold_graph import Folded, Layer
-from shardlib.compiler.propagate import Propagated
-from shardlib.compiler.propagate.decision_units import Unit, build_units
+from shardlib.compiler.propagate import Propagated, propagated
+from shardlib.compiler.propagate.decision_units import Unit
 from shardlib.compiler.propagate.dim_factors import Leaf
 from shardlib.compiler.propagate.propagate_axes import flood
 from shardlib.compiler.propagate.propagation import Assignment, Flood, Message
-from shardlib.compiler.propagate.solver.cost import Order
-from shardlib.compiler.propagate.solver.search import Decider
+from shardlib.compiler.propagate.solver.problem import Order, Problem
+from shardlib.compiler.propagate.solver.search import Search
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Fixed
 
@@ -50,20 +50,19 @@ def spread(
     for twin, key in folded.twins.items():
         seen = whole.apart[key]
         whole.value[twin], whole.twins[twin], whole.copies[twin] = whole.value[seen], whole.twins[seen], key
-    units, decider = short.units, short.decider
+    units = short.search.problem.units
 
     def stands_for(member: Member) -> Member:
-        found: Member = folded.standing(member) if isinstance(member, Value) else folded.stands_for(member)[0]
-        return found
+        near_member: Member = folded.standing(member) if isinstance(member, Value) else folded.stands_for(member)[0]
+        return near_member
 
-    def start(unit: Unit) -> Order:
-        mine = units.unit[stands_for(unit.ops[0] if unit.ops else unit.values[0])]
-        return _with_slots(decider.order(mine), mine, unit, leaves)
+    problem = Problem(graph, whole, mesh)
 
-    parts = build_units(graph, whole)
-    if any(unit.part is not None for unit in units.unit.values()):
-        parts = parts.apart(lambda member: units.unit[stands_for(member)].part)
-    return Propagated(whole, parts, Decider(graph, whole, parts, mesh, start, improve=False), doors, outputs)
+    def start(member: Member) -> Order:
+        mine = stands_for(member)
+        return _with_slots(short.search.order(mine), units.unit[mine], problem.units.unit[member], leaves)
+
+    return propagated(Search(problem, start), doors, outputs)
 
 
 def _all(folded: Folded, mine: Any) -> Iterator[tuple[Any, Layer]]:
@@ -91,4 +90,5 @@ def _with_slots(order: Order, mine: Unit, unit: Unit, leaves: Mapping[Leaf, Leaf
     """A choice of one unit for another, which may have its slots in another order."""
     places = {leaf: slot for slot, leaf in enumerate(mine.slots)}
     slots = {places.get(leaves.get(leaf, -1), slot): slot for slot, leaf in enumerate(unit.slots)}
+    slots |= {~theirs: ~slot for theirs, slot in slots.items()}
     return tuple(tuple(slots.get(slot, slot) for slot in choice) for choice in order)

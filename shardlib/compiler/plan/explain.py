@@ -13,6 +13,7 @@ from shardlib.compiler.plan.names import Naming
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
 from shardlib.compiler.propagate.decision_units import Unit
 from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.solver.explain_decision import explain_decision, near_tie
 from shardlib.core.aten.op_names import CAT, NARROW, PERMUTE, RESHAPE
 from shardlib.core.source_lines import place
 from shardlib.core.text_tables import si
@@ -243,22 +244,22 @@ class Explainer:
         yield from (f"  {line}" for line in self._decisions(op))
 
     def _decisions(self, op: Op) -> Iterator[str]:
-        units, decider = self.compiled.propagated.units, self.compiled.propagated.decider
-        unit = units.unit.get(op)
+        search = self.compiled.propagated.search
+        unit = self.compiled.propagated.units.unit.get(op)
         for axis in self.compiled.mesh.axis_names if unit is not None else ():
             assert unit is not None
-            decision = decider.decision(unit, axis)
+            decision = explain_decision(search, op, axis)
             if decision is None:
                 continue
-            share = self.compiled.propagated.flood.share
+            share = search.weights.hidden
             paid = f" (messages that arithmetic hides at {share:.0%})" if share < 1 else ""
             cuts = f"{axis} cuts {decision.winner} here ({decision.units} alike)"
             yield f"{cuts}; estimated, with all that it touches{paid}:"
             for name, seconds, first in decision.alternatives:
                 source = self._asked(unit, first[0], axis) if first else "no device does less"
                 yield f"  {name}: {seconds * 1e6:.1f} us, {source}"
-            if near := decider.near(unit, axis):
-                now = f"the program takes {near[1] * 1e6:.4g} us with it, {decider.seconds * 1e6:.4g} us as it is"
+            if near := near_tie(search, op, axis):
+                now = f"the program takes {near[1] * 1e6:.4g} us with it, {search.seconds * 1e6:.4g} us as it is"
                 yield f"  a near-tie with {near[0]}: {now}"
 
     def _asked(self, unit: Unit, slot: int, axis: str) -> str:

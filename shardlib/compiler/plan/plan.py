@@ -22,7 +22,6 @@ from shardlib.compiler.program.buffers import host_bytes, peak_bytes
 from shardlib.compiler.program.steps import Var, makes
 from shardlib.compiler.program.text import show
 from shardlib.compiler.propagate.solver.lower_bound import LowerBound, lower_bound
-from shardlib.compiler.propagate.solver.refine import alone
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, place
@@ -159,8 +158,7 @@ class Plan:
             (0.0, True)
         """
         compiled = self.compiled
-        flood, decider = compiled.propagated.flood, compiled.propagated.decider
-        return lower_bound(decider, alone(compiled.graph, flood, self.mesh, decider))
+        return lower_bound(compiled.propagated.search)
 
     @property
     def seconds(self) -> dict[str, float]:

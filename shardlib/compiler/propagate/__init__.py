@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.decision_units import Unit, Units, build_units
-from shardlib.compiler.propagate.fused_weights import met
+from shardlib.compiler.propagate.decision_units import Unit, Units
+from shardlib.compiler.propagate.fused_weights import Met
+from shardlib.compiler.propagate.fused_weights import met as find_met
 from shardlib.compiler.propagate.pinned import Key
 from shardlib.compiler.propagate.propagate_axes import flood
-from shardlib.compiler.propagate.propagation import Assignment, Flood, Message
+from shardlib.compiler.propagate.propagation import Assignment, Flood, Message, Want
 from shardlib.compiler.propagate.relax_cuts import Loose, matter
-from shardlib.compiler.propagate.solver.overlap import SHARE, hidden
-from shardlib.compiler.propagate.solver.propose_axes import best, offered
-from shardlib.compiler.propagate.solver.refine import refine, spared
-from shardlib.compiler.propagate.solver.search import TIE, Decider
+from shardlib.compiler.propagate.solver.overlap import hidden
+from shardlib.compiler.propagate.solver.problem import Problem
+from shardlib.compiler.propagate.solver.propose_axes import offer_axes
+from shardlib.compiler.propagate.solver.search import Search, better
+from shardlib.compiler.propagate.solver.take_apart import hide_messages, send_less, take_apart
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.reshard import Cut
 
+_OFFER = "an offer: nothing else would use it there"
+
 
 @dataclass(frozen=True)
 class Propagated:
-    """What propagation found: leaves and wants (`flood`), what is decided together (`units`), the decisions."""
+    """The result of propagation: factors and requests (`flood`), units that choose together, and the decisions."""
 
     flood: Flood
     units: Units
-    decider: Decider
+    search: Search
     doors: Mapping[Op, Fixed]
     outputs: Mapping[int, Fixed]
 
     def unit_cut(self, unit: Unit) -> tuple[tuple[Axis, ...], ...]:
         """The mesh axes on each slot of `unit`, in prime parts."""
-        return self.decider.unit_cut(unit)
+        return self.search.cut(unit.ops[0] if unit.ops else unit.values[0])
 
     def assignment(self, op: Op) -> Assignment:
         """The mesh axes over which each factor of `op` is cut."""
-        cuts = self.unit_cut(self.units.unit[op])
+        cuts = self.search.cut(op)
         return {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
 
     def given(self, value: Value) -> tuple[Value, Cut]:
@@ -52,10 +55,9 @@ class Propagated:
         """The cut of an input: as annotated, or as inferred."""
         if value in self.flood.fixed:
             return self.flood.fixed[value][0]
-        unit = self.units.unit.get(value)
-        if unit is None:
+        if value not in self.units.unit:
             return ((),) * len(self.flood.leaves(value))
-        cuts = self.unit_cut(unit)
+        cuts = self.search.cut(value)
         return tuple(() if s is None else cuts[s] for s in self.units.value_slots[value])
 
 
@@ -67,51 +69,53 @@ def propagate(
     doors: Mapping[Op, Fixed],
     sends: Callable[[Flood, Op, Assignment], tuple[Message, ...]],
 ) -> Propagated:
-    """Decide every op's cut; `fixed`, `outputs` and `doors` hold what the user decided.
+    """Decide every op's cut; `fixed`, `outputs` and `doors` hold the user's decisions.
 
-    `sends` says what an op sends while it runs, if it is cut in some way. Where arithmetic can hide messages, units
-    decide once more, as if these cost little: that stands if it takes markedly less time.
+    `sends` says what an op sends while it runs, if it is cut in some way.
+
+    There is one problem, which is built once, and one search in it. Whole units choose first, then their ops alone;
+    dims that nobody annotated are offered axes; messages that arithmetic can hide count less; and of two decisions that
+    take about as long, the one that sends less stands.
     """
 
-    def flooded(*said: Any, **known: Any) -> Flood:
-        found = flood(graph, fixed, outputs, doors, *said, **known)
-        found.hidden, found.sends = values, partial(sends, found)
-        return found
+    def flooded(loose: Loose, met: Met) -> Flood:
+        return flood(graph, fixed, outputs, doors, loose, met)
 
-    values = hidden(graph, mesh)
-    decider = _decided(graph, mesh, flooded)
-    if values and decider.unhidden > decider.estimate.whole(decider.choices)[0] * TIE:
-        cheap = replace(decider.problem.flood, share=SHARE)
-        other = Decider(graph, cheap, decider.units, mesh, decider.order)
-        decider = other if other.unhidden * TIE < decider.unhidden else decider
-    return Propagated(decider.problem.flood, decider.units, decider, doors, outputs)
+    def begin(flooded: Flood) -> Search:
+        flooded.hidden, flooded.sends = hidden(graph, mesh), partial(sends, flooded)
+        search = Search(Problem(graph, flooded, mesh))
+        search.minimize(search.domains(search.problem.groups))
+        return search
 
-
-def _decided(graph: Graph, mesh: Mesh, again: Callable[..., Flood]) -> Decider:
-    """The best decision where annotations flood as they do, as inputs meet, or past cuts that stand in the way."""
-
-    def decide(flooded: Flood) -> Decider:
-        first = Decider(graph, flooded, build_units(graph, flooded), mesh)
-        decided = refine(graph, flooded, mesh, first)
-        decider = offered(graph, flooded, mesh, first, decided)
-        return decider if decider is decided else refine(graph, flooded, mesh, decider)
-
-    flooded = again()
-    decider = decide(flooded)
-    if values := met(flooded, graph):
-        other = again(met=values)
-        decider, flooded = best([(decider, flooded), (decide(other), other)])
-        again = partial(again, met=values) if flooded is other else again
-    if flooded.tight and matter(flooded, graph):
-        other = _loosened(again, flooded)
-        decider, flooded = best([(decider, flooded), (decide(other), other)])
-    return spared(graph, flooded, mesh, decider)
+    search = begin(flooded({}, {}))
+    if met := find_met(search.problem.flood, graph):
+        search = better(search, begin(flooded({}, met)))
+    now, loose = search.problem.flood, dict[Key, frozenset[int]]()
+    if now.tight and matter(now, graph):
+        while now.tight.keys() - loose.keys():
+            loose |= now.tight
+            now = flooded(loose, now.met)
+        search = better(search, begin(now))
+    first = search.state
+    take_apart(search)
+    if offer_axes(search, first):
+        take_apart(search)
+    send_less(search)
+    hide_messages(search)
+    return propagated(search, doors, outputs)
 
 
-def _loosened(again: Callable[[Loose], Flood], flooded: Flood) -> Flood:
-    """A flood in which no cut of an input or output stands in the way."""
-    loose = dict[Key, frozenset[int]]()
-    while flooded.tight.keys() - loose.keys():
-        loose |= flooded.tight
-        flooded = again(loose)
-    return flooded
+def propagated(search: Search, doors: Mapping[Op, Fixed], outputs: Mapping[int, Fixed]) -> Propagated:
+    """The decisions of a search, with units whose parts choose alike."""
+    problem = search.problem
+    for leaf, name in search.offers:
+        for member in [leaf for leaf, family in problem.families.items() if family == leaf]:
+            wants = problem.flood.wants.setdefault(member, [])
+            wants += [Want(a, _OFFER, True) for a in problem.atoms[name] if all(want.axis != a for want in wants)]
+
+    def part(member: Op | Value) -> object:
+        kind = problem.kind.get(problem.units.unit[member])
+        return None if kind is None else search.choices[kind]
+
+    units = problem.coarse.apart(part) if len(search.variables()) > len(problem.groups) else problem.coarse
+    return Propagated(problem.flood, units, search, doors, outputs)

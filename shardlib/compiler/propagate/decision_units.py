@@ -1,10 +1,9 @@
-"""Units: what is decided together.
+"""Units: ops and values that are decided together.
 
-Only factors that want a mesh axis and may be cut matter here; each is a *slot* of a unit. An op and a value belong to
-one unit when the value holds every slot of the op and nothing more, so pointwise chains, and most matmuls with their
-result, melt into a few units per layer. A value whose layout is fixed stands alone: it is where units meet. So does an
-op that has a choice of its own: attention may pass its keys round, or exchange the cut of the sequence for one of the
-heads, where its neighbours can do neither.
+Every factor that may be sharded is a *slot* of a unit. An op and a value belong to one unit when the value holds every
+slot of the op and nothing more, so a pointwise chain is one unit. A value whose layout is fixed stands alone: units
+meet there. So does an op that has a choice of its own: attention may pass its keys round, or exchange the sharded
+sequence for sharded heads, where its neighbors can do neither.
 
 Views, transposes and expands are looked through: a reader of a view is a reader of the view's *root*.
 """
@@ -81,7 +80,7 @@ class Units:
                 continue
             made_by = member.op if isinstance(member, Value) else None
             key = part(made_by if made_by is not None and self.unit.get(made_by) is unit else member)
-            mine = parts.setdefault((unit, key), Unit(unit.slots, part=key))
+            mine = parts.setdefault((unit, key), Unit(unit.slots, spares=unit.spares, part=key))
             if isinstance(member, Op):
                 mine.ops.append(member)
             else:
@@ -106,14 +105,14 @@ def build_units(graph: Graph, f: Flood) -> Units:
             factors = [
                 (label, k)
                 for label, leaves in f.labels[op].items()
-                for k, leaf in enumerate(leaves)
-                if leaf in f.wants and may_cut(f, op, (label, k))
+                for k in range(len(leaves))
+                if may_cut(f, op, (label, k))
             ]
-            wanted = {label for label, k in factors if k == 0}
+            first = {label for label, k in factors if k == 0}
             tied = {**op.rule.rounds, **op.rule.follows}
-            kept = {(t, 0) for t, s in tied.items() if {t, s} <= wanted and t not in _made_whole(op)}
+            kept = {(t, 0) for t, s in tied.items() if {t, s} <= first and t not in _made_whole(op)}
             factors = [x for x in factors if x[0] not in tied or x in kept]
-            lends = {h: s for h, s in op.rule.lends.items() if s in wanted and h not in f.whole[op]}
+            lends = {h: s for h, s in op.rule.lends.items() if s in first and h not in f.whole[op]}
             factors += [(h, 0) for h in lends if f.labels[op].get(h) and (h, 0) not in factors]
             unit = Unit([f.labels[op][label][k] for label, k in factors], [op])
             slots = u.op_slots[op] = {x: i for i, x in enumerate(factors)}
@@ -172,16 +171,11 @@ def _add_root(u: Units, f: Flood, value: Value) -> None:
     u.roots[value] = (value, tuple(range(len(leaves))))
     if value in f.fixed or (value.op is not None and value.op.rule is None):
         return
-    slots: list[int | None] = []
-    unit = Unit([], [], [value])
-    for leaf in leaves:
-        slots.append(len(unit.slots) if leaf in f.wants else None)
-        if leaf in f.wants:
-            unit.slots.append(leaf)
-    if value.rows is not None and (owner := f.owners[value.rows.ends][0]) in f.wants:
+    unit = Unit([*leaves], [], [value])
+    if value.rows is not None:
         u.owner_slots[value] = len(unit.slots)
-        unit.slots.append(owner)
-    u.unit[value], u.value_slots[value] = unit, tuple(slots)
+        unit.slots.append(f.owners[value.rows.ends][0])
+    u.unit[value], u.value_slots[value] = unit, tuple(range(len(leaves)))
 
 
 def _look_through(u: Units, f: Flood, op: Op) -> None:

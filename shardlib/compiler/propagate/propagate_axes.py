@@ -38,7 +38,7 @@ def flood(
 
     `fixed` holds inputs with specs and results of constraints, `outputs` the output specs, `doors` the specs of
     arguments of shard_map bodies. Dims of inputs and outputs that are `loose` stand apart as they are fixed. Values
-    that inputs are `met` by have the factors of these, whatever those are of the ops that make them.
+    that inputs are `met` by have the factors of these, whatever the factors of the ops that make them.
     """
     work = _Flooding(graph, fixed, outputs, doors, loose)
     work.f.met = met

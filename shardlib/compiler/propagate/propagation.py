@@ -53,8 +53,7 @@ class Flood:
     owners: dict[Value, tuple[Leaf, ...]] = field(default_factory=dict)  # ends of groups: the leaves that count these
     factors: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # memo of `value_factors`
     known_sizes: dict[object, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # memo of `sizes`
-    hidden: Collection[Value] = ()  # values whose messages nobody waits for,
-    share: float = 1.0  # and what is paid of these
+    hidden: Collection[Value] = ()  # values whose messages nobody waits for
     sends: Callable[[Op, Assignment], tuple[Message, ...]] = lambda op, cut: ()  # what an op sends while it runs
 
     def times(self, op: Op, leaf: Leaf) -> int:

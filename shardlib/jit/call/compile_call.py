@@ -17,13 +17,13 @@ from shardlib.compiler.pipeline import Compiled, compile_program
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.aten.op_traits import has
 from shardlib.core.context import compiling, unseen
-from shardlib.core.errors import EffectError, NoProgramError, ShardingError, public
+from shardlib.core.errors import EffectError, NoProgramError, ShardingError
 from shardlib.core.mode_restore import unheard
 from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.guards.recompile_reasons import Change, difference, listed, seen
+from shardlib.frontend.guards.recompile_reasons import OFTEN, Change, RetraceWarning, difference, listed, seen
 from shardlib.frontend.hazards.escaped_values import keeps_numbers, refuse_kept
 from shardlib.frontend.hazards.grad_reads import LookedAtGradientError
 from shardlib.frontend.hazards.threads import refuse_nested
@@ -38,16 +38,10 @@ from shardlib.sharding.placement import Fixed
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 _ATTEMPTS = 6  # at tracing a function whose effects are being found out
-OFTEN = 8  # programs for one reason, from which on it is said
 
 
 # A cache that grows by a token is another shape in each step.
 _GENERATES = 'in generate(), cache_implementation="static" keeps the shapes of what is cached; else '
-
-
-@public
-class RetraceWarning(UserWarning):
-    """A function is compiled again and again."""
 
 
 @dataclass

@@ -4,7 +4,6 @@ A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, 
 moves factors, `route` values whose dims are made of several.
 """
 
-from shardlib.sharding.reshard.fast_estimate import Rough
 from shardlib.sharding.reshard.prices import USUAL, Prices
 from shardlib.sharding.reshard.refactor_exchange import Crossing, crossed_seconds, crossings
 from shardlib.sharding.reshard.routing import Hop, plan, route, seconds
@@ -18,7 +17,6 @@ __all__ = [
     "Hop",
     "Leaves",
     "Prices",
-    "Rough",
     "Step",
     "crossed_seconds",
     "crossings",

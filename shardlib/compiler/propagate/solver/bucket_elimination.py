@@ -31,23 +31,16 @@ Numbers = NDArray[np.int64]
 class Table:
     """A cost of the choices of some kinds: one dim for each, an entry for every class of choices that cost the same.
 
-    `classes` has the class of every choice, for each of `kinds`. What is `sent` is communication while ops run; that of
-    a `value` is known by its number.
+    `classes` has the class of every choice, for each of `kinds`.
     """
 
     kinds: tuple[Kind, ...]
     costs: Costs
     classes: tuple[Numbers, ...]
-    sent: bool = False
-    value: int | None = None
 
     def at(self, choice: Mapping[Kind, int]) -> tuple[int, ...]:
         """Where the cost of a choice of every kind is."""
         return tuple(int(of[choice[k]]) for k, of in zip(self.kinds, self.classes, strict=True))
-
-    def dearer(self, times: float) -> Table:
-        """The table with so many times the costs of communication."""
-        return replace(self, costs=self.costs * times) if self.sent or self.value is not None else self
 
     @property
     def size(self) -> int:

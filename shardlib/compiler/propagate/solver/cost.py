@@ -1,8 +1,11 @@
-"""What a decision costs: estimated seconds of the whole program.
+"""The cost of a decision: estimated seconds of the whole program.
 
 Every value pays the reshards from the layout in which it is made to every distinct layout in which it is read (a
-pending sum once; sums that only meet in an addition are added first and then paid once). Every unit pays its
-arithmetic, divided by the ways in which it is cut: so replicating work costs what it takes.
+partial sum once; sums that only meet in an addition are added first and then reduced once). Every unit pays its
+arithmetic, divided by the ways in which it is sharded: so replicated work costs its time.
+
+Every cost is worked out once, whoever asks for it: the cost of a value is an array over the layouts of its ends, which
+is filled in where somebody looks.
 """
 
 from __future__ import annotations
@@ -10,41 +13,81 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Table
-from shardlib.compiler.propagate.solver.edge_reshards import Moves, State
-from shardlib.compiler.propagate.solver.edges import End, Kind, Record
-from shardlib.compiler.propagate.solver.problem import Choice, Problem, Role
+from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Costs, Numbers, Table
+from shardlib.compiler.propagate.solver.edge_reshards import LayoutCosts, Moves
+from shardlib.compiler.propagate.solver.edges import Kind, Record
+from shardlib.compiler.propagate.solver.problem import Order, Problem, Role
 from shardlib.sharding.mesh.axis import Axis, ways
 
 # Behind so much of all arithmetic the schedule hides messages, by the simulator's clock: there is none in front of the
 # first layer, and messages are not spread as evenly.
 _HIDES = 0.5
+_FEW = 8  # choices: the tables of these have an entry for each, though several may cost the same
 
-Order = tuple[Choice, ...]  # a choice for every mesh axis, and what is turned round
 Choices = list[Order]  # for every kind
+Cuts = tuple[tuple[Axis, ...], ...]  # the axes on every slot
+Variable = tuple[Kind, ...]  # kinds that take one choice together
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The worth of a second of messages, beside one of arithmetic: `sent`, and `hidden` times that where arithmetic
+    hides it."""
+
+    sent: float = 1.0
+    hidden: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The choices of a variable."""
+
+    orders: tuple[Order, ...]
+
+    @cached_property
+    def places(self) -> Numbers:
+        """The numbers of all choices."""
+        return np.arange(len(self.orders))
+
+    @cached_property
+    def number(self) -> Mapping[Order, int]:
+        return {order: n for n, order in enumerate(self.orders)}
+
+
+Free = Mapping[Variable, tuple[Domain, Numbers]]  # variables that may choose, and the choices that they may take
 
 
 class Estimate:
-    """Seconds of choices, memoised per value and choice; `of_bytes`: messages take what their bytes do, no latency."""
+    """Seconds of choices; `of_bytes`: messages take what their bytes do, no latency. `evaluations` counts the costs of
+    values and units that were worked out."""
 
     def __init__(self, problem: Problem, *, of_bytes: bool = False) -> None:
         self.problem = problem
         self.prices = problem.prices.of_bytes if of_bytes else problem.prices
+        self.optimistic = False  # messages inside ops count only where they are known already
+        self._layouts: dict[object, LayoutCosts] = {}
         self.moves = [self._moves(record, n) for record, n in problem.records.items()]
         self._touching: dict[Kind, list[int]] = defaultdict(list)
         for i, moves in enumerate(self.moves):
             for kind in moves.record.kinds:
                 self._touching[kind].append(i)
-        self._ends_memo: list[dict[tuple[Kind, Order], tuple[int, ...]]] = [{} for _ in self.moves]
-        self._sent_memo: list[dict[tuple[object, ...], float]] = [{} for _ in self.moves]
+        self._class_memo: list[dict[tuple[Kind, Order], int]] = [{} for _ in self.moves]
+        self._domain_memo: dict[tuple[int, Kind, Domain], Numbers] = {}
+        self._merged_memo: dict[tuple[int, Variable, Domain], tuple[Numbers, Numbers]] = {}
+        self._works_memo: dict[tuple[Variable, Domain, float], Costs] = {}
         self._work_memo: dict[tuple[Kind, Order], tuple[float, float]] = {}
-        self._cut_memo: dict[tuple[Kind, Order], tuple[tuple[Axis, ...], ...]] = {}
+        self._cut_memo: dict[tuple[Kind, Order], Cuts] = {}
 
-    def cut(self, kind: Kind, choice: Order) -> tuple[tuple[Axis, ...], ...]:
+    @property
+    def evaluations(self) -> int:
+        return len(self._work_memo) + sum(moves.evaluations for moves in self.moves)
+
+    def cut(self, kind: Kind, choice: Order) -> Cuts:
         """The axes on every slot of a kind under `choice` (one entry per mesh axis, in mesh order; and one of
         slots whose axes are turned round)."""
         key = (kind, choice)
@@ -56,58 +99,64 @@ class Estimate:
         *orders, turned = choice
         for name, order in zip(self.problem.mesh.axis_names, orders, strict=True):
             atoms = self.problem.atoms[name]
-            if order and self._takes_minor(roles[order[0]], atoms):
+            offered = {~slot for slot in order if slot < 0}
+            if order and self._takes_minor(roles[max(order[0], ~order[0])], order[0] < 0, atoms):
                 atoms = atoms[::-1]
             for atom in atoms:
-                for slot in order:
+                for slot in (max(s, ~s) for s in order):
                     both = {slot, self.problem.rounds[kind].get(slot, slot)}
-                    fit = {i for i in both | beside[slot] if self._takes(roles[i], axes[i], atom)}
+                    fit = {
+                        i
+                        for i in both | beside[slot]
+                        if (i in offered or atom in roles[i].wants) and roles[i].size >= ways(axes[i]) * atom.size
+                    }
                     if both <= fit:
                         for i in fit:
                             axes[i].append(atom)
                         break
         stand = [role.turned * (i in turned) + role.wants for i, role in enumerate(roles)]
-        result = [tuple(sorted(mine, key=order.index)) for order, mine in zip(stand, axes, strict=True)]
-        self._cut_memo[key] = tuple(result)
-        return self._cut_memo[key]
+        result = tuple(
+            tuple(sorted(mine, key=lambda a: order.index(a) if a in order else len(order)))
+            for order, mine in zip(stand, axes, strict=True)
+        )
+        self._cut_memo[key] = result
+        return result
 
     @staticmethod
-    def _takes_minor(role: Role, atoms: Sequence[Axis]) -> bool:
+    def _takes_minor(role: Role, offered: bool, atoms: Sequence[Axis]) -> bool:
         """Whether a slot that may not have all of an axis takes its minor part: only that can be exchanged at once."""
-        return bool({*role.lent} & {*atoms}) or ({*atoms} <= role.offered and role.size < ways(atoms))
+        alone = offered and role.size < ways(atoms) and not {*atoms} & {*role.wants}
+        return bool({*role.lent} & {*atoms}) or alone
 
-    @staticmethod
-    def _takes(role: Role, axes: Sequence[Axis], atom: Axis) -> bool:
-        return atom in role.wants and role.size >= ways(axes) * atom.size
+    def _class(self, i: int, kind: Kind, choice: Order) -> int:
+        """The number of the layouts of those ends of record number `i` that a kind decides."""
+        memo = self._class_memo[i]
+        if (number := memo.get((kind, choice))) is None:
+            number = memo[kind, choice] = self.moves[i].number(kind, self.cut(kind, choice))
+        return number
 
-    def _ends(self, i: int, kind: Kind, choice: Order) -> tuple[int, ...]:
-        """The states of those ends of record number `i` that a kind decides."""
-        memo = self._ends_memo[i]
-        if (known := memo.get((kind, choice))) is None:
-            moves, slots = self.moves[i], self.cut(kind, choice)
-            known = tuple(moves.number(_resolved(moves.ends[p], slots)) for p in moves.places[kind])
-            memo[kind, choice] = known
-        return known
-
-    def sent(self, i: int, choices: Choices, *, rough: bool = False) -> float:
+    def sent(self, i: int, choices: Choices) -> float:
         """Seconds of the reshards of all values that record number `i` stands for."""
-        moves, memo = self.moves[i], self._sent_memo[i]
-        states = tuple([self._ends(i, kind, choices[kind]) for kind in moves.places])
-        key = (states, rough)
-        if (known := memo.get(key)) is None:
-            decided = {kind: [of] for kind, of in zip(moves.places, states, strict=True)}
-            known = memo[key] = float(moves.seconds(decided, rough=rough).item())
-        return known
+        moves = self.moves[i]
+        return moves.at(tuple([self._class(i, kind, choices[kind]) for kind in moves.kinds]))
+
+    def _weighed(self, i: int, choices: Choices, weights: Weights) -> float:
+        seconds = self.sent(i, choices) * weights.sent
+        hidden = weights.hidden != 1.0 and self.moves[i].record.hidden
+        return grained(seconds * weights.hidden) if hidden else seconds
 
     def work(self, kind: Kind, choice: Order) -> tuple[float, float]:
         """Seconds of a kind's arithmetic, and of what its ops send while they run."""
-        if (known := self._work_memo.get((kind, choice))) is None:
-            work, sent = self._work(kind, choice)
-            known = self._work_memo[kind, choice] = grained(work), grained(sent)
-        return known
+        if (seconds := self._work_memo.get((kind, choice))) is None:
+            cut = self.cut(kind, choice)
+            work, passed = self._work(kind, cut)
+            if self.optimistic and self.problem.senders[kind]:
+                return grained(work), grained(passed)
+            seconds = self._work_memo[kind, choice] = grained(work), grained(passed + self._sent_inside(kind, cut))
+        return seconds
 
-    def _work(self, kind: Kind, choice: Order) -> tuple[float, float]:
-        cut = self.cut(kind, choice)
+    def _work(self, kind: Kind, cut: Cuts) -> tuple[float, float]:
+        """Seconds of arithmetic, and of what is passed round."""
         work, total = sum(s / math.prod(ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]), 0.0
         prices = self.prices
         for p in self.problem.passed[kind]:
@@ -119,137 +168,184 @@ class Estimate:
             # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
             total += p.times * (held > 1) * prices.latency(beside)
             total += p.times * 2 * (passed > 1 and p.operand) * prices.latency(around)
-        for sender in self.problem.senders[kind]:
-            assignment = {factor: cut[slot] for factor, slot in sender.slots if cut[slot]}
-            found = self.problem.flood.sends(sender.op, assignment)
-            total += sender.times * sum(prices.sent(axes, nbytes, kind) for kind, axes, nbytes in found)
         return work, total
 
-    def cost(self, kinds: Iterable[Kind], choices: Choices, dear: float = 1.0) -> float:
-        """Seconds of everything that touches one of `kinds`."""
-        works = [self.work(kind, choices[kind]) for kind in kinds]
-        sent = sum([self.sent(i, choices) for i in self._touched(kinds)]) + sum(mine for _, mine in works)
-        return sum(mine for mine, _ in works) + sent * dear
+    def _sent_inside(self, kind: Kind, cut: Cuts) -> float:
+        """Seconds of what ops send while they run."""
+        total = 0.0
+        for sender in self.problem.senders[kind]:
+            assignment = {factor: cut[slot] for factor, slot in sender.slots if cut[slot]}
+            messages = self.problem.flood.sends(sender.op, assignment)
+            total += sender.times * sum(self.prices.sent(axes, nbytes, how) for how, axes, nbytes in messages)
+        return total
 
-    def cheaper(self, kinds: Iterable[Kind], choices: Choices, now: float, dear: float) -> bool:
-        """Whether that is less than `now`. What is no less roughly is not looked at closer."""
-        works = sum(mine + sent * dear for mine, sent in (self.work(kind, choices[kind]) for kind in kinds))
-        for rough in (True, False):
-            left = now - works
-            for i in self._touched(kinds):
-                if left <= 0:
-                    return False
-                left -= self.sent(i, choices, rough=rough) * dear
+    def cost(self, kinds: Iterable[Kind], choices: Choices, weights: Weights = Weights()) -> float:
+        """Seconds of everything that touches one of `kinds`."""
+        kinds = [*kinds]
+        works = [self.work(kind, choices[kind]) for kind in kinds]
+        moved = sum([self._weighed(i, choices, weights) for i in self._touched(kinds)])
+        return sum(mine for mine, _ in works) + moved + sum(mine for _, mine in works) * weights.sent
+
+    def cheaper(self, kinds: Sequence[Kind], choices: Choices, now: float, weights: Weights) -> bool:
+        """Whether that is less than `now`, as far as one has to look."""
+        left = now - sum(mine + sent * weights.sent for mine, sent in (self.work(k, choices[k]) for k in kinds))
+        for i in self._touched(kinds):
+            if left <= 0:
+                return False
+            left -= self._weighed(i, choices, weights)
         return left > 0
 
-    def around(self, kind: Kind, choices: Choices) -> float:
-        """Seconds of what is sent by the ops of a kind, and of the reshards of values beside it."""
-        return self.work(kind, choices[kind])[1] + sum(self.sent(i, choices) for i in self._touching[kind])
+    def around(self, kinds: Variable, choices: Choices) -> float:
+        """Seconds of what is sent by the ops of some kinds, and of the reshards of values beside them."""
+        inside = sum(self.work(kind, choices[kind])[1] for kind in kinds)
+        return inside + sum(self.sent(i, choices) for i in self._touched(kinds))
+
+    def costly(self, choices: Choices, domains: Mapping[Kind, Domain], least: float) -> set[Kind]:
+        """The kinds that could save more than so many seconds: by other messages beside them, or by less work."""
+        sent = (moves.kinds for i, moves in enumerate(self.moves) if self.sent(i, choices) > least)
+        excess = (
+            kind
+            for kind, domain in domains.items()
+            if sum(self.work(kind, choices[kind])) - self._works((kind,), domain, Weights()).min() > least
+        )
+        return {*(kind for kinds in sent for kind in kinds), *excess}
 
     def beside(self, *kinds: Kind) -> tuple[Kind, ...]:
         """Kinds and those that share a value with one of them."""
         return tuple(dict.fromkeys([*kinds, *(k for i in self._touched(kinds) for k in self.moves[i].record.kinds)]))
 
-    def worth(
-        self, free: Mapping[Kind, Sequence[Order]], choices: Choices, dear: float = 1.0
-    ) -> dict[Kind, list[Order]]:
-        """The choices of kinds that are `free` with which all could cost less than as chosen: not those whose work
-        alone is so much more than the least as all that could be saved. Nobody, where nothing could."""
-        works = {k: [mine + sent * dear for mine, sent in (self.work(k, x) for x in free[k])] for k in free}
-        floor = {k: min(of) for k, of in works.items()}
-        now = sum(of[free[k].index(choices[k])] - floor[k] for k, of in works.items())
-        spent = now + dear * sum([self.sent(i, choices) for i in self._touched(free)])
-        if not spent:
+    def worth(self, free: Free, choices: Choices, weights: Weights, least: float = 0.0) -> Free:
+        """The choices of variables that are `free` with which all could cost less than as chosen: not those whose work
+        alone is so much more than the least as all that could be saved. Nobody, where no more than `least` could."""
+        works = {v: self._works(v, domain, weights)[at] for v, (domain, at) in free.items()}
+        floor = {v: of.min() for v, of in works.items()}
+        now = sum(self._work_of(v, choices[v[0]], weights) - floor[v] for v in works)
+        spent = now + sum([self._weighed(i, choices, weights) for i in self._touched(k for v in free for k in v)])
+        if spent <= least:
             return {}
-        left = {
-            k: [x for x, work in zip(free[k], of, strict=True) if work - floor[k] <= spent] for k, of in works.items()
-        }
-        return {k: some for k, some in left.items() if len(some) > 1}
+        left = {v: (domain, at[works[v] - floor[v] <= spent]) for v, (domain, at) in free.items()}
+        return {v: (domain, at) for v, (domain, at) in left.items() if len(at) > 1}
+
+    def _work_of(self, variable: Variable, choice: Order, weights: Weights) -> float:
+        return sum(mine + sent * weights.sent for mine, sent in (self.work(kind, choice) for kind in variable))
+
+    def _works(self, variable: Variable, domain: Domain, weights: Weights) -> Costs:
+        """Seconds of the ops of a variable, for every choice of its domain."""
+        key = variable, domain, weights.sent
+        if (works := self._works_memo.get(key)) is None:
+            works = np.array([self._work_of(variable, choice, weights) for choice in domain.orders])
+            if not (self.optimistic and any(self.problem.senders[kind] for kind in variable)):
+                self._works_memo[key] = works
+        return works
 
     def _touched(self, kinds: Iterable[Kind]) -> list[int]:
         return sorted({i for kind in kinds for i in self._touching[kind]})
 
     def tables(
-        self,
-        free: Mapping[Kind, Sequence[Order]],
-        choices: Choices,
-        largest: float = math.inf,
-        at_once: float = math.inf,
-        *,
-        rough: bool = False,
+        self, free: Free, choices: Choices, weights: Weights, largest: float = math.inf, at_once: float = math.inf
     ) -> tuple[list[Table], bool]:
-        """The costs of all that kinds which are `free` to choose touch, others being as in `choices`, and whether they
-        are all there: tables larger than `largest` are left out, and all where they had more than `at_once` entries."""
-        tables: list[Table] = []
-        for kind, domain in free.items():
-            works = np.array([self.work(kind, choice) for choice in domain])
-            every = (np.arange(len(domain)),)
-            tables += [Table((kind,), works[:, 0], every), Table((kind,), works[:, 1], every, sent=True)]
+        """The costs of all that variables which are `free` to choose touch, others being as in `choices`, and whether
+        they are all there: tables larger than `largest` are left out, and all where they had more than `at_once`
+        entries. Variables are known by their first kinds."""
+        owner = {kind: variable for variable in free for kind in variable}
         asked = []
-        for i in self._touched(free):
-            # Choices that put the ends of a value alike cost it the same: one of each is tried.
-            ends = {k: [self._ends(i, k, choice) for choice in free[k]] for k in self.moves[i].places if k in free}
-            known = {kind: list(dict.fromkeys(of)) for kind, of in ends.items()}
-            asked.append((i, ends, {kind: some for kind, some in known.items() if len(some) > 1}))
-        sizes = [math.prod(map(len, known.values())) for *_, known in asked]
+        for i in self._touched(owner):
+            variables = sorted({owner[k] for k in self.moves[i].kinds if k in owner})  # as tables have them
+            asked.append((i, {v: self._merged(i, v, *free[v]) for v in variables}))
+        sizes = [math.prod(len(first) for first, _ in merged.values()) for _, merged in asked]
         if sum(sizes) > at_once:
             return [], False
-        for size, (i, ends, known) in zip(sizes, asked, strict=True):
+        alone = {v: self._works(v, domain, weights)[at] for v, (domain, at) in free.items()}
+        tables = []
+        for size, (i, merged) in zip(sizes, asked, strict=True):
             if size <= largest:
-                tables.append(self._table(i, ends, known, choices, rough))
-        return tables, all(size <= largest for size in sizes)
+                table = self._table(i, free, merged, choices, weights)
+                if len(table.kinds) == 1:
+                    (variable,) = (v for v, (first, _) in merged.items() if len(first) > 1)
+                    alone[variable] = alone[variable] + table.costs[table.classes[0]]
+                elif table.kinds:
+                    tables.append(table)
+        unary = [Table(v[:1], costs, (np.arange(len(costs)),)) for v, costs in alone.items()]
+        return [*unary, *tables], all(size <= largest for size in sizes)
+
+    def _merged(self, i: int, variable: Variable, domain: Domain, at: Numbers) -> tuple[Numbers, Numbers]:
+        """Of choices of a domain, one of each class of those that put the ends of record number `i` alike, and the
+        class of every choice."""
+        key = i, variable, domain
+        if (merged := self._merged_memo.get(key)) is None:
+            codes = np.zeros(len(domain.orders), np.int64)
+            for kind in variable:
+                if kind in self.moves[i].places:
+                    classes = self._classes(i, kind, domain)
+                    codes = codes * (int(classes.max()) + 1) + classes
+            _, first, class_of = np.unique(codes, return_index=True, return_inverse=True)
+            merged = self._merged_memo[key] = first, class_of
+        first, class_of = merged
+        if len(at) == len(domain.orders):
+            return first, class_of
+        some, class_of = np.unique(class_of[at], return_inverse=True)
+        return first[some], class_of
+
+    def _classes(self, i: int, kind: Kind, domain: Domain) -> Numbers:
+        key = i, kind, domain
+        if (classes := self._domain_memo.get(key)) is None:
+            classes = self._domain_memo[key] = np.array([self._class(i, kind, x) for x in domain.orders])
+        return classes
 
     def _table(
         self,
         i: int,
-        ends: Mapping[Kind, Sequence[tuple[int, ...]]],
-        known: Mapping[Kind, Sequence[tuple[int, ...]]],
+        free: Free,
+        merged: Mapping[Variable, tuple[Numbers, Numbers]],
         choices: Choices,
-        rough: bool,
+        weights: Weights,
     ) -> Table:
-        """The table of record number `i` over the kinds of `known`, whose ends it has there in all ways."""
+        """The table of record number `i` over the variables whose choices make a difference there."""
         moves = self.moves[i]
-        fixed = {k: [self._ends(i, k, choices[k])] for k in moves.places if k not in known}
-        costs = moves.seconds({**fixed, **known}, rough=rough)
-        number = {kind: {states: n for n, states in enumerate(of)} for kind, of in known.items()}
-        classes = tuple(np.array([number[kind][x] for x in ends[kind]]) for kind in known)
-        return Table(tuple(known), costs, classes, value=i)
-
-    def alike(self, free: Mapping[Kind, Sequence[Order]], at_once: float) -> Iterator[dict[Kind, Order]]:
-        """For every value that is shared by kinds with more than `at_once` choices together, and every state of it: the
-        least work of each of them with which all its ends are in that state, if there is one."""
-        for i, moves in enumerate(self.moves):
-            ends = {k: {choice: self._ends(i, k, choice) for choice in free[k]} for k in moves.places if k in free}
-            if math.prod(len({*of.values()}) for of in ends.values()) <= at_once:
+        along = {v: n for n, v in enumerate(v for v, (first, _) in merged.items() if len(first) > 1)}
+        owner = {kind: variable for variable in merged for kind in variable}
+        index = []
+        for kind in moves.kinds:
+            if (variable := owner.get(kind)) is None:
+                index.append(np.array(self._class(i, kind, choices[kind])))
                 continue
-            able: dict[int, dict[Kind, Order]] = defaultdict(dict)
-            for k, of in ends.items():
-                for choice, mine in of.items():
-                    if len({*mine}) == 1:
-                        best = able[mine[0]].setdefault(k, choice)
-                        if sum(self.work(k, choice)) < sum(self.work(k, best)):
-                            able[mine[0]][k] = choice
+            states = self._classes(i, kind, free[variable][0])[merged[variable][0]]
+            n = along.get(variable)
+            index.append(states[0] if n is None else states.reshape([-1, *[1] * (len(along) - n - 1)]))
+        costs = moves.costs(index)
+        factor = weights.sent * (weights.hidden if moves.record.hidden else 1.0)
+        weighed = costs if factor == 1.0 else np.asarray(np.rint(costs * (factor / GRAIN)) * GRAIN)
+        return Table(tuple(v[0] for v in along), weighed, tuple(merged[v][1] for v in along))
+
+    def alike(self, free: Free, at_once: float) -> Iterator[dict[Variable, Order]]:
+        """For every value that is shared by variables with more than `at_once` choices together, and every layout of
+        it: the least work of each of them with which all its ends are in that layout, if there is one."""
+        weights, owner = Weights(), {kind: variable for variable in free for kind in variable}
+        for i, moves in enumerate(self.moves):
+            variables = dict.fromkeys(owner[k] for k in moves.kinds if k in owner)
+            if math.prod(len(self._merged(i, v, *free[v])[0]) for v in variables) <= at_once:
+                continue
+            able: dict[int, dict[Variable, Order]] = defaultdict(dict)
+            for v in variables:
+                domain, at = free[v]
+                for n in sorted(at.tolist(), key=self._works(v, domain, weights).__getitem__):
+                    choice = domain.orders[n]
+                    ends = {s for k in v if k in moves.places for s in moves.states(k, self._class(i, k, choice))}
+                    if len(ends) == 1:
+                        able[ends.pop()].setdefault(v, choice)
             yield from able.values()
 
-    def corrected(self, tables: Sequence[Table], at: Mapping[Kind, int], choices: Choices) -> bool:
-        """Write what the best choices cost in place of rough figures; whether any of these was wrong."""
-        wrong = False
-        for table in tables:
-            if table.value is not None and (seconds := self.sent(table.value, choices)) != table.costs[table.at(at)]:
-                table.costs[table.at(at)], wrong = seconds, True
-        return wrong
-
     def whole(self, choices: Choices) -> tuple[float, float]:
-        """Seconds of arithmetic and of communication, with what nobody decides: so estimates of other wants compare."""
+        """Seconds of arithmetic and of communication, with what nobody decides."""
         mine, moved = self.parts(choices)
-        return self.problem.undecided() + mine, moved + sum(seconds for _, seconds in self._settled)
+        return self.problem.undecided + mine, moved + sum(seconds for _, seconds in self._settled)
 
     def unhidden(self, choices: Choices) -> float:
         """Seconds of the whole program where arithmetic hides the messages that nobody waits for, as far as it goes."""
-        (work, sent), share = self.whole(choices), self.problem.flood.share
+        work, sent = self.whole(choices)
         hidden = sum([self.sent(i, choices) for i, moves in enumerate(self.moves) if moves.record.hidden])
         hidden += sum(seconds for record, seconds in self._settled if record.hidden)
-        return work + sent - hidden + max(hidden / share - _HIDES * work, 0.0)
+        return work + sent - hidden + max(hidden - _HIDES * work, 0.0)
 
     def parts(self, choices: Choices) -> tuple[float, float]:
         """Seconds of arithmetic and of communication, of all that is decided."""
@@ -262,20 +358,17 @@ class Estimate:
         return sum(self.parts(choices))
 
     def _moves(self, record: Record, count: int) -> Moves:
-        return Moves(record, count, self.problem.prices, self.prices, self.problem.flood.share)
+        key = record.sizes, record.itemsize, record.returned
+        if (layouts := self._layouts.get(key)) is None:
+            layouts = self._layouts[key] = LayoutCosts(*key, self.problem.prices, self.prices)
+        return Moves(record, count, layouts)
 
     @cached_property
     def _settled(self) -> list[tuple[Record, float]]:
         """Values that nobody decides about, with the seconds of their reshards."""
-        return [(record, self._moves(record, n).seconds({}).item()) for record, n in self.problem.settled.items()]
+        return [(record, self._moves(record, n).at(())) for record, n in self.problem.settled.items()]
 
 
 def grained(seconds: float) -> float:
     """The nearest multiple of `GRAIN`."""
     return round(seconds / GRAIN) * GRAIN
-
-
-def _resolved(end: End, slots: Sequence[tuple[Axis, ...]]) -> State:
-    cut = tuple(() if s is None else slots[s] for s in end.slots)
-    # What went round was reduced on the way.
-    return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))

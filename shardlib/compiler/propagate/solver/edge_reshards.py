@@ -1,12 +1,15 @@
-"""The reshards of a value: from where it is made to every distinct layout in which it is read.
+"""The reshards of a value: from the layout in which it is made to every distinct layout in which it is read.
 
-A pending sum is reduced once; sums that only meet in an addition are added first and then paid once.
+A partial sum is reduced once; sums that only meet in an addition are added first and then reduced once. The seconds
+from one layout to another are worked out once for all values of one shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,157 +18,127 @@ from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Costs, 
 from shardlib.compiler.propagate.solver.edges import End, Kind, Record
 from shardlib.sharding import reshard
 from shardlib.sharding.mesh.axis import Axis, ways
-from shardlib.sharding.reshard import USUAL, Axes, Cut, Leaves, Prices, Rough
+from shardlib.sharding.reshard import USUAL, Axes, Cut, Leaves, Prices
 
 # An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
 HOLDING = 1.25
 
-State = tuple[Cut, tuple[Axis, ...]]  # how a value is cut, and what it owes
+State = tuple[Cut, tuple[Axis, ...]]  # the axes on every leaf, and those over which it is a partial sum
+_LARGEST = 1 << 18  # entries of an array of costs
+_DIMS = 20  # of one
 
 
-class Moves:
-    """The reshards of `count` values that are one record, by the states of their ends; states are numbered.
+class LayoutCosts:
+    """Seconds between the layouts, here *states*, of all values of one shape; states are numbered.
 
-    A `rough` figure takes each reshard by what its axes do, without looking for its steps. The best steps at some
-    `prices` are taken, and charged as `paid` says, or by these; a `share` of them where arithmetic hides the rest.
+    The best steps at some `prices` are taken, and charged as `paid` says, or by these. `returned` are the axes
+    that the leaves of a result want whose layout nobody fixed.
     """
 
     def __init__(
-        self, record: Record, count: int, prices: Prices = USUAL, paid: Prices | None = None, share: float = 1.0
+        self,
+        sizes: Leaves,
+        itemsize: int,
+        returned: Sequence[Axes] | None = None,
+        prices: Prices = USUAL,
+        paid: Prices | None = None,
     ) -> None:
-        self.share = (HOLDING if record.held else 1.0) * (share if record.hidden else 1.0)
-        self.record, self.count, self.prices, self.paid = record, count, prices, paid or prices
-        self.flat = tuple(n for dim in record.sizes for n in dim)
-        self.ends = (*record.sources, *record.readers, *record.through)
-        self._number: dict[State, int] = {}
+        self.sizes, self.itemsize, self.returned = sizes, itemsize, returned
+        self.prices, self.paid = prices, paid or prices
+        self.flat = tuple(n for dim in sizes for n in dim)
+        self._number: dict[object, int] = {}
         self._states: list[State] = []
         self._owing = np.empty(0, np.bool_)
-        self._rough = Rough(self._states, self.flat, record.itemsize, self.paid)
-        # Rough or not, from every state to -2, -1 and every state: seconds (nan: nobody asked), and what is there then.
-        nowhere = np.empty((0, 2)), np.empty((0, 2), np.int64)
-        self._ways: dict[bool, tuple[Costs, Numbers]] = {False: nowhere, True: nowhere}
+        # From every state to -2, -1 and every state: seconds (nan: nobody asked), and the state in which it is then.
+        self._ways: tuple[Costs, Numbers] = np.empty((0, 2)), np.empty((0, 2), np.int64)
         # Of states that are reached, or left, in factors of their own: the dims that these are, these, and the cut.
         self._into: dict[int, tuple[Leaves, Leaves, Cut]] = {}
-        self.still = {p: self._fixed(e) for p, e in enumerate(self.ends) if e.kind is None}
-        self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
 
     def number(self, state: State) -> int:
         """The number of a state."""
-        if (known := self._number.get(state)) is None:
-            known = self._number[state] = len(self._states)
+        if (number := self._number.get(state)) is None:
+            number = self._number[state] = len(self._states)
             self._states.append(state)
-        return known
+        return number
 
-    def _fixed(self, end: End) -> int:
+    def fixed(self, end: End) -> int:
         """The number of the state of an end that is fixed; of one with factors of its own, another than of its cut."""
         if end.into is None:
             return self.number((end.cut, ()))
-        self._into[len(self._states)] = end.dims or self.record.sizes, *end.into
-        self._states.append((end.cut, ()))
-        return len(self._states) - 1
+        key = end.cut, end.dims or self.sizes, end.into
+        if (number := self._number.get(key)) is None:
+            number = self._number[key] = len(self._states)
+            self._into[number] = end.dims or self.sizes, *end.into
+            self._states.append((end.cut, ()))
+        return number
 
-    def seconds(self, decided: Mapping[Kind, Sequence[Sequence[int]]], *, rough: bool = False) -> Costs:
-        """Seconds of all reshards: a dim for each kind that has a choice, along which are the states of its ends,
-        choice after choice. A value may have readers of more kinds than an array has dims."""
-        along = {k: i for i, k in enumerate(k for k, choices in decided.items() if len(choices) > 1)}
-        at = [np.array(self.still.get(p, 0)) for p in range(len(self.ends))]
-        for kind, choices in decided.items():
-            for p, states in zip(self.places[kind], zip(*choices, strict=True), strict=True):
-                at[p] = np.array(states).reshape([-1, *[1] * (len(along) - along[kind] - 1)] if kind in along else [])
-        shape = [len(decided[k]) for k in along]
-        seconds = np.broadcast_to(self._seconds(at, rough), shape)
-        return np.asarray(np.rint(seconds * (self.count / GRAIN)) * GRAIN)
+    def pairs(self, make: Callable[[int, int], int], a: Numbers, b: Numbers) -> Numbers:
+        """`make` of every two states, broadcast."""
+        a, b = np.broadcast_arrays(a, b)
+        memo = {(x, y): make(x, y) for x, y in {*zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)}}
+        flat = [memo[pair] for pair in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)]
+        return np.array(flat, np.int64).reshape(a.shape)
 
-    def _seconds(self, at: list[Numbers], rough: bool) -> Costs:
-        record = self.record
-        n, m = len(record.sources), len(record.sources) + len(record.readers)
-        sources, wants = at[:n], at[n:m]
-        if record.through:
-            came = reduce(lambda found, s: np.where(self._owes(s), s, found), reversed(at[m:]), np.array(-1))
-            sources = [np.where(came < 0, s, came) for s in sources]
-        new = _new(sources)
-        if record.late:
-            # What a reader needs in own rows only it also takes while these are pending: others have what they need.
-            late = reduce(np.logical_or, map(self._owes, sources))
-            wants = [w if e.pending else np.where(late, -1, w) for w, e in zip(wants, record.readers, strict=True)]
-        total, have = np.array(0.0), sources
-        if len(sources) > 1 and wants:
-            # Sums that cannot be added first: each goes to the first reader's layout on its own.
-            apart = reduce(np.logical_or, new[1:]) & (wants[0] >= 0)
-            paid = [
-                np.where(mine & apart, self._paid(s, wants[0], rough)[0], 0.0)
-                for s, mine in zip(sources, new, strict=False)
-                if mine.any()
-            ]
-            total, have, new = sum(paid, total), [np.where(apart, wants[0], sources[0])], new[:1]
-        for want in {(w.shape, w.tobytes()): w for w in wants}.values():  # nobody pays for what is there
-            ways = [self._paid(s, want, rough) for s in have]
-            best, then = ways[0]
-            for seconds, state in ways[1:]:
-                then, best = np.where(seconds < best, state, then), np.minimum(seconds, best)
-            total, have, new = total + best, [*have, then], [*new, np.array(False)]
-        if record.returned is not None:
-            left = reduce(np.logical_and, map(self._owes, have))
-            paid = [np.where(left, self._paid(s, np.array(-2), rough)[0], 0.0) for s in have]
-            total = total + sum(np.where(mine, seconds, 0.0) for mine, seconds in zip(new, paid, strict=True))
-        return total * self.share
+    def partial_in(self, source: int, target: int) -> int:
+        """The state of a source in the layout of another state, still a partial sum over all axes that this leaves."""
+        cut, pending = self._states[target][0], self._states[source][1]
+        return self.number((cut, tuple(a for a in pending if not any(a in axes for axes in cut))))
 
-    def _owes(self, states: Numbers) -> NDArray[np.bool_]:
+    def summed(self, source: int, _: int) -> int:
+        """The state of a source once it is summed up where it is."""
+        return self.number((self._states[source][0], ()))
+
+    def clashes(self, state: int, source: int) -> int:
+        """1 if a state shards over an axis over which the source is a partial sum."""
+        pending = self._states[source][1]
+        return int(any(a in pending for axes in self._states[state][0] for a in axes))
+
+    def owes(self, states: Numbers) -> NDArray[np.bool_]:
         if len(self._owing) <= len(self._states):  # the last one is nothing's, number -1
             self._owing = np.array([bool(pending) for _, pending in self._states] + [False])
         return self._owing[states]
 
-    def _paid(self, sources: Numbers, wants: Numbers, rough: bool) -> tuple[Costs, Numbers]:
+    def seconds(self, sources: Numbers, wants: Numbers) -> tuple[Costs, Numbers]:
         """Seconds from states to others, to nothing (-1), or to where a result goes whose layout nobody fixed (-2); and
-        what is there then."""
+        the state in which the value is then, too."""
         at = sources, wants + 2
-        seconds, then = self._known(rough)
+        seconds, then = self._known()
         if (gaps := np.isnan(seconds[at])).any():
             n = seconds.shape[1]
-            asked = np.divmod(np.unique((at[0] * n + at[1])[gaps]), n)
-            found = self._found(asked[0], asked[1] - 2, rough)
-            seconds, then = self._known(rough)
-            seconds[asked], then[asked] = found
+            asked = np.unique((at[0] * n + at[1])[gaps]).tolist()
+            ways = {(place // n, place % n): self._way(place // n, place % n - 2) for place in asked}
+            seconds, then = self._known()
+            for place, way in ways.items():
+                seconds[place], then[place] = way
         return seconds[at], then[at]
 
-    def _found(self, sources: Numbers, wants: Numbers, rough: bool) -> tuple[Costs, Numbers]:
-        """`_way` of many; roughly, of all at once that are cuts of the value's own factors."""
-        seconds, then = np.empty(len(wants)), wants.copy()
-        own = (wants >= 0) & ~np.isin(wants, [*self._into]) & ~np.isin(sources, [*self._into]) & rough
-        seconds[own] = self._rough.seconds(sources[own], wants[own])
-        for i in np.flatnonzero(own & self._owes(wants)):
-            then[i] = self._left(int(sources[i]), self._states[wants[i]])
-        for i in np.flatnonzero(~own):
-            seconds[i], then[i] = self._way(int(sources[i]), int(wants[i]), rough)
-        return seconds, then
-
-    def _known(self, rough: bool) -> tuple[Costs, Numbers]:
+    def _known(self) -> tuple[Costs, Numbers]:
         """The tables, with room for all states."""
-        seconds, then = self._ways[rough]
+        seconds, then = self._ways
         if (n := len(self._states)) > len(seconds):
-            shape = n + 8, n + 10
+            shape = 2 * n + 8, 2 * n + 10
             before, (seconds, then) = (seconds, then), (np.full(shape, np.nan), np.zeros(shape, np.int64))
             there = tuple(map(slice, before[0].shape))
             seconds[there], then[there] = before
-            self._ways[rough] = seconds, then
+            self._ways = seconds, then
         return seconds, then
 
-    def _way(self, source: int, want: int, rough: bool) -> tuple[float, int]:
+    def _way(self, source: int, want: int) -> tuple[float, int]:
         if want == -1:
             return 0.0, source
         (cut, pending), into, given = self._states[source], self._into.get(want), self._into.get(source)
         if want < 0:
-            leaves = zip(self.record.returned or (), self.flat, strict=True)
+            leaves = zip(self.returned or (), self.flat, strict=True)
             goal: State = settled(cut, pending, list(leaves)), ()
         else:
             goal = self._states[want]
-        (to, _), then, seconds = goal, self._left(source, goal), self._routed(source, goal, rough)
+        (to, _), then, seconds = goal, self._left(source, goal), self._routed(source, goal)
         if given is not None:
             return self._from(given[1:], cut, to, seconds), then
-        found = reshard.crossings(into[0], self.record.itemsize, to, cut, *into[1:]) if into else None
+        found = reshard.crossings(into[0], self.itemsize, to, cut, *into[1:]) if into else None
         if found is not None:
             via, steps = found
-            crossed = self._routed(source, (via, ()), rough) + reshard.crossed_seconds(steps, self.paid)
+            crossed = self._routed(source, (via, ())) + reshard.crossed_seconds(steps, self.paid)
             if crossed < seconds:
                 return crossed, self.number((via, ()))
         return seconds, then
@@ -174,7 +147,7 @@ class Moves:
         """Seconds from a cut of other factors to one of these: by what ranges have in common, or by making dims whole,
         from where it takes `whole` more."""
         leaves, src = given
-        sizes, itemsize = self.record.sizes, self.record.itemsize
+        sizes, itemsize = self.sizes, self.itemsize
         theirs, mine, made, near = iter(src), iter(zip(cut, to, strict=True)), list[Axes](), list[Axes]()
         for a, b in zip(leaves, sizes, strict=True):
             ends, _ = [next(mine) for _ in b], [next(theirs) for _ in a]
@@ -192,12 +165,132 @@ class Moves:
         """The number of the state behind a way to a goal where more may be pending than at the source."""
         return self.number((goal[0], tuple(a for a in self._states[source][1] if a in goal[1])))
 
-    def _routed(self, source: int, goal: State, rough: bool) -> float:
-        if rough:
-            return float(self._rough.seconds(np.array([source]), np.array([self.number(goal)])).item())
-        (cut, pending), sizes, itemsize = self._states[source], self.record.sizes, self.record.itemsize
+    def _routed(self, source: int, goal: State) -> float:
+        (cut, pending), sizes, itemsize = self._states[source], self.sizes, self.itemsize
         left = tuple(a for a in pending if a not in goal[1])
         return reshard.seconds(reshard.route(sizes, itemsize, cut, goal[0], left, prices=self.prices), self.paid)
+
+
+class Moves:
+    """The reshards of `count` values that are one record, by the layouts of their ends.
+
+    Each of the `kinds` that decide about ends has numbered *classes*: the states of these ends.
+    """
+
+    def __init__(self, record: Record, count: int, layouts: LayoutCosts) -> None:
+        self.record, self.count, self.layouts = record, count, layouts
+        self.ends = (*record.sources, *record.readers, *record.through, *record.joins)
+        self.still = {p: layouts.fixed(e) for p, e in enumerate(self.ends) if e.kind is None}
+        self.kinds = record.kinds
+        self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
+        self._classes: dict[Kind, dict[tuple[int, ...], int]] = {k: {} for k in record.kinds}
+        self._states: dict[Kind, list[tuple[int, ...]]] = {k: [] for k in record.kinds}
+        self._costs = np.full((0,) * len(record.kinds), np.nan)  # nan: nobody asked
+        self._many: dict[tuple[int, ...], float] = {}  # the same, where an array would be too large
+        self.evaluations = 0
+
+    def number(self, kind: Kind, slots: Sequence[Axes]) -> int:
+        """The class of a kind whose slots are sharded over such axes."""
+        states = tuple([self.layouts.number(_resolved(self.ends[p], slots)) for p in self.places[kind]])
+        classes = self._classes[kind]
+        if (number := classes.get(states)) is None:
+            number = classes[states] = len(classes)
+            self._states[kind].append(states)
+        return number
+
+    def states(self, kind: Kind, number: int) -> tuple[int, ...]:
+        """The states of a kind's ends in one of its classes."""
+        return self._states[kind][number]
+
+    def at(self, classes: tuple[int, ...]) -> float:
+        """Seconds of all reshards, with a class for every kind."""
+        inside = all(n < size for n, size in zip(classes, self._costs.shape, strict=True))
+        seconds = float(self._costs[classes]) if inside else math.nan
+        if not math.isnan(seconds):
+            return seconds
+        return float(self.costs([np.array(n) for n in classes]).item())
+
+    def costs(self, classes: Sequence[Numbers]) -> Costs:
+        """The same of many, broadcast. A value may have readers of more kinds than an array has dims."""
+        if math.prod(map(len, self._states.values())) > _LARGEST or len(classes) > _DIMS:
+            return self._costs_of_many(classes)
+        index = tuple(classes)
+        if any(len(self._states[kind]) > size for kind, size in zip(self.kinds, self._costs.shape, strict=True)):
+            self._grow()
+        costs = self._costs[index]
+        if (gaps := np.isnan(costs)).any():
+            missing = tuple([np.broadcast_to(n, costs.shape)[gaps] for n in index])
+            self._costs[missing] = self._worked_out(missing)
+            costs = self._costs[index]
+        return np.asarray(costs)
+
+    def _grow(self) -> None:
+        before = self._costs
+        self._costs = np.full([len(self._states[kind]) for kind in self.kinds], np.nan)
+        self._costs[tuple(map(slice, before.shape))] = before
+
+    def _costs_of_many(self, classes: Sequence[Numbers]) -> Costs:
+        shape = np.broadcast_shapes(*(n.shape for n in classes))
+        keys = [*zip(*(np.broadcast_to(n, shape).ravel().tolist() for n in classes), strict=True)]
+        if missing := [key for key in dict.fromkeys(keys) if key not in self._many]:
+            seconds = self._worked_out([np.array(n) for n in zip(*missing, strict=True)])
+            self._many.update(zip(missing, seconds.tolist(), strict=True))
+        return np.array([self._many[key] for key in keys]).reshape(shape)
+
+    def _worked_out(self, classes: Sequence[Numbers]) -> Costs:
+        """Seconds of many, a class of every kind for each."""
+        at = [np.array(self.still.get(p, 0)) for p in range(len(self.ends))]
+        for kind, numbers in zip(self.kinds, classes, strict=True):
+            states = np.array(self._states[kind])[numbers]
+            for n, p in enumerate(self.places[kind]):
+                at[p] = states[..., n]
+        seconds = np.broadcast_to(self._seconds(at), np.broadcast_shapes(*(n.shape for n in classes)))
+        self.evaluations += seconds.size
+        return np.asarray(np.rint(seconds * (self.count / GRAIN)) * GRAIN)
+
+    def _seconds(self, at: list[Numbers]) -> Costs:
+        record = self.record
+        layouts, counts = self.layouts, map(len, (record.sources, record.readers, record.through, record.joins))
+        sources, wants, through, joins = (at[a:b] for a, b in pairwise(accumulate(counts, initial=0)))
+        total = np.array(0.0)
+        if through:
+            came = reduce(lambda later, s: np.where(layouts.owes(s), s, later), reversed(through), sources[0])
+            # A linear op that shards over the axes of the sum needs the whole sum in front of it.
+            early = layouts.pairs(layouts.clashes, sources[0], came).astype(bool)
+            reduced = layouts.seconds(came, layouts.pairs(layouts.summed, came, came))[0]
+            total, sources = total + np.where(early, reduced, 0.0), [np.where(early, s, came) for s in sources]
+        for join in joins:
+            kept = [layouts.pairs(layouts.partial_in, s, join) for s in sources]
+            total = total + sum(layouts.seconds(s, to)[0] for s, to in zip(sources, kept, strict=True))
+            sources = kept
+        new = _new(sources)
+        if record.late:
+            # What a reader needs in own rows only it also takes while these are pending: others have what they need.
+            late = reduce(np.logical_or, map(layouts.owes, sources))
+            waits = [late & ~layouts.pairs(layouts.clashes, w, sources[0]).astype(bool) for w in wants]
+            ends = zip(wants, waits, record.readers, strict=True)
+            wants = [w if e.pending else np.where(wait, -1, w) for w, wait, e in ends]
+        have = sources
+        if len(sources) > 1 and wants:
+            # Sums that cannot be added first: each goes to the first reader's layout on its own.
+            apart = reduce(np.logical_or, new[1:]) & (wants[0] >= 0)
+            paid = [
+                np.where(mine & apart, self.layouts.seconds(s, wants[0])[0], 0.0)
+                for s, mine in zip(sources, new, strict=False)
+                if mine.any()
+            ]
+            total, have, new = sum(paid, start=total), [np.where(apart, wants[0], sources[0])], new[:1]
+        for want in {(w.shape, w.tobytes()): w for w in wants}.values():  # nobody pays for what is there
+            ways = [self.layouts.seconds(s, want) for s in have]
+            best, then = ways[0]
+            for seconds, state in ways[1:]:
+                then, best = np.where(seconds < best, state, then), np.minimum(seconds, best)
+            total, have, new = total + best, [*have, then], [*new, np.array(False)]
+        if record.returned is not None:
+            left = reduce(np.logical_and, map(self.layouts.owes, have))
+            paid = [np.where(left, self.layouts.seconds(s, np.array(-2))[0], 0.0) for s in have]
+            total = total + sum(np.where(mine, seconds, 0.0) for mine, seconds in zip(new, paid, strict=True))
+        return total * (HOLDING if record.held else 1.0)
 
 
 def _new(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
@@ -226,3 +319,9 @@ def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[A
                 out[j] = (*out[j], axis)
                 break
     return tuple(out)
+
+
+def _resolved(end: End, slots: Sequence[Axes]) -> State:
+    cut = tuple(() if s is None else slots[s] for s in end.slots)
+    # What went round was reduced on the way.
+    return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))

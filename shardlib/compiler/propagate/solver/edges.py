@@ -44,12 +44,14 @@ class Record:
     # is paid, in pieces if a leaf wants the axis.
     returned: tuple[tuple[Axis, ...], ...] | None = None
     through: tuple[End, ...] = ()  # where its sum began, if it came through linear ops: the first that owes counts
+    joins: tuple[End, ...] = ()  # the additions in which its sources meet: sources are summed in the layouts of these
     late: bool = False  # while its sum is pending, who needs it takes it so, and has a record of `through`
     hidden: bool = False  # nobody waits for its messages while there is arithmetic
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        return tuple(sorted({e.kind for e in (*self.sources, *self.readers, *self.through) if e.kind is not None}))
+        ends = (*self.sources, *self.readers, *self.through, *self.joins)
+        return tuple(sorted({e.kind for e in ends if e.kind is not None}))
 
 
 class Records:
@@ -57,6 +59,7 @@ class Records:
 
     def __init__(self, flood: Flood, units: Units, kind: Mapping[Unit, Kind]) -> None:
         self.flood, self.units, self.kind = flood, units, kind
+        self.slots = {k: unit.slots for unit, k in kind.items()}
         self.directions: dict[Value, set[bool]] = defaultdict(set)  # in which roots are read: forward, backward
 
     def _end(self, unit: Unit | None, slots: Slots, pending: tuple[int, ...] = ()) -> End:
@@ -68,7 +71,8 @@ class Records:
         """What moves between units: each root value, who makes it, and who reads it in which cut; and how often."""
         f = self.flood
         readers, sources = self._ends(graph)
-        merged = self._meeting_sums(graph, sources)
+        joins: dict[Value, tuple[End, ...]] = {}
+        merged = self._meeting_sums(graph, sources, readers, joins)
         through, late = self._sums_of_rows(graph, sources)
         returned = self._returned(graph, readers)
         yield from self._given_apart()
@@ -79,7 +83,15 @@ class Records:
             made = sources.get(root) or (self._input(root),) if fixed is None else (End(None, cut=fixed[0]),)
             what = f.sizes(root), root.dtype.itemsize, tuple(dict.fromkeys(made)), tuple(ends)
             held = root.op is None and len(self.directions[root]) > 1
-            record = Record(*what, held, returned.get(root), through.get(root, ()), root in late, root in f.hidden)
+            record = Record(
+                *what,
+                held,
+                returned.get(root),
+                through.get(root, ()),
+                joins.get(root, ()),
+                late=root in late,
+                hidden=root in f.hidden,
+            )
             yield record, root.times
 
     def _given_apart(self) -> Iterable[tuple[Record, int]]:
@@ -108,11 +120,17 @@ class Records:
                     sources[result] = (self._source(op, index, result),)
         return readers, sources
 
-    def _meeting_sums(self, graph: Graph, sources: dict[Value, tuple[End, ...]]) -> set[Value]:
+    def _meeting_sums(
+        self,
+        graph: Graph,
+        sources: dict[Value, tuple[End, ...]],
+        readers: dict[Value, dict[End, None]],
+        joins: dict[Value, tuple[End, ...]],
+    ) -> set[Value]:
         """Pending sums that only additions read, and that meet there before what is complete: they are no values apart.
 
-        The sum of two has the sources of both. Of those that meet behind something complete, `(x + a) + b`, the first
-        has them all.
+        The sum of two has the sources of both, and the addition among its `joins`. Of those that meet behind something
+        complete, `(x + a) + b`, the first has them all, and the readers.
         """
         f, u = self.flood, self.units
         reads: Counter[Value] | None = None
@@ -124,7 +142,7 @@ class Records:
             addends = [u.root(v) for v in op.operands]
             (result,) = op.results
             assert result is not None, "a sum has a value"
-            owing = [any(s.pending for s in sources.get(r, ())) for r, _ in addends]
+            owing = [any(map(self._owes, sources.get(r, ()))) for r, _ in addends]
             if not any(owing) or any(f.value[v] != f.value[result] for v in op.operands):
                 continue
             reads = u.reads() if reads is None else reads
@@ -133,6 +151,8 @@ class Records:
                 if all(alone):
                     merged.update(r for r, _ in addends)
                     both = (_seen(s, positions) for r, positions in addends for s in sources[r])
+                    met = [_seen(s, positions) for r, positions in addends for s in joins.get(r, ())]
+                    joins[result] = tuple(dict.fromkeys([*met, sources[result][0]._replace(pending=())]))
                     sources[result] = tuple(dict.fromkeys(both))
                 continue
             (root, positions), (complete, _) = addends[:: 1 if owing[0] else -1]
@@ -145,6 +165,7 @@ class Records:
                 back = tuple(begun[1].index(i) for i in leaves)
                 more = (_seen(_seen(s, positions), back) for s in sources[root])
                 sources[begun[0]] = tuple(dict.fromkeys((*sources[begun[0]], *more)))
+                readers[begun[0]] |= {_seen(_seen(end, positions), back): None for end in readers[root]}
             first[result] = begun or (root, positions)
         return merged
 
@@ -253,6 +274,13 @@ class Records:
         if value in self.flood.fixed or value not in self.units.unit:
             return End(None, cut=((),) * len(self.flood.leaves(value)))
         return self._end(self.units.unit[value], self.units.value_slots[value])
+
+    def _owes(self, end: End) -> bool:
+        """Whether an annotation may make a partial sum of what an end makes."""
+        if end.kind is None:
+            return False
+        leaves = self.slots[end.kind]
+        return any(leaves[s] in self.flood.wants for s in end.pending)
 
     def _adds(self, op: Op) -> bool:
         rule = op.rule

@@ -13,9 +13,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardlib.compiler.propagate.solver.bucket_elimination import floors, least
-from shardlib.compiler.propagate.solver.cost import Choices
-from shardlib.compiler.propagate.solver.search import Decider
+import numpy as np
+
+from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, floors, least
+from shardlib.compiler.propagate.solver.cost import Choices, Domain, Variable, Weights
+from shardlib.compiler.propagate.solver.edges import Kind
+from shardlib.compiler.propagate.solver.search import Search
 
 _WRITTEN = 1 << 20  # entries of a cost that are worth working out
 _TURNS = 30
@@ -63,30 +66,42 @@ class Minimum:
     choices: Choices
 
 
-def lower_bound(decider: Decider, apart: Decider) -> LowerBound:
-    """The bound on what was decided; `apart` has the same to decide, op by op."""
-    decided, found = decider.seconds, minimum(apart)
-    return LowerBound(min(found.seconds, decided), decided, found.exact, len(apart.problem.members))
+def lower_bound(search: Search) -> LowerBound:
+    """The bound on what was decided, every op deciding alone."""
+    decided, best = search.estimate.cost(_deciding(search), search.choices), minimum(search)
+    return LowerBound(min(best.seconds, decided), decided, best.exact, len(_deciding(search)))
 
 
-def minimum(decider: Decider, largest: int = 1 << 20) -> Minimum:
-    """The least estimate of all choices that a decider has, or less, with sums of at most that many entries.
+def _deciding(search: Search) -> list[Kind]:
+    """The kinds with a slot that may take an axis."""
+    names, kinds = search.problem.atoms, range(len(search.choices))
+    return [kind for kind in kinds if any(search.candidates(kind, name) for name in names)]
+
+
+def minimum(search: Search, largest: int = 1 << 20) -> Minimum:
+    """The least estimate of all choices of a search, or less, with sums of at most that many entries.
 
     What is known to be above the estimate of what was decided is given up, so that more can be written down.
     """
-    estimate, limit = decider.estimate, decider.seconds
-    worth = estimate.worth(dict(enumerate(decider.domains)), decider.choices)
-    free = {kind: worth.get(kind, [choice]) for kind, choice in enumerate(decider.choices)}
+    estimate, weights, kinds = search.estimate, Weights(), _deciding(search)
+    limit = estimate.cost(kinds, search.choices)
+    domains = {(kind,): search.domain((kind,)) for kind in kinds}
+    worth = estimate.worth({v: (domain, domain.places) for v, domain in domains.items()}, search.choices, weights)
+    free: dict[Variable, tuple[Domain, Numbers]] = {}
+    for variable, domain in domains.items():
+        free[variable] = worth.get(variable, (domain, np.array([domain.number.get(search.choices[variable[0]], 0)])))
     for _ in range(_TRIALS):
-        tables, whole = estimate.tables(free, decider.choices, _WRITTEN)
-        sizes = {kind: len(domain) for kind, domain in free.items()}
+        tables, whole = estimate.tables(free, search.choices, weights, _WRITTEN)
+        sizes = {v[0]: len(at) for v, (_, at) in free.items()}
         if whole:
             break
         floor = floors(tables, sizes, _ROUGHLY)
         free = {
-            kind: [x for x, seconds in zip(domain, floor[kind], strict=True) if seconds <= limit * (1 + _ROUNDING)]
-            for kind, domain in free.items()
+            v: (domain, at[np.broadcast_to(floor[v[0]], len(at)) <= limit * (1 + _ROUNDING)])
+            for v, (domain, at) in free.items()
         }
-    found = least(tables, sizes, largest, written=_WRITTEN, turns=_TURNS)
-    best = [domain[found.choices[kind]] for kind, domain in free.items()]
-    return Minimum(found.seconds, whole and found.exact, best)
+    best = least(tables, sizes, largest, written=_WRITTEN, turns=_TURNS)
+    choices = list(search.choices)
+    for (kind,), (domain, at) in free.items():
+        choices[kind] = domain.orders[at[best.choices[kind]]]
+    return Minimum(best.seconds, whole and best.exact, choices)

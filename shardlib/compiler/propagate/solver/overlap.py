@@ -17,8 +17,6 @@ from shardlib.compiler.propagate.solver.problem import work
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.reshard import Prices
 
-SHARE = 0.1  # of a hidden message is paid while choices are compared: of two ways to hide, the one that sends less
-
 
 def hidden(graph: Graph, mesh: Mesh) -> frozenset[Value]:
     """The values whose messages arithmetic may hide: of inputs that are gathered for every pass anew (`regather`), and

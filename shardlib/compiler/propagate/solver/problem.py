@@ -1,25 +1,34 @@
-"""What there is to decide: kinds of units, the values between them, and what each costs.
+"""The problem that propagation leaves: kinds of units, the values between them, and the cost of each.
 
-Values and units with the same shape of problem (the layers of a model) are counted once with a multiplicity, so the
-cost of deciding does not grow with the depth of the model.
+Units and values with the same shape of problem (the layers of a model) are one kind, which counts as often as it
+occurs, so the cost of deciding does not grow with the depth of the model. Kinds are as fine as decisions can be: one
+for each op or value, or for all that are alike. Kinds of one *group* are parts of one unit, and begin with one choice.
+
+The problem is built once. A dim that may take an axis which no annotation gave it adds choices, and no slots.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.decision_units import Unit, Units, op_cut_slots, value_factors
+from shardlib.compiler.propagate.decision_units import Unit, Units, build_units, op_cut_slots, value_factors
+from shardlib.compiler.propagate.dim_factors import Leaf
 from shardlib.compiler.propagate.propagation import Flood, OpFactor
+from shardlib.compiler.propagate.solver.alike import look, place_members
 from shardlib.compiler.propagate.solver.edges import Kind, Record, Records
 from shardlib.ops.backend_choice import wanted
 from shardlib.rules.rule import Rule
 from shardlib.sharding.mesh.axis import Axis, ways
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.reshard import Prices
+
+# Steps, from ops to values and from values to ops, in which units look the same that decide alike, and ops of one unit.
+_NEAR, _FAR = 3, 6
 
 
 @dataclass(frozen=True)
@@ -30,12 +39,13 @@ class Role:
     wants: tuple[Axis, ...]
     name: str | None
     lent: tuple[Axis, ...] = ()  # those of its wants that another slot of the unit lends it
-    offered: frozenset[Axis] = frozenset()  # those that no annotation asked for
     turned: tuple[Axis, ...] = ()  # another order in which some of its wants may stand
 
 
 # Slots in order of precedence for one mesh axis, empty: the axis stays unused; or those whose axes are turned round.
+# Slot ~s is slot s that takes the axis though no annotation asked for it.
 Choice = tuple[int, ...]
+Order = tuple[Choice, ...]  # a choice for every mesh axis, and one of slots that are turned round
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,24 @@ def _alike(members: Iterable[Unit]) -> list[tuple[Unit, int]]:
     return [*found.values()]
 
 
+def _families(kinds: Iterable[Sequence[Unit]]) -> dict[Leaf, Leaf]:
+    """One leaf for all leaves that units of one kind have in one slot: an offer to one of them is an offer to all."""
+    parent: dict[Leaf, Leaf] = {}
+
+    def find(leaf: Leaf) -> Leaf:
+        while (above := parent.setdefault(leaf, leaf)) != leaf:
+            leaf = above
+        return leaf
+
+    for first, *others in kinds:
+        for leaf in first.slots:
+            find(leaf)
+        for unit in others:
+            for a, b in zip(first.slots, unit.slots, strict=True):
+                parent[find(b)] = find(a)
+    return {leaf: find(leaf) for leaf in parent}
+
+
 def _beside(unit: Unit) -> dict[int, set[int]]:
     """For each slot of a unit the others that follow where it does: what is put together of several is cut at once."""
     led: dict[int, set[int]] = defaultdict(set)
@@ -100,69 +128,103 @@ def _beside(unit: Unit) -> dict[int, set[int]]:
 
 class Problem:
     """Kinds of units: `members`, `slots` (a role each), `rounds`, `candidates` (slots that want an axis), `compute` and
-    `passed` and `senders` (what their ops cost); and `records`, the values between them, with those that are `settled`
-    because nothing beside them has a choice."""
+    `passed` and `senders` (costs of their ops); and `records`, the values between them, with those that are `settled`
+    because nothing beside them has a choice.
 
-    def __init__(self, graph: Graph, flood: Flood, units: Units, mesh: Mesh) -> None:
-        self.flood, self.units, self.mesh, self.prices = flood, units, mesh, Prices.of(mesh)
+    `coarse` are the units before they were taken apart; `groups` holds the kinds that are parts of one, for every kind
+    of these; `alike` says how many units of that kind there are.
+    """
+
+    def __init__(self, graph: Graph, flood: Flood, mesh: Mesh) -> None:
+        self.graph, self.flood, self.mesh, self.prices = graph, flood, mesh, Prices.of(mesh)
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
-        self.roles = {
-            leaf: Role(
-                flood.dims.size(leaf),
-                tuple(w.axis for w in wants),
-                flood.names.get(leaf),
-                offered=frozenset(w.axis for w in wants if w.offered),
-                turned=flood.turned.get(leaf, ()),
-            )
-            for leaf, wants in flood.wants.items()
-        }
-        self.kind: dict[Unit, Kind] = {}
-        self.members: list[list[Unit]] = []
-        self._find_kinds(graph)
+        self.coarse = build_units(graph, flood)
+        self._role_memo: dict[Leaf, Role] = {}
+        self.looks = look(graph, _NEAR)
+        whole = self._find_kinds(self.coarse)
+        self.families = _families(whole)
+        number = {unit: k for k, units in enumerate(whole) for unit in units}
+        places = place_members(self.coarse.unit, number, look(graph, _FAR))
+        self.units = self.coarse.apart(places.__getitem__)
+        self.members = self._find_kinds(self.units)
+        self.kind: dict[Unit, Kind] = {unit: k for k, units in enumerate(self.members) for unit in units}
+        self.alike = [len(units) for units in whole]
+        self.groups = self._group(whole)
+        self.group_of = {kind: group for group in self.groups for kind in group}
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
         self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
         self.beside = [_beside(m[0]) for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
         self.records, self.settled = Counter[Record](), Counter[Record]()
-        for record, times in Records(flood, units, self.kind).of(graph):
+        for record, times in Records(flood, self.units, self.kind).of(graph):
             (self.records if record.kinds else self.settled)[record] += times
         alike = [_alike(m) for m in self.members]
         self.compute = [self._compute(m) for m in alike]
         self.senders = [list(self._senders(m)) for m in self.members]
         self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in alike]
 
-    def _find_kinds(self, graph: Graph) -> None:
+    def _find_kinds(self, units: Units) -> list[list[Unit]]:
+        """Units that share every decision: with members that look the same, of the same roles and pins, on the same
+        slots."""
         described: dict[Unit, set[object]] = defaultdict(set)
-        for op in graph.ops:
-            unit = self.units.unit.get(op)
+        fixed = self.flood.fixed
+        for op in self.graph.ops:
+            unit = units.unit.get(op)
             if unit is not None and unit.slots:
                 pins = []
                 for value in (*op.operands, *op.results):
                     if value is not None and not value.constant:
-                        root, _ = self.units.root(value)
-                        pins.append(self.flood.fixed[root][0] if root in self.flood.fixed else None)
-                slots = self.units.op_slots[op]
-                described[unit].add((id(op.target), tuple(slots.items()), tuple(pins)))
-        for member, unit in self.units.unit.items():
+                        root, _ = units.root(value)
+                        pins.append(fixed[root][0] if root in fixed else None)
+                described[unit].add((self.looks[op], tuple(units.op_slots[op].items()), tuple(pins)))
+        for member, unit in units.unit.items():
             if isinstance(member, Value) and unit.slots:
-                described[unit].add((member.op is None, self.units.value_slots[member]))
-        index: dict[object, Kind] = {}
+                described[unit].add((self.looks[member], units.value_slots[member]))
+        kinds: dict[object, list[Unit]] = {}
         for unit, what in described.items():
-            key = (tuple(self._roles(unit)), frozenset(what), unit.part)
-            kind = index.setdefault(key, len(index))
-            if kind == len(self.members):
-                self.members.append([])
-            self.members[kind].append(unit)
-            self.kind[unit] = kind
+            kinds.setdefault((tuple(self._roles(unit)), frozenset(what), unit.part), []).append(unit)
+        return [*kinds.values()]
+
+    def _group(self, whole: Sequence[Sequence[Unit]]) -> list[tuple[Kind, ...]]:
+        """The kinds that are parts of the units of each coarse kind."""
+        number = {unit: k for k, units in enumerate(whole) for unit in units}
+        groups: list[dict[Kind, None]] = [{} for _ in whole]
+        for member, unit in self.units.unit.items():
+            if unit in self.kind:
+                groups[number[self.coarse.unit[member]]][self.kind[unit]] = None
+        return [tuple(group) for group in groups]
+
+    def count(self, kind: Kind) -> int:
+        """How many units decide as those of a kind do."""
+        return self.alike[self.groups.index(self.group_of[kind])]
+
+    def first(self, kind: Kind) -> Op | Value:
+        """A member of a kind."""
+        unit = self.members[kind][0]
+        return unit.ops[0] if unit.ops else unit.values[0]
+
+    @cached_property
+    def doubled(self) -> frozenset[Leaf]:
+        """The families of leaves that some unit has twice (a matrix times itself, turned round)."""
+        slots = [units[0].slots for units in self.members]
+        return frozenset(self.families[leaf] for some in slots for leaf in some if some.count(leaf) > 1)
+
+    def _role(self, leaf: Leaf) -> Role:
+        role = self._role_memo.get(leaf)
+        if role is None:
+            f = self.flood
+            wants = tuple(w.axis for w in f.wants.get(leaf, ()) if not w.offered)
+            role = Role(f.dims.size(leaf), wants, f.names.get(leaf), turned=f.turned.get(leaf, ()))
+            self._role_memo[leaf] = role
+        return role
 
     def _roles(self, unit: Unit) -> list[Role]:
         """The roles of a unit's slots; one that others lend to wants what they want, after its own."""
-        roles = [self.roles.get(leaf) or Role(self.flood.dims.size(leaf), (), None) for leaf in unit.slots]
+        roles = [self._role(leaf) for leaf in unit.slots]
         for slot, lender in unit.lends.items():
             mine = roles[slot]
             lent = tuple(a for a in roles[lender].wants if a not in mine.wants)
-            name = mine.name or self.flood.names.get(unit.slots[slot])
-            roles[slot] = replace(mine, wants=mine.wants + lent, name=name, lent=lent)
+            roles[slot] = replace(mine, wants=mine.wants + lent, lent=lent)
         return roles
 
     def _candidates(self, kind: Kind) -> dict[str, list[int]]:
@@ -175,11 +237,11 @@ class Problem:
                 for i, role in enumerate(slots)
                 if any(axis in atoms and axis in slots[rounds.get(i, i)].wants for axis in role.wants)
             ]
-            if wanting := self._as_told(kind, wanting, atoms):
+            if wanting := self._requested_slots(kind, wanting, atoms):
                 out[name] = wanting
         return out
 
-    def _as_told(self, kind: Kind, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
+    def _requested_slots(self, kind: Kind, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
         """The slots that `SHARDLIB_OPS=sequence=...` leaves; all of them where it leaves none, or too few heads."""
         unit, how = self.members[kind][0], wanted("sequence")
         if how is None or not unit.alone:
@@ -191,6 +253,7 @@ class Problem:
             lent = []
         return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
 
+    @cached_property
     def undecided(self) -> float:
         """Seconds of the ops, on one device, of units that have nothing to decide."""
         still = dict.fromkeys(u for u in self.units.unit.values() if u not in self.kind)

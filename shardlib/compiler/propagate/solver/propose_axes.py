@@ -14,131 +14,150 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.decision_units import Unit, build_units
 from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood, Want
-from shardlib.compiler.propagate.solver.cost import Estimate, grained
-from shardlib.compiler.propagate.solver.deferred_sums import unpaid
-from shardlib.compiler.propagate.solver.problem import work
+from shardlib.compiler.propagate.propagation import Flood
+from shardlib.compiler.propagate.solver.cost import Variable, grained
+from shardlib.compiler.propagate.solver.problem import Problem, work
 from shardlib.compiler.propagate.solver.propose_near_moves import SMALL, beside_moves, free
-from shardlib.compiler.propagate.solver.refine import DEEP, refine
-from shardlib.compiler.propagate.solver.search import TIE, Decider
+from shardlib.compiler.propagate.solver.search import TIE, Search, State
+from shardlib.compiler.propagate.solver.take_apart import DEEP, take_apart
 from shardlib.core.aten.op_traits import is_view
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.mesh.mesh import Mesh
 
-_SOURCE = "an offer: nothing else would use it there"
 _WORTH = 0.95  # of the estimated time is the most that a program with an offer may take,
 _WORTH_MORE = 0.5  # or this, where it sends markedly more
 _HALF = 0.5  # of the bytes is worth more messages
 _SHARE = 0.2  # of the work of all ops, in which a dim must take part
 _TRIED = 3  # dims for each axis
 _BESIDE = 2  # and those beside what moves
-T = TypeVar("T")
-Way = tuple[Decider, dict[Leaf, list[Want]]]
 _SOON = 16  # ops in which little is made of a sum, or it is not looked at further
 _HEAVY = 8  # operations for every element that an op reads or makes: others do not matter beside such
 
 
-def offered(graph: Graph, flood: Flood, mesh: Mesh, first: Decider, decider: Decider) -> Decider:
-    """`decider`, or a better one with offers among the wants of `flood`; `first` is what it was before units parted."""
+def offer_axes(search: Search, first: State) -> bool:
+    """Offer axes to dims that nobody annotated, and keep what pays; whether anything did. `first` is the state of
+    `search` before units were taken apart: there every trial begins."""
+    flood = search.problem.flood
     used = {want.axis.name for wants in flood.wants.values() for want in wants}
-    weights, light = _weights(graph, decider)
-    mixing = dict.fromkeys([*weights, *(op for op in graph.ops if _is_plain(op) and flood.whole.get(op))])
-    few = graph.size <= DEEP and not any(_has_choices(op) for op in graph.ops)
-    for name in mesh.axis_names:
-        if name not in used:
-            continue
-        wants, found, near = flood.wants, list[Way](), list[Way]()
-        deep = few and name in decider.contested
-        summed = _summed(weights, flood, mesh, decider, name)
-        moved = _beside(graph, mixing, flood, mesh, decider, name)
-        idle = [*_candidates(weights, flood, mesh, decider, name), *moved, *summed]
-        parts = dict.fromkeys(_candidates(weights, flood, mesh, decider, name, partly=True), _HALF)
-        turned = _across(weights, flood, mesh, decider, name)
-        fewer = dict.fromkeys(turned, 0.0) | parts
-        fewer = {leaf: share for leaf, share in fewer.items() if leaf not in idle}
-        leaves = dict.fromkeys([*idle, *fewer, *(_eased(graph, flood, mesh, decider, name) if deep else ())])
-        for leaf, place in [*((leaf, None) for leaf in leaves), *turned.items()]:
-            mine = wants.get(leaf, [])
-            more = [a for a in mesh.axis(name).primes() if all(want.axis != a for want in mine)]
-            tried = flood.wants = wants | {leaf: [*mine, *(Want(a, _SOURCE, True) for a in more)]}
-            if place is not None:  # in its place
-                tried[place] = [want for want in tried[place] if want.axis not in mesh.axis(name).primes()]
-            trial = Decider(graph, flood, build_units(graph, flood), mesh)
-            enough = _less(trial, decider, fewer[leaf]) if leaf in fewer else leaf in idle
-            is_better = enough and _better(trial, decider, light, summed=leaf in summed)
-            if is_better and _lasts(graph, trial, decider):
-                found.append((trial, tried))
-            elif deep and _spares(trial, first):
-                near.append((trial, tried))
+    for name in search.problem.mesh.axis_names:
+        if name in used:
+            kept = search.state
+            better = _Offers(search, name, kept, first).better()
+            search.state = kept
+            if better:
+                search.state = first = _best(search, better)
+    if search.withheld:  # beside all that was offered, what was withheld may be as good
+        search.withheld = frozenset()
+        search.minimize(search.domains(search.problem.groups))
+    return bool(search.offers)
+
+
+class _Offers:
+    """The offers of one axis: the dims that are worth a trial, and `better` states than the one that is `kept`."""
+
+    def __init__(self, search: Search, name: str, kept: State, first: State) -> None:
+        self.search, self.name, self.kept, self.first = search, name, kept, first
+        graph, flood = search.problem.graph, search.problem.flood
+        weights, self.light = _weights(graph, search.problem)
+        mixing = dict.fromkeys([*weights, *(op for op in graph.ops if _is_plain(op) and flood.whole.get(op))])
+        few = graph.size <= DEEP and not any(_has_choices(op) for op in graph.ops)
+        self.deep = few and name in search.contested
+        self.summed = _summed(weights, search, name)
+        self.idle = [*_candidates(weights, search, name), *_beside(mixing, search, name), *self.summed]
+        parts = dict.fromkeys(_candidates(weights, search, name, partly=True), _HALF)
+        self.turned = _across(weights, search, name)
+        fewer = dict.fromkeys(self.turned, 0.0) | parts
+        self.fewer = {leaf: share for leaf, share in fewer.items() if leaf not in self.idle}
+        self.eased = _eased(search, name) if self.deep else []
+
+    def better(self) -> list[State]:
+        """The states with one offer that pays."""
+        search, better, near = self.search, list[State](), list[State]()
+        leaves = dict.fromkeys([*self.idle, *self.fewer, *self.eased])
+        for leaf, place in [*((leaf, None) for leaf in leaves), *self.turned.items()]:
+            self._begin(leaf, place)
+            start = search.state
+            with search.optimistic():  # the messages inside ops take long to work out
+                search.minimize(search.domains(search.problem.groups))
+                if not (self._is_worth(leaf) or self._is_near()):
+                    continue
+            search.state = start
+            search.minimize(search.domains(search.problem.groups))
+            if self._is_worth(leaf):
+                better.append(search.state)
+            elif self._is_near():
+                near.append(search.state)
         if near:
-            trial, tried = best(near)
-            flood.wants = tried
-            trial = refine(graph, flood, mesh, trial)
-            found += [(trial, tried)] if _spares(trial, decider) else []
-        decider, flood.wants = best(found) if found else (decider, wants)
-    return decider
+            search.state = _best(search, near)
+            take_apart(search)
+            better += [search.state] if _spares(search, search.state, self.kept) else []
+        return better
+
+    def _begin(self, leaf: Leaf, place: Leaf | None) -> None:
+        """Offer the axis to a dim, in place of another one if there is a `place`, and give it to all that hold it."""
+        search, offer = self.search, (leaf, self.name)
+        search.state = replace(self.first, offers=self.kept.offers | {offer}, withheld=self.kept.withheld)
+        if place is not None:
+            search.withheld |= {(place, self.name)}
+            search.choices = [search.domain((kind,)).orders[0] for kind in range(len(search.choices))]
+        search.settle(search.problem.groups)
+        search.take(offer, search.problem.groups)
+
+    def _is_worth(self, leaf: Leaf) -> bool:
+        search, trial = self.search, self.search.state
+        if leaf in self.fewer and not _less(search, trial, self.kept, self.fewer[leaf]):
+            return False
+        tried = leaf in self.fewer or leaf in self.idle
+        return tried and _is_better(search, trial, self.kept, self.light, summed=leaf in self.summed)
+
+    def _is_near(self) -> bool:
+        return self.deep and _spares(self.search, self.search.state, self.first)
 
 
-def best(ways: Sequence[tuple[Decider, T]]) -> tuple[Decider, T]:
+def _best(search: Search, states: Sequence[State]) -> State:
     """Of those that are about as fast as the fastest, that which sends least; the first where several do."""
-    fastest = min(sum(_whole(decider)) for decider, _ in ways)
-    near = [way for way in ways if sum(_whole(way[0])) <= fastest * TIE]
-    return min(near, key=lambda way: tuple(map(grained, _whole(way[0])[::-1])))
+    whole = [search.estimate.whole(state.choices) for state in states]
+    fastest = min(map(sum, whole))
+    near = [i for i, seconds in enumerate(whole) if sum(seconds) <= fastest * TIE]
+    return states[min(near, key=lambda i: tuple(map(grained, whole[i][::-1])))]
 
 
-def _better(trial: Decider, decider: Decider, light: bool, summed: bool) -> bool:
+def _is_better(search: Search, trial: State, before: State, light: bool, summed: bool) -> bool:
     """Whether an offer is worth it: markedly faster, and twice as fast if markedly more is sent; where ops are light,
-    nothing more may be sent, and where pieces of sums are offered (`summed`), it must be markedly less."""
-    if light and _bytes(trial) > _bytes(decider):
+    nothing more may be sent, and where shards of sums are offered (`summed`), it must be markedly less."""
+    if light and _bytes(search, trial) > _bytes(search, before):
         return False
-    (work, sent), (work_before, sent_before) = _whole(trial), _whole(decider)
+    (work, sent), (work_before, sent_before) = (search.estimate.whole(state.choices) for state in (trial, before))
     if summed and sent > sent_before * _WORTH:
         return False
-    more = sent > sent_before * TIE or _bytes(trial) > _bytes(decider) * TIE
+    more = sent > sent_before * TIE or _bytes(search, trial) > _bytes(search, before) * TIE
     share = _WORTH_MORE if more else _WORTH
     return work + sent < (work_before + sent_before) * share
 
 
-def _lasts(graph: Graph, trial: Decider, decider: Decider) -> bool:
-    """Whether an offer is still faster where sums that go on are paid as what they become."""
-    now, before = (sum(_whole(x)) - unpaid(graph, x) for x in (trial, decider))
-    return now < before * _WORTH
-
-
-def _spares(trial: Decider, decider: Decider) -> bool:
+def _spares(search: Search, trial: State, before: State) -> bool:
     """Whether an offer sends markedly less, in no more messages unless it is half of it, and takes no longer."""
-    (work, seconds, *_), (more, before, *_) = map(_figures, (trial, decider))
-    return seconds <= before and work <= more and _less(trial, decider, _HALF)
+    (work, sent), (work_before, sent_before) = (search.estimate.whole(state.choices) for state in (trial, before))
+    faster = work + sent <= work_before + sent_before and work <= work_before
+    return faster and _less(search, trial, before, _HALF)
 
 
-def _less(trial: Decider, decider: Decider, share: float) -> bool:
+def _less(search: Search, trial: State, before: State, share: float) -> bool:
     """Whether an offer sends markedly less, in no more messages unless it is such a share of it."""
-    (*_, few, latency), (*_, many, waited) = map(_figures, (trial, decider))
+    few, many = _bytes(search, trial), _bytes(search, before)
+    latency, waited = (search.estimate.whole(s.choices)[1] - n for s, n in ((trial, few), (before, many)))
     return few <= many * (_WORTH if grained(latency) <= grained(waited) else share)
 
 
-def _figures(decider: Decider) -> tuple[float, float, float, float]:
-    """Seconds of arithmetic, of all, of the bytes that are sent, and of the latency of messages."""
-    work, sent = _whole(decider)
-    few = _bytes(decider)
-    return work, work + sent, few, sent - few
-
-
-def _bytes(decider: Decider) -> float:
+def _bytes(search: Search, state: State) -> float:
     """Seconds that the bytes take which are sent."""
-    return Estimate(decider.problem, of_bytes=True).whole(decider.choices)[1]
+    return search.of_bytes.whole(state.choices)[1]
 
 
-def _whole(decider: Decider) -> tuple[float, float]:
-    return decider.estimate.whole(decider.choices)
-
-
-def _weights(graph: Graph, decider: Decider) -> tuple[dict[Op, float], bool]:
+def _weights(graph: Graph, problem: Problem) -> tuple[dict[Op, float], bool]:
     """The ops that matter: by their arithmetic, or by their time where none has much, which then are light. Attention
     has its own choices."""
     ops = [op for op in graph.ops if op.rule is not None and not (op.constant or op.transparent)]
@@ -146,7 +165,7 @@ def _weights(graph: Graph, decider: Decider) -> tuple[dict[Op, float], bool]:
     heavy = {op: float(op.rule.flops) for op in ops if op.rule is not None and op not in alone and _is_heavy(op)}
     if heavy or alone or any(op.manual for op in graph.ops):
         return heavy, False
-    return {op: work(op, decider.problem.prices) for op in ops}, True
+    return {op: work(op, problem.prices) for op in ops}, True
 
 
 def _has_choices(op: Op) -> bool:
@@ -164,56 +183,60 @@ def _is_heavy(op: Op) -> bool:
     return op.rule is not None and op.rule.flops > _HEAVY * elements
 
 
-def _candidates(
-    weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str, *, partly: bool = False
-) -> list[Leaf]:
+def _candidates(weights: Mapping[Op, float], search: Search, name: str, *, partly: bool = False) -> list[Leaf]:
     """The dims which would take most of what is done alike along an axis, or that communicates; with those among the
     latter that could take a part of the axis, if `partly`."""
-    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
+    problem, gain = search.problem, defaultdict[Leaf, float](float)
+    flood, units, atoms = problem.flood, problem.units.unit, problem.atoms[name]
     for op, weight in weights.items():
-        unit = decider.units.unit.get(op)
-        if unit is None:
+        if op not in units:
             continue
-        used = {a for axes in decider.unit_cut(unit) for a in axes}
+        used = {a for axes in search.cut(op) for a in axes}
         idle = [a for a in atoms if a not in used]
-        moves = (
-            unit in decider.problem.kind and decider.estimate.around(decider.problem.kind[unit], decider.choices) > 0
-        )
-        if idle or moves:
+        if idle or _sent_around(search, op):
             for leaf in _free(op, flood, idle or atoms, everywhere=not idle, partly=partly and not idle):
-                gain[leaf] += weight * flood.times(op, leaf)
+                gain[problem.families[leaf]] += weight * flood.times(op, leaf)
     most = _first(gain)[:_TRIED]
     found = [leaf for leaf in most if gain[leaf] >= _SHARE * sum(w * op.times for op, w in weights.items())]
-    return list(dict.fromkeys([*found, *_first(_beside_selections(flood, decider, atoms))[:1]]))
+    return list(dict.fromkeys([*found, *_first(_beside_selections(search, atoms))[:1]]))
 
 
-def _across(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> dict[Leaf, Leaf]:
+def _sent_around(search: Search, op: Op) -> float:
+    """Seconds of what is sent by an op's unit, and of the reshards of values beside that."""
+    kind = search.problem.kind.get(search.problem.units.unit[op])
+    return 0.0 if kind is None else search.estimate.around(search.problem.group_of[kind], search.choices)
+
+
+def _across(weights: Mapping[Op, float], search: Search, name: str) -> dict[Leaf, Leaf]:
     """The dim beside most of what is made of a matrix and itself, turned round, with the dim that it has twice: of two
     dims of one class only one can be cut, and then the other moves, in each op anew."""
-    atoms, gain = mesh.axis(name).primes(), defaultdict[Leaf, float](float)
-    twice = dict[Leaf, Leaf]()
+    problem, gain = search.problem, defaultdict[Leaf, float](float)
+    flood, atoms, twice = problem.flood, problem.atoms[name], dict[Leaf, Leaf]()
     for op, weight in weights.items():
         leaves = [leaf for of in flood.labels[op].values() for leaf in of]
         wanting = [x for x in leaves if any(want.axis in atoms for want in flood.wants.get(x, ()))]
         for leaf in _free(op, flood, atoms, everywhere=False) if len({*wanting}) < len(wanting) else ():
-            gain[leaf] += weight * flood.times(op, leaf)
-            twice.setdefault(leaf, next(x for x in wanting if wanting.count(x) > 1))
+            gain[problem.families[leaf]] += weight * flood.times(op, leaf)
+            both = next(x for x in wanting if wanting.count(x) > 1)
+            twice.setdefault(problem.families[leaf], problem.families[both])
     return {leaf: twice[leaf] for leaf in _first(gain)[:1]}
 
 
-def _eased(graph: Graph, flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+def _eased(search: Search, name: str) -> list[Leaf]:
     """The dims beside most of what is sent: where they are cut over the axis from end to end, it need not be."""
-    atoms, gain, part = mesh.axis(name).primes(), defaultdict[Leaf, float](float), defaultdict[Leaf, float](float)
-    beside: dict[Unit, dict[Leaf, None]] = defaultdict(dict)
-    at_home = _returned(graph, flood, atoms)
-    for op in graph.ops:
-        unit = decider.units.unit.get(op)
-        if unit in decider.problem.kind and op.rule is not None and not (op.constant or op.transparent):
-            for leaf in sorted(_free(op, flood, atoms, everywhere=False) - at_home):
-                beside[unit][leaf] = None
-                part[leaf] += work(op, decider.problem.prices)
-    for unit, leaves in beside.items():
-        sent = decider.estimate.around(decider.problem.kind[unit], decider.choices)
+    problem, gain, part = search.problem, defaultdict[Leaf, float](float), defaultdict[Leaf, float](float)
+    beside: dict[Variable, dict[Leaf, None]] = defaultdict(dict)
+    flood, atoms = problem.flood, problem.atoms[name]
+    at_home = _returned(problem.graph, flood, atoms)
+    for op in problem.graph.ops:
+        unit = problem.units.unit.get(op)
+        if unit not in problem.kind or op.rule is None or op.constant or op.transparent:
+            continue
+        for leaf in sorted(_free(op, flood, atoms, everywhere=False) - at_home):
+            beside[problem.group_of[problem.kind[unit]]][problem.families[leaf]] = None
+            part[problem.families[leaf]] += work(op, problem.prices)
+    for group, leaves in beside.items():
+        sent = search.estimate.around(group, search.choices)
         for leaf in leaves if sent else ():
             gain[leaf] += sent
     return sorted(gain, key=lambda leaf: (-grained(gain[leaf]), -grained(part[leaf]), leaf))[:_TRIED]
@@ -234,29 +257,29 @@ def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
     return sorted(gain, key=lambda leaf: (-gain[leaf], leaf))
 
 
-def _beside(graph: Graph, ops: Collection[Op], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+def _beside(ops: Collection[Op], search: Search, name: str) -> list[Leaf]:
     """The dims beside what is sent, where that takes long enough to matter."""
-    gain = beside_moves(graph, ops, flood, decider, mesh.axis(name).primes())
-    least = (1 - _WORTH) * sum(_whole(decider)) if gain else 0.0
+    gain = beside_moves(ops, search, search.problem.atoms[name])
+    least = (1 - _WORTH) * sum(search.estimate.whole(search.choices)) if gain else 0.0
     return [leaf for leaf in _first(gain)[:_BESIDE] if gain[leaf] >= least]
 
 
-def _summed(weights: Mapping[Op, float], flood: Flood, mesh: Mesh, decider: Decider, name: str) -> list[Leaf]:
+def _summed(weights: Mapping[Op, float], search: Search, name: str) -> list[Leaf]:
     """The dim which would share out most of sums over devices that little is made of, where nobody else has it, and
     where these take long enough to matter."""
-    atoms, gain, prices = mesh.axis(name).primes(), defaultdict[Leaf, float](float), decider.problem.prices
+    problem, gain = search.problem, defaultdict[Leaf, float](float)
+    flood, units, atoms, prices = problem.flood, problem.units, problem.atoms[name], problem.prices
     for op in weights:
-        unit = decider.units.unit.get(op)
-        if unit is None or op.rule is None or "sum" not in op.rule.reduce.values():
+        if op not in units.unit or op.rule is None or "sum" not in op.rule.reduce.values():
             continue
-        cuts, slots = decider.unit_cut(unit), decider.units.op_slots[op].items()
+        cuts, slots = search.cut(op), units.op_slots[op].items()
         summed = dict.fromkeys(a for (f, _), s in slots if op.rule.owed(0, f) == "sum" for a in cuts[s])
         if not summed.keys().isdisjoint(atoms) and _is_used_up(op):
             ways = math.prod(a.size for (f, _), s in slots if op.rule.owed(0, f) != "sum" for a in cuts[s])
             nbytes = sum(r.nbytes for r in op.results if r is not None) / ways
             for leaf in _free(op, flood, atoms, everywhere=False):
-                gain[leaf] += prices.sent(tuple(summed), 2 * nbytes) * flood.times(op, leaf)
-    least = (1 - _WORTH) * sum(_whole(decider)) if gain else 0.0
+                gain[problem.families[leaf]] += prices.sent(tuple(summed), 2 * nbytes) * flood.times(op, leaf)
+    least = (1 - _WORTH) * sum(search.estimate.whole(search.choices)) if gain else 0.0
     return [leaf for leaf in _first(gain)[:1] if gain[leaf] >= least]
 
 
@@ -284,17 +307,18 @@ def _is_used_up(op: Op) -> bool:
     return needed
 
 
-def _beside_selections(flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
+def _beside_selections(search: Search, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
     """The dims beside one that is cut and of which single elements are taken, each by a sum over the devices: cut there
     instead, nothing is sent for them."""
-    gain = defaultdict[Leaf, float](float)
-    for op, slots in decider.units.op_slots.items():
+    gain, flood = defaultdict[Leaf, float](float), search.problem.flood
+    for op, slots in search.problem.units.op_slots.items():
         if op.rule is None or not op.rule.gathers:
             continue
         taken = [leaf for f, k in slots if f in op.rule.gathers and not k for leaf in flood.labels[op][f]]
         if any(want.axis in atoms for leaf in taken for want in flood.wants.get(leaf, ())):
             for leaf in _free(op, flood, atoms, everywhere=True):
-                gain[leaf] += sum(r.nbytes for r in op.results if r is not None) * flood.times(op, leaf)
+                made = sum(r.nbytes for r in op.results if r is not None)
+                gain[search.problem.families[leaf]] += made * flood.times(op, leaf)
     return gain
 
 

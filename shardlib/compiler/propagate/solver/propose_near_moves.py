@@ -6,53 +6,49 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.decision_units import may_cut
 from shardlib.compiler.propagate.dim_factors import Leaf
 from shardlib.compiler.propagate.propagation import Flood
-from shardlib.compiler.propagate.solver.search import Decider
+from shardlib.compiler.propagate.solver.search import Search
 from shardlib.sharding.mesh.axis import Axis, ways
 
 SMALL = 8  # times smaller is what nobody minds to have whole
 
 
-def beside_moves(
-    graph: Graph, ops: Collection[Op], flood: Flood, decider: Decider, atoms: Sequence[Axis]
-) -> Mapping[Leaf, float]:
+def beside_moves(ops: Collection[Op], search: Search, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
     """Such dims of some ops, and the seconds in which is sent what then only moves."""
-    gain, moving = defaultdict[Leaf, float](float), _of_pieces(graph, flood, decider, atoms)
+    gain, moving, flood = defaultdict[Leaf, float](float), _of_pieces(search, atoms), search.problem.flood
     for op in ops:
-        if op in decider.units.unit:
-            read, sent = _sent(op, flood, decider, atoms, moving)
+        if op in search.problem.units.unit:
+            read, sent = _sent(op, search, atoms, moving)
             for leaf in free(op, flood, atoms, read) if sent and read else ():
-                gain[leaf] += sent * flood.times(op, leaf)
+                gain[search.problem.families[leaf]] += sent * flood.times(op, leaf)
     return gain
 
 
-def _of_pieces(graph: Graph, flood: Flood, decider: Decider, atoms: Sequence[Axis]) -> set[Value]:
+def _of_pieces(search: Search, atoms: Sequence[Axis]) -> set[Value]:
     """What something goes into that is cut over an axis where it lies. All else (a function of whole weights) may be
     whole, or cut otherwise, and nothing is sent for it."""
     found: set[Value] = set()
-    for value in graph.values():
+    for value in search.problem.graph.values():
         comes = value.op is not None and not found.isdisjoint(value.op.operands)
-        is_placed = value.op is None or value in flood.fixed
-        if comes or (is_placed and any(a in atoms for axes in _lies(flood, decider, value) for a in axes)):
+        is_placed = value.op is None or value in search.problem.flood.fixed
+        if comes or (is_placed and any(a in atoms for axes in _lies(search, value) for a in axes)):
             found.add(value)
     return found
 
 
-def _sent(
-    op: Op, flood: Flood, decider: Decider, atoms: Sequence[Axis], moving: Collection[Value]
-) -> tuple[list[int], float]:
+def _sent(op: Op, search: Search, atoms: Sequence[Axis], moving: Collection[Value]) -> tuple[list[int], float]:
     """The large operands that are cut over an axis where they are made, and would move, and seconds for those that the
     op has otherwise and for sums that it owes."""
-    units, prices, sent, cut, most = decider.units, decider.problem.prices, 0.0, list[int](), 0
-    cuts = decider.unit_cut(units.unit[op])
+    units, prices, sent, cut, most = search.problem.units, search.problem.prices, 0.0, list[int](), 0
+    cuts = search.cut(op)
     for i, value in enumerate(op.operands):
         if value.constant:
             continue
         root, _ = units.root(value)
-        there = [[a for a in axes if a in atoms] for axes in _lies(flood, decider, root)]
+        there = [[a for a in axes if a in atoms] for axes in _lies(search, root)]
         if any(there):
             cut += [i] if root in moving else []
             slots, _ = units.read[op, i]
@@ -66,14 +62,15 @@ def _sent(
     return [i for i in cut if op.operands[i].nbytes * SMALL >= most], sent
 
 
-def _lies(flood: Flood, decider: Decider, root: Value) -> Sequence[Sequence[Axis]]:
+def _lies(search: Search, root: Value) -> Sequence[Sequence[Axis]]:
     """How a value is cut where it is made."""
+    flood, units = search.problem.flood, search.problem.units
     if root in flood.fixed:
         return flood.fixed[root][0]
-    if (unit := decider.units.unit.get(root)) is None:
+    if root not in units.unit:
         return ()
-    cuts = decider.unit_cut(unit)
-    return [() if s is None else cuts[s] for s in decider.units.value_slots[root]]
+    cuts = search.cut(root)
+    return [() if s is None else cuts[s] for s in units.value_slots[root]]
 
 
 def _travels(value: Value) -> bool:

@@ -1,0 +1,64 @@
+"""Members of units that are alike: they decide alike, however many there are."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.propagate.decision_units import Unit
+from shardlib.compiler.propagate.solver.edges import Kind
+
+Member = Op | Value
+
+
+def place_members(
+    units: Mapping[Member, Unit], kinds: Mapping[Unit, Kind], looks: Mapping[Member, int]
+) -> dict[Member, object]:
+    """Return each member's place in its unit; members with equal places decide alike.
+
+    Units of one kind have their members in the same order, so the n-th members of all of them are alike. A unit that
+    goes through all layers has the same ops over and over: its members are alike if they look the same.
+    """
+    members: dict[Unit, list[Member]] = defaultdict(list)
+    for member, unit in units.items():
+        members[unit].append(member)
+    count = Counter(kinds.values())
+    places: dict[Member, object] = {}
+    shapes: dict[Kind, object] = {}
+    for unit, mine in members.items():
+        kind = kinds.get(unit)
+        shape = [m.target if isinstance(m, Op) else None for m in mine]
+        if len(mine) == 1 or kind is None:
+            places |= dict.fromkeys(mine, (kind, 0))
+        elif shapes.setdefault(kind, shape) == shape and count[kind] > 1:
+            places |= {member: (kind, i) for i, member in enumerate(mine)}
+        else:
+            places |= {member: (unit, looks[member]) for member in mine}
+    return places
+
+
+def look(graph: Graph, rounds: int) -> dict[Member, int]:
+    """Number every op and value by itself and its neighbors, so many steps around: color refinement."""
+    around: dict[Member, tuple[Sequence[Member], Sequence[Member]]] = {}
+    what: dict[Member, object] = {}
+    for value in graph.values():
+        around[value] = [value.op] if value.op else (), [op for op, _ in value.readers]
+        what[value] = value.shape, value.dtype
+    for op in graph.ops:
+        around[op] = op.operands, [v for v in op.results if v is not None]
+        what[op] = op.target, op.line, op.backward
+    number = {member: i for i, member in enumerate(what)}
+    beside = [([number[y] for y in around[x][0]], [number[y] for y in around[x][1]]) for x in what]
+    colors: dict[object, int] = {}
+    looks = [colors.setdefault(y, len(colors)) for y in what.values()]
+    for _ in range(rounds):
+        before, colors = len(colors), {}
+        color_of, number_of = looks.__getitem__, colors.setdefault
+        looks = [
+            number_of((mine, tuple(map(color_of, to)), tuple(sorted(map(color_of, fro)))), len(colors))
+            for mine, (to, fro) in zip(looks, beside, strict=True)
+        ]
+        if len(colors) == before:  # another round would change nothing
+            break
+    return dict(zip(what, looks, strict=True))
