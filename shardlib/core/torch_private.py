@@ -148,6 +148,10 @@ transform_level = _torch("torch._C._functorch.maybe_current_level", "asked in ev
 without_transforms = _torch(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "values beside transforms"
 )
+TRANSFORMS = tuple(  # the files of those in Python
+    _torch(f"{name}.__file__", "an op runs once for every column of a Jacobian, and nobody can write that otherwise")
+    for name in ("torch._functorch.apis", "torch._functorch.eager_transforms", "torch._vmap_internals")
+)
 is_wrapped = _torch("torch._C._functorch.is_functorch_wrapped_tensor", "a tensor that a transform follows")
 is_batched = _torch("torch._C._functorch.is_batchedtensor", "a tensor that is an example of a vmap")
 level_of = _torch("torch._C._functorch.maybe_get_level", "which transform follows a tensor")

@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,13 +18,9 @@ import torch
 
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.source_lines import caller_at
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_private import TRANSFORMS, schema_of
 from shardlib.frontend.guards.recompile_reasons import OFTEN, RetraceWarning
 from shardlib.tensor.eager_cache import LOOSE
-
-_TRANSFORMS = tuple(
-    str(Path(torch.__file__).parent / name) for name in ("_functorch", "_vmap_internals.py", "autograd/functional.py")
-)
 
 Place = tuple[str, ...]  # the argument, and, of a tensor, "size"; items of lists by their number
 
@@ -76,7 +71,7 @@ def note_compiled(op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
 
 def _is_transformed(frame: FrameType | None) -> bool:
     """Whether a transform of torch's (jacobian, vmap) runs the code of `frame`."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_TRANSFORMS):
+    while frame is not None and not frame.f_code.co_filename.startswith(TRANSFORMS):
         frame = frame.f_back
     return frame is not None
 

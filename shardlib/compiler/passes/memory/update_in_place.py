@@ -25,7 +25,8 @@ from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, 
 from shardlib.core.aten.op_traits import has, is_view
 from shardlib.core.torch_private import OpOverload
 
-_BLOCK = 512  # bytes: what allocators round up to, so that nothing smaller saves any
+_NUMBER = 16  # bytes of one number: a norm, a rate
+_BLOCK = 512  # bytes that allocators round up to: to keep less costs nothing
 
 
 def settle(program: Program) -> Program:
@@ -136,7 +137,7 @@ class _State:
                 return False
         kept = {self.owner.get(v, v) for j in self.behind(j for j, _, _ in chain) for v in reads(steps[j])}
         early = (v for v in kept - self.shown if v in self.maker and self.maker[v] not in late)
-        return sum(v.nbytes for v in early if v.nbytes > _BLOCK) <= self.program.inputs[i].nbytes
+        return sum(v.nbytes for v in early if v.nbytes > _NUMBER) <= max(self.program.inputs[i].nbytes, _BLOCK)
 
     def settled(self, chains: Mapping[int, Chain], order: Sequence[int]) -> Program:
         steps = list(self.program.steps)

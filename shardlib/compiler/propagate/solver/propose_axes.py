@@ -20,6 +20,7 @@ from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.dim_factors import Leaf
 from shardlib.compiler.propagate.propagation import Flood
 from shardlib.compiler.propagate.solver.cost import Variable, grained
+from shardlib.compiler.propagate.solver.deferred_sums import unpaid
 from shardlib.compiler.propagate.solver.problem import Problem, work
 from shardlib.compiler.propagate.solver.propose_near_moves import SMALL, beside_moves, free
 from shardlib.compiler.propagate.solver.search import TIE, Search, State
@@ -111,7 +112,8 @@ class _Offers:
         if leaf in self.fewer and not _less(search, trial, self.kept, self.fewer[leaf]):
             return False
         tried = leaf in self.fewer or leaf in self.idle
-        return tried and _is_better(search, trial, self.kept, self.light, summed=leaf in self.summed)
+        better = tried and _is_better(search, trial, self.kept, self.light, summed=leaf in self.summed)
+        return better and _lasts(search, trial, self.kept)
 
     def _is_near(self) -> bool:
         return self.deep and _spares(self.search, self.search.state, self.first)
@@ -136,6 +138,14 @@ def _is_better(search: Search, trial: State, before: State, light: bool, summed:
     more = sent > sent_before * TIE or _bytes(search, trial) > _bytes(search, before) * TIE
     share = _WORTH_MORE if more else _WORTH
     return work + sent < (work_before + sent_before) * share
+
+
+def _lasts(search: Search, trial: State, before: State) -> bool:
+    """Whether an offer is still faster where sums that go on are paid as what they become."""
+    seconds = []
+    for search.state in (before, trial):
+        seconds.append(sum(search.estimate.whole(search.choices)) - unpaid(search))
+    return seconds[1] < seconds[0] * _WORTH
 
 
 def _spares(search: Search, trial: State, before: State) -> bool:
