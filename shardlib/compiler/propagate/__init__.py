@@ -14,8 +14,9 @@ from shardlib.compiler.propagate.pinned import Key
 from shardlib.compiler.propagate.propagate_axes import flood
 from shardlib.compiler.propagate.propagation import Assignment, Flood, Message, Want
 from shardlib.compiler.propagate.relax_cuts import Loose, matter
+from shardlib.compiler.propagate.solver.effort import Effort, Planning
 from shardlib.compiler.propagate.solver.overlap import hidden
-from shardlib.compiler.propagate.solver.problem import Problem
+from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.propose_axes import offer_axes
 from shardlib.compiler.propagate.solver.search import Search, better
 from shardlib.compiler.propagate.solver.take_apart import hide_messages, send_less, take_apart
@@ -68,6 +69,7 @@ def propagate(
     outputs: Mapping[int, Fixed],
     doors: Mapping[Op, Fixed],
     sends: Callable[[Flood, Op, Assignment], tuple[Message, ...]],
+    planning: Planning = None,
 ) -> Propagated:
     """Decide every op's cut; `fixed`, `outputs` and `doors` hold the user's decisions.
 
@@ -75,23 +77,24 @@ def propagate(
 
     There is one problem, which is built once, and one search in it. Whole units choose first, then their ops alone;
     dims that nobody annotated are offered axes; messages that arithmetic can hide count less; and of two decisions that
-    take about as long, the one that sends less stands.
+    take about as long, the one that sends less stands. `planning` says how long that may take, as in `jit`.
     """
+    effort = Effort.of(planning, len(graph.ops))
 
     def flooded(loose: Loose, met: Met) -> Flood:
         return flood(graph, fixed, outputs, doors, loose, met)
 
-    def begin(flooded: Flood) -> Search:
+    def begin(flooded: Flood, start: Callable[[Op | Value], Order] | None = None) -> Search:
         flooded.hidden, flooded.sends = hidden(graph, mesh), partial(sends, flooded)
-        search = Search(Problem(graph, flooded, mesh))
+        search = Search(Problem(graph, flooded, mesh), start, effort)
         search.minimize(search.domains(search.problem.groups))
         return search
 
     search = begin(flooded({}, {}))
-    if met := find_met(search.problem.flood, graph):
+    if (met := find_met(search.problem.flood, graph)) and not effort.stops():
         search = better(search, begin(flooded({}, met)))
     now, loose = search.problem.flood, dict[Key, frozenset[int]]()
-    if now.tight and matter(now, graph):
+    if now.tight and matter(now, graph) and not effort.stops():
         while now.tight.keys() - loose.keys():
             loose |= now.tight
             now = flooded(loose, now.met)

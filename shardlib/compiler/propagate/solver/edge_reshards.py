@@ -74,10 +74,10 @@ class LayoutCosts:
 
     def pairs(self, make: Callable[[int, int], int], a: Numbers, b: Numbers) -> Numbers:
         """`make` of every two states, broadcast."""
-        a, b = np.broadcast_arrays(a, b)
-        memo = {(x, y): make(x, y) for x, y in {*zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)}}
-        flat = [memo[pair] for pair in zip(a.ravel().tolist(), b.ravel().tolist(), strict=True)]
-        return np.array(flat, np.int64).reshape(a.shape)
+        n = len(self._states)
+        pairs, at = np.unique(a * n + b, return_inverse=True)
+        values = np.array([make(*divmod(pair, n)) for pair in pairs.tolist()], np.int64)
+        return values[at].reshape(np.broadcast_shapes(a.shape, b.shape))
 
     def partial_in(self, source: int, target: int) -> int:
         """The state of a source in the layout of another state, still a partial sum over all axes that this leaves."""
@@ -186,7 +186,7 @@ class Moves:
         self._classes: dict[Kind, dict[tuple[int, ...], int]] = {k: {} for k in record.kinds}
         self._states: dict[Kind, list[tuple[int, ...]]] = {k: [] for k in record.kinds}
         self._costs = np.full((0,) * len(record.kinds), np.nan)  # nan: nobody asked
-        self._many: dict[tuple[int, ...], float] = {}  # the same, where an array would be too large
+        self._single: dict[tuple[int, ...], float] = {}  # the same, where an array would be too large
         self.evaluations = 0
 
     def number(self, kind: Kind, slots: Sequence[Axes]) -> int:
@@ -205,15 +205,23 @@ class Moves:
     def at(self, classes: tuple[int, ...]) -> float:
         """Seconds of all reshards, with a class for every kind."""
         inside = all(n < size for n, size in zip(classes, self._costs.shape, strict=True))
-        seconds = float(self._costs[classes]) if inside else math.nan
-        if not math.isnan(seconds):
-            return seconds
-        return float(self.costs([np.array(n) for n in classes]).item())
+        seconds = float(self._costs[classes]) if inside else self._single.get(classes, math.nan)
+        if math.isnan(seconds):
+            seconds = float(self.costs([np.array(n) for n in classes]).item())
+            if self._is_large:
+                self._single[classes] = seconds
+        return seconds
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether an array of all costs would be too large: a value may have readers of more kinds than one has dims."""
+        return math.prod(map(len, self._states.values())) > _LARGEST or len(self.kinds) > _DIMS
 
     def costs(self, classes: Sequence[Numbers]) -> Costs:
-        """The same of many, broadcast. A value may have readers of more kinds than an array has dims."""
-        if math.prod(map(len, self._states.values())) > _LARGEST or len(classes) > _DIMS:
-            return self._costs_of_many(classes)
+        """The same of many, broadcast."""
+        if self._is_large:
+            shape = np.broadcast_shapes(*(n.shape for n in classes))
+            return self._worked_out([np.broadcast_to(n, shape) for n in classes])
         index = tuple(classes)
         if any(len(self._states[kind]) > size for kind, size in zip(self.kinds, self._costs.shape, strict=True)):
             self._grow()
@@ -228,14 +236,6 @@ class Moves:
         before = self._costs
         self._costs = np.full([len(self._states[kind]) for kind in self.kinds], np.nan)
         self._costs[tuple(map(slice, before.shape))] = before
-
-    def _costs_of_many(self, classes: Sequence[Numbers]) -> Costs:
-        shape = np.broadcast_shapes(*(n.shape for n in classes))
-        keys = [*zip(*(np.broadcast_to(n, shape).ravel().tolist() for n in classes), strict=True)]
-        if missing := [key for key in dict.fromkeys(keys) if key not in self._many]:
-            seconds = self._worked_out([np.array(n) for n in zip(*missing, strict=True)])
-            self._many.update(zip(missing, seconds.tolist(), strict=True))
-        return np.array([self._many[key] for key in keys]).reshape(shape)
 
     def _worked_out(self, classes: Sequence[Numbers]) -> Costs:
         """Seconds of many, a class of every kind for each."""

@@ -44,7 +44,7 @@ def offer_axes(search: Search, first: State) -> bool:
     flood = search.problem.flood
     used = {want.axis.name for wants in flood.wants.values() for want in wants}
     for name in search.problem.mesh.axis_names:
-        if name in used:
+        if name in used and not search.effort.stops():
             kept = search.state
             better = _Offers(search, name, kept, first).better()
             search.state = kept
@@ -79,6 +79,8 @@ class _Offers:
         search, better, near = self.search, list[State](), list[State]()
         leaves = dict.fromkeys([*self.idle, *self.fewer, *self.eased])
         for leaf, place in [*((leaf, None) for leaf in leaves), *self.turned.items()]:
+            if search.effort.stops():
+                break
             self._begin(leaf, place)
             start = search.state
             with search.optimistic():  # the messages inside ops take long to work out

@@ -25,6 +25,7 @@ from shardlib.compiler.propagate.propagation import Flood
 from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, least
 from shardlib.compiler.propagate.solver.cost import Choices, Cuts, Domain, Estimate, Free, Variable, Weights, grained
 from shardlib.compiler.propagate.solver.edges import Kind
+from shardlib.compiler.propagate.solver.effort import Effort
 from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, Role
 
 TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
@@ -32,6 +33,7 @@ _DEARER = (2.0, 4.0, 12.0, 256.0)
 _LEAST = 1e-3  # the share of the estimated time that a variable and its neighbors may save, or nobody looks at them
 _ORDERS = 700  # of the slots of a kind
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
+_NEARBY = 1 << 13  # around one variable: first where there are few,
 _JOINED = 1 << 21  # and of those that are made of several on the way
 
 Offer = tuple[Leaf, str]  # a family of leaves, and a mesh axis
@@ -50,8 +52,11 @@ class State:
 class Search:
     """The choices of all kinds of a problem; with a `start`, the one that it gives for a member of each."""
 
-    def __init__(self, problem: Problem, start: Callable[[Op | Value], Order] | None = None) -> None:
+    def __init__(
+        self, problem: Problem, start: Callable[[Op | Value], Order] | None = None, effort: Effort | None = None
+    ) -> None:
         self.problem, self.estimate, self.weights = problem, Estimate(problem), Weights()
+        self.effort = Effort() if effort is None else effort
         self.solves = 0  # minima that were sought
         flood = problem.flood
         asked = {name: self._rivals(name) for name in problem.atoms}
@@ -205,21 +210,26 @@ class Search:
 
     def minimize(self, whole: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
         """Find the least estimate of all variables at once or, if that is too much to write down, of one axis after the
-        other, and of all that is around each variable, until nothing improves. Where even that is too much, all
-        that share a value are put alike, and each variable chooses alone."""
+        other, and of all that is around each variable, until nothing improves or the effort is spent. Where even that
+        is too much, all that share a value are put alike, and each variable chooses alone."""
         last: dict[Variable, Choices] = {}  # the choices around it with which nothing could be improved
         kinds = [kind for variable in whole for kind in variable]
         least = _LEAST * self.estimate.cost(kinds, self.choices, self.weights)
+        nearby = _NEARBY
         while self.improve(whole, allowed) is None:
             axes = range(len(self.problem.atoms))
             improved = [self.improve(self._on_axis(a, whole), allowed) for a in axes]
-            if not any(improved):
-                improved = [self._improve_around(v, whole, allowed, last, least) for v in whole]
-            if not any(improved) and None in improved:
+            if not any(improved) and not self.effort.stops():
+                improved = [self.improve({variable: domain}, allowed) for variable, domain in whole.items()]
+            if not any(improved) and not self.effort.stops():
+                costly = sorted(whole, key=lambda v: -self.estimate.cost(v, self.choices, self.weights))
+                improved = [self._improve_around(v, whole, allowed, last, least, nearby) for v in costly]
+            if not any(improved) and None in improved and not self.effort.stops():
                 improved = [self._try(some, allowed) for some in self.estimate.alike(whole, _AT_ONCE)]
-                improved += [self.improve({variable: domain}, allowed) for variable, domain in whole.items()]
             if not any(improved):
-                break
+                if nearby == _AT_ONCE or self.effort.stops():
+                    break
+                nearby = _AT_ONCE
 
     def spare(self, whole: Free, limit: float, dearest: float = math.inf) -> None:
         """Send fewer bytes within a limit of seconds: follow the minimum while bytes grow dearer and dearer."""
@@ -276,21 +286,28 @@ class Search:
         allowed: Callable[[Choices], bool],
         last: dict[Variable, Choices],
         least: float,
+        at_once: int,
     ) -> bool | None:
         """Choose best for a variable and those beside it if that may save more than the `least`, unless all is as it
         was when it could not be improved."""
+        if self.effort.stops():
+            return False
         beside = self.estimate.beside(*variable)
         now = [self.choices[k] for k in self.estimate.beside(*beside)]
         if last.get(variable) == now:
             return False
         near = {*beside}
-        better = self.improve({v: domain for v, domain in whole.items() if not near.isdisjoint(v)}, allowed, least)
+        better = self.improve({v: domain for v, domain in whole.items() if not near.isdisjoint(v)}, allowed, least, at_once)
         if better is False:
             last[variable] = now
         return better
 
     def improve(
-        self, free: Free, allowed: Callable[[Choices], bool] = lambda choices: True, least_gain: float = 0.0
+        self,
+        free: Free,
+        allowed: Callable[[Choices], bool] = lambda choices: True,
+        least_gain: float = 0.0,
+        at_once: int = _AT_ONCE,
     ) -> bool | None:
         """Choose best for the variables that are `free`, as all others stand, if that may save more than `least_gain`
         seconds; whether that is better, None where there are too many choices to tell."""
@@ -298,10 +315,11 @@ class Search:
         free = estimate.worth(free, self.choices, weights, least_gain)
         if not free:
             return False
-        tables, whole = estimate.tables(free, self.choices, weights, at_once=_AT_ONCE)
+        tables, whole = estimate.tables(free, self.choices, weights, at_once=at_once)
         if not whole:
             return None
         self.solves += 1
+        self.effort.count(sum(table.costs.size for table in tables))
         best = least(tables, {variable[0]: len(at) for variable, (_, at) in free.items()}, _JOINED // len(free))
         tried = list(self.choices)
         for variable, (domain, at) in free.items():

@@ -19,7 +19,7 @@ _WORTH = 1e-2  # the least share of the estimated time for which units are taken
 
 def take_apart(search: Search) -> None:
     """Let every op choose alone, and keep that where it is faster."""
-    if not search.has_choice:
+    if not search.has_choice or search.effort.stops():
         return
     before, (work, sent) = search.choices, search.estimate.parts(search.choices)
     for _ in range(_ROUNDS):
@@ -43,9 +43,11 @@ def _near_costs(search: Search) -> Free:
 
 def send_less(search: Search) -> None:
     """Send fewer bytes where the program then takes hardly longer: units first, then, in small programs, every op."""
+    if search.effort.stops():
+        return
     limit = search.seconds + sum(search.estimate.whole(search.choices)) * (TIE - 1)
     search.spare(search.domains(search.variables()), limit)
-    if not search.has_choice or search.problem.graph.size > DEEP:
+    if not search.has_choice or search.problem.graph.size > DEEP or search.effort.stops():
         return
     before, (work, sent) = search.choices, search.estimate.parts(search.choices)
     search.spare(search.domains((kind,) for kind in range(len(before))), limit, _DEAREST)
@@ -58,7 +60,7 @@ def hide_messages(search: Search) -> None:
     """Decide once more as if messages that arithmetic can hide cost little, and keep that if the whole program then
     takes markedly less."""
     before, estimate = search.choices, search.estimate
-    if not search.problem.flood.hidden:
+    if not search.problem.flood.hidden or search.effort.stops():
         return
     seconds = estimate.unhidden(before)
     if seconds <= estimate.whole(before)[0] * TIE:
