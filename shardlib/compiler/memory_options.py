@@ -1,5 +1,5 @@
 """What a user states of memory and time: what is kept from the forward pass to the backward one, how much there may be,
-and how far messages run ahead."""
+how far messages run ahead, and how long the search for a plan goes on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.compiler.graph.regather import WAYS, Regather
+from shardlib.compiler.propagate.solver.effort import Planning, planning_of
 from shardlib.compiler.schedule_options import DEFAULT, Schedule
 from shardlib.core.byte_sizes import nbytes
 from shardlib.core.errors import ShardingError
@@ -18,15 +19,16 @@ WORDS = ("none", "full", "attention")  # that are no names; "none" is said alone
 
 @dataclass(frozen=True)
 class Keeping:
-    """`regather`, `remat` and `schedule` as in `jit`; `memory` are bytes that one device may use at once."""
+    """`regather`, `remat`, `schedule` and `planning` as in `jit`; `memory`: bytes that one device may use at once."""
 
     regather: Regather = "auto"
     remat: Remat = "none"
     memory: int | None = None
     schedule: Schedule = DEFAULT
+    planning: Planning = None
 
     @staticmethod
-    def of(regather: Any, remat: Any, memory: Any, schedule: Any = None) -> Keeping:
+    def of(regather: Any, remat: Any, memory: Any, schedule: Any = None, planning: Any = None) -> Keeping:
         """Of what a user says. Raises `ShardingError` for what says nothing.
 
         Example:
@@ -55,7 +57,7 @@ class Keeping:
                 remedy="leave one of them out",
             )
         word = names[0] if isinstance(remat, str) or (len(names) == 1 and names[0] in WORDS) else None
-        return Keeping(regather, word or tuple(names), budget, Schedule.of(schedule))
+        return Keeping(regather, word or tuple(names), budget, Schedule.of(schedule), planning_of(planning))
 
     def but(self, remat: Any = None, memory: Any = None, schedule: Any = None) -> Keeping:
         """The same but for what is said now (None: nothing); a budget stands in place of names, and they of a budget.
@@ -68,19 +70,20 @@ class Keeping:
         if remat is None and memory is None:
             remat, memory = self.remat, self.memory
         schedule = self.schedule if schedule is None else schedule
-        return Keeping.of(self.regather, "none" if remat is None else remat, memory, schedule)
+        return Keeping.of(self.regather, "none" if remat is None else remat, memory, schedule, self.planning)
 
     @property
     def said(self) -> str:
         """What is not as by default, as `jit` takes it."""
         own = (("remat", self.remat, "none"), ("memory", self.memory, None), ("schedule", self.schedule, DEFAULT))
-        return ", ".join(f"{k}={x!r}" for k, x, default in own if x != default)
+        return ", ".join(f"{k}={x!r}" for k, x, default in (*own, ("planning", self.planning, None)) if x != default)
 
     def refuse_inside(self, name: str) -> None:
         """Raise `ShardingError` for what a jitted function says of itself where it is part of another one."""
         if self.said:
             raise ShardingError(
                 f"{name} is called inside another jitted function, and says {self.said}",
-                rule="what is kept for the backward pass, and when messages start, is decided for the whole program",
+                rule="what is kept for the backward pass, when messages start, and how long one plans, is decided for "
+                "the whole program",
                 remedy="say it of the outermost function: jit(step, remat=...)",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlib.compiler.equivalence import is_same, is_there
 from shardlib.compiler.graph import ir as graphs
@@ -24,6 +24,8 @@ from shardlib.compiler.passes.memory.remat_policies import is_absent
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Program
 from shardlib.compiler.propagate import Propagated, propagate
+from shardlib.compiler.propagate.solver.effort import Planning
+from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.run_passes import Finish
 from shardlib.compiler.simplify import normalise
 from shardlib.core.aten.op_traits import has
@@ -63,6 +65,7 @@ class Compiled:
     recomputed: Recomputed | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     fixed_outputs: Mapping[int, Fixed] = field(default_factory=dict)  # by position
+    search: Search | None = None  # in the program, or in one layer of those that stand for many
 
     @cached_property
     def propagated(self) -> Propagated:
@@ -89,15 +92,16 @@ def compile_program(
     keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
     tracer: Callable[..., Traced] = trace,
     before: Iterable[Compiled] = (),
+    clock: Clock | None = None,
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
     `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
     one. `state`, `differentiate`, `exact` and `watch` are as in `trace`, which `tracer` does; `donate` are arguments
     whose memory is given up; `before` are programs of the function on this mesh: one whose trace is the same is the
-    program.
+    program. `clock` is told of every stage that ends.
     """
-    clock = Clock()
+    clock = clock or Clock()
     call = flatten_call(fn, args, kwargs, static, state)
     specs = leaf_specs(fn, call, in_specs)
     with mesh, tracing():
@@ -137,10 +141,11 @@ def compile_program(
     if not keeping.schedule.state and (found := next(filter(is_it, before), None)):  # calls are its own matter
         return replace(found, traced=replace(traced, graph=found.traced.graph), seconds=clock.seconds)
     try:
-        program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
+        decided = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), keeping.planning, clock)
     except DisorderError:
         forget(graph)
-        program, _, told = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), clock)
+        decided = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), keeping.planning, clock)
+    program = decided.program
     program = replace(program, donated=_donated(traced, donate))
     program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
     absent = partial(is_absent, call.state.kept)
@@ -149,7 +154,20 @@ def compile_program(
     program, halves, recomputed = Finish(traced, away, keeping, absent).run(program)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    return Compiled(traced, mesh, graph, told, program, names, fixed_inputs, halves, recomputed, clock.seconds, outputs)
+    return Compiled(
+        traced,
+        mesh,
+        graph,
+        decided.told,
+        program,
+        names,
+        fixed_inputs,
+        halves,
+        recomputed,
+        clock.seconds,
+        outputs,
+        decided.search,
+    )
 
 
 def _regathered(traced: Traced, graph: Graph, call: FlatCall) -> set[Value]:
@@ -172,30 +190,39 @@ def _replaced(traced: Traced, program: Program) -> dict[int, int]:
     return {i: at for i, at in pairs.items() if i not in program.donated}
 
 
+class _Decided(NamedTuple):
+    program: Program
+    parts: list[Part]
+    told: Callable[[], Propagated]
+    search: Search
+
+
 def _decided(
     graph: Graph,
     mesh: Mesh,
     fixed: Mapping[Value, Fixed],
     outputs: Mapping[int, Fixed],
     doors: Mapping[Op, Fixed],
+    planning: Planning,
     clock: Clock,
-) -> tuple[Program, list[Part], Callable[[], Propagated]]:
+) -> _Decided:
     """Decide and lower; where layers are alike, one for many of them."""
     sends = Senders(mesh).messages
     folded = fold(graph, fixed, outputs, doors)
     clock.stop("propagate")
     if folded is not None:
         said = folded.of(fixed), folded.of(outputs), folded.of(doors)
-        short, parts, decided = _decided(folded.graph, mesh, *said, clock)
-        unrolled = unroll(folded, decided(), short, parts)
+        short, parts, told, search = _decided(folded.graph, mesh, *said, planning, clock)
+        unrolled = unroll(folded, told(), short, parts)
         clock.stop("lower")
         if unrolled is not None:
-            return *unrolled, cache(lambda: spread(folded, decided(), mesh, fixed, outputs, doors, sends))
-    propagated = propagate(graph, mesh, fixed, outputs, doors, sends)
+            whole = cache(lambda: spread(folded, told(), mesh, fixed, outputs, doors, sends))
+            return _Decided(*unrolled, whole, search)
+    propagated = propagate(graph, mesh, fixed, outputs, doors, sends, planning)
     clock.stop("propagate")
     program, parts = lower_in_parts(graph, propagated, mesh)
     clock.stop("lower")
-    return program, parts, lambda: propagated
+    return _Decided(program, parts, lambda: propagated, propagated.search)
 
 
 def _refuse_other_meshes(name: str, given: Sequence[tuple[Any, str]], mesh: Mesh) -> None:

@@ -64,6 +64,7 @@ def jit(
     schedule: Schedule | str | None = None,
     remat: str | Sequence[str] = "none",
     memory: str | int | None = None,
+    planning: str | float | None = None,
 ) -> Any:
     """Compile `fn` for the current mesh, at the first call for each set of what it can see.
 
@@ -114,6 +115,11 @@ def jit(
     inside, and the schedule names none) is chosen one by one, so that the simulated time on the mesh's machine is
     short. `torch.utils.checkpoint` inside the function stays what it is.
 
+    `planning` says how long the search for a plan goes on: `"fast"`, no further than the first decision for every op;
+    `"best"`, until nothing improves; or so many seconds. By default it may take as long as the trace, and a second at
+    least. The seconds are counted from what the search looks at, so that every machine and rank finds the same plan.
+    A plan says where that was too little, and how far it then is from a lower bound.
+
     Raises `ShardingError` outside any mesh, where specs do not fit, where a budget is exceeded or cannot be met, for
     names of nothing, and for what would leave the trace unseen. Warns `RetraceWarning`, once, of a function that is
     compiled again and again.
@@ -139,9 +145,10 @@ def jit(
             schedule=schedule,
             remat=remat,
             memory=memory,
+            planning=planning,
         )
     refuse_others_than_functions(fn)
-    keeping = Keeping.of(regather, remat, memory, schedule)
+    keeping = Keeping.of(regather, remat, memory, schedule, planning)
     budgets: list[Budget] = []
     for budget, kind, example in (
         (comm_budget, CommBudget, "max_bytes=..."),

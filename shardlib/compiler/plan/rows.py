@@ -16,6 +16,7 @@ from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.redundant_work import sentence
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Start, Var, reads
+from shardlib.compiler.propagate.solver.lower_bound import lower_bound
 from shardlib.core.aten.op_traits import has
 from shardlib.core.source_lines import place
 from shardlib.core.text_tables import Row, fold, fold_names, si
@@ -140,9 +141,21 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
     if (halves := plan.compiled.halves) is not None:
         n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
         lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
-    lines += filter(None, [_again(plan)])
+    lines += filter(None, [_again(plan), _stopped(plan)])
     lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(plan.replicated_ops).items()]
     return rows, lines
+
+
+def _stopped(plan: Plan) -> str:
+    """How far the decisions are from a lower bound, where the search for them was not given the time to end."""
+    search = plan.compiled.search
+    if search is None or not search.effort.stopped:
+        return ""
+    bound = lower_bound(search)
+    return (
+        f"the search stopped after {search.effort.spent:.2g} s, as counted, of at most {search.effort.limit:.2g}: the "
+        f'estimated time is {100 * bound.gap:.2g} % above a lower bound (planning="best" goes on)'
+    )
 
 
 def _again(plan: Plan) -> str:

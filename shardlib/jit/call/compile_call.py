@@ -20,6 +20,7 @@ from shardlib.core.context import compiling, unseen
 from shardlib.core.errors import EffectError, NoProgramError, ShardingError
 from shardlib.core.mode_restore import unheard
 from shardlib.core.source_lines import caller_at
+from shardlib.core.stage_clock import Clock, notice
 from shardlib.core.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
 from shardlib.frontend.guards.object_state import State
@@ -217,7 +218,9 @@ class Invocation:
     def _compile(self, watch: Watch, *, exact: bool = False) -> Plan:
         function = self.function
         counted = tuple(x for x in self.state.tensors if not x.is_inference())
-        with preserved_versions(counted), watch.cut(self.state):  # what is traced is not written to
+        clock = Clock()
+        # What is traced is not written to.
+        with preserved_versions(counted), watch.cut(self.state), notice(function.name, clock):
             compiled = compile_program(
                 function.fn,
                 self.args,
@@ -234,6 +237,7 @@ class Invocation:
                 keeping=function.keeping,
                 tracer=tracer(self.key, self.leaves),
                 before=self._before(),
+                clock=clock,
                 differentiate=any(isinstance(x, torch.Tensor) and x.requires_grad for x in self.leaves),
             )
         after = compiled.traced.after

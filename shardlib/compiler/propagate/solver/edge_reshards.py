@@ -214,7 +214,7 @@ class Moves:
 
     @property
     def _is_large(self) -> bool:
-        """Whether an array of all costs would be too large: a value may have readers of more kinds than one has dims."""
+        """Whether an array of all costs would be too large; a value may have readers of more kinds than it has dims."""
         return math.prod(map(len, self._states.values())) > _LARGEST or len(self.kinds) > _DIMS
 
     def costs(self, classes: Sequence[Numbers]) -> Costs:

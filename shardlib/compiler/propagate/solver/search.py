@@ -297,7 +297,9 @@ class Search:
         if last.get(variable) == now:
             return False
         near = {*beside}
-        better = self.improve({v: domain for v, domain in whole.items() if not near.isdisjoint(v)}, allowed, least, at_once)
+        better = self.improve(
+            {v: domain for v, domain in whole.items() if not near.isdisjoint(v)}, allowed, least, at_once
+        )
         if better is False:
             last[variable] = now
         return better

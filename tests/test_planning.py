@@ -1,0 +1,144 @@
+"""How long planning may take, what it says meanwhile, and that it can be stopped."""
+
+from __future__ import annotations
+
+import io
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardlib as sl
+from shardlib.core import stage_clock
+
+
+class Mixed(nn.Module):
+    """Unlike layers, whose plan takes some search."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 8), (8, 16), (16, 12)))
+        self.norms = nn.ModuleList(nn.GroupNorm(4, n) for n in (8, 16, 12))
+        self.attention = nn.MultiheadAttention(12, 4, batch_first=True)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x)).relu()
+        tokens = x.flatten(2).mT
+        mixed, weights = self.attention(tokens, tokens, tokens)
+        return self.head(mixed.mean(1)) + weights.square().mean()
+
+
+def step(model: Mixed, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.fixture
+def placed() -> Iterator[tuple[Mixed, torch.Tensor]]:
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(4, 3, 6, 6)
+    with sl.Mesh(data=2, tensor=2) as mesh:
+        sl.parallelize(model, sl.suggest(model, mesh, x), strategy="fsdp")
+        yield model, x
+
+
+def test_every_effort_gives_the_same_values(placed: Any) -> None:
+    model, x = placed
+    plans = {p: sl.jit(step, planning=p).plan(model, x) for p in ("fast", 1e-3, None, "best")}
+    again = sl.jit(step, planning="best").plan(model, x)
+    assert again.compiled.search.effort == plans["best"].compiled.search.effort
+    losses = [sl.jit(step, planning=p)(model, x).full_tensor() for p in plans]
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0])
+    efforts = {p: plan.compiled.search.effort for p, plan in plans.items()}
+    assert efforts["fast"].stopped
+    assert efforts[1e-3].stopped
+    assert not efforts["best"].stopped
+    assert efforts["fast"].spent <= efforts[1e-3].spent <= efforts["best"].spent
+    assert plans["best"].comm_bytes < plans["fast"].comm_bytes
+
+
+def test_a_plan_says_that_the_search_stopped(placed: Any) -> None:
+    text = str(sl.jit(step, planning="fast").plan(*placed))
+    assert "the search stopped after 0" in text
+    assert '% above a lower bound (planning="best" goes on)' in text
+    assert "the search stopped" not in str(sl.jit(step, planning="best").plan(*placed))
+
+
+@pytest.mark.parametrize("planning", ["slow", 0, -1.0, float("nan"), True, [1], "3"])
+def test_what_is_no_effort(planning: Any) -> None:
+    with pytest.raises(sl.ShardingError, match=r"planning=.* does not say how long the search for a plan goes on") as e:
+        sl.jit(step, planning=planning)
+    assert 'planning="fast", or planning=10' in str(e.value)
+
+
+def test_inside_another_function() -> None:
+    inner = sl.jit(lambda x: 2 * x, planning="best")
+    with sl.Mesh(data=2), pytest.raises(sl.ShardingError, match=r"says planning='best'"):
+        sl.jit(lambda x: inner(x))(torch.ones(4))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(stage_clock, "_AFTER", 0.01)
+    monkeypatch.setattr(stage_clock, "_EVERY", 0.01)
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        end = time.monotonic() + 100
+        while terminal.getvalue().count("\r") < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        return 2 * x
+
+    with sl.Mesh(data=2):
+        plan = sl.jit(slow).plan
+        plan(torch.ones(4))
+    text = terminal.getvalue()
+    assert text.count("\n") == 1
+    assert text.startswith("\rshardlib plans slow: trace, 0 s\rshardlib plans slow: ")
+
+
+def test_nothing_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with sl.Mesh(data=2):
+        sl.jit(lambda x: 2 * x).plan(torch.ones(4))
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.8])
+def test_interrupted(placed: Any, share: float) -> None:
+    """Wherever it is interrupted, the next plan is as if it had not been."""
+
+    def plan() -> Any:
+        return sl.jit(step).plan(*placed)
+
+    plan()
+    begin = time.perf_counter()
+    expected = plan()
+    seconds = time.perf_counter() - begin
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, share * seconds)
+        with pytest.raises(KeyboardInterrupt):
+            [plan() for _ in range(100)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert str(plan()) == str(expected)
