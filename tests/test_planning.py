@@ -65,6 +65,15 @@ def test_every_effort_gives_the_same_values(placed: Any) -> None:
     assert plans["best"].comm_bytes < plans["fast"].comm_bytes
 
 
+def test_a_module_has_an_effort_of_its_own(placed: Any) -> None:
+    model, x = placed
+    with sl.current_mesh() as mesh:
+        sl.parallelize(model, sl.suggest(model, mesh, x), strategy="fsdp", planning="fast")
+        assert model.forward.plan(x).compiled.search.effort.limit == 0
+        sl.parallelize(model, sl.suggest(model, mesh, x), strategy="fsdp", remat="full")
+        assert model.forward.plan(x).compiled.search.effort.limit == 0
+
+
 def test_a_plan_says_that_the_search_stopped(placed: Any) -> None:
     text = str(sl.jit(step, planning="fast").plan(*placed))
     assert "the search stopped after 0" in text

@@ -59,7 +59,7 @@ class Keeping:
         word = names[0] if isinstance(remat, str) or (len(names) == 1 and names[0] in WORDS) else None
         return Keeping(regather, word or tuple(names), budget, Schedule.of(schedule), planning_of(planning))
 
-    def but(self, remat: Any = None, memory: Any = None, schedule: Any = None) -> Keeping:
+    def but(self, remat: Any = None, memory: Any = None, schedule: Any = None, planning: Any = None) -> Keeping:
         """The same but for what is said now (None: nothing); a budget stands in place of names, and they of a budget.
 
         Example:
@@ -70,7 +70,8 @@ class Keeping:
         if remat is None and memory is None:
             remat, memory = self.remat, self.memory
         schedule = self.schedule if schedule is None else schedule
-        return Keeping.of(self.regather, "none" if remat is None else remat, memory, schedule, self.planning)
+        planning = self.planning if planning is None else planning
+        return Keeping.of(self.regather, "none" if remat is None else remat, memory, schedule, planning)
 
     @property
     def said(self) -> str:

@@ -41,6 +41,7 @@ def parallelize(
     remat: str | Sequence[str] | None = None,
     memory: str | int | None = None,
     schedule: Schedule | str | None = None,
+    planning: str | float | None = None,
 ) -> nn.Module:
     """Place the parameters of a module on a mesh (default: the current one); returns the same module.
 
@@ -57,8 +58,8 @@ def parallelize(
 
     `precision` is the dtype in which the module computes (`torch.bfloat16`), while its parameters, and what sums their
     gradients over devices, keep theirs, and batch normalisation all of it; or a `Precision`, or a dict of such by
-    patterns. `remat`, `memory` and `schedule` say, as in `jit`, what the backward pass makes again, how many bytes the
-    two passes may use at once, and how far messages run ahead; of a function that is jitted as a whole, its own `jit`
+    patterns. `remat`, `memory`, `schedule` and `planning` say, as in `jit`, what the backward pass makes again, how
+    many bytes the two passes may use at once, how far messages run ahead, and how long one plans; of a function that is jitted as a whole, its own `jit`
     says it. What a later call leaves out stays as it was.
 
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
@@ -130,7 +131,7 @@ def parallelize(
     replaced = vars(module).get("forward")  # somebody's own, or that of an earlier call
     before = replaced if isinstance(replaced, Forward) else None
     policy = policy_of(precision, module, tensors) or (before.policy if before else None)
-    keeping = (before.keeping if before else Keeping()).but(remat, memory, schedule)
+    keeping = (before.keeping if before else Keeping()).but(remat, memory, schedule, planning)
     dtypes = {} if policy is None else {name: said.parameter for name, said in policy.by_name.items()}
     homes = _homes(tensors, said, mesh, taken)
     moving = {
