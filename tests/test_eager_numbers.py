@@ -277,21 +277,21 @@ def _rows(n: int) -> Any:
 
 
 CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
-    "a slice": (lambda x, n: x[:n], r"slice has been compiled 9 times outside jit, .* the argument end: 8 -> 9"),
-    "a window": (lambda x, n: x[n : n + 4], r"slice .* the argument start: 8 -> 9"),
-    "an index": (lambda x, n: x[n], r"select .* the argument index: 8 -> 9.\nRemedy: keep to a few values"),
-    "a shape": (lambda x, n: _rows(n) * 2, r"mul .* the size of dim 0 of self: 8 -> 9.\nRemedy: pad to a few shapes"),
-    "an order": (lambda x, n: x.norm(n + 0.5), r"linalg_vector_norm .* the argument ord: 8.5 -> 9.5"),
+    "a slice": (lambda x, n: x[:n], r"slice has been compiled 33 times outside jit, .* the argument end: 32 -> 33"),
+    "a window": (lambda x, n: x[n : n + 4], r"slice .* the argument start: 32 -> 33"),
+    "an index": (lambda x, n: x[n], r"select .* the argument index: 32 -> 33.\nRemedy: keep to a few values"),
+    "a shape": (lambda x, n: _rows(n) * 2, r"mul .* the size of dim 0 of self: 32 -> 33.\nRemedy: pad to a few shapes"),
+    "an order": (lambda x, n: x.norm(n + 0.5), r"linalg_vector_norm .* the argument ord: 32.5 -> 33.5"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_op_compiled_again_and_again_warns_once(name: str) -> None:
     run, message = CHANGES[name]
-    x = _rows(24)
+    x = _rows(64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for n in range(1, 16):
+        for n in range(1, 40):
             run(x, n)
     (warning,) = caught
     assert warning.category is RetraceWarning
@@ -306,3 +306,12 @@ def test_layers_of_many_shapes_do_not_warn() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(4, 4)).sum().backward()
     optimizer.step()
+
+
+def test_norms_of_many_widths_do_not_warn() -> None:
+    """They differ in one size, from one to the next."""
+    with sl.Mesh(data=2):
+        norms = sl.parallelize(nn.ModuleList([nn.LayerNorm(n) for n in range(4, 24)]), strategy="fsdp")
+    with torch.no_grad():
+        for p in norms.parameters():
+            p.mul_(0.5)

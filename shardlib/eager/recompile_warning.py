@@ -1,7 +1,8 @@
 """The warning that one eager op is compiled again and again, because one size or number of its calls changes.
 
 A first pass over layers of many shapes compiles many programs, too, and is not meant. So a call counts where it differs
-from the one before it, at the same line, in one quantity alone. Under torch's transforms of functions numbers do not
+from the one before it, at the same line, in one quantity alone, and more of them than layers have shapes are needed.
+Under torch's transforms of functions numbers do not
 count: these loop over the columns of a Jacobian, and nobody can write that otherwise.
 """
 
@@ -19,8 +20,10 @@ import torch
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import TRANSFORMS, schema_of
-from shardlib.frontend.guards.recompile_reasons import OFTEN, RetraceWarning
+from shardlib.frontend.guards.recompile_reasons import RetraceWarning
 from shardlib.tensor.eager_cache import LOOSE
+
+_OFTEN = 32  # programs, from which on it is said
 
 Place = tuple[str, ...]  # the argument, and, of a tensor, "size"; items of lists by their number
 
@@ -55,13 +58,13 @@ def note_compiled(op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     if len({b - a if type(a) is type(b) is int else (a, b) for a, b, _ in changes}) != 1:  # a window slides by one step
         return
     line.times += 1
-    if line.times != OFTEN or (file, number) in _warned:
+    if line.times != _OFTEN or (file, number) in _warned:
         return
     _warned[file, number] = None
     old, new, where = changes[0]
     remedy = _SIZE if where.startswith("the size") else _NUMBER
     warnings.warn_explicit(
-        f"{schema_of(op).name.removeprefix('aten::')} has been compiled {OFTEN + 1} times outside jit, the last time "
+        f"{schema_of(op).name.removeprefix('aten::')} has been compiled {_OFTEN + 1} times outside jit, the last time "
         f"because of {where}: {old} -> {new}.\nRemedy: {remedy}",
         RetraceWarning,
         file,

@@ -1,8 +1,9 @@
 """Planning in a fresh process: seconds of each stage, and peak memory.
 
 `python -m tests.benchmarks.planning --case tp --layers 32` prints one line of JSON. Cases are the modes of W1, the
-grids `1-d` and `4-d`, `llama-70b` (a functional step of 80 layers), and `gpt-175b` (`--layers 96`: the whole step of a
-module of transformers with Adam). A process of its own, since a second trace finds torch's caches warm.
+grids `1-d` and `4-d`, `llama-70b` (a functional step of 80 layers), `gpt-175b` (`--layers 96`: the whole step of a
+module of transformers with Adam), and `unlike` (a model of 1, 2, 4, 8 ... convolutions, each followed by attention, no
+two of them of one size). A process of its own, since a second trace finds torch's caches warm.
 """
 
 from __future__ import annotations
@@ -109,8 +110,43 @@ def plan_gpt_175b(layers: int) -> Callable[[], Any]:
     return plan
 
 
+def plan_unlike(blocks: int) -> Callable[[], Any]:
+    from torch import Tensor, nn
+
+    import shardlib as sl
+
+    class Block(nn.Module):
+        def __init__(self, width: int, out: int) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(width, out, 3, padding=1), nn.GroupNorm(4, out)
+            self.attention = nn.MultiheadAttention(out, 4, batch_first=True)
+            self.mlp = nn.Sequential(nn.LayerNorm(out), nn.Linear(out, 2 * out), nn.GELU(), nn.Linear(2 * out, out))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.conv(x)).relu()
+            tokens = x.flatten(2).mT
+            tokens = tokens + self.attention(tokens, tokens, tokens)[0]
+            return (tokens + self.mlp(tokens)).mT.view_as(x)
+
+    widths = [8 * (i + 1) for i in range(blocks + 1)]
+    model, x = nn.Sequential(*map(Block, widths, widths[1:])), torch.randn(8, 8, 8, 8)
+    mesh = sl.Mesh(data=2, tensor=2)
+    with mesh:
+        sl.parallelize(model, sl.suggest(model, mesh, x), strategy="fsdp")
+
+    def plan() -> Any:
+        with mesh:
+            return model.forward.plan(x)
+
+    return plan
+
+
 def measure(case: str, layers: int) -> dict[str, Any]:
-    own = {"llama-70b": plan_llama_70b, "gpt-175b": lambda: plan_gpt_175b(layers)}
+    own = {
+        "llama-70b": plan_llama_70b,
+        "gpt-175b": lambda: plan_gpt_175b(layers),
+        "unlike": lambda: plan_unlike(layers),
+    }
     plan = own[case]() if case in own else plan_w1(case, layers)
     start = time.perf_counter()
     planned = plan()
