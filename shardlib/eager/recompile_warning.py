@@ -2,8 +2,8 @@
 
 A first pass over layers of many shapes compiles many programs, too, and is not meant. So a call counts where it differs
 from the one before it, at the same line, in one quantity alone, and more of them than layers have shapes are needed.
-Under torch's transforms of functions numbers do not
-count: these loop over the columns of a Jacobian, and nobody can write that otherwise.
+Under torch's transforms of functions numbers do not count: these loop over the columns of a Jacobian, and nobody can
+write that otherwise.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def parallelize(
     `precision` is the dtype in which the module computes (`torch.bfloat16`), while its parameters, and what sums their
     gradients over devices, keep theirs, and batch normalisation all of it; or a `Precision`, or a dict of such by
     patterns. `remat`, `memory`, `schedule` and `planning` say, as in `jit`, what the backward pass makes again, how
-    many bytes the two passes may use at once, how far messages run ahead, and how long one plans; of a function that is jitted as a whole, its own `jit`
-    says it. What a later call leaves out stays as it was.
+    many bytes the two passes may use at once, how far messages run ahead, and how long one plans; of a function that is
+    jitted as a whole, its own `jit` says it. What a later call leaves out stays as it was.
 
     Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
     one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
