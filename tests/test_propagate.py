@@ -269,13 +269,13 @@ def test_what_could_not_be_improved_is_tried_again_when_something_around_it_chan
     variable = next(iter(whole))
     last: dict[Any, Any] = {}
     for _ in range(2):
-        search._improve_around(variable, whole, lambda choices: True, {}, 0.0)
+        search._improve_around(variable, whole, lambda choices: True, {}, 0.0, 1 << 13)
     assert len(tried) == 2, "each search begins anew"
     for _ in range(2):
-        search._improve_around(variable, whole, lambda choices: True, last, 0.0)
+        search._improve_around(variable, whole, lambda choices: True, last, 0.0, 1 << 13)
     assert len(tried) == 3, "all is as it was"
     (kind,), orders = variable, whole[variable][0].orders
     other = next(choice for choice in orders if choice != search.choices[kind])
     search.choices = [other if k == kind else choice for k, choice in enumerate(search.choices)]
-    search._improve_around(variable, whole, lambda choices: True, last, 0.0)
+    search._improve_around(variable, whole, lambda choices: True, last, 0.0, 1 << 13)
     assert len(tried) == 4
