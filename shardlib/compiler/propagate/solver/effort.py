@@ -11,13 +11,14 @@ from shardlib.core.errors import ShardingError
 Planning = str | float | None
 
 # Seconds, on one core of a common machine: of a minimum, of a cost that it is found from, and of tracing an op.
-_PER_MINIMUM, _PER_ENTRY, _PER_OP = 2e-3, 2e-6, 2e-3
+_PER_MINIMUM, _PER_ENTRY, _PER_OP = 2e-3, 1e-5, 5e-3
 _LEAST = 1.0  # that every search may take
 
 
 @dataclass
 class Effort:
     """How long searches go on: for `limit` seconds, of which so many are `spent`; `stopped`: it did not suffice.
+    A search may take a `share` of them until it leaves the rest to others.
 
     The seconds are counted, not measured, from what is looked at: so a program gets the same plan on every machine and
     on every rank.
@@ -26,6 +27,7 @@ class Effort:
     limit: float = math.inf
     spent: float = 0.0
     stopped: bool = False
+    share: float = 1.0
 
     @staticmethod
     def of(planning: Planning, ops: int) -> Effort:
@@ -33,7 +35,7 @@ class Effort:
 
         Example:
             >>> Effort.of("fast", 100).limit, Effort.of(None, 100).limit, Effort.of(None, 2000).limit
-            (0.0, 1.0, 4.0)
+            (0.0, 1.0, 10.0)
         """
         if planning is None:
             return Effort(max(_LEAST, ops * _PER_OP))
@@ -41,8 +43,9 @@ class Effort:
 
     def stops(self) -> bool:
         """Whether nothing more shall be looked at."""
-        self.stopped = self.stopped or self.spent >= self.limit
-        return self.stopped
+        stops = self.spent >= self.limit * self.share
+        self.stopped = self.stopped or stops
+        return stops
 
     def count(self, entries: int) -> None:
         """Count a minimum over tables of so many entries."""

@@ -209,27 +209,29 @@ class Search:
     # The search -----------------------------------------------------------------------------------------------------
 
     def minimize(self, whole: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
-        """Find the least estimate of all variables at once or, if that is too much to write down, of one axis after the
-        other, and of all that is around each variable, until nothing improves or the effort is spent. Where even that
-        is too much, all that share a value are put alike, and each variable chooses alone."""
+        """Find the least estimate of all variables at once or, if that is too much to write down, by local moves until
+        nothing improves or the effort is spent: of one axis, of each variable, of all that share a value, which are put
+        alike, and of all that is around each variable, those first that cost most."""
         last: dict[Variable, Choices] = {}  # the choices around it with which nothing could be improved
         kinds = [kind for variable in whole for kind in variable]
         least = _LEAST * self.estimate.cost(kinds, self.choices, self.weights)
+        axes = range(len(self.problem.atoms)) if len(self.problem.atoms) > 1 else ()
         nearby = _NEARBY
+        moves: tuple[Callable[[], list[bool | None]], ...] = (
+            lambda: [self.improve(self._on_axis(a, whole), allowed) for a in axes],
+            lambda: [self.improve({variable: domain}, allowed) for variable, domain in whole.items()],
+            lambda: [self._try(some, allowed) for some in self.estimate.alike(whole, _AT_ONCE)],
+            lambda: [self._improve_around(v, whole, allowed, last, least, nearby) for v in self._by_cost(whole)],
+        )
         while self.improve(whole, allowed) is None:
-            axes = range(len(self.problem.atoms))
-            improved = [self.improve(self._on_axis(a, whole), allowed) for a in axes]
-            if not any(improved) and not self.effort.stops():
-                improved = [self.improve({variable: domain}, allowed) for variable, domain in whole.items()]
-            if not any(improved) and not self.effort.stops():
-                costly = sorted(whole, key=lambda v: -self.estimate.cost(v, self.choices, self.weights))
-                improved = [self._improve_around(v, whole, allowed, last, least, nearby) for v in costly]
-            if not any(improved) and None in improved and not self.effort.stops():
-                improved = [self._try(some, allowed) for some in self.estimate.alike(whole, _AT_ONCE)]
-            if not any(improved):
-                if nearby == _AT_ONCE or self.effort.stops():
-                    break
-                nearby = _AT_ONCE
+            while any(any(move()) for move in moves if not self.effort.stops()):
+                pass
+            if nearby == _AT_ONCE or self.effort.stops():
+                break
+            nearby = _AT_ONCE
+
+    def _by_cost(self, whole: Free) -> list[Variable]:
+        return sorted(whole, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
 
     def spare(self, whole: Free, limit: float, dearest: float = math.inf) -> None:
         """Send fewer bytes within a limit of seconds: follow the minimum while bytes grow dearer and dearer."""
