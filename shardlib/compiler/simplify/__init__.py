@@ -20,6 +20,7 @@ from shardlib.compiler.simplify.basic import (
     drop_identities,
     fill_by_masks,
     forget_totals,
+    forget_values,
     free_draws,
     free_scalars,
     leave_out_empty,
@@ -94,6 +95,7 @@ def normalise(traced: Traced) -> Traced:
     """
     for run in PASSES:
         run(traced.graph)
+    forget_values(traced.graph)
     verify(traced.graph)
     traced.graph.recompile()
     return traced

@@ -339,5 +339,31 @@ def call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any, **kwargs: A
     """A new node with the line of `like`; the caller says where."""
     node = gm.graph.call_function(target, args, kwargs)
     node.meta.update({k: like.meta[k] for k in ("line", "backward", "gradient of", "modules") if k in like.meta})
-    node.meta["val"] = target(*hinted(fx.map_arg(args, lambda n: n.meta["val"])), **kwargs)
+    node.meta["val"] = value_of(gm, target, args, kwargs)
     return node
+
+
+def value_of(gm: fx.GraphModule, target: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the fake value of a call; calls of one op on operands of the same form in one graph share it."""
+    forms = fx.map_arg((args, kwargs), _form)
+    key = target, _key(hinted(forms))
+    values: dict[Any, Any] = gm.meta.setdefault(_VALUES, {})
+    if key not in values:
+        args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        values[key] = target(*hinted(args), **kwargs)
+    return values[key]
+
+
+def forget_values(gm: fx.GraphModule) -> None:
+    """Drop the values that calls share; nodes keep theirs."""
+    gm.meta.pop(_VALUES, None)
+
+
+_VALUES = "values of calls"
+
+
+def _form(node: fx.Node) -> Any:
+    x = node.meta["val"]
+    if not isinstance(x, torch.Tensor):
+        return node  # several tensors, or none
+    return tuple(x.shape), x.stride(), x.dtype, x.device, x.storage_offset(), x.is_conj(), x.is_neg()

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.compiler.simplify.basic import call
+from shardlib.compiler.simplify.basic import call, value_of
 from shardlib.core.aten.op_traits import has
 from shardlib.core.aten.schemas import argument, arguments
-from shardlib.core.call_scalar import hinted
 from shardlib.ops.attention.op import OPS
 
 aten = torch.ops.aten
@@ -83,6 +82,6 @@ def _read(gm: fx.GraphModule, node: fx.Node, **keys: fx.Node) -> None:
             keys[name] = call(gm, node, aten.reshape.default, x, [b, few, t, d])
     node.args, node.kwargs = tuple((arguments(node) | keys).values()), {}
     if node.target is _BACKWARD:
-        node.meta["val"] = node.target(*hinted(fx.map_arg(node.args, lambda n: n.meta["val"])))
+        node.meta["val"] = value_of(gm, node.target, node.args, {})
         for user in node.users:
             user.meta["val"] = node.meta["val"][user.args[1]]
