@@ -74,6 +74,43 @@ def test_a_module_has_an_effort_of_its_own(placed: Any) -> None:
         assert model.forward.plan(x).compiled.search.effort.limit == 0
 
 
+@pytest.mark.parametrize("count", [65, 140])
+def test_a_value_with_many_unlike_readers(count: int) -> None:
+    def heads(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x @ torch.ones(4, i + 1) for i in range(count)]
+
+    x = torch.randn(4, 4)
+    with sl.Mesh(data=2):
+        results = sl.jit(heads, in_specs=("a@data _",))(x)
+    for result, expected in zip(results, heads(x), strict=True):
+        torch.testing.assert_close(result.full_tensor(), expected)
+
+
+def test_a_sum_of_many_unlike_terms() -> None:
+    def total(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return sum((x @ w).sin().sum() for w in weights)  # type: ignore[return-value]
+
+    weights = [torch.randn(4, i + 1) for i in range(70)]
+    gradients = sl.grad(total, tuple(range(71)))
+    x = torch.randn(4, 4)
+    with sl.Mesh(data=2):
+        results = sl.jit(gradients, in_specs=("a@data _",) + ("...",) * 70)(x, *weights)
+    for result, expected in zip(results, gradients(x, *weights), strict=True):
+        torch.testing.assert_close(result.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("planning", ["fast", "best"])
+def test_the_same_message_brings_two_results(planning: str) -> None:
+    def places(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.max(0)[0], x.argmax(0), x.argmax(0), x.max(0)[1]
+
+    x = torch.randn(4, 4)
+    with sl.Mesh(data=2):
+        results = sl.jit(places, in_specs=("a@data _",), planning=planning)(x)
+    for result, expected in zip(results, places(x), strict=True):
+        assert torch.equal(result.full_tensor(), expected)
+
+
 def test_a_plan_says_that_the_search_stopped(placed: Any) -> None:
     text = str(sl.jit(step, planning="fast").plan(*placed))
     assert "the search stopped after 0" in text

@@ -151,7 +151,7 @@ def _stopped(plan: Plan) -> str:
     search = plan.compiled.search
     if search is None or not search.effort.stopped:
         return ""
-    bound = lower_bound(search)
+    bound = lower_bound(search, brief=True)
     return (
         f"the search stopped after {search.effort.spent:.2g} s, as counted, of at most {search.effort.limit:.2g}: the "
         f'estimated time is {100 * bound.gap:.2g} % above a lower bound (planning="best" goes on)'

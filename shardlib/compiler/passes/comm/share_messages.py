@@ -10,10 +10,11 @@ from shardlib.compiler.program.value_numbering import Alike
 
 
 def share_messages(program: Program) -> Program:
-    """The program without messages, and what was only done for them, that bring what an earlier one brought."""
+    """The program without messages, and what was only done for them, that bring what an earlier one brought; every
+    result keeps its own."""
     if sum(c.source.layout is None for c in program.collectives) < 2:
         return program
-    alike, same = Alike(), dict[Var, Var]()
+    alike, same, returned = Alike(), dict[Var, Var](), {*program.results}
     for step in program.steps:
         if isinstance(step, Compute):
             if any(v.layout is None for v in step.made) and step.is_pure:
@@ -21,7 +22,7 @@ def share_messages(program: Program) -> Program:
         elif isinstance(step, Start):
             for c in (c for c in step.moves if c.source.layout is None):
                 alike.note((c.out,), c.kind, c.axes, c.source, dict(c.params), c.reduce, c.backward)
-                if (before := alike.first[c.out]) is not c.out:
+                if (before := alike.first[c.out]) is not c.out and c.out not in returned:
                     same[c.out] = before
     return _without(program, same) if same else program
 

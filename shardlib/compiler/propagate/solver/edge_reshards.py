@@ -7,9 +7,9 @@ from one layout to another are worked out once for all values of one shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,8 @@ class LayoutCosts:
 
     def pairs(self, make: Callable[[int, int], int], a: Numbers, b: Numbers) -> Numbers:
         """`make` of every two states, broadcast."""
+        if a.size == b.size == 1:
+            return np.full(np.broadcast_shapes(a.shape, b.shape), make(int(a.item()), int(b.item())))
         n = len(self._states)
         pairs, at = np.unique(a * n + b, return_inverse=True)
         values = np.array([make(*divmod(pair, n)) for pair in pairs.tolist()], np.int64)
@@ -185,8 +187,8 @@ class Moves:
         self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
         self._classes: dict[Kind, dict[tuple[int, ...], int]] = {k: {} for k in record.kinds}
         self._states: dict[Kind, list[tuple[int, ...]]] = {k: [] for k in record.kinds}
-        self._costs = np.full((0,) * len(record.kinds), np.nan)  # nan: nobody asked
-        self._single: dict[tuple[int, ...], float] = {}  # the same, where an array would be too large
+        self._costs = np.full((0,) * min(len(record.kinds), _DIMS + 1), np.nan)  # nan: nobody asked
+        self._large: dict[object, Costs] = {}  # those that were asked, where an array of all would be too large
         self.evaluations = 0
 
     def number(self, kind: Kind, slots: Sequence[Axes]) -> int:
@@ -204,13 +206,9 @@ class Moves:
 
     def at(self, classes: tuple[int, ...]) -> float:
         """Seconds of all reshards, with a class for every kind."""
-        inside = all(n < size for n, size in zip(classes, self._costs.shape, strict=True))
-        seconds = float(self._costs[classes]) if inside else self._single.get(classes, math.nan)
-        if math.isnan(seconds):
-            seconds = float(self.costs([np.array(n) for n in classes]).item())
-            if self._is_large:
-                self._single[classes] = seconds
-        return seconds
+        inside = len(classes) <= _DIMS and all(n < size for n, size in zip(classes, self._costs.shape, strict=True))
+        seconds = float(self._costs[classes]) if inside else math.nan
+        return float(self.costs([np.array(n) for n in classes]).item()) if math.isnan(seconds) else seconds
 
     @property
     def _is_large(self) -> bool:
@@ -220,8 +218,10 @@ class Moves:
     def costs(self, classes: Sequence[Numbers]) -> Costs:
         """The same of many, broadcast."""
         if self._is_large:
-            shape = np.broadcast_shapes(*(n.shape for n in classes))
-            return self._worked_out([np.broadcast_to(n, shape) for n in classes])
+            key = tuple([(n.shape, n.tobytes()) for n in classes])
+            if (known := self._large.get(key)) is None:
+                known = self._large[key] = self._worked_out(np.broadcast_arrays(*classes))
+            return known
         index = tuple(classes)
         if any(len(self._states[kind]) > size for kind, size in zip(self.kinds, self._costs.shape, strict=True)):
             self._grow()
@@ -259,10 +259,12 @@ class Moves:
             early = layouts.pairs(layouts.clashes, sources[0], came).astype(bool)
             reduced = layouts.seconds(came, layouts.pairs(layouts.summed, came, came))[0]
             total, sources = total + np.where(early, reduced, 0.0), [np.where(early, s, came) for s in sources]
-        for join in joins:
-            kept = [layouts.pairs(layouts.partial_in, s, join) for s in sources]
-            total = total + sum(layouts.seconds(s, to)[0] for s, to in zip(sources, kept, strict=True))
-            sources = kept
+        terms = _counted((s, 1) for s in sources) if joins else []
+        for join in _without_repeats(joins):
+            kept = [layouts.pairs(layouts.partial_in, s, join) for s, _ in terms]
+            total = total + sum(layouts.seconds(s, to)[0] * n for (s, n), to in zip(terms, kept, strict=True))
+            terms = _counted((to, n) for (_, n), to in zip(terms, kept, strict=True))
+        sources = [s for s, _ in terms] if joins else sources
         new = _new(sources)
         if record.late:
             # What a reader needs in own rows only it also takes while these are pending: others have what they need.
@@ -291,6 +293,19 @@ class Moves:
             paid = [np.where(left, self.layouts.seconds(s, np.array(-2))[0], 0.0) for s in have]
             total = total + sum(np.where(mine, seconds, 0.0) for mine, seconds in zip(new, paid, strict=True))
         return total * (HOLDING if record.held else 1.0)
+
+
+def _counted(terms: Iterable[tuple[Numbers, int]]) -> list[tuple[Numbers, int]]:
+    """Each of them once, with their number: most terms of a long sum are laid out alike."""
+    found: dict[object, tuple[Numbers, int]] = {}
+    for s, n in terms:
+        found[s.shape, s.tobytes()] = s, found.get((s.shape, s.tobytes()), (s, 0))[1] + n
+    return [*found.values()]
+
+
+def _without_repeats(joins: Sequence[Numbers]) -> list[Numbers]:
+    """Without those that follow one of the same layout."""
+    return [next(same) for _, same in groupby(joins, lambda s: (s.shape, s.tobytes()))]
 
 
 def _new(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:

@@ -20,8 +20,9 @@ from shardlib.compiler.propagate.solver.cost import Choices, Domain, Variable, W
 from shardlib.compiler.propagate.solver.edges import Kind
 from shardlib.compiler.propagate.solver.search import Search
 
-_WRITTEN = 1 << 20  # entries of a cost that are worth working out
+_WRITTEN, _BRIEFLY = 1 << 20, 1 << 14  # entries of a cost that are worth working out, and where that shall be quick
 _TURNS = 30
+_MANY = 128  # decisions, above which choices are not given up one by one
 _TRIALS = 3  # to write down all costs, with sums of so many entries to tell what may be given up
 _ROUGHLY = 1 << 14
 _ROUNDING = 1e-9  # sums in another order
@@ -66,9 +67,9 @@ class Minimum:
     choices: Choices
 
 
-def lower_bound(search: Search) -> LowerBound:
-    """The bound on what was decided, every op deciding alone."""
-    decided, best = search.estimate.cost(_deciding(search), search.choices), minimum(search)
+def lower_bound(search: Search, *, brief: bool = False) -> LowerBound:
+    """The bound on what was decided, every op deciding alone; a lower one where it shall be there in a `brief` time."""
+    decided, best = search.estimate.cost(_deciding(search), search.choices), minimum(search, brief=brief)
     return LowerBound(min(best.seconds, decided), decided, best.exact, len(_deciding(search)))
 
 
@@ -78,7 +79,7 @@ def _deciding(search: Search) -> list[Kind]:
     return [kind for kind in kinds if any(search.candidates(kind, name) for name in names)]
 
 
-def minimum(search: Search, largest: int = 1 << 20) -> Minimum:
+def minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> Minimum:
     """The least estimate of all choices of a search, or less, with sums of at most that many entries.
 
     What is known to be above the estimate of what was decided is given up, so that more can be written down.
@@ -90,17 +91,18 @@ def minimum(search: Search, largest: int = 1 << 20) -> Minimum:
     free: dict[Variable, tuple[Domain, Numbers]] = {}
     for variable, domain in domains.items():
         free[variable] = worth.get(variable, (domain, np.array([domain.number.get(search.choices[variable[0]], 0)])))
-    for _ in range(_TRIALS):
-        tables, whole = estimate.tables(free, search.choices, weights, _WRITTEN)
+    written, turns, largest = (_BRIEFLY, 1, _BRIEFLY) if brief else (_WRITTEN, _TURNS, largest)
+    for trial in range(_TRIALS):
+        tables, whole = estimate.tables(free, search.choices, weights, written)
         sizes = {v[0]: len(at) for v, (_, at) in free.items()}
-        if whole:
+        if whole or brief or len(free) > _MANY or trial == _TRIALS - 1:
             break
         floor = floors(tables, sizes, _ROUGHLY)
         free = {
             v: (domain, at[np.broadcast_to(floor[v[0]], len(at)) <= limit * (1 + _ROUNDING)])
             for v, (domain, at) in free.items()
         }
-    best = least(tables, sizes, largest, written=_WRITTEN, turns=_TURNS)
+    best = least(tables, sizes, largest, written=written, turns=turns)
     choices = list(search.choices)
     for (kind,), (domain, at) in free.items():
         choices[kind] = domain.orders[at[best.choices[kind]]]
