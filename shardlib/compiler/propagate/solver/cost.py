@@ -265,6 +265,9 @@ class Estimate:
                     alone[variable] = alone[variable] + table.costs[table.classes[0]]
                 elif table.kinds:
                     tables.append(table)
+                else:  # the same whatever is chosen
+                    variable = next(iter(merged))
+                    alone[variable] = alone[variable] + table.costs
         unary = [Table(v[:1], costs, (np.arange(len(costs)),)) for v, costs in alone.items()]
         return [*unary, *tables], all(size <= largest for size in sizes)
 

@@ -11,6 +11,7 @@ nobody could plan better.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,15 +69,22 @@ class Minimum:
 
 
 def lower_bound(search: Search, *, brief: bool = False) -> LowerBound:
-    """The bound on what was decided, every op deciding alone; a lower one where it shall be there in a `brief` time."""
-    decided, best = search.estimate.cost(_deciding(search), search.choices), minimum(search, brief=brief)
-    return LowerBound(min(best.seconds, decided), decided, best.exact, len(_deciding(search)))
+    """The bound on what was decided, every op deciding alone where it may; a lower one where it shall be there in a
+    `brief` time."""
+    variables = _deciding(search)
+    decided, best = search.estimate.cost(_kinds(variables), search.choices), minimum(search, brief=brief)
+    return LowerBound(min(best.seconds, decided), decided, best.exact, len(variables))
 
 
-def _deciding(search: Search) -> list[Kind]:
-    """The kinds with a slot that may take an axis."""
+def _deciding(search: Search) -> list[Variable]:
+    """Those with a slot that may take an axis: ops, or whole units where nothing is contested."""
     names, kinds = search.problem.atoms, range(len(search.choices))
-    return [kind for kind in kinds if any(search.candidates(kind, name) for name in names)]
+    variables = [(kind,) for kind in kinds] if search.has_choice else search.problem.groups
+    return [v for v in variables if any(search.candidates(kind, name) for kind in v for name in names)]
+
+
+def _kinds(variables: Iterable[Variable]) -> list[Kind]:
+    return [kind for variable in variables for kind in variable]
 
 
 def minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> Minimum:
@@ -84,9 +92,9 @@ def minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> M
 
     What is known to be above the estimate of what was decided is given up, so that more can be written down.
     """
-    estimate, weights, kinds = search.estimate, Weights(), _deciding(search)
-    limit = estimate.cost(kinds, search.choices)
-    domains = {(kind,): search.domain((kind,)) for kind in kinds}
+    estimate, weights, variables = search.estimate, Weights(), _deciding(search)
+    limit = estimate.cost(_kinds(variables), search.choices)
+    domains = {variable: search.domain(variable) for variable in variables}
     worth = estimate.worth({v: (domain, domain.places) for v, domain in domains.items()}, search.choices, weights)
     free: dict[Variable, tuple[Domain, Numbers]] = {}
     for variable, domain in domains.items():
@@ -104,6 +112,7 @@ def minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> M
         }
     best = least(tables, sizes, largest, written=written, turns=turns)
     choices = list(search.choices)
-    for (kind,), (domain, at) in free.items():
-        choices[kind] = domain.orders[at[best.choices[kind]]]
+    for variable, (domain, at) in free.items():
+        for kind in variable:
+            choices[kind] = domain.orders[at[best.choices[variable[0]]]]
     return Minimum(best.seconds, whole and best.exact, choices)
