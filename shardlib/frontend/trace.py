@@ -60,6 +60,7 @@ from shardlib.frontend.lazy_graph_module import lazily
 from shardlib.frontend.lifted_inputs import Contents, Lifted, refuse_carriers, refuse_changed_arguments, taken_apart
 from shardlib.frontend.results import refuse_attributes, repeated, strides_of
 from shardlib.frontend.retarget_device import is_here, move
+from shardlib.frontend.reuse.python_loops import Loops
 from shardlib.frontend.reuse.subgraph_reuse import Once
 from shardlib.frontend.side_effects.mutations import Watch
 from shardlib.frontend.torch_flags import switched
@@ -187,8 +188,10 @@ def _trace(
         tracer = recorded(lines, [(x, call.arguments[i]) for i, x in zip(where, inputs, strict=True)])
         tracers.append(tracer)
         lifted.enter(tracer, traced_on)
+        loops = None
         if watch is not None:
             once.watches(tracer, lines.fallback)
+            loops = None if once.none else Loops(once, tracer)
         named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
         asked.explain = lambda error: refusal(error, tracer, named)
         ending.start(inputs)
@@ -216,8 +219,10 @@ def _trace(
         with nullcontext() if numbers is None else numbers:
             try:
                 around = nullcontext() if watch is None else watch.around()
-                with asked, users, followed(), chance, around, plain_types(call.state.type_spaces):
+                with loops or nullcontext(), asked, users, followed(), chance, around, plain_types(call.state.type_spaces):
                     found, tree = flatten_with_path(taken_apart(opened(called_inside(fn, a, k)), known))
+                    if loops is not None:
+                        loops.close()
                     chance.refuse_draws(lines.fallback.function)
                     iterators.refuse_steps(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value

@@ -69,7 +69,7 @@ class _Asked(Asking):
         at = self._number.get(id(x))
         return at if at is not None and self.met[at]() is x else None  # another one may have its id by now
 
-    def _asks(self, func: Any, args: Any, kwargs: Any) -> Form:
+    def form_of(self, func: Any, args: Any, kwargs: Any) -> Form:
         """What is asked: a function, what it is given, and the modes around it."""
         if transforms() or saved_hooks(True) is not None:
             raise NotOnceError("a transform, or hooks on what is saved")
@@ -108,15 +108,19 @@ class Recording(_Asked):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ASKED and user_is_asking(sys._getframe(1)):
             raise NotOnceError("it asks who a tensor is")
-        asked = self._asks(func, args, kwargs or {})
+        asked = self.form_of(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        if out is None and func is not Tensor.__setitem__ and _has_tensors([*args, *(kwargs or {}).values()]):
+        with torch.DisableTorchFunction():
+            self.note(func, args, kwargs or {}, asked, out)
+        return out
+
+    def note(self, func: Any, args: Any, kwargs: Any, asked: Form, out: Any) -> None:
+        """Note a call and its result. Raises NotOnceError for one that does more than compute."""
+        if out is None and func is not Tensor.__setitem__ and _has_tensors([*args, *kwargs.values()]):
             raise NotOnceError("what it does to a tensor is no value")
         if isinstance(out, Tensor) and _writes(func) and self.number(out) not in self.made:
             raise NotOnceError("it writes to what it finds")
-        with torch.DisableTorchFunction():
-            self.steps.append((asked, self._gives(out), _has_tensors(out)))
-        return out
+        self.steps.append((asked, self._gives(out), _has_tensors(out)))
 
     def _gives(self, out: Any) -> Form:
         if isinstance(out, Tensor) and self.number(out) is None:
@@ -144,7 +148,7 @@ class Following(_Asked):
         mode = get_proxy_mode()
         assert mode is not None, "a function is being traced"
         self._record, self._graph, self._step = record, mode.tracer.graph, 0
-        self._last = next(iter(reversed(self._graph.nodes)))
+        self.last = next(iter(reversed(self._graph.nodes)))
         self._wrong: NotOnceError | None = None  # which somebody may have caught
         self._door = ExitStack()
 
@@ -168,19 +172,19 @@ class Following(_Asked):
         try:
             if func in ASKED and user_is_asking(sys._getframe(1)):
                 raise NotOnceError("it asks who a tensor is")
-            return self._answer(func, args, kwargs or {})
+            return self.answer(func, args, kwargs or {})
         except NotOnceError as error:
             self._wrong = self._wrong or error
             if isinstance(func, OpOverload):  # torch's own code may ask, which passes on no error
                 return func(*args, **(kwargs or {}))
             raise
 
-    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._step == len(self._record.steps):
             raise OtherError("it asks for more")
         asked, gives, has_tensors = self._record.steps[self._step]
         self._step += 1
-        if self._asks(func, args, kwargs) != asked:
+        if self.form_of(func, args, kwargs) != asked:
             raise OtherError("it asks for something else")
         if has_tensors:
             with torch.DisableTorchFunction():
@@ -209,7 +213,7 @@ class Following(_Asked):
             raise self._wrong
         if self._step != len(self._record.steps):
             raise OtherError("it asks for less")
-        if next(iter(reversed(self._graph.nodes))) is not self._last:
+        if next(iter(reversed(self._graph.nodes))) is not self.last:
             raise NotOnceError("something is computed where nobody sees it")
         left = {at: x for at in self._record.made if (x := self.met[at]()) is not None}
         if not left.keys() <= set(self._record.outputs):

@@ -87,6 +87,7 @@ class Once:
         self._kept: list[Any] = []  # what keys know by identity: nothing else gets their ids
         self._busy = False
         self._tracer: Any = None
+        self.interrupt: Callable[[], None] = lambda: None  # called before a piece
 
     @staticmethod
     def current() -> Once | None:
@@ -115,15 +116,15 @@ class Once:
 
     def _module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         small = type(m).__module__.startswith("torch.nn.") and next(m.children(), None) is None
-        if small or not self._is_open():
+        if small or not self.is_open():
             return forward(*args, **kwargs)
         return self._call(m, forward, args, kwargs, AFTER)
 
     def function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A jitted function that is called in the trace."""
-        return self._call(fn, fn, args, kwargs, AFTER - 1) if self._is_open() else fn(*args, **kwargs)
+        return self._call(fn, fn, args, kwargs, AFTER - 1) if self.is_open() else fn(*args, **kwargs)
 
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a piece may be taken here: not in another one, in a transform that batches, or where hooks are."""
         mode = get_proxy_mode()
         return (
@@ -139,6 +140,7 @@ class Once:
         )
 
     def _call(self, of: Any, run: Callable[..., Any], args: Any, kwargs: Any, after: int) -> Any:
+        self.interrupt()
         seen = self._seen.setdefault(_code(of), set())
         with torch.DisableTorchFunction():
             call = None if len(seen) > KINDS else Call.of(of, args, kwargs)

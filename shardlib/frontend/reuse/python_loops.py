@@ -1,0 +1,381 @@
+"""Loops in Python: rounds that ask the same of torch are traced once, and written out again for the others.
+
+The calls of torch that a function makes come as a stream. Where the stream repeats itself (`RepeatFinder`), one more
+round is recorded and traced apart (`loop_body.trace_body`). From then on the user's code runs as ever, but torch does
+not: as long as each call is the recorded one, of tensors in the same places, the code gets fake tensors that nothing
+has computed, and the end of the round writes the nodes of all its calls. A call that differs ends this: the calls of
+the open round run after all, and the next ones as they come. A value that outlives its round unexpectedly makes the
+trace begin anew, with this value among the results of a round.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardlib.core.errors import ShardingError
+from shardlib.core.source_lines import Line, modules, replayed, user_line
+from shardlib.core.torch_private import ASKS_IS_VIEW, INTO_FUNCTION, OpOverload, function_modes, transforms
+from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.torch_modes import ambient
+from shardlib.frontend.hazards.memory_queries import ASKED
+from shardlib.frontend.reuse.copy_nodes import node_of, shows
+from shardlib.frontend.reuse.loop_body import trace_body
+from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
+from shardlib.frontend.reuse.repeat_finder import RepeatFinder
+from shardlib.frontend.reuse.replay_python import Following, OtherError, Recording
+from shardlib.frontend.reuse.subgraph import place, refuse_shared
+from shardlib.frontend.reuse.subgraph_reuse import Once
+from shardlib.primitives.random.keys import rehearsed
+
+_NOT_FOLLOWED: set[Line] = set()  # lines of rounds that were more than a computation
+_KEPT: dict[Line, set[int]] = {}  # by the first line of a round, numbers of values that somebody kept
+
+Env = dict[int, Tensor]
+
+
+class _Number(NamedTuple):
+    """A tensor among the arguments of a call, by its number in the round."""
+
+    at: int
+
+
+class _Call(NamedTuple):
+    """One call of torch; the tensors among its arguments are numbers."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    line: Line
+
+    def run(self, env: Env) -> Any:
+        token = replayed.set(self.line)
+        try:
+            return self.func(*_filled(self.args, env), **_filled(self.kwargs, env))
+        finally:
+            replayed.reset(token)
+
+
+class _Round(Recording):
+    """One round, as it was recorded: `calls` beside its `steps`."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.calls: list[_Call] = []
+        self.ambient, self.modules = ambient(State()), modules.get().entries
+        self.is_refused = False  # whether other rounds may not do without its calls
+
+    def take(self, func: Any, args: Any, kwargs: Any, line: Line) -> Any:
+        """Call a function, and note the call."""
+        try:
+            around = ambient(State()), modules.get().entries
+            if func in ASKED or not _is_of_torch(func) or around != (self.ambient, self.modules):
+                raise NotOnceError("it is more than a computation")
+            with torch.DisableTorchFunction():
+                asked = self.form_of(func, args, kwargs)
+                call = _Call(func, self._numbered(args), self._numbered(kwargs), line)
+        except NotOnceError:
+            self.is_refused = True
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        try:
+            with torch.DisableTorchFunction():
+                self.note(func, args, kwargs, asked, out)
+            self.calls.append(call)
+        except NotOnceError:
+            self.is_refused = True
+        return out
+
+    def _numbered(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            at = self.number(x)
+            assert at is not None, "arguments are numbered"
+            return _Number(at)
+        return _mapped(x, self._numbered)
+
+    def outside(self) -> list[int]:
+        """The numbers of tensors that the round finds."""
+        return [at for at in range(len(self.met)) if at not in self.made]
+
+    def value(self, step: int, place: int) -> int | None:
+        """The number of a result of a call; None if the call makes nothing."""
+        numbers = [at for at in _numbers(self.steps[step][1]) if at in self.made]
+        return numbers[place] if place < len(numbers) else None
+
+    def replay(self, env: Env, count: int) -> None:
+        """Run the first calls again, of the tensors in `env`; their results join these."""
+        for call, (_, gives, has_tensors) in zip(self.calls[:count], self.steps[:count], strict=True):
+            if has_tensors or call.func is Tensor.__setitem__:
+                _bind(gives, call.run(env), env)
+
+    def trace(self, outside: Sequence[int], outputs: Sequence[int]) -> Body:
+        """The round as a body: of the tensors that it finds, to these of those that it makes."""
+
+        def flat(*given: Tensor) -> list[Tensor]:
+            env = dict(zip(outside, given, strict=True))
+            self.replay(env, len(self.calls))
+            return [env[at] for at in outputs]
+
+        leaves: list[Any] = [self.met[at]() for at in outside]
+        names, line = list(map(str, outside)), self.calls[0].line
+        with rehearsed():
+            body = trace_body(flat, leaves, names, line, differentiate=torch.is_grad_enabled(), strict=True)
+        refuse_shared(body, copied=False)
+        for x in body.captured:
+            place(x, {})
+        return body
+
+
+class Loops(TorchFunctionMode):
+    """Follows the calls of torch that a traced function makes, wherever pieces of it may be traced apart."""
+
+    def __init__(self, once: Once, tracer: Any) -> None:
+        super().__init__()
+        self._once, self._graph = once, tracer.graph
+        self._extra: list[tuple[weakref.ref[Tensor], Line, int]] = []  # values that nothing has computed
+        self._is_busy = False
+        self._door = ExitStack()
+        once.interrupt = self.interrupt
+        self._listen()
+
+    def _listen(self) -> None:
+        """Begin to look for rounds."""
+        self._repeats, self._last = RepeatFinder(), self._end()
+        self._start: int | None = None  # the call with which the recorded round begins
+        self._record: _Round | None = None
+        self._body: Body | None = None  # of the round that is followed
+        self._outside: list[int] = []
+        self._outputs: list[int] = []
+        self._following: Following | None = None
+        self._count = 0  # calls of the open round that were answered
+
+    def _end(self) -> Any:
+        return next(iter(reversed(self._graph.nodes)))
+
+    def __enter__(self) -> Any:
+        into = INTO_FUNCTION.value
+
+        def entered(args: Any) -> Any:
+            if not self._is_busy and any(mode is self for mode in function_modes()):  # it has a gradient of its own
+                self.interrupt()
+            return into(args)
+
+        self._door.enter_context(INTO_FUNCTION.holding(entered))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._door.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_busy:
+            return func(*args, **kwargs)
+        if not self._once.is_open() or transforms():
+            if self._count:
+                raise self._failure("the modes around a round change")
+            self._listen()
+            return func(*args, **kwargs)
+        line = user_line(sys._getframe(1))
+        if self._body is not None:
+            try:
+                return self._apart(partial(self._answer, func, args, kwargs, line))
+            except NotOnceError:
+                if self._once.refused:
+                    raise
+                self.interrupt()
+        return self._apart(partial(self._hear, func, args, kwargs, line))
+
+    def _apart(self, run: Callable[[], Any]) -> Any:
+        """Run something whose calls are not the user's."""
+        self._is_busy = True
+        try:
+            return run()
+        finally:
+            self._is_busy = False
+
+    def _failure(self, why: str) -> NotOnceError:
+        """The error with which the trace begins anew, and does not follow this round."""
+        self._once.refused = True
+        if self._record is not None:
+            _NOT_FOLLOWED.update(call.line for call in self._record.calls)
+        return NotOnceError(why)
+
+    # --- until a round is known ---------------------------------------------------------------------------------------
+
+    def _hear(self, func: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
+        """Call a function, as a part of the stream."""
+        if line is None or self._end() is not self._last:  # no call has written the last nodes
+            self._listen()
+        with torch.DisableTorchFunction():
+            step = self._repeats.begin(func, (line, modules.get().entries), args, kwargs)
+        if not self._repeats.is_repeating:
+            self._start = self._record = None
+        elif step == self._start:
+            self._record = _Round()
+        if self._record is None or line is None:
+            out = func(*args, **kwargs)
+        else:
+            out = self._record.take(func, args, kwargs, line)
+        self._last = self._end()
+        with torch.DisableTorchFunction():
+            self._repeats.end(out)
+        if self._record is not None and self._record.is_refused:
+            _NOT_FOLLOWED.add(line)
+            self._listen()
+        elif self._record is not None and len(self._record.calls) == self._repeats.period:
+            self._close(self._record)
+        elif self._start is None and line not in _NOT_FOLLOWED:
+            self._start = self._repeats.round_start()
+        return out
+
+    def _close(self, record: _Round) -> None:
+        """The recorded round is at its end: trace it apart, and follow it from the next call on."""
+        if not record.made:
+            self._listen()
+            return
+        values = [record.value(*x) for x in self._repeats.handed_on(self._start or 0)]
+        kept = _KEPT.get(record.calls[0].line, ())
+        self._outputs = sorted({at for at in (*values, *kept) if at is not None})
+        self._outside = record.outside()
+        try:
+            self._body = record.trace(self._outside, self._outputs)
+        except (NotOnceError, ShardingError, RuntimeError):  # it writes to a tensor that it finds, say
+            _NOT_FOLLOWED.update(call.line for call in record.calls)
+            self._listen()
+        else:
+            self._once.made += self._body.made
+            record.close()
+
+    # --- once it is ---------------------------------------------------------------------------------------------------
+
+    def _answer(self, func: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
+        """Answer a call without running it, if it is the next one of the round."""
+        record = self._record
+        assert record is not None, "a round is followed"
+        if self._following is None:
+            self._following = Following(record, ())
+        if line != record.calls[self._count].line or modules.get().entries != record.modules:
+            raise OtherError("another line")
+        out = self._following.answer(func, args, kwargs)
+        self._once.used = True
+        self._count += 1
+        if self._count == len(record.calls):
+            self._write(record, self._following)
+        return out
+
+    def _write(self, record: _Round, following: Following) -> None:
+        """The round is at its end: write its nodes, and look for values of earlier ones that are still there."""
+        assert self._body is not None, "a round is followed"
+        if self._end() is not following.last:
+            raise self._failure("no call of a round has written the last nodes")
+        self._refuse_extra()
+        left = {at: x for at in record.made if (x := following.met[at]()) is not None}
+        leaves: list[Any] = [following.met[at]() for at in self._outside]
+        self._body(*leaves, made=[left.get(at) for at in self._outputs])
+        first = record.calls[0].line
+        self._extra += [(weakref.ref(x), first, at) for at, x in left.items() if at not in self._outputs]
+        self._following, self._count = None, 0
+
+    def _refuse_extra(self) -> None:
+        """Begin anew where a value of an earlier round is there that its nodes do not make."""
+        kept = [(line, at) for refer, line, at in self._extra if refer() is not None]
+        for line, at in kept:
+            _KEPT.setdefault(line, set()).add(at)
+        if kept:
+            self._once.refused = True
+            raise NotOnceError("a value of a round is kept")
+        self._extra.clear()
+
+    def interrupt(self) -> None:
+        """No call comes next that the open round has: its calls run after all, in the name of their lines."""
+        if self._count and not self._is_busy:
+            self._apart(self._run_open_round)
+        self._listen()
+
+    def _run_open_round(self) -> None:
+        record, following = self._record, self._following
+        assert record is not None and following is not None, "a round is open"
+        if ambient(State()) != record.ambient or not self._once.is_open() or self._end() is not following.last:
+            raise self._failure("an open round ends under other modes")
+        env: Env = {at: x for at in self._outside if at < len(following.met) and (x := following.met[at]()) is not None}
+        record.replay(env, self._count)
+        for at in record.made:
+            x = following.met[at]() if at in env else None
+            if x is not None:
+                if ASKS_IS_VIEW(env[at]):
+                    raise self._failure("a view of an open round is kept")
+                _replace(x, env[at])
+
+    def close(self) -> None:
+        """The function has returned: nothing may be there that was not computed."""
+        self.interrupt()
+        self._refuse_extra()
+
+
+class _Same(torch.autograd.Function):
+    """A tensor that nothing has computed gets the history of one that was computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, holder: list[Tensor]) -> Tensor:
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def _replace(x: Tensor, value: Tensor) -> None:
+    """From now on, x is this value in the graph, and for autograd."""
+    shows(x, node_of(value))
+    if value.requires_grad:
+        _Same.apply(value, [x])  # type: ignore[no-untyped-call]
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Whether a function is torch's, and asks nothing of autograd's engine."""
+    if isinstance(func, OpOverload | types.BuiltinFunctionType | types.MethodDescriptorType):
+        return True
+    if isinstance(func, types.WrapperDescriptorType | types.MethodWrapperType):
+        return True
+    module = getattr(func, "__module__", None) or ""
+    return module.startswith("torch.") and not module.startswith("torch.autograd")
+
+
+def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nest of lists, tuples, dicts and slices, of other items."""
+    if isinstance(x, slice):
+        return slice(*map(change, (x.start, x.stop, x.step)))
+    if type(x) in (list, tuple):
+        return type(x)(map(change, x))
+    if isinstance(x, dict):
+        return {k: change(y) for k, y in x.items()}
+    return x
+
+
+def _filled(x: Any, env: Env) -> Any:
+    return env[x.at] if type(x) is _Number else _mapped(x, partial(_filled, env=env))
+
+
+def _numbers(gives: Any) -> list[int]:
+    kind, *rest = gives if type(gives) is tuple else (None,)
+    return [rest[0]] if kind is Tensor else [at for x in rest for at in _numbers(x)]
+
+
+def _bind(gives: Any, out: Any, env: Env) -> None:
+    """The tensors of a result get their numbers."""
+    kind, *rest = gives if type(gives) is tuple else (None,)
+    if kind is Tensor:
+        env[rest[0]] = out
+    elif isinstance(out, tuple | list):
+        for x, y in zip(rest, out, strict=True):
+            _bind(x, y, env)
