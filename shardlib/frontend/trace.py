@@ -191,7 +191,7 @@ def _trace(
         loops = None
         if watch is not None:
             once.watches(tracer, lines.fallback)
-            loops = None if once.none else Loops(once, tracer)
+            loops = None if once.none else Loops(once, tracer, lines.fallback)
         named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
         asked.explain = lambda error: refusal(error, tracer, named)
         ending.start(inputs)
@@ -219,7 +219,15 @@ def _trace(
         with nullcontext() if numbers is None else numbers:
             try:
                 around = nullcontext() if watch is None else watch.around()
-                with loops or nullcontext(), asked, users, followed(), chance, around, plain_types(call.state.type_spaces):
+                with (
+                    loops or nullcontext(),
+                    asked,
+                    users,
+                    followed(),
+                    chance,
+                    around,
+                    plain_types(call.state.type_spaces),
+                ):
                     found, tree = flatten_with_path(taken_apart(opened(called_inside(fn, a, k)), known))
                     if loops is not None:
                         loops.close()

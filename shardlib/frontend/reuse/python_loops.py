@@ -11,137 +11,40 @@ trace begin anew, with this value among the results of a round.
 from __future__ import annotations
 
 import sys
-import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.source_lines import Line, modules, replayed, user_line
-from shardlib.core.torch_private import ASKS_IS_VIEW, INTO_FUNCTION, OpOverload, function_modes, transforms
+from shardlib.core.source_lines import Line, modules, user_line
+from shardlib.core.torch_private import ASKS_IS_VIEW, INTO_FUNCTION, function_modes, transforms
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
-from shardlib.frontend.hazards.memory_queries import ASKED
 from shardlib.frontend.reuse.copy_nodes import node_of, shows
-from shardlib.frontend.reuse.loop_body import trace_body
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
+from shardlib.frontend.reuse.recorded_round import Env, Round
 from shardlib.frontend.reuse.repeat_finder import RepeatFinder
-from shardlib.frontend.reuse.replay_python import Following, OtherError, Recording
-from shardlib.frontend.reuse.subgraph import place, refuse_shared
+from shardlib.frontend.reuse.replay_python import Following, OtherError
 from shardlib.frontend.reuse.subgraph_reuse import Once
-from shardlib.primitives.random.keys import rehearsed
 
-_NOT_FOLLOWED: set[Line] = set()  # lines of rounds that were more than a computation
-_KEPT: dict[Line, set[int]] = {}  # by the first line of a round, numbers of values that somebody kept
-
-Env = dict[int, Tensor]
-
-
-class _Number(NamedTuple):
-    """A tensor among the arguments of a call, by its number in the round."""
-
-    at: int
-
-
-class _Call(NamedTuple):
-    """One call of torch; the tensors among its arguments are numbers."""
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    line: Line
-
-    def run(self, env: Env) -> Any:
-        token = replayed.set(self.line)
-        try:
-            return self.func(*_filled(self.args, env), **_filled(self.kwargs, env))
-        finally:
-            replayed.reset(token)
-
-
-class _Round(Recording):
-    """One round, as it was recorded: `calls` beside its `steps`."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self.calls: list[_Call] = []
-        self.ambient, self.modules = ambient(State()), modules.get().entries
-        self.is_refused = False  # whether other rounds may not do without its calls
-
-    def take(self, func: Any, args: Any, kwargs: Any, line: Line) -> Any:
-        """Call a function, and note the call."""
-        try:
-            around = ambient(State()), modules.get().entries
-            if func in ASKED or not _is_of_torch(func) or around != (self.ambient, self.modules):
-                raise NotOnceError("it is more than a computation")
-            with torch.DisableTorchFunction():
-                asked = self.form_of(func, args, kwargs)
-                call = _Call(func, self._numbered(args), self._numbered(kwargs), line)
-        except NotOnceError:
-            self.is_refused = True
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs)
-        try:
-            with torch.DisableTorchFunction():
-                self.note(func, args, kwargs, asked, out)
-            self.calls.append(call)
-        except NotOnceError:
-            self.is_refused = True
-        return out
-
-    def _numbered(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            at = self.number(x)
-            assert at is not None, "arguments are numbered"
-            return _Number(at)
-        return _mapped(x, self._numbered)
-
-    def outside(self) -> list[int]:
-        """The numbers of tensors that the round finds."""
-        return [at for at in range(len(self.met)) if at not in self.made]
-
-    def value(self, step: int, place: int) -> int | None:
-        """The number of a result of a call; None if the call makes nothing."""
-        numbers = [at for at in _numbers(self.steps[step][1]) if at in self.made]
-        return numbers[place] if place < len(numbers) else None
-
-    def replay(self, env: Env, count: int) -> None:
-        """Run the first calls again, of the tensors in `env`; their results join these."""
-        for call, (_, gives, has_tensors) in zip(self.calls[:count], self.steps[:count], strict=True):
-            if has_tensors or call.func is Tensor.__setitem__:
-                _bind(gives, call.run(env), env)
-
-    def trace(self, outside: Sequence[int], outputs: Sequence[int]) -> Body:
-        """The round as a body: of the tensors that it finds, to these of those that it makes."""
-
-        def flat(*given: Tensor) -> list[Tensor]:
-            env = dict(zip(outside, given, strict=True))
-            self.replay(env, len(self.calls))
-            return [env[at] for at in outputs]
-
-        leaves: list[Any] = [self.met[at]() for at in outside]
-        names, line = list(map(str, outside)), self.calls[0].line
-        with rehearsed():
-            body = trace_body(flat, leaves, names, line, differentiate=torch.is_grad_enabled(), strict=True)
-        refuse_shared(body, copied=False)
-        for x in body.captured:
-            place(x, {})
-        return body
+Place = tuple[Line, Line]  # a traced function, and a line of a round
+_NOT_FOLLOWED: set[Place] = set()  # of rounds that were more than a computation
+_KEPT: dict[Place, set[int]] = {}  # by the first line of a round, numbers of values that somebody kept
 
 
 class Loops(TorchFunctionMode):
     """Follows the calls of torch that a traced function makes, wherever pieces of it may be traced apart."""
 
-    def __init__(self, once: Once, tracer: Any) -> None:
+    def __init__(self, once: Once, tracer: Any, name: Line) -> None:
         super().__init__()
-        self._once, self._graph = once, tracer.graph
-        self._extra: list[tuple[weakref.ref[Tensor], Line, int]] = []  # values that nothing has computed
+        self._once, self._graph, self._name = once, tracer.graph, name
+        self._extra: list[tuple[weakref.ref[Tensor], Place, int]] = []  # values that nothing has computed
         self._is_busy = False
         self._door = ExitStack()
         once.interrupt = self.interrupt
@@ -151,12 +54,13 @@ class Loops(TorchFunctionMode):
         """Begin to look for rounds."""
         self._repeats, self._last = RepeatFinder(), self._end()
         self._start: int | None = None  # the call with which the recorded round begins
-        self._record: _Round | None = None
+        self._record: Round | None = None
         self._body: Body | None = None  # of the round that is followed
         self._outside: list[int] = []
         self._outputs: list[int] = []
         self._following: Following | None = None
         self._count = 0  # calls of the open round that were answered
+        self._is_worth = False  # whether a round was written out
 
     def _end(self) -> Any:
         return next(iter(reversed(self._graph.nodes)))
@@ -206,9 +110,13 @@ class Loops(TorchFunctionMode):
     def _failure(self, why: str) -> NotOnceError:
         """The error with which the trace begins anew, and does not follow this round."""
         self._once.refused = True
-        if self._record is not None:
-            _NOT_FOLLOWED.update(call.line for call in self._record.calls)
+        self._give_up()
         return NotOnceError(why)
+
+    def _give_up(self) -> None:
+        """Follow no round of these lines any more."""
+        if self._record is not None:
+            _NOT_FOLLOWED.update((self._name, call.line) for call in self._record.calls)
 
     # --- until a round is known ---------------------------------------------------------------------------------------
 
@@ -221,7 +129,7 @@ class Loops(TorchFunctionMode):
         if not self._repeats.is_repeating:
             self._start = self._record = None
         elif step == self._start:
-            self._record = _Round()
+            self._record = Round()
         if self._record is None or line is None:
             out = func(*args, **kwargs)
         else:
@@ -230,27 +138,27 @@ class Loops(TorchFunctionMode):
         with torch.DisableTorchFunction():
             self._repeats.end(out)
         if self._record is not None and self._record.is_refused:
-            _NOT_FOLLOWED.add(line)
+            self._give_up()
             self._listen()
         elif self._record is not None and len(self._record.calls) == self._repeats.period:
             self._close(self._record)
-        elif self._start is None and line not in _NOT_FOLLOWED:
+        elif self._start is None and (self._name, line) not in _NOT_FOLLOWED:
             self._start = self._repeats.round_start()
         return out
 
-    def _close(self, record: _Round) -> None:
+    def _close(self, record: Round) -> None:
         """The recorded round is at its end: trace it apart, and follow it from the next call on."""
         if not record.made:
             self._listen()
             return
         values = [record.value(*x) for x in self._repeats.handed_on(self._start or 0)]
-        kept = _KEPT.get(record.calls[0].line, ())
+        kept = _KEPT.get((self._name, record.calls[0].line), ())
         self._outputs = sorted({at for at in (*values, *kept) if at is not None})
         self._outside = record.outside()
         try:
             self._body = record.trace(self._outside, self._outputs)
         except (NotOnceError, ShardingError, RuntimeError):  # it writes to a tensor that it finds, say
-            _NOT_FOLLOWED.update(call.line for call in record.calls)
+            self._give_up()
             self._listen()
         else:
             self._once.made += self._body.made
@@ -273,7 +181,7 @@ class Loops(TorchFunctionMode):
             self._write(record, self._following)
         return out
 
-    def _write(self, record: _Round, following: Following) -> None:
+    def _write(self, record: Round, following: Following) -> None:
         """The round is at its end: write its nodes, and look for values of earlier ones that are still there."""
         assert self._body is not None, "a round is followed"
         if self._end() is not following.last:
@@ -282,15 +190,15 @@ class Loops(TorchFunctionMode):
         left = {at: x for at in record.made if (x := following.met[at]()) is not None}
         leaves: list[Any] = [following.met[at]() for at in self._outside]
         self._body(*leaves, made=[left.get(at) for at in self._outputs])
-        first = record.calls[0].line
+        first = self._name, record.calls[0].line
         self._extra += [(weakref.ref(x), first, at) for at, x in left.items() if at not in self._outputs]
-        self._following, self._count = None, 0
+        self._following, self._count, self._is_worth = None, 0, True
 
     def _refuse_extra(self) -> None:
         """Begin anew where a value of an earlier round is there that its nodes do not make."""
-        kept = [(line, at) for refer, line, at in self._extra if refer() is not None]
-        for line, at in kept:
-            _KEPT.setdefault(line, set()).add(at)
+        kept = [(where, at) for refer, where, at in self._extra if refer() is not None]
+        for where, at in kept:
+            _KEPT.setdefault(where, set()).add(at)
         if kept:
             self._once.refused = True
             raise NotOnceError("a value of a round is kept")
@@ -300,11 +208,14 @@ class Loops(TorchFunctionMode):
         """No call comes next that the open round has: its calls run after all, in the name of their lines."""
         if self._count and not self._is_busy:
             self._apart(self._run_open_round)
+        if self._body is not None and not self._is_worth:
+            self._give_up()
         self._listen()
 
     def _run_open_round(self) -> None:
         record, following = self._record, self._following
-        assert record is not None and following is not None, "a round is open"
+        assert record is not None, "a round is open"
+        assert following is not None, "a round is open"
         if ambient(State()) != record.ambient or not self._once.is_open() or self._end() is not following.last:
             raise self._failure("an open round ends under other modes")
         env: Env = {at: x for at in self._outside if at < len(following.met) and (x := following.met[at]()) is not None}
@@ -339,43 +250,3 @@ def _replace(x: Tensor, value: Tensor) -> None:
     shows(x, node_of(value))
     if value.requires_grad:
         _Same.apply(value, [x])  # type: ignore[no-untyped-call]
-
-
-def _is_of_torch(func: Any) -> bool:
-    """Whether a function is torch's, and asks nothing of autograd's engine."""
-    if isinstance(func, OpOverload | types.BuiltinFunctionType | types.MethodDescriptorType):
-        return True
-    if isinstance(func, types.WrapperDescriptorType | types.MethodWrapperType):
-        return True
-    module = getattr(func, "__module__", None) or ""
-    return module.startswith("torch.") and not module.startswith("torch.autograd")
-
-
-def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest of lists, tuples, dicts and slices, of other items."""
-    if isinstance(x, slice):
-        return slice(*map(change, (x.start, x.stop, x.step)))
-    if type(x) in (list, tuple):
-        return type(x)(map(change, x))
-    if isinstance(x, dict):
-        return {k: change(y) for k, y in x.items()}
-    return x
-
-
-def _filled(x: Any, env: Env) -> Any:
-    return env[x.at] if type(x) is _Number else _mapped(x, partial(_filled, env=env))
-
-
-def _numbers(gives: Any) -> list[int]:
-    kind, *rest = gives if type(gives) is tuple else (None,)
-    return [rest[0]] if kind is Tensor else [at for x in rest for at in _numbers(x)]
-
-
-def _bind(gives: Any, out: Any, env: Env) -> None:
-    """The tensors of a result get their numbers."""
-    kind, *rest = gives if type(gives) is tuple else (None,)
-    if kind is Tensor:
-        env[rest[0]] = out
-    elif isinstance(out, tuple | list):
-        for x, y in zip(rest, out, strict=True):
-            _bind(x, y, env)

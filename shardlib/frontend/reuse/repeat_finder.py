@@ -1,7 +1,7 @@
 """Finds rounds in a stream of calls: two in a row that look the same, and the call at which least is handed on.
 
-Calls look the same that are of one function, from one line, with tensors of the same forms. That is a guess: whoever
-follows a round compares everything.
+Calls look the same that are of one function, from one line, with tensors of the same forms and the same numbers. That
+is a guess: whoever follows a round compares everything.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from shardlib.core.torch_private import tensor_uses
 
 _LONGEST = 1 << 9  # calls of a round
 _FEWEST = 24  # equal calls in a row, below which a round is not worth tracing it apart
+
+_ALONE = torch.empty(0)  # has one holder
 
 Value = tuple[int, int]  # the call that made it, and its place among the results
 
@@ -36,8 +38,9 @@ class RepeatFinder:
 
     def begin(self, func: Any, where: Any, args: Any, kwargs: Any) -> int:
         """Note a call before it runs; returns its number."""
-        tensors = [*_tensors(args), *_tensors(kwargs)]
-        key = hash((func, where, *((x.shape, x.dtype, x.requires_grad) for x in tensors)))
+        leaves = [*_leaves(args), *_leaves(kwargs)]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        key = hash((func, where, *map(_form, leaves)))
         at, period = len(self._keys), self.period
         if period and at >= period and self._keys[at - period] == key:
             self._equal += 1
@@ -52,7 +55,7 @@ class RepeatFinder:
     def end(self, out: Any) -> None:
         """Note the results of the call that has begun last."""
         at = len(self._keys) - 1
-        results = list(_tensors(out))
+        results = [x for x in _leaves(out) if isinstance(x, Tensor)]
         self._made.update((id(x), (at, i)) for i, x in enumerate(results))
         self._results.append(list(map(weakref.ref, results)))
 
@@ -68,12 +71,12 @@ class RepeatFinder:
         end, period = len(self._keys), self.period
         crossing: list[set[Value]] = [set() for _ in range(period)]
         for step in range(end - period, end):
-            for made, i in self._reads[step]:
-                if made < end - 2 * period:
+            for maker, i in self._reads[step]:
+                if maker < end - 2 * period:
                     continue
                 for shift in range(period):
-                    if step - made > (step - end - shift) % period:
-                        crossing[shift].add(((made - end) % period, i))
+                    if step - maker > (step - end - shift) % period:
+                        crossing[shift].add(((maker - end) % period, i))
         return end + min(range(period), key=lambda shift: len(crossing[shift]))
 
     def handed_on(self, start: int) -> list[Value]:
@@ -81,11 +84,10 @@ class RepeatFinder:
         that it reads."""
         begin = start - self.period
         reads = [x for step in self._reads[start : start + self.period] for x in step]
-        least = _holders(weakref.ref(alone := torch.empty(0, device="meta")))
-        del alone
+        least = _holders(weakref.ref(_ALONE))
         results = enumerate(self._results[begin:start], begin)
         kept = [(at, i) for at, refs in results for i, refer in enumerate(refs) if _holders(refer) >= least]
-        return [(made - begin, i) for made, i in dict.fromkeys([*reads, *kept]) if begin <= made < start]
+        return [(maker - begin, i) for maker, i in dict.fromkeys([*reads, *kept]) if begin <= maker < start]
 
 
 def _holders(refer: weakref.ref[Tensor]) -> int:
@@ -94,13 +96,20 @@ def _holders(refer: weakref.ref[Tensor]) -> int:
     return 0 if x is None else sys.getrefcount(x) - (tensor_uses(x) > 1)
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple):
+def _form(x: Any) -> Any:
+    return (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x if type(x) in _NUMBERS else None
+
+
+_NUMBERS = frozenset({int, float, bool, str})
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    if isinstance(x, list | tuple):
         for y in x:
-            yield from _tensors(y)
+            yield from _leaves(y)
     elif isinstance(x, dict):
-        yield from _tensors(tuple(x.values()))
+        yield from _leaves(tuple(x.values()))
     elif isinstance(x, slice):
-        yield from _tensors((x.start, x.stop, x.step))
+        yield from _leaves((x.start, x.stop, x.step))
+    else:
+        yield x

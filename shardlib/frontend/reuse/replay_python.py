@@ -114,13 +114,13 @@ class Recording(_Asked):
             self.note(func, args, kwargs or {}, asked, out)
         return out
 
-    def note(self, func: Any, args: Any, kwargs: Any, asked: Form, out: Any) -> None:
+    def note(self, func: Any, args: Any, kwargs: Any, request: Form, out: Any) -> None:
         """Note a call and its result. Raises NotOnceError for one that does more than compute."""
         if out is None and func is not Tensor.__setitem__ and _has_tensors([*args, *kwargs.values()]):
             raise NotOnceError("what it does to a tensor is no value")
         if isinstance(out, Tensor) and _writes(func) and self.number(out) not in self.made:
             raise NotOnceError("it writes to what it finds")
-        self.steps.append((asked, self._gives(out), _has_tensors(out)))
+        self.steps.append((request, self._gives(out), _has_tensors(out)))
 
     def _gives(self, out: Any) -> Form:
         if isinstance(out, Tensor) and self.number(out) is None:

@@ -1,0 +1,319 @@
+"""Loops in Python: equal rounds are traced once, and every program is the one that tracing each round makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import shardlib as sl
+from shardlib.compiler import pipeline
+from shardlib.frontend import trace as tracing
+from shardlib.frontend.reuse import python_loops
+
+LAYERS, WIDTH = 8, 8
+Params = list[dict[str, Tensor]]
+
+
+def params() -> Params:
+    torch.manual_seed(0)
+    shapes = {"up": (WIDTH, WIDTH), "down": (WIDTH, WIDTH), "scale": (WIDTH,)}
+    return [{name: torch.randn(shape) / 3 for name, shape in shapes.items()} for _ in range(LAYERS)]
+
+
+def norm(x: Tensor, scale: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * scale
+
+
+def block(x: Tensor, p: dict[str, Tensor]) -> Tensor:
+    h = F.linear(norm(x, p["scale"]), p["up"]).view(4, 2, 2, 4).transpose(1, 2)
+    return x + F.linear(F.gelu(h.softmax(-1).transpose(1, 2).reshape(4, 2, WIDTH)), p["down"])
+
+
+def plain(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        x = block(x, p)
+    return x.square().mean()
+
+
+def same_ops_behind(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        x = block(x, p)
+    return norm(x, ps[0]["scale"]).square().mean()
+
+
+def written_out(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        h = norm(x, p["scale"])
+        h = F.linear(h, p["up"])
+        h.mul_(2.0)
+        x = x + F.linear(F.gelu(h), p["down"])
+    return x.square().mean()
+
+
+def last_round_read(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        h = norm(x, p["scale"])
+        x = x + F.linear(F.gelu(F.linear(h, p["up"])), p["down"])
+    return (x * h).square().mean()
+
+
+def ends_inside(ps: Params, x: Tensor) -> Tensor:
+    for i, p in enumerate(ps):
+        q = F.linear(norm(x, p["scale"]), p["up"]).view(4, 2, 2, 4).transpose(1, 2)
+        if i == LAYERS - 1:
+            break
+        x = x + F.linear(q.transpose(1, 2).reshape(4, 2, WIDTH), p["down"])
+    return q.sum() + x.square().mean()
+
+
+def another_layer_late(ps: Params, x: Tensor) -> Tensor:
+    for i, p in enumerate(ps):
+        x = block(x, p).sin() if i == LAYERS - 2 else block(x, p)
+    return x.square().mean()
+
+
+def another_number(ps: Params, x: Tensor) -> Tensor:
+    for i, p in enumerate(ps):
+        x = block(x, p) * (2.0 if i == LAYERS - 2 else 1.5)
+    return x.square().mean()
+
+
+def tied_late(ps: Params, x: Tensor) -> Tensor:
+    layers = [*ps[:-1], dict(ps[-1], down=ps[-1]["up"])]
+    for p in layers:
+        x = block(x, p)
+    return x.square().mean()
+
+
+def error_caught(ps: Params, x: Tensor) -> Tensor:
+    for i, p in enumerate(ps):
+        h = norm(x, p["scale"])
+        try:
+            x = x + F.linear(F.gelu(h), p["down"] if i < LAYERS - 2 else torch.zeros(3, 3))
+        except RuntimeError:
+            x = x * 2
+    return x.square().mean()
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * -0.5
+
+
+def own_gradient(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        x = Reverse.apply(block(x, p))
+    return x.square().mean()
+
+
+def own_gradient_late(ps: Params, x: Tensor) -> Tensor:
+    for i, p in enumerate(ps):
+        h = norm(x, p["scale"])
+        h = Reverse.apply(h) if i == LAYERS - 2 else h
+        x = x + F.linear(F.gelu(h), p["down"])
+    return x.square().mean()
+
+
+def hooked(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        x = block(x, p)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.9)
+    return x.square().mean()
+
+
+def written_to(ps: Params, x: Tensor) -> Tensor:
+    x = x.clone()
+    for p in ps:
+        x += F.linear(F.gelu(norm(x.clone(), p["scale"])), p["down"])
+    return x.square().mean()
+
+
+def filled(ps: Params, x: Tensor) -> Tensor:
+    rows = torch.zeros(LAYERS, *x.shape)
+    for i, p in enumerate(ps):
+        x = block(x, p)
+        rows[i] = x
+    return rows.square().mean()
+
+
+def without_gradients_inside(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        with torch.no_grad():
+            s = x.abs().mean()
+        x = block(x, p) / (1 + s)
+    return x.square().mean()
+
+
+def differentiated_inside(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        y = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(block(y, p).square().sum(), y)
+        x = x - 0.01 * g * p["scale"]
+    return x.square().mean()
+
+
+def kept_views(ps: Params, x: Tensor) -> Tensor:
+    views = []
+    for p in ps:
+        h = F.linear(norm(x, p["scale"]), p["up"])
+        views.append(h.view(4, 2, 2, 4).transpose(1, 2))
+        x = x + F.linear(F.gelu(h), p["down"])
+    return torch.stack(views).square().mean() + x.sum()
+
+
+SAME = [plain, same_ops_behind, written_out, last_round_read, ends_inside, another_layer_late, another_number]
+SAME += [tied_late, error_caught, own_gradient, own_gradient_late, hooked, written_to, filled]
+SAME += [without_gradients_inside, differentiated_inside, kept_views]
+
+
+def step_of(loss: Callable[..., Tensor]) -> Callable[..., Any]:
+    def step(ps: Params, x: Tensor) -> Any:
+        value, grads = sl.value_and_grad(loss)(ps, x)
+        return value, torch.utils._pytree.tree_map(lambda p, g: p - 0.1 * g, ps, grads)
+
+    return step
+
+
+def graph_of(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The traced graph, before it is simplified: nodes with their operands and lines."""
+    texts: list[str] = []
+    normalise = pipeline.normalise
+
+    def noted(traced: Any) -> Any:
+        for node in traced.graph.graph.nodes:
+            texts.append(f"{node.format_node()} {node.meta.get('line')} {node.meta.get('backward')}")
+        return normalise(traced)
+
+    with monkeypatch.context() as patched, sl.Mesh.abstract(data=2):
+        patched.setattr(pipeline, "normalise", noted)
+        sl.jit(fn, in_specs=(None, "batch@data _ _")).plan(params(), torch.empty(4, 2, WIDTH, device="meta"))
+    names: dict[str, str] = {}
+    return [re.sub(r"%\w+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text) for text in texts]
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the rounds that are written out; nothing is remembered of other tests."""
+    count = [0]
+    write = python_loops.Loops._write
+
+    def counted(*args: Any) -> None:
+        write(*args)
+        count[0] += 1
+
+    monkeypatch.setattr(python_loops.Loops, "_write", counted)
+    monkeypatch.setattr(python_loops, "_NOT_FOLLOWED", set())
+    monkeypatch.setattr(python_loops, "_KEPT", {})
+    return count
+
+
+@pytest.mark.parametrize("loss", SAME, ids=lambda f: f.__name__)
+def test_the_graph_is_that_of_every_round_traced(
+    loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = graph_of(step_of(loss), monkeypatch)
+    monkeypatch.setattr(tracing, "Loops", lambda *args: None)
+    assert followed == graph_of(step_of(loss), monkeypatch)
+
+
+@pytest.mark.parametrize("loss", [plain, same_ops_behind, written_out], ids=lambda f: f.__name__)
+def test_rounds_are_written_out(
+    loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph_of(step_of(loss), monkeypatch)
+    assert rounds[0] >= LAYERS - 5
+
+
+def collected(ps: Params, x: Tensor) -> Tensor:
+    values = []
+    for p in ps:
+        x = block(x, p)
+        values.append(x)
+    return torch.stack(values).square().mean()
+
+
+def recurrent(ps: Params, x: Tensor) -> Tensor:
+    h = torch.zeros(4, WIDTH)
+    for _ in range(12):
+        h = torch.tanh(h @ ps[0]["up"] + torch.sin(h @ ps[0]["up"]) * ps[0]["scale"] + x[:, 0])
+    return h.sum()
+
+
+def added_up(ps: Params, x: Tensor) -> Tensor:
+    loss = torch.zeros(())
+    for p in ps:
+        x = block(x, p)
+        loss = loss + x.square().mean()
+    return loss
+
+
+def backward(ps: Params, x: Tensor) -> Any:
+    leaves, tree = torch.utils._pytree.tree_flatten(ps)
+    leaves = [p.detach().requires_grad_() for p in leaves]
+    loss = plain(torch.utils._pytree.tree_unflatten(leaves, tree), x)
+    loss.backward()
+    return loss.detach(), [p.grad for p in leaves]
+
+
+def checkpointed(ps: Params, x: Tensor) -> Any:
+    leaves, tree = torch.utils._pytree.tree_flatten(ps)
+    leaves = [p.detach().requires_grad_() for p in leaves]
+    for i, p in enumerate(torch.utils._pytree.tree_unflatten(leaves, tree)):
+        x = block(x, p) if i < LAYERS - 2 else checkpoint(block, x, p, use_reentrant=False)
+    return torch.autograd.grad(x.square().mean(), leaves)
+
+
+def second_derivative(ps: Params, x: Tensor) -> Tensor:
+    y = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(plain(ps, y), y, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), y)[0]
+
+
+def kept_on_object(ps: Params, x: Tensor) -> Any:
+    box: dict[str, Tensor] = {}
+    for p in ps:
+        x = block(x, p)
+        box["norm"] = norm(x, p["scale"])
+    return x, box["norm"]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [*map(step_of, (collected, recurrent, added_up)), backward, checkpointed, second_derivative, kept_on_object],
+    ids=["collected", "recurrent", "added_up", "backward", "checkpointed", "second_derivative", "kept_on_object"],
+)
+def test_values_are_those_of_one_device(fn: Callable[..., Any], rounds: list[int]) -> None:
+    x = torch.randn(4, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    with sl.Mesh(data=2):
+        out = sl.jit(fn, in_specs=(None, "batch@data _ _"))(params(), x)
+    values = [y.full_tensor() for y in torch.utils._pytree.tree_leaves(out)]
+    torch.testing.assert_close(values, torch.utils._pytree.tree_leaves(fn(params(), x)), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_draws_anew_in_every_round(rounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(ps: Params, x: Tensor) -> Tensor:
+        for p in ps:
+            x = F.dropout(block(x, p), 0.5, training=True)
+        return x.square().mean()
+
+    followed = graph_of(step_of(loss), monkeypatch)
+    assert rounds[0]
+    monkeypatch.setattr(tracing, "Loops", lambda *args: None)
+    assert followed == graph_of(step_of(loss), monkeypatch)
