@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardlib.core.context import is_tracing
+from shardlib.core.torch_private import count_function_modes
 
 _LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIB.define("constrain(Tensor x, str spec) -> Tensor")
@@ -39,6 +43,8 @@ def constrain(x: Tensor, spec: str, back: str | None = None) -> Tensor:
         >>> w.grad.sum().item()
         6.0
     """
+    if is_tracing() and count_function_modes() and has_torch_function((x,)):  # as a function of torch
+        return handle_torch_function(constrain, (), x, spec, back)
     return _Constrain.apply(x, spec, spec if back is None else back)  # type: ignore[no-any-return,no-untyped-call]
 
 

@@ -178,7 +178,22 @@ def kept_views(ps: Params, x: Tensor) -> Tensor:
     return torch.stack(views).square().mean() + x.sum()
 
 
-SAME = [plain, same_ops_behind, written_out, last_round_read, ends_inside, another_layer_late, another_number]
+def constrained(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        x = sl.shard(block(x, p), "batch@data _ _")
+    return x.square().mean()
+
+
+SAME = [
+    constrained,
+    plain,
+    same_ops_behind,
+    written_out,
+    last_round_read,
+    ends_inside,
+    another_layer_late,
+    another_number,
+]
 SAME += [tied_late, error_caught, own_gradient, own_gradient_late, hooked, written_to, filled]
 SAME += [without_gradients_inside, differentiated_inside, kept_views]
 
@@ -233,7 +248,7 @@ def test_the_graph_is_that_of_every_round_traced(
     assert followed == graph_of(step_of(loss), monkeypatch)
 
 
-@pytest.mark.parametrize("loss", [plain, same_ops_behind, written_out], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", [plain, same_ops_behind, written_out, constrained], ids=lambda f: f.__name__)
 def test_rounds_are_written_out(
     loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from shardlib.frontend.reuse.loop_body import trace_body
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
 from shardlib.frontend.reuse.replay_python import Recording
 from shardlib.frontend.reuse.subgraph import place, refuse_shared
+from shardlib.ops.constraint import constrain
 from shardlib.primitives.random.keys import rehearsed
 
 Env = dict[int, Tensor]
@@ -123,7 +124,7 @@ def is_of_torch(func: Any) -> bool:
     if isinstance(func, types.WrapperDescriptorType | types.MethodWrapperType):
         return True
     module = getattr(func, "__module__", None) or ""
-    return module.startswith("torch.") and not module.startswith("torch.autograd")
+    return func is constrain or (module.startswith("torch.") and not module.startswith("torch.autograd"))
 
 
 def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
