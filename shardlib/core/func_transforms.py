@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.func import grad_and_value, vmap
 
 from shardlib.core.context import is_tracing
 from shardlib.core.forward_mode import is_forward_mode
-from shardlib.core.torch_private import pytree, transform_level
+from shardlib.core.torch_private import FakeTensor, pytree, transform_level
 
 __all__ = ["grad", "value_and_grad", "vmap"]
 
@@ -72,7 +73,8 @@ def _gradient(
     leaves, tree = pytree.tree_flatten(wanted)
     followed = torch.is_grad_enabled()
     with torch.enable_grad():
-        roots = [_root(x) for x in leaves]
+        with torch.DisableTorchFunction() if all(type(x) is FakeTensor for x in leaves) else nullcontext():
+            roots = [_root(x) for x in leaves]  # no mode need see each
         filled = list(args)
         for i, x in zip(positions, pytree.tree_unflatten(roots, tree), strict=True):
             filled[i] = x
