@@ -235,7 +235,6 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(python_loops.Loops, "_write", counted)
     monkeypatch.setattr(python_loops, "_NOT_FOLLOWED", set())
-    monkeypatch.setattr(python_loops, "_KEPT", {})
     return count
 
 
@@ -248,12 +247,24 @@ def test_the_graph_is_that_of_every_round_traced(
     assert followed == graph_of(step_of(loss), monkeypatch)
 
 
-@pytest.mark.parametrize("loss", [plain, same_ops_behind, written_out, constrained], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("loss", "traces"),
+    [(plain, 1), (same_ops_behind, 1), (written_out, 1), (constrained, 1), (last_round_read, 2), (ends_inside, 2)],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
 def test_rounds_are_written_out(
-    loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch
+    loss: Callable[..., Tensor], traces: int, rounds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    count, trace = [0], tracing._trace
+
+    def counted(*args: Any) -> Any:
+        count[0] += 1
+        return trace(*args)
+
+    monkeypatch.setattr(tracing, "_trace", counted)
     graph_of(step_of(loss), monkeypatch)
-    assert rounds[0] >= LAYERS - 5
+    assert count == [traces]
+    assert rounds[0] >= (LAYERS - 5 if traces == 1 else 1)
 
 
 def collected(ps: Params, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ on what a call saves.
 
 from __future__ import annotations
 
-import functools
 import os
 import types
 from collections.abc import Iterator
@@ -110,12 +109,7 @@ def _is_torch(x: Any) -> bool:
 
 def is_of_traces(mode: TorchFunctionMode) -> bool:
     """Whether a mode is one that every trace is under."""
-    return _is_of_traces(type(mode))
-
-
-@functools.lru_cache(1 << 8)
-def _is_of_traces(kind: type) -> bool:
-    return kind.__module__.startswith(("shardlib.", "torch.fx."))
+    return type(mode).__module__.startswith(("shardlib.", "torch.fx."))
 
 
 @contextmanager

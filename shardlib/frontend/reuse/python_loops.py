@@ -5,7 +5,7 @@ round is recorded and traced apart (`loop_body.trace_body`). From then on the us
 not: as long as each call is the recorded one, of tensors in the same places, the code gets fake tensors that nothing
 has computed, and the end of the round writes the nodes of all its calls. A call that differs ends this: the calls of
 the open round run after all, and the next ones as they come. A value that outlives its round unexpectedly makes the
-trace begin anew, with this value among the results of a round.
+trace begin anew, and every round is traced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from shardlib.frontend.reuse.subgraph_reuse import Once
 
 Place = tuple[Line, Line]  # a traced function, and a line of a round
 _NOT_FOLLOWED: set[Place] = set()  # of rounds that were more than a computation
-_KEPT: dict[Place, set[int]] = {}  # by the first line of a round, numbers of values that somebody kept
 
 
 class Loops(TorchFunctionMode):
@@ -44,7 +43,7 @@ class Loops(TorchFunctionMode):
     def __init__(self, once: Once, tracer: Any, name: Line) -> None:
         super().__init__()
         self._once, self._graph, self._name = once, tracer.graph, name
-        self._extra: list[tuple[weakref.ref[Tensor], Place, int]] = []  # values that nothing has computed
+        self._extra: list[tuple[weakref.ref[Tensor], Round]] = []  # values that nothing has computed
         self._is_busy = False
         self._door = ExitStack()
         once.interrupt = self.interrupt
@@ -86,7 +85,7 @@ class Loops(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self._once.is_open() or transforms():
             if self._count:
-                raise self._failure("the modes around a round change")
+                raise self._failure("the modes around a round change", self._record)
             self._listen()
             return func(*args, **kwargs)
         line = user_line(sys._getframe(1))
@@ -107,16 +106,16 @@ class Loops(TorchFunctionMode):
         finally:
             self._is_busy = False
 
-    def _failure(self, why: str) -> NotOnceError:
+    def _failure(self, why: str, record: Round | None) -> NotOnceError:
         """The error with which the trace begins anew, and does not follow this round."""
         self._once.refused = True
-        self._give_up()
+        self._give_up(record)
         return NotOnceError(why)
 
-    def _give_up(self) -> None:
+    def _give_up(self, record: Round | None) -> None:
         """Follow no round of these lines any more."""
-        if self._record is not None:
-            _NOT_FOLLOWED.update((self._name, call.line) for call in self._record.calls)
+        if record is not None:
+            _NOT_FOLLOWED.update((self._name, call.line) for call in record.calls)
 
     # --- until a round is known ---------------------------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class Loops(TorchFunctionMode):
         with torch.DisableTorchFunction():
             self._repeats.end(out)
         if self._record is not None and self._record.is_refused:
-            self._give_up()
+            self._give_up(self._record)
             self._listen()
         elif self._record is not None and len(self._record.calls) == self._repeats.period:
             self._close(self._record)
@@ -152,13 +151,12 @@ class Loops(TorchFunctionMode):
             self._listen()
             return
         values = [record.value(*x) for x in self._repeats.handed_on(self._start or 0)]
-        kept = _KEPT.get((self._name, record.calls[0].line), ())
-        self._outputs = sorted({at for at in (*values, *kept) if at is not None})
+        self._outputs = sorted({at for at in values if at is not None})
         self._outside = record.outside()
         try:
             self._body = record.trace(self._outside, self._outputs)
         except (NotOnceError, ShardingError, RuntimeError):  # it writes to a tensor that it finds, say
-            self._give_up()
+            self._give_up(self._record)
             self._listen()
         else:
             self._once.made += self._body.made
@@ -185,23 +183,19 @@ class Loops(TorchFunctionMode):
         """The round is at its end: write its nodes, and look for values of earlier ones that are still there."""
         assert self._body is not None, "a round is followed"
         if self._end() is not following.last:
-            raise self._failure("no call of a round has written the last nodes")
+            raise self._failure("no call of a round has written the last nodes", record)
         self._refuse_extra()
         left = {at: x for at in record.made if (x := following.met[at]()) is not None}
         leaves: list[Any] = [following.met[at]() for at in self._outside]
         self._body(*leaves, made=[left.get(at) for at in self._outputs])
-        first = self._name, record.calls[0].line
-        self._extra += [(weakref.ref(x), first, at) for at, x in left.items() if at not in self._outputs]
+        self._extra += [(weakref.ref(x), record) for at, x in left.items() if at not in self._outputs]
         self._following, self._count, self._is_worth = None, 0, True
 
     def _refuse_extra(self) -> None:
         """Begin anew where a value of an earlier round is there that its nodes do not make."""
-        kept = [(where, at) for refer, where, at in self._extra if refer() is not None]
-        for where, at in kept:
-            _KEPT.setdefault(where, set()).add(at)
-        if kept:
-            self._once.refused = True
-            raise NotOnceError("a value of a round is kept")
+        for refer, record in self._extra:
+            if refer() is not None:
+                raise self._failure("a value of a round is kept", record)
         self._extra.clear()
 
     def interrupt(self) -> None:
@@ -209,7 +203,7 @@ class Loops(TorchFunctionMode):
         if self._count and not self._is_busy:
             self._apart(self._run_open_round)
         if self._body is not None and not self._is_worth:
-            self._give_up()
+            self._give_up(self._record)
         self._listen()
 
     def _run_open_round(self) -> None:
@@ -217,14 +211,14 @@ class Loops(TorchFunctionMode):
         assert record is not None, "a round is open"
         assert following is not None, "a round is open"
         if ambient(State()) != record.ambient or not self._once.is_open() or self._end() is not following.last:
-            raise self._failure("an open round ends under other modes")
+            raise self._failure("an open round ends under other modes", record)
         env: Env = {at: x for at in self._outside if at < len(following.met) and (x := following.met[at]()) is not None}
         record.replay(env, self._count)
         for at in record.made:
             x = following.met[at]() if at in env else None
             if x is not None:
                 if ASKS_IS_VIEW(env[at]):
-                    raise self._failure("a view of an open round is kept")
+                    raise self._failure("a view of an open round is kept", record)
                 _replace(x, env[at])
 
     def close(self) -> None:
