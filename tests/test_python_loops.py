@@ -343,3 +343,15 @@ def test_dropout_draws_anew_in_every_round(rounds: list[int], monkeypatch: pytes
     assert rounds[0]
     monkeypatch.setattr(tracing, "Loops", lambda *args: None)
     assert followed == graph_of(step_of(loss), monkeypatch)
+
+
+def test_a_loop_without_inputs(rounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ramp() -> Tensor:
+        x = torch.arange(WIDTH) / WIDTH
+        for _ in range(40):
+            x = torch.sin(x) * 2 + 1
+        return x
+
+    with sl.Mesh(data=2):
+        torch.testing.assert_close(sl.jit(ramp)().full_tensor(), ramp())
+    assert rounds[0]

@@ -62,7 +62,7 @@ class Loops(TorchFunctionMode):
         self._is_worth = False  # whether a round was written out
 
     def _end(self) -> Any:
-        return next(iter(reversed(self._graph.nodes)))
+        return next(iter(reversed(self._graph.nodes)), None)  # nothing may be written yet
 
     def __enter__(self) -> Any:
         into = INTO_FUNCTION.value

@@ -148,7 +148,7 @@ class Following(_Asked):
         mode = get_proxy_mode()
         assert mode is not None, "a function is being traced"
         self._record, self._graph, self._step = record, mode.tracer.graph, 0
-        self.last = next(iter(reversed(self._graph.nodes)))
+        self.last = next(iter(reversed(self._graph.nodes)), None)
         self._wrong: NotOnceError | None = None  # which somebody may have caught
         self._door = ExitStack()
 
