@@ -320,11 +320,23 @@ def kept_on_object(ps: Params, x: Tensor) -> Any:
     return x, box["norm"]
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [*map(step_of, (collected, recurrent, added_up)), backward, checkpointed, second_derivative, kept_on_object],
-    ids=["collected", "recurrent", "added_up", "backward", "checkpointed", "second_derivative", "kept_on_object"],
-)
+def updated_by_hand(ps: Params, x: Tensor) -> Any:
+    leaves, tree = torch.utils._pytree.tree_flatten(ps)
+    leaves = [p.detach().requires_grad_() for p in leaves]
+    plain(torch.utils._pytree.tree_unflatten(leaves, tree), x).backward()
+    results = []
+    with torch.no_grad():
+        for p in leaves[::3]:
+            assert p.grad is not None
+            results.append((p - 0.1 * p.grad * 2 + 1).sin().cos().tanh())
+    return results
+
+
+FUNCTIONS = [*map(step_of, (collected, recurrent, added_up)), backward, checkpointed, second_derivative]
+FUNCTIONS += [kept_on_object, updated_by_hand]
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
 def test_values_are_those_of_one_device(fn: Callable[..., Any], rounds: list[int]) -> None:
     x = torch.randn(4, 2, WIDTH, generator=torch.Generator().manual_seed(1))
     with sl.Mesh(data=2):

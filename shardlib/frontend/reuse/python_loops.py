@@ -42,7 +42,7 @@ class Loops(TorchFunctionMode):
 
     def __init__(self, once: Once, tracer: Any, name: Line) -> None:
         super().__init__()
-        self._once, self._graph, self._name = once, tracer.graph, name
+        self._once, self._tracer, self._name = once, tracer, name
         self._extra: list[tuple[weakref.ref[Tensor], Round]] = []  # values that nothing has computed
         self._is_busy = False
         self._door = ExitStack()
@@ -62,7 +62,7 @@ class Loops(TorchFunctionMode):
         self._is_worth = False  # whether a round was written out
 
     def _end(self) -> Any:
-        return next(iter(reversed(self._graph.nodes)), None)  # nothing may be written yet
+        return next(iter(reversed(self._tracer.graph.nodes)), None)  # nothing may be written yet
 
     def __enter__(self) -> Any:
         into = INTO_FUNCTION.value
@@ -128,7 +128,7 @@ class Loops(TorchFunctionMode):
         if not self._repeats.is_repeating:
             self._start = self._record = None
         elif step == self._start:
-            self._record = Round()
+            self._record = Round(self._tracer)
         if self._record is None or line is None:
             out = func(*args, **kwargs)
         else:
@@ -153,6 +153,7 @@ class Loops(TorchFunctionMode):
         values = [record.value(*x) for x in self._repeats.handed_on(self._start or 0)]
         self._outputs = sorted({at for at in values if at is not None})
         self._outside = record.outside()
+        self._once.used = True  # whatever goes wrong from here on, the trace begins anew without this
         try:
             self._body = record.trace(self._outside, self._outputs)
         except (NotOnceError, ShardingError, RuntimeError):  # it writes to a tensor that it finds, say

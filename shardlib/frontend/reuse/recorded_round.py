@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
 from shardlib.core.source_lines import Line, modules, replayed
 from shardlib.core.torch_private import OpOverload
@@ -50,8 +51,9 @@ class _Call(NamedTuple):
 class Round(Recording):
     """One round, as it was recorded: `calls` beside its `steps`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Any) -> None:
         super().__init__(())
+        self._tracer = tracer
         self.calls: list[_Call] = []
         self.ambient, self.modules = ambient(State()), modules.get().entries
         self.is_refused = False  # whether other rounds may not do without its calls
@@ -68,14 +70,27 @@ class Round(Recording):
         except NotOnceError:
             self.is_refused = True
             return func(*args, **kwargs)
+        last = self._end()
         out = func(*args, **kwargs)
         try:
             with torch.DisableTorchFunction():
+                self._refuse_old(out, last)
                 self.note(func, args, kwargs, request, out)
             self.calls.append(call)
         except NotOnceError:
             self.is_refused = True
         return out
+
+    def _end(self) -> fx.Node | None:
+        return next(iter(reversed(self._tracer.graph.nodes)), None)
+
+    def _refuse_old(self, out: Any, last: fx.Node | None) -> None:
+        """Refuse a result that was there before, such as a `.grad`: the call has written no node for it."""
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and self.number(x) is None:
+                slot = get_proxy_slot(x, self._tracer, None)
+                if slot is None or (last is not None and not slot.proxy.node > last):
+                    raise NotOnceError("it finds a tensor")
 
     def _numbered(self, x: Any) -> Any:
         if isinstance(x, Tensor):
