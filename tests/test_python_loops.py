@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
@@ -249,7 +251,7 @@ def test_the_graph_is_that_of_every_round_traced(
 
 @pytest.mark.parametrize(
     ("loss", "traces"),
-    [(plain, 1), (same_ops_behind, 1), (written_out, 1), (constrained, 1), (last_round_read, 2), (ends_inside, 2)],
+    [(plain, 1), (same_ops_behind, 1), (constrained, 1), (last_round_read, 2), (ends_inside, 2)],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_rounds_are_written_out(
@@ -332,29 +334,165 @@ def updated_by_hand(ps: Params, x: Tensor) -> Any:
     return results
 
 
+def compare(fn: Callable[..., Any]) -> None:
+    """Compares what a function returns in two shards with what it returns in plain torch."""
+    x = torch.randn(4, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    with sl.Mesh(data=2):
+        out = sl.jit(fn, in_specs=(None, "batch@data _ _"))(params(), x)
+    leaves = torch.utils._pytree.tree_leaves(out)
+    values = [y.full_tensor() if isinstance(y, sl.ShardedTensor) else y for y in leaves]
+    expected = torch.utils._pytree.tree_leaves(fn(params(), x))
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+
+
 FUNCTIONS = [*map(step_of, (collected, recurrent, added_up)), backward, checkpointed, second_derivative]
 FUNCTIONS += [kept_on_object, updated_by_hand]
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_values_are_those_of_one_device(fn: Callable[..., Any], rounds: list[int]) -> None:
-    x = torch.randn(4, 2, WIDTH, generator=torch.Generator().manual_seed(1))
-    with sl.Mesh(data=2):
-        out = sl.jit(fn, in_specs=(None, "batch@data _ _"))(params(), x)
-    values = [y.full_tensor() for y in torch.utils._pytree.tree_leaves(out)]
-    torch.testing.assert_close(values, torch.utils._pytree.tree_leaves(fn(params(), x)), rtol=1e-4, atol=1e-5)
+    compare(fn)
 
 
-def test_dropout_draws_anew_in_every_round(rounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss(ps: Params, x: Tensor) -> Tensor:
-        for p in ps:
-            x = F.dropout(block(x, p), 0.5, training=True)
-        return x.square().mean()
+def kept(ps: Params, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x, values = x.clone().requires_grad_(), []
+    for p in ps:
+        h = torch.tanh(norm(x, p["scale"]))
+        values.append(h)
+        x = x + F.linear(F.gelu(h), p["down"])
+    return x.square().mean() + torch.stack(values).sum(), values
 
-    followed = graph_of(step_of(loss), monkeypatch)
+
+def cell(ps: Params, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    h, c = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for _ in range(10):
+        gate, new = torch.sigmoid(h @ ps[0]["up"]), torch.tanh(h @ ps[0]["down"] + ps[0]["scale"])
+        c = torch.sigmoid(gate + 1) * c + gate * new
+        h = gate * torch.tanh(c)
+    return h.sum() + c.sum(), [c]
+
+
+def backward_of(loss: Tensor, values: list[Tensor]) -> Any:
+    torch.autograd.backward(loss, inputs=values)
+    return [x.grad for x in values]
+
+
+def retained(loss: Tensor, values: list[Tensor]) -> Any:
+    for x in values:
+        x.retain_grad()
+    loss.backward()
+    return [x.grad for x in values]
+
+
+def hooked_late(loss: Tensor, values: list[Tensor]) -> Any:
+    values[-1].register_hook(lambda grad: grad * 0.0)
+    return torch.autograd.grad(loss, values[0])
+
+
+def edges(loss: Tensor, values: list[Tensor]) -> Any:
+    return torch.autograd.grad(loss, [torch.autograd.graph.get_gradient_edge(x) for x in values])
+
+
+def places(loss: Tensor, values: list[Tensor]) -> Any:
+    return loss, [(x.is_leaf, x.requires_grad, x.storage_offset(), x.is_conj()) for x in values]
+
+
+def written(loss: Tensor, values: list[Tensor]) -> Any:
+    for x in values:
+        x.detach_().mul_(2.0)
+    return loss, values
+
+
+USES = [torch.autograd.grad, backward_of, retained, hooked_late, edges, places, written]
+
+
+@pytest.mark.parametrize(("loop", "use"), [*((kept, use) for use in USES), (cell, torch.autograd.grad)])
+def test_values_of_rounds_that_are_more_than_computed_with(
+    loop: Callable[..., Any], use: Callable[..., Any], rounds: list[int]
+) -> None:
+    compare(lambda ps, x: use(*loop(ps, x)))
     assert rounds[0]
+
+
+def cut_leaves(ps: Params, x: Tensor) -> Any:
+    leaves = []
+    for p in ps:
+        leaves.append(x.detach().requires_grad_())
+        x = block(leaves[-1], p)
+        x.square().mean().backward()
+    return [y.grad for y in leaves]
+
+
+def new_parameters(ps: Params, x: Tensor) -> Any:
+    leaves = []
+    for p in ps:
+        leaves.append(torch.nn.Parameter(p["down"]))
+        x = block(x, {**p, "down": leaves[-1]})
+    x.square().mean().backward()
+    return [y.grad for y in leaves]
+
+
+def set_leaves(ps: Params, x: Tensor) -> Any:
+    leaves = []
+    for p in ps:
+        leaves.append(p["down"].detach())
+        leaves[-1].requires_grad = True
+        x = block(x, {**p, "down": leaves[-1]})
+    x.square().mean().backward()
+    return [y.grad for y in leaves]
+
+
+class Doubled(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.gelu.default else out
+
+
+def under(mode: Callable[[], Any], ps: Params, x: Tensor) -> Tensor:
+    x = leaf = x.clone().requires_grad_()
+    for p in ps:
+        with mode():
+            x = block(x, p)
+    return torch.autograd.grad(x.square().mean(), leaf)[0]
+
+
+def dispatched(ps: Params, x: Tensor) -> Tensor:
+    return under(Doubled, ps, x)
+
+
+def saved_otherwise(ps: Params, x: Tensor) -> Tensor:
+    return under(lambda: saved_tensors_hooks(lambda y: y * 1.5, lambda y: y), ps, x)
+
+
+@pytest.mark.parametrize("fn", [cut_leaves, new_parameters, set_leaves, dispatched, saved_otherwise])
+def test_rounds_that_do_more_than_compute_are_not_followed(fn: Callable[..., Any], rounds: list[int]) -> None:
+    compare(fn)
+    assert not rounds[0]
+
+
+def dropout(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        x = F.dropout(block(x, p), 0.5, training=True)
+    return x.square().mean()
+
+
+def drawn_again(ps: Params, x: Tensor) -> Tensor:
+    for p in ps:
+        state = torch.get_rng_state()
+        noise = torch.randn(WIDTH)
+        torch.set_rng_state(state)
+        x = block(x, p) + noise - torch.randn(WIDTH)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("loss", [dropout, drawn_again])
+def test_rounds_that_draw_are_not_followed(
+    loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(loss, monkeypatch)
+    assert not rounds[0]
     monkeypatch.setattr(tracing, "Loops", lambda *args: None)
-    assert followed == graph_of(step_of(loss), monkeypatch)
+    assert graph == graph_of(loss, monkeypatch)
 
 
 def test_a_loop_without_inputs(rounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

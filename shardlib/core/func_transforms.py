@@ -84,8 +84,10 @@ def _gradient(
             said = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise RuntimeError(f"grad takes a function that returns a scalar tensor; {name_of(fn)} returns {said}")
         found = [None] * len(roots)
-        followed = followed and any(_goes_on(x, roots) for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
-        if loss.requires_grad:
+        with torch.DisableTorchFunction():  # no mode need see these questions
+            requires_grad = loss.requires_grad
+            followed = followed and any(_goes_on(x, roots) for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
+        if requires_grad:
             found = list(torch.autograd.grad(loss, roots, allow_unused=True, create_graph=followed))
     gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(roots, found, strict=True)]
     rebuilt = pytree.tree_unflatten(gradients, tree)

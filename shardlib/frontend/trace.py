@@ -230,7 +230,7 @@ def _trace(
                 ):
                     found, tree = flatten_with_path(taken_apart(opened(called_inside(fn, a, k)), known))
                     if loops is not None:
-                        loops.close()
+                        loops.interrupt()
                     chance.refuse_draws(lines.fallback.function)
                     iterators.refuse_steps(lines.fallback.function)
                 if (unseen := asked.refusal or lifted.refusal) is not None:  # somebody went on without the value

@@ -20,6 +20,7 @@ from shardlib.compiler.simplify.basic import (
     drop_identities,
     fill_by_masks,
     forget_totals,
+    forget_values,
     free_draws,
     free_scalars,
     leave_out_empty,
@@ -39,7 +40,6 @@ from shardlib.compiler.simplify.movement.slice_gradients import join_slices, ran
 from shardlib.compiler.simplify.movement.splice import join_moves
 from shardlib.compiler.simplify.movement.strided_gradients import add_back
 from shardlib.compiler.simplify.row_sums import know_sums_of_scores
-from shardlib.compiler.simplify.shared_values import forget_values
 from shardlib.compiler.simplify.value_ranges import know_counts
 from shardlib.core.aten.schemas import written_arguments
 from shardlib.frontend.traced_graph import Traced

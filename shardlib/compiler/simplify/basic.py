@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.compiler.simplify.shared_values import key_of, value_of
 from shardlib.core.aten.op_traits import has, is_view
 from shardlib.core.aten.schemas import argument
+from shardlib.core.call_scalar import hinted
 from shardlib.core.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -175,7 +175,7 @@ def merge_repeated(gm: fx.GraphModule) -> None:
             continue
         phase = None if free else bool(node.meta.get("backward"))
         target = node.target if op == "get_attr" else id(node.target)
-        key = (target, phase, key_of(node.args), key_of(kwargs) if (kwargs := node.kwargs) else ())
+        key = (target, phase, _key(node.args), _key(kwargs) if (kwargs := node.kwargs) else ())
         first = known.setdefault(key, node)
         if first is not node and (free or not returned.issuperset((node, first))):
             if node in returned and not free:  # now the first one is
@@ -197,7 +197,7 @@ def reduce_once(gm: fx.GraphModule) -> None:
         over = {d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
         others = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
         what = node.target.overloadpacket, bool(node.meta.get("backward")), source, frozenset(over)
-        first = known.setdefault((*what, key_of(rest[1:]), key_of(others)), node)
+        first = known.setdefault((*what, _key(rest[1:]), _key(others)), node)
         if first is not node and node not in returned:
             with gm.graph.inserting_before(node):
                 same = call(gm, node, aten.reshape.default, first, list(node.meta["val"].shape))
@@ -306,6 +306,23 @@ def _is_check(target: Any) -> bool:
     return isinstance(target, OpOverload) and not schema_of(target).returns
 
 
+_SAME = frozenset({int, bool, str, type(None), torch.dtype, torch.device})
+
+
+def _key(value: Any) -> Any:
+    """Hashable, and apart wherever 1, 1.0, True or 0.0, -0.0 mean different programs."""
+    kind = type(value)
+    if kind is fx.Node:
+        return value
+    if kind in _SAME:
+        return kind, value
+    if isinstance(value, list | tuple):
+        return tuple([(int, x) if type(x) is int else _key(x) for x in value])
+    if isinstance(value, dict):
+        return tuple([(k, _key(v)) for k, v in sorted(value.items())])
+    return kind, repr(value)
+
+
 def dims_of(node: fx.Node) -> list[int]:
     """The order in which a permutation has the dims of its operand."""
     rank = node.meta["val"].dim()
@@ -324,3 +341,29 @@ def call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any, **kwargs: A
     node.meta.update({k: like.meta[k] for k in ("line", "backward", "gradient of", "modules") if k in like.meta})
     node.meta["val"] = value_of(gm, target, args, kwargs)
     return node
+
+
+def value_of(gm: fx.GraphModule, target: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the fake value of a call; calls of one op on operands of the same form in one graph share it."""
+    forms = fx.map_arg((args, kwargs), _form)
+    key = target, _key(hinted(forms))
+    values: dict[Any, Any] = gm.meta.setdefault(_VALUES, {})
+    if key not in values:
+        args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        values[key] = target(*hinted(args), **kwargs)
+    return values[key]
+
+
+def forget_values(gm: fx.GraphModule) -> None:
+    """Drop the values that calls share; nodes keep theirs."""
+    gm.meta.pop(_VALUES, None)
+
+
+_VALUES = "values of calls"
+
+
+def _form(node: fx.Node) -> Any:
+    x = node.meta["val"]
+    if not isinstance(x, torch.Tensor):
+        return node  # several tensors, or none
+    return tuple(x.shape), x.stride(), x.dtype, x.device, x.storage_offset(), x.is_conj(), x.is_neg()

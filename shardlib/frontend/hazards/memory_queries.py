@@ -56,9 +56,9 @@ class Asked(TorchFunctionMode):
 
     def _never_told(self, func: Any, asked: Any, x: Any) -> str:
         """What is asked for, if that is nothing that a trace can tell of this tensor."""
-        if func is torch.Tensor.data_ptr or (id(asked) in self.inputs and func != _GRAD_FN):
+        if func is torch.Tensor.data_ptr or (id(asked) in self.inputs and func != GRAD_FN):
             return _OF_THE_CALLERS[func]
-        return _OF_THE_CALLERS[func] if func == _GRAD_FN and x is not asked and not x.is_leaf else ""
+        return _OF_THE_CALLERS[func] if func == GRAD_FN and x is not asked and not x.is_leaf else ""
 
 
 def _never(name: str, what: str, line: Any) -> ShardingError:
@@ -100,11 +100,11 @@ _QUESTIONS = frozenset(
     {torch.Tensor.storage_offset, torch.Tensor.is_conj, torch.is_conj, torch.Tensor.is_neg, torch.is_neg}
 )
 _IS_LEAF, _RETAINS_GRAD = torch.Tensor.is_leaf.__get__, torch.Tensor.retains_grad.__get__  # type: ignore[attr-defined]
-_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _OF_THE_CALLERS: dict[Any, str] = {
     _IS_LEAF: "",
     _RETAINS_GRAD: "",
-    _GRAD_FN: "the history (grad_fn)",
+    GRAD_FN: "the history (grad_fn)",
     torch.Tensor.data_ptr: "the address (data_ptr)",
     torch.Tensor.untyped_storage: "the storage",
     torch.Tensor.storage: "the storage",

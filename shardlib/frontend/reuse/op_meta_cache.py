@@ -24,7 +24,7 @@ Key = tuple[Any, ...]
 # They take every number, and make the same of each: a rate is another one in every call.
 _OF_ANY_NUMBER = frozenset({"add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp", "pow"})
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None)})
-_BY_VALUES = {
+BY_VALUES = {
     torch.Tag.nondeterministic_seeded,
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -38,7 +38,7 @@ _VIEWS = frozenset({_aten.detach.default, _aten.view.default, _aten.t.default, _
 _VIEWS |= {_aten.permute.default, _aten.expand.default, _aten.unsqueeze.default, _aten.slice.Tensor}
 _VIEWS |= {_aten._unsafe_view.default, _aten.select.int, _aten.squeeze.dim}
 _VIEWS |= {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int}
-_OWN = frozenset({"shardlib::attention", "shardlib::attention_backward"})  # ops of shardlib's that only compute
+OWN = frozenset({"shardlib::attention", "shardlib::attention_backward"})  # ops of shardlib's that only compute
 
 
 class _Facts(NamedTuple):
@@ -236,7 +236,7 @@ def _is_plain(op: Any) -> bool:
     if not isinstance(op, OpOverload) or is_view(op) or may_show(op):
         return False
     schema = schema_of(op)
-    if op.namespace != "aten" and schema.name not in _OWN:
+    if op.namespace != "aten" and schema.name not in OWN:
         return False
     results = {(str(x.type), x.alias_info) for x in schema.returns}
-    return results == {("Tensor", None)} and not schema.is_mutable and _BY_VALUES.isdisjoint(op.tags)
+    return results == {("Tensor", None)} and not schema.is_mutable and BY_VALUES.isdisjoint(op.tags)

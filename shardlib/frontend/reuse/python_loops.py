@@ -1,11 +1,13 @@
 """Loops in Python: rounds that ask the same of torch are traced once, and written out again for the others.
 
 The calls of torch that a function makes come as a stream. Where the stream repeats itself (`RepeatFinder`), one more
-round is recorded and traced apart (`loop_body.trace_body`). From then on the user's code runs as ever, but torch does
-not: as long as each call is the recorded one, of tensors in the same places, the code gets fake tensors that nothing
-has computed, and the end of the round writes the nodes of all its calls. A call that differs ends this: the calls of
-the open round run after all, and the next ones as they come. A value that outlives its round unexpectedly makes the
-trace begin anew, and every round is traced.
+round is recorded and traced apart (`loop_body.trace_body`), if all of its calls only compute (`pure_calls`). From then
+on the user's code runs as ever, but torch does not: as long as each call is the recorded one, of tensors in the same
+places, the code gets fake tensors that nothing has computed, and the end of the round writes the nodes of all its
+calls. A call that differs ends this: the calls of the open round run after all, and the next ones as they come.
+
+Values of rounds have another history than the ones of a plain trace, and some have no node at all. So they may only be
+read by calls that compute, and be differentiated. Any other use makes the trace begin anew, and every round is traced.
 """
 
 from __future__ import annotations
@@ -23,18 +25,31 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, modules, user_line
-from shardlib.core.torch_private import ASKS_IS_VIEW, INTO_FUNCTION, function_modes, transforms
+from shardlib.core.torch_private import (
+    ASKS_IS_VIEW,
+    INTO_FUNCTION,
+    SLOT,
+    any_autocast,
+    count_dispatch_modes,
+    function_modes,
+    set_slot,
+    transforms,
+)
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
+from shardlib.frontend.hazards.memory_queries import GRAD_FN
 from shardlib.frontend.reuse.copy_nodes import node_of, shows
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
+from shardlib.frontend.reuse.pure_calls import has_hooks, is_of_torch, last_node, only_computes
 from shardlib.frontend.reuse.recorded_round import Env, Round
-from shardlib.frontend.reuse.repeat_finder import RepeatFinder
+from shardlib.frontend.reuse.repeat_finder import RepeatFinder, leaves_of
 from shardlib.frontend.reuse.replay_python import Following, OtherError
 from shardlib.frontend.reuse.subgraph_reuse import Once
 
 Place = tuple[Line, Line]  # a traced function, and a line of a round
 _NOT_FOLLOWED: set[Place] = set()  # of rounds that were more than a computation
+# They show the nodes of any value's history, or the order in which these run.
+_OF_HISTORY = (GRAD_FN, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class Loops(TorchFunctionMode):
@@ -43,7 +58,8 @@ class Loops(TorchFunctionMode):
     def __init__(self, once: Once, tracer: Any, name: Line) -> None:
         super().__init__()
         self._once, self._tracer, self._name = once, tracer, name
-        self._extra: list[tuple[weakref.ref[Tensor], Round]] = []  # values that nothing has computed
+        self._values: dict[int, tuple[weakref.ref[Tensor], Round]] = {}  # of followed rounds, by id
+        self._modes = count_dispatch_modes()
         self._is_busy = False
         self._door = ExitStack()
         once.interrupt = self.interrupt
@@ -51,7 +67,7 @@ class Loops(TorchFunctionMode):
 
     def _listen(self) -> None:
         """Begin to look for rounds."""
-        self._repeats, self._last = RepeatFinder(), self._end()
+        self._repeats, self._last = RepeatFinder(), last_node(self._tracer.graph)
         self._start: int | None = None  # the call with which the recorded round begins
         self._record: Round | None = None
         self._body: Body | None = None  # of the round that is followed
@@ -60,9 +76,6 @@ class Loops(TorchFunctionMode):
         self._following: Following | None = None
         self._count = 0  # calls of the open round that were answered
         self._is_worth = False  # whether a round was written out
-
-    def _end(self) -> Any:
-        return next(iter(reversed(self._tracer.graph.nodes)), None)  # nothing may be written yet
 
     def __enter__(self) -> Any:
         into = INTO_FUNCTION.value
@@ -83,11 +96,11 @@ class Loops(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_busy:
             return func(*args, **kwargs)
-        if not self._once.is_open() or transforms():
+        if not self._is_open():
             if self._count:
                 raise self._failure("the modes around a round change", self._record)
             self._listen()
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         line = user_line(sys._getframe(1))
         if self._body is not None:
             try:
@@ -106,6 +119,35 @@ class Loops(TorchFunctionMode):
         finally:
             self._is_busy = False
 
+    def _is_open(self) -> bool:
+        """Returns whether no mode but those of the trace is on; autocast keeps casts of one round for the next."""
+        is_plain = not transforms() and not any_autocast() and count_dispatch_modes() == self._modes
+        return is_plain and self._once.is_open()
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call. Raises NotOnceError if it does more than compute with values of followed rounds."""
+        is_backward = func in (Tensor.backward, torch.autograd.grad)  # the first argument, or outputs, may be values
+        others = {k: x for k, x in kwargs.items() if k != "outputs"} if is_backward else kwargs
+        record = self._record_of((args[is_backward:], others))
+        if record is None and self._values and func in _OF_HISTORY:
+            _, record = next(iter(self._values.values()))
+        if record is None:
+            return func(*args, **kwargs)
+        last = last_node(self._tracer.graph)
+        out = func(*args, **kwargs) if is_of_torch(func) else None
+        with torch.DisableTorchFunction():
+            if func in _OF_HISTORY or not only_computes(func, args, out, self._tracer, last):
+                raise self._failure("a value of a round is more than computed with", record)
+        return out
+
+    def _record_of(self, x: Any) -> Round | None:
+        """Returns the round of the first value in a nest of arguments that a followed round has handed out."""
+        for leaf in leaves_of(x) if self._values else ():
+            refer, record = self._values.get(id(leaf), (None, None))
+            if refer is not None and refer() is leaf:
+                return record
+        return None
+
     def _failure(self, why: str, record: Round | None) -> NotOnceError:
         """The error with which the trace begins anew, and does not follow this round."""
         self._once.refused = True
@@ -121,7 +163,7 @@ class Loops(TorchFunctionMode):
 
     def _hear(self, func: Any, args: Any, kwargs: Any, line: Line | None) -> Any:
         """Call a function, as a part of the stream."""
-        if line is None or self._end() is not self._last:  # no call has written the last nodes
+        if line is None or last_node(self._tracer.graph) is not self._last:  # no call has written the last nodes
             self._listen()
         with torch.DisableTorchFunction():
             step = self._repeats.begin(func, (line, modules.get().entries), args, kwargs)
@@ -130,10 +172,10 @@ class Loops(TorchFunctionMode):
         elif step == self._start:
             self._record = Round(self._tracer)
         if self._record is None or line is None:
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
         else:
-            out = self._record.take(func, args, kwargs, line)
-        self._last = self._end()
+            out = self._record.take(func, args, kwargs, line, self._run)
+        self._last = last_node(self._tracer.graph)
         with torch.DisableTorchFunction():
             self._repeats.end(out)
         if self._record is not None and self._record.is_refused:
@@ -173,31 +215,29 @@ class Loops(TorchFunctionMode):
             self._following = Following(record, ())
         if line != record.calls[self._count].line or modules.get().entries != record.modules:
             raise OtherError("another line")
+        before = len(self._following.met)
         out = self._following.answer(func, args, kwargs)
         self._once.used = True
+        for at in range(before, len(self._following.met)):
+            x = self._following.met[at]()
+            if at in record.made and x is not None:
+                self._values[id(x)] = weakref.ref(x), record
+                set_slot(x, self._tracer, _Uncomputed(partial(self._failure, "a value of a round is kept", record)))
         self._count += 1
         if self._count == len(record.calls):
             self._write(record, self._following)
         return out
 
     def _write(self, record: Round, following: Following) -> None:
-        """The round is at its end: write its nodes, and look for values of earlier ones that are still there."""
+        """The round is at its end: write its nodes."""
         assert self._body is not None, "a round is followed"
-        if self._end() is not following.last:
-            raise self._failure("no call of a round has written the last nodes", record)
-        self._refuse_extra()
-        left = {at: x for at in record.made if (x := following.met[at]()) is not None}
         leaves: list[Any] = [following.met[at]() for at in self._outside]
-        self._body(*leaves, made=[left.get(at) for at in self._outputs])
-        self._extra += [(weakref.ref(x), record) for at, x in left.items() if at not in self._outputs]
+        if last_node(self._tracer.graph) is not following.last:
+            raise self._failure("no call of a round has written the last nodes", record)
+        if has_hooks(leaves):
+            raise self._failure("a tensor that a round reads has hooks, whose order would be another one", record)
+        self._body(*leaves, made=[following.met[at]() for at in self._outputs])
         self._following, self._count, self._is_worth = None, 0, True
-
-    def _refuse_extra(self) -> None:
-        """Begin anew where a value of an earlier round is there that its nodes do not make."""
-        for refer, record in self._extra:
-            if refer() is not None:
-                raise self._failure("a value of a round is kept", record)
-        self._extra.clear()
 
     def interrupt(self) -> None:
         """No call comes next that the open round has: its calls run after all, in the name of their lines."""
@@ -211,7 +251,8 @@ class Loops(TorchFunctionMode):
         record, following = self._record, self._following
         assert record is not None, "a round is open"
         assert following is not None, "a round is open"
-        if ambient(State()) != record.ambient or not self._once.is_open() or self._end() is not following.last:
+        is_last = last_node(self._tracer.graph) is following.last
+        if ambient(State()) != record.ambient or not self._is_open() or not is_last:
             raise self._failure("an open round ends under other modes", record)
         env: Env = {at: x for at in self._outside if at < len(following.met) and (x := following.met[at]()) is not None}
         record.replay(env, self._count)
@@ -222,10 +263,18 @@ class Loops(TorchFunctionMode):
                     raise self._failure("a view of an open round is kept", record)
                 _replace(x, env[at])
 
-    def close(self) -> None:
-        """The function has returned: nothing may be there that was not computed."""
-        self.interrupt()
-        self._refuse_extra()
+
+class _Uncomputed(SLOT):  # type: ignore[misc]
+    """Stands for the node of a value that nothing has computed: whoever asks for it begins the trace anew."""
+
+    def __init__(self, failure: Callable[[], Exception]) -> None:
+        self._failure = failure
+
+    @property
+    def proxy(self) -> Any:
+        raise self._failure()
+
+    constant = proxy
 
 
 class _Same(torch.autograd.Function):

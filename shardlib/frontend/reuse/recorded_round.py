@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch import Tensor
 
 from shardlib.core.source_lines import Line, modules, replayed
-from shardlib.core.torch_private import OpOverload
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
-from shardlib.frontend.hazards.memory_queries import ASKED
 from shardlib.frontend.reuse.loop_body import trace_body
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
+from shardlib.frontend.reuse.pure_calls import has_hooks, last_node, only_computes
 from shardlib.frontend.reuse.replay_python import Recording
 from shardlib.frontend.reuse.subgraph import place, refuse_shared
-from shardlib.ops.constraint import constrain
 from shardlib.primitives.random.keys import rehearsed
 
 Env = dict[int, Tensor]
@@ -58,39 +54,25 @@ class Round(Recording):
         self.ambient, self.modules = ambient(State()), modules.get().entries
         self.is_refused = False  # whether other rounds may not do without its calls
 
-    def take(self, func: Any, args: Any, kwargs: Any, line: Line) -> Any:
-        """Call a function, and note the call."""
+    def take(self, func: Any, args: Any, kwargs: Any, line: Line, run: Callable[..., Any]) -> Any:
+        """Call a function by `run`, and note the call."""
         try:
-            around = ambient(State()), modules.get().entries
-            if func in ASKED or not is_of_torch(func) or around != (self.ambient, self.modules):
-                raise NotOnceError("it is more than a computation")
+            if (ambient(State()), modules.get().entries) != (self.ambient, self.modules):
+                raise NotOnceError("other modes")
             with torch.DisableTorchFunction():
                 request = self.form_of(func, args, kwargs)
                 call = _Call(func, self._numbered(args), self._numbered(kwargs), line)
         except NotOnceError:
             self.is_refused = True
-            return func(*args, **kwargs)
-        last = self._end()
-        out = func(*args, **kwargs)
-        try:
-            with torch.DisableTorchFunction():
-                self._refuse_old(out, last)
+            return run(func, args, kwargs)
+        last = last_node(self._tracer.graph)
+        out = run(func, args, kwargs)
+        with torch.DisableTorchFunction():
+            self.is_refused = not only_computes(func, args, out, self._tracer, last)
+            if not self.is_refused:
                 self.note(func, args, kwargs, request, out)
-            self.calls.append(call)
-        except NotOnceError:
-            self.is_refused = True
+                self.calls.append(call)
         return out
-
-    def _end(self) -> fx.Node | None:
-        return next(iter(reversed(self._tracer.graph.nodes)), None)
-
-    def _refuse_old(self, out: Any, last: fx.Node | None) -> None:
-        """Refuse a result that was there before, such as a `.grad`: the call has written no node for it."""
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor) and self.number(x) is None:
-                slot = get_proxy_slot(x, self._tracer, None)
-                if slot is None or (last is not None and not slot.proxy.node > last):
-                    raise NotOnceError("it finds a tensor")
 
     def _numbered(self, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -111,7 +93,7 @@ class Round(Recording):
     def replay(self, env: Env, count: int) -> None:
         """Run the first calls again, of the tensors in `env`; their results join these."""
         for call, (_, gives, has_tensors) in zip(self.calls[:count], self.steps[:count], strict=True):
-            if has_tensors or call.func is Tensor.__setitem__:
+            if has_tensors:
                 _bind(gives, call.run(env), env)
 
     def trace(self, outside: Sequence[int], outputs: Sequence[int]) -> Body:
@@ -123,6 +105,8 @@ class Round(Recording):
             return [env[at] for at in outputs]
 
         leaves: list[Any] = [self.met[at]() for at in outside]
+        if has_hooks(leaves):
+            raise NotOnceError("a tensor that it finds has hooks")
         names, line = list(map(str, outside)), self.calls[0].line
         with rehearsed():
             body = trace_body(flat, leaves, names, line, differentiate=torch.is_grad_enabled(), strict=True)
@@ -130,16 +114,6 @@ class Round(Recording):
         for x in body.captured:
             place(x, {})
         return body
-
-
-def is_of_torch(func: Any) -> bool:
-    """Whether a function is torch's, and asks nothing of autograd's engine."""
-    if isinstance(func, OpOverload | types.BuiltinFunctionType | types.MethodDescriptorType):
-        return True
-    if isinstance(func, types.WrapperDescriptorType | types.MethodWrapperType):
-        return True
-    module = getattr(func, "__module__", None) or ""
-    return func is constrain or (module.startswith("torch.") and not module.startswith("torch.autograd"))
 
 
 def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:

@@ -38,7 +38,7 @@ class RepeatFinder:
 
     def begin(self, func: Any, where: Any, args: Any, kwargs: Any) -> int:
         """Note a call before it runs; returns its number."""
-        leaves = [*_leaves(args), *_leaves(kwargs)]
+        leaves = [*leaves_of(args), *leaves_of(kwargs)]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         key = hash((func, where, *map(_form, leaves)))
         at, period = len(self._keys), self.period
@@ -55,7 +55,7 @@ class RepeatFinder:
     def end(self, out: Any) -> None:
         """Note the results of the call that has begun last."""
         at = len(self._keys) - 1
-        results = [x for x in _leaves(out) if isinstance(x, Tensor)]
+        results = [x for x in leaves_of(out) if isinstance(x, Tensor)]
         self._made.update((id(x), (at, i)) for i, x in enumerate(results))
         self._results.append(list(map(weakref.ref, results)))
 
@@ -103,13 +103,14 @@ def _form(x: Any) -> Any:
 _NUMBERS = frozenset({int, float, bool, str})
 
 
-def _leaves(x: Any) -> Iterator[Any]:
+def leaves_of(x: Any) -> Iterator[Any]:
+    """Yields the items of a nest of lists, tuples, dicts and slices."""
     if isinstance(x, list | tuple):
         for y in x:
-            yield from _leaves(y)
+            yield from leaves_of(y)
     elif isinstance(x, dict):
-        yield from _leaves(tuple(x.values()))
+        yield from leaves_of(tuple(x.values()))
     elif isinstance(x, slice):
-        yield from _leaves((x.start, x.stop, x.step))
+        yield from leaves_of((x.start, x.stop, x.step))
     else:
         yield x

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.compiler.simplify.basic import call
-from shardlib.compiler.simplify.shared_values import value_of
+from shardlib.compiler.simplify.basic import call, value_of
 from shardlib.core.aten.op_traits import has
 from shardlib.core.aten.schemas import argument, arguments
 from shardlib.ops.attention.op import OPS
