@@ -31,7 +31,7 @@ from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, R
 TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
 _DEARER = (2.0, 4.0, 12.0, 256.0)
 _LEAST = 1e-3  # the share of the estimated time that a variable and its neighbors may save, or nobody looks at them
-_ORDERS = 700  # of the slots of a kind
+_LISTED, _MANY, _ORDERS = 5_000, 100, 700  # orders of the slots of a kind
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
 _NEARBY = 1 << 13  # around one variable: first where there are few,
 _JOINED = 1 << 21  # and of those that are made of several on the way
@@ -130,8 +130,8 @@ class Search:
     def domain(self, variable: Variable) -> Domain:
         """A choice for each way in which a variable can be sharded: some order of its slots on every mesh axis.
 
-        Of an order only those count that take a part of the axis, and the first; fewer, down to two, where there are
-        too many orders.
+        Of an order only those count that take a part of the axis, and the first. Where there are many orders, those
+        remain that cut the leaves of a dim one after another, and of these fewer slots count, down to two.
         """
         kind, problem = variable[0], self.problem
         slots = {name: tuple(self.candidates(kind, name)) for name in problem.atoms}
@@ -147,9 +147,14 @@ class Search:
         ways: dict[object, Order] = {cut(kind, nothing): nothing}
         for a, (name, some) in enumerate(slots.items()):
             longest = min(len(some), len(self.problem.atoms[name]) + 1)
-            while longest > 2 and len(ways) * math.perm(len(some), longest) > _ORDERS:
+            while longest > 2 and math.perm(len(some), longest) > _LISTED:
                 longest -= 1
-            heads = itertools.permutations(some, longest)
+            heads = [*itertools.permutations(some, longest)]
+            if len(ways) * len(heads) > _MANY:
+                heads = [head for head in heads if self._one_after_another(kind, head)]
+            while longest > 2 and len(ways) * len(heads) > _ORDERS:
+                longest -= 1
+                heads = [*dict.fromkeys(head[:longest] for head in heads)]
             orders: list[Choice] = [(*head, *(s for s in some if s not in head)) for head in heads]
             if some and idle[a]:
                 orders.append(())
@@ -162,6 +167,13 @@ class Search:
                 way = (*orders, (*turned, i))
                 ways.setdefault(cut(kind, way), way)
         return ways.values()
+
+    def _one_after_another(self, kind: Kind, slots: Sequence[int]) -> bool:
+        """Whether slots that are leaves of one dim come from the major to the minor one, and without a gap."""
+        of, ordered = self.problem.members[kind][0].slots, self.problem.ordered
+        leaves = [of[max(s, ~s)] for s in slots]
+        turned = any((b, a) in ordered for a, b in itertools.combinations(leaves, 2))
+        return not turned and all(ordered.get(pair, True) for pair in itertools.pairwise(leaves))
 
     def _may_idle(self, kind: Kind, name: str, slots: Sequence[int]) -> bool:
         """Whether a kind may leave an axis unused. Attention on a sharded sequence never does: the whole sequence
@@ -224,6 +236,8 @@ class Search:
             lambda: [self._improve_around(v, whole, allowed, last, least, nearby) for v in self._by_cost(whole)],
         )
         while self.improve(whole, allowed) is None:
+            for move in moves[:2]:  # whatever the effort
+                move()
             while any(any(move()) for move in moves if not self.effort.stops()):
                 pass
             if nearby == _AT_ONCE or self.effort.stops():
