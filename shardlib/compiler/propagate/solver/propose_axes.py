@@ -19,8 +19,9 @@ from dataclasses import replace
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.dim_factors import Leaf
 from shardlib.compiler.propagate.propagation import Flood
-from shardlib.compiler.propagate.solver.cost import Variable, grained
+from shardlib.compiler.propagate.solver.cost import grained
 from shardlib.compiler.propagate.solver.deferred_sums import unpaid
+from shardlib.compiler.propagate.solver.domains import Variable
 from shardlib.compiler.propagate.solver.problem import Problem, work
 from shardlib.compiler.propagate.solver.propose_near_moves import SMALL, beside_moves, free
 from shardlib.compiler.propagate.solver.search import TIE, Search, State
@@ -65,7 +66,7 @@ class _Offers:
         weights, self.light = _weights(graph, search.problem)
         mixing = dict.fromkeys([*weights, *(op for op in graph.ops if _is_plain(op) and flood.whole.get(op))])
         few = graph.size <= DEEP and not any(_has_choices(op) for op in graph.ops)
-        self.deep = few and name in search.contested
+        self.deep = few and name in search.allowed.contested
         self.summed = _summed(weights, search, name)
         self.idle = [*_candidates(weights, search, name), *_beside(mixing, search, name), *self.summed]
         parts = dict.fromkeys(_candidates(weights, search, name, partly=True), _HALF)
