@@ -77,10 +77,10 @@ def run_passes(
     def fits(way: str) -> bool:
         return math.isinf(limit) or peak(passed(way)) <= limit
 
-    if memory is not None and not fits("still"):
-        return passed("still")
-    if fits("parts") or not (program.collectives or passed("parts").copied) or not fits("still"):
+    if fits("parts") or not (program.collectives or passed("parts").copied):
         return passed("parts")
+    if not fits("still"):
+        return passed("parts" if memory is None else "still")
     return passed(next(way for way in ways if fits(way)))
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from shardlib.compiler.memory_options import WORDS, Keeping
 from shardlib.compiler.passes.memory import remat_policies
-from shardlib.compiler.passes.memory.memory_budget import Finish, within
+from shardlib.compiler.passes.memory.budget_programs import Finish
+from shardlib.compiler.passes.memory.memory_budget import within
 from shardlib.compiler.passes.memory.offload_saved import movable
 from shardlib.compiler.passes.memory.remat import remade
 from shardlib.compiler.passes.memory.saved_values import Crossing
