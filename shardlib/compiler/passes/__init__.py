@@ -15,7 +15,7 @@ from shardlib.compiler.program.buffers import peak_bytes
 from shardlib.compiler.program.check_order import check
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.program.verify import verify
-from shardlib.compiler.schedule_options import DEFAULT, Schedule
+from shardlib.compiler.schedule_options import AHEAD, DEFAULT, Schedule
 from shardlib.sharding.mesh.machine import Machine
 
 PASSES = (
@@ -49,6 +49,7 @@ def run_passes(
     memory: float | None = None,
     hosted: Hosted = Hosted(),
     *,
+    ahead: str | None = None,
     draft: bool = False,
     peak: Callable[[Program], int] = peak_bytes,
 ) -> Program:
@@ -57,15 +58,15 @@ def run_passes(
 
     Raises `ProgramError` for what would be a fault of ours.
 
-    What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
-    machine has, if the mesh names one), rows stay together, then no call moves for a message, then nothing is gathered
-    ahead, and then nothing moves at all. Where that does not fit either, it is that program if `memory` was asked for,
-    and else the one that hides most.
+    What hides messages holds memory. Messages run `ahead` so far (`AHEAD`); None: the furthest that fits into `memory`
+    bytes (None: what a device of the machine has, if the mesh names one). Where no program fits, it is the one in which
+    nothing moves if `memory` was asked for, and else the one that hides most.
     """
     limit = _memory(program) if memory is None else memory
     whole, near = replace(how, parts=1), replace(how, parts=1, prefetch=0)
-    ways = [_Way(how), _Way(whole), _Way(whole, frozenset({hide_messages.schedule})), _Way(near), _Way(near, _MOVING)]
-    first, *others, still = dict.fromkeys(ways)
+    all_ways = _Way(how), _Way(whole), _Way(whole, frozenset({hide_messages.schedule})), _Way(near), _Way(near, _MOVING)
+    ways = dict(zip(AHEAD, all_ways, strict=True))
+    first, *others = dict.fromkeys(ways.values())
 
     @cache
     def passed(way: _Way) -> Program:
@@ -79,11 +80,11 @@ def run_passes(
     def fits(way: _Way) -> bool:
         return math.isinf(limit) or peak(passed(way)) <= limit
 
+    if ahead is not None:
+        return passed(ways[ahead])
     if fits(first) or not (program.collectives or passed(first).copied):
         return passed(first)
-    if not fits(still):
-        return passed(first if memory is None else still)
-    return passed(next(filter(fits, others), still))
+    return passed(next(filter(fits, others), first if memory is None else others[-1]))
 
 
 def _memory(program: Program) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardlib.compiler.passes.memory.layer_bounds import boundaries, frontier, key
 from shardlib.compiler.passes.memory.memory_levels import Levels, Trip, trips
@@ -13,16 +13,24 @@ from shardlib.compiler.passes.memory.remat import remade
 from shardlib.compiler.passes.memory.saved_values import Crossing
 from shardlib.compiler.program.buffers import peak_bytes
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, reads
+from shardlib.compiler.schedule_options import AHEAD
 from shardlib.compiler.simulate import rooflines
 from shardlib.compiler.simulate.collectives import transfer
 from shardlib.compiler.simulate.timeline import COMPUTE, Timeline, timeline
 from shardlib.sharding.mesh.machine import Machine
 
+WAYS = AHEAD[1:]  # to hide messages that are tried: parts of rows take longer to find than all else
 KEPT, DROPPED, MOVED = "kept", "dropped", "moved"
 _HIDDEN = 0.02  # of the time of messages and copies, which counts also where they are hidden
 
-Finish = Callable[[Program, float | None, Collection[Var]], Program]  # a program after all later passes, within so many
-# bytes, with such values in the host's memory meanwhile
+
+class Finish(Protocol):
+    """The program after all later passes, within so many bytes, with such values in the host's memory meanwhile, and
+    messages `ahead` so far."""
+
+    def __call__(
+        self, program: Program, memory: float | None, moved: Collection[Var], ahead: str | None = None, /
+    ) -> Program: ...
 
 
 class Choice(NamedTuple):
@@ -79,52 +87,66 @@ class Candidates:
         self.ways = ways
         self.base = Choice(frozenset(o for o in crossing.droppable if o not in held and o not in fixed))
         self.seconds = [_seconds(step, crossing.program, self.machine) for step in crossing.program.steps]
-        self.tried: dict[Choice, Trial] = {}
-        self.programs: dict[tuple[Choice, float], tuple[Program, Timeline]] = {}
+        self._copies: dict[str, tuple[Mapping[Var, Trip], Mapping[Var, float]]] = {}
+        self._last: tuple[frozenset[Var], Program] | None = None
+        self.tried: dict[tuple[Choice, str], Trial] = {}
+        self.programs: dict[tuple[Choice, str], tuple[Program, Timeline]] = {}
 
     # Programs -------------------------------------------------------------------------------------------------------
 
-    def program(self, choice: Choice, room: float) -> tuple[Program, Timeline]:
-        """The program of a choice, whose messages run ahead as far as so many bytes allow, and its simulation."""
-        if self.is_free(choice):
-            room = math.inf
-        if (choice, room) not in self.programs:
-            program = self.finish(remade(self.crossing, choice.dropped), room, choice.moved)
-            self.programs[choice, room] = program, timeline(program, self.machine)
-        return self.programs[choice, room]
+    def program(self, choice: Choice, ahead: str) -> tuple[Program, Timeline]:
+        """The program of a choice, whose messages run ahead so far, and its simulation."""
+        if (choice, ahead) not in self.programs:
+            program = self.finish(self._remade(choice.dropped), self.budget, choice.moved, ahead)
+            self.programs[choice, ahead] = program, timeline(program, self.machine)
+        return self.programs[choice, ahead]
 
-    def is_free(self, choice: Choice) -> bool:
-        """Whether a program fits, as far as is known, whose messages run ahead as far as they may."""
-        free = self.programs.get((choice, math.inf))
-        return free is not None and peak_bytes(free[0]) <= self.budget
+    def _remade(self, dropped: frozenset[Var]) -> Program:
+        if self._last is None or self._last[0] != dropped:
+            self._last = dropped, remade(self.crossing, dropped)
+        return self._last[1]
 
-    def of(self, choice: Choice) -> Trial:
-        """What the program of a choice takes within the budget."""
-        if choice not in self.tried:
-            program, line = self.program(choice, self.budget)
+    def trial(self, choice: Choice, ahead: str) -> Trial:
+        """What the program takes."""
+        if (choice, ahead) not in self.tried:
+            program, line = self.program(choice, ahead)
             sent = sum(event.seconds for event in line.events if event.stream != COMPUTE)
-            self.tried[choice] = Trial(peak_bytes(program), line.seconds + _HIDDEN * sent)
-        return self.tried[choice]
+            self.tried[choice, ahead] = Trial(peak_bytes(program), line.seconds + _HIDDEN * sent)
+        return self.tried[choice, ahead]
 
-    def fits(self, choice: Choice) -> bool:
-        """Whether the program of a choice is within the budget."""
-        return self.of(choice).peak <= self.budget
+    def of(self, choice: Choice) -> tuple[str, Trial]:
+        """How far messages run ahead within the budget, and what the program takes."""
+        for ahead in WAYS:
+            trial = self.trial(choice, ahead)
+            program, _ = self.programs[choice, ahead]
+            if trial.peak <= self.budget or not (program.collectives or program.copied):
+                break
+        return ahead, trial
 
     @property
-    def best(self) -> Choice | None:
-        """The fastest that fits, and of equal ones that which copies and recomputes least; None if none fits."""
-        cost = lambda choice: (self.of(choice).seconds, *choice.nbytes)
-        return min(filter(self.fits, self.tried), key=cost, default=None)
+    def best(self) -> tuple[Choice, str] | None:
+        """The fastest program that fits, and of equal ones that which copies and recomputes least; None if none."""
+        fitting = [key for key, trial in self.tried.items() if trial.peak <= self.budget]
+        cost = lambda key: (self.tried[key].seconds, *key[0].nbytes)
+        return min(fitting, key=cost, default=None)
+
+    def is_worth(self, choice: Choice, ahead: str) -> bool:
+        """Whether a program is faster than the best, if so much less runs ahead and nothing more is given up."""
+        return self.best is None or self.trial(choice, ahead).seconds < self.tried[self.best].seconds
 
     @cached_property
     def all_moved(self) -> Choice:
         """All values in the host's memory that may be there."""
         return self.base.put([o for o, ways in self.ways.items() if MOVED in ways], MOVED)
 
-    @cached_property
-    def trips(self) -> Mapping[Var, Trip]:
-        """Where each value leaves, and returns, if all are in the host's memory that may be there."""
-        return trips(self.program(self.all_moved, math.inf)[0], self.crossing)
+    def copies(self, ahead: str) -> tuple[Mapping[Var, Trip], Mapping[Var, float]]:
+        """Where each value leaves, and returns, and how long calls wait for it, if all are in the host's memory that
+        may be there, and messages run ahead so far."""
+        if ahead not in self._copies:
+            program, line = self.program(self.all_moved, ahead)
+            levels = Levels.of(program, line, self.crossing, {})
+            self._copies[ahead] = trips(program, self.crossing), levels.waits
+        return self._copies[ahead]
 
     @cached_property
     def groups(self) -> list[list[Var]]:
@@ -144,24 +166,18 @@ class Candidates:
 
     # Estimates ------------------------------------------------------------------------------------------------------
 
-    def levels(self, choice: Choice, room: float) -> Levels:
+    def levels(self, choice: Choice, ahead: str) -> Levels:
         """The bytes in use at each step of the program of a choice."""
-        return Levels.of(*self.program(choice, room), self.crossing, self.trips)
+        trips, waits = self.copies(ahead) if self.all_moved.moved else ({}, {})
+        levels = Levels.of(*self.program(choice, ahead), self.crossing, trips)
+        return replace(levels, copies={**waits, **levels.waits})
 
-    def estimate(self, choice: Choice, waits: Mapping[Var, float]) -> float:
+    def estimate(self, choice: Choice, copies: Mapping[Var, float]) -> float:
         """Seconds of the steps that run again, and of the waits for copies."""
         again = set[int]()
         for o in choice.dropped - self.base.dropped:
             self.repeat(o, choice, again)
-        return sum(self.seconds[i] for i in again) + sum(self.wait(o, waits) for o in choice.moved)
-
-    def wait(self, o: Var, waits: Mapping[Var, float]) -> float:
-        """Seconds that calls wait for copies of a value, in a program that moves it, else in the one that moves all."""
-        return waits[o] if o in waits else self._waits.get(o, 0.0)
-
-    @cached_property
-    def _waits(self) -> Mapping[Var, float]:
-        return self.levels(self.all_moved, math.inf).waits
+        return sum(self.seconds[i] for i in again) + sum(copies.get(o, 0.0) for o in choice.moved)
 
     def repeat(self, owner: Var, choice: Choice, again: set[int]) -> float:
         """Add the steps that run once more for a dropped value to those that do, and return their seconds."""

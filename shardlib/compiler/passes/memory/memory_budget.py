@@ -16,7 +16,7 @@ from itertools import chain, combinations, product
 from typing import NoReturn
 
 from shardlib.compiler.passes.memory import remat_policies
-from shardlib.compiler.passes.memory.budget_programs import DROPPED, KEPT, MOVED, Candidates, Choice, Finish
+from shardlib.compiler.passes.memory.budget_programs import DROPPED, KEPT, MOVED, WAYS, Candidates, Choice, Finish
 from shardlib.compiler.passes.memory.memory_levels import NOWHERE, Levels, Span
 from shardlib.compiler.passes.memory.saved_values import Crossing
 from shardlib.compiler.program.buffers import largest, peak_bytes
@@ -25,8 +25,8 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, place
 from shardlib.sharding.mesh.machine import Machine
 
-PROGRAMS = 36  # after which nothing more is exchanged
-LAST_RESORT = 120  # programs, where none fits
+PROGRAMS = 48  # that are made by default, at most; where none fits,
+LAST_RESORT = 240  # so many
 _ROUNDS = 4  # programs of one descent,
 _CORRECTED = 2  # and of one exchange
 _FAILURES = 6  # exchanges in a row that do not help
@@ -48,46 +48,40 @@ def within(
     Raises `ShardingError` where none was found, with the least peak that was.
     """
     candidates = Candidates(crossing, budget, trial or finish, machine, fixed, movable)
-    if candidates.fits(Choice()) and peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
-        return Choice()  # and nothing has to move less for that
-    for ways in _ways(candidates):
-        for room in (math.inf, budget):
-            for units in (candidates.groups, ()):
-                _descend(candidates, candidates.base, ways, room, _ROUNDS, units)
+    if candidates.trial(Choice(), WAYS[0]).peak <= budget:
+        if peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
+            return Choice()  # and nothing has to move less for that
+    for ahead in WAYS:
+        for ways in [*_ways(candidates), *([(MOVED,)] if candidates.all_moved.moved else [])]:
+            if candidates.is_worth(candidates.base, ahead):
+                _descend(candidates, candidates.base, ahead, ways, _ROUNDS)
     if candidates.best is None:
         for start in _layers(candidates):
-            _descend(candidates, start, (DROPPED, MOVED), budget, _ROUNDS)
+            _descend(candidates, start, WAYS[-1], (DROPPED, MOVED), _ROUNDS)
     if candidates.best is None:
         _lower_the_peak(candidates)
     if candidates.best is None:
         _refuse(candidates)
-    return _exchange(candidates, candidates.best)
+    return _exchange(candidates)
 
 
 # Steps of the search --------------------------------------------------------------------------------------------------
 
 
-def _descend(
-    candidates: Candidates,
-    choice: Choice,
-    ways: Collection[str],
-    room: float,
-    rounds: int,
-    units: Sequence[Sequence[Var]] = (),
-) -> None:
+def _descend(candidates: Candidates, choice: Choice, ahead: str, ways: Collection[str], rounds: int) -> None:
     """Make programs of choices that give up more and more, until one fits whose messages run ahead so far."""
     useless = set[tuple[Var, str]]()  # values that a program keeps although the choice offloads them
     for _ in range(rounds):
-        levels = candidates.levels(choice, room)
+        levels = candidates.levels(choice, ahead)
         kept = {o for o in choice.moved if o not in levels.waits}
         choice, useless = choice.put(kept, KEPT), useless | {(o, MOVED) for o in kept}
         if levels.peak <= candidates.budget:
             break
-        lower, _ = _give_up(candidates, choice, levels, ways, useless, units)
+        lower, _ = _give_up(candidates, choice, levels, ways, useless)
         if lower == choice:
             break
         choice = lower
-    candidates.of(choice)
+    candidates.trial(choice, ahead)
 
 
 def _give_up(
@@ -96,7 +90,6 @@ def _give_up(
     levels: Levels,
     ways: Collection[str],
     but: Collection[tuple[Var, str]] = (),
-    units: Sequence[Sequence[Var]] = (),
 ) -> tuple[Choice, Levels]:
     """Give up, of the values that wait at the fullest step, those that free most bytes for a second, until the
     estimated peak is within the budget."""
@@ -107,7 +100,7 @@ def _give_up(
     def price(option: tuple[Var, str]) -> tuple[float, bool, int]:
         o, way = option
         is_moved = way == MOVED
-        seconds = candidates.wait(o, levels.waits) if is_moved else candidates.repeat(o, choice, {*again})
+        seconds = levels.copies.get(o, 0.0) if is_moved else candidates.repeat(o, choice, {*again})
         return seconds / max(o.nbytes, 1), is_moved, -o.nbytes
 
     while levels.peak > candidates.budget:
@@ -119,9 +112,8 @@ def _give_up(
         if not options:
             break
         o, way = min(options, key=price)
-        unit = next((unit for unit in units if o in unit), [o])
-        levels, choice = _changed(levels, unit, choice, way), choice.put(unit, way)
-        for o in unit if way == DROPPED else ():
+        levels, choice = _changed(levels, [o], choice, way), choice.put([o], way)
+        if way == DROPPED:
             candidates.repeat(o, choice, again)
     return choice, levels
 
@@ -138,23 +130,25 @@ def _take_back(
     return choice
 
 
-def _exchange(candidates: Candidates, best: Choice) -> Choice:
+def _exchange(candidates: Candidates) -> Choice:
     """Give up values in other ways, and other values for them, as long as that is better; the best choice."""
-    seen = {*candidates.tried}
+    assert candidates.best is not None
+    candidates.of(candidates.best[0])  # whose messages may run further ahead
+    seen = {choice for choice, _ in candidates.tried}
     for ways in _ways(candidates):
-        others, failures = _others(candidates, best, ways), 0
+        best, failures = candidates.best, 0
+        others = _others(candidates, *best, ways)
         while others and len(candidates.programs) < PROGRAMS and failures < _FAILURES:
             if (other := others.pop(0)) in seen:
                 continue
             seen.add(other)
             before = len(candidates.programs)
-            room = math.inf if candidates.is_free(best) else candidates.budget
-            _descend(candidates, other, ways, room, _CORRECTED)
+            _descend(candidates, other, best[1], ways, _CORRECTED)
             failures += len(candidates.programs) > before
-            if (better := candidates.best) is not None and better != best:
-                best, failures = better, 0
-                others = _others(candidates, best, ways)
-    return best
+            if candidates.best != best:
+                best, failures = candidates.best, 0
+                others = _others(candidates, *best, ways)
+    return candidates.best[0]
 
 
 def _ways(candidates: Candidates) -> list[tuple[str, ...]]:
@@ -162,12 +156,12 @@ def _ways(candidates: Candidates) -> list[tuple[str, ...]]:
     return [(DROPPED,), (DROPPED, MOVED)] if candidates.all_moved.moved else [(DROPPED,)]
 
 
-def _others(candidates: Candidates, choice: Choice, ways: Collection[str]) -> list[Choice]:
+def _others(candidates: Candidates, choice: Choice, ahead: str, ways: Collection[str]) -> list[Choice]:
     """Choices that are estimated to fit, the fastest first."""
-    levels = candidates.levels(choice, candidates.budget)
+    levels = candidates.levels(choice, ahead)
 
     def seconds(choice: Choice) -> float:
-        return candidates.estimate(choice, levels.waits)
+        return candidates.estimate(choice, levels.copies)
 
     given_up = [o for o in candidates.ways if choice.way(o) != KEPT]
     saved = {o: seconds(choice) - seconds(choice.put([o], KEPT)) for o in given_up}
@@ -200,9 +194,9 @@ def _lower_the_peak(candidates: Candidates) -> None:
     ones = [[o] for o in candidates.ways]
 
     def peak(choice: Choice) -> int:
-        return candidates.of(choice).peak
+        return candidates.trial(choice, WAYS[-1]).peak
 
-    best, is_changed = min(candidates.tried, key=peak), True
+    best, is_changed = min((choice for choice, ahead in candidates.tried if ahead == WAYS[-1]), key=peak), True
     while is_changed:
         is_changed = False
         for groups in chain(zip(candidates.groups), zip(ones), combinations(ones, 2)):
@@ -240,8 +234,8 @@ def _is_inside(step: int, span: Span) -> bool:
 
 
 def _refuse(candidates: Candidates) -> NoReturn:
-    least = min(candidates.tried, key=lambda choice: candidates.tried[choice].peak)
-    (program, _), peak = candidates.program(least, candidates.budget), candidates.tried[least].peak
+    least = min(candidates.tried, key=lambda key: candidates.tried[key].peak)
+    (program, _), peak = candidates.program(*least), candidates.tried[least].peak
     lines = {v: step.line for step in program.steps if isinstance(step, Compute) for v in step.made}
     lines |= {c.out: c.line for c in program.collectives}
     held = [f"{v.nbytes:,} bytes: {v.name}, {_whence(program, v, lines)}" for v in largest(program)[:_SHOWN]]

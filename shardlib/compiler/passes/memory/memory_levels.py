@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shardlib.compiler.passes.memory.saved_values import Crossing
 from shardlib.compiler.passes.split_backward import gives, needs
@@ -24,7 +24,8 @@ class Levels:
     level: Sequence[int]
     gaps: Mapping[Var, Span]
     away: Mapping[Var, Span]
-    waits: Mapping[Var, float]  # seconds that calls wait for copies, of each memory that is offloaded
+    waits: Mapping[Var, float]  # seconds that calls wait for copies, of each memory that is offloaded,
+    copies: Mapping[Var, float] = field(default_factory=dict)  # or would be
 
     @staticmethod
     def of(program: Program, line: Timeline, crossing: Crossing, trips: Mapping[Var, Trip]) -> Levels:
@@ -63,7 +64,7 @@ class Levels:
         if begin >= end:
             return self
         between = [size + nbytes for size in self.level[begin:end]]
-        return Levels([*self.level[:begin], *between, *self.level[end:]], self.gaps, self.away, self.waits)
+        return replace(self, level=[*self.level[:begin], *between, *self.level[end:]])
 
     @property
     def peak(self) -> int:
