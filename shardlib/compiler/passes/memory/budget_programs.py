@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from shardlib.compiler.passes.memory.layer_bounds import boundaries, frontier, key
-from shardlib.compiler.passes.memory.memory_levels import Levels, Trip, trips
+from shardlib.compiler.passes.memory.memory_levels import Levels, Trip, by_name, original, trips
 from shardlib.compiler.passes.memory.remat import remade
 from shardlib.compiler.passes.memory.saved_values import Crossing
-from shardlib.compiler.program.buffers import peak_bytes
+from shardlib.compiler.program.buffers import alive, largest, peak_bytes
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, reads
 from shardlib.compiler.schedule_options import AHEAD
 from shardlib.compiler.simulate import rooflines
@@ -129,6 +129,18 @@ class Candidates:
         fitting = [key for key, trial in self.tried.items() if trial.peak <= self.budget]
         cost = lambda key: (self.tried[key].seconds, *key[0].nbytes)
         return min(fitting, key=cost, default=None)
+
+    def excess(self, choice: Choice) -> int:
+        """Bytes above the budget, added up over the steps of the program in which no message runs ahead."""
+        peak = self.trial(choice, WAYS[-1]).peak
+        levels = alive(self.programs[choice, WAYS[-1]][0])
+        return sum(size - self.budget for size in levels if size > self.budget) if peak > self.budget else 0
+
+    def in_use(self, choice: Choice, ahead: str) -> dict[Var, None]:
+        """The memory that is in use at the fullest step, as it is or as a copy, the largest first."""
+        program, _ = self.program(choice, ahead)
+        owner = by_name(self.crossing)
+        return {o: None for v in largest(program) if (o := original(v.name, owner)) is not None}
 
     def is_worth(self, choice: Choice, ahead: str) -> bool:
         """Whether a program is faster than the best, if so much less runs ahead and nothing more is given up."""

@@ -11,8 +11,8 @@ goes on from its levels. Then values are exchanged, the most promising exchange 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from itertools import chain, combinations, product
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, combinations, product, takewhile
 from typing import NoReturn
 
 from shardlib.compiler.passes.memory import remat_policies
@@ -190,24 +190,27 @@ def _layers(candidates: Candidates) -> list[Choice]:
 
 
 def _lower_the_peak(candidates: Candidates) -> None:
-    """Change values that equal layers share, then single ones, then two of them, as long as that lowers the peak."""
-    ones = [[o] for o in candidates.ways]
+    """Change values as long as the program is less, or for fewer steps, above the budget."""
+    starts = [choice for choice, ahead in candidates.tried if ahead == WAYS[-1]]
+    best: Choice | None = min(starts, key=candidates.excess)
+    while best is not None and (excess := candidates.excess(best)):
+        others = takewhile(lambda _: len(candidates.programs) < LAST_RESORT, _neighbors(candidates, best))
+        best = next((other for other in others if candidates.excess(other) < excess), None)
 
-    def peak(choice: Choice) -> int:
-        return candidates.trial(choice, WAYS[-1]).peak
 
-    best, is_changed = min((choice for choice, ahead in candidates.tried if ahead == WAYS[-1]), key=peak), True
-    while is_changed:
-        is_changed = False
-        for groups in chain(zip(candidates.groups), zip(ones), combinations(ones, 2)):
-            for ways in product(*((KEPT, *candidates.ways[group[0]]) for group in groups)):
-                if len(candidates.programs) >= LAST_RESORT or peak(best) <= candidates.budget:
-                    return
-                other = best
-                for group, way in zip(groups, ways, strict=True):
-                    other = other.put(group, way)
-                if peak(other) < peak(best):
-                    best, is_changed = other, True
+def _neighbors(candidates: Candidates, choice: Choice) -> Iterator[Choice]:
+    """Choices that differ in values that equal layers share, in single ones, then in two; those first that are in use,
+    as they are or copied, at the fullest step."""
+    ones, used = [[o] for o in candidates.ways], candidates.in_use(choice, WAYS[-1])
+    first = [[o] for o in used if o in candidates.ways]
+    shared = [group for group in candidates.groups if not used.keys().isdisjoint(group)]
+    pairs = combinations(first, 2), combinations(ones, 2)
+    for groups in chain(zip(shared), zip(first), pairs[0], zip(candidates.groups), zip(ones), pairs[1]):
+        for ways in product(*((KEPT, *candidates.ways[group[0]]) for group in groups)):
+            other = choice
+            for group, way in zip(groups, ways, strict=True):
+                other = other.put(group, way)
+            yield other
 
 
 # Levels of a choice ---------------------------------------------------------------------------------------------------

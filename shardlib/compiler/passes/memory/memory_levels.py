@@ -30,7 +30,7 @@ class Levels:
     @staticmethod
     def of(program: Program, line: Timeline, crossing: Crossing, trips: Mapping[Var, Trip]) -> Levels:
         """Those of a program that all passes made of a `crossing`, whatever it recomputes or offloads."""
-        owner = _by_name(crossing)
+        owner = by_name(crossing)
         last: dict[Var, int] = {}
         first: dict[Var, int] = {}
         place: dict[Var, int] = {}
@@ -39,7 +39,7 @@ class Levels:
         for i, (step, touched) in enumerate(_touched(program)):
             place |= dict.fromkeys(gives(step), i)
             is_back = step.backward if isinstance(step, Compute) else isinstance(step, Start) and step.first.backward
-            for o in dict.fromkeys(_original(v.name, owner) for v in touched):
+            for o in dict.fromkeys(original(v.name, owner) for v in touched):
                 if o is not None and is_copy(step):
                     (leaves if isinstance(step, Wait) else returns).setdefault(o, []).append(i)
                 elif o is not None and is_back:
@@ -54,7 +54,7 @@ class Levels:
         away |= {o: (leaves[o][0] + 1, at[-1]) for o, at in returns.items() if o in gaps and o in leaves}
         waits: dict[Var, float] = defaultdict(float)
         for step in program.steps:
-            if isinstance(step, Start) and is_copy(step) and (o := _original(step.sources[0].name, owner)) is not None:
+            if isinstance(step, Start) and is_copy(step) and (o := original(step.sources[0].name, owner)) is not None:
                 waits[o] += line.waits.get(step, 0.0)
         return Levels([size for _, size in line.memory], gaps, away, waits)
 
@@ -74,14 +74,14 @@ class Levels:
 
 def trips(program: Program, crossing: Crossing) -> dict[Var, Trip]:
     """Between which steps each value is in the host's memory, of a program in which all go there that may."""
-    owner = _by_name(crossing)
+    owner = by_name(crossing)
     leaves: dict[Var, Var] = {}
     returns: dict[Var, Var] = {}
     flying: list[Var] = []
     before: Var | None = None
     for step, touched in _touched(program):
         if is_copy(step):
-            o = _original(touched[0].name, owner)
+            o = original(touched[0].name, owner)
             if o is not None and isinstance(step, Wait) and before is not None:
                 leaves.setdefault(o, before)
             elif o is not None and o in leaves:
@@ -111,12 +111,13 @@ def _touched(program: Program) -> Iterator[tuple[Step, tuple[Var, ...]]]:
         yield step, (*gives(step), *needs(step), *carried)
 
 
-def _by_name(crossing: Crossing) -> Mapping[str, Var]:
+def by_name(crossing: Crossing) -> Mapping[str, Var]:
+    """The memory of each value that the program has before it is changed."""
     return {v.name: o for o, values in crossing.shown.items() for v in values}
 
 
-def _original(name: str, owner: Mapping[str, Var]) -> Var | None:
-    """The memory of a value, or of a copy that passes made of it (`x.again`, `x.host`, `x.back`)."""
+def original(name: str, owner: Mapping[str, Var]) -> Var | None:
+    """Returns the memory of a value, or of a copy that passes made of it (`x.again`, `x.host`, `x.back`)."""
     while name not in owner and "." in name:
         name = name.rpartition(".")[0]
     return owner.get(name)
