@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from shardlib.compiler.passes.memory.layer_bounds import boundaries, frontier, key
-from shardlib.compiler.passes.memory.memory_levels import Levels, Trip, by_name, original, trips
+from shardlib.compiler.passes.memory.memory_levels import Levels, Trip, original, trips
 from shardlib.compiler.passes.memory.remat import remade
 from shardlib.compiler.passes.memory.saved_values import Crossing
 from shardlib.compiler.program.buffers import alive, largest, peak_bytes
@@ -87,6 +87,8 @@ class Candidates:
         self.ways = ways
         self.base = Choice(frozenset(o for o in crossing.droppable if o not in held and o not in fixed))
         self.seconds = [_seconds(step, crossing.program, self.machine) for step in crossing.program.steps]
+        self.owner: dict[str, Var | None] = {v.name: o for o, values in crossing.shown.items() for v in values}
+        self._levels: dict[tuple[Choice, str], Levels] = {}
         self._copies: dict[str, tuple[Mapping[Var, Trip], Mapping[Var, float]]] = {}
         self._last: tuple[frozenset[Var], Program] | None = None
         self.tried: dict[tuple[Choice, str], Trial] = {}
@@ -139,11 +141,10 @@ class Candidates:
     def in_use(self, choice: Choice, ahead: str) -> dict[Var, None]:
         """The memory that is in use at the fullest step, as it is or as a copy, the largest first."""
         program, _ = self.program(choice, ahead)
-        owner = by_name(self.crossing)
-        return {o: None for v in largest(program) if (o := original(v.name, owner)) is not None}
+        return {o: None for v in largest(program) if (o := original(v.name, self.owner)) is not None}
 
     def is_worth(self, choice: Choice, ahead: str) -> bool:
-        """Whether a program is faster than the best, if so much less runs ahead and nothing more is given up."""
+        """Whether a program is faster than the best, be it within the budget or not."""
         return self.best is None or self.trial(choice, ahead).seconds < self.tried[self.best].seconds
 
     @cached_property
@@ -156,8 +157,8 @@ class Candidates:
         may be there, and messages run ahead so far."""
         if ahead not in self._copies:
             program, line = self.program(self.all_moved, ahead)
-            levels = Levels.of(program, line, self.crossing, {})
-            self._copies[ahead] = trips(program, self.crossing), levels.waits
+            levels = Levels.of(program, line, self.owner, {})
+            self._copies[ahead] = trips(program, self.crossing, self.owner), levels.waits
         return self._copies[ahead]
 
     @cached_property
@@ -180,16 +181,23 @@ class Candidates:
 
     def levels(self, choice: Choice, ahead: str) -> Levels:
         """The bytes in use at each step of the program of a choice."""
-        trips, waits = self.copies(ahead) if self.all_moved.moved else ({}, {})
-        levels = Levels.of(*self.program(choice, ahead), self.crossing, trips)
-        return replace(levels, copies={**waits, **levels.waits})
+        if (choice, ahead) not in self._levels:
+            trips, waits = self.copies(ahead) if self.all_moved.moved else ({}, {})
+            levels = Levels.of(*self.program(choice, ahead), self.owner, trips)
+            self._levels[choice, ahead] = replace(levels, copies={**waits, **levels.waits})
+        return self._levels[choice, ahead]
 
     def estimate(self, choice: Choice, copies: Mapping[Var, float]) -> float:
         """Seconds of the steps that run again, and of the waits for copies."""
+        steps = self.again(choice)
+        return sum(self.seconds[i] for i in steps) + sum(copies.get(o, 0.0) for o in choice.moved)
+
+    def again(self, choice: Choice) -> set[int]:
+        """The steps that run once more."""
         again = set[int]()
         for o in choice.dropped - self.base.dropped:
             self.repeat(o, choice, again)
-        return sum(self.seconds[i] for i in again) + sum(copies.get(o, 0.0) for o in choice.moved)
+        return again
 
     def repeat(self, owner: Var, choice: Choice, again: set[int]) -> float:
         """Add the steps that run once more for a dropped value to those that do, and return their seconds."""

@@ -25,11 +25,12 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, place
 from shardlib.sharding.mesh.machine import Machine
 
-PROGRAMS = 48  # that are made by default, at most; where none fits,
+PROGRAMS = 40  # that are made by default, at most; where none fits,
 LAST_RESORT = 240  # so many
 _ROUNDS = 4  # programs of one descent,
 _CORRECTED = 2  # and of one exchange
 _FAILURES = 6  # exchanges in a row that do not help
+_CHANGES = 64  # from which exchanges are made
 _SHOWN = 5
 
 
@@ -48,16 +49,12 @@ def within(
     Raises `ShardingError` where none was found, with the least peak that was.
     """
     candidates = Candidates(crossing, budget, trial or finish, machine, fixed, movable)
-    if candidates.trial(Choice(), WAYS[0]).peak <= budget:
-        if peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
-            return Choice()  # and nothing has to move less for that
-    for ahead in WAYS:
-        for ways in [*_ways(candidates), *([(MOVED,)] if candidates.all_moved.moved else [])]:
-            if candidates.is_worth(candidates.base, ahead):
-                _descend(candidates, candidates.base, ahead, ways, _ROUNDS)
-    if candidates.best is None:
-        for start in _layers(candidates):
-            _descend(candidates, start, WAYS[-1], (DROPPED, MOVED), _ROUNDS)
+    fits = candidates.trial(Choice(), WAYS[0]).peak <= budget
+    if fits and peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
+        return Choice()  # and nothing has to move less for that
+    for start in dict.fromkeys([candidates.base, *_layers(candidates)]):
+        if candidates.best is None:
+            _search(candidates, start)
     if candidates.best is None:
         _lower_the_peak(candidates)
     if candidates.best is None:
@@ -66,6 +63,14 @@ def within(
 
 
 # Steps of the search --------------------------------------------------------------------------------------------------
+
+
+def _search(candidates: Candidates, start: Choice) -> None:
+    """Descend from a choice, for each distance that messages run ahead with which a program may be the fastest."""
+    ways = [*_ways(candidates), (MOVED,)] if candidates.all_moved.moved else _ways(candidates)
+    for ahead, some in product(WAYS, ways):
+        if candidates.is_worth(start, ahead):
+            _descend(candidates, start, ahead, some, _ROUNDS)
 
 
 def _descend(candidates: Candidates, choice: Choice, ahead: str, ways: Collection[str], rounds: int) -> None:
@@ -93,9 +98,7 @@ def _give_up(
 ) -> tuple[Choice, Levels]:
     """Give up, of the values that wait at the fullest step, those that free most bytes for a second, until the
     estimated peak is within the budget."""
-    again = set[int]()
-    for o in choice.dropped - candidates.base.dropped:
-        candidates.repeat(o, choice, again)
+    again = candidates.again(choice)
 
     def price(option: tuple[Var, str]) -> tuple[float, bool, int]:
         o, way = option
@@ -123,10 +126,10 @@ def _take_back(
 ) -> Choice:
     """Keep the values that the estimated levels leave room for, those first that save most seconds."""
     for o, gain in gains.items():
-        if gain >= 0 and o not in but and choice.way(o) != KEPT:
-            kept = _changed(levels, [o], choice, KEPT)
-            if kept.peak <= candidates.budget:
-                choice, levels = choice.put([o], KEPT), kept
+        if gain >= 0 and o not in but and (way := choice.way(o)) != KEPT:
+            begin, end = span = _absence(levels, o, way)
+            if max(levels.level[begin:end], default=0) + o.nbytes <= candidates.budget:
+                choice, levels = choice.put([o], KEPT), levels.with_span(span, o.nbytes)
     return choice
 
 
@@ -167,18 +170,36 @@ def _others(candidates: Candidates, choice: Choice, ahead: str, ways: Collection
     saved = {o: seconds(choice) - seconds(choice.put([o], KEPT)) for o in given_up}
     gains = dict(sorted(saved.items(), key=lambda item: -item[1]))
     others = [_take_back(candidates, choice, levels, gains)]
+    for values, way in _promising(candidates, choice, ways, gains, levels):
+        changed = [o for o in values if choice.way(o) != way]
+        if KEPT not in (way, *map(choice.way, changed)):
+            others.append(choice.put(changed, way))  # which holds about as many bytes
+        but = {(o, w) for o in changed for w in candidates.ways[o]}
+        after = _changed(levels, changed, choice, way)
+        other, after = _give_up(candidates, choice.put(changed, way), after, ways, but)
+        if after.peak <= candidates.budget:
+            others += [_take_back(candidates, other, after, gains, changed), other]
+    return sorted(dict.fromkeys(others), key=lambda other: (seconds(other), *other.nbytes))
+
+
+def _promising(
+    candidates: Candidates, choice: Choice, ways: Collection[str], gains: Mapping[Var, float], levels: Levels
+) -> list[tuple[Sequence[Var], str]]:
+    """Changes of values that equal layers share, and of single ones: the first by their seconds, and by those that the
+    bytes are worth."""
+    worth = max((gain / o.nbytes for o, gain in gains.items() if o.nbytes), default=0.0)
+    again, prices = candidates.again(choice), list[tuple[float, Sequence[Var], str]]()
     for values in [*candidates.groups, *([o] for o in candidates.ways)]:
         for way in (KEPT, *(way for way in candidates.ways[values[0]] if way in ways)):
             if not (changed := [o for o in values if choice.way(o) != way]):
                 continue
-            if KEPT not in (way, *map(choice.way, changed)):
-                others.append(choice.put(changed, way))  # which holds about as many bytes
-            but = {(o, w) for o in changed for w in candidates.ways[o]}
-            after = _changed(levels, changed, choice, way)
-            other, after = _give_up(candidates, choice.put(changed, way), after, ways, but)
-            if after.peak <= candidates.budget:
-                others += [_take_back(candidates, other, after, gains, changed), other]
-    return sorted(dict.fromkeys(others), key=lambda other: (seconds(other), *other.nbytes))
+            price, steps = 0.0, {*again}
+            for o in changed:
+                price += worth * o.nbytes * ((way == KEPT) - (choice.way(o) == KEPT)) - gains.get(o, 0.0)
+                price += levels.copies.get(o, 0.0) if way == MOVED else 0.0
+                price += candidates.repeat(o, choice, steps) if way == DROPPED else 0.0
+            prices.append((price, values, way))
+    return [(values, way) for _, values, way in sorted(prices, key=lambda price: price[0])[:_CHANGES]]
 
 
 def _layers(candidates: Candidates) -> list[Choice]:

@@ -13,6 +13,7 @@ from shardlib.compiler.simulate.timeline import Timeline
 
 Span = tuple[int, int]  # the first step, and the step behind the last
 Trip = tuple[Var, Var]  # to the host's memory and back: what is made last before a value is gone, and first behind
+Owner = dict[str, Var | None]  # the memory of each value by name
 NOWHERE = 0, 0
 
 
@@ -28,9 +29,8 @@ class Levels:
     copies: Mapping[Var, float] = field(default_factory=dict)  # or would be
 
     @staticmethod
-    def of(program: Program, line: Timeline, crossing: Crossing, trips: Mapping[Var, Trip]) -> Levels:
-        """Those of a program that all passes made of a `crossing`, whatever it recomputes or offloads."""
-        owner = by_name(crossing)
+    def of(program: Program, line: Timeline, owner: Owner, trips: Mapping[Var, Trip]) -> Levels:
+        """Those of a program that all passes made, whatever it recomputes or offloads."""
         last: dict[Var, int] = {}
         first: dict[Var, int] = {}
         place: dict[Var, int] = {}
@@ -72,9 +72,8 @@ class Levels:
         return max(self.level, default=0)
 
 
-def trips(program: Program, crossing: Crossing) -> dict[Var, Trip]:
+def trips(program: Program, crossing: Crossing, owner: Owner) -> dict[Var, Trip]:
     """Between which steps each value is in the host's memory, of a program in which all go there that may."""
-    owner = by_name(crossing)
     leaves: dict[Var, Var] = {}
     returns: dict[Var, Var] = {}
     flying: list[Var] = []
@@ -111,13 +110,8 @@ def _touched(program: Program) -> Iterator[tuple[Step, tuple[Var, ...]]]:
         yield step, (*gives(step), *needs(step), *carried)
 
 
-def by_name(crossing: Crossing) -> Mapping[str, Var]:
-    """The memory of each value that the program has before it is changed."""
-    return {v.name: o for o, values in crossing.shown.items() for v in values}
-
-
-def original(name: str, owner: Mapping[str, Var]) -> Var | None:
+def original(name: str, owner: Owner) -> Var | None:
     """Returns the memory of a value, or of a copy that passes made of it (`x.again`, `x.host`, `x.back`)."""
-    while name not in owner and "." in name:
-        name = name.rpartition(".")[0]
-    return owner.get(name)
+    if name not in owner:
+        owner[name] = original(name.rpartition(".")[0], owner) if "." in name else None
+    return owner[name]
