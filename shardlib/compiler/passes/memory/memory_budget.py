@@ -25,8 +25,9 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, place
 from shardlib.sharding.mesh.machine import Machine
 
-PROGRAMS = 40  # that are made by default, at most; where none fits,
-LAST_RESORT = 240  # so many
+PROGRAMS = 40  # whole programs that a search makes, at most, before it exchanges nothing more
+LAST_RESORT = 240  # where none of them fits,
+_EXCHANGED = 16  # and behind the first that does
 _ROUNDS = 4  # programs of one descent,
 _CORRECTED = 2  # and of one exchange
 _FAILURES = 6  # exchanges in a row that do not help
@@ -52,9 +53,11 @@ def within(
     fits = candidates.trial(Choice(), WAYS[0]).peak <= budget
     if fits and peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
         return Choice()  # and nothing has to move less for that
-    for start in dict.fromkeys([candidates.base, *_layers(candidates)]):
+    alone = [(MOVED,)] if candidates.all_moved.moved else []
+    _search(candidates, candidates.base, [*_ways(candidates), *alone])
+    for start in _layers(candidates):
         if candidates.best is None:
-            _search(candidates, start)
+            _search(candidates, start, _ways(candidates)[-1:])
     if candidates.best is None:
         _lower_the_peak(candidates)
     if candidates.best is None:
@@ -65,15 +68,22 @@ def within(
 # Steps of the search --------------------------------------------------------------------------------------------------
 
 
-def _search(candidates: Candidates, start: Choice) -> None:
+def _search(candidates: Candidates, start: Choice, ways: Sequence[Collection[str]]) -> None:
     """Descend from a choice, for each distance that messages run ahead with which a program may be the fastest."""
-    ways = [*_ways(candidates), (MOVED,)] if candidates.all_moved.moved else _ways(candidates)
     for ahead, some in product(WAYS, ways):
-        if candidates.is_worth(start, ahead):
-            _descend(candidates, start, ahead, some, _ROUNDS)
+        for units in ((), candidates.groups) if some == (DROPPED,) else ((),):
+            if candidates.is_worth(start, ahead):
+                _descend(candidates, start, ahead, some, _ROUNDS, units)
 
 
-def _descend(candidates: Candidates, choice: Choice, ahead: str, ways: Collection[str], rounds: int) -> None:
+def _descend(
+    candidates: Candidates,
+    choice: Choice,
+    ahead: str,
+    ways: Collection[str],
+    rounds: int,
+    units: Sequence[Sequence[Var]] = (),
+) -> None:
     """Make programs of choices that give up more and more, until one fits whose messages run ahead so far."""
     useless = set[tuple[Var, str]]()  # values that a program keeps although the choice offloads them
     for _ in range(rounds):
@@ -82,7 +92,7 @@ def _descend(candidates: Candidates, choice: Choice, ahead: str, ways: Collectio
         choice, useless = choice.put(kept, KEPT), useless | {(o, MOVED) for o in kept}
         if levels.peak <= candidates.budget:
             break
-        lower, _ = _give_up(candidates, choice, levels, ways, useless)
+        lower, _ = _give_up(candidates, choice, levels, ways, useless, units)
         if lower == choice:
             break
         choice = lower
@@ -95,6 +105,7 @@ def _give_up(
     levels: Levels,
     ways: Collection[str],
     but: Collection[tuple[Var, str]] = (),
+    units: Sequence[Sequence[Var]] = (),
 ) -> tuple[Choice, Levels]:
     """Give up, of the values that wait at the fullest step, those that free most bytes for a second, until the
     estimated peak is within the budget."""
@@ -115,8 +126,9 @@ def _give_up(
         if not options:
             break
         o, way = min(options, key=price)
-        levels, choice = _changed(levels, [o], choice, way), choice.put([o], way)
-        if way == DROPPED:
+        unit = next((unit for unit in units if o in unit), [o])
+        levels, choice = _changed(levels, unit, choice, way), choice.put(unit, way)
+        for o in unit if way == DROPPED else ():
             candidates.repeat(o, choice, again)
     return choice, levels
 
@@ -138,10 +150,11 @@ def _exchange(candidates: Candidates) -> Choice:
     assert candidates.best is not None
     candidates.of(candidates.best[0])  # whose messages may run further ahead
     seen = {choice for choice, _ in candidates.tried}
+    most = max(PROGRAMS, len(candidates.programs) + _EXCHANGED)
     for ways in _ways(candidates):
         best, failures = candidates.best, 0
         others = _others(candidates, *best, ways)
-        while others and len(candidates.programs) < PROGRAMS and failures < _FAILURES:
+        while others and len(candidates.programs) < most and failures < _FAILURES:
             if (other := others.pop(0)) in seen:
                 continue
             seen.add(other)
