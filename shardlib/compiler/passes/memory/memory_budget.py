@@ -25,12 +25,14 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, place
 from shardlib.sharding.mesh.machine import Machine
 
-PROGRAMS = 40  # whole programs that a search makes, at most, before it exchanges nothing more
-LAST_RESORT = 240  # where none of them fits,
-_EXCHANGED = 16  # and behind the first that does
+PROGRAMS = (
+    40  # whole programs that a search makes, at most, before it exchanges nothing more; with planning="best", and
+)
+LAST_RESORT = 240  # where none of them fits, so many
+EXCHANGED = 24  # behind the first that fits, where that came late
 _ROUNDS = 4  # programs of one descent,
 _CORRECTED = 2  # and of one exchange
-_FAILURES = 6  # exchanges in a row that do not help
+_FAILURES = 6  # of the programs, one in so many may be for exchanges in a row that do not help
 _CHANGES = 64  # from which exchanges are made
 _SHOWN = 5
 
@@ -43,9 +45,11 @@ def within(
     fixed: Collection[Var] = frozenset(),
     movable: Collection[Var] = (),
     trial: Finish | None = None,
+    programs: int = PROGRAMS,
 ) -> Choice:
     """What to give up, none of it `fixed`, for a program whose peak is at most `budget` bytes; `movable` are values
-    that may wait in the host's memory. A `trial` is a quick `finish`, which leaves out what only makes it faster.
+    that may wait in the host's memory. A `trial` is a quick `finish`, which leaves out what only makes it faster. About
+    so many `programs` are made, more only where none of them fits.
 
     Raises `ShardingError` where none was found, with the least peak that was.
     """
@@ -54,25 +58,26 @@ def within(
     if fits and peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
         return Choice()  # and nothing has to move less for that
     alone = [(MOVED,)] if candidates.all_moved.moved else []
-    _search(candidates, candidates.base, [*_ways(candidates), *alone])
+    _search(candidates, candidates.base, [*_ways(candidates), *alone], programs)
     for start in _layers(candidates):
         if candidates.best is None:
-            _search(candidates, start, _ways(candidates)[-1:])
+            _search(candidates, start, _ways(candidates)[-1:], programs)
     if candidates.best is None:
         _lower_the_peak(candidates)
     if candidates.best is None:
         _refuse(candidates)
-    return _exchange(candidates)
+    return _exchange(candidates, programs)
 
 
 # Steps of the search --------------------------------------------------------------------------------------------------
 
 
-def _search(candidates: Candidates, start: Choice, ways: Sequence[Collection[str]]) -> None:
+def _search(candidates: Candidates, start: Choice, ways: Sequence[Collection[str]], programs: int) -> None:
     """Descend from a choice, for each distance that messages run ahead with which a program may be the fastest."""
     for ahead, some in product(WAYS, ways):
         for units in ((), candidates.groups) if some == (DROPPED,) else ((),):
-            if candidates.is_worth(start, ahead):
+            goes_on = candidates.best is None or len(candidates.programs) < programs
+            if goes_on and candidates.is_worth(start, ahead):
                 _descend(candidates, start, ahead, some, _ROUNDS, units)
 
 
@@ -145,16 +150,17 @@ def _take_back(
     return choice
 
 
-def _exchange(candidates: Candidates) -> Choice:
+def _exchange(candidates: Candidates, programs: int) -> Choice:
     """Give up values in other ways, and other values for them, as long as that is better; the best choice."""
     assert candidates.best is not None
     candidates.of(candidates.best[0])  # whose messages may run further ahead
     seen = {choice for choice, _ in candidates.tried}
-    most = max(PROGRAMS, len(candidates.programs) + _EXCHANGED)
+    is_late = len(candidates.programs) >= programs
+    most = len(candidates.programs) + EXCHANGED if is_late else programs
     for ways in _ways(candidates):
         best, failures = candidates.best, 0
         others = _others(candidates, *best, ways)
-        while others and len(candidates.programs) < most and failures < _FAILURES:
+        while others and len(candidates.programs) < most and failures < programs // _FAILURES:
             if (other := others.pop(0)) in seen:
                 continue
             seen.add(other)
