@@ -89,7 +89,7 @@ def test_values_are_exchanged_also_behind_a_late_program() -> None:
     assert plan.simulate().seconds <= 8.2e-7
 
 
-@pytest.mark.parametrize(("place", "share"), [("fsdp", 0.45), ("kept", 0.5)])
+@pytest.mark.parametrize(("place", "share"), [pytest.param("fsdp", 0.45, marks=pytest.mark.long), ("kept", 0.5)])
 def test_tight_budgets_are_met(place: str, share: float) -> None:
     """Both fit only if some layers' values are kept, some dropped and some offloaded."""
     axes, options = PLACES[place]

@@ -5,7 +5,8 @@ Whole programs decide, by their peaks and their simulation on the machine of the
 one shows its bytes at every step, and from where to where a value waits for the backward pass (`memory_levels`). The
 effect of a change on bytes and seconds is estimated from that, without a program. A descent gives up, at the fullest
 step, the value that frees most bytes for a second, until the estimate is within the budget. It makes that program and
-goes on from its levels. Then values are exchanged, the most promising exchange first.
+goes on from its levels, once for each distance that messages may run ahead. Then values are exchanged, the most
+promising exchange first. Where no descent fits, single values and pairs are changed, by whole programs, until one does.
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, place
 from shardlib.sharding.mesh.machine import Machine
 
-PROGRAMS = (
-    40  # whole programs that a search makes, at most, before it exchanges nothing more; with planning="best", and
-)
-LAST_RESORT = 240  # where none of them fits, so many
+PROGRAMS = 40  # whole programs that a search makes, at most, before it exchanges nothing more
+LAST_RESORT = 240  # so many with planning="best", and where none of them fits
 EXCHANGED = 24  # behind the first that fits, where that came late
 _ROUNDS = 4  # programs of one descent,
 _CORRECTED = 2  # and of one exchange
