@@ -628,10 +628,11 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
         tried = search(int(least + share * (most - least)))
         _all(tried)
         found = within(given[0], tried.budget, *given[1:])
+        fastest, ahead = tried.best or (Choice(), "")
         assert tried.of(found).peak <= tried.budget
-        assert tried.of(found).seconds <= 1.05 * tried.of(tried.best).seconds
+        assert tried.of(found).seconds <= 1.05 * tried.trial(fastest, ahead).seconds
         moved.update(found.moved)
-        best.update(tried.best.moved)
+        best.update(fastest.moved)
     assert bool(moved) == bool(best) >= (host in ("hidden", "fast", "copies")), "where the host is fast enough"
 
 

@@ -116,14 +116,13 @@ class Candidates:
             self.tried[choice, ahead] = Trial(peak_bytes(program), line.seconds + _HIDDEN * sent)
         return self.tried[choice, ahead]
 
-    def of(self, choice: Choice) -> tuple[str, Trial]:
-        """How far messages run ahead within the budget, and what the program takes."""
-        for ahead in WAYS:
-            trial = self.trial(choice, ahead)
-            program, _ = self.programs[choice, ahead]
-            if trial.peak <= self.budget or not (program.collectives or program.copied):
-                break
-        return ahead, trial
+    def of(self, choice: Choice) -> Trial:
+        """What the program takes whose messages run ahead as far as the budget allows."""
+        least = self.trial(choice, WAYS[-1])
+        if least.peak > self.budget:
+            return least
+        fitting = (trial for ahead in WAYS if (trial := self.trial(choice, ahead)).peak <= self.budget)
+        return next(fitting)
 
     @property
     def best(self) -> tuple[Choice, str] | None:
