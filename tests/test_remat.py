@@ -633,7 +633,7 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
         assert tried.of(found).seconds <= 1.05 * tried.trial(fastest, ahead).seconds
         moved.update(found.moved)
         best.update(fastest.moved)
-    assert bool(moved) == bool(best) >= (host in ("hidden", "fast", "copies")), "where the host is fast enough"
+    assert bool(moved) <= bool(best) >= (host in ("hidden", "fast", "copies")), "where the host is fast enough"
 
 
 @pytest.mark.long
