@@ -71,14 +71,10 @@ def test_moves_of_one_axis_take_no_effort() -> None:
 
     weights = [torch.ones(64, 64 + 2 * i) for i in range(4)]
     with sl.Mesh.abstract(a=2, b=2, c=2):
-        fast, default = (
-            sl.jit(sl.grad(losses, (0, 1, 2, 3, 4)), in_specs=("p@a q@b",) + ("k@c n@a",) * 4, planning=planning).plan(
-                torch.ones(64, 64), *weights
-            )
-            for planning in ("fast", None)
-        )
-    assert fast.compiled.search.effort.stopped
-    assert fast.comm_bytes <= default.comm_bytes
+        step = sl.jit(sl.grad(losses, (0, 1, 2, 3, 4)), in_specs=("p@a q@b",) + ("k@c n@a",) * 4, planning="fast")
+        plan = step.plan(torch.ones(64, 64), *weights)
+    assert plan.compiled.search.effort.stopped
+    assert plan.comm_bytes == 51_712, "the first choice of every unit sends 83,328"
 
 
 def test_a_module_has_an_effort_of_its_own(placed: Any) -> None:

@@ -69,6 +69,11 @@ class Estimate:
     def evaluations(self) -> int:
         return len(self._work_memo) + sum(moves.evaluations for moves in self.moves)
 
+    @property
+    def priced(self) -> int:
+        """How many ways from one layout to another were worked out."""
+        return sum(layouts.priced for layouts in self._layouts.values())
+
     def _class(self, i: int, kind: Kind, choice: Order) -> int:
         """The number of the layouts of those ends of record number `i` that a kind decides."""
         memo = self._class_memo[i]

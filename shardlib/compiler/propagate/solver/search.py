@@ -10,7 +10,6 @@ each, until nothing improves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,6 +52,7 @@ class Search:
         self.estimate = Estimate(problem, self.allowed.cut)
         self.effort = Effort() if effort is None else effort
         self.solves = 0  # minima that were sought
+        self._priced: dict[Estimate, int] = {}  # ways from layout to layout, when last counted
         flood = problem.flood
         wants = [(problem.families.get(leaf, leaf), w) for leaf, wants in flood.wants.items() for w in wants]
         self.offers: frozenset[Offer] = frozenset((leaf, w.axis.name) for leaf, w in wants if w.offered)
@@ -167,7 +167,7 @@ class Search:
     def _by_cost(self, whole: Free) -> list[Variable]:
         return sorted(whole, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
 
-    def spare(self, whole: Free, limit: float, dearest: float = math.inf) -> None:
+    def spare(self, whole: Free, limit: float) -> None:
         """Send fewer bytes within a limit of seconds: follow the minimum while bytes grow dearer and dearer."""
         seconds, weights = self.estimate, self.weights
         self.estimate = bytes_alone = self.of_bytes
@@ -176,12 +176,12 @@ class Search:
             fewer = bytes_alone.parts(choices)[1] <= bytes_alone.parts(self.choices)[1]
             return fewer and seconds.total(choices) <= limit
 
-        dearer, before = [dear for dear in _DEARER if dear <= dearest], self.choices
-        self.weights = replace(weights, sent=dearer[-1])
+        before = self.choices
+        self.weights = replace(weights, sent=_DEARER[-1])
         self.minimize(whole)
         fewer = bytes_alone.parts(self.choices)[1] < bytes_alone.parts(before)[1]
         self.choices = before
-        for dear in dearer if fewer else ():
+        for dear in _DEARER if fewer else ():
             self.weights = replace(weights, sent=dear)
             self.minimize(whole, spares)
         self.estimate, self.weights = seconds, weights
@@ -257,7 +257,9 @@ class Search:
         if not whole:
             return None
         self.solves += 1
-        self.effort.count(sum(table.costs.size for table in tables))
+        priced = estimate.priced
+        self.effort.count(sum(table.costs.size for table in tables), priced - self._priced.get(estimate, 0))
+        self._priced[estimate] = priced
         best = least(tables, {variable[0]: len(at) for variable, (_, at) in free.items()}, _JOINED // len(free))
         tried = list(self.choices)
         for variable, (domain, at) in free.items():
