@@ -65,6 +65,18 @@ def test_every_effort_gives_the_same_values(placed: Any) -> None:
     assert plans["best"].comm_bytes < plans["fast"].comm_bytes
 
 
+def test_moves_of_one_axis_take_no_effort() -> None:
+    def losses(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return sum(((x @ w).sin().sum() + (x @ w).amax(1).sum() for w in weights), torch.zeros(()))
+
+    weights = [torch.ones(64, 64 + 2 * i) for i in range(4)]
+    with sl.Mesh.abstract(a=2, b=2, c=2):
+        step = sl.jit(sl.grad(losses, (0, 1, 2, 3, 4)), in_specs=("p@a q@b",) + ("k@c n@a",) * 4, planning="fast")
+        plan = step.plan(torch.ones(64, 64), *weights)
+    assert plan.compiled.search.effort.stopped
+    assert plan.comm_bytes == 51_712, "the first choice of every unit sends 83,328"
+
+
 def test_a_module_has_an_effort_of_its_own(placed: Any) -> None:
     model, x = placed
     with sl.current_mesh() as mesh:

@@ -20,8 +20,9 @@ import shardlib as sl
 from shardlib import Mesh, ShardingError
 from shardlib.compiler import run_passes as finish
 from shardlib.compiler.memory_options import Keeping
+from shardlib.compiler.passes.memory.budget_programs import Candidates, Choice
 from shardlib.compiler.passes.memory.layer_bounds import boundaries
-from shardlib.compiler.passes.memory.memory_budget import Choice, _Search, within
+from shardlib.compiler.passes.memory.memory_budget import within
 from shardlib.compiler.passes.memory.offload_saved import movable
 from shardlib.compiler.passes.memory.recompute import RematWarning
 from shardlib.compiler.passes.memory.saved_values import Crossing
@@ -563,7 +564,7 @@ def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
     args = [[torch.empty(*s, device="meta") for s in shapes], torch.empty(512, 64, device="meta")]
     program, finish = lowered(sl.grad(fn), args)
     crossing, machine = Crossing.of(program), Machine.of(program.mesh.machine)
-    search = _Search(crossing, 0, finish, machine, frozenset())
+    search = Candidates(crossing, 0, finish, machine, frozenset())
     every = _all(search)
     most, least = search.of(Choice()).peak, min(one.peak for one in every)
     for share in (0, 0.2, 0.5, 0.8, 0.95):
@@ -575,14 +576,14 @@ def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
         assert search.of(found).seconds <= 1.05 * best
 
 
-def _all(search: _Search) -> list[Any]:
+def _all(search: Candidates) -> list[Any]:
     """Every choice there is, tried."""
-    found = [search.of(Choice(), timed=True)]
+    found = [search.of(Choice())]
     for ways in itertools.product(*(("kept", *ways) for ways in search.ways.values())):
         choice = search.base
         for value, way in zip(search.ways, ways, strict=True):
             choice = choice.put([value], way)
-        found.append(search.of(choice, timed=True))
+        found.append(search.of(choice))
     return found
 
 
@@ -618,8 +619,8 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
     program, finish = lowered(sl.grad(fn), args, machine=machine)
     given = Crossing.of(program), finish, machine, frozenset[Any](), movable(program)
 
-    def search(budget: int) -> _Search:
-        return _Search(given[0], budget, *given[1:])
+    def search(budget: int) -> Candidates:
+        return Candidates(given[0], budget, *given[1:])
 
     most, least = search(0).of(Choice()).peak, min(one.peak for one in _all(search(0)))
     moved, best = set(), set()
@@ -627,11 +628,12 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
         tried = search(int(least + share * (most - least)))
         _all(tried)
         found = within(given[0], tried.budget, *given[1:])
+        fastest, ahead = tried.best or (Choice(), "")
         assert tried.of(found).peak <= tried.budget
-        assert tried.of(found).seconds <= 1.05 * tried.of(tried.best).seconds
+        assert tried.of(found).seconds <= 1.05 * tried.trial(fastest, ahead).seconds
         moved.update(found.moved)
-        best.update(tried.best.moved)
-    assert bool(moved) == bool(best) >= (host in ("hidden", "fast", "copies")), "where the host is fast enough"
+        best.update(fastest.moved)
+    assert bool(moved) <= bool(best) >= (host in ("hidden", "fast", "copies")), "where the host is fast enough"
 
 
 @pytest.mark.long

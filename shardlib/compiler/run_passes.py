@@ -38,24 +38,40 @@ class Finish:
             warn_of_a_higher_peak(self.traced.name, recomputed, peak_bytes(program))
         return program, halves, recomputed
 
-    def _draft(self, how: Schedule, program: Program, memory: float | None, moved: Collection[Var]) -> Program:
-        return self._passed(how, program, memory, moved, draft=True)[0]
+    def _draft(
+        self,
+        how: Schedule,
+        program: Program,
+        memory: float | None,
+        moved: Collection[Var],
+        ahead: str | None = None,
+    ) -> Program:
+        return self._passed(how, program, memory, moved, ahead, draft=True)[0]
 
     def _passed(
-        self, how: Schedule, program: Program, memory: float | None, moved: Collection[Var], *, draft: bool = False
+        self,
+        how: Schedule,
+        program: Program,
+        memory: float | None,
+        moved: Collection[Var],
+        ahead: str | None = None,
+        *,
+        draft: bool = False,
     ) -> tuple[Program, Halves | None]:
         """The program after all passes, `moved` values in the host's memory meanwhile, inputs `away`, and what comes to
-        stand where they do, there between calls; and its halves."""
+        stand where they do, there between calls; and its halves, of which messages run `ahead` so far in the second."""
         passed = partial(run_passes, how=how, memory=memory, draft=draft)
         after = self.traced.after
         if not after.gradients:
-            return passed(program, hosted=Hosted(moved, self.away, sent_away(self.traced, self.away))), None
+            hosted = Hosted(moved, self.away, sent_away(self.traced, self.away))
+            return passed(program, hosted=hosted, ahead=ahead), None
         halves = split(program, len(after.cotangents), len(after.gradients), whole=how.saved is not None)
         sent = crossing(halves.forward, halves.own, how)
         halves = replace(halves, forward=passed(halves.forward, hosted=Hosted(outputs=sent)))
         backward = passed(  # what is saved may be views of one value: of how much, the forward half knows
             halves.backward,
             hosted=Hosted(inputs=[at - halves.own for at in sent]),
+            ahead=ahead,
             peak=lambda second: peak_bytes(replace(halves, backward=second).joint),
         )
         halves = replace(halves, backward=backward)

@@ -13,6 +13,10 @@ from shardlib.core.repr_literals import read, written
 SAVED = "saved"  # all that the forward pass keeps for the backward one
 MOMENTS, PARAMETERS = STATE = "moments", "parameters"  # what optimizers keep, and what they train
 
+# How far messages of a program run ahead, the furthest first, which holds most memory: rows in parts; no parts; no call
+# moves for a message; nothing is gathered ahead; nothing moves.
+AHEAD = ("parts", "whole", "calls stay", "gathers stay", "all stay")
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -116,8 +116,8 @@ def jit(
     short. `torch.utils.checkpoint` inside the function stays what it is.
 
     `planning` says how long the search for a plan goes on: `"fast"`, no further than the first decision for every op;
-    `"best"`, until nothing improves; or so many seconds. By default it may take as long as the trace, and a second at
-    least. The seconds are counted from what the search looks at, so that every machine and rank finds the same plan.
+    `"best"`, until nothing improves; or so many seconds. By default it may take as long as the trace, and 4 seconds
+    at least. The seconds are counted from what the search looks at, so that every machine and rank finds the same plan.
     A plan says where that was too little, and how far it then is from a lower bound.
 
     Raises `ShardingError` outside any mesh, where specs do not fit, where a budget is exceeded or cannot be met, for

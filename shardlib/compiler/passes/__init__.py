@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlib.compiler.passes import fuse_alpha
 from shardlib.compiler.passes.comm import bucket_collectives, hide_messages, merge_halos, row_overlap, share_messages
@@ -15,7 +15,7 @@ from shardlib.compiler.program.buffers import peak_bytes
 from shardlib.compiler.program.check_order import check
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.program.verify import verify
-from shardlib.compiler.schedule_options import DEFAULT, Schedule
+from shardlib.compiler.schedule_options import AHEAD, DEFAULT, Schedule
 from shardlib.sharding.mesh.machine import Machine
 
 PASSES = (
@@ -30,7 +30,7 @@ PASSES = (
     reuse_buffers.reuse,
     free.free,
 )
-_MOVING = {row_overlap.parts, bucket_collectives.bundle, hide_messages.schedule}
+_MOVING = frozenset({row_overlap.parts, bucket_collectives.bundle, hide_messages.schedule})
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def run_passes(
     memory: float | None = None,
     hosted: Hosted = Hosted(),
     *,
+    ahead: str | None = None,
     draft: bool = False,
     peak: Callable[[Program], int] = peak_bytes,
 ) -> Program:
@@ -57,31 +58,33 @@ def run_passes(
 
     Raises `ProgramError` for what would be a fault of ours.
 
-    What hides messages holds memory. Where the program would not fit into `memory` bytes (None: what a device of the
-    machine has, if the mesh names one), rows stay together, then nothing is gathered ahead, and then nothing moves at
-    all. Where that does not fit either, it is that program if `memory` was asked for, and else the one that hides most.
+    What hides messages holds memory. Messages run `ahead` so far (`AHEAD`); None: the furthest that fits into `memory`
+    bytes (None: what a device of the machine has, if the mesh names one). Where no program fits, it is the one in which
+    nothing moves if `memory` was asked for, and else the one that hides most.
     """
     limit = _memory(program) if memory is None else memory
-    near = replace(how, parts=1, prefetch=0)
-    ways = {"parts": how, "ahead": replace(how, parts=1), "moving": near, "still": near}
+    whole, near = replace(how, parts=1), replace(how, parts=1, prefetch=0)
+    all_ways = _Way(how), _Way(whole), _Way(whole, frozenset({hide_messages.schedule})), _Way(near), _Way(near, _MOVING)
+    ways = dict(zip(AHEAD, all_ways, strict=True))
+    first, *others = dict.fromkeys(ways.values())
 
     @cache
-    def passed(way: str) -> Program:
-        made = program
-        for after in _passed(program, ways[way], hosted, moves=way != "still"):
-            made = after if draft or after is made else check(after)
+    def passed(way: _Way) -> Program:
+        result = program
+        for after in _passed(program, way, hosted):
+            result = after if draft or after is result else check(after)
         if not draft:
-            verify(made)  # every message's sizes, on every kind of device
-        return made
+            verify(result)  # every message's sizes, on every kind of device
+        return result
 
-    def fits(way: str) -> bool:
+    def fits(way: _Way) -> bool:
         return math.isinf(limit) or peak(passed(way)) <= limit
 
-    if memory is not None and not fits("still"):
-        return passed("still")
-    if fits("parts") or not (program.collectives or passed("parts").copied) or not fits("still"):
-        return passed("parts")
-    return passed(next(way for way in ways if fits(way)))
+    if ahead is not None:
+        return passed(ways[ahead])
+    if fits(first) or not (program.collectives or passed(first).copied):
+        return passed(first)
+    return passed(next(filter(fits, others), first if memory is None else others[-1]))
 
 
 def _memory(program: Program) -> float:
@@ -90,8 +93,16 @@ def _memory(program: Program) -> float:
     return math.inf if machine is None else Machine.of(machine).device.memory
 
 
-def _passed(program: Program, how: Schedule, hosted: Hosted, *, moves: bool) -> Iterator[Program]:
-    """What each pass makes; where nothing `moves`, messages stay where they are."""
+class _Way(NamedTuple):
+    """A schedule, and the passes that it leaves out."""
+
+    how: Schedule
+    without: Collection[Any] = frozenset()
+
+
+def _passed(program: Program, way: _Way, hosted: Hosted) -> Iterator[Program]:
+    """What each pass makes."""
+    how = way.how
     told: dict[Any, Callable[[Program], Program]] = {
         row_overlap.parts: partial(
             row_overlap.parts, how=replace(how, parts=1) if hosted.values else how
@@ -101,7 +112,7 @@ def _passed(program: Program, how: Schedule, hosted: Hosted, *, moves: bool) -> 
         update_in_place.settle: partial(_settled, how=how, hosted=hosted),
     }
     for one in PASSES:
-        if moves or one not in _MOVING:
+        if one not in way.without:
             program = told.get(one, one)(program)
             yield program
 

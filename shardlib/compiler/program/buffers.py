@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardlib.compiler.program.steps import TIERS, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.core.aten.op_traits import may_show
@@ -94,9 +94,16 @@ def read_only(program: Program) -> set[Var]:
     }
 
 
-def alive(program: Program, *, host: bool = False) -> Iterator[int]:
+_ALIVE: weakref.WeakKeyDictionary[Program, Sequence[int]] = weakref.WeakKeyDictionary()
+
+
+def alive(program: Program, *, host: bool = False) -> Sequence[int]:
     """Bytes in use on the fullest device, or in its host's memory, while each step runs."""
-    return (total for total, _ in _in_use(program, host=host))
+    if host:
+        return [total for total, _ in _in_use(program, host=True)]
+    if (levels := _ALIVE.get(program)) is None:
+        levels = _ALIVE[program] = tuple(total for total, _ in _in_use(program))
+    return levels
 
 
 def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapping[Var, int]]]:

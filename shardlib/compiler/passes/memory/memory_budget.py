@@ -1,64 +1,39 @@
-"""What is made again, and what waits in the host's memory, so that a program fits into a budget of memory and takes as
-little longer as possible.
+"""Which values are recomputed, and which wait in the host's memory, so that a program fits into a budget of memory and
+takes as little longer as possible.
 
-Whether it fits, and what it takes, is asked of the program that all later passes make, and of its simulation on the
-machine of its mesh. Values are given up one after the other, those first that free most bytes for a second: of what
-makes them again, or of a copy that nothing hides. Of equal layers, those of the first layers, which come last on the
-way back. As many as are needed is found by bisection; then values are taken back as far as there is room.
+Whole programs decide, by their peaks and their simulation on the machine of the mesh, and there are few of them. Each
+one shows its bytes at every step, and from where to where a value waits for the backward pass (`memory_levels`). The
+effect of a change on bytes and seconds is estimated from that, without a program. A descent gives up, at the fullest
+step, the value that frees most bytes for a second, until the estimate is within the budget. It makes that program and
+goes on from its levels, once for each distance that messages may run ahead. Then values are exchanged, the most
+promising exchange first. Where no descent fits, single values and pairs are changed, by whole programs, until one does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, combinations, product
-from typing import NamedTuple, NoReturn
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, combinations, product, takewhile
+from typing import NoReturn
 
 from shardlib.compiler.passes.memory import remat_policies
-from shardlib.compiler.passes.memory.layer_bounds import boundaries, frontier, key
-from shardlib.compiler.passes.memory.remat import remade
+from shardlib.compiler.passes.memory.budget_programs import DROPPED, KEPT, MOVED, WAYS, Candidates, Choice, Finish
+from shardlib.compiler.passes.memory.memory_levels import NOWHERE, Levels, Span
 from shardlib.compiler.passes.memory.saved_values import Crossing
 from shardlib.compiler.program.buffers import largest, peak_bytes
-from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, reads
-from shardlib.compiler.simulate import rooflines
-from shardlib.compiler.simulate.collectives import transfer
-from shardlib.compiler.simulate.simulated import Simulated
+from shardlib.compiler.program.steps import Compute, Program, Var
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, place
 from shardlib.sharding.mesh.machine import Machine
 
-_STEPS, _TIMES = 120_000, 600  # of programs that are tried, and how many of them; more are in the bisection only
-_FEW = 40  # of a long program no more can be tried
-_PARTS = 64  # of an order
+PROGRAMS = 40  # whole programs that a search makes, at most, before it exchanges nothing more
+LAST_RESORT = 240  # so many with planning="best", and where none of them fits
+EXCHANGED = 24  # behind the first that fits, where that came late
+_ROUNDS = 4  # programs of one descent,
+_CORRECTED = 2  # and of one exchange
+_FAILURES = 6  # of the programs, one in so many may be for exchanges in a row that do not help
+_CHANGES = 64  # from which exchanges are made
 _SHOWN = 5
-_LEAST = 1e-9  # seconds
-_WORTH = 0.05  # of the seconds forward: what a long program has to win before more is tried
-_SHARE = 1e-4  # of a step's seconds: what takes less is free
-
-Finish = Callable[[Program, float | None, Collection[Var]], Program]  # a program after all later passes, within so many
-# bytes, with such values in the host's memory meanwhile
-
-
-class Choice(NamedTuple):
-    """The memory that is given up and made again, and what waits in the host's memory; all else is kept."""
-
-    dropped: frozenset[Var] = frozenset()
-    moved: frozenset[Var] = frozenset()
-
-    def put(self, values: Collection[Var], way: str) -> Choice:
-        """The same, in which these values are `"kept"`, `"dropped"` or `"moved"`."""
-        dropped, moved = self.dropped.difference(values), self.moved.difference(values)
-        if way == _KEPT:
-            return Choice(dropped, moved)
-        return Choice(dropped.union(values), moved) if way == _DROPPED else Choice(dropped, moved.union(values))
-
-
-_KEPT, _DROPPED, _MOVED = "kept", "dropped", "moved"
-
-
-class _Tried(NamedTuple):
-    peak: int
-    seconds: float  # infinite where nobody asked
 
 
 def within(
@@ -69,280 +44,253 @@ def within(
     fixed: Collection[Var] = frozenset(),
     movable: Collection[Var] = (),
     trial: Finish | None = None,
+    programs: int = PROGRAMS,
 ) -> Choice:
     """What to give up, none of it `fixed`, for a program whose peak is at most `budget` bytes; `movable` are values
-    that may wait in the host's memory. A `trial` is a quick `finish`, which leaves out what only makes it faster.
+    that may wait in the host's memory. A `trial` is a quick `finish`, which leaves out what only makes it faster. About
+    so many `programs` are made, more only where none of them fits.
 
     Raises `ShardingError` where none was found, with the least peak that was.
     """
-    search = _Search(crossing, budget, trial or finish, machine, frozenset(fixed), movable)
-    if search.fits(Choice()) and peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
+    candidates = Candidates(crossing, budget, trial or finish, machine, fixed, movable)
+    fits = candidates.trial(Choice(), WAYS[0]).peak <= budget
+    if fits and peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
         return Choice()  # and nothing has to move less for that
-    return search.run()
+    alone = [(MOVED,)] if candidates.all_moved.moved else []
+    _search(candidates, candidates.base, [*_ways(candidates), *alone], programs)
+    for start in _layers(candidates):
+        if candidates.best is None:
+            _search(candidates, start, _ways(candidates)[-1:], programs)
+    if candidates.best is None:
+        _lower_the_peak(candidates)
+    if candidates.best is None:
+        _refuse(candidates)
+    return _exchange(candidates, programs)
 
 
-class _Search:
-    def __init__(
-        self,
-        crossing: Crossing,
-        budget: int,
-        finish: Finish,
-        machine: Machine,
-        fixed: frozenset[Var],
-        movable: Collection[Var] = (),
-    ) -> None:
-        self.c, self.budget, self.finish = crossing, budget, finish
-        self.machine = rooflines.slowest(machine, crossing.program.mesh.size)
-        at = boundaries(crossing)
-        held = {*crossing.held} | {o for i in at for o in frontier(crossing, i)}
-        ways: dict[Var, tuple[str, ...]] = {o: (_DROPPED,) for o in crossing.droppable if o in held and o not in fixed}
-        for o in movable:
-            if o not in fixed and o in crossing.maker:
-                ways[o] = (*ways.get(o, ()), _MOVED)
-        self.ways = ways  # what is decided, and how it may be given up
-        self.free = [o for o in ways if _DROPPED in ways[o]]
-        self.base = Choice(frozenset(o for o in crossing.droppable if o not in held and o not in fixed))
-        self.tried: dict[Choice, _Tried] = {}
-        self.left = _STEPS
-        self.is_long = _FEW * len(crossing.program.steps) > _STEPS
-        self.layers = at
+# Steps of the search --------------------------------------------------------------------------------------------------
 
-    def run(self) -> Choice:
-        full = remat_policies.full(self.c)
-        by_layer = [(o, _DROPPED) for o in self.free if o in full]
-        if mixed := self._by_either():
-            self._bisect(mixed)
-        for order in (_all_dropped(self._by_estimate()), by_layer, _all_dropped(self._by_trial())):
-            self._bisect(order)
-        if not self._is_met():  # nothing but what layers need at once stays
-            rest = [(o, _MOVED) for o in self.ways if o not in full and _MOVED in self.ways[o]]
-            self._bisect([*by_layer, *rest])
-        if not self._is_met():
-            self._improve(lambda choice: (self.of(choice).peak,))
-        if not self._is_met():
-            self._refuse()
-        self._improve(lambda choice: (self.of(choice).seconds if self.fits(choice) else math.inf, *_given_up(choice)))
-        return self.best
 
-    # Trying ---------------------------------------------------------------------------------------------------------
+def _search(candidates: Candidates, start: Choice, ways: Sequence[Collection[str]], programs: int) -> None:
+    """Descend from a choice, for each distance that messages run ahead with which a program may be the fastest."""
+    for ahead, some in product(WAYS, ways):
+        for units in ((), candidates.groups) if some == (DROPPED,) else ((),):
+            goes_on = candidates.best is None or len(candidates.programs) < programs
+            if goes_on and candidates.is_worth(start, ahead):
+                _descend(candidates, start, ahead, some, _ROUNDS, units)
 
-    def fits(self, choice: Choice) -> bool:
-        return self.of(choice).peak <= self.budget
 
-    def of(self, choice: Choice, *, timed: bool = False) -> _Tried:
-        """Its peak; how long it takes where it fits, or where that is asked."""
-        known = self.tried.get(choice)
-        if known is None or (timed and known.seconds == math.inf):
-            program = self.program(choice)
-            self.left -= len(program.steps)
-            peak = peak_bytes(program)
-            is_timed = timed or peak <= self.budget
-            seconds = Simulated(program, "", self.machine).seconds if is_timed else math.inf
-            known = self.tried[choice] = _Tried(peak, seconds)
-        return known
+def _descend(
+    candidates: Candidates,
+    choice: Choice,
+    ahead: str,
+    ways: Collection[str],
+    rounds: int,
+    units: Sequence[Sequence[Var]] = (),
+) -> None:
+    """Make programs of choices that give up more and more, until one fits whose messages run ahead so far."""
+    useless = set[tuple[Var, str]]()  # values that a program keeps although the choice offloads them
+    for _ in range(rounds):
+        levels = candidates.levels(choice, ahead)
+        kept = {o for o in choice.moved if o not in levels.waits}
+        choice, useless = choice.put(kept, KEPT), useless | {(o, MOVED) for o in kept}
+        if levels.peak <= candidates.budget:
+            break
+        lower, _ = _give_up(candidates, choice, levels, ways, useless, units)
+        if lower == choice:
+            break
+        choice = lower
+    candidates.trial(choice, ahead)
 
-    def program(self, choice: Choice) -> Program:
-        return self.finish(remade(self.c, choice.dropped), self.budget, choice.moved)
 
-    @property
-    def best(self) -> Choice:
-        """The fastest that fits, and of equal ones that which copies and makes again least."""
-        return min((d for d in self.tried if self.fits(d)), key=lambda d: (self.tried[d].seconds, *_given_up(d)))
+def _give_up(
+    candidates: Candidates,
+    choice: Choice,
+    levels: Levels,
+    ways: Collection[str],
+    but: Collection[tuple[Var, str]] = (),
+    units: Sequence[Sequence[Var]] = (),
+) -> tuple[Choice, Levels]:
+    """Give up, of the values that wait at the fullest step, those that free most bytes for a second, until the
+    estimated peak is within the budget."""
+    again = candidates.again(choice)
 
-    def _is_met(self) -> bool:
-        return min(one.peak for one in self.tried.values()) <= self.budget
+    def price(option: tuple[Var, str]) -> tuple[float, bool, int]:
+        o, way = option
+        is_moved = way == MOVED
+        seconds = levels.copies.get(o, 0.0) if is_moved else candidates.repeat(o, choice, {*again})
+        return seconds / max(o.nbytes, 1), is_moved, -o.nbytes
 
-    def _bisect(self, order: Sequence[tuple[Var, str]]) -> None:
-        """Try beginnings of an order, for the shortest that fits and is no slower than longer ones: what just fits
-        leaves no room for messages that run ahead. Of a short program, also for the shortest that fits."""
+    while levels.peak > candidates.budget:
+        step = levels.level.index(levels.peak)
+        waiting = [o for o in candidates.ways if _is_inside(step, levels.gaps.get(o, NOWHERE))]
+        held = [o for o in waiting if not _is_inside(step, _absence(levels, o, choice.way(o)))]
+        options = [(o, way) for o in held for way in candidates.ways[o] if way in ways and (o, way) not in but]
+        options = [option for option in options if _is_inside(step, _absence(levels, *option))]
+        if not options:
+            break
+        o, way = min(options, key=price)
+        unit = next((unit for unit in units if o in unit), [o])
+        levels, choice = _changed(levels, unit, choice, way), choice.put(unit, way)
+        for o in unit if way == DROPPED else ():
+            candidates.repeat(o, choice, again)
+    return choice, levels
 
-        def given_up(n: int) -> Choice:
-            found = self.base
-            for way in (_DROPPED, _MOVED):
-                found = found.put([o for o, how in order[:n] if how == way], way)
-            return found
 
-        def search(fitting: int, is_good: Callable[[Choice, Choice], bool]) -> None:
-            least = 0
-            while fitting - least > (1 if self.left > 0 else 1 + len(order) // _PARTS):
-                middle = (least + fitting) // 2
-                if self.fits(given_up(middle)) and is_good(given_up(middle), given_up(fitting)):
-                    fitting = middle
-                else:
-                    least = middle
+def _take_back(
+    candidates: Candidates, choice: Choice, levels: Levels, gains: Mapping[Var, float], but: Collection[Var] = ()
+) -> Choice:
+    """Keep the values that the estimated levels leave room for, those first that save most seconds."""
+    for o, gain in gains.items():
+        if gain >= 0 and o not in but and (way := choice.way(o)) != KEPT:
+            begin, end = span = _absence(levels, o, way)
+            if max(levels.level[begin:end], default=0) + o.nbytes <= candidates.budget:
+                choice, levels = choice.put([o], KEPT), levels.with_span(span, o.nbytes)
+    return choice
 
-        first = next((k for k in _far_first(len(order)) if self.fits(given_up(k))), 0)
-        search(first, lambda shorter, longer: self.of(shorter).seconds <= self.of(longer).seconds)
-        if self.left > 0:
-            search(first, lambda shorter, longer: True)
 
-    def _improve(self, worse: Callable[[Choice], tuple[float, ...]]) -> None:
-        """Change what equal layers share, then single values, then two of them, as long as that is better; of what does
-        not fit, until it does."""
-        ones = [[o] for o in self.ways]
-        alike = list(self._groups(self.ways).values())
-        best, changed = min(self.tried, key=worse), True
-        is_done = self.fits(best)
-        while changed:
-            changed = False
-            for groups in chain(zip(alike), zip(ones), combinations(ones, 2)):
-                if self.left <= 0 or len(self.tried) >= _TIMES or self.fits(best) is not is_done:
-                    return
-                for other in self._others(best, groups):
-                    if worse(other) < worse(best):
-                        best, changed = other, True
+def _exchange(candidates: Candidates, programs: int) -> Choice:
+    """Give up values in other ways, and other values for them, as long as that is better; the best choice."""
+    assert candidates.best is not None
+    candidates.of(candidates.best[0])  # whose messages may run further ahead
+    seen = {choice for choice, _ in candidates.tried}
+    is_late = len(candidates.programs) >= programs
+    most = len(candidates.programs) + EXCHANGED if is_late else programs
+    for ways in _ways(candidates):
+        best, failures = candidates.best, 0
+        others = _others(candidates, *best, ways)
+        while others and len(candidates.programs) < most and failures < programs // _FAILURES:
+            if (other := others.pop(0)) in seen:
+                continue
+            seen.add(other)
+            before = len(candidates.programs)
+            _descend(candidates, other, best[1], ways, _CORRECTED)
+            failures += len(candidates.programs) > before
+            if candidates.best != best:
+                best, failures = candidates.best, 0
+                others = _others(candidates, *best, ways)
+    return candidates.best[0]
 
-    def _others(self, choice: Choice, groups: Sequence[Sequence[Var]]) -> Iterator[Choice]:
-        """Choices that differ in groups of values: each of them kept, or given up in one way; or those made again that
-        are not."""
-        found = [choice.put(groups[0], _KEPT).put([o for o in groups[0] if o not in choice.dropped], _DROPPED)]
-        for ways in product(*((_KEPT, *self.ways[group[0]]) for group in groups)):
+
+def _ways(candidates: Candidates) -> list[tuple[str, ...]]:
+    """Values are recomputed only; where some may be offloaded, both."""
+    return [(DROPPED,), (DROPPED, MOVED)] if candidates.all_moved.moved else [(DROPPED,)]
+
+
+def _others(candidates: Candidates, choice: Choice, ahead: str, ways: Collection[str]) -> list[Choice]:
+    """Choices that are estimated to fit, the fastest first."""
+    levels = candidates.levels(choice, ahead)
+
+    def seconds(choice: Choice) -> float:
+        return candidates.estimate(choice, levels.copies)
+
+    given_up = [o for o in candidates.ways if choice.way(o) != KEPT]
+    saved = {o: seconds(choice) - seconds(choice.put([o], KEPT)) for o in given_up}
+    gains = dict(sorted(saved.items(), key=lambda item: -item[1]))
+    others = [_take_back(candidates, choice, levels, gains)]
+    for values, way in _promising(candidates, choice, ways, gains, levels):
+        changed = [o for o in values if choice.way(o) != way]
+        if KEPT not in (way, *map(choice.way, changed)):
+            others.append(choice.put(changed, way))  # which holds about as many bytes
+        but = {(o, w) for o in changed for w in candidates.ways[o]}
+        after = _changed(levels, changed, choice, way)
+        other, after = _give_up(candidates, choice.put(changed, way), after, ways, but)
+        if after.peak <= candidates.budget:
+            others += [_take_back(candidates, other, after, gains, changed), other]
+    return sorted(dict.fromkeys(others), key=lambda other: (seconds(other), *other.nbytes))
+
+
+def _promising(
+    candidates: Candidates, choice: Choice, ways: Collection[str], gains: Mapping[Var, float], levels: Levels
+) -> list[tuple[Sequence[Var], str]]:
+    """Changes of values that equal layers share, and of single ones: the first by their seconds, and by those that the
+    bytes are worth."""
+    worth = max((gain / o.nbytes for o, gain in gains.items() if o.nbytes), default=0.0)
+    again, prices = candidates.again(choice), list[tuple[float, Sequence[Var], str]]()
+    for values in [*candidates.groups, *([o] for o in candidates.ways)]:
+        for way in (KEPT, *(way for way in candidates.ways[values[0]] if way in ways)):
+            if not (changed := [o for o in values if choice.way(o) != way]):
+                continue
+            price, steps = 0.0, {*again}
+            for o in changed:
+                price += worth * o.nbytes * ((way == KEPT) - (choice.way(o) == KEPT)) - gains.get(o, 0.0)
+                price += levels.copies.get(o, 0.0) if way == MOVED else 0.0
+                price += candidates.repeat(o, choice, steps) if way == DROPPED else 0.0
+            prices.append((price, values, way))
+    return [(values, way) for _, values, way in sorted(prices, key=lambda price: price[0])[:_CHANGES]]
+
+
+def _layers(candidates: Candidates) -> list[Choice]:
+    """All but what layers hand on is recomputed; all is; what layers hand on is offloaded beside."""
+    full, ways = remat_policies.full(candidates.crossing), candidates.ways
+    layers = candidates.base.put([o for o in ways if o in full and DROPPED in ways[o]], DROPPED)
+    every = candidates.base.put([o for o in ways if DROPPED in ways[o]], DROPPED)
+    return [layers, every, layers.put([o for o in ways if o not in full and MOVED in ways[o]], MOVED)]
+
+
+def _lower_the_peak(candidates: Candidates) -> None:
+    """Change values as long as the program is less, or for fewer steps, above the budget."""
+    starts = [choice for choice, ahead in candidates.tried if ahead == WAYS[-1]]
+    best: Choice | None = min(starts, key=candidates.excess)
+    while best is not None and (excess := candidates.excess(best)):
+        others = takewhile(lambda _: len(candidates.programs) < LAST_RESORT, _neighbors(candidates, best))
+        best = next((other for other in others if candidates.excess(other) < excess), None)
+
+
+def _neighbors(candidates: Candidates, choice: Choice) -> Iterator[Choice]:
+    """Choices that differ in values that equal layers share, in single ones, then in two; those first that are in use,
+    as they are or copied, at the fullest step."""
+    ones, used = [[o] for o in candidates.ways], candidates.in_use(choice, WAYS[-1])
+    first = [[o] for o in used if o in candidates.ways]
+    shared = [group for group in candidates.groups if not used.keys().isdisjoint(group)]
+    pairs = combinations(first, 2), combinations(ones, 2)
+    for groups in chain(zip(shared), zip(first), pairs[0], zip(candidates.groups), zip(ones), pairs[1]):
+        for ways in product(*((KEPT, *candidates.ways[group[0]]) for group in groups)):
             other = choice
             for group, way in zip(groups, ways, strict=True):
                 other = other.put(group, way)
-            found.append(other)
-        yield from dict.fromkeys(found)
-
-    # What to give up first ------------------------------------------------------------------------------------------
-
-    def _groups(self, values: Iterable[Var]) -> dict[Hashable, list[Var]]:
-        """Equal values of equal layers."""
-        groups: dict[Hashable, list[Var]] = {}
-        count: dict[Hashable, int] = {}
-        ends, layer = iter([*self.layers, len(self.c.program.steps)]), 0
-        end = next(ends)
-        for o in sorted(values, key=self.c.maker.__getitem__):
-            at = self.c.maker[o]
-            while at >= end:
-                end, layer = next(ends), layer + 1
-            alike = key(self.c.program.steps[at]), o.dtype, o.nbytes, self.ways[o]
-            n = count[layer, alike] = count.get((layer, alike), 0) + 1
-            groups.setdefault((alike, n), []).append(o)
-        return groups
-
-    def _by_trial(self) -> list[Var]:
-        """Those first that alone lower the peak most for what they cost, as long as there is time to try."""
-        before, rest = self.of(Choice(), timed=True), self._by_estimate()
-        tried: list[tuple[float, list[Var]]] = []
-        for members in sorted(self._groups(self.free).values(), key=lambda members: rest.index(members[0])):
-            if self.left > _STEPS / 2:
-                alone = self.of(self.base.put(members, _DROPPED), timed=True)
-                if (less := before.peak - alone.peak) > 0:
-                    tried.append((less / max(alone.seconds - before.seconds, _SHARE * before.seconds), members))
-        order = [o for _, members in sorted(tried, key=lambda one: -one[0]) for o in members]
-        known = set(order)
-        return order + [o for o in rest if o not in known]
-
-    def _by_estimate(self) -> list[Var]:
-        """Those first that are most bytes for the seconds of what makes them, if what stands before them is gone."""
-        groups, order = self._groups(self.free), list[Var]()
-        gone, again = set[Var](), set[int]()
-        while groups:
-
-            def worth(name: Hashable) -> float:
-                one = groups[name][len(groups[name]) // 2]
-                return one.nbytes / max(sum(map(self._seconds, self._steps(one, gone, again))), _LEAST)
-
-            members = groups.pop(max(groups, key=worth))
-            again.update(self._steps(members[len(members) // 2], gone, again))
-            gone.update(members)
-            order += members
-        return order
-
-    def _by_either(self) -> list[tuple[Var, str]]:
-        """Those first that are most bytes for their seconds, made again or copied, whichever takes less; a copy takes
-        none as long as the steps forward hide it. Empty where nothing is to be copied, or nothing much won by it."""
-        device, steps = self.machine.device, enumerate(self.c.program.steps)
-        forward = sum(self._seconds(i) for i, s in steps if not self.c.back[i] and isinstance(s, Compute))
-        hidden = forward * device.host * device.overlaps
-        found: list[tuple[float, list[Var], str]] = []
-        again = {o: self._alone(o) for o in self.ways}
-        groups = self._groups(self.ways).values()
-        for members in sorted(groups, key=lambda members: -again[members[0]] / members[0].nbytes):
-            each, way = again[members[0]] / members[0].nbytes, _DROPPED
-            if _MOVED in self.ways[members[0]]:
-                size = sum(o.nbytes for o in members)
-                copied = 0.0 if size <= hidden else 2 / device.host
-                if copied < each:
-                    each, way, hidden = copied, _MOVED, hidden - size
-            found.append((each, members, way))
-        if all(way == _DROPPED for *_, way in found):
-            return []
-        alone = self._spent((again[members[0]] / members[0].nbytes, members) for _, members, _ in found)
-        if self.is_long and alone - self._spent((each, members) for each, members, _ in found) < _WORTH * forward:
-            return []
-        return [(o, way) for _, members, way in sorted(found, key=lambda one: one[0]) for o in members]
-
-    def _spent(self, prices: Iterable[tuple[float, Sequence[Var]]]) -> float:
-        """Seconds, by that estimate, for as many bytes as are too many: those first that take least."""
-        missing, spent = self.of(Choice()).peak - self.budget, 0.0
-        for each, members in sorted(prices, key=lambda one: one[0]):
-            if missing <= 0:
-                break
-            size = min(missing, sum(o.nbytes for o in members))
-            missing, spent = missing - size, spent + each * size
-        return spent
-
-    def _alone(self, o: Var) -> float:
-        """Seconds of what makes it, where all else is kept."""
-        return sum(map(self._seconds, self._steps(o, (), ()))) if _DROPPED in self.ways[o] else math.inf
-
-    def _steps(self, owner: Var, gone: Collection[Var], again: Collection[int]) -> set[int]:
-        """The steps that run once more if this is given up, too."""
-        found, todo = set[int](), [owner]
-        while todo:
-            i = self.c.maker[todo.pop()]
-            if i in again or i in found:
-                continue
-            found.add(i)
-            owners = (self.c.owner.get(v, v) for v in reads(self.c.program.steps[i]))
-            todo += [o for o in owners if o in gone or (o in self.base.dropped and o not in self.c.weights)]
-        return found
-
-    def _seconds(self, i: int) -> float:
-        return _seconds(self.c.program.steps[i], self.c.program, self.machine)
-
-    # Refusal --------------------------------------------------------------------------------------------------------
-
-    def _refuse(self) -> NoReturn:
-        least = min(self.tried, key=lambda d: self.tried[d].peak)
-        program, peak = self.program(least), self.tried[least].peak
-        lines = {v: step.line for step in program.steps if isinstance(step, Compute) for v in step.made}
-        lines |= {c.out: c.line for c in program.collectives}
-        held = [f"{v.nbytes:,} bytes: {v.name}, {_whence(program, v, lines)}" for v in largest(program)[:_SHOWN]]
-        raise ShardingError(
-            f"the program does not fit into memory={self.budget:,} bytes: the least peak that was found is {peak:,}",
-            held,
-            rule="the peak is that of the program that runs, arguments, results and messages included; at its step the "
-            "largest values are these",
-            remedy=f'memory="{peak} B", more devices, or smaller pieces of what is listed',
-        )
+            yield other
 
 
-def _given_up(choice: Choice) -> tuple[int, int]:
-    return sum(v.nbytes for v in choice.moved), sum(v.nbytes for v in choice.dropped)
+# Levels of a choice ---------------------------------------------------------------------------------------------------
 
 
-def _all_dropped(order: Iterable[Var]) -> list[tuple[Var, str]]:
-    return [(o, _DROPPED) for o in order]
+def _absence(levels: Levels, value: Var, way: str) -> Span:
+    """The steps at which a value is not in use, although it waits there, if it is kept, dropped or moved."""
+    return NOWHERE if way == KEPT else (levels.gaps if way == DROPPED else levels.away).get(value, NOWHERE)
 
 
-def _far_first(n: int) -> Iterator[int]:
-    """How many to give up, in the order in which it is tried whether that fits: all, then fewer."""
-    yield from dict.fromkeys(n - n * k // 8 for k in range(8) if n)
+def _changed(levels: Levels, values: Sequence[Var], choice: Choice, way: str) -> Levels:
+    """The estimated levels of a choice if these values are treated in another way."""
+    for o in values:
+        levels = levels.with_span(_absence(levels, o, choice.way(o)), o.nbytes)
+        levels = levels.with_span(_absence(levels, o, way), -o.nbytes)
+    return levels
+
+
+def _is_inside(step: int, span: Span) -> bool:
+    return span[0] <= step < span[1]
+
+
+# Refusal --------------------------------------------------------------------------------------------------------------
+
+
+def _refuse(candidates: Candidates) -> NoReturn:
+    least = min(candidates.tried, key=lambda key: candidates.tried[key].peak)
+    (program, _), peak = candidates.program(*least), candidates.tried[least].peak
+    lines = {v: step.line for step in program.steps if isinstance(step, Compute) for v in step.made}
+    lines |= {c.out: c.line for c in program.collectives}
+    held = [f"{v.nbytes:,} bytes: {v.name}, {_whence(program, v, lines)}" for v in largest(program)[:_SHOWN]]
+    raise ShardingError(
+        f"the program does not fit into memory={candidates.budget:,} bytes: the least peak that was found is {peak:,}",
+        held,
+        rule="the peak is that of the program that runs, arguments, results and messages included; at its step the "
+        "largest values are these",
+        remedy=f'memory="{peak} B", more devices, or smaller pieces of what is listed',
+    )
 
 
 def _whence(program: Program, v: Var, lines: Mapping[Var, Line | None]) -> str:
     if v in program.given:
         return "an input"
     return f"made at {place(lines.get(v))}"
-
-
-def _seconds(step: Step, program: Program, machine: Machine) -> float:
-    if isinstance(step, Compute):
-        touched = rooflines.touched(step)
-        return rooflines.seconds(step, rooflines.Cost(touched, bool(touched or step.flops)), machine.device)
-    if isinstance(step, Start):
-        span = machine.span(step.first.axes, program.mesh.axes)
-        return transfer(step.first.kind, sum(c.bytes for c in step.moves), span).seconds
-    return 0.0

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from shardlib.compiler.memory_options import WORDS, Keeping
 from shardlib.compiler.passes.memory import remat_policies
-from shardlib.compiler.passes.memory.memory_budget import Finish, within
+from shardlib.compiler.passes.memory.budget_programs import Finish
+from shardlib.compiler.passes.memory.memory_budget import LAST_RESORT, PROGRAMS, within
 from shardlib.compiler.passes.memory.offload_saved import movable
 from shardlib.compiler.passes.memory.remat import remade
 from shardlib.compiler.passes.memory.saved_values import Crossing
@@ -61,7 +62,8 @@ def recompute(
         said, fixed = f"memory={keeping.memory:,} B", crossing.weights if keeping.regather == "never" else frozenset()
         may_move = movable(program) if moves and keeping.schedule.saved is None else ()
         machine = Machine.of(program.mesh.machine)
-        dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move, trial)
+        programs = LAST_RESORT if keeping.planning == "best" else PROGRAMS
+        dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move, trial, programs)
     else:
         said, dropped = f"remat={keeping.remat!r}", frozenset(_by_name(crossing, keeping, absent))
     again = remade(crossing, dropped)

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Costs, Numbers, Table
+from shardlib.compiler.propagate.solver.domains import Cuts, Domain, Variable
 from shardlib.compiler.propagate.solver.edge_reshards import LayoutCosts, Moves
 from shardlib.compiler.propagate.solver.edges import Kind, Record
-from shardlib.compiler.propagate.solver.problem import Order, Problem, Role
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.compiler.propagate.solver.problem import Order, Problem
+from shardlib.sharding.mesh.axis import ways
 
 # Behind so much of all arithmetic the schedule hides messages, by the simulator's clock: there is none in front of the
 # first layer, and messages are not spread as evenly.
@@ -30,8 +31,6 @@ _HIDES = 0.5
 _FEW = 8  # choices: the tables of these have an entry for each, though several may cost the same
 
 Choices = list[Order]  # for every kind
-Cuts = tuple[tuple[Axis, ...], ...]  # the axes on every slot
-Variable = tuple[Kind, ...]  # kinds that take one choice together
 
 
 @dataclass(frozen=True)
@@ -43,31 +42,15 @@ class Weights:
     hidden: float = 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class Domain:
-    """The choices of a variable."""
-
-    orders: tuple[Order, ...]
-
-    @cached_property
-    def places(self) -> Numbers:
-        """The numbers of all choices."""
-        return np.arange(len(self.orders))
-
-    @cached_property
-    def number(self) -> Mapping[Order, int]:
-        return {order: n for n, order in enumerate(self.orders)}
-
-
 Free = Mapping[Variable, tuple[Domain, Numbers]]  # variables that may choose, and the choices that they may take
 
 
 class Estimate:
-    """Seconds of choices; `of_bytes`: messages take what their bytes do, no latency. `evaluations` counts the costs of
-    values and units that were worked out."""
+    """Seconds of choices, of which `cut` says how they shard; `of_bytes`: messages take what their bytes do, no
+    latency. `evaluations` counts the costs of values and units that were worked out."""
 
-    def __init__(self, problem: Problem, *, of_bytes: bool = False) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, cut: Callable[[Kind, Order], Cuts], *, of_bytes: bool = False) -> None:
+        self.problem, self.cut = problem, cut
         self.prices = problem.prices.of_bytes if of_bytes else problem.prices
         self.optimistic = False  # messages inside ops count only where they are known already
         self._layouts: dict[object, LayoutCosts] = {}
@@ -81,52 +64,15 @@ class Estimate:
         self._merged_memo: dict[tuple[int, Variable, Domain], tuple[Numbers, Numbers]] = {}
         self._works_memo: dict[tuple[Variable, Domain, float], Costs] = {}
         self._work_memo: dict[tuple[Kind, Order], tuple[float, float]] = {}
-        self._cut_memo: dict[tuple[Kind, Order], Cuts] = {}
 
     @property
     def evaluations(self) -> int:
         return len(self._work_memo) + sum(moves.evaluations for moves in self.moves)
 
-    def cut(self, kind: Kind, choice: Order) -> Cuts:
-        """The axes on every slot of a kind under `choice` (one entry per mesh axis, in mesh order; and one of
-        slots whose axes are turned round)."""
-        key = (kind, choice)
-        if (known := self._cut_memo.get(key)) is not None:
-            return known
-        roles = self.problem.slots[kind]
-        axes: list[list[Axis]] = [[] for _ in roles]
-        beside = self.problem.beside[kind]
-        *orders, turned = choice
-        for name, order in zip(self.problem.mesh.axis_names, orders, strict=True):
-            atoms = self.problem.atoms[name]
-            offered = {~slot for slot in order if slot < 0}
-            if order and self._takes_minor(roles[max(order[0], ~order[0])], order[0] < 0, atoms):
-                atoms = atoms[::-1]
-            for atom in atoms:
-                for slot in (max(s, ~s) for s in order):
-                    both = {slot, self.problem.rounds[kind].get(slot, slot)}
-                    fit = {
-                        i
-                        for i in both | beside[slot]
-                        if (i in offered or atom in roles[i].wants) and roles[i].size >= ways(axes[i]) * atom.size
-                    }
-                    if both <= fit:
-                        for i in fit:
-                            axes[i].append(atom)
-                        break
-        stand = [role.turned * (i in turned) + role.wants for i, role in enumerate(roles)]
-        result = tuple(
-            tuple(sorted(mine, key=lambda a: order.index(a) if a in order else len(order)))
-            for order, mine in zip(stand, axes, strict=True)
-        )
-        self._cut_memo[key] = result
-        return result
-
-    @staticmethod
-    def _takes_minor(role: Role, offered: bool, atoms: Sequence[Axis]) -> bool:
-        """Whether a slot that may not have all of an axis takes its minor part: only that can be exchanged at once."""
-        alone = offered and role.size < ways(atoms) and not {*atoms} & {*role.wants}
-        return bool({*role.lent} & {*atoms}) or alone
+    @property
+    def priced(self) -> int:
+        """How many ways from one layout to another were worked out."""
+        return sum(layouts.priced for layouts in self._layouts.values())
 
     def _class(self, i: int, kind: Kind, choice: Order) -> int:
         """The number of the layouts of those ends of record number `i` that a kind decides."""

@@ -32,7 +32,7 @@ class LayoutCosts:
     """Seconds between the layouts, here *states*, of all values of one shape; states are numbered.
 
     The best steps at some `prices` are taken, and charged as `paid` says, or by these. `returned` are the axes
-    that the leaves of a result want whose layout nobody fixed.
+    that the leaves of a result want whose layout nobody fixed. `priced` counts the pairs that were worked out.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LayoutCosts:
         paid: Prices | None = None,
     ) -> None:
         self.sizes, self.itemsize, self.returned = sizes, itemsize, returned
-        self.prices, self.paid = prices, paid or prices
+        self.prices, self.paid, self.priced = prices, paid or prices, 0
         self.flat = tuple(n for dim in sizes for n in dim)
         self._number: dict[object, int] = {}
         self._states: list[State] = []
@@ -109,6 +109,7 @@ class LayoutCosts:
             n = seconds.shape[1]
             asked = np.unique((at[0] * n + at[1])[gaps]).tolist()
             ways = {(place // n, place % n): self._way(place // n, place % n - 2) for place in asked}
+            self.priced += len(ways)
             seconds, then = self._known()
             for place, way in ways.items():
                 seconds[place], then[place] = way

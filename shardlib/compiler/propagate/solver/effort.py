@@ -10,9 +10,10 @@ from shardlib.core.errors import ShardingError
 
 Planning = str | float | None
 
-# Seconds, on one core of a common machine: of a minimum, of a cost that it is found from, and of tracing an op.
-_PER_MINIMUM, _PER_ENTRY, _PER_OP = 2e-3, 1e-5, 5e-3
-_LEAST = 1.0  # that every search may take
+# Seconds, on one core of a common machine: of a minimum, of a cost that it is found from, of a way from one layout to
+# another, and of tracing an op.
+_PER_MINIMUM, _PER_ENTRY, _PER_WAY, _PER_OP = 2e-3, 1e-6, 7e-4, 5e-3
+_LEAST = 4.0  # that every search may take
 
 
 @dataclass
@@ -31,11 +32,11 @@ class Effort:
 
     @staticmethod
     def of(planning: Planning, ops: int) -> Effort:
-        """The effort for a program of so many ops; by default as long as it takes to trace them, and a second at least.
+        """The effort for a program of so many ops; by default as long as tracing them, 4 seconds at least.
 
         Example:
             >>> Effort.of("fast", 100).limit, Effort.of(None, 100).limit, Effort.of(None, 2000).limit
-            (0.0, 1.0, 10.0)
+            (0.0, 4.0, 10.0)
         """
         if planning is None:
             return Effort(max(_LEAST, ops * _PER_OP))
@@ -47,9 +48,9 @@ class Effort:
         self.stopped = self.stopped or stops
         return stops
 
-    def count(self, entries: int) -> None:
-        """Count a minimum over tables of so many entries."""
-        self.spent += _PER_MINIMUM + entries * _PER_ENTRY
+    def count(self, entries: int, ways: int) -> None:
+        """Count a minimum over tables of so many entries, for which so many ways between layouts were worked out."""
+        self.spent += _PER_MINIMUM + entries * _PER_ENTRY + ways * _PER_WAY
 
 
 _WORDS = {"fast": 0.0, "best": math.inf}

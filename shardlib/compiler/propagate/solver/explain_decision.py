@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.solver.cost import Cuts, Variable
+from shardlib.compiler.propagate.solver.domains import Cuts, Variable
 from shardlib.compiler.propagate.solver.edges import Kind
 from shardlib.compiler.propagate.solver.problem import Choice
 from shardlib.compiler.propagate.solver.search import TIE, Search

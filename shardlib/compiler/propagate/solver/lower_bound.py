@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, floors, least
-from shardlib.compiler.propagate.solver.cost import Choices, Domain, Variable, Weights
+from shardlib.compiler.propagate.solver.cost import Choices, Weights
+from shardlib.compiler.propagate.solver.domains import Domain, Variable
 from shardlib.compiler.propagate.solver.edges import Kind
 from shardlib.compiler.propagate.solver.search import Search
 

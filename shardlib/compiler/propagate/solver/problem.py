@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.decision_units import Unit, Units, build_units, op_cut_slots, value_factors
@@ -202,6 +203,15 @@ class Problem:
         """A member of a kind."""
         unit = self.members[kind][0]
         return unit.ops[0] if unit.ops else unit.values[0]
+
+    @cached_property
+    def ordered(self) -> dict[tuple[Leaf, Leaf], bool]:
+        """Two leaves of one dim, the major one first: whether nothing is between them."""
+        pairs: dict[tuple[Leaf, Leaf], bool] = {}
+        for dim in {dim for dims in self.flood.value.values() for dim in dims}:
+            for (i, a), (j, b) in combinations(enumerate(dim), 2):
+                pairs[a, b] = pairs.get((a, b), False) or j == i + 1
+        return pairs
 
     @cached_property
     def doubled(self) -> frozenset[Leaf]:

@@ -19,12 +19,13 @@ from dataclasses import replace
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.dim_factors import Leaf
 from shardlib.compiler.propagate.propagation import Flood
-from shardlib.compiler.propagate.solver.cost import Variable, grained
+from shardlib.compiler.propagate.solver.cost import grained
 from shardlib.compiler.propagate.solver.deferred_sums import unpaid
+from shardlib.compiler.propagate.solver.domains import Variable
 from shardlib.compiler.propagate.solver.problem import Problem, work
 from shardlib.compiler.propagate.solver.propose_near_moves import SMALL, beside_moves, free
 from shardlib.compiler.propagate.solver.search import TIE, Search, State
-from shardlib.compiler.propagate.solver.take_apart import DEEP, take_apart
+from shardlib.compiler.propagate.solver.take_apart import take_apart
 from shardlib.core.aten.op_traits import is_view
 from shardlib.sharding.mesh.axis import Axis
 
@@ -34,6 +35,7 @@ _HALF = 0.5  # of the bytes is worth more messages
 _SHARE = 0.2  # of the work of all ops, in which a dim must take part
 _TRIED = 3  # dims for each axis
 _BESIDE = 2  # and those beside what moves
+_DEEP = 128  # ops: in larger programs nobody looks for fewer bytes in dims beside what is sent
 _SOON = 16  # ops in which little is made of a sum, or it is not looked at further
 _HEAVY = 8  # operations for every element that an op reads or makes: others do not matter beside such
 
@@ -64,8 +66,8 @@ class _Offers:
         graph, flood = search.problem.graph, search.problem.flood
         weights, self.light = _weights(graph, search.problem)
         mixing = dict.fromkeys([*weights, *(op for op in graph.ops if _is_plain(op) and flood.whole.get(op))])
-        few = graph.size <= DEEP and not any(_has_choices(op) for op in graph.ops)
-        self.deep = few and name in search.contested
+        few = graph.size <= _DEEP and not any(_has_choices(op) for op in graph.ops)
+        self.deep = few and name in search.allowed.contested
         self.summed = _summed(weights, search, name)
         self.idle = [*_candidates(weights, search, name), *_beside(mixing, search, name), *self.summed]
         parts = dict.fromkeys(_candidates(weights, search, name, partly=True), _HALF)

@@ -10,33 +10,26 @@ each, until nothing improves.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood
 from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, least
-from shardlib.compiler.propagate.solver.cost import Choices, Cuts, Domain, Estimate, Free, Variable, Weights, grained
+from shardlib.compiler.propagate.solver.cost import Choices, Estimate, Free, Weights, grained
+from shardlib.compiler.propagate.solver.domains import Cuts, Domain, Domains, Offer, Variable
 from shardlib.compiler.propagate.solver.edges import Kind
 from shardlib.compiler.propagate.solver.effort import Effort
-from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, Role
+from shardlib.compiler.propagate.solver.problem import Order, Problem
 
 TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
 _DEARER = (2.0, 4.0, 12.0, 256.0)
 _LEAST = 1e-3  # the share of the estimated time that a variable and its neighbors may save, or nobody looks at them
-_ORDERS = 700  # of the slots of a kind
 _AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
 _NEARBY = 1 << 13  # around one variable: first where there are few,
 _JOINED = 1 << 21  # and of those that are made of several on the way
-
-Offer = tuple[Leaf, str]  # a family of leaves, and a mesh axis
 
 
 @dataclass(frozen=True)
@@ -55,19 +48,15 @@ class Search:
     def __init__(
         self, problem: Problem, start: Callable[[Op | Value], Order] | None = None, effort: Effort | None = None
     ) -> None:
-        self.problem, self.estimate, self.weights = problem, Estimate(problem), Weights()
+        self.problem, self.allowed, self.weights = problem, Domains(problem), Weights()
+        self.estimate = Estimate(problem, self.allowed.cut)
         self.effort = Effort() if effort is None else effort
         self.solves = 0  # minima that were sought
+        self._priced: dict[Estimate, int] = {}  # ways from layout to layout, when last counted
         flood = problem.flood
-        asked = {name: self._rivals(name) for name in problem.atoms}
-        disputed = {name for name, rivals in asked.items() if rivals} | set(_contradicted(problem))
-        # Annotations that nothing contradicts are followed: only where there is a conflict may an axis stay unused.
-        self.contested = disputed | {a.name for rivals in asked.values() for role in rivals for a in role.wants}
-        self.grouping = set(_grouping(flood)) - self.contested
         wants = [(problem.families.get(leaf, leaf), w) for leaf, wants in flood.wants.items() for w in wants]
         self.offers: frozenset[Offer] = frozenset((leaf, w.axis.name) for leaf, w in wants if w.offered)
         self.withheld: frozenset[Offer] = frozenset()
-        self._domains: dict[object, Domain] = {}
         self.choices: Choices = [self.domain((kind,)).orders[0] for kind in range(len(problem.members))]
         if start is not None:
             self.choices = [start(problem.first(kind)) for kind in range(len(problem.members))]
@@ -89,7 +78,7 @@ class Search:
     @property
     def has_choice(self) -> bool:
         """Whether parts of a unit may be better apart."""
-        return bool(self.contested or self.offers or self.problem.flood.turned)
+        return bool(self.allowed.contested or self.offers or self.problem.flood.turned)
 
     def order(self, member: Op | Value) -> Order:
         """The choice of a member, for every mesh axis."""
@@ -99,7 +88,7 @@ class Search:
         """The mesh axes on each slot of a member's unit."""
         unit = self.problem.units.unit[member]
         kind = self.problem.kind.get(unit)
-        return ((),) * len(unit.slots) if kind is None else self.estimate.cut(kind, self.choices[kind])
+        return ((),) * len(unit.slots) if kind is None else self.allowed.cut(kind, self.choices[kind])
 
     def variables(self) -> list[Variable]:
         """The kinds that choose alike, as parts of one unit do until they are taken apart."""
@@ -109,74 +98,17 @@ class Search:
                 parts.setdefault((g, self.choices[kind]), []).append(kind)
         return [tuple(kinds) for kinds in parts.values()]
 
-    # Domains --------------------------------------------------------------------------------------------------------
-
     def candidates(self, kind: Kind, name: str) -> list[int]:
         """The slots that may take a mesh axis; ~s for a slot s to which it is offered."""
-        problem, leaves = self.problem, self.problem.members[kind][0].slots
-        slots = problem.candidates[kind].get(name, [])
-        if self.withheld:
-            slots = [s for s in slots if (problem.families[leaves[s]], name) not in self.withheld]
-        if not self.offers:
-            return slots
-        atoms, roles = problem.atoms[name], problem.slots[kind]
-        able = {s for s, leaf in enumerate(leaves) if (problem.families[leaf], name) in self.offers}
-        able |= {s for s, lender in problem.members[kind][0].lends.items() if lender in able}
-        offered = [s for s in sorted(able) if not {*atoms} <= {*roles[s].wants}]
-        wanting = {*slots, *offered}
-        offered = [s for s in offered if problem.rounds[kind].get(s, s) in wanting]
-        return [*(s for s in slots if s not in offered), *(~s for s in offered)]
+        return self.allowed.candidates(kind, name, self.offers, self.withheld)
 
     def domain(self, variable: Variable) -> Domain:
-        """A choice for each way in which a variable can be sharded: some order of its slots on every mesh axis.
-
-        Of an order only those count that take a part of the axis, and the first; fewer, down to two, where there are
-        too many orders.
-        """
-        kind, problem = variable[0], self.problem
-        slots = {name: tuple(self.candidates(kind, name)) for name in problem.atoms}
-        idle = tuple(all(self._may_idle(k, name, slots[name]) for k in variable) for name in problem.atoms)
-        key = kind, tuple(slots.values()), idle
-        if (domain := self._domains.get(key)) is None:
-            domain = self._domains[key] = Domain(tuple(self._ways(kind, slots, idle)))
-        return domain
-
-    def _ways(self, kind: Kind, slots: Mapping[str, Sequence[int]], idle: Sequence[bool]) -> Iterable[Order]:
-        cut = self.estimate.cut
-        nothing: Order = tuple(() for _ in (*slots, "turned round"))
-        ways: dict[object, Order] = {cut(kind, nothing): nothing}
-        for a, (name, some) in enumerate(slots.items()):
-            longest = min(len(some), len(self.problem.atoms[name]) + 1)
-            while longest > 2 and len(ways) * math.perm(len(some), longest) > _ORDERS:
-                longest -= 1
-            heads = itertools.permutations(some, longest)
-            orders: list[Choice] = [(*head, *(s for s in some if s not in head)) for head in heads]
-            if some and idle[a]:
-                orders.append(())
-            tried = [(*choice[:a], order, *choice[a + 1 :]) for choice in ways.values() for order in orders]
-            ways = {}
-            for way in tried:
-                ways.setdefault(cut(kind, way), way)
-        for i, role in enumerate(self.problem.slots[kind]):
-            for *orders, turned in list(ways.values()) if role.turned else ():
-                way = (*orders, (*turned, i))
-                ways.setdefault(cut(kind, way), way)
-        return ways.values()
-
-    def _may_idle(self, kind: Kind, name: str, slots: Sequence[int]) -> bool:
-        """Whether a kind may leave an axis unused. Attention on a sharded sequence never does: the whole sequence
-        may not fit on a device."""
-        unit = self.problem.members[kind][0]
-        if not {*unit.rounds.values(), *unit.lends.values()}.isdisjoint(max(s, ~s) for s in slots):
-            return False
-        beside = name in self.grouping and not any(op.owns and op.owns.begins for op in unit.ops)
-        offered = all(s < 0 for s in slots)
-        contested = name in self.contested or any((leaf, name) in self.offers for leaf in self.problem.doubled)
-        return beside or offered or contested or not unit.spares.isdisjoint(slots)
+        """A choice for each way in which a variable can be sharded now."""
+        return self.allowed.of(variable, self.offers, self.withheld)
 
     def settle(self, variables: Iterable[Variable]) -> None:
         """Take for every variable the choice of its domain that shards as its present one, or the first."""
-        choices, cut = list(self.choices), self.estimate.cut
+        choices, cut = list(self.choices), self.allowed.cut
         for variable in variables:
             kind, domain = variable[0], self.domain(variable)
             if choices[kind] not in domain.number:
@@ -224,6 +156,8 @@ class Search:
             lambda: [self._improve_around(v, whole, allowed, last, least, nearby) for v in self._by_cost(whole)],
         )
         while self.improve(whole, allowed) is None:
+            for move in moves[:2]:  # whatever the effort
+                move()
             while any(any(move()) for move in moves if not self.effort.stops()):
                 pass
             if nearby == _AT_ONCE or self.effort.stops():
@@ -233,7 +167,7 @@ class Search:
     def _by_cost(self, whole: Free) -> list[Variable]:
         return sorted(whole, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
 
-    def spare(self, whole: Free, limit: float, dearest: float = math.inf) -> None:
+    def spare(self, whole: Free, limit: float) -> None:
         """Send fewer bytes within a limit of seconds: follow the minimum while bytes grow dearer and dearer."""
         seconds, weights = self.estimate, self.weights
         self.estimate = bytes_alone = self.of_bytes
@@ -242,12 +176,12 @@ class Search:
             fewer = bytes_alone.parts(choices)[1] <= bytes_alone.parts(self.choices)[1]
             return fewer and seconds.total(choices) <= limit
 
-        dearer, before = [dear for dear in _DEARER if dear <= dearest], self.choices
-        self.weights = replace(weights, sent=dearer[-1])
+        before = self.choices
+        self.weights = replace(weights, sent=_DEARER[-1])
         self.minimize(whole)
         fewer = bytes_alone.parts(self.choices)[1] < bytes_alone.parts(before)[1]
         self.choices = before
-        for dear in dearer if fewer else ():
+        for dear in _DEARER if fewer else ():
             self.weights = replace(weights, sent=dear)
             self.minimize(whole, spares)
         self.estimate, self.weights = seconds, weights
@@ -256,7 +190,7 @@ class Search:
     def of_bytes(self) -> Estimate:
         """The estimate of the bytes of messages, without their latency."""
         if self._of_bytes is None:
-            self._of_bytes = Estimate(self.problem, of_bytes=True)
+            self._of_bytes = Estimate(self.problem, self.allowed.cut, of_bytes=True)
         return self._of_bytes
 
     _of_bytes: Estimate | None = None
@@ -323,7 +257,9 @@ class Search:
         if not whole:
             return None
         self.solves += 1
-        self.effort.count(sum(table.costs.size for table in tables))
+        priced = estimate.priced
+        self.effort.count(sum(table.costs.size for table in tables), priced - self._priced.get(estimate, 0))
+        self._priced[estimate] = priced
         best = least(tables, {variable[0]: len(at) for variable, (_, at) in free.items()}, _JOINED // len(free))
         tried = list(self.choices)
         for variable, (domain, at) in free.items():
@@ -346,34 +282,6 @@ class Search:
             self.choices = tried
             return True
         return False
-
-    def _rivals(self, name: str) -> list[Role]:
-        """The roles that compete for the axis in some unit, in the order of their first appearance; also one that two
-        dims have (a matrix times itself, turned round), of which one can take it."""
-        rivals: dict[Role, None] = {}
-        problem = self.problem
-        for members, slots, candidates in zip(problem.members, problem.slots, problem.candidates, strict=True):
-            wanting = candidates.get(name, ())
-            twice = [i for i, n in Counter(members[0].slots[i] for i in wanting).items() if n > 1]
-            rivals |= dict.fromkeys(slots[i] for i in wanting) if len(wanting) > 1 else {}
-            rivals |= dict.fromkeys(slots[i] for i in wanting if members[0].slots[i] in twice)
-        return list(rivals)
-
-
-def _contradicted(problem: Problem) -> Iterator[str]:
-    """Mesh axes that some annotation keeps off a class which wants them elsewhere."""
-    flood, graph = problem.flood, problem.graph
-    fixed = [(value, cut) for value, (cut, _) in flood.fixed.items()]
-    fixed += [(flood.apart.get(i, graph.outputs[i]), cut) for i, (cut, _) in flood.outputs.items()]
-    for value, cut in fixed:
-        for leaf, axes in zip(flood.leaves(value), cut, strict=True):
-            yield from (w.axis.name for w in flood.wants.get(leaf, ()) if w.axis not in axes and not w.offered)
-
-
-def _grouping(flood: Flood) -> Iterator[str]:
-    """Mesh axes that shard groups of rows: for the sake of their products, and what is beside these may stay whole."""
-    for leaf in (x for owners in flood.owners.values() for x in owners):
-        yield from (w.axis.name for w in flood.wants.get(leaf, ()))
 
 
 def better(a: Search, b: Search) -> Search:

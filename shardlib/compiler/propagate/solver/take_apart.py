@@ -9,9 +9,7 @@ from __future__ import annotations
 from shardlib.compiler.propagate.solver.cost import Free, Weights
 from shardlib.compiler.propagate.solver.search import TIE, Search
 
-DEEP = 128  # ops: in larger programs fewer bytes are sought for whole units alone
 SHARE = 0.1  # of a hidden message is paid while choices are compared: of two ways to hide, the one that sends less
-_DEAREST = 12.0  # the most times that bytes count where ops part to send less
 _ROUNDS = 3  # in which ops beside those that changed may change, too
 _SMALL = 3e-3  # shares of the estimated time that nobody looks for in one place
 _WORTH = 1e-2  # the least share of the estimated time for which units are taken apart, unless less is sent
@@ -42,18 +40,10 @@ def _near_costs(search: Search) -> Free:
 
 
 def send_less(search: Search) -> None:
-    """Send fewer bytes where the program then takes hardly longer: units first, then, in small programs, every op."""
-    if search.effort.stops():
-        return
-    limit = search.seconds + sum(search.estimate.whole(search.choices)) * (TIE - 1)
-    search.spare(search.domains(search.variables()), limit)
-    if not search.has_choice or search.problem.graph.size > DEEP or search.effort.stops():
-        return
-    before, (work, sent) = search.choices, search.estimate.parts(search.choices)
-    search.spare(search.domains((kind,) for kind in range(len(before))), limit, _DEAREST)
-    new_work, new_sent = search.estimate.parts(search.choices)
-    if new_sent >= sent or new_work > work:  # nothing is done twice for it
-        search.choices = before
+    """Send fewer bytes where the program then takes hardly longer."""
+    if not search.effort.stops():
+        limit = search.seconds + sum(search.estimate.whole(search.choices)) * (TIE - 1)
+        search.spare(search.domains(search.variables()), limit)
 
 
 def hide_messages(search: Search) -> None:
