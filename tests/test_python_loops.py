@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -334,6 +335,60 @@ def updated_by_hand(ps: Params, x: Tensor) -> Any:
     return results
 
 
+def twelve(h: Tensor) -> Tensor:
+    for _ in range(12):
+        h = (h * 0.5).sin()
+    return h * 3000.0
+
+
+def leaf(ps: Params) -> Tensor:
+    return ps[0]["up"].detach().requires_grad_()
+
+
+def second_gradient_caught(ps: Params, x: Tensor) -> Any:
+    h, w = x, leaf(ps)
+    for _ in range(8):
+        h = twelve(h @ w)
+    with suppress(Exception):
+        return torch.autograd.grad(h.sum(), w, create_graph=True)[0]
+    return torch.zeros_like(w)
+
+
+def part_of_gradient_caught(ps: Params, x: Tensor) -> Any:
+    h, w, hs = x, leaf(ps), []
+    for _ in range(8):
+        hs.append(twelve(h @ w))
+        h = hs[-1].cos() + torch.cat([hs[-1], hs[-1]])[: len(x)]
+    with suppress(Exception):
+        return torch.autograd.grad(hs[6].sum(), w)[0]
+    return torch.zeros_like(w)
+
+
+def batched_gradients(ps: Params, x: Tensor) -> Any:
+    h, w = torch.ones(WIDTH, WIDTH), leaf(ps)
+    for _ in range(8):
+        h = twelve(h @ w)
+    return torch.autograd.grad(h.sum(0), w, grad_outputs=torch.eye(WIDTH), is_grads_batched=True)[0]
+
+
+def conjugates_of_what_changes(ps: Params, x: Tensor) -> Any:
+    base, h, views = torch.complex(ps[0]["up"], ps[0]["down"]) * 1, x, []
+    for _ in range(8):
+        views.append(base.mH)
+        h = twelve(h)
+    base.mul_(2)
+    return h, torch.view_as_real(views[6] * 1)
+
+
+def windows_of_what_changes(ps: Params, x: Tensor) -> Any:
+    base, h, views = ps[0]["up"] * 1, x, []
+    for _ in range(8):
+        views.append(base.as_strided((3, 2), (1, 1)))
+        h = twelve(h)
+    base.mul_(2)
+    return h, views[6] * 1
+
+
 def compare(fn: Callable[..., Any]) -> None:
     """Compares what a function returns in two shards with what it returns in plain torch."""
     x = torch.randn(4, 2, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -347,10 +402,17 @@ def compare(fn: Callable[..., Any]) -> None:
 
 FUNCTIONS = [*map(step_of, (collected, recurrent, added_up)), backward, checkpointed, second_derivative]
 FUNCTIONS += [kept_on_object, updated_by_hand]
+ANEW = [second_gradient_caught, part_of_gradient_caught, batched_gradients]
+ANEW += [conjugates_of_what_changes, windows_of_what_changes]
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_values_are_those_of_one_device(fn: Callable[..., Any], rounds: list[int]) -> None:
+    compare(fn)
+
+
+@pytest.mark.parametrize("fn", ANEW)
+def test_other_ways_back_and_views_trace_every_round(fn: Callable[..., Any], rounds: list[int]) -> None:
     compare(fn)
 
 

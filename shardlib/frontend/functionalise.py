@@ -81,6 +81,7 @@ _LAZY: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     aten._conj.default: (aten.conj_physical.default, lambda x: x.conjugate()),
     aten._neg_view.default: (aten.neg.default, operator.neg),
 }
+COPIED_VIEWS = frozenset({*_LAZY, aten.as_strided.default})  # views that a program has copies for
 
 
 class _Rewriter(Views):

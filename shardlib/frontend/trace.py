@@ -60,6 +60,7 @@ from shardlib.frontend.lazy_graph_module import lazily
 from shardlib.frontend.lifted_inputs import Contents, Lifted, refuse_carriers, refuse_changed_arguments, taken_apart
 from shardlib.frontend.results import refuse_attributes, repeated, strides_of
 from shardlib.frontend.retarget_device import is_here, move
+from shardlib.frontend.reuse.loop_replay import other_ways
 from shardlib.frontend.reuse.python_loops import Loops
 from shardlib.frontend.reuse.subgraph_reuse import Once
 from shardlib.frontend.side_effects.mutations import Watch
@@ -124,6 +125,8 @@ def trace(
         once = Once()
         for attempt in itertools.count():
             given, grads = numbers(), Grads(hidden=not call.state.changing.grads)
+            failed: list[str] = []
+            token = other_ways.set(failed)
             try:
                 found, tracked, inputs = _trace(*what, given, once, grads)
                 grads.refuse_hidden(call.state.grads)
@@ -132,9 +135,11 @@ def trace(
                 if not once.used or watch is None or isinstance(error, TraceAnewError):
                     raise
             else:
-                if not once.refused:
+                if not (once.refused or failed):
                     mine = (*once.made, *(() if given is None else given.made))
                     return replace(found, outlived=(*outlived(tracked, inputs), *mine))
+            finally:
+                other_ways.reset(token)
             assert watch is not None, "only functions that are watched have pieces"
             once = Once(none=attempt == _ATTEMPTS or not once.refused)  # what was refused is not tried again
             watch.restore()

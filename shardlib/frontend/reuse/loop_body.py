@@ -9,6 +9,7 @@ Nothing else of the trace around it is seen inside: its transforms are set aside
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
+from shardlib.core.aten.op_traits import is_view
 from shardlib.core.errors import NoDerivativeError
 from shardlib.core.source_lines import Line, LineRecorder, error_line, modules
 from shardlib.core.torch_private import (
@@ -29,7 +31,7 @@ from shardlib.core.torch_private import (
     saved_hooks_forbidden,
     without_transforms,
 )
-from shardlib.frontend.functionalise import body_writes, functionalise
+from shardlib.frontend.functionalise import COPIED_VIEWS, body_writes, functionalise
 from shardlib.frontend.reuse.copy_nodes import alike
 from shardlib.frontend.reuse.loop_captures import Closures, is_followed, refuse_lost, stand_in
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
@@ -107,6 +109,9 @@ def trace_body(
             node.meta.setdefault("line", line)
             if node.op == "get_attr":
                 node.meta["val"] = getattr(gm, str(node.target))
+        outputs: Any = gm.graph.output_node().args[0]
+        if strict and any(map(_shows_by_copy, outputs[:results])):
+            raise NotOnceError("a result shares its memory")
         functionalise(gm, names, body=True)
     body = replace(_divided(gm, closures, results, where, cts, len(leaves)), made=tuple(made), strict=strict)
     if refused is not None:
@@ -120,6 +125,15 @@ def trace_body(
             node.meta["val"] = alike(node.meta["val"])
             setattr(gm, str(node.target), node.meta["val"])
     return body
+
+
+def _shows_by_copy(node: Any) -> bool:
+    """Returns whether a value shows the memory of another by a view for which programs have a copy."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.target not in COPIED_VIEWS:
+        if node.target is not operator.getitem and not is_view(node.target):
+            return False
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.target in COPIED_VIEWS
 
 
 def _derivative(body: Body, fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence[str], line: Line) -> Body:

@@ -10,6 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,23 @@ from shardlib.core.aten.op_traits import has, is_view
 from shardlib.core.batched_grad import mapped_alike
 from shardlib.core.errors import NoDerivativeError, WrittenError
 from shardlib.core.source_lines import replayed
-from shardlib.core.torch_private import TransformType, is_wrapped, transforms, version_of
+from shardlib.core.torch_private import TransformType, depth_of_batches, is_wrapped, transforms, version_of
 from shardlib.frontend.hazards.escaped_values import HeldByHistory
 from shardlib.frontend.reuse.copy_nodes import Copy
 
 
 class NotOnceError(Exception):
     """A piece of a program has to be traced wherever it is called."""
+
+
+# Why somebody went back through a strict body in a way that it was not traced for, though the user may catch the error.
+other_ways: ContextVar[list[str] | None] = ContextVar("other_ways", default=None)
+
+
+def _other_way(why: str) -> NotOnceError:
+    if (noted := other_ways.get()) is not None:
+        noted.append(why)
+    return NotOnceError(why)
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ def _without(body: Body, missing: set[fx.Node | None]) -> Way:
     So torch does it: it does not get to what leads to such results alone, and has zeros for those beside others.
     """
     if any(has(node.target, "strides") for node in body.backward):  # which are others without an addition
-        raise NotOnceError("its gradient is one of some of its results, and asks for strides")
+        raise _other_way("its gradient is one of some of its results, and asks for strides")
     follows, gone = {x for x in body.cotangents if x is not None}, {x for x in missing if x is not None}
     same: dict[fx.Node, fx.Node] = {}
     for node in body.backward:
@@ -127,10 +138,10 @@ def _without(body: Body, missing: set[fx.Node | None]) -> Way:
                 or len(rest) != 1
                 or not _is_like(rest[0], node)
             ):
-                raise NotOnceError("its gradient is one of some of its results")
+                raise _other_way("its gradient is one of some of its results")
             same[node] = rest[0]
     if any(x in gone for x in body.gradients):
-        raise NotOnceError("its gradient is one of some of its results")
+        raise _other_way("its gradient is one of some of its results")
     needed = {x for x in body.gradients if x is not None}
     for node in reversed(body.backward):
         if node in needed:
@@ -196,10 +207,12 @@ class _Step(torch.autograd.Function):
             saved = ctx.saved_tensors
         except RuntimeError as error:
             if body.strict:  # something was written to: a trace of every call says what
-                raise NotOnceError(str(error)) from error
+                raise _other_way(str(error)) from error
             raise
         if body.strict and torch.is_grad_enabled():
-            raise NotOnceError("its gradient has a gradient")
+            raise _other_way("its gradient has a gradient")
+        if body.strict and depth_of_batches():
+            raise _other_way("its gradients are batched")
         way = body.back(frozenset(i for i in body.differentiable if body.strict and grads[i] is None))
         here = dict(zip(body.cotangents, (grads[i] for i in body.differentiable), strict=True))
         here = {node: x for node, x in here.items() if x is not None}
@@ -210,7 +223,7 @@ class _Step(torch.autograd.Function):
                 copy.write(way.nodes, way.same)
                 made = [None if x is None else here[x] if x in here else copy.tensor(x) for x in way.gradients]
             elif way.nodes is not body.backward:
-                raise NotOnceError("its gradient is one of some of its results, in a transform")
+                raise _other_way("its gradient is one of some of its results, in a transform")
             else:
                 kept = iter(saved[: ctx.count])
                 env = here | {
