@@ -52,10 +52,10 @@ def end(x: Tensor) -> Any:
     return id(x) if x.grad_fn is None else x.grad_fn
 
 
-def origins(outs: Sequence[Tensor]) -> dict[Any, frozenset[int]]:
+def origins(outs: Sequence[Tensor], *, through: bool = False) -> dict[Any, frozenset[int]]:
     """For every end of the history of `outs`, from which of these it is reached.
 
-    Not through Functions of the user's, which may have no gradient for an input.
+    Only if asked to, `through` Functions of the user's: these may have no gradient for an input.
     """
     order: dict[Any, None] = {}  # from the ends
     todo: list[tuple[Any, bool]] = [(x.grad_fn, False) for x in outs]
@@ -66,13 +66,13 @@ def origins(outs: Sequence[Tensor]) -> dict[Any, frozenset[int]]:
             order[node] = None
         elif node is not None and node not in open_:
             open_.add(node)
-            todo += [(node, True), *((behind, False) for behind, _ in _behind(node))]
+            todo += [(node, True), *((behind, False) for behind, _ in _behind(node, through))]
     found: dict[Any, frozenset[int]] = {}
     for i, x in enumerate(outs):
         start = end(x)
         found[start] = found.get(start, frozenset()) | {i}
     for node in reversed(order):
-        for behind, _ in _behind(node):
+        for behind, _ in _behind(node, through):
             if behind is not None:
                 found[behind] = found.get(behind, frozenset()) | found[node]
     for node, which in list(found.items()):
@@ -93,8 +93,8 @@ def is_within(outs: Sequence[Tensor]) -> list[bool]:
     return [x.grad_fn in below for x in outs]
 
 
-def _behind(node: Any) -> Any:
-    return () if isinstance(node, BackwardCFunction) else node.next_functions
+def _behind(node: Any, through: bool) -> Any:
+    return () if isinstance(node, BackwardCFunction) and not through else node.next_functions
 
 
 @dataclass(frozen=True)

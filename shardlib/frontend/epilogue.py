@@ -260,8 +260,10 @@ class Ending:
             self._gradients, self._reached = [leaf], (frozenset(),)
             return [torch.zeros_like(self.lifted.seen(x))]
         self._gradients = [leaf for leaf, x in zip(wanted, found, strict=True) if x is not None]
-        reached = origins([result[i] for i in outs])
-        self._reached = tuple(reached.get(end(wanted[leaf]), frozenset()) for leaf in self._gradients)
+        # A Function may have a gradient that no cotangent counts in, such as that of an auxiliary loss.
+        ways = [origins([result[i] for i in outs], through=through) for through in (False, True)]
+        ends = [end(wanted[leaf]) for leaf in self._gradients]
+        self._reached = tuple(ways[0].get(at) or ways[1].get(at, frozenset()) for at in ends)
         return [self.lifted.seen(x) for x in found if x is not None]
 
     def _refuse_history(self, wanted: Mapping[int, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import queue
@@ -732,6 +733,48 @@ def test_a_history_that_leads_nowhere() -> None:
         assert out.requires_grad
         out.sum().backward()
     assert w.grad is None
+
+
+class _Auxiliary(torch.autograd.Function):
+    """Adds a loss whose gradient is 1, whatever follows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.ones(())
+
+
+class _Balanced(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Auxiliary.apply(torch.tanh(self.up(x)), self.gate(x.detach()).square().sum())
+        return y
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("door", ["module", "step", "results"])
+def test_a_gradient_in_which_no_cotangent_counts(layers: int, door: str) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(*[_Balanced() for _ in range(layers)])
+    mine, x = copy.deepcopy(plain), torch.randn(4, 4)
+    (plain(x) * 2).sum().backward()
+    with Mesh(data=2):
+        model = sl.parallelize(mine, strategy="fsdp")
+        if door == "module":
+            (model(x) * 2).sum().backward()
+        elif door == "results":
+            loss, _ = sl.jit(lambda m, x: ((m(x) * 2).sum(), x + 1))(model, x)
+            loss.backward()
+        else:
+            sl.jit(lambda m, x: (m(x) * 2).sum().backward())(model, x)
+    for p, q in zip(mine.parameters(), plain.parameters(), strict=True):
+        same(p.grad, q.grad)
 
 
 WITHIN: dict[str, Callable[[Any, Any], Any]] = {
