@@ -134,6 +134,8 @@ _ALLOWED = "torch._C._autograd._saved_tensors_hooks_"
 saved_hooks_forbidden = _torch(f"{_ALLOWED}get_disabled_error_message", "torch.func forbids what checkpoints use")
 allow_saved_hooks = _torch(f"{_ALLOWED}enable", "a checkpoint in the body of a loop runs all the same")
 forbid_saved_hooks = _torch(f"{_ALLOWED}disable", "behind the body they are forbidden again")
+# Modules of the functions of tensors that torch has in Python.
+PYTHON_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch._tensor"})
 TENSOR_HOOKS = (
     _word("torch.Tensor._backward_hooks", "what a trace hooks on an argument is undone"),
     _word("torch.Tensor._post_accumulate_grad_hooks", "what a trace hooks on its gradient, too"),

@@ -84,7 +84,9 @@ def run_passes(
         return passed(ways[ahead])
     if fits(first) or not (program.collectives or passed(first).copied):
         return passed(first)
-    return passed(next(filter(fits, others), first if memory is None else others[-1]))
+    if memory is None and not fits(others[-1]):  # nobody asked for it: few trials
+        return passed(first)
+    return passed(next(filter(fits, others), others[-1]))
 
 
 def _memory(program: Program) -> float:

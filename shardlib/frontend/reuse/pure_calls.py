@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-from shardlib.core.torch_private import TENSOR_HOOKS, OpOverload, schema_of
+from shardlib.core.torch_private import PYTHON_MODULES, TENSOR_HOOKS, OpOverload, schema_of
 from shardlib.frontend.reuse.op_meta_cache import BY_VALUES, OWN
 from shardlib.ops.constraint import constrain
 
-_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch._tensor"})  # of functions in Python
 _KINDS = ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_nested", "is_quantized")
 _GETTERS = frozenset({"shape", "ndim", "dtype", "device", "layout", "T", "mT", "H", "mH", *_KINDS})
 _OF_FORMS = frozenset({*_GETTERS, "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_complex"})
@@ -64,7 +63,7 @@ def is_of_torch(func: Any) -> bool:
         return True
     if isinstance(func, types.WrapperDescriptorType):
         return func is Tensor.__getitem__
-    return func is constrain or getattr(func, "__module__", None) in _MODULES
+    return func is constrain or getattr(func, "__module__", None) in PYTHON_MODULES
 
 
 @cache
