@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib.compiler.passes.memory import memory_budget
-from shardlib.compiler.passes.memory.budget_programs import Candidates
+from shardlib.compiler.passes.memory.budget_programs import Candidates, Choice
 from tests.test_remat import PLACES, Model, batch, train
 
 
@@ -135,3 +136,11 @@ def test_equal_searches_make_equal_programs() -> None:
     assert first is not None
     assert second is not None
     assert (first.listing(), count) == (second.listing(), again)
+
+
+@pytest.mark.parametrize("seconds", [*permutations([1e16, 1.0, -1e16])])
+def test_an_estimate_does_not_depend_on_the_order_of_values(seconds: tuple[float, ...]) -> None:
+    """Ranks find their programs by themselves, and sets of values have another order on each."""
+    candidates = mock.Mock(again=lambda choice: set(), seconds=[])
+    choice = Choice(moved=frozenset(range(3)))  # type: ignore[arg-type]
+    assert Candidates.estimate(candidates, choice, dict(enumerate(seconds))) == 1.0  # type: ignore[arg-type]

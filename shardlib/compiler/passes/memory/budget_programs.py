@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -188,8 +189,8 @@ class Candidates:
 
     def estimate(self, choice: Choice, copies: Mapping[Var, float]) -> float:
         """Seconds of the steps that run again, and of the waits for copies."""
-        steps = self.again(choice)
-        return sum(self.seconds[i] for i in steps) + sum(copies.get(o, 0.0) for o in choice.moved)
+        waits = (copies.get(o, 0.0) for o in choice.moved)
+        return math.fsum([*(self.seconds[i] for i in self.again(choice)), *waits])  # the same in whatever order
 
     def again(self, choice: Choice) -> set[int]:
         """The steps that run once more."""
