@@ -141,7 +141,7 @@ class Domains:
                 longest -= 1
             heads = [*itertools.permutations(some, longest)]
             if len(ways) * len(heads) > _MANY:
-                heads = [head for head in heads if self._one_after_another(kind, head)]
+                heads = [head for head in heads if self._one_after_another(kind, head)] or heads
             while longest > 2 and len(ways) * len(heads) > _ORDERS:
                 longest -= 1
                 heads = [*dict.fromkeys(head[:longest] for head in heads)]
