@@ -18,7 +18,7 @@ from shardlib.compiler.propagate.solver.edges import Kind
 from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, Role
 from shardlib.sharding.mesh.axis import Axis, ways
 
-_LISTED, _MANY, _ORDERS = 5_000, 100, 700  # orders of the slots of a kind
+_LISTED, _MANY, _ORDERS = 5_000, 100, 150  # orders of the slots of a kind
 
 Cuts = tuple[tuple[Axis, ...], ...]  # the axes on every slot
 Variable = tuple[Kind, ...]  # kinds that take one choice together
@@ -159,11 +159,16 @@ class Domains:
         return ways.values()
 
     def _one_after_another(self, kind: Kind, slots: Sequence[int]) -> bool:
-        """Whether slots that are leaves of one dim come from the major to the minor one, and without a gap."""
+        """Whether slots that are leaves of one dim come from the major to the minor one, and without a gap.
+
+        Leaves that one tensor has in one order and another in the other come in the order of their slots.
+        """
         of, ordered = self.problem.members[kind][0].slots, self.problem.ordered
-        leaves = [of[max(s, ~s)] for s in slots]
-        turned = any((b, a) in ordered for a, b in itertools.combinations(leaves, 2))
-        return not turned and all(ordered.get(pair, True) for pair in itertools.pairwise(leaves))
+        places = [max(s, ~s) for s in slots]
+        for i, j in itertools.combinations(places, 2):
+            if (of[j], of[i]) in ordered and (j < i or (of[i], of[j]) not in ordered):
+                return False
+        return all(ordered.get((of[i], of[j]), True) for i, j in itertools.pairwise(places))
 
     def _may_idle(self, kind: Kind, name: str, slots: Sequence[int], offers: Offers) -> bool:
         """Whether a kind may leave an axis unused. Attention on a sharded sequence never does: the whole sequence
