@@ -43,7 +43,7 @@ tests: $(STAMP) lint types
 
 # Kernels of torch and oneDNN differ in their last digits from one instruction set to the next.
 NUMERIC := tests/test_flex.py tests/test_attention.py tests/ops/test_attention.py tests/ops/test_matmul.py \
-    tests/test_precision.py tests/test_decomposed_nn.py tests/test_normalise.py tests/test_composites.py
+    tests/test_precision.py tests/test_decomposed_nn.py tests/test_normalize.py tests/test_composites.py
 
 avx2: $(STAMP)
 	@echo "== tests of numbers without AVX-512"

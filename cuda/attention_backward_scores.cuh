@@ -45,7 +45,7 @@ __device__ __forceinline__ void general_logits(float (&scores)[N], const Params&
     }
 }
 
-// Which of a thread's probabilities dropout keeps: a bit each. Four neighbouring keys share one Philox block, and four
+// Which of a thread's probabilities dropout keeps: a bit each. Four neighboring keys share one Philox block, and four
 // lanes hold them: where the blocks begin with the tile, each lane draws for one of four queries, and they swap.
 template <int N>
 __device__ __forceinline__ uint32_t kept_bits(const Extras& e, int batch, int head, int key, int query) {

@@ -138,7 +138,7 @@ __device__ __forceinline__ void issue_values(float (&o)[C::D / 2], uint32_t (&pr
   wgmma_commit();
 }
 
-// Normalises and writes a warpgroup's rows of o, through its rows of q in shared memory, and its lse.
+// Normalizes and writes a warpgroup's rows of o, through its rows of q in shared memory, and its lse.
 template <class T, class C>
 __device__ __forceinline__ void write_rows(const Params& p, const Work& work, unsigned char* q_rows,
                                            float (&o)[C::D / 2], RowState& rows, int group, int row, Barrier* q_empty) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void write_nothing(const Params& p, const Work& work,
         SHARDLIB_MINUS_INFINITY;
 }
 
-// A warpgroup's queries from `top` on against the key tiles [first, last). Leaves o to be normalised.
+// A warpgroup's queries from `top` on against the key tiles [first, last). Leaves o to be normalized.
 template <class T, class C>
 __device__ __forceinline__ void attend(const Params& p, Ring<C>& k, Ring<C>& v, const Turn<C>& turn, uint64_t q_tile,
                                        int top, int row, int first, int last, float (&o)[C::D / 2], RowState& rows) {

@@ -151,7 +151,7 @@ INLINE Out value(typename T::U w, const Draw& draw) {
 template <class T, int kind, class Out>
 INLINE void convert(const Draw& draw, const Words& c, int n, Out* out) {
   constexpr int per_block = 128 / T::bits;
-  if constexpr (kind == NORMAL) {  // Box and Muller (1958): neighbours share a radius
+  if constexpr (kind == NORMAL) {  // Box and Muller (1958): neighbors share a radius
     for (int k = 0; k < per_block; k += 2)
       for (int b = 0; b < n; ++b) {
         const typename T::F e = exponential<T>(number<T>(c, b, k)), radius = std::sqrt(e + e);

@@ -45,7 +45,7 @@ struct BF16 {
 struct F16 {
     using T = uint16_t;
     using A = float;
-    // All in integers and exact products, so that it vectorises without an instruction set of its own.
+    // All in integers and exact products, so that it vectorizes without an instruction set of its own.
     static INLINE A load(T x) {
         uint32_t magnitude = static_cast<uint32_t>(x & 0x7fffu) << 13;
         float scaled = bits<float>(magnitude) * 0x1p112f;  // rebias the exponent; subnormals become normal

@@ -1,4 +1,4 @@
-"""`x.data = value` while a function is traced: a node that says so, which functionalisation takes away again."""
+"""`x.data = value` while a function is traced: a node that says so, which functionalization takes away again."""
 
 from __future__ import annotations
 

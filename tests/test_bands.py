@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.compiler.simplify import normalise
+from shardlib.compiler.simplify import normalize
 from shardlib.compiler.simplify.attention import band_masks
 from shardlib.compiler.simplify.attention.toeplitz_eval import Constants
 from shardlib.compiler.simplify.basic import drop_dead
@@ -114,7 +114,7 @@ def _qkv(heads: int = 4, kv: int = 4, s: int = S, t: int = T, dtype: torch.dtype
 
 def _said(fn: Callable[..., Any], *args: Tensor) -> list[dict[str, Any]]:
     """What the attention ops of a function are told."""
-    nodes = normalise(trace(fn, args)).graph.graph.nodes
+    nodes = normalize(trace(fn, args)).graph.graph.nodes
     return [arguments(n) for n in nodes if n.target in OPS]
 
 

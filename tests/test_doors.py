@@ -32,7 +32,7 @@ def test_three_steps_are_those_of_one_device(family: str, way: str) -> None:
 # the feed-forward (one after both, where they are parallel), one of the embedding; backward one in front of each norm
 # that a layer begins with, and of the head. T5 has 2 layers of 2 parts and 2 of 3, and the gradient of the encoder.
 MEGATRON = dict.fromkeys(doors.FAMILIES, (5, 5)) | {"gptj": (3, 3), "gptneox": (3, 5), "t5": (11, 12)}
-MEGATRON |= {"deepseek3": (6, 7)}  # routed and shared experts, and what is normalised between two matrices
+MEGATRON |= {"deepseek3": (6, 7)}  # routed and shared experts, and what is normalized between two matrices
 
 
 @pytest.mark.long

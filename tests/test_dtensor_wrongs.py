@@ -134,7 +134,7 @@ CASES: dict[str, Case] = {
     "view of the cut dim": Case(lambda x: x.view(2, 3, 5).sin(), ((6, 5),), (X,)),
     "scatter_add": Case(_scattered, ((5, 3), _classes(15, 5).view(5, 3), (5, 3)), (X, X, X), (0, 2)),
     "conv, output channels cut": Case(F.conv2d, ((2, 3, 5, 4), (6, 3, 3, 3), (6,)), (N, X, X), (0, 1, 2)),
-    "layer_norm, normalised dim cut": Case(_layer_norm, ((3, 5), (5,)), (P(None, "x"), X), (0, 1)),
+    "layer_norm, normalized dim cut": Case(_layer_norm, ((3, 5), (5,)), (P(None, "x"), X), (0, 1)),
     "batch_norm": Case(_batch_norm, ((5, 3, 2), (3,)), (X, N), (0, 1)),
 }  # fmt: skip
 

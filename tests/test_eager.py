@@ -813,7 +813,7 @@ def test_conjugates_say_that_they_are() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_norm_whose_input_needs_no_gradient(dtype: torch.dtype) -> None:
-    """Its backward has no tensor for the first result, and is cut along the normalised dim."""
+    """Its backward has no tensor for the first result, and is cut along the normalized dim."""
     torch.manual_seed(0)
     x, w, b = torch.randn(4, 6, 8).to(dtype), torch.randn(8).to(dtype), torch.randn(8).to(dtype)
     with Mesh(data=2, tensor=2):

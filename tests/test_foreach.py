@@ -1,4 +1,4 @@
-"""Ops over lists, and the optimisers that use them: on shards the same as on one device."""
+"""Ops over lists, and the optimizers that use them: on shards the same as on one device."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _rate(lr: float, fused: bool = False, **_: bool) -> Any:
     return torch.tensor(lr) if fused else lr
 
 
-OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p, **how: torch.optim.SGD(p, lr=0.1, **how),
     "sgd, momentum": lambda p, **how: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1, **how),
     "sgd, nesterov": lambda p, **how: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True, **how),
@@ -100,21 +100,21 @@ OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def steps(make: Callable[..., torch.optim.Optimizer], params: list[Tensor], place: Any, how: dict[str, bool]) -> None:
-    optimiser = make(params, **how)
+    optimizer = make(params, **how)
     for seed in range(1, 4):
         for p, g in zip(params, place(draw(seed)), strict=True):
             p.grad = g - 0.5
-        optimiser.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {}], ids=["foreach", "fused", "plain"])
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_optimisers_step_on_shards(name: str, how: dict[str, bool]) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_on_shards(name: str, how: dict[str, bool]) -> None:
     whole = [x.requires_grad_() for x in draw(0)]
-    steps(OPTIMISERS[name], whole, lambda x: x, how)
+    steps(OPTIMIZERS[name], whole, lambda x: x, how)
     with sl.Mesh(x=4):
         mine = [x.requires_grad_() for x in placed(draw(0))]
-        steps(OPTIMISERS[name], mine, placed, how)
+        steps(OPTIMIZERS[name], mine, placed, how)
     assert same([x.detach() for x in mine], [x.detach() for x in whole])
     assert [x.spec for x in mine if isinstance(x, sl.ShardedTensor)] == [x.spec for x in _placed_in_mesh()]
 

@@ -75,19 +75,19 @@ def test_what_is_estimated_is_what_is_sent(family: Callable[[], Iterator[Sample]
     assert not wrong, "\n".join(wrong)
 
 
-def _centred(x: Tensor) -> Tensor:
+def _centered(x: Tensor) -> Tensor:
     return x - x.mean(0)
 
 
-def _centred_here(x: Tensor) -> Tensor:
+def _centered_here(x: Tensor) -> Tensor:
     return x - sl.psum(x.sum(0), "n") / sl.piece("n").whole
 
 
 def test_a_local_form_of_a_user_counts() -> None:
     """What a form sends that nobody of the library wrote is priced, too."""
-    op = torch.library.custom_op("inside::centred", _centred, mutates_args=())
-    op.register_fake(_centred)
-    sl.rule("n d -> n d | n:local", local=_centred_here)(op)
+    op = torch.library.custom_op("inside::centered", _centered, mutates_args=())
+    op.register_fake(_centered)
+    sl.rule("n d -> n d | n:local", local=_centered_here)(op)
     x = torch.empty(64, 4096, device="meta")
     with Mesh.abstract(a=8):
         one = sl.jit(op, in_specs=("n@a _",)).plan(x)

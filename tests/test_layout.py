@@ -49,12 +49,12 @@ SHAPES = [
 ]
 
 
-def factorisations(n: int, most: int = 3) -> list[tuple[int, ...]]:
+def factorizations(n: int, most: int = 3) -> list[tuple[int, ...]]:
     """All ways to write n as an ordered product of factors above 1, at most `most` of them."""
     found = [(n,)]
     for first in range(2, n) if most > 1 else ():
         if n % first == 0:
-            found += [(first, *rest) for rest in factorisations(n // first, most - 1)]
+            found += [(first, *rest) for rest in factorizations(n // first, most - 1)]
     return found
 
 
@@ -71,7 +71,7 @@ def placements(axes: tuple[Axis, ...], slots: int) -> list[tuple[tuple[Axis, ...
 
 def layouts(shape: tuple[int, ...], axes: tuple[Axis, ...]) -> list[Layout]:
     found = []
-    for sizes in itertools.product(*map(factorisations, shape)):
+    for sizes in itertools.product(*map(factorizations, shape)):
         for placed in placements(axes, sum(map(len, sizes))):
             cuts = iter(placed)
             found.append(Layout(tuple(tuple(Factor(n, next(cuts)) for n in dim) for dim in sizes)))

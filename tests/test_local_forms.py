@@ -62,12 +62,12 @@ def _before_here(x: Tensor) -> Tensor:
     return x.cumsum(0) + (totals * ahead[:, None]).sum(0)
 
 
-def _standardised(x: Tensor) -> tuple[Tensor, Tensor]:
+def _standardized(x: Tensor) -> tuple[Tensor, Tensor]:
     mean = x.mean()
     return x - mean, mean.clone()
 
 
-def _standardised_here(x: Tensor) -> tuple[Tensor, Tensor]:
+def _standardized_here(x: Tensor) -> tuple[Tensor, Tensor]:
     mean = sl.psum(x.sum(), ("n", "m")) / (sl.piece("n").whole * sl.piece("m").whole)
     return x - mean, mean
 
@@ -99,7 +99,7 @@ softmax.register_autograd(
     setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(output), setattr(ctx, "scale", inputs[1]))[0],
 )
 running = op(_before, "n m -> n m | n:local {0}", _before_here)
-standardised = op(_standardised, "n m -> n m, | n:none m:none n:local m:local {0}", _standardised_here)
+standardized = op(_standardized, "n m -> n m, | n:none m:none n:local m:local {0}", _standardized_here)
 ramp = op(_ramp, "n -> n | n:local {0}", _ramp_here)
 embedded = op(_embedded, "v d, n -> n d | v:sum v:local {0}", _embedded_here)
 
@@ -109,7 +109,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "of size 1": (softmax, (r(5, 1),)),
     "its gradient": (pull, (r(5, 7), r(5, 7).softmax(-1))),
     "what came before": (running, (r(7, 5),)),
-    "over two dims": (standardised, (r(5, 6),)),
+    "over two dims": (standardized, (r(5, 6),)),
     "where a piece begins": (ramp, (r(7),)),
     "rows that lie elsewhere": (embedded, (r(7, 3), torch.tensor([0, 6, 3, 3]))),
 }
@@ -139,7 +139,7 @@ def test_programs_run_them(way: str) -> None:
 def test_a_plan_shows_what_they_do() -> None:
     with Mesh(data=2, tensor=4):
         plan = sl.jit(lambda x: softmax(x)).plan(sl.shard(r(6, 8), "b@data v@tensor"))
-        both = sl.jit(lambda x: standardised(x)).plan(sl.shard(r(6, 8), "n@data m@tensor"))
+        both = sl.jit(lambda x: standardized(x)).plan(sl.shard(r(6, 8), "n@data m@tensor"))
         scanned = sl.jit(lambda x: (x + x).cumprod(1)).plan(sl.shard(r(6, 8), "b@data v@tensor"))
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 36.0)] * 2, "3 rows of 8 bytes, 2 * 3 / 4"
     assert re.search(r"! all_reduce\[tensor\] .* max over v, inside", str(plan))

@@ -23,7 +23,7 @@ SPECS = ("v@x d", "b l")
 
 
 def _interactions(t: Tensor, i: Tensor) -> Tensor:
-    """A factorisation machine's (Rendle 2010)."""
+    """A factorization machine's (Rendle 2010)."""
     e = F.embedding(i, t)
     return 0.5 * (e.sum(1).square() - e.square().sum(1)).sum(-1)
 
@@ -86,7 +86,7 @@ def _written_elsewhere(t: Tensor, i: Tensor) -> Tensor:
     return t.index_add(0, i[0].flip(0), t[i[0]].exp())
 
 
-def _penalised(t: Tensor, i: Tensor) -> Tensor:
+def _penalized(t: Tensor, i: Tensor) -> Tensor:
     """Of tokens that were there before."""
     ids = torch.cat([i, i + 1]).t()[:D].t().contiguous()
     scores = t.gather(0, ids)
@@ -145,7 +145,7 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], int]] = {
     "gradient of relu": (_gradient(_relu_of_rows), LITTLE),
     "updated": (_updated, 0),
     "put": (_put, 0),
-    "penalised": (_penalised, 0),
+    "penalized": (_penalized, 0),
     "gradient of smooth": (_gradient(_smooth), LITTLE),
     "of two tables": (_of_two_tables, 0),
     "of a later table": (_of_a_later_table, L * D * 8),

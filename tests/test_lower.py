@@ -438,7 +438,7 @@ def test_what_is_lowered_is_right_and_read_as_it_prints(seed: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 3), (2, 2, 5), (1, 5), (3, 4)], ids=str)
 def test_the_short_form_of_a_layout_holds_the_same(sizes: tuple[int, ...]) -> None:
-    """Parts of one axis on neighbouring leaves melt only where that cuts at the same places."""
+    """Parts of one axis on neighboring leaves melt only where that cuts at the same places."""
     (a0, a1), whole = A.primes(), torch.arange(Layout.replicated(sizes).max_local_numel())
     for where in itertools.product(range(-1, len(sizes)), repeat=3):
         cuts = [tuple(x for x, w in zip((a0, B, a1), where, strict=True) if w == i) for i in range(len(sizes))]

@@ -286,7 +286,7 @@ def _alone(pipe):
 
 
 @pytest.mark.ranks
-def test_a_distributed_mesh_initialises_the_process_group_when_needed():
+def test_a_distributed_mesh_initializes_the_process_group_when_needed():
     process, pipe = apart(_alone)
     assert heard(pipe) == [False, 1, "gloo", False]
     process.join()

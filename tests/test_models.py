@@ -1,6 +1,6 @@
 """Whole models, sharded against one device: GPT-2, Llama, a GPT by hand in many forms, and ten more families.
 
-A step returns the loss, the gradients, and what an optimiser makes of the parameters; all must agree.
+A step returns the loss, the gradients, and what an optimizer makes of the parameters; all must agree.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ _REMEDIES = {
     "index by a mask": "x.where(mask, 0)",
     "repeat_interleave": "output_size=total",
     "bincount": "one_hot(x, n).sum(0)",
-    **dict.fromkeys(("unique", "unique_consecutive", "unique_dim"), "x.sort() and compare neighbours"),
+    **dict.fromkeys(("unique", "unique_consecutive", "unique_dim"), "x.sort() and compare neighbors"),
 }
 COUNTED: dict[str, Callable[[Tensor], Any]] = {
     "bincount": lambda x: (x > 0).long().flatten().bincount(),

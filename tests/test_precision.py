@@ -269,7 +269,7 @@ NORMS: dict[str, Callable[[], list[nn.Module]]] = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [bf16, torch.float16])
 @pytest.mark.parametrize("name", NORMS)
-def test_batch_normalisation_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
+def test_batch_normalization_keeps_its_dtype(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*NORMS[name]())
     model, x = copy.deepcopy(plain), X[:8].float()
@@ -293,7 +293,7 @@ def test_batch_normalisation_keeps_its_dtype(name: str, dtype: torch.dtype) -> N
                 torch.testing.assert_close(mine, its, rtol=1e-2, atol=1e-2)
 
 
-def test_batch_normalisation_that_is_named() -> None:
+def test_batch_normalization_that_is_named() -> None:
     low = Precision(compute=bf16)
 
     def make(tracks: bool) -> nn.Module:

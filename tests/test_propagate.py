@@ -173,7 +173,7 @@ def test_dims_that_nobody_annotated_are_offered_the_axis_where_a_sum_is_large() 
     assert found == [("all_gather", 64 * 128 * 4 / 2)]
 
 
-def test_ops_of_one_unit_part_where_their_neighbours_differ() -> None:
+def test_ops_of_one_unit_part_where_their_neighbors_differ() -> None:
     def fn(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a = x + y
         return a + z, sl.shard(a, sl.P(None, None, None))

@@ -612,20 +612,20 @@ def test_what_a_users_op_writes_to_is_no_copy(jitted: bool) -> None:
     assert torch.equal(found, 2 * x.T)
 
 
-@torch.library.custom_op("proving::centred", mutates_args=())
-def centred(x: Tensor, wants: bool) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("proving::centered", mutates_args=())
+def centered(x: Tensor, wants: bool) -> tuple[Tensor, Tensor]:
     mean = x.mean(0)
     return x - mean, mean.clone() if wants else x.new_empty(0)
 
 
-centred.register_fake(lambda x, wants: (torch.empty_like(x), x.new_empty(x.shape[1] if wants else 0)))
+centered.register_fake(lambda x, wants: (torch.empty_like(x), x.new_empty(x.shape[1] if wants else 0)))
 
 
 @pytest.mark.parametrize("wants", [True, False])
 def test_what_a_result_lacks_is_whole_whether_or_not_it_is_empty(wants: bool) -> None:
     """Its rows mix, and the rule says nothing of them."""
-    sl.rule("b d -> b d, s")(centred)
+    sl.rule("b d -> b d, s")(centered)
     x = r(8, 4)
     with sl.Mesh(data=2):
-        out = sl.jit(lambda x: centred(x, wants)[0])(sl.shard(x, "b@data d"))
+        out = sl.jit(lambda x: centered(x, wants)[0])(sl.shard(x, "b@data d"))
     torch.testing.assert_close(out.full_tensor(), x - x.mean(0))

@@ -212,15 +212,15 @@ def step_of(loss: Callable[..., Tensor]) -> Callable[..., Any]:
 def graph_of(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The traced graph, before it is simplified: nodes with their operands and lines."""
     texts: list[str] = []
-    normalise = pipeline.normalise
+    normalize = pipeline.normalize
 
     def noted(traced: Any) -> Any:
         for node in traced.graph.graph.nodes:
             texts.append(f"{node.format_node()} {node.meta.get('line')} {node.meta.get('backward')}")
-        return normalise(traced)
+        return normalize(traced)
 
     with monkeypatch.context() as patched, sl.Mesh.abstract(data=2):
-        patched.setattr(pipeline, "normalise", noted)
+        patched.setattr(pipeline, "normalize", noted)
         sl.jit(fn, in_specs=(None, "batch@data _ _")).plan(params(), torch.empty(4, 2, WIDTH, device="meta"))
     names: dict[str, str] = {}
     return [re.sub(r"%\w+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text) for text in texts]

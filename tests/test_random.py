@@ -238,7 +238,7 @@ def test_plain_code_is_left_alone() -> None:
         assert not any(torch.equal(a, b) for a, b in zip(draws(), want, strict=True))
 
 
-# --- initialisation ---------------------------------------------------------------------------------------------------
+# --- initialization ---------------------------------------------------------------------------------------------------
 
 INITS: dict[str, Callable[[Tensor], Any]] = {
     "uniform": lambda w: nn.init.uniform_(w, -1, 2),

@@ -80,7 +80,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Those that a user would write to; batch normalisation in training has no use for what it has tracked."""
+    """Those that a user would write to; batch normalization in training has no use for what it has tracked."""
     tracked = [x for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training for x in m.buffers()]
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {k: x for k, x in named.items() if x.is_floating_point() and all(x is not y for y in tracked)}

@@ -123,11 +123,11 @@ LOCAL_FORMS = {
     "gradient of a loss in three parts": (1.0, 1.02),
     "spectral clustering, rows cut": (0.99, 1.0),  # the factors of all devices are a seventh of what each decomposes
     # What is looked up is worked on where it was found, with zeros for what others have.
-    "factorisation machine, rows cut": (1.0, 5.81),
-    "gradient of a factorisation machine": (1.0, 5.81),
-    "gradients of a factorisation machine over a list of tables": (1.0, 5.81),
-    "factorisation machine of many tables": (1.0, 5.81),
-    "factorisation machine with weights, rows cut": (1.0, 5.81),
+    "factorization machine, rows cut": (1.0, 5.81),
+    "gradient of a factorization machine": (1.0, 5.81),
+    "gradients of a factorization machine over a list of tables": (1.0, 5.81),
+    "factorization machine of many tables": (1.0, 5.81),
+    "factorization machine with weights, rows cut": (1.0, 5.81),
     "update of looked-up rows": (1.0, 4.51),
     "gradient of a table of cut rows": (1.0, 4.51),
     "SGD step of a table of cut rows": (1.0, 1.12),

@@ -357,7 +357,7 @@ def test_full_runs_the_forward_pass_twice() -> None:
     a_layer = 2 * BATCH * SEQ * D * D / 4
     down, head = 2 * 4 * a_layer, 2 * a_layer
     forward = 2 * 12 * a_layer
-    use = after.simulate().utilisation
+    use = after.simulate().utilization
     assert use.hardware / use.model == pytest.approx(1 + (forward - down) / (3 * (forward + head)), rel=0.1)
     assert products(after)["shardlib.attention.default"] == 2 * products(before)["shardlib.attention.default"] == 4
 
@@ -651,13 +651,13 @@ def test_small_steps_down_are_as_good_as_large_ones() -> None:
 
     free = planned()
     before, seconds = free.simulate(), 0.0
-    useful = before.utilisation.model * before.seconds
+    useful = before.utilization.model * before.seconds
     for share in (0.9, 0.7, 0.65, 0.6, 0.55):
         plan = planned(memory=int(share * free.peak_memory))
         now = plan.simulate()
         assert plan.peak_memory <= share * free.peak_memory
         assert now.seconds >= 0.99 * seconds
-        assert now.utilisation.model * now.seconds == pytest.approx(useful), "what comes back is not made anew"
+        assert now.utilization.model * now.seconds == pytest.approx(useful), "what comes back is not made anew"
         seconds = max(seconds, now.seconds)
     assert plan.compiled.recomputed.values
 

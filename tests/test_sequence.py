@@ -174,7 +174,7 @@ def test_a_ring_sends_every_piece_once_to_every_other_device(causal: bool, n: in
         ({"causal": True, "window": 9}, 1, 8),
         ({"window": 9}, 2, 16),
         ({"causal": True, "window": 9, "q_offset": 4}, 2, 8),  # of four keys that come later
-        ({"causal": True, "window": 191}, 2, 190),  # of two neighbours
+        ({"causal": True, "window": 191}, 2, 190),  # of two neighbors
         ({"causal": True, "window": 257}, 4.5, 3 * 128 * 1.5),  # of more than half of the others: they go round
     ],
     ids=str,

@@ -52,7 +52,7 @@ def fsdp(x: Tensor, w: Tensor) -> Tensor:
 
 
 def ring(x: Tensor) -> Tensor:
-    """all_gather by neighbours: after i steps a device holds what the i-th device before it had."""
+    """all_gather by neighbors: after i steps a device holds what the i-th device before it had."""
     pieces = [x]
     for _ in range(axis_size("tensor") - 1):
         pieces.append(ppermute(pieces[-1], "tensor", [(i, (i + 1) % N) for i in range(N)]))
@@ -77,7 +77,7 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def halo(x: Tensor) -> Tensor:
-    """Each element minus its left neighbour, zero at the left end."""
+    """Each element minus its left neighbor, zero at the left end."""
     left = ppermute(x[:, -1:], "tensor", [(i, i + 1) for i in range(N - 1)])
     return x - torch.cat([left, x[:, :-1]], 1)
 

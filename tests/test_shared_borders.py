@@ -1,4 +1,4 @@
-"""Messages of one value to the same neighbours are one: what arrives is what each of them brought."""
+"""Messages of one value to the same neighbors are one: what arrives is what each of them brought."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _products(x: Tensor) -> Tensor:
 def _flux(x: Tensor) -> Tensor:
     h, u = x, x.sin()
     for _ in range(2):
-        centred = [(z.roll(-1, 0) - z.roll(1, 0)) / 2 for z in (h * u, h, u)]
-        h, u = h - centred[0], u - u * centred[2] - centred[1]
+        centered = [(z.roll(-1, 0) - z.roll(1, 0)) / 2 for z in (h * u, h, u)]
+        h, u = h - centered[0], u - u * centered[2] - centered[1]
     return h
 
 

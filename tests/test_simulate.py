@@ -72,7 +72,7 @@ def test_a_product_takes_its_flops_or_its_bytes() -> None:
     assert big.seconds == pytest.approx(2 * 64**3 / 1e9)
     thin = plan(lambda x, w: x @ w, meta(64, 1), meta(1, 64)).simulate(SLOW)
     assert thin.seconds == pytest.approx(4 * (64 + 64 + 64 * 64) / 1e9)
-    assert big.utilisation.model == pytest.approx(1.0)
+    assert big.utilization.model == pytest.approx(1.0)
 
 
 def test_views_take_no_time_and_calls_their_launch() -> None:
@@ -143,7 +143,7 @@ def test_functions_wait_for_products_and_memory_for_neither() -> None:
     scores, attention = 2 * 4 * 32 * 32, torch.nn.functional.scaled_dot_product_attention
     step = plan(attention, q, q, q).simulate(SPECIAL)
     assert step.seconds == pytest.approx(4 * 8 * scores / 1e9 + scores / 1e6)
-    assert step.utilisation.model == pytest.approx(4 * 8 * scores / 1e9 / step.seconds)  # functions are no FLOPs
+    assert step.utilization.model == pytest.approx(4 * 8 * scores / 1e9 / step.seconds)  # functions are no FLOPs
     fast = replace(SLOW, device=replace(DEVICE, special=1e9))
     assert plan(torch.exp, meta(64, 64)).simulate(fast).seconds == pytest.approx(2 * 4 * 64 * 64 / 1e9)
 
@@ -155,7 +155,7 @@ def test_attention_works_on_whole_tiles(n: int, keys: int) -> None:
     attention = torch.nn.functional.scaled_dot_product_attention
     step = plan(lambda q: attention(q, q, q, is_causal=True), q, in_specs=("b@far ...",)).simulate(tiles)
     assert step.seconds == pytest.approx(4 * n * keys * (4 * 8 / 1e9 + 1 / 1e6))
-    assert step.utilisation.model == pytest.approx(4 * n * n / 2 * 4 * 8 / 1e9 / step.seconds)
+    assert step.utilization.model == pytest.approx(4 * n * n / 2 * 4 * 8 / 1e9 / step.seconds)
     plain = plan(lambda q: attention(q, q, q, is_causal=True), q, in_specs=("b@far ...",)).simulate(SLOW)
     assert plain.seconds == 4 * n * n / 2 * 4 * 8 / 1e9  # of a machine that has no tiles, its FLOPs and no more
 
@@ -253,8 +253,8 @@ def test_what_is_done_again_is_no_use_of_the_model() -> None:
     x, w = meta(256, 256).requires_grad_(), meta(256, 256).requires_grad_()
     once, twice = (plan(fn, x, w).simulate(SLOW) for fn in (kept, again))
     products = 2 * 256**3
-    assert once.utilisation.model == once.utilisation.hardware
-    work = (twice.utilisation.hardware - twice.utilisation.model) * twice.seconds * 1e9
+    assert once.utilization.model == once.utilization.hardware
+    work = (twice.utilization.hardware - twice.utilization.model) * twice.seconds * 1e9
     assert work == pytest.approx(products, rel=0.01)  # one product of three was done again
 
 

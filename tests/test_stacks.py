@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.compiler.simplify import normalise
+from shardlib.compiler.simplify import normalize
 from shardlib.frontend.trace import trace
 from tests.best import f32, ints
 from tests.best import recommenders as r
@@ -85,7 +85,7 @@ def test_ids_out_of_range_are_refused() -> None:
 
 
 def _lookups(program: Callable[..., Any], *args: Any) -> list[str]:
-    graph = normalise(trace(program, args)).graph.graph
+    graph = normalize(trace(program, args)).graph.graph
     names = (str(node.target) for node in graph.nodes if node.op == "call_function")
     return [name.split(".")[1] for name in names if "gather" in name or "embedding" in name or "scatter" in name]
 

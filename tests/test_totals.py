@@ -58,7 +58,7 @@ def _unknown(x: Tensor, i: Tensor, y: Tensor) -> Tensor:
 
 
 def _twice(x: Tensor, i: Tensor, y: Tensor) -> Tensor:
-    """What normalises a row is asked for twice: it is sent once."""
+    """What normalizes a row is asked for twice: it is sent once."""
     return F.cross_entropy(x, y) + x.logsumexp(-1).square().mean()
 
 

@@ -15,7 +15,7 @@ static_assert(sizeof(BarrierState) == sizeof(Barrier));
 
 BarrierState& state_of(Barrier* barrier) {
   auto& state = *reinterpret_cast<BarrierState*>(barrier);
-  if (state.magic != kBarrierMagic) stop("an mbarrier is used before it is initialised");
+  if (state.magic != kBarrierMagic) stop("an mbarrier is used before it is initialized");
   return state;
 }
 
@@ -98,7 +98,7 @@ void barrier_init(Barrier* barrier, unsigned arrivals) {
 void barrier_arrive(Barrier* barrier) {
   give_way(24);
   BarrierState& state = own_state(barrier);
-  if (state.pending == 0) stop("more arrivals at an mbarrier than it was initialised for");
+  if (state.pending == 0) stop("more arrivals at an mbarrier than it was initialized for");
   state.pending = state.pending - 1u;
   settle(*self().cta, barrier, state);
 }

@@ -1,6 +1,6 @@
 """Two partial results of attention, over different keys for the same queries, made one by their log-sum-exps.
 
-o1, o2  [B, H, S, D]   partial outputs, each normalised by its own lse; of any floating dtype
+o1, o2  [B, H, S, D]   partial outputs, each normalized by its own lse; of any floating dtype
 lse1, lse2  [B, H, S]  -inf where a part saw no key
 o  [B, H, S, D]        in the accumulator's dtype: float32, or float64 when o1 is; cast it once, behind the last merge
 lse  [B, H, S]

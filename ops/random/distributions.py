@@ -66,7 +66,7 @@ def values(kind: str, dtype: torch.dtype, words: Tensor, p: int) -> Tensor:
     if kind == "cauchy":  # the tangent of half the angle that a uniform number is: it repeats after half a turn
         sine, cosine = _turn(_high(w, number.bits - 1, number), number)
         return sine / cosine
-    e = _exponential(w[:, ::2], number)  # Box and Muller (1958): neighbours share a radius
+    e = _exponential(w[:, ::2], number)  # Box and Muller (1958): neighbors share a radius
     radius = _sqrt(e + e)
     sine, cosine = _turn(w[:, 1::2], number)
     return torch.stack([radius * cosine, radius * sine], -1).flatten(1)

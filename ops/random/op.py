@@ -112,7 +112,7 @@ def reference(
 
 
 def _rows(size: Sequence[int], first: Sequence[int], whole: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """The indices at which rows of neighbours begin, and how long each row is."""
+    """The indices at which rows of neighbors begin, and how long each row is."""
     run, outer = 1, len(size)
     while outer and (outer == len(size) or size[outer] == whole[outer]):
         outer -= 1

@@ -8,7 +8,7 @@ element of it, all of 64 bits:
     counter words  (i low, i high, counter low, counter high)    with i = index >> 2
     element        word number index & 3 of the four
 
-So four neighbours share one evaluation, any part of a tensor can be drawn alone, and devices that hold the same element
+So four neighbors share one evaluation, any part of a tensor can be drawn alone, and devices that hold the same element
 draw the same bits. The index is row-major in the whole tensor; rows of attention are padded to a multiple of four.
 
 Known answers, for implementations elsewhere (the first is Random123's own, whose third is checked in the tests):

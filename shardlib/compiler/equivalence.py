@@ -25,7 +25,7 @@ Said = Mapping[int, Fixed]  # by position
 
 
 def is_same(a: Traced, b: Traced, graphs: tuple[Graph, Graph], inputs: tuple[Said, Said]) -> bool:
-    """Whether two normalised traces differ in what they find, and leave, of a call alone; `graphs` are what was read of
+    """Whether two normalized traces differ in what they find, and leave, of a call alone; `graphs` are what was read of
     them, `inputs` what is said of theirs."""
     return (
         inputs[0] == inputs[1]

@@ -1,4 +1,4 @@
-"""The pipeline, as a flat list of stages: trace -> normalise -> propagate -> lower -> passes."""
+"""The pipeline, as a flat list of stages: trace -> normalize -> propagate -> lower -> passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardlib.compiler.propagate import Propagated, propagate
 from shardlib.compiler.propagate.solver.effort import Planning
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.run_passes import Finish
-from shardlib.compiler.simplify import normalise
+from shardlib.compiler.simplify import normalize
 from shardlib.core.aten.op_traits import has
 from shardlib.core.context import paused_gc, tracing
 from shardlib.core.errors import ShardingError
@@ -121,8 +121,8 @@ def compile_program(
     clock.stop("trace")
     fixed_inputs = _fixed_inputs(traced, call, specs, mesh, placed)
     with mesh, tracing():
-        traced = normalise(traced)
-    clock.stop("normalise")
+        traced = normalize(traced)
+    clock.stop("normalize")
     graph = graphs.build(traced.graph)
     traced = placed_anew(traced, graph)
     fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)

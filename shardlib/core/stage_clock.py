@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _AFTER, _EVERY = 3.0, 1.0  # seconds until somebody who waits is told, and between further words
-_STAGES = {"": "trace", "trace": "normalise", "normalise": "rules", "rules": "propagate", "propagate": "lower"}
+_STAGES = {"": "trace", "trace": "normalize", "normalize": "rules", "rules": "propagate", "propagate": "lower"}
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Clock:
             >>> clock = Clock()
             >>> clock.stop("trace")
             >>> clock.stage
-            'normalise'
+            'normalize'
         """
         return _STAGES.get(self._stopped, "passes")
 

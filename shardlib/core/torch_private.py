@@ -254,7 +254,7 @@ MODULE_HOOKS: tuple[dict[int, Any], ...] = tuple(
         *("backward_pre", "backward", "forward_pre", "forward"),
     )
 )
-BatchNormalisation = _torch("torch.nn.modules.batchnorm._BatchNorm", "what all modules that normalise batches are")
+BatchNormalization = _torch("torch.nn.modules.batchnorm._BatchNorm", "what all modules that normalize batches are")
 parametrized = _global("torch.nn.utils.parametrize._cache", "it keeps tensors of a trace, which is said as such")
 MODULE_ATTRIBUTE = _slot("torch.nn.Module.__getattribute__", "layers are one if they differ in what no code reads")
 CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of one module

@@ -33,7 +33,7 @@ def made(program: int, tensors: Iterable[Any], numbers: Sequence[Any] = ()) -> i
 
 
 def origin_of(parts: tuple[Any, ...]) -> int:
-    """The same of a program's number, origins and numbers. It is none of a known one's neighbours."""
+    """The same of a program's number, origins and numbers. It is none of a known one's neighbors."""
     return hash(parts) & _MASK
 
 

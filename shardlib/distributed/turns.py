@@ -270,7 +270,7 @@ def current() -> Order:
     if _forked:
         _refuse_fork()
     if _order is None or _order.world is not dist.group.WORLD:
-        if not world.initialised():
+        if not world.initialized():
             world.refuse_destroyed()
         _count += 1
         _order = Order(dist.group.WORLD)
@@ -310,7 +310,7 @@ def _refuse_fork() -> NoReturn:
     raise ShardingError(
         "a fork of a rank uses a ShardedTensor or a collective",
         [f"process {os.getpid()} was forked from process {os.getppid()}, which is a rank; it is none"],
-        rule="only the processes that torch.distributed was initialised in are ranks",
+        rule="only the processes that torch.distributed was initialized in are ranks",
         remedy="give the fork plain tensors (x.full_tensor(), x.to_local()), or start it by spawn",
     )
 

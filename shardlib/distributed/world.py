@@ -26,19 +26,19 @@ _meshes: dict[_Key, tuple[object, DeviceMesh]] = {}
 _lock = Lock()
 
 
-def initialised() -> bool:
+def initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def size() -> int | None:
     """The number of processes; None in a plain process."""
-    if initialised():
+    if initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if {"WORLD_SIZE", "RANK"} <= os.environ.keys() else None
 
 
 def rank() -> int:
-    return dist.get_rank() if initialised() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if initialized() else int(os.environ.get("RANK", "0"))
 
 
 def kind() -> Literal["virtual", "distributed"]:
@@ -61,7 +61,7 @@ def device_type(device: str | None, kind: str) -> str:
     """Checks a device type; None is the backend's device where there is one, otherwise torch's default device."""
     if device is None:
         device = torch.get_default_device().type
-        if kind == "distributed" and initialised() and dist.get_backend() == "nccl":
+        if kind == "distributed" and initialized() and dist.get_backend() == "nccl":
             device = "cuda"
         return device if device in ("cpu", "cuda") else "cpu"
     if device not in ("cpu", "cuda"):
@@ -69,7 +69,7 @@ def device_type(device: str | None, kind: str) -> str:
     fault = ""
     if device == "cuda" and kind != "abstract" and not torch.cuda.is_available():
         fault = "torch sees no GPU in this process"
-    if device == "cpu" and kind == "distributed" and initialised() and dist.get_backend() == "nccl":
+    if device == "cpu" and kind == "distributed" and initialized() and dist.get_backend() == "nccl":
         fault = "the process group's backend is nccl, which cannot reach CPU tensors"
     if fault:
         plan = "or Mesh.abstract(...) to plan only"
@@ -109,7 +109,7 @@ def current_device(device: str, kind: str) -> torch.device:
 
 def _told_timeout() -> timedelta | None:
     """The timeout that the process group was given by its maker, if it was; all backends keep one."""
-    group = dist.group.WORLD if initialised() else None
+    group = dist.group.WORLD if initialized() else None
     if group is None:
         return None
     options = getattr(backend_of(group)(devices_of(group)[0]), "options", None)
@@ -119,7 +119,7 @@ def _told_timeout() -> timedelta | None:
 
 def choose_gpu(device: str) -> None:
     """On CUDA, make this process's GPU the current one, unless the user has set up the process group already."""
-    if device == "cuda" and not initialised():
+    if device == "cuda" and not initialized():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank() % torch.cuda.device_count())))
 
 
@@ -138,8 +138,8 @@ def device_mesh(
     """
     key = tuple(axes.items()), device
     with _lock:
-        if not initialised():
-            _initialise("nccl" if device == "cuda" else "gloo")
+        if not initialized():
+            _initialize("nccl" if device == "cuda" else "gloo")
         owner, mesh = _meshes.get(key, (None, None))
         if mesh is None or owner is not dist.group.WORLD:
             make, text = partial(_new, axes, device), ", ".join(f"{name}={n}" for name, n in axes.items())
@@ -155,7 +155,7 @@ def device_mesh(
 def refuse_destroyed() -> NoReturn:
     """Raise the error for a rank that has no process group, or none any more."""
     raise ShardingError(
-        "a tensor on ranks is used, and torch.distributed is not initialised",
+        "a tensor on ranks is used, and torch.distributed is not initialized",
         ["destroy_process_group() was called in this process, or nothing has placed a tensor in it yet"],
         rule="whatever moves pieces needs the process group of all ranks",
         remedy="destroy it when nothing is left to do, or call torch.distributed.init_process_group() again, on all "
@@ -163,12 +163,12 @@ def refuse_destroyed() -> NoReturn:
     )
 
 
-def _initialise(backend: str) -> None:
+def _initialize(backend: str) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout())
     except ValueError as error:  # of an environment that is not a launcher's
         raise ShardingError(
-            "torch.distributed cannot be initialised",
+            "torch.distributed cannot be initialized",
             [str(error)],
             rule="RANK and WORLD_SIZE are set, so this process is taken for a rank",
             remedy="start it by torchrun, call torch.distributed.init_process_group(...) first, or unset them",

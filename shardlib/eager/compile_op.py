@@ -26,7 +26,7 @@ from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.propagate import propagate
-from shardlib.compiler.simplify import normalise
+from shardlib.compiler.simplify import normalize
 from shardlib.core.aten.op_names import CLONE
 from shardlib.core.aten.op_traits import has
 from shardlib.core.call_scalar import hinted
@@ -36,7 +36,7 @@ from shardlib.core.source_lines import Line, user_line
 from shardlib.core.torch_private import FakeTensorMode, pytree, running_node, schema_of
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.eager.arg_slots import devices_of, filled, listed, made_on, moved
-from shardlib.frontend.functionalise import functionalise
+from shardlib.frontend.functionalize import functionalize
 from shardlib.frontend.lazy_graph_module import lazily
 from shardlib.frontend.traced_graph import Traced
 from shardlib.sharding.mesh.mesh import Mesh
@@ -186,7 +186,7 @@ class _Writer:
         names = tuple(n.name for n in inputs)
         with lazily(), self.mode:
             gm = fx.GraphModule({}, self.graph)
-            functionalise(gm, names)
+            functionalize(gm, names)
             self.settle(gm)
             out_paths, out_tree = flatten_with_path(tuple(range(len(outputs))))
             traced = Traced(
@@ -198,7 +198,7 @@ class _Writer:
                 tuple(f"result{pytree.keystr(p)}" for p, _ in out_paths),
                 out_tree,
             )
-            return normalise(traced)
+            return normalize(traced)
 
 
 def _fixed(form: Form, source: str) -> Fixed:

@@ -1,6 +1,6 @@
 """Ops over lists of tensors of which those in one place are in the same pieces: one call on the pieces of all.
 
-Optimisers with `foreach` or `fused` call a few of these a step, with all parameters at once; each compares and changes
+Optimizers with `foreach` or `fused` call a few of these a step, with all parameters at once; each compares and changes
 elements in one place, so it may run on any pieces. What is in other pieces, or shares memory, goes tensor by tensor.
 """
 
@@ -30,7 +30,7 @@ from shardlib.tensor.view_aliases import are_apart, assign
 
 
 def is_step(op: Any) -> bool:
-    """Whether it is an optimiser's step for all parameters."""
+    """Whether it is an optimizer's step for all parameters."""
     return bool(schema_of(op).name.startswith("aten::_fused_"))
 
 

@@ -20,7 +20,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import unheard
 from shardlib.frontend import gradient_tags as cotangents
 from shardlib.frontend.autograd_history import Autograd, end, hooks_of, is_within, origins, pulled
-from shardlib.frontend.functionalise import Written
+from shardlib.frontend.functionalize import Written
 from shardlib.frontend.guards.flatten_call import FlatCall
 from shardlib.frontend.hazards.grad_reads import Grads
 from shardlib.frontend.hazards.unsupported import refusal

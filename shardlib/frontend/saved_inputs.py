@@ -13,7 +13,7 @@ from shardlib.core.aten.op_traits import is_view
 from shardlib.core.aten.schemas import argument
 from shardlib.core.torch_private import OpOverload, schema_of
 
-# In training batch normalisation only writes to these; torch's formula for its gradient has them all the same.
+# In training batch normalization only writes to these; torch's formula for its gradient has them all the same.
 _STATISTICS = {"running_mean", "running_var"}
 _ASKED = {*_STATISTICS, "train"}
 

@@ -37,7 +37,7 @@ from shardlib.core.torch_private import (
 )
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.epilogue import Ending
-from shardlib.frontend.functionalise import functionalise
+from shardlib.frontend.functionalize import functionalize
 from shardlib.frontend.gradient_tags import noted
 from shardlib.frontend.guards.flatten_call import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
 from shardlib.frontend.guards.mappings import opened
@@ -262,7 +262,7 @@ def _trace(
                 stands |= {leaf_of[id(x)]: (x, y) for x, y in lifted.stand_ins()}
                 memory = {memory_of(x.untyped_storage()): (i, of, x) for i, (of, x) in stands.items()}
                 if any(node.target is SET_DATA for node in tracer.graph.nodes):
-                    memory = {}  # whose memory a view shows, only functionalisation finds out
+                    memory = {}  # whose memory a view shows, only functionalization finds out
                 ending.rebound = watch.rebound(leaf_of, memory, returned, own, lambda x: has_proxy_slot(x, tracer))
             with plain_types(call.state.type_spaces):  # hooks and custom gradients run
                 more = ending.finish(returned, inputs, tracer, differentiate=differentiate)
@@ -302,7 +302,7 @@ def _trace(
         refuse_kernels(gm.graph, named)
     numpy_args.refuse_writes(gm, call.state.kept)
     with mode:
-        written = functionalise(gm, input_names)
+        written = functionalize(gm, input_names)
     if there is not None and there.type != "cpu":
         move(gm, there)
     after = ending.after(gm.graph, written, inputs_of)

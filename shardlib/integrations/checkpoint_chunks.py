@@ -97,10 +97,10 @@ def chunk_list(x: ShardedTensor) -> list[ChunkStorageMetadata]:
 
 def _refuse_before_ranks_meet(x: ShardedTensor) -> None:
     """Without a process group torch takes every process for the only one, and all write the same files."""
-    if x.mesh.kind == "distributed" and not world.initialised():
+    if x.mesh.kind == "distributed" and not world.initialized():
         raise ShardingError(
             f"{typeof(x)} is in a checkpoint that this rank would make alone",
-            ["torch.distributed is not initialised, so each rank takes itself for the only process"],
+            ["torch.distributed is not initialized, so each rank takes itself for the only process"],
             rule="ranks save and load a checkpoint together",
             remedy="torch.distributed.init_process_group() first (or read mesh.device_mesh, which does it)",
         )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import repeated
 from shardlib.core.source_lines import Line, line_at, replayed
-from shardlib.core.torch_private import MODULE_DICTS, BatchNormalisation, pytree
+from shardlib.core.torch_private import MODULE_DICTS, BatchNormalization, pytree
 from shardlib.frontend.guards.mappings import opened
 from shardlib.nn.argument_copies import run_on_copies
 from shardlib.nn.parameters import Held, held
@@ -37,7 +37,7 @@ class Precision:
     the parameter's own, gradients are summed over devices, along every axis. With `compute`, floating-point arguments
     of the module are cast to it, and with `output` its results.
 
-    Batch normalisation (`BatchNorm*d`, `SyncBatchNorm`) keeps its parameters, as it keeps its statistics, in their own
+    Batch normalization (`BatchNorm*d`, `SyncBatchNorm`) keeps its parameters, as it keeps its statistics, in their own
     dtype, as in FSDP: torch takes 16-bit activations beside float32. A pattern that matches nothing else is heard.
 
     Example:
@@ -79,11 +79,11 @@ Precisions = torch.dtype | Precision | Mapping[str, Precision] | None
 def policy_of(precision: Precisions, module: nn.Module, tensors: Sequence[Held]) -> Policy | None:
     """What is said of a module and of its floating-point parameters, by their first names.
 
-    Batch normalisation keeps its own dtype where it is not named by itself; what torch could not compute is refused.
+    Batch normalization keeps its own dtype where it is not named by itself; what torch could not compute is refused.
     """
     if precision is None:
         return None
-    norms = {at: x for at, x in module.named_modules(remove_duplicate=False) if isinstance(x, BatchNormalisation)}
+    norms = {at: x for at, x in module.named_modules(remove_duplicate=False) if isinstance(x, BatchNormalization)}
     apart = {x.name for x in tensors if any(at.rpartition(".")[0] in norms for at in x.names)}
     whole = Precision(compute=precision) if isinstance(precision, torch.dtype) else precision
     if isinstance(whole, Precision):
@@ -116,7 +116,7 @@ _MIXED = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def _refuse_mixtures(name: str, norms: Mapping[str, Any], by_name: Mapping[str, Precision], whole: Precision) -> None:
-    """Refuse batch normalisation of activations, by parameters and statistics, in dtypes that torch does not mix."""
+    """Refuse batch normalization of activations, by parameters and statistics, in dtypes that torch does not mix."""
     wrong = []
     for at, norm in norms.items():
         dtypes = {key: x.dtype for key, x in norm.named_buffers(prefix=at) if x.is_floating_point()}
@@ -130,10 +130,10 @@ def _refuse_mixtures(name: str, norms: Mapping[str, Any], by_name: Mapping[str, 
             wrong.append(f"{at or name} of {type(norm).__name__}: " + ", ".join(f"{key} in {x}" for key, x in every))
     if wrong:
         raise ShardingError(
-            f"the precision of {name} is none that torch normalises batches in",
+            f"the precision of {name} is none that torch normalizes batches in",
             wrong,
             rule="parameters and statistics have one dtype, that of the activations, or float32 beside 16-bit ones",
-            remedy="keep the module in float32 (module.float()), and name no parameter of batch normalisation",
+            remedy="keep the module in float32 (module.float()), and name no parameter of batch normalization",
         )
 
 

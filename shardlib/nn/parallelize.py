@@ -57,7 +57,7 @@ def parallelize(
     a rank's own rows). Data axes are those of the mesh's rule for `batch`, or of the usual names.
 
     `precision` is the dtype in which the module computes (`torch.bfloat16`), while its parameters, and what sums their
-    gradients over devices, keep theirs, and batch normalisation all of it; or a `Precision`, or a dict of such by
+    gradients over devices, keep theirs, and batch normalization all of it; or a `Precision`, or a dict of such by
     patterns. `remat`, `memory`, `schedule` and `planning` say, as in `jit`, what the backward pass makes again, how
     many bytes the two passes may use at once, how far messages run ahead, and how long one plans; of a function that is
     jitted as a whole, its own `jit` says it. What a later call leaves out stays as it was.

@@ -1,7 +1,7 @@
 """`debug_print`: values printed by the program that runs, in its order.
 
 In a traced function a print is an op of its own, which makes nothing and is therefore never dropped, merged or moved
-past another one (`normalise` keeps what has no result, the schedule moves only what somebody reads). Its operands are
+past another one (`normalize` keeps what has no result, the schedule moves only what somebody reads). Its operands are
 made whole; the plan shows the line, and the collectives that bring the values.
 """
 

@@ -164,7 +164,7 @@ def shape_ints(prefix: Path, dims: Sequence[Dim]) -> Ints:
 
 
 def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
-    """The labels of an operand of `shape` that is broadcast against a value labelled `dims`."""
+    """The labels of an operand of `shape` that is broadcast against a value labeled `dims`."""
     tail = dims[len(dims) - len(shape) :] if shape else []
     return [() if n == 1 else dim for dim, n in zip(tail, shape, strict=True)]
 

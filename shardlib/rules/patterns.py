@@ -80,7 +80,7 @@ def _apply(
     space = Space()
     for name, n in sizes.items():
         space.dim(n, name, whole=is_own(name))
-    labelled = [_label(t, shape, sizes) for t, shape in operands]
+    labeled = [_label(t, shape, sizes) for t, shape in operands]
     made = iter([_label(t, shape, sizes) for t, shape in results])
     out = [next(made) if t and m else () for t, m in zip(form.results, call.results, strict=True)]
     reduce: dict[str, str] = {}
@@ -131,7 +131,7 @@ def _apply(
         ties = {i: o for i, o in stencil.sources.items() if i != o}
         reduce |= dict.fromkeys(ties, "none") | (dict.fromkeys(ties.values(), "sum") if stencil.back else {})
         tied["with"] |= ties
-    there = {f for labels in labelled for d in labels for f in d} | {f for _, dim in ints.values() for f in dim}
+    there = {f for labels in labeled for d in labels for f in d} | {f for _, dim in ints.values() for f in dim}
     # Nothing tells a device to make a piece of what only results have.
     space.whole |= {f for labels in out for d in labels for f in d} - there - {*cut_locally, *reduce}
     returned = [({f for d in labels for f in d}, m) for labels, m in zip(out, call.results, strict=True) if m]
@@ -142,7 +142,7 @@ def _apply(
     space.whole |= lacked - reduce.keys()
     points = math.prod(space.sizes.values())
     return space.rule(
-        labelled,
+        labeled,
         out,
         reduce=reduce,
         linear=joint(pattern.linear, here),
@@ -156,7 +156,7 @@ def _apply(
         lends=tied["lend"],
         gathers=gathers,
         ones=[f for f, n in sizes.items() if n == 1 and not is_own(f)],
-        flops=flops(call, points) if flops else 2 * points if _contracts(labelled, reduce) else largest(call),
+        flops=flops(call, points) if flops else 2 * points if _contracts(labeled, reduce) else largest(call),
         **fields,
     )
 

@@ -22,7 +22,7 @@ class Placed(int):
 class Pieces(Placed):
     """The size of a factor whose pieces are chosen: over `axes` (prime parts, major first) they are `sizes`.
 
-    It counts as their sum. Over fewer of the axes, neighbouring pieces stay together; over more, every piece is cut in
+    It counts as their sum. Over fewer of the axes, neighboring pieces stay together; over more, every piece is cut in
     chunks; over others first, the whole factor is. So what holds of chunks holds here: dropping the minor axis is an
     all-gather, adding one is a local slice.
 

@@ -137,7 +137,7 @@ class Layout:
 
     @cached_property
     def canonical(self) -> Layout:
-        """The same layout in its shortest form: neighbouring factors whose pieces are pieces of their product melt.
+        """The same layout in its shortest form: neighboring factors whose pieces are pieces of their product melt.
 
         Example:
             >>> data = Axis("data", 4)

@@ -1,7 +1,7 @@
 """Slips in logical names: a name without a rule that is one slip of the keyboard away from a name that is known.
 
 A name without a rule leaves its dim whole, which is what most such names are for. So only near misses are told, and as
-warnings: two letters exchanged, one missing or too many, one for its neighbour on the keyboard or another vowel, the
+warnings: two letters exchanged, one missing or too many, one for its neighbor on the keyboard or another vowel, the
 plural of a name. Words that differ otherwise are different words (`patch` and `batch`, `state` and `stage`), and so are
 names that differ in a number or in a short word between underscores (`seq_q`, `seq_k`), the singular of a name (`head`
 beside `heads`), and two names of one tensor. Of a word of two or three letters only a letter typed twice (`fff`), and
@@ -71,11 +71,11 @@ def _warn(who: str, spec: Spec, name: str, near: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _slips(spec: Spec, known: frozenset[str], neighbours: frozenset[str]) -> tuple[tuple[str, str], ...]:
-    """Names of a spec that are not known, each with its neighbour."""
+def _slips(spec: Spec, known: frozenset[str], neighbors: frozenset[str]) -> tuple[tuple[str, str], ...]:
+    """Names of a spec that are not known, each with its neighbor."""
     here = set(spec.names)
     names = dict.fromkeys(f.name for f in spec.factors if f.name and f.axes is None and f.name not in known)
-    pairs = ((name, _nearest(name, sorted(neighbours - here))) for name in names)
+    pairs = ((name, _nearest(name, sorted(neighbors - here))) for name in names)
     return tuple((name, near) for name, near in pairs if near is not None)
 
 

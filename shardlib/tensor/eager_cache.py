@@ -24,7 +24,7 @@ Run = Callable[[Any, Any], Any]  # of a call's args and kwargs
 PROGRAMS: Bounded[Any, Run] = Bounded(1 << 14)
 LOOSE: set[int] = set()  # ids of ops whose numbers count by type; ops live as long as the process
 _known: set[Any] = set()
-_LISTS = ("aten::_foreach_", "aten::_fused_")  # what optimisers call, with other step sizes in each step
+_LISTS = ("aten::_foreach_", "aten::_fused_")  # what optimizers call, with other step sizes in each step
 
 
 def key_of(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:

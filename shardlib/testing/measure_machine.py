@@ -136,7 +136,7 @@ def _seconds(call: Callable[[], object], where: torch.device) -> float:
     """Seconds of a call: of some batches, each of many calls, the lower quartile of means, since what else runs on a
     machine makes calls longer and never shorter. All ranks begin together."""
     call()
-    if world.initialised():
+    if world.initialized():
         dist.barrier()
     return statistics.quantiles((_batch(call, where) for _ in range(_BATCHES)), n=4)[0]
 

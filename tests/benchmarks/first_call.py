@@ -37,7 +37,7 @@ from .timing import markdown
 MESHES: dict[str, dict[str, int]] = {"data4": {"data": 4}, "data2_tensor2": {"data": 2, "tensor": 2}}
 DOORS = ("call", "step")
 PEERS = ("aot_eager", "inductor", "jax")
-STAGES = ("trace", "normalise", "rules", "propagate", "lower", "passes", "codegen")
+STAGES = ("trace", "normalize", "rules", "propagate", "lower", "passes", "codegen")
 
 
 def cpu_seconds() -> float:

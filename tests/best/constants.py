@@ -95,7 +95,7 @@ def _positions(x: Tensor) -> Tensor:
 
 
 def _far(x: Tensor) -> Tensor:
-    """Weighted by how far it is to the end, normalised."""
+    """Weighted by how far it is to the end, normalized."""
     return x * torch.arange(1.0, N + 1).flip(0).softmax(0)[:, None]
 
 

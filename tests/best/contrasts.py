@@ -177,7 +177,7 @@ ROWS = [
         reduced(3 * (2 * 32 * 512 + 512) * 4, 8), 3),
     Row("gradients of dot interactions, batch cut", _of_loss(_inter, 0, 1), (f32(n, 26, 64), f32(n, 64)),
         ("n@x k d", "n@x d"), X),
-    Row("gradients of a factorisation machine over a list of tables",
+    Row("gradients of a factorization machine over a list of tables",
         sl.grad(lambda ws, i: _fm_list(ws, i).sin().sum()), ([f32(1 << 20, 64)] * 8, ints(n, 8)),
         (["v@x d"] * 8, "..."), X, 2 * reduced(n * 64 * 4, 8), 2, work=6.4),
     Row("attention to what users did, table by columns", _din,

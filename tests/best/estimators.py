@@ -46,7 +46,7 @@ def _codes(z: Tensor, e: Tensor, n: Tensor, m: Tensor) -> Any:
     return m / n[:, None], n, m
 
 
-def _quantised(z: Tensor, e: Tensor) -> Tensor:
+def _quantized(z: Tensor, e: Tensor) -> Tensor:
     q = e[torch.cdist(z, e).argmin(1)]
     return z + (q - z).detach()
 
@@ -87,7 +87,7 @@ FROM_DATA = [
         reduced(K * 4, 8) + 3 * reduced(K * 8 * 4, 8), 4),
     Row("codebook as moving averages, samples cut", _codes, (f32(8192, K), f32(1024, K), f32(1024), f32(1024, K)),
         ("n@x d", *["..."] * 3), X, reduced(1024 * (K + 1) * 4, 8), 2),
-    Row("gradient through nearest codes, samples cut", _of_loss(_quantised, 0), (f32(8192, K), f32(1024, K)), DATA, X),
+    Row("gradient through nearest codes, samples cut", _of_loss(_quantized, 0), (f32(8192, K), f32(1024, K)), DATA, X),
     # Everybody has all points, and of the matrix the rows of its own.
     Row("Gaussian process by conjugate gradients, points cut", _process, (f32(NODES, D), f32(NODES)), ("n@x d", "n@x"),
         X, gathered(NODES * D * 4, 8) + 3 * gathered(NODES * 4, 8) + 6 * reduced(4, 8), 10),

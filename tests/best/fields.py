@@ -157,7 +157,7 @@ ROWS = [
     Row("Maxwell on a staggered grid, rows cut", _yee, (f32(N, W),) * 3, ("h@x w",) * 3, X, 3 * 2 * LINE, 6),
     Row("conjugate gradients of a stencil, rows cut", _cg, (f32(N, W),), ("h@x w",), X,
         3 * 2 * LINE + 6 * reduced(4, 8), 6 + 6),
-    Row("Gauss-Seidel in two colours, rows cut", _redblack, (f32(N, W),), ("h@x w",), X, 4 * 2 * LINE, 8),
+    Row("Gauss-Seidel in two colors, rows cut", _redblack, (f32(N, W),), ("h@x w",), X, 4 * 2 * LINE, 8),
     Row("gradient of wave steps, rows cut", _of_loss(_wave), (f32(N, W),) * 2, ("h@x w",) * 2, X,
         6 * 2 * LINE, 12),
     Row("game of life, rows cut", _life, (f32(1, 1, N, W),), ("b c h@x w",), X, 2 * 2 * LINE, 4),

@@ -190,7 +190,7 @@ ROWS = [
         2 * 8 * 10 * 512 * 4 + reduced(4, 8), 3),
     Row("gradient of a pyramid of two images, height cut", sl.grad(_pyramid), (f32(8, 1, 512, 512),) * 2,
         ("b c h@x w",) * 2, X),
-    # Of twice as many rows as become one, half are those of a neighbour; what they get of the gradient comes back.
+    # Of twice as many rows as become one, half are those of a neighbor; what they get of the gradient comes back.
     Row("gradient of a smooth pyramid of two images, height cut",
         sl.grad(lambda x, y: _pyramid(x, y, "bicubic", antialias=True)), (f32(8, 1, 512, 512),) * 2,
         ("b c h@x w",) * 2, X, 6 * 3 * 8 * (512 + 256) * 4, 6 * 2),

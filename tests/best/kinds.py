@@ -155,11 +155,11 @@ def _vorticity(w: Tensor) -> Tensor:
 
 
 def _ising(s: Tensor, u: Tensor) -> Tensor:
-    """A sweep over a board of spins, in two colours."""
-    colour = (torch.arange(len(s))[:, None] + torch.arange(len(s))) % 2
+    """A sweep over a board of spins, in two colors."""
+    color = (torch.arange(len(s))[:, None] + torch.arange(len(s))) % 2
     for k in (0, 1):
         around = s.roll(1, 0) + s.roll(-1, 0) + s.roll(1, 1) + s.roll(-1, 1)
-        s = torch.where((colour == k) & (u[k] < torch.exp(-0.8 * s * around)), -s, s)
+        s = torch.where((color == k) & (u[k] < torch.exp(-0.8 * s * around)), -s, s)
     return s
 
 
@@ -219,11 +219,11 @@ ROWS = [
         ("n d", "r e@x", "r e@x", "..."), X, 2 * reduced(4096 * 64 * 4, 8) + reduced(3 * 64 * 64 * 4, 8), 3),
     Row("vorticity by frequencies, rows cut", _vorticity, (f32(GRID, GRID),), ("h@x w",), X,
         7 * exchanged(GRID * (GRID // 2 + 1) * 8, 8), 7, out_specs="h@x w"),
-    Row("sweep over spins in two colours, rows cut", _ising, (f32(GRID, GRID), f32(2, GRID, GRID)),
+    Row("sweep over spins in two colors, rows cut", _ising, (f32(GRID, GRID), f32(2, GRID, GRID)),
         ("h@x w", "_ h@x w"), X, 4 * GRID * 4, 4),
     Row("advection and diffusion, rows cut", _advected, (f32(GRID, GRID),) * 3, ("h@x w",) * 3, X, 2 * GRID * 4, 2),
-    # Of each sample the nearest centre, and how far that is.
-    Row("step of k-means, centres cut", _clustered, (f32(1 << 16, 64), f32(256, 64)), ("n d", "k@x d"), X,
+    # Of each sample the nearest center, and how far that is.
+    Row("step of k-means, centers cut", _clustered, (f32(1 << 16, 64), f32(256, 64)), ("n d", "k@x d"), X,
         reduced((1 << 16) * (4 + 8), 8), 2, out_specs="k@x d"),
     Row("statistics of K-FAC, samples cut", _factored, (f32(8192, 512), f32(8192, 256), f32(512, 512), f32(256, 256)),
         ("n@x d", "n@x e", "...", "..."), X, reduced((512 * 512 + 256 * 256) * 4, 8), 2),

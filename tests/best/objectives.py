@@ -27,7 +27,7 @@ def _smoothed(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _with_z(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """PaLM's, which also keeps small what normalises a row."""
+    """PaLM's, which also keeps small what normalizes a row."""
     logits = x @ w
     return F.cross_entropy(logits, y) + 1e-4 * logits.logsumexp(-1).square().mean()
 
@@ -66,14 +66,14 @@ def _contrasted(a: Tensor, b: Tensor) -> Tensor:
     return -F.logsigmoid((a @ b.t()) * (2 * torch.eye(len(a)) - 1)).sum() / len(a)
 
 
-def _centred(student: Tensor, teacher: Tensor, centre: Tensor) -> Any:
+def _centered(student: Tensor, teacher: Tensor, center: Tensor) -> Any:
     """DINO."""
-    loss = -(((teacher - centre) / 0.04).softmax(-1) * (student / 0.1).log_softmax(-1)).sum(-1).mean()
-    return loss, 0.9 * centre + 0.1 * teacher.mean(0)
+    loss = -(((teacher - center) / 0.04).softmax(-1) * (student / 0.1).log_softmax(-1)).sum(-1).mean()
+    return loss, 0.9 * center + 0.1 * teacher.mean(0)
 
 
 def _advantages(reward: Tensor, value: Tensor) -> Tensor:
-    """Of returns discounted twice, normalised."""
+    """Of returns discounted twice, normalized."""
     total, found = torch.zeros(len(reward)), []
     for t in reversed(range(reward.shape[1])):
         total = reward[:, t] + 0.99 * value[:, t + 1] - value[:, t] + 0.95 * 0.99 * total
@@ -111,11 +111,11 @@ LOSSES = [
         reduced(D * 8192 * 4, 8), 1),
     Row("SigLIP, data parallel", sl.grad(_contrasted, (0, 1)), (f32(PAIRS, 512), f32(PAIRS, 512)),
         ("n@x d", "n@x d"), X, 2 * gathered(PAIRS * 512 * 4, 8), 2),
-    Row("DINO, batch cut", _centred, (f32(N // 8, V), f32(N // 8, V), f32(V)), ("n@x k", "n@x k", "k"), X,
+    Row("DINO, batch cut", _centered, (f32(N // 8, V), f32(N // 8, V), f32(V)), ("n@x k", "n@x k", "k"), X,
         reduced(4 + V * 4, 8), 2),
-    Row("DINO, prototypes cut", _centred, (f32(N // 8, V), f32(N // 8, V), f32(V)), ("n k@x", "n k@x", "k@x"), X,
+    Row("DINO, prototypes cut", _centered, (f32(N // 8, V), f32(N // 8, V), f32(V)), ("n k@x", "n k@x", "k@x"), X,
         4 * OF_ROW / 8 + reduced(4, 8), 5, out_specs=("", "k@x")),
-    Row("advantages, normalised over a cut batch", _advantages, (f32(4096, 32), f32(4096, 33)), ("b@x t", "b@x t"), X,
+    Row("advantages, normalized over a cut batch", _advantages, (f32(4096, 32), f32(4096, 33)), ("b@x t", "b@x t"), X,
         2 * reduced(4, 8), 2),
     Row("gradients of three tasks, data parallel", sl.grad(_of_tasks, (0, 1, 2)),
         (f32(D, D), f32(D, 8), f32(D, 100), f32(N, D), f32(N, 8), ints(N)),
@@ -191,7 +191,7 @@ def _accepted(draft: Tensor, model: Tensor, tokens: Tensor, u: Tensor) -> Tensor
     return (u < p / q).int().cumprod(-1).sum(-1)
 
 
-def _penalised(logits: Tensor, ids: Tensor) -> Tensor:
+def _penalized(logits: Tensor, ids: Tensor) -> Tensor:
     """Of tokens that were there before (Keskar et al. 2019, arXiv:1909.05858)."""
     scores = logits.gather(1, ids)
     return logits.scatter(1, ids, torch.where(scores < 0, scores * 1.2, scores / 1.2))
@@ -228,7 +228,7 @@ SEARCH = [
         (f32(64, 8, V), f32(64, 8, V), ints(64, 8), f32(64, 8)),
         ("b t v@x", "b t v@x", "b t", "b t"), X, 6 * reduced(64 * 8 * 4, 8), 6, out_specs="b"),
     # Each works on the scores of all tokens, of which it has some.
-    Row("repetition penalty, vocabulary cut", _penalised, (f32(64, V), ints(64, 512)), ("b v@x", "b i"), X, work=5.67),
+    Row("repetition penalty, vocabulary cut", _penalized, (f32(64, V), ints(64, 512)), ("b v@x", "b i"), X, work=5.67),
     Row("decoding that writes its cache, heads cut", _written, (f32(32, D), *CACHE, ints(1), *[f32(D, D)] * 4),
         ("b d", *HEADS, "_", *["d h@x"] * 3, "h@x d"), X, reduced(32 * D * 4, 8), 1,
         out_specs=("b d", None, None)),

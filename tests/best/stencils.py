@@ -199,7 +199,7 @@ ROWS = [
         (CUT,), X, 2 * LINE, 2),
     Row("bicubic, twice as large", lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (IMAGE,), (CUT,), X,
         4 * LINE, 2),
-    Row("median of neighbours, height cut", _median, (f32(2, 3, 128, 128),), (CUT,), X, 2 * 2 * 3 * 130 * 4, 2),
+    Row("median of neighbors, height cut", _median, (f32(2, 3, 128, 128),), (CUT,), X, 2 * 2 * 3 * 130 * 4, 2),
     Row("volume in 3 x 3 x 3, two dims cut", lambda x, w: F.conv3d(x, w, padding=1),
         (f32(2, 16, 32, 32, 32), f32(16, 16, 3, 3, 3)), ("b c d@x h@y w", "..."), PLANE,
         2 * 32 * 16 * 32 * 4 + 32 * 10 * 32 * 4, 3),

@@ -261,7 +261,7 @@ FIELDS = [
     Row("Fourier layer, height cut", _spectral,
         (f32(4, 8, 64, 128), torch.empty(8, 64, 65, dtype=torch.complex64, device="meta")),
         ("b c h@tensor w", "..."), TENSOR, 2 * exchanged(4 * 8 * 64 * 65 * 8, 8), 2, out_specs="b c h@tensor w"),
-    Row("normalised along a cut dim", lambda x: F.normalize(x, dim=-1), (f32(N, V),), ("n v@tensor",), TENSOR,
+    Row("normalized along a cut dim", lambda x: F.normalize(x, dim=-1), (f32(N, V),), ("n v@tensor",), TENSOR,
         reduced(N * 4, 8), 1),
     Row("cosines along a cut dim", lambda x, y: F.cosine_similarity(x, y), (f32(N, V), f32(N, V)),
         ("n v@tensor", "n v@tensor"), TENSOR, 3 * reduced(N * 4, 8), 3, out_specs="n"),

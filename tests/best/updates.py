@@ -176,7 +176,7 @@ ROWS = [
         ([f32(128, 64), f32(64, 64)], f32(ND, 128), ints(EG), ints(EG), f32(ND)),
         (["..."] * 2, "n d", "e@x", "e@x", "n"), X,
         7 * gathered(ND * 64 * 4, 8) + reduced((128 + 64) * 64 * 4, 8), 9, work=2.75),
-    Row("means of neighbours, nodes and edges cut", _sage,
+    Row("means of neighbors, nodes and edges cut", _sage,
         (f32(ND, 64), ints(EG), ints(EG), f32(64, 64), f32(64, 64)), ("n@x d", "e@x", "e@x", "...", "..."), X,
         2 * gathered(ND * 64 * 4, 8) + gathered(ND * 4, 8), 3, out_specs="n@x d"),
     Row("graphs pooled, nodes cut", _pool, (f32(ND, 64), ints(ND)), ("n@x d", "n@x"), X, gathered(256 * 64 * 4, 8),

@@ -674,7 +674,7 @@ def test_record_function_makes_sections_of_the_plan():
     torch.testing.assert_close(sl.jit(sl.grad(_sections))(x).full_tensor(), sl.grad(_sections)(W))
 
 
-def test_an_optimiser_steps_in_a_traced_function():
+def test_an_optimizer_steps_in_a_traced_function():
     def step(w, x):
         w = w.clone().requires_grad_()
         opt = torch.optim.AdamW([w], lr=0.1)
@@ -714,7 +714,7 @@ def test_a_seed_inside_a_traced_function_is_refused(fn):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_generator_is_honoured_in_a_traced_function():
+def test_a_generator_is_honored_in_a_traced_function():
     g, f = torch.Generator(), sl.jit(lambda x: x + torch.rand(4, 6, generator=g))
     assert not torch.equal(f(placed()).full_tensor(), f(placed()).full_tensor())
     g.manual_seed(3)

@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "Adadelta": torch.optim.Adadelta,
-    "RMSprop, centred": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "RMSprop, centered": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "NAdam, upwards": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1, maximize=True),
     "NAdam, decoupled": lambda p: torch.optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True),
@@ -510,7 +510,7 @@ LOOKING: dict[str, tuple[Callable[[list[Tensor]], torch.optim.Optimizer], Callab
     "dampening set inside": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), _set(dampening=0.5)),
     "amsgrad set inside": (lambda p: torch.optim.Adam(p, lr=0.1), _set(amsgrad=True)),
     "amsgrad unset inside": (lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True), _set(amsgrad=False)),
-    "centred set inside": (lambda p: torch.optim.RMSprop(p, lr=0.1), _set(centered=True)),
+    "centered set inside": (lambda p: torch.optim.RMSprop(p, lr=0.1), _set(centered=True)),
     "it asks whether there is a state": (lambda p: torch.optim.Adam(p, lr=0.1), _warm),
     "it counts states": (lambda p: torch.optim.Adam(p, lr=0.1), lambda opt: len(opt.state)),
     "it begins otherwise": (lambda p: torch.optim.Adam(p, lr=0.1), _begin_otherwise),
@@ -739,7 +739,7 @@ def test_an_average_of_a_module_is_part_of_the_step(kind: str, use_buffers: bool
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW, foreach", "RMSprop, centred", "Adafactor"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW, foreach", "RMSprop, centered", "Adafactor"])
 def test_a_state_that_is_loaded_is_no_reason_to_compile_again(name: str) -> None:
     """Torch leaves a group's settings in another order then, and gives an optimizer a default that it may lack."""
 

@@ -548,7 +548,7 @@ def test_a_process_group_that_is_gone():
     for texts in alone(destroyed, 2):
         for text in texts:
             assert text.startswith(
-                ("torch.distributed cannot be initialised:", "a tensor on ranks is used, and torch.distributed is not ")
+                ("torch.distributed cannot be initialized:", "a tensor on ranks is used, and torch.distributed is not ")
             ), text
             assert "torch.distributed.init_process_group(" in text
 

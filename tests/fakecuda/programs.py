@@ -201,7 +201,7 @@ EAGER: dict[str, Callable[[Tensor, Tensor], Any]] = {
         *[x.view(1, 6, 2, 4).transpose(1, 2)] * 3
     ),
     "log_sigmoid": lambda x, w: torch.nn.functional.logsigmoid(x) + torch.ops.aten.log_sigmoid_forward(w.t())[0],
-    "an optimiser": lambda x, w: torch._foreach_add([x, w], [x * 0.1, w * 0.1], alpha=-0.1),
+    "an optimizer": lambda x, w: torch._foreach_add([x, w], [x * 0.1, w * 0.1], alpha=-0.1),
     "moved": lambda x, w: (x.redistribute(P(None, "tensor")), w.full_tensor()),
     "compared": lambda x, w: (torch.where(x > 0, x, 0.0), x.topk(2), x.argmax(1), (x @ w).amax()),
 }

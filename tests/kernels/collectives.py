@@ -261,7 +261,7 @@ BUGS = [
     ("no barrier at the end of a direct call", GATHER, "exchange.cuh", "@wait_all(c, kDone, mark(c, 1));@", ""),
     ("all begin at rank 0", GATHER, "exchange.cuh",
      "const unsigned from = @(rank + turn) % ranks@;\n    const Range", "turn - 1"),
-    ("the last neighbour is left out", GATHER, "exchange.cuh",
+    ("the last neighbor is left out", GATHER, "exchange.cuh",
      "@turn <= ranks@; ++turn) {\n    const unsigned from = (rank + turn) % ranks;\n    const Range", "turn < ranks"),
     ("the form is not in the flag", GATHER, "peers.cuh",
      "uint64_t(@c.group.op * kForms + c.form@)", "c.group.op * kForms"),

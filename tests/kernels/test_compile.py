@@ -20,7 +20,7 @@ from shardlib.build.build_recipe import CARDS, SOURCES, Missing, Recipe, recipe
 MEGABYTES = 15  # of the whole library
 
 # Tensor memory accelerator in, warpgroup matmuls, registers handed from the producer to the consumers.
-WARP_SPECIALISED = {"sm_90a": (r"UTMALDG", r"HGMMA", r"USETMAXREG")}
+WARP_SPECIALIZED = {"sm_90a": (r"UTMALDG", r"HGMMA", r"USETMAXREG")}
 # Asynchronous copies to shared memory, matmuls of a warp.
 AMPERE = {"sm_80": (r"LDGSTS\.E.*\.128", r"HMMA\.16816\.F32", r"LDSM")}
 # 16 bytes a thread, and flags with release and acquire that other GPUs see.
@@ -29,9 +29,9 @@ PEERS = dict.fromkeys(("sm_80", "sm_90a"), (r"LD\S*\.128", r"ST\S*\.128", r"\.ST
 EXPECTED: dict[str, dict[str, tuple[str, ...]]] = {
     "all_gather.cu": PEERS,
     "all_to_all.cu": PEERS,
-    "attention_backward.cu": WARP_SPECIALISED,
+    "attention_backward.cu": WARP_SPECIALIZED,
     "attention_delta.cu": dict.fromkeys(("sm_80", "sm_90a"), (r"LDG\.E\.128",)),
-    "attention_forward.cu": WARP_SPECIALISED,
+    "attention_forward.cu": WARP_SPECIALIZED,
     "attention_sm80_backward.cu": AMPERE,
     "attention_sm80_forward.cu": AMPERE,
     "reduce_scatter.cu": PEERS,
@@ -76,7 +76,7 @@ def test_registers_hold_everything(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*KERNELS, "binding.cpp"])
 def test_the_compiler_has_nothing_to_remark(name: str) -> None:
-    """Among the remarks are wgmma that was serialised and setmaxnreg that was ignored: both cost most of the speed."""
+    """Among the remarks are wgmma that was serialized and setmaxnreg that was ignored: both cost most of the speed."""
     remarks = [line for line in _log(name).splitlines() if re.search("warning|serialized|ignored", line, re.IGNORECASE)]
     assert remarks == []
 

@@ -210,8 +210,8 @@ def test_a_wait_reaches_its_limit(limit: int) -> None:
 
 
 MISUSE = {
-    1: "mbarrier is used before it is initialised",
-    2: "more arrivals at an mbarrier than it was initialised for",
+    1: "mbarrier is used before it is initialized",
+    2: "more arrivals at an mbarrier than it was initialized for",
     3: r"no progress\n  CTA \(0,0,0\) waits for the mbarrier at shared address 0x400, phase 0: threads 0-127",
     4: r"no progress\n.*waits for named barrier 3 of 128 threads: threads 0-95",
     5: "meet at one barrier with different thread counts",
@@ -285,6 +285,6 @@ def test_the_assembler_takes_every_primitive() -> None:
     """No spills, no stack, no remark; every width of wgmma, every form of every instruction."""
     log = _nvcc_log()
     assert "warning" not in log
-    assert "C75" not in log  # wgmma that was serialised, setmaxnreg that was ignored
+    assert "C75" not in log  # wgmma that was serialized, setmaxnreg that was ignored
     clean = log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads")
     assert clean == log.count("bytes stack frame") > 30

@@ -30,7 +30,7 @@ def positive(*shape: int) -> Tensor:
 BATCHES: tuple[tuple[int, ...], ...] = ((), (5,), (2, 3))
 
 
-def factorisations() -> Iterator[Sample]:
+def factorizations() -> Iterator[Sample]:
     for batch in BATCHES:
         a, b, tall, wide = regular(*batch, 3, 3), positive(*batch, 3, 3), f(*batch, 4, 2), f(*batch, 2, 4)
         yield s("linalg_cholesky_ex", b)
@@ -114,4 +114,4 @@ def solvers() -> Iterator[Sample]:
     yield s("linalg_cross", f(3, 5), f(3, 1), dim=0)
 
 
-SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (factorisations, spectra, solvers)
+SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (factorizations, spectra, solvers)

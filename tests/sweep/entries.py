@@ -24,7 +24,7 @@ _READ = 200  # samples of an entry that are looked at before some are chosen
 _OWN_SIZES = {"_segment_reduce"}
 
 # What these return is whatever the memory held: only shape and dtype mean something.
-_UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+_UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 
 
 @cache
@@ -162,4 +162,4 @@ class _Sample:
     def case(self, form: str, fn: Callable[..., Any], wants: tuple[bool, ...]) -> Case:
         sample = self.sample
         finish = lambda out: sample.output_process_fn_grad(out[0] if form else out)
-        return Case(self.label + form, fn, self.tensors, wants, finish, self.name in _UNINITIALISED)
+        return Case(self.label + form, fn, self.tensors, wants, finish, self.name in _UNINITIALIZED)

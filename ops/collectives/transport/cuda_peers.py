@@ -121,7 +121,7 @@ class Peers:
     def check(self) -> None:
         """Raise `CollectiveError` if a kernel gave up: then its results, and all later ones, are worth nothing.
 
-        Every call checks first; what the GPU has not come to yet is not seen, so call it behind a synchronisation, too.
+        Every call checks first; what the GPU has not come to yet is not seen, so call it behind a synchronization, too.
         """
         size = len(plans.REPORT)
         if any(states := self._words[::size]):

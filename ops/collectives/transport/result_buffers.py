@@ -27,7 +27,7 @@ _free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by address, the one that w
 
 
 def result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised contiguous tensor.
+    """An uninitialized contiguous tensor.
 
     Example:
         >>> result((2, 3), torch.float32).shape

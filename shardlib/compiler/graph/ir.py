@@ -183,7 +183,7 @@ def _meta(val: Any) -> Meta | None:
 
 
 def build(gm: fx.GraphModule) -> Graph:
-    """Read a normalised FX graph; looks up every op's rule."""
+    """Read a normalized FX graph; looks up every op's rule."""
     values: dict[fx.Node, Value] = {}
     inputs: list[Value] = []
     captured: list[tuple[Value, torch.Tensor]] = []

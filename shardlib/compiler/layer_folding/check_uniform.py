@@ -1,5 +1,5 @@
 """What the two inner layers of a short graph came to, compared step by step: each has to read of its own layer and of
-its neighbours what the other reads of its own. Then any layer between them is the same once more."""
+its neighbors what the other reads of its own. Then any layer between them is the same once more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of a graph: stretches of ops that it repeats, each reading of its neighbours what all others do of theirs.
+"""The layers of a graph: stretches of ops that it repeats, each reading of its neighbors what all others do of theirs.
 
 What a forward pass repeats is a run of ops, as is what the backward pass repeats, and the update of the parameters. A
 layer is an equal part of each: its ops forward and backward, the inputs that they read, the results that they make.

@@ -1,6 +1,6 @@
 """A graph with fewer layers, which stands for one with many: all in the middle are alike, and one is there for them.
 
-Of the layers that are alike the outer two stay at each end, so that the inner ones of these have a neighbour on both
+Of the layers that are alike the outer two stay at each end, so that the inner ones of these have a neighbor on both
 sides that is as any other. What is between is left out, and what it read or made is read and made by who is next to it.
 One layer then counts for all that are left out (`times`): decisions cost what they cost in the whole.
 """

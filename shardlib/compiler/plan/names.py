@@ -115,7 +115,7 @@ class Naming:
         return {run: name for run, (_, name) in parts.items()} | whole
 
     def dims(self, var: Var) -> tuple[Named, ...]:
-        """The dims of a variable as named factors; neighbours that have no name melt."""
+        """The dims of a variable as named factors; neighbors that have no name melt."""
         assert var.layout is not None
         value, flood = var.value, self.compiled.propagated.flood
         if value is None or value.constant or var.placement is None or value not in flood.value:

@@ -254,7 +254,7 @@ class Plan:
 
     def simulate(self, machine: Machine | str | None = None, *, fused: bool = False) -> Simulated:
         """What one call would take on `machine` (an `sl.Machine`, its text, or None: that of the mesh): seconds,
-        exposed communication, utilisation, memory over time. An estimate; nothing runs.
+        exposed communication, utilization, memory over time. An estimate; nothing runs.
 
         `fused` counts calls element by element that follow each other as one kernel, as a compiler would make them.
         Raises `ShardingError` where the machine has links for axes that the mesh has not.

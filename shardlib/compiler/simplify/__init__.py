@@ -1,4 +1,4 @@
-"""Normalise: remove from a traced graph whatever must not influence a decision, and say the rest in one way.
+"""Normalize: remove from a traced graph whatever must not influence a decision, and say the rest in one way.
 
 Every pass is a small function over the graph; `PASSES` lists them in order. What a graph computes stays the same to
 the last bit (Fourier transforms over several dims, and sums of lookups in several tables, may round otherwise), and so
@@ -82,7 +82,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
 )
 
 
-def normalise(traced: Traced) -> Traced:
+def normalize(traced: Traced) -> Traced:
     """Run all passes on the traced graph, in place, and return it.
 
     Example:
@@ -90,7 +90,7 @@ def normalise(traced: Traced) -> Traced:
         >>> from shardlib.frontend.trace import trace
         >>> def f(x):
         ...     return (x.t().t().detach() * 2).reshape(2, 6).reshape(12), x.sin(), x.sin().cos()
-        >>> [n.name for n in normalise(trace(f, (torch.zeros(3, 4),))).graph.graph.nodes]
+        >>> [n.name for n in normalize(trace(f, (torch.zeros(3, 4),))).graph.graph.nodes]
         ['x', 'mul', 'view_1', 'sin', 'cos', 'output']
     """
     for run in PASSES:

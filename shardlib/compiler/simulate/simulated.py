@@ -1,4 +1,4 @@
-"""What a simulation says: seconds, what is exposed, memory, utilisation, the critical path; as text, as pictures."""
+"""What a simulation says: seconds, what is exposed, memory, utilization, the critical path; as text, as pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardlib.sharding.mesh.machine import Machine
 
 
 @dataclass(frozen=True)
-class Utilisation:
+class Utilization:
     """Shares of the time in which a device at its peak rate, without a pause, would have done the FLOPs.
 
     `model` counts what the model asks for (6 FLOPs a parameter and token, and attention), `hardware` also what is done
@@ -68,14 +68,14 @@ class Simulated:
         return max((held for _, held in self.timeline.memory), default=sum(v.nbytes for v in self.program.given))
 
     @cached_property
-    def utilisation(self) -> Utilisation:
+    def utilization(self) -> Utilization:
         """Shares of the device's peak rate, in both conventions."""
         again = recomputed(self.program)
         peak = self.machine.device.efficiency
         work = {s: rooflines.arithmetic(s, self.machine.device) for s in self.program.steps if isinstance(s, Compute)}
         total = sum(work.values()) * peak
         once = total - sum(work[s] for s in again) * peak
-        return Utilisation(once / self.seconds, total / self.seconds) if self.seconds else Utilisation(0.0, 0.0)
+        return Utilization(once / self.seconds, total / self.seconds) if self.seconds else Utilization(0.0, 0.0)
 
     @property
     def critical_path(self) -> tuple[Event, ...]:
@@ -87,8 +87,8 @@ class Simulated:
         streams = [(s, line.busy(s)) for s in STREAMS]
         rows = [("step", f"{clock(self.seconds)}, of which communication is exposed for {clock(self.exposed)}")]
         rows += [(stream, f"{clock(seconds)} busy") for stream, seconds in streams if seconds]
-        use, memory = self.utilisation, self.machine.device.memory
-        rows.append(("utilisation", f"{use.model:.1%} of the peak rate, {use.hardware:.1%} with what is done again"))
+        use, memory = self.utilization, self.machine.device.memory
+        rows.append(("utilization", f"{use.model:.1%} of the peak rate, {use.hardware:.1%} with what is done again"))
         rows.append(("peak memory", f"{self.peak_memory / 2**30:.3g} GiB of {memory / 2**30:.3g} GiB"))
         ways: defaultdict[str, float] = defaultdict(float)
         for event in self.critical_path:

@@ -1,7 +1,7 @@
 """What ops do with the memory, the marks and the values of their operands, beyond what their schemas say: one table.
 
 A schema says whose memory a result shows, but not always, and it does not say more. Whatever else a stage must know of
-an op by its name stands here, so that tracing, normalisation, lowering, the reuse of memory, plans and eager ops cannot
+an op by its name stands here, so that tracing, normalization, lowering, the reuse of memory, plans and eager ops cannot
 disagree. `tests/test_traits.py` runs every op that it can find and compares storages: what shares must be marked.
 """
 

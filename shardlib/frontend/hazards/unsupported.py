@@ -44,7 +44,7 @@ _VALUE = (_ONCE, "")
 _SHAPES = {
     "__getitem__": "x.where(mask, 0) and sums over it for x[mask]; x[mask] = value works as it is",
     "bincount": "torch.nn.functional.one_hot(x, n).sum(0), or zeros(n).scatter_add(0, x, weights), where n is known",
-    **dict.fromkeys(("unique", "unique_consecutive"), "x.sort() and compare neighbours: y[1:] != y[:-1]"),
+    **dict.fromkeys(("unique", "unique_consecutive"), "x.sort() and compare neighbors: y[1:] != y[:-1]"),
     "repeat_interleave": "say how many: repeat_interleave(x, n, output_size=total)",
 }
 _MASK = "keep the full shape and mask it: torch.where(mask, x, 0), masked_fill, topk"

@@ -31,7 +31,7 @@ from shardlib.core.torch_private import (
     saved_hooks_forbidden,
     without_transforms,
 )
-from shardlib.frontend.functionalise import COPIED_VIEWS, body_writes, functionalise
+from shardlib.frontend.functionalize import COPIED_VIEWS, body_writes, functionalize
 from shardlib.frontend.reuse.copy_nodes import alike
 from shardlib.frontend.reuse.loop_captures import Closures, is_followed, refuse_lost, stand_in
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
@@ -112,7 +112,7 @@ def trace_body(
         outputs: Any = gm.graph.output_node().args[0]
         if strict and any(map(_shows_by_copy, outputs[:results])):
             raise NotOnceError("a result shares its memory")
-        functionalise(gm, names, body=True)
+        functionalize(gm, names, body=True)
     body = replace(_divided(gm, closures, results, where, cts, len(leaves)), made=tuple(made), strict=strict)
     if refused is not None:
         body = replace(body, backward=(), saved=(), refused=refused)

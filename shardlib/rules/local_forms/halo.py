@@ -1,4 +1,4 @@
-"""Halos: what a device needs of a cut dim beyond its own piece, from its neighbours.
+"""Halos: what a device needs of a cut dim beyond its own piece, from its neighbors.
 
 A range is a pair of indices into the whole dim, and may differ by device. Pieces may be uneven, empty or shorter than a
 halo, so a device may need something of any other one: what is `shift` places away goes there in one `ppermute`, and

@@ -145,8 +145,8 @@ class Rows:
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The mean, x without it, and the mean square of that."""
         mean = self.mean(x)
-        centred = x - mean
-        return mean, centred, self.mean(centred * centred)
+        centered = x - mean
+        return mean, centered, self.mean(centered * centered)
 
     def max(self, x: Tensor) -> Tensor:
         return pmax(self.held(x, worst(x.dtype, lowest=True)).amax(self.dims, keepdim=True), self.factors)  # type: ignore[no-any-return]

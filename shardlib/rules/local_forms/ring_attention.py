@@ -1,6 +1,6 @@
 """Attention whose queries and keys are cut over the same devices: ring attention.
 
-Every device keeps its queries. The pieces of k and v go round, one neighbour further at every step, and what a device
+Every device keeps its queries. The pieces of k and v go round, one neighbor further at every step, and what a device
 has seen so far is merged by its log-sum-exp. In the backward pass the gradients of a piece of k and v travel with it;
 they start one place behind their home, so that they are complete when they come there. So each of k, v, dk and dv is
 sent n - 1 times in pieces of 1/n, and no device ever holds more than two pieces of each.

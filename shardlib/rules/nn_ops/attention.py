@@ -71,7 +71,7 @@ def _backward(call: Call) -> str:
 
 
 def _local(call: Call) -> str:
-    """What changes with the place of a part. Heads that share keys are drawn for together: they must be neighbours.
+    """What changes with the place of a part. Heads that share keys are drawn for together: they must be neighbors.
 
     A sequence that is cut leaves three ways: the keys go round, or heads are cut instead, or the keys are gathered.
     """

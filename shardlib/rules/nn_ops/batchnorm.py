@@ -1,4 +1,4 @@
-"""Batch and group normalisation: statistics of the whole batch and space, also where these are cut.
+"""Batch and group normalization: statistics of the whole batch and space, also where these are cut.
 
 A device adds up what it holds of every channel or group, and the sums travel. What reads no statistics of its own batch
 (evaluation, and its backward) passes the batch and the space as pointwise ops do.
@@ -25,7 +25,7 @@ from shardlib.rules.rule import Call, Local, Rule, RuleFn
 
 aten = torch.ops.aten
 
-# Batch normalisation -------------------------------------------------------------------------------------------------
+# Batch normalization -------------------------------------------------------------------------------------------------
 
 
 def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool | None = None) -> RuleFn:
@@ -65,15 +65,15 @@ def _forward(
     running = [_along(x, v) for v in rest if isinstance(v, Tensor)]
     momentum, eps = rest[-2:]
     if trains:
-        mean, centred, var = rows.moments(x)
+        mean, centered, var = rows.moments(x)
         sample = var * (rows.count / max(rows.count - 1, 1))  # running variances are those of a sample
         running = [old.lerp(new, momentum) for old, new in zip(running, (mean, sample), strict=False)]
     else:
         mean, var = running
-        centred = x - mean
+        centered = x - mean
     rstd = (var + eps).rsqrt()
     saved = [mean.reshape(-1), rstd.reshape(-1)] if trains else [x.new_empty(n) for n in unread]
-    return affine(centred * rstd, _along(x, w), _along(x, b)), *saved, *(v.reshape(-1) for v in running)
+    return affine(centered * rstd, _along(x, w), _along(x, b)), *saved, *(v.reshape(-1) for v in running)
 
 
 def _with_reserve(rows: Rows, unread: Any, trains: bool, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def _along(x: Tensor, c: Any) -> Any:
     return None if c is None else c.reshape([1, -1, *[1] * (x.dim() - 2)])
 
 
-# Group normalisation -------------------------------------------------------------------------------------------------
+# Group normalization -------------------------------------------------------------------------------------------------
 
 
 def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:

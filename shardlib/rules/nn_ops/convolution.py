@@ -2,7 +2,7 @@
 
 x is `[n, (g ci), *in]`, the weight `[(g co), ci, *kernel]` (transposed: `[(g ci), co, *kernel]`), the result
 `[n, (g co), *out]`, with g groups. Where a spatial dim is cut, a device works out its own piece of the result, from its
-piece of x and what its windows reach of its neighbours'. In the backward pass it takes the gradients of all results
+piece of x and what its windows reach of its neighbors'. In the backward pass it takes the gradients of all results
 that read its piece of x: so dx is complete, and every product of dw is counted where its element of x is; one exchange
 serves both. Where dx is not asked for, dw reads of x what the forward pass has fetched, and nothing is sent for it.
 """

@@ -1,6 +1,6 @@
-"""Matrix factorisations and solvers: matrices stay whole, leading dims are a batch, columns to solve for are free.
+"""Matrix factorizations and solvers: matrices stay whole, leading dims are a batch, columns to solve for are free.
 
-Every matrix of a batch meets the same kernel whoever holds it, so what a factorisation leaves open (signs, phases, the
+Every matrix of a batch meets the same kernel whoever holds it, so what a factorization leaves open (signs, phases, the
 order of equal eigenvalues) comes out as on one device. Rows of a tall matrix may be cut where all of that is known: its
 triangular factor is that of the triangular factors of its pieces (Demmel et al. 2012, arXiv:0808.2664).
 """
@@ -60,7 +60,7 @@ def _is_left(call: Call) -> bool:
 
 
 def _solve_ex(call: Call) -> Rule:
-    """`(X, LU, pivots, info)`; what B has beyond A, columns and batch dims, the factorisation of A does not see."""
+    """`(X, LU, pivots, info)`; what B has beyond A, columns and batch dims, the factorization of A does not see."""
     a, b = (m.shape for m in call.operands)
     side = "_" if len(b) == 1 or a[:-1] == b else "_ k" if _is_left(call) else "k _"
     columns = "k:none" if "k" in side else ""
@@ -145,11 +145,11 @@ def _by_least_squares(local: Local, a: Tensor, b: Tensor, rcond: float | None, d
     return x.squeeze(-1) if single else x, *others
 
 
-# For a determinant torch factorises the transpose of a matrix that lies in memory row by row, and its gradient decides
+# For a determinant torch factorizes the transpose of a matrix that lies in memory row by row, and its gradient decides
 # by the strides at hand which of the two it was given. Written out, that is settled while tracing, and by nothing else.
 
 
-def _factorise(a: Tensor) -> tuple[Tensor, Tensor]:
+def _factorize(a: Tensor) -> tuple[Tensor, Tensor]:
     by_rows = a.is_contiguous() and not a.is_complex()
     lu, pivots, _ = torch.linalg.lu_factor_ex(a.mT if by_rows else a)
     return lu, pivots
@@ -163,12 +163,12 @@ def _permutation_sign(pivots: Tensor) -> Tensor:
 
 
 def _det(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    lu, pivots = _factorise(a)
+    lu, pivots = _factorize(a)
     return _permutation_sign(pivots) * lu.diagonal(0, -2, -1).prod(-1), lu, pivots
 
 
 def _slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lu, pivots = _factorise(a)
+    lu, pivots = _factorize(a)
     u = lu.diagonal(0, -2, -1)
     return _permutation_sign(pivots) * u.sgn().prod(-1), u.abs().log().sum(-1), lu, pivots
 
@@ -186,7 +186,7 @@ def _cholesky(x: Tensor, upper: bool = False) -> Tensor:
 
 
 ROWS: dict[str, RuleFn | str] = {
-    # Factorisations.
+    # Factorizations.
     "linalg_cholesky_ex": _matrices("... _ _ -> ... _ _, ..."),
     "cholesky_inverse": _matrices("... _ _ -> ... _ _"),
     "linalg_inv_ex": _matrices("... _ _ -> ... _ _, ..."),

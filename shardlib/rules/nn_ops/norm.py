@@ -1,4 +1,4 @@
-"""Layer and RMS normalisation, with or without the normalised dims cut.
+"""Layer and RMS normalization, with or without the normalized dims cut.
 
 Where they are, devices exchange the sums of every row: first of the values, then of the squares of what is left without
 the mean, so that nothing cancels. Gradients of weight and bias add up over the rows.
@@ -27,9 +27,9 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tens
 
 
 def layer_norm(rows: Rows, x: Tensor, _: Any, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, ...]:
-    mean, centred, var = rows.moments(x)
+    mean, centered, var = rows.moments(x)
     rstd = (var + eps).rsqrt()
-    return affine(centred * rstd, w, b), mean, rstd
+    return affine(centered * rstd, w, b), mean, rstd
 
 
 def _rms_norm(rows: Rows, x: Tensor, _: Any, w: Tensor | None, eps: float | None) -> tuple[Tensor, ...]:
@@ -67,7 +67,7 @@ def _outer_sum(rows: Rows, x: Tensor) -> Tensor:
 
 
 def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
-    """`form` is for the normalised dims cut: it gets the rows, then what the op gets."""
+    """`form` is for the normalized dims cut: it gets the rows, then what the op gets."""
 
     def run(local: Local, *args: Any) -> Any:
         rank = local.call.operands[0].rank
@@ -77,7 +77,7 @@ def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> Rul
     return pattern(text, form=run, flops=flops)
 
 
-# Weight normalisation: w = g v / |v|, with one norm for every index of `dim`. -----------------------------------------
+# Weight normalization: w = g v / |v|, with one norm for every index of `dim`. -----------------------------------------
 
 
 def _weight_norm_backward(

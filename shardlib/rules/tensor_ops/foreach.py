@@ -1,4 +1,4 @@
-"""Ops over lists of tensors, as optimisers use them: written as one op per tensor while a function is traced.
+"""Ops over lists of tensors, as optimizers use them: written as one op per tensor while a function is traced.
 
 An update in place becomes a new value for every tensor of the list, so that shards of any layout take part.
 """
@@ -61,18 +61,18 @@ def _write(x: Tensor, value: Tensor) -> None:
 
 
 def _overloads() -> Iterator[str]:
-    """All `_foreach` ops of this torch but the forms with `out`, which are functionalised."""
+    """All `_foreach` ops of this torch but the forms with `out`, which are functionalized."""
     for full in all_op_names():
         name = full.removeprefix("aten::")
         if name.startswith("_foreach_") and not name.endswith("out"):
             yield name
 
 
-# Optimiser steps -----------------------------------------------------------------------------------------------------
+# Optimizer steps -----------------------------------------------------------------------------------------------------
 
 
 def _fused(step: Callable[..., list[Tensor]], lists: int, *, decoupled: bool = False) -> Callable[..., None]:
-    """An optimiser's step in place, from `step(parameter, gradient, states..., **options)`.
+    """An optimizer's step in place, from `step(parameter, gradient, states..., **options)`.
 
     That returns the new values of the parameter and of its states. Weight decay is added to the gradient before, or
     taken off the parameter (`decoupled`).

@@ -85,8 +85,8 @@ def _moments(x: Tensor, dim: Sequence[int] | None, correction: float | None, kee
     count = numel([x.shape[d] for d in dims if x.dim()])
     value = x.to(wide(x.dtype))
     mean = value.mean(dims, keepdim=True)
-    centred = value - mean
-    square = (centred * centred.conj()).real if x.is_complex() else centred * centred
+    centered = value - mean
+    square = (centered * centered.conj()).real if x.is_complex() else centered * centered
     var = square.sum(dims, keepdim=keepdim) / max(0, count - (1 if correction is None else correction))
     mean = mean if keepdim else mean.squeeze(dims)
     return var, mean.to(x.dtype)

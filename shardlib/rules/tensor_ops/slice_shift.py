@@ -3,7 +3,7 @@
 Every device fetches what moves into its piece from whoever holds it. With I = gcd(start, stop, size) a sliced dim is
 `(p I)` and its result `(q I)`. A cut of I needs no communication: the slice arguments are multiples of its local size
 (so a fused `[768, 3 * 768]` weight is sliced without a look at how the 768 are cut). A cut of p and q moves blocks of I
-between neighbours. One block is a pending sum: of it where it is, and of zeros elsewhere.
+between neighbors. One block is a pending sum: of it where it is, and of zeros elsewhere.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Axis:
 
     @staticmethod
     def merge(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-        """Melt neighbours that are adjacent parts of one mesh axis.
+        """Melt neighbors that are adjacent parts of one mesh axis.
 
         Example:
             >>> [str(a) for a in Axis.merge(Axis("tensor", 8).primes())]

@@ -44,7 +44,7 @@ class Mesh:
     """A grid of devices with named axes, the right-most varying fastest over the ranks.
 
     `rules` map logical names of tensor dims to a mesh axis, several (major first) or None; they are a dict, or pairs as
-    in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialised,
+    in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialized,
     they are its ranks, and the sizes must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
     also be given as a dict. A `strict` mesh refuses a logical name in a spec that has no rule (a rule may be None) and
     does not say its axes itself, as `ff@tensor` and `ff@()` do.
@@ -168,7 +168,7 @@ class Mesh:
         if kind == "distributed":
             world.check_size(written(kind, sizes, {}, "cpu"), self.size)
             world.choose_gpu(self.device)
-            if world.initialised():
+            if world.initialized():
                 turns.current()  # who we are is known from now on
 
     @cached_property
@@ -208,7 +208,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The `torch.distributed` DeviceMesh of a distributed mesh (initialises the process group when needed)."""
+        """The `torch.distributed` DeviceMesh of a distributed mesh (initializes the process group when needed)."""
         if self.kind != "distributed":
             raise ShardingError(
                 f"{self} has no DeviceMesh",

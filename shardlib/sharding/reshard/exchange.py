@@ -1,4 +1,4 @@
-"""Exchanges of several factors at once: neighbours in a route that an all-to-all over all their axes does in one."""
+"""Exchanges of several factors at once: neighbors in a route that an all-to-all over all their axes does in one."""
 
 from __future__ import annotations
 

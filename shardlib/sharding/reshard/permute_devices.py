@@ -49,5 +49,5 @@ def moving(pairs: Sequence[tuple[Sequence[Axis], Sequence[Axis]]]) -> list[Axis]
 
 
 def _stride(axis: Axis, axes: Sequence[Axis]) -> int:
-    """How many pieces further a device's neighbour along `axis` is; 0 if it does not cut the factor."""
+    """How many pieces further a device's neighbor along `axis` is; 0 if it does not cut the factor."""
     return ways(axes[axes.index(axis) + 1 :]) if axis in axes else 0

@@ -81,7 +81,7 @@ def route(
     into: Leaves | None = None,
     prices: Prices = USUAL,
 ) -> tuple[Hop, ...]:
-    """`plan` for a value whose dims are lists of `leaves`: neighbours that both cuts treat as one are moved as one."""
+    """`plan` for a value whose dims are lists of `leaves`: neighbors that both cuts treat as one are moved as one."""
     return _route(leaves, itemsize, src, dst, pending, reduce, into or leaves, prices)
 
 

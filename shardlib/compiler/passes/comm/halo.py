@@ -1,4 +1,4 @@
-"""What a message carries between neighbours, where that is a range of one value on each device that sends."""
+"""What a message carries between neighbors, where that is a range of one value on each device that sends."""
 
 from __future__ import annotations
 

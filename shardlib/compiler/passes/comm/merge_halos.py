@@ -32,7 +32,7 @@ from shardlib.sharding.mesh.axis import ways
 
 
 def share_borders(program: Program) -> Program:
-    """The program with as few messages between neighbours as there are ways to go."""
+    """The program with as few messages between neighbors as there are ways to go."""
     moves = [c for c in program.collectives if c.kind == "ppermute"]
     if not moves:
         return program

@@ -1,7 +1,7 @@
 """The minimum of a sum of costs, each of the choices of some kinds of units.
 
-A kind is minimised out: the costs in which it has a part become one, of the other kinds in them (bucket elimination).
-Where that table would be too large, parts of these costs are minimised apart, as if the kind could choose for each of
+A kind is minimized out: the costs in which it has a part become one, of the other kinds in them (bucket elimination).
+Where that table would be too large, parts of these costs are minimized apart, as if the kind could choose for each of
 them anew (mini-buckets): that gives less than the minimum, never more. Choices that are never better than another one
 go first; without them most tables are small.
 
@@ -89,7 +89,7 @@ class Whole:
         sizes = dict(zip(self.kinds, self.costs.shape, strict=True))
         return self.costs.reshape([sizes.get(k, 1) for k in kinds])
 
-    def minimised(self, kind: Kind) -> Whole:
+    def minimized(self, kind: Kind) -> Whole:
         """The least cost, whatever the kind chooses."""
         return Whole(tuple(k for k in self.kinds if k != kind), self.costs.min(axis=self.kinds.index(kind)))
 
@@ -182,7 +182,7 @@ def _eliminated(tables: Sequence[Whole], sizes: Mapping[Kind, int], largest: int
         groups = _groups(mine, sizes, largest)
         exact &= len(groups) < 2
         ends = sum((t.costs for t in groups), np.zeros(sizes[kind])) + seconds if not joined else ends
-        seconds += sum(put(t.minimised(kind)) for t in _balanced(kind, groups))
+        seconds += sum(put(t.minimized(kind)) for t in _balanced(kind, groups))
         joined |= {k: _joined(k, of[k], sizes) for k in around}
         history.append((kind, mine))
     answer = dict.fromkeys(sizes, 0)

@@ -24,7 +24,7 @@ _BACKWARD = OPS[1]
 def group_heads(gm: fx.GraphModule) -> None:
     """Attention to keys and values that are repeated alike reads those that are repeated."""
     for node in gm.graph.nodes:
-        if node.target not in OPS or argument(node, "dropout"):  # draws are for neighbours that share keys
+        if node.target not in OPS or argument(node, "dropout"):  # draws are for neighbors that share keys
             continue
         k, v = (_repeated(argument(node, name)) for name in ("k", "v"))
         if k is None or v is None or _shape(k)[1] != _shape(v)[1]:

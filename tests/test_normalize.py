@@ -1,4 +1,4 @@
-"""Normalised graphs compute what the traced ones do, to the last bit, in fewer nodes; every pass on a small program."""
+"""Normalized graphs compute what the traced ones do, to the last bit, in fewer nodes; every pass on a small program."""
 
 import copy
 import random
@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, grad_and_value
 from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
-from shardlib.compiler.simplify import PASSES, normalise, verify
+from shardlib.compiler.simplify import PASSES, normalize, verify
 from shardlib.frontend.trace import trace
 from shardlib.ops.attention.op import attention
 
@@ -32,7 +32,7 @@ def ops(traced):
 
 
 def check(fn, *args, tolerance=0.0):
-    """Trace, then run every pass with the verifier and the interpreter behind it; returns the normalised trace."""
+    """Trace, then run every pass with the verifier and the interpreter behind it; returns the normalized trace."""
     traced = trace(fn, args)
     want, tree = pytree.tree_flatten(fn(*args))
     for run in (verify, *PASSES):
@@ -290,23 +290,23 @@ def test_results_that_are_apart_stay_apart():
     traced = check(f, X)
     results = traced(X)
     assert len({r.untyped_storage().data_ptr() for r in (*results, X)}) == len(results) + 1
-    same = normalise(trace(lambda x: (y := x.sin(), y), (X,)))
+    same = normalize(trace(lambda x: (y := x.sin(), y), (X,)))
     assert same.outputs[0] is same.outputs[1]
 
 
 def test_draws_have_numbers_of_their_own():
-    traced = normalise(trace(lambda x: (torch.rand(3), x.sin(), torch.rand(3)), (X,)))
+    traced = normalize(trace(lambda x: (torch.rand(3), x.sin(), torch.rand(3)), (X,)))
     assert ops(traced).count("draw") == 2
-    assert normalise(trace(lambda x: torch.rand(3) - torch.rand(3), (X,)))(X).all()
-    traced = normalise(trace(lambda x: (torch.rand(3), torch.rand(3))[1], (X,)))
+    assert normalize(trace(lambda x: torch.rand(3) - torch.rand(3), (X,)))(X).all()
+    traced = normalize(trace(lambda x: (torch.rand(3), torch.rand(3))[1], (X,)))
     assert ops(traced) == ["call_key", "draw"]
-    nothing = normalise(trace(lambda x: (torch.rand(3), x.sin())[1], (X,)))
+    nothing = normalize(trace(lambda x: (torch.rand(3), x.sin())[1], (X,)))
     assert ops(nothing) == ["call_key", "sin"]  # the call takes a number from the generator all the same
 
 
 def test_draws_lie_beside_inputs():
     """What is made on the way to a draw, only for its shape, is not kept."""
-    traced = normalise(trace(lambda x: (torch.rand_like(x), torch.rand_like(x.sin()), x.clone().normal_()), (X,)))
+    traced = normalize(trace(lambda x: (torch.rand_like(x), torch.rand_like(x.sin()), x.clone().normal_()), (X,)))
     likes = [n.args[1] and n.args[1].name for n in traced.graph.graph.nodes if "draw" in str(n.target)]
     assert likes == ["x", None, "x"]
     assert "sin" not in ops(traced)
@@ -360,7 +360,7 @@ def test_lines_survive():
         y = x @ w
         return F.cross_entropy(y, TARGETS)
 
-    traced = normalise(trace(grad(f), (W, X)))
+    traced = normalize(trace(grad(f), (W, X)))
     divisions = [n for n in traced.graph.graph.nodes if "div" in str(n.target)]
     assert [n.meta["line"].text for n in divisions] == ["return F.cross_entropy(y, TARGETS)"]
     assert divisions[0].meta["backward"]

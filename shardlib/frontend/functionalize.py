@@ -41,7 +41,7 @@ class Written:
     others: tuple[tuple[int, int], ...] = ()
 
 
-def functionalise(gm: fx.GraphModule, input_names: Sequence[str] = (), body: bool = False) -> Written:
+def functionalize(gm: fx.GraphModule, input_names: Sequence[str] = (), body: bool = False) -> Written:
     """Rewrite `gm` so that no op writes to memory; `input_names` are the placeholders' names in errors.
 
     The `body` of a loop writes to nothing but what it makes.

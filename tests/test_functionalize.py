@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
 import shardlib as sl
-from shardlib.compiler.simplify import normalise, verify
+from shardlib.compiler.simplify import normalize, verify
 from shardlib.frontend.trace import trace
 from shardlib.jit.global_random import plain_program
 
@@ -263,7 +263,7 @@ def test_programs(fn):
     torch.manual_seed(0)
     x = torch.randn(6, 6, dtype=torch.float64)
     want, tree = pytree.tree_flatten(fn(x.clone()))
-    for stage in (lambda traced: traced, normalise):
+    for stage in (lambda traced: traced, normalize):
         traced = stage(trace(fn, (x,)))
         verify(traced.graph)
         got, got_tree = pytree.tree_flatten(traced(x.clone()))
@@ -278,7 +278,7 @@ def test_random_writes():
         return x.clone().bernoulli_(0.3), x.clone().normal_(), torch.empty(3).exponential_(), x.clone().bernoulli_()
 
     x = torch.zeros(50, dtype=torch.float64)
-    traced = normalise(trace(f, (x,)))
+    traced = normalize(trace(f, (x,)))
     verify(traced.graph)
     torch.manual_seed(3)
     with plain_program():
@@ -342,7 +342,7 @@ def test_windows_of_memory_are_windows_of_a_dim(shape, size, stride, offset, tur
 
     x = torch.randint(-3, 4, shape).double()
     for run in (windows, grad):
-        traced = normalise(trace(run, (x,)))
+        traced = normalize(trace(run, (x,)))
         verify(traced.graph)
         assert torch.equal(traced(x), run(x))
         names = [node.name for node in traced.graph.graph.nodes]
