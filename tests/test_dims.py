@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.compiler.propagate.dim_factors import Dims, Leaf
+from shardlib.compiler.propagate.dim_factors import DimFactor, Dims
 from shardlib.sharding.split_axes import spread
 
 
-def sizes(dims: Dims, dim: list[Leaf]) -> list[int]:
+def sizes(dims: Dims, dim: list[DimFactor]) -> list[int]:
     return [dims.size(leaf) for leaf in dims.leaves(dim)]
 
 
-def made(dims: Dims, *parts: int) -> list[Leaf]:
+def made(dims: Dims, *parts: int) -> list[DimFactor]:
     return [leaf for n in parts for leaf in dims.new(n)]
 
 
@@ -101,10 +101,10 @@ class _Story:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.dims = rng, Dims()
-        self.made: list[tuple[list[Leaf], int]] = []
-        self.locks: list[tuple[list[Leaf], list[int]]] = []
+        self.made: list[tuple[list[DimFactor], int]] = []
+        self.locks: list[tuple[list[DimFactor], list[int]]] = []
 
-    def pick(self) -> list[Leaf]:
+    def pick(self) -> list[DimFactor]:
         if not self.made or self.rng.random() < 0.3:
             parts = [self.rng.choice([1, 2, 2, 3, 4, 5, 6, 8, 12]) for _ in range(self.rng.randint(1, 3))]
             self.made.append((made(self.dims, *parts), math.prod(parts)))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.layout import Factor, Layout, Pending, span
+from shardlib.sharding.layout import Factor, Layout, PartialSum, span
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from tests.examples import examples
@@ -193,7 +193,7 @@ def test_a_part_must_divide_its_axis(bad):
     [("sum", [1, 2, 3, 4], 10), ("max", [1, 4, 3, 2], 4), ("min", [3, 2, 1, 4], 1)],
 )
 def test_gather_reduces_what_is_pending(kind, values, expected):
-    layout = Layout(((Factor(1),),), (Pending((C,), kind),))
+    layout = Layout(((Factor(1),),), (PartialSum((C,), kind),))
     shards = [({"c": i, "a": j}, torch.tensor([float(v)])) for i, v in enumerate(values) for j in range(2)]
     assert layout.gather(shards).tolist() == [expected]  # the copies along `a` count once
 
@@ -201,13 +201,13 @@ def test_gather_reduces_what_is_pending(kind, values, expected):
 @pytest.mark.parametrize("kind", ["sum", "max", "min"])
 def test_scatter_into_a_pending_layout_gathers_back(kind):
     mesh, whole = Mesh(a=2, b=3, c=4), torch.arange(5.0) + 1
-    layout = Layout(((Factor(5, (B,)),),), (Pending((A, C_MINOR), kind),))
+    layout = Layout(((Factor(5, (B,)),),), (PartialSum((A, C_MINOR), kind),))
     assert torch.equal(layout.gather([(c, layout.scatter(whole, c)) for c in mesh.all_coords()]), whole)
 
 
 def test_gather_refuses_missing_shards():
     devices, whole = Mesh(c=4).all_coords(), torch.arange(8.0)
-    cut, pending = Layout(((Factor(8, (C,)),),)), Layout(((Factor(8),),), (Pending((C,)),))
+    cut, pending = Layout(((Factor(8, (C,)),),)), Layout(((Factor(8),),), (PartialSum((C,)),))
     with pytest.raises(ShardingError, match="they hold 6 of 8 elements"):
         cut.gather([(c, cut.scatter(whole, c)) for c in devices[:3]])
     with pytest.raises(ShardingError, match="addends are missing"):
@@ -215,18 +215,18 @@ def test_gather_refuses_missing_shards():
 
 
 def test_one_value_is_pending_in_one_way():
-    layout = Layout(((Factor(1),),), (Pending((A,)), Pending((B,), "max")))
+    layout = Layout(((Factor(1),),), (PartialSum((A,)), PartialSum((B,), "max")))
     with pytest.raises(ShardingError, match="pending in two ways: max, sum"):
         layout.gather([(c, torch.ones(1)) for c in Mesh(a=2, b=3).all_coords()])
     with pytest.raises(ShardingError, match="cannot be pending 'mean'"):
-        Pending((A,), "mean")
+        PartialSum((A,), "mean")
 
 
 PARTS = {"a": [A], "b": [B], "c": [C, C_MAJOR, C_MINOR], "max": [Axis("max", 6), Axis("max", 3, pre=2, of=6)]}
 SIZES = {"a": 2, "b": 3, "c": 4, "max": 6}
 axes_of = st.lists(st.sampled_from([p for parts in PARTS.values() for p in parts]), max_size=3).map(tuple)
 factors = st.builds(Factor, st.integers(0, 100), axes_of)
-pendings = st.builds(Pending, axes_of, st.sampled_from(["sum", "max", "min"]))
+pendings = st.builds(PartialSum, axes_of, st.sampled_from(["sum", "max", "min"]))
 any_layout = st.builds(
     Layout,
     st.lists(st.lists(factors, max_size=3).map(tuple), max_size=4).map(tuple),

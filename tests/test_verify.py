@@ -32,7 +32,7 @@ from shardlib.compiler.program.steps import (
 from shardlib.compiler.program.sym_int import Sym
 from shardlib.compiler.program.verify import verify
 from shardlib.compiler.propagate import Propagated
-from shardlib.sharding.layout import Layout, Pending
+from shardlib.sharding.layout import Layout, PartialSum
 from shardlib.sharding.mesh.axis import Axis
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -292,7 +292,9 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "a sum by maxima": (_collective(_settles, reduce=lambda c: "max"), "reduces by max what is pending by sum"),
     "a sum of what is whole": (_no_longer_owed, "reduces over .* what is pending over nothing|leaves .* pending over"),
     "a sum that nothing owes": (
-        lambda p: _out(layout=replace(next(v.layout for v in p.inputs), pending=(Pending((Axis("tensor", 2),)),)))(p),
+        lambda p: _out(layout=replace(next(v.layout for v in p.inputs), pending=(PartialSum((Axis("tensor", 2),)),)))(
+            p
+        ),
         "along which nothing differs|leaves pending over",
     ),
     "another reduction": (_collective(_settles, reduce=lambda c: "median"), "reduces by median, which is unknown"),

@@ -39,7 +39,7 @@ from shardlib.distributed import world
 from shardlib.frontend.guards.argument_specs import argument_of, by_argument, describe, refuse_left_out
 from shardlib.frontend.guards.flatten_call import FlatCall, arguments_of, flatten_call, twins
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.trace import trace
 from shardlib.frontend.traced_graph import Traced
 from shardlib.sharding.mesh.mesh import Mesh
@@ -87,7 +87,7 @@ def compile_program(
     state: State | None = None,
     differentiate: bool = False,
     exact: bool = False,
-    watch: Watch | None = None,
+    watch: MutationTracker | None = None,
     donate: Collection[int | str] = (),
     keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
     tracer: Callable[..., Traced] = trace,

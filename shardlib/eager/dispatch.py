@@ -15,7 +15,7 @@ from shardlib.core.torch_private import dispatch_modes, is_profiling
 from shardlib.eager import unsupported
 from shardlib.eager.prepare import LOCK
 from shardlib.eager.recompile_warning import note_compiled
-from shardlib.eager.strategies import Asked, run_of
+from shardlib.eager.strategies import EagerCall, run_of
 from shardlib.tensor.eager_cache import PROGRAMS, key_of, learn
 from shardlib.tensor.eager_ranges import in_range
 from shardlib.tensor.hooks import above
@@ -30,7 +30,7 @@ def dispatch(op: Any, args: Any, kwargs: dict[str, Any], key: Any) -> Any:
 
     Raises `ShardingError` as `run_of` does.
     """
-    call = Asked(op, args, kwargs)
+    call = EagerCall(op, args, kwargs)
     if any(isinstance(mode, ProxyTorchDispatchMode) for mode in dispatch_modes()):
         unsupported.recorded(op, call.tensors)
     with LOCK:

@@ -43,7 +43,7 @@ from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
 @dataclass(frozen=True)
-class Asked:
+class EagerCall:
     """A call that is not ready to run."""
 
     op: Any
@@ -75,7 +75,7 @@ class Asked:
         return [d for d in found if d.type not in (self.mesh.device, "meta")]
 
 
-def run_of(call: Asked) -> Run:
+def run_of(call: EagerCall) -> Run:
     """What runs this call, and all that have its key.
 
     Raises `ShardingError` for tensors of several meshes or on other devices, and for ops that make no sense for a
@@ -87,20 +87,20 @@ def run_of(call: Asked) -> Run:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-def _on_several_meshes(call: Asked) -> bool:
+def _on_several_meshes(call: EagerCall) -> bool:
     mesh = call.mesh
     return any(x._form.mesh is not mesh and x._form.mesh != mesh for x in call.sharded)
 
 
-def _has_own_form(call: Asked) -> bool:
+def _has_own_form(call: EagerCall) -> bool:
     return call.op in FORMS and FORMS[call.op].takes(call.args)
 
 
-def _asks_for_shapes(call: Asked) -> bool:
+def _asks_for_shapes(call: EagerCall) -> bool:
     return any(device.type == "meta" for device in call.devices) and not is_composite(call.op)
 
 
-def _mixes_values_and_none(call: Asked) -> bool:
+def _mixes_values_and_none(call: EagerCall) -> bool:
     """Torch takes one such, a write to a meta tensor, which changes nothing."""
     on_meta = [x.is_meta for x in call.tensors]
     mixed = call.op.namespace == "aten" and len(set(on_meta)) > 1
@@ -136,12 +136,12 @@ def _gives_values(op: Any) -> bool:
 # --- makers -----------------------------------------------------------------------------------------------------------
 
 
-def _own_form(call: Asked) -> Run:
+def _own_form(call: EagerCall) -> Run:
     op, run = call.op, FORMS[call.op].run
     return lambda args, kwargs: run(op, args, kwargs or {})
 
 
-def _on_one_mesh(call: Asked) -> Run:
+def _on_one_mesh(call: EagerCall) -> Run:
     """A tensor without dims is a number, which its devices have whole: on another mesh it counts as a plain one.
 
     The op runs on the mesh of the tensor that has dims, or that is written to; otherwise on that of the first.
@@ -165,13 +165,13 @@ def _on_one_mesh(call: Asked) -> Run:
     return run
 
 
-def _shapes(call: Asked) -> Run:
+def _shapes(call: EagerCall) -> Run:
     """Shapes alone are nowhere."""
     op, mesh = call.op, call.mesh
     return lambda args, kwargs: Prepared(op, args, kwargs or {}, mesh).meta()
 
 
-def _turner(call: Asked) -> Run:
+def _turner(call: EagerCall) -> Run:
     view = functional_form(call.op)
     assert view is not None, f"{call.op} is the form in place of a view"
 
@@ -185,7 +185,7 @@ def _turner(call: Asked) -> Run:
     return turn
 
 
-def _others(call: Asked) -> Run:
+def _others(call: EagerCall) -> Run:
     op, mesh, form = call.op, call.mesh, DECOMPOSITIONS[call.op]
     draws = torch.Tag.nondeterministic_seeded in op.tags
 
@@ -201,13 +201,13 @@ def _others(call: Asked) -> Run:
     return run
 
 
-def _lists(call: Asked) -> Run:
+def _lists(call: EagerCall) -> Run:
     """On the pieces of all at once, or the ops one by one."""
     otherwise = _others(call) if is_step(call.op) else _one_by_one(call)
     return together(call.op, call.args, call.kwargs, call.mesh, otherwise) or otherwise
 
 
-def _one_by_one(call: Asked) -> Run:
+def _one_by_one(call: EagerCall) -> Run:
     """The ops one by one; they come below autograd, so that nobody else notes that their tensors were written to."""
     op, key, writes = call.op, torch.DispatchKey.CompositeExplicitAutograd, bool(schema_of(call.op).is_mutable)
 
@@ -222,17 +222,17 @@ def _one_by_one(call: Asked) -> Run:
     return run
 
 
-def _parts(call: Asked) -> Run:
+def _parts(call: EagerCall) -> Run:
     op = call.op
     return lambda args, kwargs: op.decompose(*args, **(kwargs or {}))
 
 
-def _whole(call: Asked) -> Run:
+def _whole(call: EagerCall) -> Run:
     op = call.op
     return lambda args, kwargs: whole(op, args, kwargs or {})
 
 
-def _ready(call: Asked) -> Run:
+def _ready(call: EagerCall) -> Run:
     """The op itself: on the pieces as they are, or in a program; on whole tensors where values decide on shapes.
 
     Some of torch's forms for tensors without values divide by how many elements there are, which may be none.
@@ -255,7 +255,7 @@ def _ready(call: Asked) -> Run:
 # fails for another reason does so on whole tensors, too.)
 _VALUES = re.compile(r"\bmeta\b|no fake impl registered")
 
-WAYS: Sequence[tuple[Callable[[Asked], bool], Callable[[Asked], Run]]] = (
+WAYS: Sequence[tuple[Callable[[EagerCall], bool], Callable[[EagerCall], Run]]] = (
     (lambda c: not isinstance(c.op, OpOverload), lambda c: unsupported.operator(c.op, c.tensors)),
     (_has_own_form, _own_form),
     (lambda c: c.op.namespace in PER_RANK, lambda c: unsupported.collective(str(c.op), [typeof(x) for x in c.sharded])),

@@ -26,14 +26,14 @@ from shardlib.frontend.hazards.grad_reads import Grads
 from shardlib.frontend.hazards.unsupported import refusal
 from shardlib.frontend.lifted_inputs import Lifted, placeholder
 from shardlib.frontend.saved_inputs import read_back
-from shardlib.frontend.side_effects.mutation_values import Rebound
+from shardlib.frontend.side_effects.mutation_values import Mutation
 from shardlib.tensor.sharded_tensor import typeof
 
 _NAMED = 8  # of what an error says that was not written
 
 
 @dataclass(frozen=True)
-class After:
+class ExtraOutputs:
     """Results of a graph behind those that the function returns, in this order; leaves are those of the call.
 
     `grads`: (leaf, position of its new `.grad`, None where it is dropped); `written`: (leaf, position of its new
@@ -55,7 +55,7 @@ class After:
     gradients: tuple[tuple[int, int], ...] = ()
     cotangents: tuple[int, ...] = ()
     within: tuple[int, ...] = ()
-    rebound: tuple[Rebound, ...] = ()
+    rebound: tuple[Mutation, ...] = ()
     reached: tuple[frozenset[int], ...] = ()
     read: tuple[int, ...] = ()
     leaves: tuple[tuple[int, bool], ...] = ()
@@ -69,7 +69,7 @@ class After:
         return bool(self.written or self.data or self.takes or self.grads)
 
 
-class Ending:
+class Epilogue:
     """Collects, at the end of a trace, what the function did beside returning a value."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Ending:
         self._grads: list[tuple[int, bool]] = []
         self._takes: list[tuple[int, str, int]] = []
         self._gradients: list[int] = []
-        self.rebound: Sequence[Rebound] = ()
+        self.rebound: Sequence[Mutation] = ()
         self._reached: tuple[frozenset[int], ...] = ()
         self._within: tuple[int, ...] = ()
         self._leaves: list[tuple[int, bool]] = []
@@ -93,7 +93,7 @@ class Ending:
         self._given: list[Autograd] = []  # the same of what stands for the arguments
         self._passages: list[Any] = []  # hooks on closed-over results of other ops
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> Epilogue:
         return self
 
     @unheard
@@ -288,7 +288,7 @@ class Ending:
         """What the cotangents are called, given the names of the results."""
         return tuple(f"gradient of {results[i]}" for i in self.cotangents)
 
-    def after(self, graph: fx.Graph, written: Written, leaves: Sequence[int]) -> After:
+    def after(self, graph: fx.Graph, written: Written, leaves: Sequence[int]) -> ExtraOutputs:
         """All of it; what is `written`, to inputs that are these leaves, is last in the graph, and goes first."""
         output = graph.output_node()
         outs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ class Ending:
         new = tuple((leaf, at + i) for i, leaf in enumerate(changed))
         at += len(changed)
         gradients = tuple((leaf, at + i) for i, leaf in enumerate(self._gradients))
-        return After(
+        return ExtraOutputs(
             tuple(grads),
             new[: len(written.values)],
             new[len(written.values) :],

@@ -27,7 +27,7 @@ from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.result_objects import Carried
 from shardlib.frontend.retarget_device import placed
-from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.tensor.hooks import above
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
@@ -37,7 +37,7 @@ _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None
 class Lifted:
     """The state of a call, while its function is traced."""
 
-    def __init__(self, state: State, mode: FakeTensorMode, watch: Watch | None = None) -> None:
+    def __init__(self, state: State, mode: FakeTensorMode, watch: MutationTracker | None = None) -> None:
         self.state, self.mode, self.watch = state, mode, watch
         self.nodes: list[fx.Node] = []
         self.refusal: ShardingError | None = None  # of what another thread did

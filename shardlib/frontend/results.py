@@ -9,11 +9,13 @@ import torch
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import FakeTensor
-from shardlib.frontend.epilogue import After
+from shardlib.frontend.epilogue import ExtraOutputs
 from shardlib.tensor.sharded_tensor import marks
 
 
-def strides_of(returned: Sequence[Any], after: After, leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+def strides_of(
+    returned: Sequence[Any], after: ExtraOutputs, leaves: Sequence[Any]
+) -> tuple[tuple[int, ...] | None, ...]:
     """The strides of all outputs; a gradient has those of its tensor, as autograd would keep it."""
     own = [x.stride() if isinstance(x, torch.Tensor) else None for x in returned]
     at = len(own) - len(after.gradients)

@@ -36,7 +36,7 @@ from shardlib.core.torch_private import (
     pytree,
 )
 from shardlib.core.tree_paths import flatten_with_path
-from shardlib.frontend.epilogue import Ending
+from shardlib.frontend.epilogue import Epilogue
 from shardlib.frontend.functionalize import functionalize
 from shardlib.frontend.gradient_tags import noted
 from shardlib.frontend.guards.flatten_call import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
@@ -63,7 +63,7 @@ from shardlib.frontend.retarget_device import is_here, move
 from shardlib.frontend.reuse.loop_replay import other_ways
 from shardlib.frontend.reuse.python_loops import Loops
 from shardlib.frontend.reuse.subgraph_reuse import Once
-from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.torch_flags import switched
 from shardlib.frontend.torch_rewrites import numpy_args
 from shardlib.frontend.torch_rewrites.attention import AttentionCapture
@@ -94,7 +94,7 @@ def trace(
     differentiate: bool = False,
     exact: bool = False,
     apart: Collection[int] = (),
-    watch: Watch | None = None,
+    watch: MutationTracker | None = None,
 ) -> Traced:
     """Trace `fn(*args, **kwargs)`.
 
@@ -164,7 +164,7 @@ def _trace(
     device: torch.device | str | None,
     differentiate: bool,
     apart: Collection[int],
-    watch: Watch | None,
+    watch: MutationTracker | None,
     numbers: Numbers | None,
     once: Once,
     grads: Grads,
@@ -183,7 +183,7 @@ def _trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
     lines = LineRecorder(_definition(fn))
     lifted = Lifted(call.state, mode, watch)
-    ending = Ending(call, lifted, where, [names[i] for i in where], grads, strict=numbers is not None)
+    ending = Epilogue(call, lifted, where, [names[i] for i in where], grads, strict=numbers is not None)
     asked = Asked(grads)
     tracers: list[Any] = []
     result: list[Any] = []  # what fn returned, as paths, leaves and tree

@@ -11,7 +11,7 @@ from torch import fx
 
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.epilogue import After
+from shardlib.frontend.epilogue import ExtraOutputs
 from shardlib.frontend.guards.flatten_call import wrapped
 from shardlib.frontend.guards.number_guards import Served
 
@@ -33,7 +33,7 @@ class Traced:
     output_names: tuple[str, ...]
     out_tree: pytree.TreeSpec
     static: Collection[int | str] = ()
-    after: After = field(default_factory=After)
+    after: ExtraOutputs = field(default_factory=ExtraOutputs)
     served: Served = field(default_factory=Served)  # calls, by their numbers
     asked: bool = False  # where its arguments lie in memory
     looked: bool = False  # at a `.grad` that it found

@@ -22,8 +22,8 @@ from torch.func import functional_call
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.plan import Plan
-from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood
+from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.core.errors import NoProgramError, ShardingError
 from shardlib.core.text_tables import si
 from shardlib.frontend.hazards.constant_values import by_example
@@ -59,7 +59,7 @@ class _Kind:
     """Classes that are alike, as those of equal layers: their leaves, the parts of weights in them, and how many
     elements these hold; `bytes` that a device sends, about, where they are cut, by the op that needs it."""
 
-    leaves: set[Leaf]
+    leaves: set[DimFactor]
     parts: dict[str, Part]
     elements: int = 0
     bytes: int = 0
@@ -158,18 +158,18 @@ def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compile
     return plan.compiled
 
 
-def _kinds(graph: Graph, flood: Flood, weights: Mapping[str, Value], ways: int) -> list[_Kind]:
+def _kinds(graph: Graph, flood: Propagation, weights: Mapping[str, Value], ways: int) -> list[_Kind]:
     """Classes with parts of weights that are large enough, alike ones together.
 
     A class that is two dims of one weight (of a recurrent one, or a square one behind a residual) cuts the first.
     """
-    parts: dict[Leaf, dict[str, Part]] = defaultdict(dict)
+    parts: dict[DimFactor, dict[str, Part]] = defaultdict(dict)
     for name, value in weights.items():
         for d, dim in enumerate(flood.value[value]):
             for i, leaf in enumerate(map(flood.dims.find, dim)):
                 if (value.shape[d] if i == 0 else flood.dims.size(leaf)) >= ways:
                     parts[leaf].setdefault(name, (d, i))
-    alike: dict[frozenset[tuple[str, Part]], list[Leaf]] = defaultdict(list)
+    alike: dict[frozenset[tuple[str, Part]], list[DimFactor]] = defaultdict(list)
     for leaf, own in parts.items():
         alike[frozenset((numberless(name), part) for name, part in own.items())].append(leaf)
     together = [{flood.dims.find(x) for x in flood.leaves(v)} for v in weights.values()]
@@ -188,7 +188,7 @@ def _kinds(graph: Graph, flood: Flood, weights: Mapping[str, Value], ways: int) 
     return sorted(kinds, key=lambda k: -k.elements)
 
 
-def _sent(op: Op, flood: Flood) -> Iterator[tuple[Leaf, Value]]:
+def _sent(op: Op, flood: Propagation) -> Iterator[tuple[DimFactor, Value]]:
     """What is sent where a class is cut: a result that is summed over it, or an operand that must be whole.
 
     An op may sum over a class and keep it, too (`h @ w.t()`, where h comes from there): what it sums is gathered, or
@@ -227,11 +227,11 @@ def _summed(value: Value) -> Value:
     return value
 
 
-def _found(flood: Flood, leaves: Any) -> set[Leaf]:
+def _found(flood: Propagation, leaves: Any) -> set[DimFactor]:
     return {flood.dims.find(x) for leaf in leaves for x in flood.dims.leaves([leaf])}
 
 
-def _best(kinds: list[_Kind], values: list[set[Leaf]]) -> list[_Kind]:
+def _best(kinds: list[_Kind], values: list[set[DimFactor]]) -> list[_Kind]:
     """The kinds to cut: no two in one tensor, nearly as many elements as any choice, and of those the fewest bytes."""
     apart = [
         {j for j, b in enumerate(kinds) if i != j and any(v & a.leaves and v & b.leaves for v in values)}
@@ -274,7 +274,7 @@ def _some(apart: list[set[int]], kinds: list[_Kind]) -> Iterator[tuple[int, ...]
 
 
 def _reasons(
-    graph: Graph, flood: Flood, weights: Mapping[str, Value], kind: _Kind
+    graph: Graph, flood: Propagation, weights: Mapping[str, Value], kind: _Kind
 ) -> Iterator[tuple[str, tuple[bool, str]]]:
     """Of every weight of a kind, whether it is cut where it is contracted, and in words what for."""
     own = {name: {flood.dims.find(x) for x in flood.leaves(weights[name])} & kind.leaves for name in kind.parts}
@@ -312,14 +312,14 @@ def _reads(graph: Graph, weights: Mapping[str, Value]) -> Iterator[tuple[Op, int
             yield from ((op, at, names[v]) for at, v in enumerate(op.operands) if v in names)
 
 
-def _labels(op: Op, at: int, leaves: set[Leaf], flood: Flood) -> Iterator[str]:
+def _labels(op: Op, at: int, leaves: set[DimFactor], flood: Propagation) -> Iterator[str]:
     """The factors of an op that are these classes along one of its operands."""
     assert op.rule is not None, "a weight is read by a rule"
     for dim in op.rule.operands[at]:
         yield from (label for label in dim if _found(flood, flood.labels[op][label]) & leaves)
 
 
-def _summed_over(op: Op, at: int, leaves: set[Leaf], flood: Flood) -> Value | None:
+def _summed_over(op: Op, at: int, leaves: set[DimFactor], flood: Propagation) -> Value | None:
     """The result that is a sum over these classes of an operand, if one is."""
     assert op.rule is not None, "a weight is read by a rule"
     for label in _labels(op, at, leaves, flood):

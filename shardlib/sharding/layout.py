@@ -24,7 +24,7 @@ from shardlib.sharding.chunks import Pieces, Placed, even, fullest, over, span, 
 from shardlib.sharding.mesh.axis import Axis, Coords, ways
 from shardlib.sharding.scanner import Scanner
 
-__all__ = ["Axis", "Coords", "Dim", "Factor", "Layout", "Pending", "Pieces", "span"]
+__all__ = ["Axis", "Coords", "Dim", "Factor", "Layout", "PartialSum", "Pieces", "span"]
 
 REDUCTIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -75,7 +75,7 @@ Dim = tuple[Factor, ...]
 
 
 @dataclass(frozen=True)
-class Pending:
+class PartialSum:
     """A reduction that has not happened yet: `kind` ("sum", "max" or "min") over `axes`.
 
     Of a value that is "owned" each device has some rows only, so that its sum takes zeros for the others.
@@ -108,7 +108,7 @@ class Layout:
     """
 
     dims: tuple[Dim, ...]
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[PartialSum, ...] = ()
 
     @staticmethod
     def replicated(shape: Sequence[int]) -> Layout:
@@ -238,7 +238,7 @@ class Layout:
         while scan.token:
             kind = "sum" if scan.token == "+" else scan.name("a reduction")
             scan.expect("+", "'+' and the axes of a reduction must stand here")
-            pending.append(Pending(_read_axes(scan, axis_sizes), kind))
+            pending.append(PartialSum(_read_axes(scan, axis_sizes), kind))
         return Layout(tuple(dims), tuple(pending))
 
 
@@ -300,7 +300,7 @@ def _pattern(dims: tuple[tuple[int, ...], ...]) -> tuple[str, dict[str, int]]:
     return f"{left} -> {right}", {n: size for g in groups for n, size in g}
 
 
-def _combine(addends: list[torch.Tensor], pending: Sequence[Pending]) -> torch.Tensor:
+def _combine(addends: list[torch.Tensor], pending: Sequence[PartialSum]) -> torch.Tensor:
     kinds = {p.kind for p in pending} or {"sum"}
     if len(kinds) > 1:
         raise ShardingError(f"one value cannot be pending in two ways: {', '.join(sorted(kinds))}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.layout import REDUCTIONS, Factor, Layout, Pending, Pieces
+from shardlib.sharding.layout import REDUCTIONS, Factor, Layout, PartialSum, Pieces
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.tensor.hooks import above
@@ -111,7 +111,7 @@ def layout_of(shape: tuple[int, ...], placements: Sequence[Any], mesh: Mesh) -> 
         if type(placement) is Shard and -len(shape) <= placement.dim < len(shape):
             axes[placement.dim].append(mesh.axis(name))
         elif type(placement) is Partial and placement.reduce_op in REDUCTIONS:
-            pending.append(Pending((mesh.axis(name),), placement.reduce_op))
+            pending.append(PartialSum((mesh.axis(name),), placement.reduce_op))
         elif not isinstance(placement, Replicate):
             wrong.append(f"{placement} over {name}, of a tensor of shape {list(shape)}")
     if wrong:

@@ -15,7 +15,7 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.steps import Program, makes
 from shardlib.core.errors import CollectiveError, ShardingError
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.epilogue import FREED, After
+from shardlib.frontend.epilogue import FREED, ExtraOutputs
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, names_of
 from shardlib.frontend.guards.mappings import opened
 from shardlib.jit.call.compile_call import Invocation
@@ -235,7 +235,7 @@ def _gradients(
     return reruns.compared(close, "gradient of ", names, back, one, sharded), ""
 
 
-def _backward(reruns: Reruns, after: After) -> tuple[list[str], Callable[..., tuple[Tensor, ...]]]:
+def _backward(reruns: Reruns, after: ExtraOutputs) -> tuple[list[str], Callable[..., tuple[Tensor, ...]]]:
     """The way back from a call's loss; it returns gradients of arguments that have no `.grad` by themselves, so called.
 
     These are of copies, to which the function may write, too. What the way back leaves in the `.grad` of whatever

@@ -17,9 +17,9 @@ from shardlib.core.context import single_device
 from shardlib.core.torch_private import IS_PARAMETER, pytree
 from shardlib.frontend.autograd_history import Autograd
 from shardlib.frontend.guards.flatten_call import flatten_call, names_of
-from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.side_effects.snapshot import Snapshot
-from shardlib.frontend.side_effects.substitute import Standing
+from shardlib.frontend.side_effects.substitute import Substitution
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.global_random import plain_program
 from shardlib.jit.jit import Jitted
@@ -60,7 +60,7 @@ class Reruns:
     def __init__(self, step: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step, self.given = step, (args, kwargs)
         self.eps = 0.0
-        self.watch = Watch(Invocation.of(step, step.programs, None, args, kwargs).look)
+        self.watch = MutationTracker(Invocation.of(step, step.programs, None, args, kwargs).look)
         self.found = {id(x): x for x in self.watch.before.tensors}
         self.tensors = dict(self._tensors(args, kwargs, self.watch.before))
         self.before = {name: whole(x) for name, x in self.tensors.items()}
@@ -157,7 +157,7 @@ class Reruns:
 
     def _plain(self) -> Call:
         """A call's arguments on one device, which finds no ShardedTensor; `_ran` gives back what stands there then."""
-        standing, made = Standing(self.watch.before, keys=True), _Plain()
+        standing, made = Substitution(self.watch.before, keys=True), _Plain()
         names = {id(x): name for name, x in self.tensors.items()}
         self.stays = []
         for i, x in self.found.items():

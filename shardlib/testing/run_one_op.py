@@ -28,7 +28,7 @@ from shardlib.core.torch_private import pytree
 from shardlib.rules.proof_cuts import Cut
 from shardlib.rules.rule import Labels, Rule
 from shardlib.sharding.chunks import span
-from shardlib.sharding.layout import Factor, Layout, Pending
+from shardlib.sharding.layout import Factor, Layout, PartialSum
 from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh
 
@@ -73,19 +73,19 @@ class Trial:
         assert self.op.rule is not None
         return self.op.rule
 
-    def layout(self, labels: Labels, cut: Cut, pending: Sequence[Pending] = ()) -> Layout:
+    def layout(self, labels: Labels, cut: Cut, pending: Sequence[PartialSum] = ()) -> Layout:
         sizes = {**self.rule.sizes, **cut.pieces}
         dims = (tuple(Factor(sizes[f], cut.axes.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
         return Layout(tuple(dims), tuple(pending))
 
-    def pending(self, i: int, cut: Cut) -> list[Pending]:
+    def pending(self, i: int, cut: Cut) -> list[PartialSum]:
         """What result i still owes: sums over axes of factors that it has not."""
         have = {f for dim in self.rule.results[i] for f in dim}
         mine = {a for f in have for a in cut.axes.get(f, ())}
         read = {f for labels in self.rule.operands for dim in labels for f in dim}
         lost = [f for f in cut.axes if f in read - have and self.rule.owed(i, f)]
         owed = ((tuple(a for a in cut.axes[f] if a not in mine), self.rule.reduce[f]) for f in lost)
-        return [Pending(axes, kind) for axes, kind in owed if axes]
+        return [PartialSum(axes, kind) for axes, kind in owed if axes]
 
     def called(self, tensors: Sequence[Tensor], run: Any = None) -> list[Tensor]:
         """What the op gives for other tensors; `run` stands for it."""

@@ -9,10 +9,10 @@ from typing import Any
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.layer_folding.fold_graph import Folded, Layer
 from shardlib.compiler.propagate import Propagated, propagated
-from shardlib.compiler.propagate.decision_units import Unit
-from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.decision_units import DecisionUnit
+from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagate_axes import flood
-from shardlib.compiler.propagate.propagation import Assignment, Flood, Message
+from shardlib.compiler.propagate.propagation import Assignment, Message, Propagation
 from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.sharding.mesh.mesh import Mesh
@@ -28,7 +28,7 @@ def spread(
     fixed: Mapping[Value, Fixed],
     outputs: Mapping[int, Fixed],
     doors: Mapping[Op, Fixed],
-    sends: Callable[[Flood, Op, Assignment], tuple[Message, ...]],
+    sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
 ) -> Propagated:
     """The decisions about the short graph, as those about the whole."""
     graph, near = folded.whole, short.flood
@@ -73,9 +73,9 @@ def _all(folded: Folded, mine: Any) -> Iterator[tuple[Any, Layer]]:
             yield folded.in_layer(mine, layer), layer
 
 
-def _leaves(folded: Folded, graph: Graph, near: Flood, whole: Flood) -> dict[Leaf, Leaf]:
+def _leaves(folded: Folded, graph: Graph, near: Propagation, whole: Propagation) -> dict[DimFactor, DimFactor]:
     """For the leaves of the whole those of the short graph that they are, or that stand for them."""
-    found: dict[Leaf, Leaf] = {}
+    found: dict[DimFactor, DimFactor] = {}
     for op in graph.ops:
         mine = folded.stands_for(op)[0]
         for name, leaves in whole.labels.get(op, {}).items():
@@ -86,7 +86,7 @@ def _leaves(folded: Folded, graph: Graph, near: Flood, whole: Flood) -> dict[Lea
     return found
 
 
-def _with_slots(order: Order, mine: Unit, unit: Unit, leaves: Mapping[Leaf, Leaf]) -> Order:
+def _with_slots(order: Order, mine: DecisionUnit, unit: DecisionUnit, leaves: Mapping[DimFactor, DimFactor]) -> Order:
     """A choice of one unit for another, which may have its slots in another order."""
     places = {leaf: slot for slot, leaf in enumerate(mine.slots)}
     slots = {places.get(leaves.get(leaf, -1), slot): slot for slot, leaf in enumerate(unit.slots)}

@@ -16,7 +16,7 @@ from shardlib.compiler.program.abstract_device import Device
 from shardlib.compiler.program.check_order import refuse
 from shardlib.compiler.program.steps import Compute, Step, Var, reads
 from shardlib.compiler.program.sym_int import Sym, local_size, most, product
-from shardlib.compiler.propagate.propagation import Assignment, Flood, OpFactor
+from shardlib.compiler.propagate.propagation import Assignment, OpFactor, Propagation
 from shardlib.core.source_lines import place
 from shardlib.rules.rule import Rule
 from shardlib.sharding.mesh.axis import Axis, ways
@@ -27,7 +27,7 @@ _LITTLE = 8  # times as much is another order of work
 class Emitter:
     """Writes ops of the graph as steps of the program."""
 
-    def __init__(self, builder: Builder, flood: Flood) -> None:
+    def __init__(self, builder: Builder, flood: Propagation) -> None:
         self.builder, self.flood = builder, flood
         self.noted: list[Noted] = []  # what belongs to a sort
 

@@ -17,7 +17,7 @@ from shardlib.compiler.lower.builder import Builder
 from shardlib.compiler.lower.drop_gathered import Between
 from shardlib.compiler.lower.emit import Emitter
 from shardlib.compiler.lower.partial_sums.gathered_rows import LookedUp, Passed
-from shardlib.compiler.lower.partial_sums.partial_sums import PendingSums
+from shardlib.compiler.lower.partial_sums.partial_sums import PartialSums
 from shardlib.compiler.lower.partial_sums.reassociate_sums import Regrouping
 from shardlib.compiler.lower.placement import SETTLED, Owed, Placement
 from shardlib.compiler.lower.value_layouts import Values
@@ -61,7 +61,7 @@ class Lowering:
         self.emitter = Emitter(self.builder, self.flood)
         self.values = Values(self.emitter)
         self.constants = self.values.constants
-        self.sums = PendingSums(self.values, graph, propagated)
+        self.sums = PartialSums(self.values, graph, propagated)
         self.looked_up = LookedUp(self.sums.branching)
         self.between = Between(self.values, graph)
         self.regrouping = Regrouping(self.values, self.sums.readers, self.between.passes)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.decision_units import value_factors
-from shardlib.compiler.propagate.propagation import Assignment, Flood
+from shardlib.compiler.propagate.propagation import Assignment, Propagation
 from shardlib.rules.rule import OWNED
-from shardlib.sharding.layout import Factor, Layout, Pending
+from shardlib.sharding.layout import Factor, Layout, PartialSum
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.reshard import Axes, Cut
@@ -32,7 +32,7 @@ Placement = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pend
 class Placements:
     """The placements of the values of one program."""
 
-    def __init__(self, flood: Flood, mesh: Mesh) -> None:
+    def __init__(self, flood: Propagation, mesh: Mesh) -> None:
         self.flood = flood
         self._order = {name: i for i, name in enumerate(mesh.axis_names)}
         self._layouts: dict[Any, Layout] = {}
@@ -76,6 +76,6 @@ class Placements:
 
 def written(dims: Sequence[Any], owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
     """The layout of dims, `(size, axes)` per leaf; of other `sizes`, if given."""
-    pending = (Pending(Axis.merge(owed.axes), owed.kind),) if owed else ()
+    pending = (PartialSum(Axis.merge(owed.axes), owed.kind),) if owed else ()
     feed = iter(n for dim in dims for n, _ in dim) if sizes is None else iter(sizes)
     return Layout(tuple(tuple(Factor(next(feed), a) for _, a in dim) for dim in dims), pending).canonical

@@ -12,7 +12,7 @@ from shardlib.compiler.lower.local_forms.count_comm import Senders
 from shardlib.compiler.program.steps import Var
 from shardlib.compiler.propagate.decision_units import may_cut
 from shardlib.compiler.propagate.pinned import shared_out, write_down
-from shardlib.compiler.propagate.propagation import Assignment, Flood, OpFactor
+from shardlib.compiler.propagate.propagation import Assignment, OpFactor, Propagation
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.reshard import Axes
@@ -65,7 +65,7 @@ class Constants:
                 args, kwargs = substitute(op.node, [self._operand(v, ()) for v in op.operands])
                 self.builder.compute(op.target, args, kwargs, outs)
             return layout.is_replicated
-        flood = Flood()
+        flood = Propagation()
         if (assignment := _assigned(op, index, layout, flood)) is None:
             return False
         if self._senders.messages(flood, op, assignment):
@@ -94,7 +94,7 @@ class Constants:
         return self._operand(value.op.operands[0], dims)
 
 
-def _assigned(op: Op, index: int, layout: Layout, flood: Flood) -> Assignment | None:
+def _assigned(op: Op, index: int, layout: Layout, flood: Propagation) -> Assignment | None:
     """What cuts the factors of an op whose result is cut as `layout` says, on leaves that `flood` then has; None where
     the op cannot run so."""
     rule, dims = op.rule, flood.dims

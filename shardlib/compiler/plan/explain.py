@@ -11,8 +11,8 @@ from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.names import Naming
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
-from shardlib.compiler.propagate.decision_units import Unit
-from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.decision_units import DecisionUnit
+from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.solver.explain_decision import explain_decision, near_tie
 from shardlib.core.aten.op_names import CAT, NARROW, PERMUTE, RESHAPE
 from shardlib.core.source_lines import place
@@ -229,7 +229,7 @@ class Explainer:
             lines = [] if wanted else ["whole: no annotation reaches its dims"]
         return lines
 
-    def _source(self, leaf: Leaf, axis: Axis) -> str:
+    def _source(self, leaf: DimFactor, axis: Axis) -> str:
         wants = self.compiled.propagated.flood.wants.get(leaf, ())
         return next((w.source for w in wants if w.axis in axis.primes()), "the reduction that lands there")
 
@@ -262,7 +262,7 @@ class Explainer:
                 now = f"the program takes {near[1] * 1e6:.4g} us with it, {search.seconds * 1e6:.4g} us as it is"
                 yield f"  a near-tie with {near[0]}: {now}"
 
-    def _asked(self, unit: Unit, slot: int, axis: str) -> str:
+    def _asked(self, unit: DecisionUnit, slot: int, axis: str) -> str:
         wants = self.compiled.propagated.flood.wants.get(unit.slots[slot], ())
         asked = next((f"asked for by {w.source}" for w in wants if w.axis.name == axis), "")
         lender = unit.lends.get(slot)

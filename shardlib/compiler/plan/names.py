@@ -17,7 +17,7 @@ from itertools import zip_longest
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.program.steps import Var
-from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.placement import Fixed
@@ -94,12 +94,14 @@ class Naming:
     # Dims -----------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _groups(self) -> dict[tuple[Leaf, ...], str]:
+    def _groups(self) -> dict[tuple[DimFactor, ...], str]:
         """Names of runs of leaves: what one annotated factor became; a major part of it shares its name."""
         flood = self.compiled.propagated.flood
-        whole: dict[tuple[Leaf, ...], str] = {(leaf,): name for leaf, name in flood.names.items()}
-        parts: dict[tuple[Leaf, ...], tuple[int, str]] = {}
-        fixed: list[tuple[Sequence[Sequence[Leaf]], Fixed]] = [(flood.value[v], f) for v, (_, f) in flood.fixed.items()]
+        whole: dict[tuple[DimFactor, ...], str] = {(leaf,): name for leaf, name in flood.names.items()}
+        parts: dict[tuple[DimFactor, ...], tuple[int, str]] = {}
+        fixed: list[tuple[Sequence[Sequence[DimFactor]], Fixed]] = [
+            (flood.value[v], f) for v, (_, f) in flood.fixed.items()
+        ]
         for i, (_, f) in flood.outputs.items():
             fixed.append((flood.value[self.compiled.graph.outputs[i]], f))
         for dims, f in fixed:
@@ -126,7 +128,7 @@ class Naming:
             for leaves in flood.value[value]
         )
 
-    def _dim(self, parts: Sequence[tuple[Leaf, Factor]]) -> Named:
+    def _dim(self, parts: Sequence[tuple[DimFactor, Factor]]) -> Named:
         out: list[tuple[str | None, Factor]] = []
         same = self.compiled.propagated.flood.same
         i = 0
@@ -165,7 +167,7 @@ class Naming:
             words = " ".join(said(name, f) for name, f in dim)
             yield words if len(dim) == 1 else f"({words})"
 
-    def leaf(self, leaf: Leaf) -> str:
+    def leaf(self, leaf: DimFactor) -> str:
         """A class of dims: its name, or its size."""
         return self._groups.get((leaf,), str(self.compiled.propagated.flood.dims.size(leaf)))
 
@@ -180,7 +182,7 @@ def _pending(var: Var) -> str:
     return "".join(f" {p}" for p in var.layout.pending)
 
 
-def _runs(leaves: Sequence[Leaf], factors: Sequence[Factor], size_of: object) -> Iterator[tuple[Leaf, ...]]:
+def _runs(leaves: Sequence[DimFactor], factors: Sequence[Factor], size_of: object) -> Iterator[tuple[DimFactor, ...]]:
     """The leaves of each factor of a dim."""
     assert callable(size_of)
     rest = list(leaves)

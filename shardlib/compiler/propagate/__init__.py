@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.decision_units import Unit, Units
+from shardlib.compiler.propagate.decision_units import DecisionUnit, Units
 from shardlib.compiler.propagate.fused_weights import Met
 from shardlib.compiler.propagate.fused_weights import met as find_met
 from shardlib.compiler.propagate.pinned import Key
 from shardlib.compiler.propagate.propagate_axes import flood
-from shardlib.compiler.propagate.propagation import Assignment, Flood, Message, Want
+from shardlib.compiler.propagate.propagation import Assignment, AxisRequest, Message, Propagation
 from shardlib.compiler.propagate.relax_cuts import Loose, matter
 from shardlib.compiler.propagate.solver.effort import Effort, Planning
 from shardlib.compiler.propagate.solver.overlap import hidden
@@ -35,13 +35,13 @@ _OFFER = "an offer: nothing else would use it there"
 class Propagated:
     """The result of propagation: factors and requests (`flood`), units that choose together, and the decisions."""
 
-    flood: Flood
+    flood: Propagation
     units: Units
     search: Search
     doors: Mapping[Op, Fixed]
     outputs: Mapping[int, Fixed]
 
-    def unit_cut(self, unit: Unit) -> tuple[tuple[Axis, ...], ...]:
+    def unit_cut(self, unit: DecisionUnit) -> tuple[tuple[Axis, ...], ...]:
         """The mesh axes on each slot of `unit`, in prime parts."""
         return self.search.cut(unit.ops[0] if unit.ops else unit.values[0])
 
@@ -71,7 +71,7 @@ def propagate(
     fixed: Mapping[Value, Fixed],
     outputs: Mapping[int, Fixed],
     doors: Mapping[Op, Fixed],
-    sends: Callable[[Flood, Op, Assignment], tuple[Message, ...]],
+    sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
     planning: Planning = None,
 ) -> Propagated:
     """Decide every op's cut; `fixed`, `outputs` and `doors` hold the user's decisions.
@@ -85,10 +85,10 @@ def propagate(
     effort = Effort.of(planning, len(graph.ops))
     effort.share = _FIRST
 
-    def flooded(loose: Loose, met: Met) -> Flood:
+    def flooded(loose: Loose, met: Met) -> Propagation:
         return flood(graph, fixed, outputs, doors, loose, met)
 
-    def begin(flooded: Flood, start: Callable[[Op | Value], Order] | None = None) -> Search:
+    def begin(flooded: Propagation, start: Callable[[Op | Value], Order] | None = None) -> Search:
         flooded.hidden, flooded.sends = hidden(graph, mesh), partial(sends, flooded)
         search = Search(Problem(graph, flooded, mesh), start, effort)
         search.minimize(search.domains(search.problem.groups))
@@ -122,7 +122,9 @@ def propagated(search: Search, doors: Mapping[Op, Fixed], outputs: Mapping[int, 
     for leaf, name in search.offers:
         for member in [leaf for leaf, family in problem.families.items() if family == leaf]:
             wants = problem.flood.wants.setdefault(member, [])
-            wants += [Want(a, _OFFER, True) for a in problem.atoms[name] if all(want.axis != a for want in wants)]
+            wants += [
+                AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(want.axis != a for want in wants)
+            ]
 
     def part(member: Op | Value) -> object:
         kind = problem.kind.get(problem.units.unit[member])

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood
+from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.sharding.chunks import Aligned, Placed, fullest, over
 from shardlib.sharding.mesh.axis import Axis
 
@@ -36,16 +36,16 @@ class _Tie:
     """Element s of another leaf lies beside `scale * s + shift` of this one, for a shift from `low` to `high`; `bytes`
     of it move for each element that they are apart."""
 
-    other: Leaf
+    other: DimFactor
     scale: Fraction
     low: Fraction
     high: Fraction
     bytes: int
 
 
-def align(graph: Graph, f: Flood) -> None:
+def align(graph: Graph, f: Propagation) -> None:
     """Give every leaf that is free the pieces of those that it is tied to."""
-    ties: dict[Leaf, list[_Tie]] = defaultdict(list)
+    ties: dict[DimFactor, list[_Tie]] = defaultdict(list)
     for op in graph.ops:
         for leaf, tie in _ties(op, f):
             ties[leaf].append(tie)
@@ -68,7 +68,7 @@ def align(graph: Graph, f: Flood) -> None:
         waiting = left
 
 
-def _ties(op: Op, f: Flood) -> Iterator[tuple[Leaf, _Tie]]:
+def _ties(op: Op, f: Propagation) -> Iterator[tuple[DimFactor, _Tie]]:
     """Both ways round, what lies beside what along the leaves of an op's factors."""
     if op.rule is None or op.constant or op not in f.labels:
         return
@@ -86,7 +86,7 @@ def _ties(op: Op, f: Flood) -> Iterator[tuple[Leaf, _Tie]]:
         yield x, _Tie(y, step, a, b, nbytes)
 
 
-def _product(f: Flood, leaves: Sequence[Leaf]) -> int:
+def _product(f: Propagation, leaves: Sequence[DimFactor]) -> int:
     n = 1
     for leaf in leaves:
         n *= int(f.dims.size(leaf))
@@ -101,7 +101,7 @@ def _row(op: Op, name: str, size: int) -> int:
     return max(found, default=0) // max(size, 1)
 
 
-def _bound(graph: Graph, f: Flood) -> set[Leaf]:
+def _bound(graph: Graph, f: Propagation) -> set[DimFactor]:
     """The leaves of what is seen from outside, or fixed."""
     outside = [v for v in (*graph.inputs, *graph.outputs, *f.fixed, *f.twins) if isinstance(v, Value)]
     outside += [v for op in graph.ops if op.constrains or op.manual for v in (*op.operands, *op.results) if v]
@@ -109,7 +109,7 @@ def _bound(graph: Graph, f: Flood) -> set[Leaf]:
     return bound | {leaf for ends in f.owners.values() for leaf in ends} | f.same.keys() | f.kin.keys()
 
 
-def _found(size: int, ties: Sequence[_Tie], places: dict[Leaf, Place]) -> Place | None:
+def _found(size: int, ties: Sequence[_Tie], places: dict[DimFactor, Place]) -> Place | None:
     """Where a leaf of so many elements lies best, beside leaves that have their places."""
     settled = all(tie.other in places for tie in ties)
     groups: dict[tuple[int, Fraction], list[tuple[Fraction, Fraction, int]]] = defaultdict(list)
@@ -140,7 +140,7 @@ def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
     return points[-1][0], points[-1][0]
 
 
-def _taken(f: Flood, leaf: Leaf, place: Place) -> Place:
+def _taken(f: Propagation, leaf: DimFactor, place: Place) -> Place:
     """The place that a leaf gets: this one, unless devices would hold too much."""
     size, base = f.dims.size(leaf), place.base
     axes = Axis.merge(w.axis for w in f.wants.get(leaf, ()))

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood, OpFactor
+from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.compiler.propagate.propagation import OpFactor, Propagation
 
 Slots = tuple[int | None, ...]  # per leaf of a value: the unit's slot, or None (never cut)
 
 
 @dataclass(eq=False)
-class Unit:
+class DecisionUnit:
     """`slots`: the class in each slot; `ops` and `values`: the members.
 
     `rounds`: {slot: another one}: the first is cut only together with the other, by the same axes. `lends`: {slot:
@@ -32,7 +32,7 @@ class Unit:
     which part of a larger unit this is, if it was taken apart; units of different parts never share a decision.
     """
 
-    slots: list[Leaf]
+    slots: list[DimFactor]
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     rounds: dict[int, int] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Unit:
 class Units:
     """Every op's unit and slots, and every root value's."""
 
-    unit: dict[Op | Value, Unit] = field(default_factory=dict)
+    unit: dict[Op | Value, DecisionUnit] = field(default_factory=dict)
     op_slots: dict[Op, dict[OpFactor, int]] = field(default_factory=dict)
     value_slots: dict[Value, Slots] = field(default_factory=dict)
     owner_slots: dict[Value, int] = field(default_factory=dict)  # of groups that are cut, of values in rows
@@ -72,15 +72,15 @@ class Units:
 
     def apart(self, part: Callable[[Op | Value], object]) -> Units:
         """The same members in units of their own for every part, on the same slots; a result goes with its op."""
-        parts: dict[tuple[Unit, object], Unit] = {}
-        split: dict[Op | Value, Unit] = {}
+        parts: dict[tuple[DecisionUnit, object], DecisionUnit] = {}
+        split: dict[Op | Value, DecisionUnit] = {}
         for member, unit in self.unit.items():
             if unit.alone or unit.follows or not unit.slots:
                 split[member] = unit
                 continue
             made_by = member.op if isinstance(member, Value) else None
             key = part(made_by if made_by is not None and self.unit.get(made_by) is unit else member)
-            mine = parts.setdefault((unit, key), Unit(unit.slots, spares=unit.spares, part=key))
+            mine = parts.setdefault((unit, key), DecisionUnit(unit.slots, spares=unit.spares, part=key))
             if isinstance(member, Op):
                 mine.ops.append(member)
             else:
@@ -89,7 +89,7 @@ class Units:
         return replace(self, unit=split)
 
 
-def build_units(graph: Graph, f: Flood) -> Units:
+def build_units(graph: Graph, f: Propagation) -> Units:
     """Group ops and values, in program order."""
     u, reads_less = Units(), cache(_reads_less)
     for value in graph.by_use():
@@ -114,7 +114,7 @@ def build_units(graph: Graph, f: Flood) -> Units:
             factors = [x for x in factors if x[0] not in tied or x in kept]
             lends = {h: s for h, s in op.rule.lends.items() if s in first and h not in f.whole[op]}
             factors += [(h, 0) for h in lends if f.labels[op].get(h) and (h, 0) not in factors]
-            unit = Unit([f.labels[op][label][k] for label, k in factors], [op])
+            unit = DecisionUnit([f.labels[op][label][k] for label, k in factors], [op])
             slots = u.op_slots[op] = {x: i for i, x in enumerate(factors)}
             unit.rounds, unit.follows = (
                 {slots[t, 0]: slots[s, 0] for t, s in tie.items() if (t, 0) in kept}
@@ -131,7 +131,7 @@ def build_units(graph: Graph, f: Flood) -> Units:
     return u
 
 
-def may_cut(f: Flood, op: Op, factor: OpFactor) -> bool:
+def may_cut(f: Propagation, op: Op, factor: OpFactor) -> bool:
     """Whether `op` can run with the factor cut: its local form, if it asks for offsets, needs one contiguous range."""
     assert op.rule is not None
     label, k = factor
@@ -164,21 +164,21 @@ def _made_whole(op: Op) -> set[str]:
     return {t for t in op.rule.follows if t not in live}
 
 
-def _add_root(u: Units, f: Flood, value: Value) -> None:
+def _add_root(u: Units, f: Propagation, value: Value) -> None:
     if value.constant:
         return
     leaves = f.leaves(value)
     u.roots[value] = (value, tuple(range(len(leaves))))
     if value in f.fixed or (value.op is not None and value.op.rule is None):
         return
-    unit = Unit([*leaves], [], [value])
+    unit = DecisionUnit([*leaves], [], [value])
     if value.rows is not None:
         u.owner_slots[value] = len(unit.slots)
         unit.slots.append(f.owners[value.rows.ends][0])
     u.unit[value], u.value_slots[value] = unit, tuple(range(len(leaves)))
 
 
-def _look_through(u: Units, f: Flood, op: Op) -> None:
+def _look_through(u: Units, f: Propagation, op: Op) -> None:
     source, value = op.operands[0], op.results[0]
     assert value is not None
     root, positions = u.roots[source]
@@ -190,7 +190,7 @@ def _look_through(u: Units, f: Flood, op: Op) -> None:
     u.roots[value] = (root, tuple(at.get(x) if x else None for x in value_factors(f, op, 0, operand=False)))
 
 
-def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[OpFactor | None]:
+def value_factors(f: Propagation, op: Op, position: int, *, operand: bool) -> list[OpFactor | None]:
     """For each leaf of an operand (or result) of `op`: the op's factor there; None where none fits it."""
     key = (op, position, operand)
     if (known := f.factors.get(key)) is not None:
@@ -210,7 +210,7 @@ def value_factors(f: Flood, op: Op, position: int, *, operand: bool) -> list[OpF
     return out
 
 
-def _join_members(u: Units, f: Flood, op: Op) -> None:
+def _join_members(u: Units, f: Propagation, op: Op) -> None:
     assert op.rule is not None
     members = [(v, i, True) for i, v in enumerate(op.operands)] + [(r, i, False) for i, r in enumerate(op.results) if r]
     for value, i, operand in members:
@@ -233,7 +233,7 @@ def _join_members(u: Units, f: Flood, op: Op) -> None:
             _merge(u, mine, other, pairs)
 
 
-def _merge(u: Units, a: Unit, b: Unit, pairs: dict[int, int]) -> None:
+def _merge(u: Units, a: DecisionUnit, b: DecisionUnit, pairs: dict[int, int]) -> None:
     """Make `a` and `b` one; slot i of `a` is slot pairs[i] of `b`."""
     if a is b:
         return  # a second way round (x + x.t()) may disagree; then the first one stands and this edge is a reshard

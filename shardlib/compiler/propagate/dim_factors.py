@@ -18,7 +18,7 @@ from itertools import count, pairwise
 from shardlib.sharding.chunks import Pieces, Placed
 from shardlib.sharding.split_axes import spread
 
-Leaf = int
+DimFactor = int
 Lock = tuple[tuple[int, ...], Pieces | None]  # ways (major first), and the pieces where they are chosen
 
 
@@ -26,15 +26,15 @@ class Dims:
     """Union-find over leaves that can be split."""
 
     def __init__(self) -> None:
-        self._parent: list[Leaf] = []
+        self._parent: list[DimFactor] = []
         self._size: list[int] = []
-        self._parts: list[tuple[Leaf, Leaf] | None] = []  # (major, minor) once split
+        self._parts: list[tuple[DimFactor, DimFactor] | None] = []  # (major, minor) once split
         self._locks: list[frozenset[Lock]] = []  # cuts that a split must leave expressible
-        self._pieces: dict[Leaf, tuple[int, Pieces]] = {}  # of classes with chosen pieces: (its rank, the size)
+        self._pieces: dict[DimFactor, tuple[int, Pieces]] = {}  # of classes with chosen pieces: (its rank, the size)
         self.order = count()  # ranks for `choose`, in the order of the annotations
-        self.refused: dict[Leaf, None] = {}  # what would have been split, if locks had allowed it
+        self.refused: dict[DimFactor, None] = {}  # what would have been split, if locks had allowed it
 
-    def new(self, size: int) -> list[Leaf]:
+    def new(self, size: int) -> list[DimFactor]:
         """A dim of its own; dims of size 1 have no leaves."""
         if size == 1:
             return []
@@ -44,14 +44,14 @@ class Dims:
         self._locks.append(frozenset())
         return [len(self._parent) - 1]
 
-    def find(self, leaf: Leaf) -> Leaf:
+    def find(self, leaf: DimFactor) -> DimFactor:
         parent = self._parent
         while parent[leaf] != leaf:
             parent[leaf] = parent[parent[leaf]]
             leaf = parent[leaf]
         return leaf
 
-    def leaves(self, dim: Iterable[Leaf]) -> list[Leaf]:
+    def leaves(self, dim: Iterable[DimFactor]) -> list[DimFactor]:
         """`dim` as it stands now: roots, split as far as anything needed them split."""
         out = [self.find(leaf) for leaf in dim]
         if all(map(self._is_whole, out)):
@@ -66,19 +66,19 @@ class Dims:
                 stack += [parts[1], parts[0]]
         return out
 
-    def _is_whole(self, leaf: Leaf) -> bool:
+    def _is_whole(self, leaf: DimFactor) -> bool:
         return self._parts[leaf] is None
 
-    def size(self, leaf: Leaf) -> int:
+    def size(self, leaf: DimFactor) -> int:
         """Its size; `Pieces` where the class has chosen ones, or as it was placed."""
         leaf = self.find(leaf)
         return self._pieces[leaf][1] if leaf in self._pieces else self._size[leaf]
 
-    def place(self, leaf: Leaf, size: Placed) -> None:
+    def place(self, leaf: DimFactor, size: Placed) -> None:
         """Say where a class is cut for which nobody has chosen pieces; no leaf is split any more."""
         self._size[self.find(leaf)] = size
 
-    def lock(self, leaf: Leaf, ways: Sequence[int], pieces: Pieces | None = None) -> None:
+    def lock(self, leaf: DimFactor, ways: Sequence[int], pieces: Pieces | None = None) -> None:
         """Demand that splits of `leaf` keep a cut into `ways` (major first), or `pieces`, expressible on the parts."""
         leaf = self.find(leaf)
         self._locks[leaf] |= {(tuple(ways), pieces)}
@@ -88,18 +88,18 @@ class Dims:
         """Whether any class has chosen pieces."""
         return bool(self._pieces)
 
-    def choose(self, leaf: Leaf, pieces: Pieces, rank: int) -> None:
+    def choose(self, leaf: DimFactor, pieces: Pieces, rank: int) -> None:
         """Cut the class of `leaf` into `pieces`, unless a choice of lower `rank` stands."""
         leaf = self.find(leaf)
         self._pieces[leaf] = min(self._pieces.get(leaf, (rank, pieces)), (rank, pieces), key=lambda choice: choice[0])
 
-    def refine(self, dim: Sequence[Leaf], sizes: Sequence[int]) -> list[list[Leaf]] | None:
+    def refine(self, dim: Sequence[DimFactor], sizes: Sequence[int]) -> list[list[DimFactor]] | None:
         """Split `dim` at the boundaries of `sizes` (major first); the leaves of each part, or None if it cannot be."""
         dim = self.leaves(dim)
         parts = [self.new(int(n)) for n in sizes]
         return parts if self.unify([leaf for p in parts for leaf in p], dim) else None
 
-    def unify(self, a: Sequence[Leaf], b: Sequence[Leaf]) -> bool:
+    def unify(self, a: Sequence[DimFactor], b: Sequence[DimFactor]) -> bool:
         """Make two dims one; False (and nothing done) if they have no common refinement."""
         left, right = self.leaves(a), self.leaves(b)
         if left == right:
@@ -116,7 +116,7 @@ class Dims:
         assert merged, "what can be refined was refined"
         return True
 
-    def _merge(self, left: list[Leaf], right: list[Leaf]) -> bool:
+    def _merge(self, left: list[DimFactor], right: list[DimFactor]) -> bool:
         """Make the two lists one, from the minor side; False, half done, where a leaf cannot be split as it must."""
         while left and right:
             x, y = self.find(left[-1]), self.find(right[-1])
@@ -139,7 +139,7 @@ class Dims:
                 return False
         return True
 
-    def _refinable(self, left: Sequence[Leaf], right: Sequence[Leaf]) -> bool:
+    def _refinable(self, left: Sequence[DimFactor], right: Sequence[DimFactor]) -> bool:
         """Whether there is a list of leaves that both can be split into."""
         chain = sorted(self._bounds(left) | self._bounds(right))
         if any(y % x for x, y in pairwise(chain)):
@@ -148,7 +148,7 @@ class Dims:
             return False
         return self._fits(left, chain) and self._fits(right, chain)
 
-    def _repeats_fit(self, left: Sequence[Leaf], right: Sequence[Leaf]) -> bool:
+    def _repeats_fit(self, left: Sequence[DimFactor], right: Sequence[DimFactor]) -> bool:
         """A leaf that stands there twice is split at both places, which may not fit: tried out on a copy."""
         leaves = dict.fromkeys((*left, *right))
         if len(leaves) == len(left) + len(right):
@@ -159,12 +159,12 @@ class Dims:
             trial._locks[same] = self._locks[self.find(leaf)]
         return trial._merge([copy[x] for x in left], [copy[x] for x in right])
 
-    def _halves(self, leaf: Leaf) -> tuple[Leaf, Leaf]:
+    def _halves(self, leaf: DimFactor) -> tuple[DimFactor, DimFactor]:
         parts = self._parts[leaf]
         assert parts is not None
         return parts
 
-    def _bounds(self, leaves: Sequence[Leaf]) -> set[int]:
+    def _bounds(self, leaves: Sequence[DimFactor]) -> set[int]:
         """Products of the sizes from the minor side: where the dim can be cut apart."""
         bounds, inner = {1}, 1
         for leaf in reversed(leaves):
@@ -172,7 +172,7 @@ class Dims:
             bounds.add(inner)
         return bounds
 
-    def _fits(self, leaves: Sequence[Leaf], chain: Sequence[int]) -> bool:
+    def _fits(self, leaves: Sequence[DimFactor], chain: Sequence[int]) -> bool:
         """Whether the locks of `leaves` allow splits at all of `chain`'s boundaries."""
         inner = 1
         for leaf in reversed(leaves):
@@ -187,7 +187,7 @@ class Dims:
             inner = outer
         return True
 
-    def _split(self, leaf: Leaf, minor: int) -> bool:
+    def _split(self, leaf: DimFactor, minor: int) -> bool:
         major, rest = divmod(self._size[leaf], minor)
         parted = [shares([major, minor], lock) for lock in self._locks[leaf]]
         if rest or None in parted:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.propagation import Flood
+from shardlib.compiler.propagate.propagation import Propagation
 
 Place = tuple[Value, int]  # an input, and a dim of it
 Met = Mapping[Value, tuple[Place | None, ...]]  # for each dim of a value: which one of an input it is
 
 
-def met(f: Flood, graph: Graph) -> Met:
+def met(f: Propagation, graph: Graph) -> Met:
     """The values that ops read beside an input, or what is made of one dim by dim, of which some dim has other factors
     than the input's; and, backwards, what these are made of, dim by dim."""
     found: dict[Value, tuple[Place | None, ...]] = {}
@@ -52,11 +52,11 @@ def _places(names: Sequence[str], known: Mapping[str, Place | None]) -> tuple[Pl
     return places if any(places) and all(p or not name for p, name in zip(places, names, strict=True)) else ()
 
 
-def _differs(f: Flood, value: Value, places: Sequence[Place | None]) -> bool:
+def _differs(f: Propagation, value: Value, places: Sequence[Place | None]) -> bool:
     return any(p is not None and f.value[value][d] != f.value[p[0]][p[1]] for d, p in enumerate(places))
 
 
-def _may(f: Flood, value: Value, places: Sequence[Place | None]) -> bool:
+def _may(f: Propagation, value: Value, places: Sequence[Place | None]) -> bool:
     """Whether nobody has said of a value that it is cut in other factors."""
     if value not in f.fixed:
         return True
@@ -65,7 +65,7 @@ def _may(f: Flood, value: Value, places: Sequence[Place | None]) -> bool:
     return all(a == b or [x.axes for x in a] == whole for a, b in zip(dims, theirs, strict=True))
 
 
-def _is_cut(f: Flood, value: Value) -> bool:
+def _is_cut(f: Propagation, value: Value) -> bool:
     return any(f.fixed.get(value, ((),))[0])
 
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.dim_factors import Dims, Leaf, shares
-from shardlib.compiler.propagate.propagation import Flood, Want
+from shardlib.compiler.propagate.dim_factors import DimFactor, Dims, shares
+from shardlib.compiler.propagate.propagation import AxisRequest, Propagation
 from shardlib.sharding.chunks import Pieces, over
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
@@ -15,20 +15,22 @@ from shardlib.sharding.placement import Fixed
 from shardlib.sharding.reshard import Cut
 
 Key = Value | int | Op  # what is fixed: an input or a constraint's result, an output by its number, the door of a body
-Parts = list[list[list[Leaf]] | None]  # per dim, per factor of a fixed layout: its leaves; None where it has no factor
+Parts = list[
+    list[list[DimFactor]] | None
+]  # per dim, per factor of a fixed layout: its leaves; None where it has no factor
 
 
-def twin_of(f: Flood, value: Value) -> Value:
+def twin_of(f: Propagation, value: Value) -> Value:
     twin = Value(value.name, value.shape, value.dtype, None)
     f.twins[twin] = f.twins.get(value, value)
     return twin
 
 
-def set_apart(f: Flood, key: Key, value: Value, fx: Fixed, parts: Parts) -> None:
+def set_apart(f: Propagation, key: Key, value: Value, fx: Fixed, parts: Parts) -> None:
     """Where the pieces of a fixed layout are not those of the classes of its dims, give it a value of its own."""
     dims = []
     for d, (groups, factors) in enumerate(zip(parts, fx.layout.dims, strict=True)):
-        dim: list[Leaf] = []
+        dim: list[DimFactor] = []
         for group, factor in zip(groups or (), factors, strict=True):
             for leaf, axes, size in shared_out(f.dims, group, factor):
                 if axes and fx.exact[d] and over(f.dims.size(leaf), axes) != over(size, axes):
@@ -43,7 +45,9 @@ def set_apart(f: Flood, key: Key, value: Value, fx: Fixed, parts: Parts) -> None
         f.value[twin] = tuple(dims)
 
 
-def shared_out(dims: Dims, group: Sequence[Leaf], factor: Factor) -> Iterator[tuple[Leaf, tuple[Axis, ...], int]]:
+def shared_out(
+    dims: Dims, group: Sequence[DimFactor], factor: Factor
+) -> Iterator[tuple[DimFactor, tuple[Axis, ...], int]]:
     """The leaves of a factor that is fixed: what cuts each, and its size as the factor has it."""
     leaves = dims.leaves(group)
     primes = [p for a in factor.axes for p in a.primes()]
@@ -55,7 +59,7 @@ def shared_out(dims: Dims, group: Sequence[Leaf], factor: Factor) -> Iterator[tu
         yield leaf, tuple(next(feed) for _ in ways), int(dims.size(leaf)) if size is None else size
 
 
-def write_down(dims: Dims, raw: list[list[Leaf]], layout: Layout) -> Parts:
+def write_down(dims: Dims, raw: list[list[DimFactor]], layout: Layout) -> Parts:
     """Split a value's dims as a layout says and lock them; leaves per factor, None where one cannot.
 
     Pieces that the layout has chosen are its classes', unless an earlier one has chosen others.
@@ -79,7 +83,7 @@ def write_down(dims: Dims, raw: list[list[Leaf]], layout: Layout) -> Parts:
     return out
 
 
-def settle(f: Flood, fixed: Fixed, parts: Parts, asked: list[tuple[Leaf, Want]]) -> Cut:
+def settle(f: Propagation, fixed: Fixed, parts: Parts, asked: list[tuple[DimFactor, AxisRequest]]) -> Cut:
     """The fixed layout on the final leaves; records names, and in `asked` what it wants."""
     cut: list[tuple[Axis, ...]] = []
     for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
@@ -88,17 +92,19 @@ def settle(f: Flood, fixed: Fixed, parts: Parts, asked: list[tuple[Leaf, Want]])
             leaves = f.dims.leaves(group)
             for leaf, axes, _ in shared_out(f.dims, group, factor):
                 cut.append(axes)
-                asked += [(leaf, Want(a, fixed.source)) for a in axes]
+                asked += [(leaf, AxisRequest(a, fixed.source)) for a in axes]
             if name and len(leaves) == 1:
                 f.names.setdefault(leaves[0], name)
     return tuple(cut)
 
 
-def turned(f: Flood, asked: Mapping[int, Sequence[tuple[Leaf, Want]]]) -> dict[Leaf, tuple[Axis, ...]]:
+def turned(
+    f: Propagation, asked: Mapping[int, Sequence[tuple[DimFactor, AxisRequest]]]
+) -> dict[DimFactor, tuple[Axis, ...]]:
     """For leaves that are annotated in several orders of their axes: that of the largest tensor with another order."""
-    turned: dict[Leaf, tuple[Axis, ...]] = {}
+    turned: dict[DimFactor, tuple[Axis, ...]] = {}
     for _, wants in sorted(asked.items(), key=lambda of: -of[0]):
-        said: dict[tuple[Leaf, str], list[Axis]] = defaultdict(list)
+        said: dict[tuple[DimFactor, str], list[Axis]] = defaultdict(list)
         for leaf, want in wants:
             said[leaf, want.source].append(want.axis)
         for (leaf, _), axes in said.items():
@@ -107,7 +113,7 @@ def turned(f: Flood, asked: Mapping[int, Sequence[tuple[Leaf, Want]]]) -> dict[L
     return turned
 
 
-def opened(f: Flood, dims: tuple[tuple[Leaf, ...], ...], cut: Cut, fixed: Fixed) -> Cut:
+def opened(f: Propagation, dims: tuple[tuple[DimFactor, ...], ...], cut: Cut, fixed: Fixed) -> Cut:
     """Give open dims what their classes want, as far as the tensor has not used it already."""
     if not any(fixed.open):
         return cut

@@ -17,10 +17,10 @@ from types import MappingProxyType
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.align_chunks import align
-from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.fused_weights import Met
 from shardlib.compiler.propagate.pinned import Key, Parts, opened, set_apart, settle, turned, twin_of, write_down
-from shardlib.compiler.propagate.propagation import Flood, Want
+from shardlib.compiler.propagate.propagation import AxisRequest, Propagation
 from shardlib.compiler.propagate.relax_cuts import Loose, tight, wanted
 from shardlib.sharding.chunks import Pieces
 from shardlib.sharding.placement import Fixed
@@ -33,7 +33,7 @@ def flood(
     doors: Mapping[Op, Fixed],
     loose: Loose = MappingProxyType({}),
     met: Met = MappingProxyType({}),
-) -> Flood:
+) -> Propagation:
     """Run the flood.
 
     `fixed` holds inputs with specs and results of constraints, `outputs` the output specs, `doors` the specs of
@@ -66,10 +66,10 @@ class _Flooding:
         doors: Mapping[Op, Fixed],
         loose: Loose,
     ) -> None:
-        self.f, self.graph, self.fixed, self.loose = Flood(loose=loose), graph, fixed, loose
-        self.raw: dict[Value, list[list[Leaf]]] = {}
-        self.labels: dict[Op, dict[str, list[Leaf]]] = {}
-        self.owners: dict[Value, list[Leaf]] = {}
+        self.f, self.graph, self.fixed, self.loose = Propagation(loose=loose), graph, fixed, loose
+        self.raw: dict[Value, list[list[DimFactor]]] = {}
+        self.labels: dict[Op, dict[str, list[DimFactor]]] = {}
+        self.owners: dict[Value, list[DimFactor]] = {}
         self.parts: dict[Key, Parts] = {}
         ends: dict[Key, tuple[Value, Fixed]] = {op: (op.operands[0], fx) for op, fx in doors.items()}
         ends |= {i: (graph.outputs[i], fx) for i, fx in outputs.items()}
@@ -77,7 +77,7 @@ class _Flooding:
         self.said: dict[Key, tuple[Value, Fixed]] = {value: (value, fixed[value]) for value in met | dict(fixed)}
         self.said |= {key: end for key, end in ends.items() if not end[0].constant}
 
-    def dims(self, value: Value) -> list[list[Leaf]]:
+    def dims(self, value: Value) -> list[list[DimFactor]]:
         if value not in self.raw:
             # Inside a shard_map body nothing is known of dims: they have no leaves, so nothing can cut them.
             self.raw[value] = [[] if value.manual else self.f.dims.new(n) for n in value.shape]
@@ -134,7 +134,7 @@ class _Flooding:
     def settle(self) -> None:
         """What is fixed, on these leaves, and what their classes want therefore."""
         f = self.f
-        asked: dict[int, list[tuple[Leaf, Want]]] = defaultdict(list)  # by the bytes of what was annotated
+        asked: dict[int, list[tuple[DimFactor, AxisRequest]]] = defaultdict(list)  # by the bytes of what was annotated
         for key, (value, fx) in self.said.items():
             cut = settle(f, fx, self.parts[key], asked[value.nbytes])
             if f.dims.chosen:
@@ -177,11 +177,11 @@ class _Flooding:
         """Make the dims that share a factor one; the first dim that has a factor to itself is that factor."""
         f, raw, rule = self.f, self.raw, op.rule
         assert rule is not None
-        labels: dict[str, list[Leaf]] = {}
+        labels: dict[str, list[DimFactor]] = {}
         whole = set(rule.whole)
         moved = f.moves.get(op, ())
 
-        def leaves_of(names: Sequence[str]) -> list[Leaf]:
+        def leaves_of(names: Sequence[str]) -> list[DimFactor]:
             for name in names:
                 if name not in labels:
                     labels[name] = f.dims.new(rule.sizes[name])
@@ -218,7 +218,7 @@ def _chosen(sizes: Sequence[int], said: Fixed | None, d: int) -> bool:
     return cut and said is not None and said.exact[d]
 
 
-def _relate(f: Flood) -> None:
+def _relate(f: Propagation) -> None:
     """What differs in its pieces only, now that no leaf is split any more."""
     for op, moved in f.moves.items():
         result = op.results[0]
@@ -231,9 +231,9 @@ def _relate(f: Flood) -> None:
                     f.kin |= {z: to for z in (y, *f.kin) if f.kin.get(z, z) == old}
 
 
-def _follow(f: Flood) -> None:
+def _follow(f: Propagation) -> None:
     """Who wants a factor cut wants those cut that follow it, and those that it follows."""
-    tied: dict[Leaf, dict[Leaf, None]] = {}
+    tied: dict[DimFactor, dict[DimFactor, None]] = {}
     for op, labels in f.labels.items():
         assert op.rule is not None
         for pair in op.rule.follows.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.dim_factors import Dims, Leaf
+from shardlib.compiler.propagate.dim_factors import DimFactor, Dims
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.reshard import Cut
@@ -18,7 +18,7 @@ Message = tuple[str, tuple[Axis, ...], float]  # its kind, along which axes, and
 
 
 @dataclass
-class Want:
+class AxisRequest:
     """One mesh axis (a prime part) that a class wants, and the annotation that asked for it; or it was `offered`."""
 
     axis: Axis
@@ -27,16 +27,20 @@ class Want:
 
 
 @dataclass
-class Flood:
+class Propagation:
     """The result of flooding; see the fields."""
 
     dims: Dims = field(default_factory=Dims)
-    value: dict[Value, tuple[tuple[Leaf, ...], ...]] = field(default_factory=dict)  # leaves per dim
-    labels: dict[Op, dict[str, tuple[Leaf, ...]]] = field(default_factory=dict)  # leaves per factor of the op's rule
+    value: dict[Value, tuple[tuple[DimFactor, ...], ...]] = field(default_factory=dict)  # leaves per dim
+    labels: dict[Op, dict[str, tuple[DimFactor, ...]]] = field(
+        default_factory=dict
+    )  # leaves per factor of the op's rule
     whole: dict[Op, frozenset[str]] = field(default_factory=dict)  # factors that must not be cut here
-    wants: dict[Leaf, list[Want]] = field(default_factory=dict)
-    turned: dict[Leaf, tuple[Axis, ...]] = field(default_factory=dict)  # another order of these axes that is annotated
-    names: dict[Leaf, str] = field(default_factory=dict)
+    wants: dict[DimFactor, list[AxisRequest]] = field(default_factory=dict)
+    turned: dict[DimFactor, tuple[Axis, ...]] = field(
+        default_factory=dict
+    )  # another order of these axes that is annotated
+    names: dict[DimFactor, str] = field(default_factory=dict)
     fixed: dict[Value, tuple[Cut, Fixed]] = field(default_factory=dict)  # results of constraints, and fixed inputs
     outputs: dict[int, tuple[Cut, Fixed]] = field(default_factory=dict)  # by output position
     doors: dict[Op, tuple[Cut, Fixed]] = field(default_factory=dict)  # how a shard_map body takes its argument
@@ -47,26 +51,30 @@ class Flood:
     met: Mapping[Value, tuple[tuple[Value, int] | None, ...]] = field(default_factory=dict)  # values as inputs met them
     copies: dict[Value, int | Op | Value] = field(default_factory=dict)  # further values for what stands apart
     twins: dict[Value, Value] = field(default_factory=dict)  # what stands apart: the value that it is
-    same: dict[Leaf, Leaf] = field(default_factory=dict)  # leaves that differ from another's in their pieces only
+    same: dict[DimFactor, DimFactor] = field(
+        default_factory=dict
+    )  # leaves that differ from another's in their pieces only
     moves: dict[Op, set[int]] = field(default_factory=dict)  # dims that a `shard` cuts into other pieces
-    kin: dict[Leaf, Leaf] = field(default_factory=dict)  # one leaf for all that differ in their pieces only
-    owners: dict[Value, tuple[Leaf, ...]] = field(default_factory=dict)  # ends of groups: the leaves that count these
+    kin: dict[DimFactor, DimFactor] = field(default_factory=dict)  # one leaf for all that differ in their pieces only
+    owners: dict[Value, tuple[DimFactor, ...]] = field(
+        default_factory=dict
+    )  # ends of groups: the leaves that count these
     factors: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # memo of `value_factors`
     known_sizes: dict[object, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # memo of `sizes`
     hidden: Collection[Value] = ()  # values whose messages nobody waits for
     sends: Callable[[Op, Assignment], tuple[Message, ...]] = lambda op, cut: ()  # what an op sends while it runs
 
-    def times(self, op: Op, leaf: Leaf) -> int:
+    def times(self, op: Op, leaf: DimFactor) -> int:
         """How many ops an op stands for that have the same leaf, not one of their own layer each."""
         return 1 if op.times == 1 or leaf not in self._others else op.times
 
     @cached_property
-    def _others(self) -> frozenset[Leaf]:
+    def _others(self) -> frozenset[DimFactor]:
         """The leaves of ops that stand for themselves alone."""
         alone = (of for op, of in self.labels.items() if op.times == 1)
         return frozenset(leaf for labels in alone for leaves in labels.values() for leaf in leaves)
 
-    def leaves(self, value: Value) -> tuple[Leaf, ...]:
+    def leaves(self, value: Value) -> tuple[DimFactor, ...]:
         dims = self.value[value]
         return dims[0] if len(dims) == 1 else tuple([leaf for dim in dims for leaf in dim])
 
@@ -79,11 +87,11 @@ class Flood:
             out += axes if mine == theirs or (not pieces and self.alike(mine, theirs)) else [()] * len(theirs)
         return tuple(out)
 
-    def alike(self, a: Sequence[Leaf], b: Sequence[Leaf]) -> bool:
+    def alike(self, a: Sequence[DimFactor], b: Sequence[DimFactor]) -> bool:
         """Whether two dims have the same factors, in whatever pieces."""
         return [self._kin(x) for x in a] == [self._kin(x) for x in b]
 
-    def _kin(self, leaf: Leaf) -> Leaf:
+    def _kin(self, leaf: DimFactor) -> DimFactor:
         leaf = self.same.get(leaf, leaf)
         return self.kin.get(leaf, leaf)
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.dim_factors import Leaf
+from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.pinned import Key
-from shardlib.compiler.propagate.propagation import Flood, Want
+from shardlib.compiler.propagate.propagation import AxisRequest, Propagation
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.reshard import Cut
@@ -22,7 +22,7 @@ from shardlib.sharding.reshard import Cut
 Loose = Mapping[Key, frozenset[int]]  # of inputs and outputs: the dims that stand apart
 
 
-def tight(f: Flood, said: Mapping[Key, tuple[Value, Fixed]]) -> Loose:
+def tight(f: Propagation, said: Mapping[Key, tuple[Value, Fixed]]) -> Loose:
     """The cut dims of inputs and outputs that refused a split, or are cut on a factor that some op picks from while
     there is another."""
     found: dict[Key, frozenset[int]] = {}
@@ -48,12 +48,12 @@ def tight(f: Flood, said: Mapping[Key, tuple[Value, Fixed]]) -> Loose:
     return found
 
 
-def matter(f: Flood, graph: Graph) -> bool:
+def matter(f: Propagation, graph: Graph) -> bool:
     """Whether cuts that stand in the way are there for arithmetic: in some op, or in all if none has other dims,
     nothing else is annotated to be cut by their axes. Where something is, as FSDP's batch, such a dim is stored in
     pieces and made whole anyway."""
-    cuts: dict[Leaf, set[Axis]] = {}
-    beside: set[Leaf] = set()
+    cuts: dict[DimFactor, set[Axis]] = {}
+    beside: set[DimFactor] = set()
     for key, dims in f.tight.items():
         value, cut = (graph.outputs[key], f.outputs[key][0]) if isinstance(key, int) else _input(f, key)
         axes = iter(cut)
@@ -73,12 +73,12 @@ def matter(f: Flood, graph: Graph) -> bool:
     return bool(cuts) and not stored
 
 
-def _input(f: Flood, key: Value | Op) -> tuple[Value, Cut]:
+def _input(f: Propagation, key: Value | Op) -> tuple[Value, Cut]:
     assert isinstance(key, Value)
     return key, f.fixed[key][0]
 
 
-def wanted(f: Flood, value: Value, dims: frozenset[int], fx: Fixed) -> Iterator[tuple[Leaf, Want]]:
+def wanted(f: Propagation, value: Value, dims: frozenset[int], fx: Fixed) -> Iterator[tuple[DimFactor, AxisRequest]]:
     """What the dims of a value want that stand apart as they are fixed: of the factors that no op picks from, the first
     that takes most of the axes."""
     no = picked(f)
@@ -86,7 +86,7 @@ def wanted(f: Flood, value: Value, dims: frozenset[int], fx: Fixed) -> Iterator[
         axes = [p for factor in fx.layout.dims[d] for a in factor.axes for p in a.primes()]
         rooms = [(leaf, _room(f.dims.size(leaf), axes)) for leaf in f.value[value][d] if leaf not in no]
         leaf, n = max(rooms, key=lambda room: room[1], default=(-1, 0))
-        yield from ((leaf, Want(a, fx.source)) for a in axes[:n])
+        yield from ((leaf, AxisRequest(a, fx.source)) for a in axes[:n])
 
 
 def _room(size: int, axes: Sequence[Axis]) -> int:
@@ -94,9 +94,9 @@ def _room(size: int, axes: Sequence[Axis]) -> int:
     return sum(n <= size for n in accumulate((a.size for a in axes), operator.mul))
 
 
-def picked(f: Flood) -> set[Leaf]:
+def picked(f: Propagation) -> set[DimFactor]:
     """Factors of which some op needs the whole, or takes a part that one device has."""
-    found: set[Leaf] = set()
+    found: set[DimFactor] = set()
     for op, labels in f.labels.items():
         rule = op.rule
         assert rule is not None

@@ -1,8 +1,9 @@
 """Numbers among a traced function's arguments: inputs where they only enter arithmetic, constants where Python looks.
 
-While a function is traced such a number is a `Given`: to Python a float or an int, which follows arithmetic. Where one
-meets a tensor in an op that takes a scalar, the op's node refers to it (as a `Scalar`). A comparison is answered, and
-the trace notes the answer: its program is then for numbers of which it holds. Functions of `math` follow arithmetic.
+While a function is traced such a number is a `TracedNumber`: to Python a float or an int, which follows arithmetic.
+Where one meets a tensor in an op that takes a scalar, the op's node refers to it (as a `Scalar`). A comparison is
+answered, and the trace notes the answer: its program then serves the numbers for which the answer holds. Functions of
+`math` follow arithmetic.
 Who needs the value (for a size, say) gets it, and the trace notes that it was looked at: its program is for this one.
 """
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 COMPARISONS = 32  # whose answers a program is for
 
 
-class Given:
+class TracedNumber:
     """A number that a call gives, or one computed from such.
 
     It is of torch's types for numbers of a trace, so that functions of torch take it, and says `float` or `int` where
@@ -79,7 +80,7 @@ class Given:
             return NotImplemented
         if op is operator.pow and all(isinstance(x, int) for x in args):  # a negative exponent makes it a float
             args = args[0], plain(args[1])
-        return Given.of(Scalar.of(op, *(x.scalar if is_given(x) else x for x in args)), self.numbers)
+        return TracedNumber.of(Scalar.of(op, *(x.scalar if is_given(x) else x for x in args)), self.numbers)
 
     def __divmod__(self, other: Any) -> Any:
         return operator.floordiv(self, other), operator.mod(self, other)
@@ -102,14 +103,14 @@ class Given:
         return type(self.scalar.hint), (self.look(),)
 
 
-class GivenFloat(Given, torch.SymFloat):
+class GivenFloat(TracedNumber, torch.SymFloat):
     """A float."""
 
     def __init__(self) -> None:
         pass
 
 
-class GivenInt(Given, torch.SymInt):
+class GivenInt(TracedNumber, torch.SymInt):
     """An int."""
 
     def __init__(self) -> None:
@@ -138,7 +139,7 @@ def _looking(op: Any) -> Callable[..., Any]:
 
 
 def _comparing(op: Any) -> Callable[..., Any]:
-    def compare(self: Given, other: Any) -> Any:
+    def compare(self: TracedNumber, other: Any) -> Any:
         return self.numbers.compare(op, self, other) if type(other) in _OPERANDS else op(self.look(), other)
 
     return compare
@@ -152,33 +153,33 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda self, *others: getattr(self.look(), name)(*map(plain, others))
 
 
-def _attribute(name: str) -> Callable[[Given], Any]:
+def _attribute(name: str) -> Callable[[TracedNumber], Any]:
     return lambda self: getattr(self.look(), name)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
-    setattr(Given, f"__r{_name}__", _reflected(getattr(operator, _name)))
+    setattr(TracedNumber, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(TracedNumber, f"__r{_name}__", _reflected(getattr(operator, _name)))
 for _name in ("neg", "pos", "abs"):
-    setattr(Given, f"__{_name}__", _forward(getattr(operator, _name)))
+    setattr(TracedNumber, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Given, f"__{_name}__", _comparing(getattr(operator, _name)))
+    setattr(TracedNumber, f"__{_name}__", _comparing(getattr(operator, _name)))
 for _name in ("index", "and_", "or_", "xor", "invert"):
-    setattr(Given, f"__{_name.rstrip('_')}__", _looking(getattr(operator, _name)))
+    setattr(TracedNumber, f"__{_name.rstrip('_')}__", _looking(getattr(operator, _name)))
 for _name in ("lshift", "rshift"):
-    setattr(Given, f"__{_name}__", _looking(getattr(operator, _name)))
+    setattr(TracedNumber, f"__{_name}__", _looking(getattr(operator, _name)))
 for _name in ("and_", "or_", "xor", "lshift", "rshift"):
-    setattr(Given, f"__r{_name.rstrip('_')}__", _looking_back(getattr(operator, _name)))
+    setattr(TracedNumber, f"__r{_name.rstrip('_')}__", _looking_back(getattr(operator, _name)))
 for _name, _op in (
     *(("int", int), ("float", float), ("complex", complex), ("str", str), ("repr", repr)),
     *(("round", round), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)),
     ("format", format),
 ):
-    setattr(Given, f"__{_name}__", _looking(_op))
+    setattr(TracedNumber, f"__{_name}__", _looking(_op))
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
-    setattr(Given, _name, _method(_name))
+    setattr(TracedNumber, _name, _method(_name))
 for _name in ("real", "imag", "numerator", "denominator"):
-    setattr(Given, _name, property(_attribute(_name)))
+    setattr(TracedNumber, _name, property(_attribute(_name)))
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class _Number(Source):
 
 
 class Numbers(Staying):
-    """While on, functions of torch take `Given` numbers; where they are `plain`, only rates are such."""
+    """While on, functions of torch take `TracedNumber` numbers; where they are `plain`, only rates are such."""
 
     def __init__(self, plain: bool = False) -> None:
         super().__init__()
@@ -219,7 +220,7 @@ class Numbers(Staying):
         if self.plain and not rate:
             self.looked[leaf] = value
             return value
-        return Given.of(Scalar.given(leaf, name, value), self)
+        return TracedNumber.of(Scalar.given(leaf, name, value), self)
 
     def host(self, hosted: Hosted, name: str) -> list[Any]:
         """The numbers that code works out in each call."""
@@ -255,20 +256,20 @@ class Numbers(Staying):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(_has, args)) or any(map(_has, kwargs.values())):
-            top = self._taken_up if getattr(func, "__name__", "") in _ARITHMETIC else Given.look
+            top = self._taken_up if getattr(func, "__name__", "") in _ARITHMETIC else TracedNumber.look
             args = tuple(self._taken(x, top) for x in args)
             kwargs = {k: self._taken(x, top) for k, x in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _taken(self, x: Any, top: Callable[[Given], Any]) -> Any:
+    def _taken(self, x: Any, top: Callable[[TracedNumber], Any]) -> Any:
         """An argument as torch takes it; in lists stand sizes, or one number for each tensor of a list."""
         if is_given(x):
             return top(x)
         if isinstance(x, list | tuple) and any(map(_has, x)):
-            return type(x)([self._taken(y, Given.look) for y in x])
+            return type(x)([self._taken(y, TracedNumber.look) for y in x])
         return x
 
-    def _taken_up(self, x: Given) -> Any:
+    def _taken_up(self, x: TracedNumber) -> Any:
         return self.symbol(x.scalar)
 
     def symbol(self, scalar: Scalar) -> Any:

@@ -25,7 +25,7 @@ from shardlib.frontend.guards.attributes import attributes, content, own
 from shardlib.frontend.guards.bound_methods import Bound
 from shardlib.frontend.guards.lru_caches import emptied, is_cache
 from shardlib.frontend.guards.number_inputs import is_given
-from shardlib.frontend.guards.state_walk import Found, plain_form
+from shardlib.frontend.guards.state_walk import ReachedState, plain_form
 from shardlib.frontend.guards.users_code import is_users
 from shardlib.frontend.guards.value_kinds import (
     BUILTIN,
@@ -48,7 +48,7 @@ LONG = 1000  # items of a container; a longer one counts by its numbers and text
 LONGEST = 20_000  # and beyond these, or with other things in it, by identity and length
 
 
-class State(Found):
+class State(ReachedState):
     """What one call brings along; facts go into the call's key. What is `unread` counts by who it is."""
 
     # Tensors --------------------------------------------------------------------------------------------------------

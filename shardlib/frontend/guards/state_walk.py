@@ -37,7 +37,7 @@ NEAR, DEPTH = 12, 64  # objects within objects: so deep one looks into all of th
 FEW = 200  # into some
 
 
-class Found:
+class ReachedState:
     """The tensors of one call beside its arguments, each once, with their places.
 
     `kept` are the objects that the key knows by identity: as long as they live, nothing else has their ids. `grads` are

@@ -49,7 +49,7 @@ from shardlib.frontend.reuse.subgraph import (
     shows_all,
     surroundings,
 )
-from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.primitives.random.keys import rehearsed
 
 AFTER = 1  # calls of a module that are traced as they come: it may be the only one; of a jitted function, one less
@@ -241,7 +241,7 @@ class Once:
             before, everything = surroundings(of, call.given, reached)
             if everything.opaque or (call.objects and not shows_all(call.given)):
                 raise NotOnceError("it finds what no call repeats")
-            watch = Watch(lambda: looked(of, call.given, reached)) if call.objects else None
+            watch = MutationTracker(lambda: looked(of, call.given, reached)) if call.objects else None
         names = list(map(str, call.where))
         with rehearsed(), noted(everything, reads):
             body = trace_body(flat, call.tensors, names, self._line, differentiate=call.follows, strict=True)

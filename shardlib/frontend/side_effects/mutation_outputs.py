@@ -19,7 +19,7 @@ from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.tensor_meta import Form
 
 
-class Joined:
+class MutationOutputs:
     """The results of a trace, and what joins them; `own`, `memory` and `is_traced` are as in `Watch.rebound`."""
 
     def __init__(

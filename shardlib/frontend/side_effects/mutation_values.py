@@ -97,7 +97,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Rebound:
+class Mutation:
     """A place that has another value after each call: who holds it, under which key (of a module's dict `among`), and
     the leaves of the value; or the place, by number, whose value is this one, too."""
 
@@ -109,7 +109,7 @@ class Rebound:
     same: int = -1
 
 
-def rebind(places: Sequence[Rebound], leaves: Sequence[Any], out: Sequence[Any]) -> None:
+def rebind(places: Sequence[Mutation], leaves: Sequence[Any], out: Sequence[Any]) -> None:
     """Put the values of one call where they belong."""
     made: dict[Any, Any] = {}  # one tensor stays one, wherever it is put
     values: list[Any] = []

@@ -41,13 +41,13 @@ from shardlib.frontend.side_effects.containers import (
 )
 from shardlib.frontend.side_effects.leaks import Leak, forgotten
 from shardlib.frontend.side_effects.mutable_places import Changing, Item, Place, containing
-from shardlib.frontend.side_effects.mutation_outputs import Joined
-from shardlib.frontend.side_effects.mutation_values import Leaf, Part, Rebound, Rest, itself
+from shardlib.frontend.side_effects.mutation_outputs import MutationOutputs
+from shardlib.frontend.side_effects.mutation_values import Leaf, Mutation, Part, Rest, itself
 from shardlib.frontend.side_effects.snapshot import EMPTY, Snapshot
-from shardlib.frontend.side_effects.substitute import Standing
+from shardlib.frontend.side_effects.substitute import Substitution
 
 
-class Watch:
+class MutationTracker:
     """Compares what a function holds before and after it is traced; `look` reads all of it."""
 
     def __init__(self, look: Callable[[], Snapshot]) -> None:
@@ -61,7 +61,7 @@ class Watch:
         self._tuples: dict[Place, tuple[Any, ...]] = {}  # with such numbers in them
         self._left: set[Place] = set()  # whose new values stay as the trace leaves them
         self._cut: Mapping[int, Any] = {}  # what stands for tensors, and for tuples of them, by ids
-        self._standing = Standing(self.before)  # where such a tensor, or tuple, is held
+        self._standing = Substitution(self.before)  # where such a tensor, or tuple, is held
         self._after = self.before  # when the function had returned
         self._returned: set[Place | int] = set()  # places, and containers, that have got back what they had since
         self._late: dict[str, None] = {}
@@ -197,7 +197,7 @@ class Watch:
         results: list[Any],
         names: list[str],
         is_traced: Callable[[Any], bool],
-    ) -> list[Rebound]:
+    ) -> list[Mutation]:
         """The places that hold other values now; they get back what they had.
 
         Numbers that are inputs stay until `take_back`. New tensors join `results`; `own` are the leaves of the call's
@@ -207,8 +207,8 @@ class Watch:
         before, after = self.before, self.look()
         self._after, self._returned, self._late = after, set(), {}
         self.numbers, self.holders, self.logs = set(), {}, {}
-        joined = Joined(before, after, own, memory, results, names, is_traced)
-        found: list[Rebound] = []
+        joined = MutationOutputs(before, after, own, memory, results, names, is_traced)
+        found: list[Mutation] = []
         places: dict[int, int] = {}  # of values that were made
         parts: list[Part | None]
         for place, owner, value, old in self.changes(after):
@@ -237,7 +237,7 @@ class Watch:
             refer = weakref.ref(owner) if owner is before.own else functools.partial(itself, owner)
             same = places.setdefault(id(value), len(found)) if place[1] is not ALL else len(found)
             same = same if same < len(found) else -1
-            found.append(Rebound(refer, key, among(owner, place[1]), tree, tuple(filter(None, parts)), same))
+            found.append(Mutation(refer, key, among(owner, place[1]), tree, tuple(filter(None, parts)), same))
             if place not in before.numbers and place not in self._tuples:  # these are read on the way back, too
                 put_back(owner, place, before)
                 self._returned.add(place[0] if place[1] is ALL else place)

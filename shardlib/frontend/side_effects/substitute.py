@@ -10,7 +10,7 @@ from shardlib.frontend.side_effects.mutable_places import Item, Place
 from shardlib.frontend.side_effects.snapshot import Snapshot
 
 
-class Standing:
+class Substitution:
     """`places`, with what stands there; what stands for `tuples`, and these, by their ids.
 
     `before` is what was found before. With `keys`, those of dicts and items of sets may be others, by `put_keys`.

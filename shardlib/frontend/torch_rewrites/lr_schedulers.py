@@ -19,14 +19,14 @@ from shardlib.core.source_lines import user_line
 from shardlib.frontend.guards.number_inputs import Numbers, is_given, scalar_of
 from shardlib.frontend.side_effects.containers import put_back
 from shardlib.frontend.side_effects.host_scalars import Contents, Copies, Hosted, copied, filled
-from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.tensor.sharded_tensor import typeof
 
 _runs: ContextVar[bool] = ContextVar("shardlib_schedule_runs", default=False)  # on copies, with plain numbers
 
 
 @contextmanager
-def scheduling(watch: Watch | None, numbers: Numbers | None) -> Iterator[None]:
+def scheduling(watch: MutationTracker | None, numbers: Numbers | None) -> Iterator[None]:
     """While on, torch's schedules step like this wherever the function is traced."""
     with ExitStack() as stack:
         if watch is not None:
@@ -44,7 +44,7 @@ def _kinds(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
             yield from _kinds(below)
 
 
-def _traced(step: Callable[..., Any], watch: Watch, numbers: Numbers | None) -> Callable[..., Any]:
+def _traced(step: Callable[..., Any], watch: MutationTracker, numbers: Numbers | None) -> Callable[..., Any]:
     @functools.wraps(step)
     def stepped(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
         if not is_tracing() or _runs.get() or not _is_hosted(step, [self, list(args), kwargs], watch, numbers):
@@ -53,7 +53,7 @@ def _traced(step: Callable[..., Any], watch: Watch, numbers: Numbers | None) -> 
     return stepped
 
 
-def _is_hosted(step: Callable[..., Any], call: list[Any], watch: Watch, numbers: Numbers | None) -> bool:
+def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker, numbers: Numbers | None) -> bool:
     """Step a schedule, the first of `call`, by code that each call runs; whether that can be."""
     if wrong := [x for x in (*call[1], *call[2].values()) if isinstance(x, Tensor)]:
         raise ValueNeededError(
@@ -105,7 +105,7 @@ def _is_torchs(x: Any) -> bool:
     return (getattr(x, "__module__", None) or "").partition(".")[0] in ("torch", "builtins", "collections")
 
 
-def _changed(watch: Watch, copies: Copies) -> Iterator[tuple[Any, Any]]:
+def _changed(watch: MutationTracker, copies: Copies) -> Iterator[tuple[Any, Any]]:
     """What the function has changed so far, beside the schedule, settings of its optimizer, and tensors."""
     for place, owner, value, _ in watch.changes(watch.look()):
         inner = value.values() if isinstance(value, dict) else (value,)

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardlib.core.call_scalar import MATH, Scalar
 from shardlib.core.private_names import Slot
-from shardlib.frontend.guards.number_inputs import Given, is_given
+from shardlib.frontend.guards.number_inputs import TracedNumber, is_given
 
 
 def _following(function: Callable[..., float]) -> Callable[..., Any]:
@@ -22,7 +22,7 @@ def _following(function: Callable[..., float]) -> Callable[..., Any]:
         given = [x for x in args if is_given(x)]
         if not given or any(not is_given(x) and type(x) not in (int, float, bool) for x in args):
             return function(*args)
-        return Given.of(Scalar.of(function, *(x.scalar if is_given(x) else x for x in args)), given[0].numbers)
+        return TracedNumber.of(Scalar.of(function, *(x.scalar if is_given(x) else x for x in args)), given[0].numbers)
 
     return follow
 

@@ -29,7 +29,7 @@ from shardlib.frontend.hazards.escaped_values import keeps_numbers, refuse_kept
 from shardlib.frontend.hazards.grad_reads import LookedAtGradientError
 from shardlib.frontend.hazards.threads import refuse_nested
 from shardlib.frontend.side_effects.leaks import refuse_late, refuse_leaks
-from shardlib.frontend.side_effects.mutations import Watch
+from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.jit.call.function import Function
 from shardlib.jit.call.program_cache import PROGRAMS, Programs
@@ -110,14 +110,14 @@ class Invocation:
     def _plan(self, runs: bool) -> tuple[Plan, list[Any]]:
         name, programs, modes = self.function.name, self.programs, self.key[1]
         for attempt in itertools.count():
-            watch = Watch(self.look)
+            watch = MutationTracker(self.look)
             changed = programs.changing.compare(watch.before.values)
             numbers, logs = watch.can_be_given(changed), watch.before.grown(changed)
             read = watch.before.read_logs()
             if numbers or logs or read:  # what the caller changes is known, too
                 programs.changing.add(numbers, logs=logs, no_logs=read)
                 self.read()
-                watch = Watch(self.look)
+                watch = MutationTracker(self.look)
             watch.around = self.around
             try:
                 with _undone(watch):
@@ -172,7 +172,7 @@ class Invocation:
         programs.plans.keep(self.key, (plan, self.state.kept), served)
         return plan, self.state.kept
 
-    def _left(self, watch: Watch, plan: Plan) -> Snapshot:
+    def _left(self, watch: MutationTracker, plan: Plan) -> Snapshot:
         """What is there when a function is traced: what was there before, if the function had changed nothing when it
         returned, and what ran since, hooks of a backward pass aside, has not changed how the call reads."""
         if watch.is_still and not plan.compiled.traced.after.gradients and not self.programs.changing.anything:
@@ -215,7 +215,7 @@ class Invocation:
                 *caller_at(sys._getframe(1)),
             )
 
-    def _compile(self, watch: Watch, *, exact: bool = False) -> Plan:
+    def _compile(self, watch: MutationTracker, *, exact: bool = False) -> Plan:
         function = self.function
         counted = tuple(x for x in self.state.tensors if not x.is_inference())
         clock = Clock()
@@ -280,7 +280,7 @@ def _refuse_effects(name: str, compiled: Compiled) -> None:
 
 
 @contextmanager
-def _undone(watch: Watch) -> Iterator[None]:
+def _undone(watch: MutationTracker) -> Iterator[None]:
     """What raises leaves nothing behind."""
     done = False
     try:

@@ -24,7 +24,7 @@ from shardlib.core.numpy_bridge import arrays_of, bounds
 from shardlib.core.torch_private import memory_of
 from shardlib.distributed.provenance import note
 from shardlib.distributed.turn_errors import number
-from shardlib.frontend.epilogue import After
+from shardlib.frontend.epilogue import ExtraOutputs
 from shardlib.frontend.side_effects.mutation_values import rebind
 from shardlib.jit.call.alias_checks import refuse_overlaps
 from shardlib.jit.call.generated_glue import Pieces, builder, gatherer, origins, wrapper
@@ -54,7 +54,7 @@ class Entry:
     gather: Callable[[list[Any]], list[Pieces]]
     wrap: Callable[[Sequence[Any]], list[Any]]
     build: Callable[[list[Any]], Any]
-    after: After
+    after: ExtraOutputs
     own: int  # the first of them that the function itself returns
     returned: int  # with what it keeps
     kept: tuple[Any, ...] = ()

@@ -14,7 +14,7 @@ from shardlib.compiler.lower.builder import Builder
 from shardlib.compiler.lower.emit import Emitter
 from shardlib.compiler.lower.local_forms.local_builder import LocalForm
 from shardlib.compiler.program.steps import Start, Var
-from shardlib.compiler.propagate.propagation import Assignment, Flood, Message
+from shardlib.compiler.propagate.propagation import Assignment, Message, Propagation
 from shardlib.core.bounded_cache import Bounded
 from shardlib.rules.rule import Rule
 from shardlib.rules.table import text_of
@@ -31,7 +31,7 @@ class Senders:
         self.mesh = mesh
         self._known: dict[Any, tuple[Message, ...]] = {}
 
-    def messages(self, flood: Flood, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+    def messages(self, flood: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         """What `op` sends, message by message, if its factors are cut as in `assignment`."""
         rule = op.rule
         if rule is None or rule.local is None or not any(f in rule.local_factors for f, _ in assignment):
@@ -42,7 +42,7 @@ class Senders:
             known = self._known[key] = self._found(rule, key, flood, op, assignment)
         return known
 
-    def _found(self, rule: Rule, key: Any, flood: Flood, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+    def _found(self, rule: Rule, key: Any, flood: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         if text_of(op.target):
             return self._asked(flood, op, assignment)
         key = *key, self.mesh, torch.get_default_dtype(), tuple([v.dtype for v in op.operands])
@@ -50,7 +50,7 @@ class Senders:
             known = _ANSWERS[key] = rule, self._asked(flood, op, assignment)
         return known[1]
 
-    def _asked(self, flood: Flood, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+    def _asked(self, flood: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         assert op.rule is not None
         builder = Builder(self.mesh)
         emitter = Emitter(builder, flood)

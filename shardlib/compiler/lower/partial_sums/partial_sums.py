@@ -19,7 +19,7 @@ from shardlib.core.aten.op_traits import has
 Carried = tuple[Assignment, Owed, frozenset[int]]  # an op's assignment, what is owed, on which operands
 
 
-class PendingSums:
+class PartialSums:
     """What becomes of the pending sums of a program that is being written.
 
     `readers`: how often a value is read, views looked through; a view counts as its root.

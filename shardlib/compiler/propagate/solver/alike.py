@@ -6,21 +6,21 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.decision_units import Unit
+from shardlib.compiler.propagate.decision_units import DecisionUnit
 from shardlib.compiler.propagate.solver.edges import Kind
 
 Member = Op | Value
 
 
 def place_members(
-    units: Mapping[Member, Unit], kinds: Mapping[Unit, Kind], looks: Mapping[Member, int]
+    units: Mapping[Member, DecisionUnit], kinds: Mapping[DecisionUnit, Kind], looks: Mapping[Member, int]
 ) -> dict[Member, object]:
     """Return each member's place in its unit; members with equal places decide alike.
 
     Units of one kind have their members in the same order, so the n-th members of all of them are alike. A unit that
     goes through all layers has the same ops over and over: its members are alike if they look the same.
     """
-    members: dict[Unit, list[Member]] = defaultdict(list)
+    members: dict[DecisionUnit, list[Member]] = defaultdict(list)
     for member, unit in units.items():
         members[unit].append(member)
     count = Counter(kinds.values())

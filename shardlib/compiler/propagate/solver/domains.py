@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood
+from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.compiler.propagate.solver.bucket_elimination import Numbers
 from shardlib.compiler.propagate.solver.edges import Kind
 from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, Role
@@ -40,7 +40,7 @@ class Domain:
         return {order: n for n, order in enumerate(self.orders)}
 
 
-Offer = tuple[Leaf, str]  # a family of leaves, and a mesh axis
+Offer = tuple[DimFactor, str]  # a family of leaves, and a mesh axis
 Offers = frozenset[Offer]
 
 
@@ -204,7 +204,7 @@ def _contradicted(problem: Problem) -> Iterator[str]:
             yield from (w.axis.name for w in flood.wants.get(leaf, ()) if w.axis not in axes and not w.offered)
 
 
-def _grouping(flood: Flood) -> Iterator[str]:
+def _grouping(flood: Propagation) -> Iterator[str]:
     """Mesh axes that shard groups of rows: for the sake of their products, and what is beside these may stay whole."""
     for leaf in (x for owners in flood.owners.values() for x in owners):
         yield from (w.axis.name for w in flood.wants.get(leaf, ()))

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero
-from shardlib.compiler.propagate.decision_units import Slots, Unit, Units, op_cut_slots, value_factors
-from shardlib.compiler.propagate.propagation import Flood
+from shardlib.compiler.propagate.decision_units import DecisionUnit, Slots, Units, op_cut_slots, value_factors
+from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.reshard import Cut, Leaves
 
@@ -57,12 +57,12 @@ class Record:
 class Records:
     """Finds the records of a graph, whose units are of some `kind`."""
 
-    def __init__(self, flood: Flood, units: Units, kind: Mapping[Unit, Kind]) -> None:
+    def __init__(self, flood: Propagation, units: Units, kind: Mapping[DecisionUnit, Kind]) -> None:
         self.flood, self.units, self.kind = flood, units, kind
         self.slots = {k: unit.slots for unit, k in kind.items()}
         self.directions: dict[Value, set[bool]] = defaultdict(set)  # in which roots are read: forward, backward
 
-    def _end(self, unit: Unit | None, slots: Slots, pending: tuple[int, ...] = ()) -> End:
+    def _end(self, unit: DecisionUnit | None, slots: Slots, pending: tuple[int, ...] = ()) -> End:
         if unit is None or unit not in self.kind:
             return End(None, cut=((),) * len(slots))
         return End(self.kind[unit], slots, pending=pending)

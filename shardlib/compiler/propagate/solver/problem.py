@@ -17,9 +17,9 @@ from functools import cached_property
 from itertools import combinations
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.decision_units import Unit, Units, build_units, op_cut_slots, value_factors
-from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood, OpFactor
+from shardlib.compiler.propagate.decision_units import DecisionUnit, Units, build_units, op_cut_slots, value_factors
+from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.compiler.propagate.propagation import OpFactor, Propagation
 from shardlib.compiler.propagate.solver.alike import look, place_members
 from shardlib.compiler.propagate.solver.edges import Kind, Record, Records
 from shardlib.ops.backend_choice import wanted
@@ -91,9 +91,9 @@ def work(op: Op, prices: Prices) -> float:
     return max(op.rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
 
 
-def _alike(members: Iterable[Unit]) -> list[tuple[Unit, int]]:
+def _alike(members: Iterable[DecisionUnit]) -> list[tuple[DecisionUnit, int]]:
     """Units of one kind, of those whose ops stand for as many the first, with their number."""
-    found: dict[tuple[int, ...], tuple[Unit, int]] = {}
+    found: dict[tuple[int, ...], tuple[DecisionUnit, int]] = {}
     for unit in members:
         key = tuple([op.times for op in unit.ops])
         first, count = found.get(key, (unit, 0))
@@ -101,11 +101,11 @@ def _alike(members: Iterable[Unit]) -> list[tuple[Unit, int]]:
     return [*found.values()]
 
 
-def _families(kinds: Iterable[Sequence[Unit]]) -> dict[Leaf, Leaf]:
+def _families(kinds: Iterable[Sequence[DecisionUnit]]) -> dict[DimFactor, DimFactor]:
     """One leaf for all leaves that units of one kind have in one slot: an offer to one of them is an offer to all."""
-    parent: dict[Leaf, Leaf] = {}
+    parent: dict[DimFactor, DimFactor] = {}
 
-    def find(leaf: Leaf) -> Leaf:
+    def find(leaf: DimFactor) -> DimFactor:
         while (above := parent.setdefault(leaf, leaf)) != leaf:
             leaf = above
         return leaf
@@ -119,7 +119,7 @@ def _families(kinds: Iterable[Sequence[Unit]]) -> dict[Leaf, Leaf]:
     return {leaf: find(leaf) for leaf in parent}
 
 
-def _beside(unit: Unit) -> dict[int, set[int]]:
+def _beside(unit: DecisionUnit) -> dict[int, set[int]]:
     """For each slot of a unit the others that follow where it does: what is put together of several is cut at once."""
     led: dict[int, set[int]] = defaultdict(set)
     for slot, leader in unit.follows.items():
@@ -136,11 +136,11 @@ class Problem:
     of these; `alike` says how many units of that kind there are.
     """
 
-    def __init__(self, graph: Graph, flood: Flood, mesh: Mesh) -> None:
+    def __init__(self, graph: Graph, flood: Propagation, mesh: Mesh) -> None:
         self.graph, self.flood, self.mesh, self.prices = graph, flood, mesh, Prices.of(mesh)
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
         self.coarse = build_units(graph, flood)
-        self._role_memo: dict[Leaf, Role] = {}
+        self._role_memo: dict[DimFactor, Role] = {}
         self.looks = look(graph, _NEAR)
         whole = self._find_kinds(self.coarse)
         self.families = _families(whole)
@@ -148,7 +148,7 @@ class Problem:
         places = place_members(self.coarse.unit, number, look(graph, _FAR))
         self.units = self.coarse.apart(places.__getitem__)
         self.members = self._find_kinds(self.units)
-        self.kind: dict[Unit, Kind] = {unit: k for k, units in enumerate(self.members) for unit in units}
+        self.kind: dict[DecisionUnit, Kind] = {unit: k for k, units in enumerate(self.members) for unit in units}
         self.alike = [len(units) for units in whole]
         self.groups = self._group(whole)
         self.group_of = {kind: group for group in self.groups for kind in group}
@@ -164,10 +164,10 @@ class Problem:
         self.senders = [list(self._senders(m)) for m in self.members]
         self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in alike]
 
-    def _find_kinds(self, units: Units) -> list[list[Unit]]:
+    def _find_kinds(self, units: Units) -> list[list[DecisionUnit]]:
         """Units that share every decision: with members that look the same, of the same roles and pins, on the same
         slots."""
-        described: dict[Unit, set[object]] = defaultdict(set)
+        described: dict[DecisionUnit, set[object]] = defaultdict(set)
         fixed = self.flood.fixed
         for op in self.graph.ops:
             unit = units.unit.get(op)
@@ -181,12 +181,12 @@ class Problem:
         for member, unit in units.unit.items():
             if isinstance(member, Value) and unit.slots:
                 described[unit].add((self.looks[member], units.value_slots[member]))
-        kinds: dict[object, list[Unit]] = {}
+        kinds: dict[object, list[DecisionUnit]] = {}
         for unit, what in described.items():
             kinds.setdefault((tuple(self._roles(unit)), frozenset(what), unit.part), []).append(unit)
         return [*kinds.values()]
 
-    def _group(self, whole: Sequence[Sequence[Unit]]) -> list[tuple[Kind, ...]]:
+    def _group(self, whole: Sequence[Sequence[DecisionUnit]]) -> list[tuple[Kind, ...]]:
         """The kinds that are parts of the units of each coarse kind."""
         number = {unit: k for k, units in enumerate(whole) for unit in units}
         groups: list[dict[Kind, None]] = [{} for _ in whole]
@@ -205,21 +205,21 @@ class Problem:
         return unit.ops[0] if unit.ops else unit.values[0]
 
     @cached_property
-    def ordered(self) -> dict[tuple[Leaf, Leaf], bool]:
+    def ordered(self) -> dict[tuple[DimFactor, DimFactor], bool]:
         """Two leaves of one dim, the major one first: whether nothing is between them."""
-        pairs: dict[tuple[Leaf, Leaf], bool] = {}
+        pairs: dict[tuple[DimFactor, DimFactor], bool] = {}
         for dim in {dim for dims in self.flood.value.values() for dim in dims}:
             for (i, a), (j, b) in combinations(enumerate(dim), 2):
                 pairs[a, b] = pairs.get((a, b), False) or j == i + 1
         return pairs
 
     @cached_property
-    def doubled(self) -> frozenset[Leaf]:
+    def doubled(self) -> frozenset[DimFactor]:
         """The families of leaves that some unit has twice (a matrix times itself, turned round)."""
         slots = [units[0].slots for units in self.members]
         return frozenset(self.families[leaf] for some in slots for leaf in some if some.count(leaf) > 1)
 
-    def _role(self, leaf: Leaf) -> Role:
+    def _role(self, leaf: DimFactor) -> Role:
         role = self._role_memo.get(leaf)
         if role is None:
             f = self.flood
@@ -228,7 +228,7 @@ class Problem:
             self._role_memo[leaf] = role
         return role
 
-    def _roles(self, unit: Unit) -> list[Role]:
+    def _roles(self, unit: DecisionUnit) -> list[Role]:
         """The roles of a unit's slots; one that others lend to wants what they want, after its own."""
         roles = [self._role(leaf) for leaf in unit.slots]
         for slot, lender in unit.lends.items():
@@ -269,7 +269,7 @@ class Problem:
         still = dict.fromkeys(u for u in self.units.unit.values() if u not in self.kind)
         return sum(seconds for unit in still for seconds, _ in self._compute([(unit, 1)]))
 
-    def _compute(self, units: Iterable[tuple[Unit, int]]) -> list[tuple[float, tuple[int, ...]]]:
+    def _compute(self, units: Iterable[tuple[DecisionUnit, int]]) -> list[tuple[float, tuple[int, ...]]]:
         """(seconds on one device, the slots that divide them) of the ops of units, of which there are so many."""
         totals: dict[tuple[int, ...], float] = defaultdict(float)
         for unit, count in units:
@@ -281,7 +281,7 @@ class Problem:
                 totals[tuple(sorted(slots))] += work(op, self.prices) * count * op.times
         return [(s, slots) for slots, s in totals.items()]
 
-    def _passed(self, unit: Unit, count: int) -> Iterable[Passed]:
+    def _passed(self, unit: DecisionUnit, count: int) -> Iterable[Passed]:
         """The tensors that go round if their unit decides so."""
         for op in unit.ops if unit.rounds else ():
             assert op.rule is not None
@@ -296,7 +296,7 @@ class Problem:
                         name = next(f for (f, _), s in self.units.op_slots[op].items() if s == slot)
                         yield Passed(value.nbytes * n, n, cut, slot, beside, operand, op.rule, name)
 
-    def _senders(self, units: Iterable[Unit]) -> Iterable[Sender]:
+    def _senders(self, units: Iterable[DecisionUnit]) -> Iterable[Sender]:
         """The ops of a kind's units with a local form, each with all that send what it sends; attention, which has
         choices of its own, is priced by what is passed."""
         found: dict[object, tuple[Op, int]] = {}

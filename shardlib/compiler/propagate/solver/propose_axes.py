@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood
+from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.compiler.propagate.solver.cost import grained
 from shardlib.compiler.propagate.solver.deferred_sums import unpaid
 from shardlib.compiler.propagate.solver.domains import Variable
@@ -101,7 +101,7 @@ class _Offers:
             better += [search.state] if _spares(search, search.state, self.kept) else []
         return better
 
-    def _begin(self, leaf: Leaf, place: Leaf | None) -> None:
+    def _begin(self, leaf: DimFactor, place: DimFactor | None) -> None:
         """Offer the axis to a dim, in place of another one if there is a `place`, and give it to all that hold it."""
         search, offer = self.search, (leaf, self.name)
         search.state = replace(self.first, offers=self.kept.offers | {offer}, withheld=self.kept.withheld)
@@ -111,7 +111,7 @@ class _Offers:
         search.settle(search.problem.groups)
         search.take(offer, search.problem.groups)
 
-    def _is_worth(self, leaf: Leaf) -> bool:
+    def _is_worth(self, leaf: DimFactor) -> bool:
         search, trial = self.search, self.search.state
         if leaf in self.fewer and not _less(search, trial, self.kept, self.fewer[leaf]):
             return False
@@ -197,10 +197,10 @@ def _is_heavy(op: Op) -> bool:
     return op.rule is not None and op.rule.flops > _HEAVY * elements
 
 
-def _candidates(weights: Mapping[Op, float], search: Search, name: str, *, partly: bool = False) -> list[Leaf]:
+def _candidates(weights: Mapping[Op, float], search: Search, name: str, *, partly: bool = False) -> list[DimFactor]:
     """The dims which would take most of what is done alike along an axis, or that communicates; with those among the
     latter that could take a part of the axis, if `partly`."""
-    problem, gain = search.problem, defaultdict[Leaf, float](float)
+    problem, gain = search.problem, defaultdict[DimFactor, float](float)
     flood, units, atoms = problem.flood, problem.units.unit, problem.atoms[name]
     for op, weight in weights.items():
         if op not in units:
@@ -221,11 +221,11 @@ def _sent_around(search: Search, op: Op) -> float:
     return 0.0 if kind is None else search.estimate.around(search.problem.group_of[kind], search.choices)
 
 
-def _across(weights: Mapping[Op, float], search: Search, name: str) -> dict[Leaf, Leaf]:
+def _across(weights: Mapping[Op, float], search: Search, name: str) -> dict[DimFactor, DimFactor]:
     """The dim beside most of what is made of a matrix and itself, turned round, with the dim that it has twice: of two
     dims of one class only one can be cut, and then the other moves, in each op anew."""
-    problem, gain = search.problem, defaultdict[Leaf, float](float)
-    flood, atoms, twice = problem.flood, problem.atoms[name], dict[Leaf, Leaf]()
+    problem, gain = search.problem, defaultdict[DimFactor, float](float)
+    flood, atoms, twice = problem.flood, problem.atoms[name], dict[DimFactor, DimFactor]()
     for op, weight in weights.items():
         leaves = [leaf for of in flood.labels[op].values() for leaf in of]
         wanting = [x for x in leaves if any(want.axis in atoms for want in flood.wants.get(x, ()))]
@@ -236,10 +236,10 @@ def _across(weights: Mapping[Op, float], search: Search, name: str) -> dict[Leaf
     return {leaf: twice[leaf] for leaf in _first(gain)[:1]}
 
 
-def _eased(search: Search, name: str) -> list[Leaf]:
+def _eased(search: Search, name: str) -> list[DimFactor]:
     """The dims beside most of what is sent: where they are cut over the axis from end to end, it need not be."""
-    problem, gain, part = search.problem, defaultdict[Leaf, float](float), defaultdict[Leaf, float](float)
-    beside: dict[Variable, dict[Leaf, None]] = defaultdict(dict)
+    problem, gain, part = search.problem, defaultdict[DimFactor, float](float), defaultdict[DimFactor, float](float)
+    beside: dict[Variable, dict[DimFactor, None]] = defaultdict(dict)
     flood, atoms = problem.flood, problem.atoms[name]
     at_home = _returned(problem.graph, flood, atoms)
     for op in problem.graph.ops:
@@ -256,9 +256,9 @@ def _eased(search: Search, name: str) -> list[Leaf]:
     return sorted(gain, key=lambda leaf: (-grained(gain[leaf]), -grained(part[leaf]), leaf))[:_TRIED]
 
 
-def _returned(graph: Graph, flood: Flood, atoms: Sequence[Axis]) -> set[Leaf]:
+def _returned(graph: Graph, flood: Propagation, atoms: Sequence[Axis]) -> set[DimFactor]:
     """The dims of results of which another wants the axis: there, nobody looks for them elsewhere."""
-    found = set[Leaf]()
+    found = set[DimFactor]()
     for value in graph.outputs:
         if isinstance(value, Value) and not value.constant:
             leaves = flood.leaves(value)
@@ -267,21 +267,21 @@ def _returned(graph: Graph, flood: Flood, atoms: Sequence[Axis]) -> set[Leaf]:
     return found
 
 
-def _first(gain: Mapping[Leaf, float]) -> list[Leaf]:
+def _first(gain: Mapping[DimFactor, float]) -> list[DimFactor]:
     return sorted(gain, key=lambda leaf: (-gain[leaf], leaf))
 
 
-def _beside(ops: Collection[Op], search: Search, name: str) -> list[Leaf]:
+def _beside(ops: Collection[Op], search: Search, name: str) -> list[DimFactor]:
     """The dims beside what is sent, where that takes long enough to matter."""
     gain = beside_moves(ops, search, search.problem.atoms[name])
     least = (1 - _WORTH) * sum(search.estimate.whole(search.choices)) if gain else 0.0
     return [leaf for leaf in _first(gain)[:_BESIDE] if gain[leaf] >= least]
 
 
-def _summed(weights: Mapping[Op, float], search: Search, name: str) -> list[Leaf]:
+def _summed(weights: Mapping[Op, float], search: Search, name: str) -> list[DimFactor]:
     """The dim which would share out most of sums over devices that little is made of, where nobody else has it, and
     where these take long enough to matter."""
-    problem, gain = search.problem, defaultdict[Leaf, float](float)
+    problem, gain = search.problem, defaultdict[DimFactor, float](float)
     flood, units, atoms, prices = problem.flood, problem.units, problem.atoms[name], problem.prices
     for op in weights:
         if op not in units.unit or op.rule is None or "sum" not in op.rule.reduce.values():
@@ -321,10 +321,10 @@ def _is_used_up(op: Op) -> bool:
     return needed
 
 
-def _beside_selections(search: Search, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
+def _beside_selections(search: Search, atoms: Sequence[Axis]) -> Mapping[DimFactor, float]:
     """The dims beside one that is cut and of which single elements are taken, each by a sum over the devices: cut there
     instead, nothing is sent for them."""
-    gain, flood = defaultdict[Leaf, float](float), search.problem.flood
+    gain, flood = defaultdict[DimFactor, float](float), search.problem.flood
     for op, slots in search.problem.units.op_slots.items():
         if op.rule is None or not op.rule.gathers:
             continue
@@ -336,7 +336,9 @@ def _beside_selections(search: Search, atoms: Sequence[Axis]) -> Mapping[Leaf, f
     return gain
 
 
-def _free(op: Op, flood: Flood, atoms: Sequence[Axis], *, everywhere: bool, partly: bool = False) -> set[Leaf]:
+def _free(
+    op: Op, flood: Propagation, atoms: Sequence[Axis], *, everywhere: bool, partly: bool = False
+) -> set[DimFactor]:
     """The dims of what an op makes that may be cut over an axis and do not want it; `everywhere`: in all that it reads,
     too."""
     read = [i for i, value in enumerate(op.operands) if not value.constant]

@@ -8,17 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.decision_units import may_cut
-from shardlib.compiler.propagate.dim_factors import Leaf
-from shardlib.compiler.propagate.propagation import Flood
+from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.sharding.mesh.axis import Axis, ways
 
 SMALL = 8  # times smaller is what nobody minds to have whole
 
 
-def beside_moves(ops: Collection[Op], search: Search, atoms: Sequence[Axis]) -> Mapping[Leaf, float]:
+def beside_moves(ops: Collection[Op], search: Search, atoms: Sequence[Axis]) -> Mapping[DimFactor, float]:
     """Such dims of some ops, and the seconds in which is sent what then only moves."""
-    gain, moving, flood = defaultdict[Leaf, float](float), _of_pieces(search, atoms), search.problem.flood
+    gain, moving, flood = defaultdict[DimFactor, float](float), _of_pieces(search, atoms), search.problem.flood
     for op in ops:
         if op in search.problem.units.unit:
             read, sent = _sent(op, search, atoms, moving)
@@ -84,8 +84,8 @@ def _travels(value: Value) -> bool:
 
 
 def free(
-    op: Op, flood: Flood, atoms: Sequence[Axis], read: Sequence[int] | None = None, *, partly: bool = False
-) -> set[Leaf]:
+    op: Op, flood: Propagation, atoms: Sequence[Axis], read: Sequence[int] | None = None, *, partly: bool = False
+) -> set[DimFactor]:
     """The dims of what an op makes that may be cut over an axis, or `partly`, and do not want it; those of all results
     and of what it reads at the places `read`, if these are given."""
     assert op.rule is not None
