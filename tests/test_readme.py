@@ -1,6 +1,6 @@
-"""The README's code runs, and prints the plan that the README shows.
+"""The code of the README and of `docs/` runs, and prints what the documents show.
 
-`python -m tests.test_readme --write` puts the plan of today's code into the README.
+`python -m tests.test_readme --write` writes what today's code prints into the documents.
 """
 
 from __future__ import annotations
@@ -10,59 +10,76 @@ import io
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+INSIDE = sorted(path for path in (ROOT / "shardlib").rglob("README.md") if "cuda" not in path.parts)
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
-_PLAN = re.compile(r"(?<=^```text\n)(.*?)(?=^```$)", re.M | re.S)
+_TEXT = re.compile(r"(?<=^```text\n)(.*?)(?=^```$)", re.M | re.S)
 
 
-def _blocks() -> list[str]:
-    return _PYTHON.findall(README.read_text())
-
-
-def _printed(block: str) -> str:
-    """What a block prints. It is compiled under a short file name, which plans show."""
-    line = README.read_text().split(block)[0].count("\n")
-    code = compile("\n" * line + block, "README.md", "exec")
-    out, names = io.StringIO(), {"__name__": "readme"}
+def _printed(document: Path, block: str) -> str:
+    """Runs a block and returns its output. Plans show the document's name as the file of the code."""
+    line = document.read_text().split(block)[0].count("\n")
+    code = compile("\n" * line + block, document.name, "exec")
+    out, names = io.StringIO(), {"__name__": "document"}
     torch.manual_seed(0)
     with contextlib.redirect_stdout(out):
         exec(code, names)
     return "".join(f"{row.rstrip()}\n" for row in out.getvalue().splitlines())
 
 
-@pytest.mark.parametrize("block", _blocks(), ids=lambda block: block.split("\n")[0])
-def test_python_blocks_run(block: str) -> None:
-    _printed(block)
+_BLOCKS = [(path, block) for path in DOCUMENTS for block in _PYTHON.findall(path.read_text())]
 
 
-def test_the_printed_plan_is_the_plan() -> None:
-    shown: Any = _PLAN.search(README.read_text())
-    assert shown is not None
-    assert shown[1] == _printed(_blocks()[0]), "python -m tests.test_readme --write"
+@pytest.mark.parametrize(
+    ("document", "block"), _BLOCKS, ids=[f"{path.name}-{block[:200].split(chr(10))[3]}" for path, block in _BLOCKS]
+)
+def test_python_blocks_run(document: Path, block: str) -> None:
+    """A text block that directly follows a block of Python, but for one sentence, is the output of that block."""
+    output = _printed(document, block)
+    if (shown := _output_of(document, block)) is not None:
+        assert shown == output, "python -m tests.test_readme --write"
 
 
-def test_the_pictures_are_those_that_are_printed() -> None:
-    (block,) = (block for block in _blocks() if "sl.visualize" in block)
-    assert _printed(block) in _PLAN.findall(README.read_text())
+def _output_of(document: Path, block: str) -> str | None:
+    after = document.read_text().split(block, 1)[1]
+    match = _TEXT.search(after)
+    between = after[: match.start()] if match else ""
+    return match[0] if match and "\n```python" not in between and "\n#" not in between else None
 
 
-def test_links_and_commands_exist() -> None:
-    text, root = README.read_text(), README.parent
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (root / target).exists(), target
-    targets = set(re.findall(r"^(\w+):", (root / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"make (demo|test|bench|clean)", text)) <= targets
+@pytest.mark.parametrize("document", [*DOCUMENTS, *INSIDE], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_commands_and_paths_exist(document: Path) -> None:
+    text = document.read_text()
+    missing = [t for t in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) if not (document.parent / t).exists()]
+    paths = re.findall(r"`((?:shardlib|ops|cuda|tests|docs|notebooks)/[\w./-]*)`", text)
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    missing += [
+        f"make {name}"
+        for name in re.findall(r"^make (\w+)|`make (\w+)", text)
+        for name in name
+        if name not in {*targets, ""}
+    ]
+    assert missing == []
+
+
+def test_the_readme_is_a_page() -> None:
+    assert len(README.read_text().splitlines()) <= 150
 
 
 def _write() -> None:
-    plan = _printed(_blocks()[0])
-    README.write_text(_PLAN.sub(lambda _: plan, README.read_text(), count=1))
-    print(plan)
+    for document, block in _BLOCKS:
+        output = _printed(document, block)
+        if (shown := _output_of(document, block)) not in (None, output):
+            assert shown is not None
+            document.write_text(document.read_text().replace(shown, output))
+            print(document.name, output, sep="\n")
 
 
 if __name__ == "__main__":
