@@ -17,7 +17,8 @@ import torch
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-INSIDE = sorted(path for path in (ROOT / "shardlib").rglob("README.md") if "cuda" not in path.parts)
+INSIDE = [*sorted((ROOT / "shardlib").rglob("README.md")), ROOT / "ops/README.md"]
+_TOP = ("shardlib", "ops", "cuda", "tests", "docs", "notebooks")
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 _TEXT = re.compile(r"(?<=^```text\n)(.*?)(?=^```$)", re.M | re.S)
 
@@ -59,6 +60,9 @@ def test_links_commands_and_paths_exist(document: Path) -> None:
     missing = [t for t in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) if not (document.parent / t).exists()]
     paths = re.findall(r"`((?:shardlib|ops|cuda|tests|docs|notebooks)/[\w./-]*)`", text)
     missing += [path for path in paths if not (ROOT / path).exists()]
+    if document in INSIDE:  # these name files of their own folder
+        own = [path for path in re.findall(r"`([\w/]+\.py|\w[\w/]*/)`", text) if path.split("/")[0] not in _TOP]
+        missing += [path for path in own if not (document.parent / path).exists()]
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
     missing += [
         f"make {name}"
