@@ -69,7 +69,7 @@ def test_numbers_that_differ_are_told_at_any_call(transport):
     for text in alone(other_numbers, 2, transport):
         assert text.startswith("the ranks call one program with different numbers"), text
         for rank, lr in enumerate(("0.3", "1.3")):
-            assert re.search(rf"rank {rank} is in .*<lambda> with {lr}, 2, called at .*test_ranks.py:\d+", text), text
+            assert re.search(rf"rank {rank} is in .*<lambda> with {lr}, 2, called at .*test_turns.py:\d+", text), text
         assert "Remedy: compute the number alike everywhere" in text
 
 
@@ -95,8 +95,8 @@ def test_one_extra_collective():
     for text in alone(one_extra, 2):
         assert text.startswith("the ranks are out of step:\n  * rank 0 is in all_gather of f32[8@x]")
         lines = text.split("\n")
-        assert "test_ranks.py:" in lines[1]
-        assert "test_ranks.py:" in lines[2]
+        assert "test_turns.py:" in lines[1]
+        assert "test_turns.py:" in lines[2]
         assert lines[2].startswith("  * rank 1 is in all_reduce of f32[+x] of <lambda>")
 
 

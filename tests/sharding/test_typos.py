@@ -117,7 +117,7 @@ def test_a_slip_in_a_function_is_told_once_with_its_line() -> None:
 
     step = sl.jit(layers)
     (told,) = _told(lambda: (step(X), step(X), step.plan(X)))
-    assert "test_slips.py" in told
+    assert "test_typos.py" in told
     assert "with spec 'btach _': 'btach' has no rule" in told
 
 

@@ -534,7 +534,7 @@ def test_what_only_arrays_can_do_is_refused(name):
     fn, what = FOR_ARRAYS[name]
     message = refusal(lambda: sl.jit(fn)(placed(), W.numpy().copy()))
     assert what in message
-    assert "test_habits.py" in message
+    assert "test_torch_habits.py" in message
     assert torch.from_numpy is _from_numpy
 
 
@@ -631,7 +631,7 @@ def test_what_torch_refuses_is_said_on_the_users_line(name, caplog):
         fn(W, W)
     words = str(plain.value).partition("\n")[0].rstrip(".")
     assert words in head, "torch's own words, as on one device"
-    for text in (*texts, "test_habits.py", "Rule: plain torch fails here, too"):
+    for text in (*texts, "test_torch_habits.py", "Rule: plain torch fails here, too"):
         assert text in str(caught.value)
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")], "the error says it all"
 
@@ -648,7 +648,7 @@ def test_an_error_of_the_user_stays_as_it_is():
 def test_members_of_a_sharded_tensor_in_a_traced_function(name):
     message = refusal(lambda: sl.jit(lambda x: getattr(x, name))(placed()))
     assert message.startswith(f"the traced function reads .{name} of a tensor")
-    assert "test_habits.py" in message
+    assert "test_torch_habits.py" in message
 
 
 def test_whether_a_value_has_a_member_may_be_asked():
@@ -865,7 +865,7 @@ def test_operands_of_two_dtypes_are_named():
     message = refusal(lambda: sl.jit(lambda x, w: F.linear(x * 1, w)).plan(x, w))
     assert message.startswith("torch refuses mm: expected m1 and m2 to have the same dtype")
     for words in (
-        "test_habits.py:",
+        "test_torch_habits.py:",
         "  * an operand is float32[2, 4, 4]\n",
         "  * w is float64[4, 4]\n",
         "mend the line",
@@ -909,7 +909,7 @@ def test_collectives_are_ranges_of_a_profiler():
     for name in found:
         assert name.startswith("all_reduce[data] ")
         assert " B at " in name
-        assert "test_habits.py:" in name
+        assert "test_torch_habits.py:" in name
 
 
 def _counted() -> list[list[str]]:
@@ -941,7 +941,7 @@ def _ranges(run: Callable[[], Any]) -> set[str]:
     run()
     with torch.profiler.profile(acc_events=True) as profile:
         run()
-    return {re.sub(r" [^ ]*(test_habits.py):\d+$", r" \1", event.name) for event in profile.events()}
+    return {re.sub(r" [^ ]*(test_torch_habits.py):\d+$", r" \1", event.name) for event in profile.events()}
 
 
 class Block(nn.Module):
@@ -959,14 +959,14 @@ def test_ops_are_ranges_of_a_profiler_with_their_modules(cut):
     with Mesh(data=2, tensor=2) as mesh:
         sl.parallelize(model, cut)
     names = _ranges(lambda: model(x).sum().backward())
-    assert "addmm in up at test_habits.py" in names
-    assert "tanh in Block at test_habits.py" in names
-    assert "mm, backward of test_habits.py" in names
-    assert "aten.sum.default on ShardedTensors at test_habits.py" in names
+    assert "addmm in up at test_torch_habits.py" in names
+    assert "tanh in Block at test_torch_habits.py" in names
+    assert "mm, backward of test_torch_habits.py" in names
+    assert "aten.sum.default on ShardedTensors at test_torch_habits.py" in names
     step = sl.jit(lambda model, x: model(x).sin().sum())
     with mesh:
         names = _ranges(lambda: step(Block(), x))
-    assert {"addmm in up at test_habits.py", "sin at test_habits.py"} <= names
+    assert {"addmm in up at test_torch_habits.py", "sin at test_torch_habits.py"} <= names
 
 
 def test_eager_ops_are_ranges_of_a_profiler_with_their_modules():
@@ -974,9 +974,9 @@ def test_eager_ops_are_ranges_of_a_profiler_with_their_modules():
         x = shard(torch.ones(4, 6), "b@data _").requires_grad_()
         model = Block()
     names = _ranges(lambda: model(x).sum().backward())
-    assert "aten.addmm.default on ShardedTensors in Linear at test_habits.py" in names
-    assert "aten.tanh.default on ShardedTensors in Block at test_habits.py" in names
-    assert "aten.tanh_backward.default on ShardedTensors, backward at test_habits.py" in names
+    assert "aten.addmm.default on ShardedTensors in Linear at test_torch_habits.py" in names
+    assert "aten.tanh.default on ShardedTensors in Block at test_torch_habits.py" in names
+    assert "aten.tanh_backward.default on ShardedTensors, backward at test_torch_habits.py" in names
 
 
 def test_an_eager_op_that_is_new_says_that_it_is_planned():

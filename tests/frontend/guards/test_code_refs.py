@@ -376,7 +376,7 @@ def test_where_an_argument_lies_is_told_of_its_own_memory_alone(fn: Any, view: A
             same(step(x), fn(x))
             continue
         with pytest.raises(
-            sl.ShardingError, match=r"asks where its arguments lie in memory, at .*test_code\.py"
+            sl.ShardingError, match=r"asks where its arguments lie in memory, at .*test_code_refs\.py"
         ) as error:
             step(x)
         assert "Remedy: pass x.clone()" in str(error.value)
@@ -463,7 +463,7 @@ def test_who_an_argument_is_is_not_told(name: str) -> None:
     with pytest.raises(sl.ShardingError) as error:
         sl.jit(lambda x: (x * 2, ask(x))[0])(W * 2)
     assert f"the traced function asks for {what}:\n  * " in str(error.value)
-    assert "test_code.py" in str(error.value)
+    assert "test_code_refs.py" in str(error.value)
     assert "Remedy: ask before the call" in str(error.value)
 
 

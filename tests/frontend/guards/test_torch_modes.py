@@ -100,7 +100,7 @@ def test_dispatch_modes_of_users_are_refused_around_and_act_inside() -> None:
     for _ in range(2):
         with Doubled(), pytest.raises(sl.ShardingError, match="under a dispatch mode of your own") as error:
             step(X)
-        assert "test_modes.Doubled" in str(error.value)
+        assert "test_torch_modes.Doubled" in str(error.value)
         assert "Remedy: enter the mode inside the function" in str(error.value)
         same(step(X), torch.sin(X))
 

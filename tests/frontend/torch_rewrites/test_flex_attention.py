@@ -450,7 +450,7 @@ def test_other_operators_on_functions(fn: Callable[[Tensor], Any], name: str) ->
         sl.Mesh(data=2),
         pytest.raises(
             sl.ShardingError,
-            match=rf"the traced function calls torch.ops.higher_order.{name}:\n  \* .*test_flex.py:\d+ in "
+            match=rf"the traced function calls torch.ops.higher_order.{name}:\n  \* .*test_flex_attention.py:\d+ in "
             rf"{fn.__name__}: return .*\nRule: .*no sharding rule\n.*torch.where for cond",
         ),
     ):

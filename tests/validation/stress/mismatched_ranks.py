@@ -120,7 +120,7 @@ def lines() -> dict[str, str]:
     """Where each operation is, as errors print it."""
     source = Path(__file__).read_text().split("\n")
     names = ((number, re.match(r'\s+"(\w+)": lambda: ', text)) for number, text in enumerate(source, 1))
-    return {name[1]: f"slips.py:{number}" for number, name in names if name}
+    return {name[1]: f"mismatched_ranks.py:{number}" for number, name in names if name}
 
 
 def faults(pairs: Sequence[tuple[list[str], list[str]]], results: Sequence[Sequence[Seen]]) -> list[str]:
