@@ -42,8 +42,10 @@ tests: $(STAMP) lint types
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 $(ARGS)
 
 # Kernels of torch and oneDNN differ in their last digits from one instruction set to the next.
-NUMERIC := tests/frontend/torch_rewrites/test_flex_attention.py tests/ops/attention/test_attention_composition.py tests/ops/attention/test_attention_backends.py tests/ops/test_matmul.py \
-    tests/nn/test_mixed_precision.py tests/rules/nn_ops/test_decomposed_nn.py tests/compiler/simplify/test_simplify.py tests/frontend/torch_rewrites/test_composites.py
+NUMERIC := tests/frontend/torch_rewrites/test_flex_attention.py tests/frontend/torch_rewrites/test_composites.py \
+    tests/ops/attention/test_attention_composition.py tests/ops/attention/test_attention_backends.py \
+    tests/ops/test_matmul.py tests/nn/test_mixed_precision.py tests/rules/nn_ops/test_decomposed_nn.py \
+    tests/compiler/simplify/test_simplify.py
 
 avx2: $(STAMP)
 	@echo "== tests of numbers without AVX-512"

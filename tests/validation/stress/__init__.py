@@ -1,1 +1,1 @@
-"""Where a user's Python, memory and other ranks meet the program."""
+"""Runs for minutes what fails rarely: killed and mismatched ranks, threads, memory over many calls."""
