@@ -42,8 +42,10 @@ tests: $(STAMP) lint types
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 $(ARGS)
 
 # Kernels of torch and oneDNN differ in their last digits from one instruction set to the next.
-NUMERIC := tests/test_flex.py tests/test_attention.py tests/ops/test_attention.py tests/ops/test_matmul.py \
-    tests/test_precision.py tests/test_decomposed_nn.py tests/test_normalize.py tests/test_composites.py
+NUMERIC := tests/frontend/torch_rewrites/test_flex_attention.py tests/frontend/torch_rewrites/test_composites.py \
+    tests/ops/attention/test_attention_composition.py tests/ops/attention/test_attention_backends.py \
+    tests/ops/test_matmul.py tests/nn/test_mixed_precision.py tests/rules/nn_ops/test_decomposed_nn.py \
+    tests/compiler/simplify/test_simplify.py
 
 avx2: $(STAMP)
 	@echo "== tests of numbers without AVX-512"
@@ -58,7 +60,7 @@ slow: $(STAMP)
 	EXAMPLES=4 $(BIN)/python -m pytest -q -n 2 -m hypothesis $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python -m tests.benchmarks.w1 $(ARGS)
+	$(BIN)/python -m tests.validation.benchmarks.w1 $(ARGS)
 
 # torch goes first and by its version: a range would let a newer build with gigabytes of CUDA libraries in. Where pip's
 # index has the CUDA build under this version, say: make TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'

@@ -1,8 +1,9 @@
 """Products of matrices on pieces: torch's, or oneDNN's where these are faster.
 
 torch's products of float32 matrices are MKL's, which leave the widest vectors of CPUs that are not Intel's alone: on an
-AMD EPYC with AVX-512, oneDNN takes less than half as long (`python -m tests.benchmarks.matmul`). What is small, thin or
-of another dtype stays with torch. `SHARDLIB_OPS=matmul=torch`, or torch's own switch, leaves all of it there.
+AMD EPYC with AVX-512, oneDNN takes less than half as long (`python -m tests.validation.benchmarks.matmul`). What is
+small, thin or of another dtype stays with torch. `SHARDLIB_OPS=matmul=torch`, or torch's own switch, leaves all of it
+there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What was measured on GPUs: for which attention the kernels of cuda/ are the default, and how collectives are tuned.
 
-`python -m tests.gpu.session --write` writes the tables from its records. Where a card has no row, torch's kernels are
-the default and `Tuning`'s own figures hold, which are guesses.
+`python -m tests.validation.gpu.session --write` writes the tables from its records. Where a card has no row, torch's
+kernels are the default and `Tuning`'s own figures hold, which are guesses.
 """
 
 from __future__ import annotations

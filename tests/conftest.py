@@ -61,7 +61,7 @@ def _each(request: pytest.FixtureRequest) -> None:
     import torch
 
     from shardlib.eager import recompile_warning
-    from tests import ranks
+    from tests.helpers import ranks
 
     recompile_warning.forget()
     torch.default_generator.manual_seed(0)  # torch.manual_seed writes down the stack, too, for devices to come

@@ -16,7 +16,7 @@ from tests.kernels import bugs, emulate
 from tests.kernels.attention_args import AttentionBackwardArgs, attention_args, broadcast_strides, pointer
 from tests.kernels.bugs import Bug
 from tests.kernels.emulate import BuildError, EmulationError, Patch
-from tests.ops.attention_cases import CASES, Case, cast
+from tests.ops.attention.attention_cases import CASES, Case, cast
 
 SOURCE, DELTA = "attention_backward.cu", "attention_delta.cu"
 BF16, FP16 = torch.bfloat16, torch.float16

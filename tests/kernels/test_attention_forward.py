@@ -15,7 +15,7 @@ from tests.kernels import bugs, emulate
 from tests.kernels.attention_args import AttentionArgs, AttentionBackwardArgs, attention_args
 from tests.kernels.attention_forward_bugs import BUGS, ONLY, SOURCE
 from tests.kernels.emulate import BuildError, EmulationError, Patch
-from tests.ops.attention_cases import CASES, Case, cast
+from tests.ops.attention.attention_cases import CASES, Case, cast
 
 
 def _key() -> Tensor:

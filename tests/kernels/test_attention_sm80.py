@@ -25,8 +25,8 @@ from tests.kernels.attention_args import (
 )
 from tests.kernels.bugs import Bug
 from tests.kernels.emulate import Build, EmulationError, Patch
-from tests.ops import attention_cases
-from tests.ops.attention_cases import CASES, Case
+from tests.ops.attention import attention_cases
+from tests.ops.attention.attention_cases import CASES, Case
 
 FORWARD, BACKWARD, HEADER = "attention_sm80_forward.cu", "attention_sm80_backward.cu", "attention_sm80.cuh"
 TURNS = "attention_turns.cuh"

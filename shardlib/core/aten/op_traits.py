@@ -2,7 +2,8 @@
 
 A schema says whose memory a result shows, but not always, and it does not say more. Whatever else a stage must know of
 an op by its name stands here, so that tracing, normalization, lowering, the reuse of memory, plans and eager ops cannot
-disagree. `tests/test_traits.py` runs every op that it can find and compares storages: what shares must be marked.
+disagree. `tests/core/aten/test_op_traits.py` runs every op that it can find and compares storages: what shares must be
+marked.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Where a user's Python, memory and other ranks meet the program."""
