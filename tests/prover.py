@@ -10,7 +10,7 @@ import torch
 
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
-from shardlib.testing.prove_rule import faults
+from shardlib.testing.prove_rule import find_faults
 from shardlib.testing.run_one_op import Trial
 
 Sample = tuple[str, tuple[Any, ...], dict[str, Any]]  # name of an op, its arguments
@@ -93,15 +93,15 @@ def check(sample: Sample, planted: Callable[[Call], Rule | None] = rule_for, eac
     if rule is None:
         return [f"{name}: no rule"]
     with here(target):  # what `empty` holds means nothing
-        wrong = faults(target, (args, kwargs), rule, values="empty" not in name, each=each)
+        wrong = find_faults(target, (args, kwargs), rule, values="empty" not in name, each=each)
     return [f"{name}: {fault}" for fault in wrong]
 
 
-def takes_turned(sample: Sample) -> bool:
+def takes_reversed_strides(sample: Sample) -> bool:
     """Whether the op takes tensors whose dims lie in memory in the other order."""
     name, args, kwargs = sample
     with here(target_of(name)):
-        return Trial.of(target_of(name), args, kwargs).takes_turned
+        return Trial.trace(target_of(name), args, kwargs).takes_reversed_strides
 
 
 def rule_of(name: str, *args: Any, **kwargs: Any) -> Rule:
