@@ -399,7 +399,7 @@ def test_it_proves_the_library_s_own_rules(i: int) -> None:
     if len(list(cuts(rule_of(name, *args, **kwargs)))) > 1:
         assert sl.prove(target_of(name), *args, **kwargs).cuts > 1
         return
-    with pytest.raises(ShardingError, match="no dim of this call may be cut"):
+    with pytest.raises(ShardingError, match="no dim of this call may be sharded"):
         sl.prove(target_of(name), *args, **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from shardlib.core.call_scalar import Scalar
-
-_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype})  # common arguments without tensors inside
 
 
 @dataclass(frozen=True)
@@ -21,27 +19,28 @@ class Slot:
     index: int
 
 
+def map_args(x: Any, change: Callable[[Any], Any], kind: type = list) -> Any:
+    """Applies `change` to every value in nested arguments; sequences become of type `kind`."""
+    if isinstance(x, dict):
+        return {k: map_args(y, change, kind) for k, y in x.items()}
+    return kind([map_args(y, change, kind) for y in x]) if isinstance(x, list | tuple) else change(x)
+
+
 def extract_tensors(x: Any, tensors: list[torch.Tensor]) -> Any:
     """Returns arguments with a `Slot` for each tensor; appends the tensors to `tensors`."""
-    if type(x) in _ATOMS:
-        return x
-    if isinstance(x, torch.Tensor):
-        tensors.append(x)
+
+    def extract(y: Any) -> Any:
+        if not isinstance(y, torch.Tensor):
+            return y
+        tensors.append(y)
         return Slot(len(tensors) - 1)
-    if isinstance(x, dict):
-        return {k: extract_tensors(y, tensors) for k, y in x.items()}
-    return [extract_tensors(y, tensors) for y in x] if isinstance(x, list | tuple) else x
+
+    return map_args(x, extract)
 
 
 def fill_slots(x: Any, values: Any, kind: type = list) -> Any:
     """Returns arguments with a value in each slot, and sequences of type `kind`."""
-    if type(x) in _ATOMS:
-        return x
-    if isinstance(x, Slot):
-        return values[x.index]
-    if isinstance(x, dict):
-        return {k: fill_slots(y, values, kind) for k, y in x.items()}
-    return kind([fill_slots(y, values, kind) for y in x]) if isinstance(x, list | tuple) else x
+    return map_args(x, lambda y: values[y.index] if isinstance(y, Slot) else y, kind)
 
 
 def requested_devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.device]:
@@ -55,13 +54,7 @@ def choose_device(device: torch.device, requested: Sequence[torch.device]) -> to
 
 def replace_devices(x: Any, device: torch.device) -> Any:
     """Returns arguments with `device` in the place of every device."""
-    if type(x) in _ATOMS or isinstance(x, Slot):
-        return x
-    if isinstance(x, torch.device):
-        return device
-    if isinstance(x, dict):
-        return {k: replace_devices(y, device) for k, y in x.items()}
-    return [replace_devices(y, device) for y in x] if isinstance(x, list | tuple) else x
+    return map_args(x, lambda y: device if isinstance(y, torch.device) else y)
 
 
 def freeze_args(x: Any) -> Any:
@@ -91,17 +84,13 @@ def lift_numbers(x: Any) -> Any:
     """
     place = count()
 
-    def scalar(y: Any) -> Any:
-        if isinstance(y, dict):
-            return {k: scalar(z) for k, z in y.items()}
-        if isinstance(y, list | tuple):
-            return [scalar(z) for z in y]
+    def lift(y: Any) -> Any:
         if not isinstance(y, _NUMBERS):
             return y
         leaf = next(place)
         return y if type(y) not in _NUMBERS or is_special(y) else Scalar.given(leaf, f"n{leaf}", y)
 
-    return scalar(x)
+    return map_args(x, lift)
 
 
 _NUMBERS = (int, float, complex)

@@ -250,7 +250,7 @@ def refuse_out_mismatch(op: Any, new: torch.Tensor, out: torch.Tensor) -> NoRetu
     raise ShardingError(
         f"{op} writes its result to a tensor that it does not fit",
         [f"the result has shape {list(new.shape)} and {new.dtype}, the tensor is {typeof(out)}"],
-        rule="a tensor in pieces keeps its size and dtype",
+        rule="a ShardedTensor keeps its size and dtype",
         remedy="take the result without out=, or make the tensor like it",
     )
 

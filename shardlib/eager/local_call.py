@@ -7,6 +7,7 @@ forms of results are bound to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,63 +24,58 @@ from shardlib.tensor.view_aliases import assign_shards
 Path = tuple[int | str, ...]  # of a value in `(args, kwargs)`
 
 
-def build_local_call(
-    target: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    sharded: Sequence[bool],
-    results: Sequence[Form | None],
-    kind: Any,
-    ints: Mapping[Path, int],
-    devices: Sequence[tuple[int, tuple[int, ...]]],
-    spread: Sequence[int],
-    loose: bool,
-    write: bool = False,
-    program: int = 0,
-) -> Runner:
-    """Returns a function of a call's `(args, kwargs)` that calls `target` on the local shards.
+@dataclass
+class LocalCall:
+    """Writes the text of a local call; `bound` holds the values that the text refers to by name.
 
-    `args` and `kwargs` have a `Slot` for each tensor; `sharded` tells which tensors are sharded. `devices` are those
-    with distinct results, each with its local sizes; `ints` maps the path of an integer argument to its number among
-    these. `spread` maps every device of this process to the number of its result. `kind` is the type of the result:
-    None for one tensor, else tuple or list. `loose` numbers are arguments, not constants. With `write`, the result is
-    the new value of the first argument. On ranks, `program` is the number of the op, for the origin of its results.
+    `sharded` tells which tensors are sharded. `devices` are those with distinct results, each with its local sizes;
+    `ints` maps the path of an integer argument to its number among these. `spread` maps every device of this process to
+    the number of its result. `loose` numbers are arguments, not constants.
     """
-    source = _Source(target, sharded, ints, devices, spread, loose)
-    call = [source.argument(x, f"args[{i}]", (i,)) for i, x in enumerate(args)]
-    call += [f"{k}={source.argument(x, f'kwargs[{k!r}]', (k,))}" for k, x in kwargs.items()]
-    lines = source.call_lines(f"f({', '.join(call)})", program)
-    if write:
-        source.bound["assign"] = assign_shards
-        lines += ["x = args[0]", f"v = {source.result_shards('')}", "assign(x, v, v, origin)", "return x"]
-    elif kind is None:
-        lines += [*source.wrap_lines(results[0], 0, ""), "return x0"]
-    else:
-        lines += [line for i, form in enumerate(results) for line in source.wrap_lines(form, i, f"[{i}]")]
-        names = "".join(f"x{i}, " for i in range(len(results)))
-        lines.append(f"return ({names})" if kind is tuple else f"return [{names}]")
-    body = "\n".join(f"        {line}" for line in lines)
-    text = f"def factory({', '.join(source.bound)}):\n    def run(args, kwargs):\n{body}\n    return run\n"
-    run: Runner = _factory(text)(**source.bound)
-    return run
 
+    target: Callable[..., Any]
+    sharded: Sequence[bool]
+    ints: Mapping[Path, int]
+    devices: Sequence[tuple[int, tuple[int, ...]]]
+    spread: Sequence[int]
+    loose: bool
 
-class _Source:
-    """Writes the text of a local call; `bound` holds the values that the text refers to by name."""
-
-    def __init__(
-        self,
-        target: Callable[..., Any],
-        sharded: Sequence[bool],
-        ints: Mapping[Path, int],
-        devices: Sequence[tuple[int, tuple[int, ...]]],
-        spread: Sequence[int],
-        loose: bool,
-    ) -> None:
-        self.bound: dict[str, Any] = {"f": target, "make": make_wrapper, "strided": torch.strided}
-        self.sharded, self.ints, self.devices, self.spread, self.loose = sharded, ints, devices, spread, loose
+    def __post_init__(self) -> None:
+        self.bound: dict[str, Any] = {"f": self.target, "make": make_wrapper, "strided": torch.strided}
         self.shard_tuples: list[str] = []
         self.lineage: list[str] = []  # values that the origin of the results depends on
+
+    def build(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        results: Sequence[Form | None],
+        kind: Any,
+        write: bool = False,
+        program: int = 0,
+    ) -> Runner:
+        """Returns a function of a call's `(args, kwargs)` that calls `target` on the local shards.
+
+        `args` and `kwargs` have a `Slot` for each tensor. `kind` is the type of the result: None for one tensor, else
+        tuple or list. With `write`, the result is the new value of the first argument. On ranks, `program` is the
+        number of the op, for the origin of its results.
+        """
+        call = [self.argument(x, f"args[{i}]", (i,)) for i, x in enumerate(args)]
+        call += [f"{k}={self.argument(x, f'kwargs[{k!r}]', (k,))}" for k, x in kwargs.items()]
+        lines = self.call_lines(f"f({', '.join(call)})", program)
+        if write:
+            self.bound["assign"] = assign_shards
+            lines += ["x = args[0]", f"v = {self.result_shards('')}", "assign(x, v, v, origin)", "return x"]
+        elif kind is None:
+            lines += [*self.wrap_lines(results[0], 0, ""), "return x0"]
+        else:
+            lines += [line for i, form in enumerate(results) for line in self.wrap_lines(form, i, f"[{i}]")]
+            names = "".join(f"x{i}, " for i in range(len(results)))
+            lines.append(f"return ({names})" if kind is tuple else f"return [{names}]")
+        body = "\n".join(f"        {line}" for line in lines)
+        text = f"def factory({', '.join(self.bound)}):\n    def run(args, kwargs):\n{body}\n    return run\n"
+        run: Runner = _factory(text)(**self.bound)
+        return run
 
     def bind(self, value: Any) -> str:
         name = f"c{len(self.bound)}"

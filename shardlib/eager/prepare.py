@@ -32,7 +32,7 @@ from shardlib.eager.arg_slots import (
 from shardlib.eager.compile_op import CompiledOp, Operand, compile_op
 from shardlib.eager.fits_locally import LocalFit, fit_locally
 from shardlib.eager.infer_meta import Outcome, recall_outcome, remember_outcome, similarity_key
-from shardlib.eager.local_call import build_local_call
+from shardlib.eager.local_call import LocalCall
 from shardlib.frontend.retarget_device import placed
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
@@ -125,9 +125,10 @@ class PreparedCall:
                 return None
         devices, spread = _distinct_devices(self.mesh, fits)
         ints = {path: i for i, (path, _, _) in enumerate(fits.ints)}
-        loose, function, kind = id(self.op) in OPS_KEYED_BY_NUMBER_TYPE, callable_of(target), outcome.kind
-        rest = devices, spread, loose, write, self.number
-        return build_local_call(function, args, kwargs, self.sharded, forms, kind, ints, *rest)
+        call = LocalCall(
+            callable_of(target), self.sharded, ints, devices, spread, id(self.op) in OPS_KEYED_BY_NUMBER_TYPE
+        )
+        return call.build(args, kwargs, forms, outcome.kind, write, self.number)
 
     def _fit(self, target: Any, args: list[Any], kwargs: dict[str, Any], outcome: Outcome) -> LocalFit | None:
         metas = tuple(Meta(tuple(f.shape), f.dtype) for f in self.forms)

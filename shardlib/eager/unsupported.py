@@ -35,7 +35,7 @@ def refuse_storage(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
     raise ShardingError(
         f"{op} on a ShardedTensor",
         [typeof(x) for x in tensors],
-        rule="a tensor in pieces is strided, keeps its size, and has no storage of its own",
+        rule="a ShardedTensor is strided, keeps its size, and has no storage of its own",
         remedy="make a new tensor: torch.zeros_like(x), torch.cat([x, y]), x[:n]",
     )
 
@@ -54,8 +54,8 @@ def refuse_recorded(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
     raise ShardingError(
         f"{op} of ShardedTensors is recorded by torch.fx (make_fx; torch.func.linearize records, too)",
         [typeof(x) for x in tensors],
-        rule="outside jit an op runs on pieces at once, and its result would be a constant of the recorded graph",
-        remedy="sl.jit records programs of tensors in pieces; torch.func.jvp gives what linearize does",
+        rule="outside jit an op runs on shards at once, and its result would be a constant of the recorded graph",
+        remedy="sl.jit records programs of ShardedTensors; torch.func.jvp gives what linearize does",
     )
 
 
@@ -92,6 +92,6 @@ def refuse_collective(name: str, tensors: Sequence[str]) -> NoReturn:
         tensors,
         rule="collectives of torch.distributed take a rank's own tensors; a ShardedTensor is the whole, and its sums "
         "and copies are ordinary ops (x.sum(), x.redistribute(spec))",
-        remedy="x.to_local() for this rank's piece alone, x.full_tensor() for the whole, sl.psum and the others in a "
+        remedy="x.to_local() for this rank's shard alone, x.full_tensor() for the whole, sl.psum and the others in a "
         "shard_map",
     )

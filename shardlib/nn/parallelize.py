@@ -261,15 +261,15 @@ def _default_specs(
         if specs and all(numberless(name) == name for name in specs):
             specs = {**_suggest_layers(module, mesh, inner[0], specs), **specs}
     grid = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
-    wrong = [f"nothing says what {axis!r} cuts" for axis in mesh.axes if axis not in used]
+    wrong = [f"nothing says what {axis!r} shards" for axis in mesh.axes if axis not in used]
     if inner and not specs:
         why = "no weight is in its tp_plan" if table else f"{type(module).__name__} has no tp_plan"
-        wrong.append(f"nothing says which weights {inner[0]!r} cuts: {why}")
+        wrong.append(f"nothing says which weights {inner[0]!r} shards: {why}")
     if wrong:
         raise ShardingError(
             f"parallelize({type(module).__name__}) on ({grid}) is given no specs",
             wrong,
-            rule="without specs, axes cut the batch (data), the sequence (seq), and what the module's own table says",
+            rule="without specs, axes shard the batch (data), the sequence (seq), and what the module's own table says",
             remedy="give specs, or let sl.suggest(module, mesh, *example) propose them",
         )
     tied = {x.name: [at for at in x.names if at in specs] for x in tensors}

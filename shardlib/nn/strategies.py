@@ -60,7 +60,7 @@ class Strategy:
             raise ShardingError(
                 f"the strategy does not fit the mesh ({', '.join(f'{a}={n}' for a, n in mesh.axes.items())})",
                 wrong,
-                rule="a strategy cuts over data axes of the mesh",
+                rule="a strategy shards over data axes of the mesh",
                 remedy='name them: strategies.fsdp("x"), strategies.hsdp(replica="pod", shard="data")',
             )
         return StrategyAxes(batch, parameters, gradients, moments, self.threshold, self.regather)

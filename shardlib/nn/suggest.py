@@ -95,9 +95,9 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
     table, why = propose_specs(module, mesh, axis, example, more)
     if not table:
         raise ShardingError(
-            f"suggest({type(module).__name__}) finds no weight that {axis!r} could cut",
-            rule=f"a dim of a weight that the call reads is cut {mesh.axes[axis]} ways",
-            remedy="write a table, {'*.up.weight': 'ff@tensor embed'}, or cut weights over data, strategy=\"fsdp\"",
+            f"suggest({type(module).__name__}) finds no weight that {axis!r} could shard",
+            rule=f"a dim of a weight that the call reads is sharded {mesh.axes[axis]} ways",
+            remedy="write a table, {'*.up.weight': 'ff@tensor embed'}, or shard weights over data, strategy=\"fsdp\"",
         )
     tensors = list_named(module)
     names = [name for x in tensors for name in x.names]
@@ -304,7 +304,7 @@ def _reasons(
             yield name, (False, "columns: what it makes is gathered where it comes back")
         elif name in big:
             kept = f"{contracts} contracts what it makes, so nothing moves between them"
-            yield name, (False, f"columns: {kept if contracts else 'what it makes stays cut'}")
+            yield name, (False, f"columns: {kept if contracts else 'what it makes stays sharded'}")
         else:
             module = name.rpartition(".")[0]
             maker = next((x for x in makers if x.rpartition(".")[0] == module), makers[0] if makers else None)

@@ -36,9 +36,9 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
         uses = [(d, dim, f, a) for d, dim in enumerate(x.sharding.dims) for f in dim for a in f.axes if a.name == name]
         for d, dim, f, a in uses:
             if isinstance(f.size, Pieces):
-                faults.append(f"dim {d} is {Layout((dim,))}: DTensor cuts in chunks")
+                faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in chunks")
             elif len(dim) > 1 or not a.whole:
-                text = f"axis {a} cuts one factor of it, or only a part of {name} does"
+                text = f"axis {a} shards one factor of it, or only a part of {name} does"
                 faults.append(f"dim {d} is {Layout((dim,))}: {text}")
             placement = Shard(d)
         for partial, a in ((p, a) for p in x.sharding.pending for a in p.axes if a.name == name):
@@ -49,12 +49,12 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
     for d, dim in enumerate(x.sharding.dims):
         order = [x.mesh.axis_names.index(a.name) for f in dim for a in f.axes]
         if order != sorted(order):
-            faults.append(f"dim {d} is {Layout((dim,))}: DTensor cuts in the order of the mesh's axes")
+            faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in the order of the mesh's axes")
     if faults:
         raise ShardingError(
             f"{typeof(x)} has no DTensor placements",
             faults,
-            rule="a DTensor cuts whole dims over whole mesh axes, in the mesh's order",
+            rule="a DTensor shards whole dims over whole mesh axes, in the mesh's order",
             remedy="x.redistribute(spec) first",
         )
     return DTensor.from_local(
@@ -97,7 +97,7 @@ def layout_of_placements(shape: tuple[int, ...], placements: Sequence[Any], mesh
 
     Example:
         >>> from torch.distributed.tensor import Partial, Shard
-        >>> str(layout_of((4, 6), [Shard(1), Partial()], Mesh.abstract(data=2, tensor=3)))
+        >>> str(layout_of_placements((4, 6), [Shard(1), Partial()], Mesh.abstract(data=2, tensor=3)))
         '4, 6@data +tensor'
     """
     from torch.distributed.tensor import Partial, Replicate, Shard

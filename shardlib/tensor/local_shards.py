@@ -88,15 +88,15 @@ def refuse_misfits(name: str, shards: Sequence[Any], layout: Layout, mesh: Mesh)
         elif tuple(shard.shape) != shape:
             faults.append(f"rank {rank}: shape {list(shard.shape)}, where {layout} has {list(shape)}")
         elif shard.dtype != first:
-            faults.append(f"rank {rank}: {shard.dtype}, where the first piece is {first}")
+            faults.append(f"rank {rank}: {shard.dtype}, where the first shard is {first}")
         elif shard.device.type != torch.device(mesh.device).type:
             faults.append(f"rank {rank}: on {shard.device}, where the mesh is on {mesh.device}")
     if faults:
         raise ShardingError(
-            f"{name} is given pieces that do not fit",
+            f"{name} is given shards that do not fit",
             faults,
             rule="there is a plain tensor for each device of this process, of its local shape, all of one dtype",
-            remedy="shard(x, spec) cuts a whole tensor into pieces that fit",
+            remedy="shard(x, spec) splits a whole tensor into shards that fit",
         )
 
 

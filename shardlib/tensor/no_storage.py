@@ -16,18 +16,18 @@ from shardlib.core.errors import NoStorageError
 from shardlib.core.torch_private import TYPED_STORAGE
 from shardlib.tensor.view_aliases import memory_of
 
-_PIECE = "x.to_local() is this device's piece, x.full_tensor() the whole as a plain tensor"
+_SHARD = "x.to_local() is this device's shard, x.full_tensor() the whole as a plain tensor"
 _SAVE = "save full tensors, {name: x.full_tensor() for name, x in state.items()}, which all ranks gather"
 
 # Method that needs the storage -> the problem and the remedy for its error.
 _REFUSED: dict[str, tuple[str, str]] = {
-    "data_ptr": ("has no address", f"{_SAVE}; x.to_local().data_ptr() is this device's piece"),
-    TYPED_STORAGE: ("has no storage", f"{_SAVE}; {_PIECE}"),
+    "data_ptr": ("has no address", f"{_SAVE}; x.to_local().data_ptr() is this device's shard"),
+    TYPED_STORAGE: ("has no storage", f"{_SAVE}; {_SHARD}"),
     "apply_": ("has no values that Python could go through", "write it as ops on the whole: x.copy_(x * 2)"),
     "share_memory_": ("cannot be put into shared memory", "x.full_tensor().share_memory_(), or x.to_local()'s"),
     "pin_memory": ("cannot be pinned", "pin the plain tensor, and place it then: shard(x.pin_memory(), spec)"),
-    "__dlpack__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_PIECE}"),
-    "__dlpack_device__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_PIECE}"),
+    "__dlpack__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_SHARD}"),
+    "__dlpack_device__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_SHARD}"),
 }
 
 
@@ -69,7 +69,7 @@ class MemoryIdentity:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _error(self._description, f"has no storage, and .{name} is read", f"{_SAVE}; {_PIECE}")
+        raise _error(self._description, f"has no storage, and .{name} is read", f"{_SAVE}; {_SHARD}")
 
 
 def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> None:
@@ -81,14 +81,14 @@ def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> No
         ...     shard(torch.zeros(4), "n@data").share_memory_()
         Traceback (most recent call last):
         shardlib.NoStorageError: f32[4@data] cannot be put into shared memory
-        Rule: a tensor in pieces has no storage of its own
+        Rule: a ShardedTensor has no storage of its own
         Remedy: x.full_tensor().share_memory_(), or x.to_local()'s
     """
 
     def untyped_storage(self: torch.Tensor, unit: int = 1) -> MemoryIdentity:
         """Returns an object that is equal for tensors that share memory; it has no bytes."""
         if is_tracing():
-            raise _error(typeof(self), "has no storage in a traced function", _PIECE)
+            raise _error(typeof(self), "has no storage in a traced function", _SHARD)
         return MemoryIdentity(self, typeof(self), unit)
 
     def storage(self: torch.Tensor) -> MemoryIdentity:
@@ -110,6 +110,4 @@ def _refusing_method(name: str, problem: str, remedy: str, typeof: Callable[[Any
 
 
 def _error(description: str, problem: str, remedy: str) -> NoStorageError:
-    return NoStorageError(
-        f"{description} {problem}", rule="a tensor in pieces has no storage of its own", remedy=remedy
-    )
+    return NoStorageError(f"{description} {problem}", rule="a ShardedTensor has no storage of its own", remedy=remedy)

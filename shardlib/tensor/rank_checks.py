@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _RULE = "a plain tensor is whole, and the same, on every rank"
 _REMEDY = (
     "torch.manual_seed(...) on every rank before it is made; shard(x, spec, src=0) takes the values of rank 0; "
-    "sl.from_local(x, spec) makes one tensor of each rank's own piece"
+    "sl.from_local(x, spec) makes one tensor of each rank's own shard"
 )
 
 
@@ -204,7 +204,7 @@ def _check_from_local(caller: str, shards: Sequence[Tensor]) -> Mesh:
     if mesh is None or mesh.kind == "abstract":
         raise ShardingError(
             f"{caller} is {'outside any mesh' if mesh is None else f'on {mesh}, which has no devices'}",
-            rule="pieces lie on the devices of the current mesh",
+            rule="shards lie on the devices of the current mesh",
             remedy="put it inside `with Mesh(data=2, tensor=4):`",
         )
     for shard in shards:
@@ -213,23 +213,23 @@ def _check_from_local(caller: str, shards: Sequence[Tensor]) -> Mesh:
     if any(map(is_wrapped, shards)):
         raise ShardingError(
             f"{caller} is inside a transform of torch.func",
-            rule="the pieces of all devices are compared and put together outside of programs, where values are there",
+            rule="the shards of all devices are compared and put together outside of programs, where values are there",
             remedy="put from_local in front of the transform, or use a shard_map inside it; backward() goes through it",
         )
     if len(devices := {shard.device.type for shard in shards}) > 1:
         raise ShardingError(
-            f"{caller}: the pieces are on {' and '.join(sorted(devices))}",
-            rule="all pieces of a tensor are on the devices of its mesh",
-            remedy="move them first: [x.to(device) for x in pieces]",
+            f"{caller}: the shards are on {' and '.join(sorted(devices))}",
+            rule="all shards of a tensor are on the devices of its mesh",
+            remedy="move them first: [x.to(device) for x in shards]",
         )
     count = mesh.size if mesh.kind == "virtual" else 1
     if len(shards) != count or any(isinstance(shard, ShardedTensor) for shard in shards):
         raise ShardingError(
             f"{caller} on {mesh}",
-            [f"{len(shards)} piece{'s' * (len(shards) > 1)} for {count} device{'s' * (count > 1)} of this process"]
+            [f"{len(shards)} shard{'s' * (len(shards) > 1)} for {count} device{'s' * (count > 1)} of this process"]
             if len(shards) != count
             else ["x is a ShardedTensor, which is global already"],
-            rule="on ranks x is this rank's plain piece, on virtual devices a list with one piece for each",
+            rule="on ranks x is this rank's plain shard, on virtual devices a list with one shard for each",
             remedy="shard(x, spec) places a tensor that every process has whole",
         )
     return mesh
@@ -242,17 +242,17 @@ def _gather_shapes(mesh: Mesh, shards: Sequence[Tensor], caller: str) -> list[tu
     if mesh.kind == "distributed" and mesh.size > 1:
         own = shards[0]
         kind = torch.tensor([hash_of(str(own.dtype)), own.dim()], dtype=torch.int64)
-        kinds = [tuple(row) for row in _gather_rows(mesh, Turn(f"comparing the kinds of pieces ({caller})"), kind)]
+        kinds = [tuple(row) for row in _gather_rows(mesh, Turn(f"comparing the kinds of shards ({caller})"), kind)]
         if len(set(kinds)) == 1 and own.dim():
-            turn = Turn(f"comparing the shapes of pieces ({caller})")
+            turn = Turn(f"comparing the shapes of shards ({caller})")
             shapes = [tuple(row) for row in _gather_rows(mesh, turn, torch.tensor(own.shape, dtype=torch.int64))]
         elif len(set(kinds)) == 1:
             shapes = [()] * mesh.size
     if len(set(kinds)) > 1:
         raise ShardingError(
-            f"{caller}: the pieces are of different kinds",
+            f"{caller}: the shards are of different kinds",
             [f"this rank's is {shard.dtype} of {shard.dim()} dims" for shard in shards],
-            rule="all pieces of a tensor have its dtype and its number of dims",
+            rule="all shards of a tensor have its dtype and its number of dims",
         )
     return shapes
 
@@ -274,16 +274,16 @@ def _resolve_layout(
         whole.append(sum(local_sizes.values()))
     (resolved,) = resolve_many([("x", tuple(whole), spec, sizes)], mesh, what="from_local")
     wrong = [
-        f"device {i} has a piece of shape {list(shape)}, [{resolved.layout}] asks for {list(expected)}"
+        f"device {i} has a shard of shape {list(shape)}, [{resolved.layout}] asks for {list(expected)}"
         for i, (c, shape) in enumerate(zip(coords, shapes, strict=True))
         if shape != (expected := resolved.layout.local_shape(c))
     ]
     if wrong:
         raise ShardingError(
-            f"{caller}: the pieces do not make a tensor of shape {whole}",
+            f"{caller}: the shards do not make a tensor of shape {whole}",
             wrong,
-            rule="pieces are chunks of the whole, the last ones shorter or empty, or as `sizes` says",
-            remedy='for pieces of other sizes, sizes={"batch": [5, 3, 8, 0]}, by the name of the dim in the spec',
+            rule="shards are chunks of the whole, the last ones shorter or empty, or as `sizes` says",
+            remedy='for shards of other sizes, sizes={"batch": [5, 3, 8, 0]}, by the name of the dim in the spec',
         )
     return resolved
 
@@ -292,9 +292,9 @@ def _refuse_different_copies(mesh: Mesh, shards: Sequence[Tensor], layout: Layou
     digests = [digest(shard) for shard in shards]
     if mesh.kind == "distributed" and mesh.size > 1:
         copies = torch.tensor(digests, dtype=torch.int64)
-        digests = [row[0] for row in _gather_rows(mesh, Turn(f"comparing the values of pieces ({caller})"), copies)]
+        digests = [row[0] for row in _gather_rows(mesh, Turn(f"comparing the values of shards ({caller})"), copies)]
     wrong = [
-        f"devices {at} and {i} hold the same piece of [{layout}], and have different values"
+        f"devices {at} and {i} hold the same shard of [{layout}], and have different values"
         for i, at in enumerate(alike(mesh.all_coords(), layout.axes))
         if digests[i] != digests[at]
     ]
@@ -302,6 +302,6 @@ def _refuse_different_copies(mesh: Mesh, shards: Sequence[Tensor], layout: Layou
         raise ShardingError(
             f"{caller}: copies differ",
             wrong,
-            rule="a dim that is not cut is the same on all devices",
-            remedy="cut a dim over the axis along which the pieces differ, or give all of them the same values",
+            rule="a dim that is not sharded is the same on all devices",
+            remedy="shard a dim over the axis along which the shards differ, or give all of them the same values",
         )

@@ -71,9 +71,9 @@ def _target_mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
     faults = []
     if rank is not None:
         if world.kind() != "distributed":
-            faults.append(f"it is the piece of rank {rank}, this process is no rank")
+            faults.append(f"it is the shard of rank {rank}, this process is no rank")
         elif world.rank() != rank:
-            faults.append(f"it is the piece of rank {rank}, this is rank {world.rank()}")
+            faults.append(f"it is the shard of rank {rank}, this is rank {world.rank()}")
         elif mesh is not None and not same:
             faults.append(f"the current mesh is {mesh}")
     elif not same and world.kind() == "distributed":
@@ -82,7 +82,7 @@ def _target_mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
         raise ShardingError(
             f"a stored tensor on {text} cannot be read here",
             faults,
-            rule="a tensor comes back onto a mesh with the axes that it was stored with, on a rank its own piece",
+            rule="a tensor comes back onto a mesh with the axes that it was stored with, on a rank its own shard",
             remedy="read it inside `with` such a mesh, or store x.full_tensor()",
         )
     return mesh if same and mesh is not None else Mesh.parse(text)

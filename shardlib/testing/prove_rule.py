@@ -85,7 +85,7 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     all_cuts = list(cuts(call.op.rule))
     if len(all_cuts) == 1:
         raise _proof_error(
-            call, "is not put to the test", ["no dim of this call may be cut: they are whole, or of size 1"]
+            call, "is not put to the test", ["no dim of this call may be sharded: they are whole, or of size 1"]
         )
     if text_of(target) and (short := list(dict.fromkeys(_too_short_for_halos(call)))):
         raise _proof_error(
@@ -192,7 +192,7 @@ def _label_faults(call: Trial) -> Iterator[str]:
     read = {f for labels in rule.operands for dim in labels for f in dim} - rule.whole
     for i, x in enumerate(results):
         lost = read - {f for dim in rule.results[i] for f in dim} - rule.reduce.keys() if isinstance(x, Tensor) else ()
-        yield from (f"{f} may be cut, is not in result {i}, and nothing says how it is reduced" for f in sorted(lost))
+        yield from (f"{f} is not in result {i}, may be sharded, and has no reduction" for f in sorted(lost))
     yield from _fake_faults(call)
 
 
@@ -276,6 +276,6 @@ def _proof_error(call: Trial, problem: str, wrong: Sequence[str], remedy: str = 
     return ShardingError(
         f"the rule of {call.op.target.name()}{f', {rule!r},' if rule else ''} {problem}",
         [*wrong[:_MOST], *more],
-        rule="an op on pieces gives the pieces of its results; what a result lacks is reduced as the rule says",
+        rule="an op on shards gives the shards of its results; what a result lacks is reduced as the rule says",
         remedy=remedy,
     )
