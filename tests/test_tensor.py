@@ -239,7 +239,7 @@ def test_a_rank_stores_its_own_piece() -> None:
 
 def ranks_load(stored: list[bytes]) -> list[float]:
     rank = torch.distributed.get_rank()
-    with pytest.raises(ShardingError, match=f"the piece of rank {1 - rank}, this is rank {rank}"):
+    with pytest.raises(ShardingError, match=f"the shard of rank {1 - rank}, this is rank {rank}"):
         pickle.loads(stored[1 - rank])
     found: list[float] = pickle.loads(stored[rank]).tolist()
     return found

@@ -40,11 +40,6 @@ _lines: Bounded[tuple[str, int, Any], _Line] = Bounded(1 << 12)
 _warned: Bounded[tuple[str, int], None] = Bounded(1 << 12)  # by line: one warning for all of its ops
 
 
-def forget() -> None:
-    _lines.clear()
-    _warned.clear()
-
-
 def note_compiled(op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Records a compiled call; warns `RetraceWarning`, once per line, if one quantity has changed often."""
     file, number = caller_at(sys._getframe(1))

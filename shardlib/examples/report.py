@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 
@@ -14,10 +14,6 @@ class Losses:
 
     train: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, list[float] | list[tuple[int, float]]]:
-        """Returns the losses as lists for JSON."""
-        return {"train": self.train, "validation": self.validation}
 
 
 def write(path: Path, make: Callable[[Path], object]) -> None:
@@ -36,7 +32,7 @@ def write_losses(folder: Path, losses: Losses) -> None:
     """Writes `losses.json` and the curve `loss.png` to `folder`."""
     from matplotlib.figure import Figure  # takes seconds to import
 
-    write_text(folder / "losses.json", json.dumps(losses.to_dict(), indent=1) + "\n")
+    write_text(folder / "losses.json", json.dumps(asdict(losses), indent=1) + "\n")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(losses.train) + 1), losses.train, linewidth=0.8, label="training")

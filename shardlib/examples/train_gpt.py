@@ -94,7 +94,7 @@ class Run:
     @property
     def state(self) -> dict[str, Any]:
         """Returns the contents of a checkpoint."""
-        facts = {"model": asdict(self.options.config), "losses": self.losses.to_dict(), "mesh": str(self.mesh)}
+        facts = {"model": asdict(self.options.config), "losses": asdict(self.losses), "mesh": str(self.mesh)}
         return {"model": self.model, "opt": self.opt, "schedule": self.schedule, "run": facts}
 
     def save(self) -> None:

@@ -24,7 +24,6 @@ from shardlib.core.errors import ShardingError
 from shardlib.rules.dtype_sums import holds
 from shardlib.rules.notation import parse, reach
 from shardlib.rules.proof_cuts import cuts
-from shardlib.rules.rule import Rule
 from shardlib.rules.table import overload_of, text_of
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
@@ -80,7 +79,7 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
             if is_custom
             else "step.plan(...) of a function that calls it shows the ops that it is made of: prove these",
         )
-    if wrong := list(_label_faults(call)):
+    if wrong := list(label_faults(call)):
         raise _proof_error(call, "does not fit the call", wrong)
     all_cuts = list(cuts(call.op.rule))
     if len(all_cuts) == 1:
@@ -94,8 +93,8 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
     if text_of(target) and (hiding := list(_uninformative_values(call))):
         raise _proof_error(call, "is not put to the test", hiding, "prove it with random numbers, torch.randn(5, 6)")
     if wrong := [
-        *_result_faults(call),
-        *_linearity_faults(call),
+        *result_faults(call),
+        *linearity_faults(call),
         *_useless_linear_sets(call),
         *_empty_shard_faults(call),
     ]:
@@ -122,7 +121,7 @@ def _empty_shard_faults(call: Trial) -> Iterator[str]:
         if text_of(call.op.target) and kind in call.rule.reduce.values():
             for integers in (True, False):
                 if (signed := _with_sign(call, sign, integers)) is not None:
-                    yield from _result_faults(signed)
+                    yield from result_faults(signed)
                     break
 
 
@@ -153,7 +152,7 @@ def _too_short_for_halos(call: Trial) -> Iterator[str]:
             try:
                 sent = call.program(cut, mesh).collectives
             except ShardingError:
-                continue  # the op fails on its halo, which `_result_faults` reports
+                continue  # the op fails on its halo, which `result_faults` reports
             fetched = sum(c.bytes for c in sent if isinstance(c.because, Inside) and c.because.how == BORDERS)
             operands = zip(call.tensors, call.rule.operands, strict=True)
             if (
@@ -166,19 +165,7 @@ def _too_short_for_halos(call: Trial) -> Iterator[str]:
                 yield f"{f} has {n} elements, and two devices fetch them all, so its halo shows nothing"
 
 
-def find_faults(op: Any, arguments: tuple[Any, Any], rule: Rule, *, values: bool = True, each: int = 1) -> list[str]:
-    """Returns the faults of a rule for a call in every `each`-th cut; without `values`, of shapes and dtypes alone."""
-    call = Trial.trace(op, *arguments)
-    call.op.rule = rule
-    if wrong := list(_label_faults(call)):
-        return wrong
-    try:
-        return [*_result_faults(call, each, values=values), *(_linearity_faults(call) if values else ())]
-    except ShardingError as error:
-        return [str(error)]
-
-
-def _label_faults(call: Trial) -> Iterator[str]:
+def label_faults(call: Trial) -> Iterator[str]:
     """Yields labels that do not spell the shapes, and lost factors without a declared reduction."""
     rule, results = call.rule, call.results
     pairs = [(f"operand {i}", x, rule.operands[i]) for i, x in enumerate(call.tensors)]
@@ -211,7 +198,7 @@ def _fake_faults(call: Trial) -> Iterator[str]:
             yield f"result {i} is {real}, and its register_fake says {fake}"
 
 
-def _result_faults(call: Trial, each: int = 1, *, values: bool = True) -> Iterator[str]:
+def result_faults(call: Trial, each: int = 1, *, values: bool = True) -> Iterator[str]:
     """Yields the faults of the results of every `each`-th cut."""
     orders = itertools.cycle([True, False] if call.takes_reversed_strides else [False])
     for cut, is_reversed in zip(itertools.islice(cuts(call.rule), 0, None, each), orders, strict=False):
@@ -231,7 +218,7 @@ def _has_custom_halo(call: Trial) -> bool:
     return bool(rule) and any(reach(kind) for _, kind in parse(rule).notes)
 
 
-def _linearity_faults(call: Trial) -> Iterator[str]:
+def linearity_faults(call: Trial) -> Iterator[str]:
     """Yields a linear set for which results of random addends do not add up to the result of their sum."""
     for members, size in itertools.product(filter(None, call.rule.linear), (1, 10_000)):
         if any(call.tensors[i].dtype == torch.bool for i in members):
