@@ -34,7 +34,6 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import grad, value_and_grad, vmap
 from shardlib.eager import composite_hooks as _composite_hooks  # noqa: F401  (registers itself with torch)
 from shardlib.eager import dispatch as _dispatch  # noqa: F401  (and this, with tensors)
-from shardlib.eager import flex_attention as _flex_attention  # noqa: F401  (and this)
 from shardlib.eager import local_autograd as _local_autograd  # noqa: F401  (and this, with tensors)
 from shardlib.jit.global_random import global_random
 from shardlib.jit.jit import jit

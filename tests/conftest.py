@@ -63,7 +63,8 @@ def _each(request: pytest.FixtureRequest) -> None:
     from shardlib.eager import recompile_warning
     from tests.helpers import ranks
 
-    recompile_warning.forget()
+    recompile_warning._lines.clear()
+    recompile_warning._warned.clear()
     torch.default_generator.manual_seed(0)  # torch.manual_seed writes down the stack, too, for devices to come
     ranks.allowed = request.node.get_closest_marker("ranks") is not None
 

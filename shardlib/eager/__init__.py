@@ -1,1 +1,1 @@
-"""Ops on ShardedTensors outside `jit`, one at a time: `dispatch` is the entry, for what `warm` does not know yet."""
+"""Runs ops on ShardedTensors outside `jit`, one at a time; `dispatch` is the entry for new calls."""

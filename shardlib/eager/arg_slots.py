@@ -1,8 +1,8 @@
-"""Arguments of eager calls: the tensors among them, apart from the rest."""
+"""Separates the tensors of an eager call's arguments from the other arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -11,121 +11,107 @@ import torch
 
 from shardlib.core.call_scalar import Scalar
 
-_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype})  # most of what is neither tensor nor sequence
-
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor stands in a call's arguments: its number."""
+    """Stands for a tensor in a call's arguments: its number."""
 
     index: int
 
 
-def slotted(x: Any, tensors: list[torch.Tensor]) -> Any:
-    """Arguments with a `Slot` for every tensor, which goes to the end of `tensors`."""
-    if type(x) in _ATOMS:
-        return x
-    if isinstance(x, torch.Tensor):
-        tensors.append(x)
+def map_args(x: Any, change: Callable[[Any], Any], kind: type = list) -> Any:
+    """Applies `change` to every value in nested arguments; sequences become of type `kind`."""
+    if isinstance(x, dict):
+        return {k: map_args(y, change, kind) for k, y in x.items()}
+    return kind([map_args(y, change, kind) for y in x]) if isinstance(x, list | tuple) else change(x)
+
+
+def extract_tensors(x: Any, tensors: list[torch.Tensor]) -> Any:
+    """Returns arguments with a `Slot` for each tensor; appends the tensors to `tensors`."""
+
+    def extract(y: Any) -> Any:
+        if not isinstance(y, torch.Tensor):
+            return y
+        tensors.append(y)
         return Slot(len(tensors) - 1)
-    if isinstance(x, dict):
-        return {k: slotted(y, tensors) for k, y in x.items()}
-    return [slotted(y, tensors) for y in x] if isinstance(x, list | tuple) else x
+
+    return map_args(x, extract)
 
 
-def filled(x: Any, values: Any, kind: type = list) -> Any:
-    """Arguments with a value in every slot; sequences become of type `kind`."""
-    if type(x) in _ATOMS:
-        return x
-    if isinstance(x, Slot):
-        return values[x.index]
-    if isinstance(x, dict):
-        return {k: filled(y, values, kind) for k, y in x.items()}
-    return kind([filled(y, values, kind) for y in x]) if isinstance(x, list | tuple) else x
+def fill_slots(x: Any, values: Any, kind: type = list) -> Any:
+    """Returns arguments with a value in each slot, and sequences of type `kind`."""
+    return map_args(x, lambda y: values[y.index] if isinstance(y, Slot) else y, kind)
 
 
-def devices_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.device]:
-    """The devices that a call asks for."""
+def requested_devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.device]:
     return [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
 
 
-def made_on(device: torch.device, asked: Sequence[torch.device]) -> torch.device:
-    """Where results of a call live: where its operands do. Of meta tensors something is made where one asks for it."""
-    return asked[0] if asked and device.type == "meta" else device
+def choose_device(device: torch.device, requested: Sequence[torch.device]) -> torch.device:
+    """Returns the device of a call's results: the operands', except that a call on meta tensors may request another."""
+    return requested[0] if requested and device.type == "meta" else device
 
 
-def moved(x: Any, device: torch.device) -> Any:
-    """Arguments in which every device is this one."""
-    if type(x) in _ATOMS or isinstance(x, Slot):
-        return x
-    if isinstance(x, torch.device):
-        return device
-    if isinstance(x, dict):
-        return {k: moved(y, device) for k, y in x.items()}
-    return [moved(y, device) for y in x] if isinstance(x, list | tuple) else x
+def replace_devices(x: Any, device: torch.device) -> Any:
+    """Returns arguments with `device` in the place of every device."""
+    return map_args(x, lambda y: device if isinstance(y, torch.device) else y)
 
 
-def frozen(x: Any) -> Any:
-    """Arguments that can be a key."""
-    return tuple(map(frozen, x)) if isinstance(x, list | tuple) else x
+def freeze_args(x: Any) -> Any:
+    """Returns hashable arguments: lists become tuples."""
+    return tuple(map(freeze_args, x)) if isinstance(x, list | tuple) else x
 
 
-def listed(x: Any) -> Any:
-    """What `frozen` froze, as ops take it."""
-    return list(map(listed, x)) if isinstance(x, tuple) else x
+def thaw_args(x: Any) -> Any:
+    """Reverts `freeze_args`."""
+    return list(map(thaw_args, x)) if isinstance(x, tuple) else x
 
 
-def tensors_of(x: torch.Tensor | Sequence[Any] | dict[str, Any]) -> list[torch.Tensor]:
-    """All tensors among arguments, in order."""
-    found: list[torch.Tensor] = []
+def list_tensors(x: torch.Tensor | Sequence[Any] | dict[str, Any]) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
     for y in x.values() if isinstance(x, dict) else (x,) if isinstance(x, torch.Tensor) else x:
         if isinstance(y, torch.Tensor):
-            found.append(y)
+            tensors.append(y)
         elif isinstance(y, list | tuple | dict):
-            found += tensors_of(y)
-    return found
+            tensors += list_tensors(y)
+    return tensors
 
 
-def with_scalars(x: Any) -> Any:
-    """Returns `slotted` arguments in which numbers are inputs: each is the `Scalar` at its place in `numbers_of`.
+def lift_numbers(x: Any) -> Any:
+    """Returns arguments without tensors in which each number is a `Scalar`, an input at its place in `iterate_numbers`.
 
-    Numbers that `is_special` says, and flags, are constants.
+    Special numbers (`is_special`) and flags stay constants.
     """
     place = count()
 
-    def scalar(y: Any) -> Any:
-        if isinstance(y, dict):
-            return {k: scalar(z) for k, z in y.items()}
-        if isinstance(y, list | tuple):
-            return [scalar(z) for z in y]
+    def lift(y: Any) -> Any:
         if not isinstance(y, _NUMBERS):
             return y
         leaf = next(place)
         return y if type(y) not in _NUMBERS or is_special(y) else Scalar.given(leaf, f"n{leaf}", y)
 
-    return scalar(x)
+    return map_args(x, lift)
 
 
 _NUMBERS = (int, float, complex)
-_LARGE = 1e38  # float32 has no number far above
+_LARGE = 1e38  # near the largest float32
 
 
 def is_special(number: complex) -> bool:
-    """Whether a factor may not go into the addends of a partial sum as others may: 0, an infinite one, or NaN."""
+    """True for factors that may not be multiplied into the addends of a partial sum: 0, infinity and NaN."""
     return not 0 < abs(number) < _LARGE
 
 
-def specials_of(numbers: Iterable[Any]) -> tuple[str | None, ...]:
-    """Returns the part of a key that says which numbers are constants of a program."""
+def special_numbers_key(numbers: Iterable[Any]) -> tuple[str | None, ...]:
+    """Returns a key of the numbers that are constants of a program."""
     return tuple([repr(n) if is_special(n) else None for n in numbers])
 
 
-def numbers_of(x: Any) -> Iterator[Any]:
-    """All numbers among arguments, in order."""
+def iterate_numbers(x: Any) -> Iterator[Any]:
     if isinstance(x, dict):
         x = tuple(x.values())
     if isinstance(x, list | tuple):
         for y in x:
-            yield from numbers_of(y)
+            yield from iterate_numbers(y)
     elif isinstance(x, _NUMBERS):
         yield x

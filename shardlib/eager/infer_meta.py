@@ -1,40 +1,39 @@
-"""What a call gives: how many results, their shapes, dtypes and strides.
+"""Infers the results of a call: their number, shapes, dtypes and strides.
 
-Torch says it on meta tensors, which for many ops is Python code and costs more than all the rest of a first call.
-So what a call gave is kept for calls like it: the same op on operands of the same dtypes and ranks, whose sizes differ
-but are equal to each other, and to integers among the arguments, in the same places. Then dtypes, ranks and the order
-in memory are the same, and shapes follow from the rule; torch is asked for them only where a rule reads one.
+Running the op on meta tensors gives them, but often costs more than the rest of a first call. So outcomes are cached
+for similar calls: the same op on operands of the same dtypes and ranks. Sizes may differ, but the same sizes must be
+equal to each other and to integer arguments. Then dtypes, ranks and memory order of results are the same, and shapes
+follow from the rule. A meta call infers a shape only if a rule reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from shardlib.eager.arg_slots import numbers_of
+from shardlib.eager.arg_slots import iterate_numbers
 from shardlib.rules.rule import Meta
-from shardlib.tensor.eager_cache import LOOSE, read
-from shardlib.tensor.tensor_meta import Form, contiguous
+from shardlib.tensor.eager_cache import OPS_KEYED_BY_NUMBER_TYPE, append_to_key
+from shardlib.tensor.tensor_meta import Form, contiguous_strides
 
-Ask = Callable[[], Any]  # torch's answer, as meta tensors
+MetaCall = Callable[[], Any]  # runs the op on meta tensors
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one call; None stands for what is no tensor."""
+    """The results of one call; None stands for a result that is no tensor."""
 
     metas: tuple[Meta | None, ...]
     kind: type | None  # None for one tensor, else tuple or list
-    memory: tuple[tuple[tuple[int, ...], int], ...] | None  # strides and offsets; None: dense, in the order of the dims
+    memory: tuple[tuple[tuple[int, ...], int], ...] | None  # strides and offsets; None: contiguous
 
     @staticmethod
-    def of(answer: Any) -> Outcome:
-        """The outcome that torch tells."""
-        results, kind = ([answer], None) if not isinstance(answer, list | tuple) else (answer, type(answer))
+    def from_results(results: Any) -> Outcome:
+        results, kind = (results, type(results)) if isinstance(results, list | tuple) else ([results], None)
         tensors = [x if isinstance(x, torch.Tensor) else None for x in results]
         metas = tuple(None if x is None else Meta(tuple(x.shape), x.dtype) for x in tensors)
         memory = tuple(((), 0) if x is None else (x.stride(), int(x.storage_offset())) for x in tensors)
@@ -47,19 +46,18 @@ class Outcome:
         return first
 
     @property
-    def dense(self) -> bool:
-        """Whether every result lies in memory in the order of its dims."""
+    def is_contiguous(self) -> bool:
         return self.memory is None or all(
-            m is None or (offset == 0 and strides == contiguous(m.shape))
+            m is None or (offset == 0 and strides == contiguous_strides(m.shape))
             for m, (strides, offset) in zip(self.metas, self.memory, strict=True)
         )
 
 
-class _Later(Meta):
-    """A result whose dtype and rank are known, and whose shape torch is asked for when a rule reads it."""
+class _LazyMeta(Meta):
+    """A result with known dtype and rank, whose shape is inferred when a rule reads it."""
 
-    def __init__(self, dtype: torch.dtype, dims: int, ask: Callable[[], tuple[int, ...]]) -> None:
-        self.__dict__.update(dtype=dtype, dims=dims, ask=ask)
+    def __init__(self, dtype: torch.dtype, dims: int, infer_shape: Callable[[], tuple[int, ...]]) -> None:
+        self.__dict__.update(dtype=dtype, dims=dims, infer_shape=infer_shape)
 
     @property
     def rank(self) -> int:
@@ -69,64 +67,60 @@ class _Later(Meta):
     def at_hand(self) -> bool:
         return "shape" in self.__dict__
 
-    def __getattr__(self, name: str) -> Any:  # for what is not set yet
+    def __getattr__(self, name: str) -> Any:  # of unset attributes only
         if name != "shape":
             raise AttributeError(name)
-        shape = self.__dict__["shape"] = self.__dict__["ask"]()
+        shape = self.__dict__["shape"] = self.__dict__["infer_shape"]()
         return shape
 
 
-_seen: dict[Any, tuple[type | None, tuple[tuple[torch.dtype, int] | None, ...]]] = {}
-_SEEN_SIZE = 1 << 14
+_outcomes: dict[Any, tuple[type | None, tuple[tuple[torch.dtype, int] | None, ...]]] = {}
+_MOST_OUTCOMES = 1 << 14
 
 
-def likeness(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form]) -> Any:
-    """What calls have in common that give alike results; None where sizes may change more than sizes.
+def similarity_key(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form]) -> Any:
+    """Returns a key that calls share whose results differ in sizes alone; None for a call that other sizes may change.
 
-    Operands are dense and in the order of their dims, and no size is 0 or 1: then strides tell the order in memory. All
-    integers are sizes of operands: then what is valid once is valid always.
+    Operands must be contiguous without sizes 0 and 1, so that strides tell the order in memory. All integer arguments
+    must be sizes of operands, so that a call of the same key is valid, too.
     """
     order: dict[Any, int] = {}
     key: list[Any] = [id(op), torch.get_default_dtype()]
     for form in forms:
-        if form.offset or form.strides != contiguous(form.shape) or not all(n > 1 for n in form.shape):
+        if form.offset or form.strides != contiguous_strides(form.shape) or not all(n > 1 for n in form.shape):
             return None
         key += (form.dtype, form.device, len(form.shape), *[order.setdefault(n, len(order)) for n in form.shape])
-    for n in numbers_of((args, kwargs)):
+    for n in iterate_numbers((args, kwargs)):
         if type(n) is int:
             if n not in order:
-                return None  # whether it is valid may depend on sizes: torch has to be asked
+                return None  # the call may be invalid for some sizes
             key.append(order[n])
-    read(key, args, id(op) in LOOSE)
+    append_to_key(key, args, id(op) in OPS_KEYED_BY_NUMBER_TYPE)
     if kwargs:
         key.append(tuple(kwargs))
-        read(key, kwargs.values(), id(op) in LOOSE)
+        append_to_key(key, kwargs.values(), id(op) in OPS_KEYED_BY_NUMBER_TYPE)
     return tuple(key)
 
 
-def remember(like: Any, outcome: Outcome) -> None:
-    """Keep what a call gave, for those that are like it."""
-    if like is not None and outcome.dense:
-        if len(_seen) >= _SEEN_SIZE:
-            _seen.clear()
-        _seen[like] = outcome.kind, tuple(None if m is None else (m.dtype, m.rank) for m in outcome.metas)
+def remember_outcome(key: Any, outcome: Outcome) -> None:
+    if key is not None and outcome.is_contiguous:
+        if len(_outcomes) >= _MOST_OUTCOMES:
+            _outcomes.clear()
+        _outcomes[key] = outcome.kind, tuple(None if m is None else (m.dtype, m.rank) for m in outcome.metas)
 
 
-def recall(like: Any, ask: Ask) -> Outcome | None:
-    """What a call gives by what one like it gave; `ask` is for shapes, and must hold no tensor with data."""
-    found = _seen.get(like) if like is not None else None
-    if found is None:
+def recall_outcome(key: Any, run_meta: MetaCall) -> Outcome | None:
+    """Returns the outcome of a call by that of a similar one; `run_meta` infers shapes, and must hold no data."""
+    cached = _outcomes.get(key) if key is not None else None
+    if cached is None:
         return None
-    kind, known = found
-    answer = cache(lambda: Outcome.of(ask()).metas)
+    kind, results = cached
+    infer = cache(lambda: Outcome.from_results(run_meta()).metas)
 
-    def shape(i: int) -> Callable[[], tuple[int, ...]]:
-        def of() -> tuple[int, ...]:
-            meta = answer()[i]
-            assert meta is not None, "calls that are alike have tensors in the same places"
-            return meta.shape
+    def infer_shape(i: int) -> tuple[int, ...]:
+        meta = infer()[i]
+        assert meta is not None, "similar calls have tensors in the same places"
+        return meta.shape
 
-        return of
-
-    metas = tuple(None if said is None else _Later(*said, shape(i)) for i, said in enumerate(known))
+    metas = tuple(None if x is None else _LazyMeta(*x, partial(infer_shape, i)) for i, x in enumerate(results))
     return Outcome(metas, kind, None)

@@ -1,8 +1,8 @@
-"""The shards of a tensor as plain tensors, and a tensor made of plain shards. Both have gradients.
+"""Differentiable conversions from a tensor to its plain shards, and from plain shards to a tensor.
 
-A rank has one shard. A process of virtual devices has all of them, so it may have several copies of one shard. Autograd
-takes a tensor that is made of copies as their mean, and copies of a tensor's shard as that many uses of it. So within a
-process the gradients of copies add up to the gradient of the shard, and a rank gets what DTensor gives it.
+A rank has one shard. A process of virtual devices has all shards, and may have several copies of one. Autograd treats a
+tensor made of copies as their mean, and each copy of a tensor's shard as a use of the shard. So within a process the
+gradients of copies add up to the gradient of the shard, and a rank gets the gradient that DTensor gives it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from torch import Tensor
 
 from shardlib.core.batched_grad import one_by_one
 from shardlib.core.errors import ShardingError
-from shardlib.eager.placement_autograd import home, is_followed, placed, redistributed, whole
+from shardlib.eager.placement_autograd import gather_full, gradient_placement, is_tracked, place_tracked, redistribute
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import alike
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.tensor.dtensor import layout_of
-from shardlib.tensor.hooks import above
+from shardlib.tensor.dtensor import layout_of_placements
+from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 
 
 def local_shards(x: ShardedTensor, grad_placements: Sequence[Any] | None = None) -> tuple[Tensor, ...]:
-    """Returns this process's shards of `x`, with its history; their gradients lie as DTensor's placements say.
+    """Returns this process's shards of `x`, with its history; their gradients have these DTensor placements.
 
     Raises `ShardingError` for the addends of a partial sum that requires gradients, and for other local shapes.
     """
-    grad_layout = x.sharding if grad_placements is None else layout_of(tuple(x.shape), grad_placements, x.mesh)
+    grad_layout = (
+        x.sharding if grad_placements is None else layout_of_placements(tuple(x.shape), grad_placements, x.mesh)
+    )
     wrong = [
         f"rank {rank} has a shard of shape {list(shape)}, and a gradient of {list(grad_shape)}"
         for rank, coords in enumerate(x.mesh.all_coords() if grad_placements is not None else ())
@@ -43,7 +45,7 @@ def local_shards(x: ShardedTensor, grad_placements: Sequence[Any] | None = None)
             rule="a shard and its gradient have one shape",
             remedy="Shard the dims that the tensor is sharded in; other axes are Replicate or Partial",
         )
-    if not is_followed(x):
+    if not is_tracked(x):
         return x._locals
     if x.sharding.pending:
         raise ShardingError(
@@ -57,7 +59,7 @@ def local_shards(x: ShardedTensor, grad_placements: Sequence[Any] | None = None)
 
 def from_shards(shards: Sequence[Tensor], form: Form) -> ShardedTensor:
     """Returns the tensor of this form that consists of these shards, with their histories."""
-    if any(is_followed(shard) for shard in shards):
+    if any(is_tracked(shard) for shard in shards):
         out: ShardedTensor = _Join.apply(form, *shards)  # type: ignore[no-untyped-call]
         return out
     return wrap(form, tuple(shard.detach() for shard in shards))
@@ -84,10 +86,14 @@ def _sum_copies(parts: Sequence[Tensor | None], layout: Layout, mesh: Mesh) -> l
     return [sums[i] for i in first]
 
 
-def _at_home(x: Tensor, form: Form) -> ShardedTensor:
-    """Returns a gradient or a tangent in the layout of this form; autograd's own zeros are plain."""
-    at = home(form)
-    return redistributed(x, at) if isinstance(x, ShardedTensor) else placed(x, at, form.mesh, leaf=False)
+def _place_gradient(x: Tensor, form: Form) -> ShardedTensor:
+    """Returns a gradient or a tangent in the layout of this form; zeros from autograd are plain."""
+    placement = gradient_placement(form)
+    return (
+        redistribute(x, placement)
+        if isinstance(x, ShardedTensor)
+        else place_tracked(x, placement, form.mesh, leaf=False)
+    )
 
 
 class _Split(torch.autograd.Function):
@@ -101,16 +107,16 @@ class _Split(torch.autograd.Function):
     @one_by_one
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         form, mesh, layout = ctx.form, ctx.form.mesh, ctx.grad_layout
-        parts = [whole(grad) if isinstance(grad, ShardedTensor) else grad for grad in grads]
+        parts = [gather_full(grad) if isinstance(grad, ShardedTensor) else grad for grad in grads]
         if (total := _sum_copies(parts, layout, mesh)) is None:
             return None, None, None
-        grad_form = Form.of(layout, mesh, total[0].dtype, total[0].device, form.names)
-        return _at_home(from_shards(total, grad_form), form), None, None
+        grad_form = Form.intern(layout, mesh, total[0].dtype, total[0].device, form.names)
+        return _place_gradient(from_shards(total, grad_form), form), None, None
 
     @staticmethod
     @one_by_one
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return tuple(shard.clone() for shard in local_shards(_at_home(tangent, ctx.form)))
+        return tuple(shard.clone() for shard in local_shards(_place_gradient(tangent, ctx.form)))
 
 
 class _Join(torch.autograd.Function):
@@ -122,12 +128,12 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @one_by_one
     def backward(ctx: Any, grad: Tensor) -> Any:
-        followed, first = ctx.needs_input_grad[1:], _copies(ctx.form.layout, ctx.form.mesh)
-        uses = [i for i, is_used in zip(first, followed, strict=True) if is_used]
-        shards = local_shards(_at_home(grad, ctx.form))
+        tracked, first = ctx.needs_input_grad[1:], _copies(ctx.form.layout, ctx.form.mesh)
+        uses = [i for i, is_used in zip(first, tracked, strict=True) if is_used]
+        shards = local_shards(_place_gradient(grad, ctx.form))
         grads = [
             _share(shard, uses.count(i)) if is_used else None
-            for i, shard, is_used in zip(first, shards, followed, strict=True)
+            for i, shard, is_used in zip(first, shards, tracked, strict=True)
         ]
         return (None, *grads)
 
@@ -150,4 +156,4 @@ def _share(shard: Tensor, copies: int) -> Tensor:
     return shard.clone(memory_format=torch.contiguous_format) if copies == 1 else shard / copies
 
 
-above.local_shards, above.from_shards = local_shards, from_shards
+tensor_hooks.local_shards, tensor_hooks.from_shards = local_shards, from_shards

@@ -1,4 +1,4 @@
-"""Where a tensor lives, changed from outside `jit`: placed, laid out otherwise, or made whole. All have gradients."""
+"""Differentiable changes of placement outside `jit`: placing, redistributing and gathering a tensor."""
 
 from __future__ import annotations
 
@@ -17,68 +17,71 @@ from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.spec import P, resolve_many
-from shardlib.tensor.hooks import above
-from shardlib.tensor.local_shards import owned
+from shardlib.tensor.hooks import tensor_hooks
+from shardlib.tensor.local_shards import split_into_owned_shards
 from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
 from shardlib.tensor.tensor_meta import Form
 
 
-def redistributed(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
-    """`x` laid out as `resolved` says; its gradient is laid out as `x` is."""
+def redistribute(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
+    """Returns `x` in another layout; its gradient has the layout of `x`."""
     refuse_recorded("x.redistribute(spec)", x)
-    if is_followed(x):
+    if is_tracked(x):
         out: ShardedTensor = _Redistribute.apply(x, resolved)  # type: ignore[no-untyped-call]
         return out
     return relayout(x, resolved.layout, resolved.names)
 
 
-def whole(x: ShardedTensor) -> torch.Tensor:
-    """`x` as a plain tensor; its gradient, which every process has whole, is cut up as `x` is."""
+def gather_full(x: ShardedTensor) -> torch.Tensor:
+    """Returns `x` as a plain tensor; its gradient, whole in every process, is sharded like `x`."""
     refuse_recorded("x.full_tensor()", x)
-    if is_followed(x):
+    if is_tracked(x):
         out: torch.Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
         return out
-    return _gathered(x)
+    return _gather(x)
 
 
-def placed(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False, *, leaf: bool = True) -> ShardedTensor:
-    """A plain tensor, placed. A leaf makes a leaf: a parameter is placed once; without `leaf` it is what the result
-    comes from. What was computed keeps its history."""
-    if is_followed(x) and not (leaf and x.is_leaf and tangent_of(x) is None):
+def place_tracked(
+    x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False, *, leaf: bool = True
+) -> ShardedTensor:
+    """Places a plain tensor. A computed tensor keeps its history.
+
+    With `leaf`, a leaf of autograd becomes a new leaf; without, the result's gradient flows back to it.
+    """
+    if is_tracked(x) and not (leaf and x.is_leaf and get_tangent(x) is None):
         out: ShardedTensor = _Place.apply(x, resolved, mesh)  # type: ignore[no-untyped-call]
         return out
     return place(x, resolved, mesh, donate)
 
 
 def place(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False) -> ShardedTensor:
-    """Cut a plain tensor that every process has whole; `donate` gives its memory up, for pieces to be made of it."""
+    """Shards a plain tensor that every process has whole; `donate` lets shards use its memory."""
     if mesh.kind == "abstract" and not x.is_meta:
         raise ShardingError(
             f"a tensor of shape {list(x.shape)} cannot be placed on {mesh}",
             rule="an abstract mesh has no devices",
             remedy="place a meta tensor on it, plan on it (step.plan(...)), or use Mesh(...)",
         )
-    pieces = owned(x.detach(), resolved.layout, mesh, donate)
-    out = wrap(Form.of(resolved.layout, mesh, x.dtype, x.device, resolved.names), pieces)
+    shards = split_into_owned_shards(x.detach(), resolved.layout, mesh, donate)
+    out = wrap(Form.intern(resolved.layout, mesh, x.dtype, x.device, resolved.names), shards)
     return out.requires_grad_() if x.requires_grad else out  # type: ignore[return-value]
 
 
-def laid_as(x: torch.Tensor, like: ShardedTensor) -> ShardedTensor:
-    """A plain tensor, which every process has whole, laid out as `like` is; without history."""
-    return place(x.detach(), home(like._form), like.mesh)
+def place_like(x: torch.Tensor, like: ShardedTensor) -> ShardedTensor:
+    """Places a plain tensor, whole in every process, in the layout of `like`; without history."""
+    return place(x.detach(), gradient_placement(like._form), like.mesh)
 
 
-def _gathered(x: ShardedTensor) -> torch.Tensor:
-    """The values in memory that nobody else shows: who is given it may write to it. Strides are those of a clone."""
-    values = _in_order(x)
+def _gather(x: ShardedTensor) -> torch.Tensor:
+    """Returns the values in new memory, with the strides of a clone."""
+    values = _gather_contiguous(x)
     if values.stride() == x._form.strides:
         return values
     shown = torch.empty_strided(x.shape, x._form.strides, dtype=x.dtype, device="meta")
     return torch.empty_like(shown, device=values.device).copy_(values)
 
 
-def _in_order(x: ShardedTensor) -> torch.Tensor:
-    """The values in memory of their own, contiguous."""
+def _gather_contiguous(x: ShardedTensor) -> torch.Tensor:
     if x.mesh.kind == "virtual":
         return x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)])
     (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, what="full_tensor")
@@ -86,43 +89,42 @@ def _in_order(x: ShardedTensor) -> torch.Tensor:
     return out.clone(memory_format=torch.contiguous_format) if out is x._locals[0] else out
 
 
-def is_followed(x: torch.Tensor) -> bool:
-    """Whether autograd wants to know what becomes of a tensor, backward or forward."""
-    return bool(x.requires_grad and torch.is_grad_enabled()) or tangent_of(x) is not None
+def is_tracked(x: torch.Tensor) -> bool:
+    """True if autograd records ops on this tensor, backward or forward."""
+    return bool(x.requires_grad and torch.is_grad_enabled()) or get_tangent(x) is not None
 
 
-def tangent_of(x: torch.Tensor) -> torch.Tensor | None:
-    """What forward-mode AD follows beside a tensor, where it does."""
+def get_tangent(x: torch.Tensor) -> torch.Tensor | None:
     if not is_forward_mode() or is_excluded(torch.DispatchKey.AutogradFunctionality):
         return None
-    found: torch.Tensor | None = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call] # torch has no types
-    return found
+    tangent: torch.Tensor | None = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call] # torch has no types
+    return tangent
 
 
-def home(form: Form) -> Fixed:
-    """Returns where the gradient of a tensor of this form lives: as it does, with complete values."""
+def gradient_placement(form: Form) -> Fixed:
+    """Returns the placement of a gradient: that of the tensor, with complete values."""
     return Fixed.at(Layout(form.layout.dims), form.names)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
-        ctx.home, ctx.mesh, ctx.resolved = home(x._form), x.mesh, resolved
+        ctx.gradient_placement, ctx.mesh, ctx.resolved = gradient_placement(x._form), x.mesh, resolved
         return relayout(x, resolved.layout, resolved.names)
 
     @staticmethod
     @one_by_one
     def backward(ctx: Any, grad: Any) -> Any:
-        if not isinstance(grad, ShardedTensor):  # zeros that autograd makes for what has no elements
-            return placed(grad, ctx.home, ctx.mesh, leaf=False), None
-        return redistributed(grad, ctx.home), None
+        if not isinstance(grad, ShardedTensor):  # zeros of autograd for a tensor without elements
+            return place_tracked(grad, ctx.gradient_placement, ctx.mesh, leaf=False), None
+        return redistribute(grad, ctx.gradient_placement), None
 
     @staticmethod
     @one_by_one
     def jvp(ctx: Any, tangent: Any, _: None) -> Any:
         if not isinstance(tangent, ShardedTensor):
-            return placed(tangent, ctx.resolved, ctx.mesh, leaf=False)
-        return redistributed(tangent, ctx.resolved)
+            return place_tracked(tangent, ctx.resolved, ctx.mesh, leaf=False)
+        return redistribute(tangent, ctx.resolved)
 
 
 class _Place(torch.autograd.Function):
@@ -134,29 +136,33 @@ class _Place(torch.autograd.Function):
     @staticmethod
     @one_by_one
     def backward(ctx: Any, grad: Any) -> Any:
-        return (whole(grad) if isinstance(grad, ShardedTensor) else grad), None, None  # zeros are plain
+        return (gather_full(grad) if isinstance(grad, ShardedTensor) else grad), None, None  # zeros are plain
 
     @staticmethod
     @one_by_one
     def jvp(ctx: Any, tangent: Any, *_: None) -> Any:
-        return placed(tangent, ctx.resolved, ctx.mesh, leaf=False)
+        return place_tracked(tangent, ctx.resolved, ctx.mesh, leaf=False)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> torch.Tensor:
-        ctx.home, ctx.mesh = home(x._form), x.mesh
-        return _gathered(x)
+        ctx.gradient_placement, ctx.mesh = gradient_placement(x._form), x.mesh
+        return _gather(x)
 
     @staticmethod
     @one_by_one
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad if isinstance(grad, ShardedTensor) else placed(grad, ctx.home, ctx.mesh, leaf=False)
+        return (
+            grad
+            if isinstance(grad, ShardedTensor)
+            else place_tracked(grad, ctx.gradient_placement, ctx.mesh, leaf=False)
+        )
 
     @staticmethod
     @one_by_one
     def jvp(ctx: Any, tangent: Any) -> Any:
-        return whole(tangent) if isinstance(tangent, ShardedTensor) else tangent
+        return gather_full(tangent) if isinstance(tangent, ShardedTensor) else tangent
 
 
-above.whole, above.redistributed = whole, redistributed
+tensor_hooks.gather_full, tensor_hooks.redistribute = gather_full, redistribute

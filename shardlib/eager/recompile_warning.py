@@ -1,9 +1,9 @@
-"""The warning that one eager op is compiled again and again, because one size or number of its calls changes.
+"""Warns if one eager op is compiled again and again because one size or number of its calls changes.
 
-A first pass over layers of many shapes compiles many programs, too, and is not meant. So a call counts where it differs
-from the one before it, at the same line, in one quantity alone, and more of them than layers have shapes are needed.
-Under torch's transforms of functions numbers do not count: these loop over the columns of a Jacobian, and nobody can
-write that otherwise.
+A first pass over layers of many shapes compiles many programs, too, and needs no warning. So a call counts only if it
+differs from the call before it, at the same line, in one quantity, and the warning needs more calls than layers have
+shapes. Under torch's function transforms numbers do not count: these loop over the columns of a Jacobian, which users
+cannot change.
 """
 
 from __future__ import annotations
@@ -21,33 +21,27 @@ from shardlib.core.bounded_cache import Bounded
 from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import TRANSFORMS, schema_of
 from shardlib.frontend.guards.recompile_reasons import RetraceWarning
-from shardlib.tensor.eager_cache import LOOSE
+from shardlib.tensor.eager_cache import OPS_KEYED_BY_NUMBER_TYPE
 
-_OFTEN = 32  # programs, from which on it is said
+_OFTEN = 32  # compiled programs before the warning
 
-Place = tuple[str, ...]  # the argument, and, of a tensor, "size"; items of lists by their number
+Place = tuple[str, ...]  # the argument, the number of its item, and "size" for a tensor
 
 
 @dataclass
 class _Line:
-    """The calls of one op at one line that were compiled: `last` is the last one's arguments."""
+    """The compiled calls of one op at one line; `last` holds the quantities of the last call."""
 
     last: dict[Place, Any] = field(default_factory=dict)
     times: int = 0
 
 
 _lines: Bounded[tuple[str, int, Any], _Line] = Bounded(1 << 12)
-_warned: Bounded[tuple[str, int], None] = Bounded(1 << 12)  # what changes at a line changes for all of its ops
-
-
-def forget() -> None:
-    """Forget what was compiled so far."""
-    _lines.clear()
-    _warned.clear()
+_warned: Bounded[tuple[str, int], None] = Bounded(1 << 12)  # by line: one warning for all of its ops
 
 
 def note_compiled(op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Note that a call is compiled; warn `RetraceWarning`, once a line, where one quantity has changed often."""
+    """Records a compiled call; warns `RetraceWarning`, once per line, if one quantity has changed often."""
     file, number = caller_at(sys._getframe(1))
     numbers = not _is_transformed(sys._getframe(1))
     line = _lines.get((file, number, op))
@@ -73,16 +67,16 @@ def note_compiled(op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_transformed(frame: FrameType | None) -> bool:
-    """Whether a transform of torch's (jacobian, vmap) runs the code of `frame`."""
+    """True if a transform of torch (jacobian, vmap) runs the code of `frame`."""
     while frame is not None and not frame.f_code.co_filename.startswith(TRANSFORMS):
         frame = frame.f_back
     return frame is not None
 
 
 def _quantities(op: Any, args: Any, kwargs: Mapping[str, Any], *, numbers: bool) -> Iterator[tuple[Place, Any]]:
-    """The shapes, and `numbers`, of a call that its program is for, by their places."""
+    """Yields the shapes, and with `numbers` the numbers, in a call's key, by their places."""
     names = [a.name for a in schema_of(op).arguments]
-    loose = id(op) in LOOSE
+    loose = id(op) in OPS_KEYED_BY_NUMBER_TYPE
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         items = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
         for i, x in items:
@@ -94,7 +88,7 @@ def _quantities(op: Any, args: Any, kwargs: Mapping[str, Any], *, numbers: bool)
 
 
 def _changes(last: Mapping[Place, Any], now: Mapping[Place, Any]) -> list[tuple[Any, Any, str]]:
-    """The old and new values that differ, each with its name; none where calls differ in more than values."""
+    """Returns the changed values, old, new and description; an empty list if calls differ in more than values."""
     if last.keys() != now.keys():
         return []
     changes = []

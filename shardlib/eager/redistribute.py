@@ -1,4 +1,4 @@
-"""From one layout to another, outside `jit`: a program of nothing but the reshard."""
+"""Reshards tensors outside `jit`, by programs of reshards alone."""
 
 from __future__ import annotations
 
@@ -11,56 +11,53 @@ import torch
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.errors import ShardingError
 from shardlib.distributed.provenance import made
-from shardlib.eager.compile_op import Operand, Single, single
-from shardlib.eager.prepare import LOCK
+from shardlib.eager.compile_op import CompiledOp, Operand, compile_op
+from shardlib.eager.prepare import COMPILE_LOCK
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.placement import Names
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 
-_programs: Bounded[Any, Single] = Bounded(1 << 10)
+_programs: Bounded[Any, CompiledOp] = Bounded(1 << 10)
 
 
 def relayout(x: ShardedTensor, layout: Layout, names: Names | None = None) -> ShardedTensor:
-    """`x` in another layout, without history.
-
-    Where nothing moves the result shares the pieces, which nobody writes to.
-    """
+    """Returns `x` in another layout, without history. If nothing moves, the result shares the shards."""
     form = x._form
-    to = Form.of(layout, x.mesh, x.dtype, form.device, names)
+    to = Form.intern(layout, x.mesh, x.dtype, form.device, names)
     if form.layout.canonical == layout.canonical:
-        return _same(wrap(to, x._locals), x)
+        return _keep_origin(wrap(to, x._locals), x)
     if form.layout.pending and not layout.pending:
-        return _same(relayout(_added_up(x), layout, names), x)
-    ready = _ready((form,), (to,))
-    (pieces,) = ready([x._locals], lineage=x._origin)
-    (result,) = ready.results
-    assert result is not None, "a move has a result"
-    return _same(wrap(Form.of(result.layout, x.mesh, x.dtype, form.device, result.names), tuple(pieces)), x)
+        return _keep_origin(relayout(_reduce_partial(x), layout, names), x)
+    program = _get_program((form,), (to,))
+    (shards,) = program([x._locals], lineage=x._origin)
+    (result,) = program.results
+    assert result is not None, "a reshard has a result"
+    return _keep_origin(wrap(Form.intern(result.layout, x.mesh, x.dtype, form.device, result.names), tuple(shards)), x)
 
 
-def resharded(tensors: Sequence[ShardedTensor], forms: Sequence[Form]) -> Sequence[tuple[torch.Tensor, ...]]:
-    """Returns the pieces of tensors of one mesh in the layouts of other forms of their shapes and dtypes.
+def reshard_together(tensors: Sequence[ShardedTensor], forms: Sequence[Form]) -> Sequence[tuple[torch.Tensor, ...]]:
+    """Returns the shards of tensors of one mesh in the layouts of other forms of their shapes and dtypes.
 
-    One program moves all, so that their messages travel together.
+    One program reshards all tensors, so that their messages travel together.
     """
-    ready = _ready(tuple([x._form for x in tensors]), tuple(forms))
-    return ready([x._locals for x in tensors], lineage=made(0, tensors) if ready.meets else 0)
+    program = _get_program(tuple([x._form for x in tensors]), tuple(forms))
+    return program([x._locals for x in tensors], lineage=made(0, tensors) if program.communicates else 0)
 
 
-def _ready(forms: tuple[Form, ...], to: tuple[Form, ...]) -> Single:
-    ready = _programs.get((forms, to))
-    if ready is None:
-        with LOCK:
-            ready = _programs.get((forms, to))
-            if ready is None:
+def _get_program(forms: tuple[Form, ...], to: tuple[Form, ...]) -> CompiledOp:
+    program = _programs.get((forms, to))
+    if program is None:
+        with COMPILE_LOCK:
+            program = _programs.get((forms, to))
+            if program is None:
                 operands = [Operand(form, shown=shown) for form, shown in zip(forms, to, strict=True)]
-                ready = _programs[forms, to] = single(None, (), {}, operands, forms[0].mesh)
-    return ready
+                program = _programs[forms, to] = compile_op(None, (), {}, operands, forms[0].mesh)
+    return program
 
 
-def _added_up(x: ShardedTensor) -> ShardedTensor:
-    """Returns the value of a partial sum: its addends are a dim that is sharded over the pending axes."""
+def _reduce_partial(x: ShardedTensor) -> ShardedTensor:
+    """Reduces a partial sum, max or min by an op over a new dim of addends, sharded over the pending axes."""
     form, layout = x._form, x.sharding
     kinds = {pending.kind for pending in layout.pending}
     if len(kinds) > 1 or not kinds <= _REDUCED_BY.keys():
@@ -70,8 +67,8 @@ def _added_up(x: ShardedTensor) -> ShardedTensor:
         )
     addends = Factor(math.prod(axis.size for axis in layout.pending_axes), layout.pending_axes)
     stacked = Layout(((addends,), *layout.dims))
-    pieces = tuple(piece.unsqueeze(0) for piece in x._locals)
-    rows = wrap(Form.of(stacked, x.mesh, x.dtype, form.device, ((None,), *form.names)), pieces)
+    shards = tuple(shard.unsqueeze(0) for shard in x._locals)
+    rows = wrap(Form.intern(stacked, x.mesh, x.dtype, form.device, ((None,), *form.names)), shards)
     with torch.no_grad():
         result: Any = _REDUCED_BY[kinds.pop()](rows)
     return result  # type: ignore[no-any-return]
@@ -84,7 +81,7 @@ _REDUCED_BY: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _same(out: ShardedTensor, x: ShardedTensor) -> ShardedTensor:
-    """Where a value lives is none of its origin."""
+def _keep_origin(out: ShardedTensor, x: ShardedTensor) -> ShardedTensor:
+    """Gives `out` the origin of `x`, which does not depend on the layout."""
     out._origin = x._origin
     return out

@@ -1,4 +1,4 @@
-"""What ops outside `jit` are refused for."""
+"""Errors for ops outside `jit` that ShardedTensors do not support."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from shardlib.core.torch_private import schema_of
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
-def operator(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
-    """Refuse an operator that takes functions."""
+def refuse_operator(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
     raise ShardingError(
         f"{op} on ShardedTensors",
         [typeof(x) for x in tensors],
@@ -22,8 +21,7 @@ def operator(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
     )
 
 
-def meshes(op: Any, sharded: Sequence[ShardedTensor]) -> NoReturn:
-    """Refuse tensors of several meshes."""
+def refuse_meshes(op: Any, sharded: Sequence[ShardedTensor]) -> NoReturn:
     raise ShardingError(
         f"{op} takes tensors on {len({x._form.mesh for x in sharded})} meshes",
         [f"{typeof(x)} on {x.mesh}" for x in sharded],
@@ -33,18 +31,17 @@ def meshes(op: Any, sharded: Sequence[ShardedTensor]) -> NoReturn:
     )
 
 
-def storage(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
-    """Refuse what speaks of storages and of other layouts."""
+def refuse_storage(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
     raise ShardingError(
         f"{op} on a ShardedTensor",
         [typeof(x) for x in tensors],
-        rule="a tensor in pieces is strided, keeps its size, and has no storage of its own",
+        rule="a ShardedTensor is strided, keeps its size, and has no storage of its own",
         remedy="make a new tensor: torch.zeros_like(x), torch.cat([x, y]), x[:n]",
     )
 
 
-def turn(op: Any, x: torch.Tensor) -> NoReturn:
-    """Refuse to make a view with history another view in place: gradients of later writes would be laid out wrongly."""
+def refuse_inplace_view(op: Any, x: torch.Tensor) -> NoReturn:
+    """Refuses to make a view with history another view: gradients of later writes would get a wrong layout."""
     name = schema_of(op).name.removeprefix("aten::")
     raise ShardingError(
         f"{name} of a view whose gradient is recorded: {typeof(x)}",
@@ -53,26 +50,24 @@ def turn(op: Any, x: torch.Tensor) -> NoReturn:
     )
 
 
-def recorded(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
-    """Refuse what torch.fx records."""
+def refuse_recorded(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
     raise ShardingError(
         f"{op} of ShardedTensors is recorded by torch.fx (make_fx; torch.func.linearize records, too)",
         [typeof(x) for x in tensors],
-        rule="outside jit an op runs on pieces at once, and its result would be a constant of the recorded graph",
-        remedy="sl.jit records programs of tensors in pieces; torch.func.jvp gives what linearize does",
+        rule="outside jit an op runs on shards at once, and its result would be a constant of the recorded graph",
+        remedy="sl.jit records programs of ShardedTensors; torch.func.jvp gives what linearize does",
     )
 
 
-def mask(shape: Sequence[int], dim: int, of: Sequence[int], at: int) -> NoReturn:
-    """Refuse a mask of another shape than what it is for, as torch does."""
+def refuse_mask(shape: Sequence[int], dim: int, indexed: Sequence[int], at: int) -> NoReturn:
+    """Raises the error of torch for a mask that does not fit the indexed tensor."""
     raise IndexError(
-        f"The shape of the mask {list(shape)} at index {dim} does not match the shape of the indexed tensor {list(of)} "
-        f"at index {at}"
+        f"The shape of the mask {list(shape)} at index {dim} does not match the shape of the indexed tensor "
+        f"{list(indexed)} at index {at}"
     )
 
 
-def meta(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
-    """Refuse values and none in one call."""
+def refuse_meta(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
     raise ShardingError(
         f"{op} takes meta tensors and others",
         [f"{typeof(x)} {'is on meta' if x.is_meta else f'lives on {x.device}'}" for x in tensors],
@@ -81,8 +76,7 @@ def meta(op: Any, tensors: Sequence[torch.Tensor]) -> NoReturn:
     )
 
 
-def devices(op: Any, sharded: Sequence[ShardedTensor], others: Sequence[torch.device]) -> NoReturn:
-    """Refuse to take a tensor to a device that is not the mesh's."""
+def refuse_devices(op: Any, sharded: Sequence[ShardedTensor], others: Sequence[torch.device]) -> NoReturn:
     raise ShardingError(
         f"{op} takes a ShardedTensor to another device",
         [f"{typeof(x)} lives on {x.mesh}, on {x.mesh.device}" for x in sharded]
@@ -92,13 +86,12 @@ def devices(op: Any, sharded: Sequence[ShardedTensor], others: Sequence[torch.de
     )
 
 
-def collective(what: str, found: Sequence[str]) -> NoReturn:
-    """Refuse a collective of torch.distributed that takes these ShardedTensors."""
+def refuse_collective(name: str, tensors: Sequence[str]) -> NoReturn:
     raise ShardingError(
-        f"{what} on a ShardedTensor",
-        found,
+        f"{name} on a ShardedTensor",
+        tensors,
         rule="collectives of torch.distributed take a rank's own tensors; a ShardedTensor is the whole, and its sums "
         "and copies are ordinary ops (x.sum(), x.redistribute(spec))",
-        remedy="x.to_local() for this rank's piece alone, x.full_tensor() for the whole, sl.psum and the others in a "
+        remedy="x.to_local() for this rank's shard alone, x.full_tensor() for the whole, sl.psum and the others in a "
         "shard_map",
     )

@@ -1,1 +1,1 @@
-"""Programs that use shardlib from end to end: `python -m shardlib.examples.train_gpt` is the first to run."""
+"""Complete programs that use shardlib; start with `python -m shardlib.examples.train_gpt`."""

@@ -1,4 +1,4 @@
-"""Text that every machine has: the sources of Python's own standard library, as bytes."""
+"""Training text that every machine has: the sources of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def standard_library(max_bytes: int) -> bytes:
-    """The top-level modules of the standard library, in alphabetical order, at most `max_bytes` of them.
+    """Returns the first `max_bytes` bytes of the standard library's top-level modules, in alphabetical order.
 
     Example:
         >>> text = standard_library(1000)
@@ -30,23 +30,24 @@ def standard_library(max_bytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes as token ids, in two parts that share nothing: `train[N]` and `validation[M]`."""
+    """Bytes as token ids, in two disjoint parts: `train[N]` and `validation[M]`."""
 
     train: Tensor
     validation: Tensor
 
     @staticmethod
-    def of(text: bytes, held_out: float = 0.05) -> Corpus:
-        """Split `text`; its last part is held out."""
+    def from_text(text: bytes, held_out: float = 0.05) -> Corpus:
+        """Splits `text` and holds its last part out for validation."""
         tokens = torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
-        cut = int(len(tokens) * (1 - held_out))
-        return Corpus(tokens[:cut], tokens[cut:])
+        boundary = int(len(tokens) * (1 - held_out))
+        return Corpus(tokens[:boundary], tokens[boundary:])
 
 
 def batch(tokens: Tensor, index: int, size: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets `[size, length]` of batch number `index`: windows at random, the same on every rank and mesh.
+    """Returns random windows of `tokens`: inputs and targets `[size, length]` of batch number `index`.
 
-    The random state is that of (`seed`, `index`) alone, so a resumed run sees the batches that it would have seen.
+    They depend on `seed` and `index` alone. So every rank and mesh draws the same batch, and a resumed run continues
+    with the batches of an uninterrupted one.
 
     Example:
         >>> inputs, targets = batch(torch.arange(100), index=3, size=2, length=8)

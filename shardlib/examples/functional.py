@@ -1,4 +1,4 @@
-"""The same in functional form, in one page: parameters are a dict, gradients a transform, as in JAX.
+"""A training loop in functional form, as in JAX: parameters are a dict, gradients a transform.
 
 `python -m shardlib.examples.functional` fits a two-layer network on a mesh and prints plan and losses.
 """
@@ -15,17 +15,17 @@ SPECS = {"up": "embed ff", "down": "ff embed"}
 
 
 def init(embed: int = 16, ff: int = 64) -> Tree:
-    """Fresh parameters."""
+    """Returns fresh parameters."""
     return {"up": torch.randn(embed, ff) / embed**0.5, "down": torch.randn(ff, embed) / ff**0.5}
 
 
 def loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of the network on rows `x`, `y` `[batch, embed]`."""
+    """Returns the mean squared error of the network on rows `x`, `y` `[batch, embed]`."""
     return (torch.tanh(x @ params["up"]) @ params["down"] - y).square().mean()
 
 
 def update(params: Tree, momentum: Tree, x: Tensor, y: Tensor) -> tuple[Tree, Tree, Tensor]:
-    """One step of gradient descent with momentum: new parameters, new momentum, the loss."""
+    """Makes one step of gradient descent; returns new parameters, new momentum and the loss."""
     value, grads = sl.value_and_grad(loss)(params, x, y)
     momentum = {name: 0.9 * m + grads[name] for name, m in momentum.items()}
     return {name: p - 0.1 * momentum[name] for name, p in params.items()}, momentum, value
@@ -35,7 +35,7 @@ step = sl.jit(update, in_specs=(SPECS, SPECS, "batch embed", "batch embed"), don
 
 
 def fit(mesh: sl.Mesh, steps: int = 50) -> list[float]:
-    """Train on rows whose target is their reverse; returns the losses.
+    """Trains on rows whose target is their reverse; returns the losses.
 
     Example:
         >>> losses = fit(sl.Mesh(data=2, tensor=4, rules={"batch": "data", "ff": "tensor"}))
@@ -55,7 +55,7 @@ def fit(mesh: sl.Mesh, steps: int = 50) -> list[float]:
 
 
 def main() -> None:
-    """Print the plan, then the losses."""
+    """Prints the plan, then the losses."""
     mesh = sl.Mesh(data=2, tensor=4, rules={"batch": "data", "ff": "tensor"})
     with mesh:
         print(step.plan(init(), init(), torch.zeros(32, 16), torch.zeros(32, 16)))

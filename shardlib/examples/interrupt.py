@@ -1,4 +1,4 @@
-"""Ctrl-C asks a run to stop after the step that it is in, rather than in the middle of it."""
+"""Ctrl-C stops a run after its current step instead of in the middle of it."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ import shardlib as sl
 
 
 class Interrupt:
-    """While it is entered, the first SIGINT or SIGTERM only sets a mark; a second one ends the program as usual.
+    """A context in which the first SIGINT or SIGTERM only requests a stop; a second one ends the program as usual.
 
     Example:
         >>> with Interrupt() as interrupt:
         ...     signal.raise_signal(signal.SIGINT)
-        ...     interrupt.asked
+        ...     interrupt.stop_requested
         True
     """
 
     _signals = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.asked = False
+        self.stop_requested = False
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._mark) for number in self._signals}
+        self._old_handlers = {number: signal.signal(number, self._request_stop) for number in self._signals}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
-    def _mark(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        signal.signal(number, self._before[signal.Signals(number)])
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop_requested = True
+        signal.signal(number, self._old_handlers[signal.Signals(number)])
 
-    def anywhere(self, mesh: sl.Mesh) -> bool:
-        """Whether any rank was asked: all ranks must stop after the same step. All ranks must call this."""
+    def is_requested_on_any_rank(self, mesh: sl.Mesh) -> bool:
+        """True if some rank got a signal, so that all stop after the same step. All ranks must call this."""
         if mesh.kind != "distributed":
-            return self.asked
-        asked = torch.tensor([int(self.asked)], device=mesh.device)
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked.item())
+            return self.stop_requested
+        flag = torch.tensor([int(self.stop_requested)], device=mesh.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())

@@ -1,7 +1,7 @@
-"""A GPT over bytes: modules of torch for one device, and where they live on a mesh.
+"""A GPT over bytes: torch modules for one device, and their sharding on a mesh.
 
-B batch, T sequence, D width, H heads, d size of a head, F feed-forward, V vocabulary. Sharding shows in three places,
-all in this file: the mesh's rules, the table of weights, and `shard` on the residual stream.
+B batch, T sequence, D width, H heads, d size of a head, F feed-forward, V vocabulary. This file shards
+in three places: the mesh's rules, the table of weights, and `shard` on the residual stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shardlib as sl
 
 RULES = {"batch": "data", "length": "tensor", "heads": "tensor", "ff": "tensor", "vocab": "tensor"}
 
-# Megatron's layout. What is in no line (the norms) is whole everywhere.
+# Megatron's layout. Weights without a line (the norms) are replicated.
 WEIGHTS = {
     "*embedding.weight": "vocab embed",
     "*head.weight": "vocab embed",
@@ -32,7 +32,7 @@ RESIDUAL = "batch length embed"
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model; the defaults have 3.3 million parameters."""
+    """Sizes of the model; the defaults give 3.3 million parameters."""
 
     layers: int = 4
     width: int = 256
@@ -42,7 +42,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """Attention with rotary positions, then a feed-forward of four widths, each added to what comes in."""
+    """Attention with rotary positions, then a feed-forward layer of four widths, each with a residual connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -53,24 +53,24 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
     def forward(self, x_BTD: Tensor, angles: Tensor) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`; `angles` are `[T, d/2]`."""
+        """Maps `[B, T, D]` to `[B, T, D]`; `angles` are `[T, d/2]`."""
         h_BTD = self.norm1(x_BTD)
         q_BHTd, k_BHTd, v_BHTd = (
             project(h_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         a_BHTd = F.scaled_dot_product_attention(
-            _rotated(q_BHTd, angles), _rotated(k_BHTd, angles), v_BHTd, is_causal=True
+            _rotate(q_BHTd, angles), _rotate(k_BHTd, angles), v_BHTd, is_causal=True
         )
         x_BTD = sl.shard(x_BTD + self.out(a_BHTd.transpose(1, 2).flatten(2)), RESIDUAL)
         return sl.shard(x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD)))), RESIDUAL)
 
 
 class GPT(nn.Module):
-    """Logits `[B, T, V]` of the byte that follows each position; given what follows, the mean loss in nats per byte.
+    """Predicts the next byte: logits `[B, T, V]`, or with targets the mean loss in nats per byte.
 
-    Fresh weights are normal, and those that end in the residual stream scaled down by depth (GPT-2). On one device it
-    runs inside `with shardlib.no_mesh()`.
+    Fresh weights are normal. Those that write to the residual stream are scaled down by depth (GPT-2). On one device
+    the model runs inside `with shardlib.no_mesh()`.
 
     Example:
         >>> model = GPT(Config(layers=1))
@@ -94,22 +94,22 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 * depth)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Token ids to logits, or to their loss."""
+        """Maps token ids to logits, or to the loss."""
         x_BTD = sl.shard(self.embedding(tokens_BT), RESIDUAL)
-        angles = _angles(tokens_BT.shape[1], self.config.width // self.config.heads, tokens_BT.device)
+        angles = _rotary_angles(tokens_BT.shape[1], self.config.width // self.config.heads, tokens_BT.device)
         for block in self.blocks:
             x_BTD = block(x_BTD, angles)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV if targets_BT is None else F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def _angles(length: int, head: int, device: torch.device) -> Tensor:
-    """Rotary positions (Su et al., 2021): the angle `[T, d/2]` of each pair of channels at each position."""
+def _rotary_angles(length: int, head: int, device: torch.device) -> Tensor:
+    """Returns rotary angles `[T, d/2]`: one per position and pair of channels (Su et al., 2021)."""
     speeds = 10_000.0 ** (-torch.arange(0, head, 2, device=device) / head)
     return torch.arange(length, device=device)[:, None] * speeds
 
 
-def _rotated(x_BHTd: Tensor, angles: Tensor) -> Tensor:
+def _rotate(x_BHTd: Tensor, angles: Tensor) -> Tensor:
     a, b = x_BHTd.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -117,7 +117,7 @@ def _rotated(x_BHTd: Tensor, angles: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, length: int, *, temperature: float, seed: int) -> bytes:
-    """`length` bytes that continue `prompt`, sampled on one device; temperature 0 is greedy.
+    """Samples `length` bytes that continue `prompt`, on one device; temperature 0 is greedy.
 
     Example:
         >>> model = GPT(Config(layers=1, width=32, heads=2, context=16))

@@ -1,4 +1,4 @@
-"""Train a GPT over bytes on a mesh: what one can choose about it."""
+"""Command-line options of the training example."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardlib.examples import model
 
 @dataclass(frozen=True)
 class Options:
-    """The command line of the main job.
+    """The options of `train_gpt`.
 
     Example:
         >>> Options.parse(["--data", "4", "--resume"]).data, Options().config.width
@@ -31,16 +31,16 @@ class Options:
     heads: int = field(default=8, metadata={"help": "attention heads"})
     context: int = field(default=128, metadata={"help": "bytes in a sequence"})
     megabytes: float = field(default=4.0, metadata={"help": "text to train on, at most"})
-    seed: int = field(default=0, metadata={"help": "of the weights, the batches and the sample"})
+    seed: int = field(default=0, metadata={"help": "seed of the weights, the batches and the sample"})
     save_every: int = field(default=100, metadata={"help": "steps between checkpoints"})
     eval_every: int = field(default=50, metadata={"help": "steps between losses on held-out text"})
     sample: int = field(default=300, metadata={"help": "bytes to generate at the end"})
-    temperature: float = field(default=0.7, metadata={"help": "of the sample; 0 takes the likeliest byte"})
+    temperature: float = field(default=0.7, metadata={"help": "temperature of the sample; 0 takes the likeliest byte"})
     resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in --out, on any mesh"})
 
     @staticmethod
     def parse(argv: list[str] | None = None) -> Options:
-        """Read a command line (None: the process's own)."""
+        """Parses a command line (None: the process's own)."""
         parser = argparse.ArgumentParser(
             prog="python -m shardlib.examples.train_gpt", description="Train a GPT over bytes on a mesh."
         )
@@ -55,5 +55,5 @@ class Options:
 
     @property
     def config(self) -> model.Config:
-        """The model that the options describe."""
+        """Returns the model's sizes."""
         return model.Config(self.layers, self.width, self.heads, self.context)

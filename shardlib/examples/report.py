@@ -1,10 +1,10 @@
-"""What a run leaves beside its checkpoints: the losses, their curve, the plan. Files are written aside and renamed."""
+"""Files of a run besides its checkpoints: losses, their curve, the plan. Each is written aside and then renamed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 
@@ -15,29 +15,24 @@ class Losses:
     train: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, list[float] | list[tuple[int, float]]]:
-        """The losses as JSON-able lists."""
-        return {"train": self.train, "validation": self.validation}
-
 
 def write(path: Path, make: Callable[[Path], object]) -> None:
-    """Let `make` write a file beside `path`, then rename it: a reader finds the old file or the new one, whole."""
+    """Replaces `path` by the file that `make` writes. A reader finds the old file or the new one, complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".partial-{path.name}")
-    make(aside)
-    aside.replace(path)
+    partial = path.with_name(f".partial-{path.name}")
+    make(partial)
+    partial.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text`, aside first."""
-    write(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def write_losses(folder: Path, losses: Losses) -> None:
-    """`losses.json` and the curve `loss.png` in `folder`."""
-    from matplotlib.figure import Figure  # takes seconds, which runs that end before have no use for
+    """Writes `losses.json` and the curve `loss.png` to `folder`."""
+    from matplotlib.figure import Figure  # takes seconds to import
 
-    write_text(folder / "losses.json", json.dumps(losses.to_dict(), indent=1) + "\n")
+    write_text(folder / "losses.json", json.dumps(asdict(losses), indent=1) + "\n")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(losses.train) + 1), losses.train, linewidth=0.8, label="training")
@@ -46,4 +41,4 @@ def write_losses(folder: Path, losses: Losses) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend()
-    write(folder / "loss.png", lambda aside: figure.savefig(aside, format="png", dpi=120))
+    write(folder / "loss.png", lambda partial: figure.savefig(partial, format="png", dpi=120))

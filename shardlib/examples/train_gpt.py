@@ -1,8 +1,8 @@
 """Train a GPT over bytes on a mesh: `python -m shardlib.examples.train_gpt`.
 
-In a plain process the devices are virtual; under `torchrun --nproc-per-node 4 -m shardlib.examples.train_gpt --data 2
---tensor 2` they are its ranks, and the losses are the same. Model, optimizer, schedule and loop are plain torch for one
-device; what is said about devices is in `model.py`, in `parallelize` and `jit` below, and in `Checkpoints`.
+In a plain process the devices are virtual. Under `torchrun --nproc-per-node 4 -m shardlib.examples.train_gpt --data 2
+--tensor 2` the devices are ranks, and the losses are the same. Model, optimizer, schedule and loop are plain torch for
+one device. Only `model.py`, and `parallelize`, `jit` and `Checkpoints` below, deal with devices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT = b"def "
 
 
 def train_step(model: nn.Module, opt: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
-    """One step, jitted below: forward, backward, clipping, update; returns the loss."""
+    """Runs one step (forward, backward, clipping, update), jitted below; returns the loss."""
     loss: Tensor = model(tokens, targets)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -38,8 +38,8 @@ def train_step(model: nn.Module, opt: torch.optim.Optimizer, tokens: Tensor, tar
     return loss
 
 
-def optimizer_of(model: nn.Module, options: Options) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW, which lets matrices decay, and the learning rate: warm-up, then a cosine down to a tenth of the peak."""
+def make_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """Returns AdamW with weight decay for matrices, and a schedule: warm-up, then a cosine to a tenth of the peak."""
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
@@ -47,77 +47,77 @@ def optimizer_of(model: nn.Module, options: Options) -> tuple[torch.optim.AdamW,
     ]
     opt = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.99))
 
-    def share(done: int) -> float:
+    def lr_factor(done: int) -> float:
         if done < options.warmup:
             return (done + 1) / options.warmup
-        over = (done + 1 - options.warmup) / max(1, options.steps - options.warmup)
-        return 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, over))) / 2
+        progress = (done + 1 - options.warmup) / max(1, options.steps - options.warmup)
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
-    return opt, torch.optim.lr_scheduler.LambdaLR(opt, share)
+    return opt, torch.optim.lr_scheduler.LambdaLR(opt, lr_factor)
 
 
 class Run:
-    """One training run; on a distributed mesh every rank has one, and rank 0 speaks and writes."""
+    """One training run. On a distributed mesh every rank has a `Run`, and only rank 0 prints and writes."""
 
     def __init__(self, options: Options, mesh: sl.Mesh, corpus: data.Corpus) -> None:
         self.options, self.mesh, self.corpus = options, mesh, corpus
         torch.manual_seed(options.seed)
         self.model = sl.parallelize(GPT(options.config).to(options.device), WEIGHTS, mesh=mesh)
-        self.opt, self.schedule = optimizer_of(self.model, options)
+        self.opt, self.schedule = make_optimizer(self.model, options)
         self.step = sl.jit(train_step)
         self.done, self.losses = 0, report.Losses()
         self.checkpoints = sl.Checkpoints(options.out / "checkpoints")
 
     def say(self, text: str) -> None:
-        """Print once, not once a rank."""
+        """Prints on rank 0."""
         if self.mesh.rank == 0:
             print(text, flush=True)
 
     def begin(self) -> None:
-        """Move a former run in the same folder aside."""
+        """Renames the folder of an earlier run."""
         if self.mesh.rank == 0 and self.checkpoints.steps:
-            aside = next(p for i in range(1, 10_000) if not (p := Path(f"{self.options.out}.{i}")).exists())
-            self.options.out.rename(aside)
-            self.say(f"a former run is now in {aside} (--resume would have gone on with it)")
+            renamed = next(p for i in range(1, 10_000) if not (p := Path(f"{self.options.out}.{i}")).exists())
+            self.options.out.rename(renamed)
+            self.say(f"a former run is now in {renamed} (--resume would have gone on with it)")
 
     def resume(self) -> None:
-        """Go on from the last checkpoint, whatever mesh wrote it."""
+        """Continues from the last checkpoint, which any mesh may have written."""
         try:
             facts = self.checkpoints.load(self.state)["run"]
         except sl.ShardingError as error:
             raise SystemExit(f"cannot resume: {error}") from None
-        if facts["model"] != (asked := asdict(self.options.config)):  # heads and context are no shapes of weights
-            raise SystemExit(f"the checkpoint holds another model: {facts['model']}; asked for {asked}")
+        if facts["model"] != (requested := asdict(self.options.config)):  # no weight's shape shows heads and context
+            raise SystemExit(f"the checkpoint holds another model: {facts['model']}; asked for {requested}")
         self.done, self.losses = len(facts["losses"]["train"]), report.Losses(**facts["losses"])
         self.say(f"resumed from step {self.done}, written on {facts['mesh']}")
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        facts = {"model": asdict(self.options.config), "losses": self.losses.to_dict(), "mesh": str(self.mesh)}
+        """Returns the contents of a checkpoint."""
+        facts = {"model": asdict(self.options.config), "losses": asdict(self.losses), "mesh": str(self.mesh)}
         return {"model": self.model, "opt": self.opt, "schedule": self.schedule, "run": facts}
 
     def save(self) -> None:
-        """Write a checkpoint of this moment, and the losses so far."""
+        """Writes a checkpoint, and the losses so far."""
         self.checkpoints.save(self.done, self.state)
         if self.mesh.rank == 0:
             report.write_losses(self.options.out, self.losses)
 
     def batch(self, part: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens, and what follows each of them."""
+        """Returns inputs and targets of a batch on the device."""
         o = self.options
         tokens, targets = data.batch(part, number, o.batch, o.context, o.seed)
         return tokens.to(o.device), targets.to(o.device)
 
     def plan(self) -> None:
-        """Print the plan of a step in short, and write it in full."""
+        """Prints the summary of a step's plan and writes the whole plan to a file."""
         plan = self.step.plan(self.model, self.opt, *self.batch(self.corpus.train, self.done + 1))
         if self.mesh.rank == 0:
             report.write_text(self.options.out / "plan.txt", f"{plan}\n")
         self.say(f"{plan.summary()}\nthe whole plan is in {self.options.out / 'plan.txt'}\n")
 
     def advance(self) -> float:
-        """One step; returns its loss."""
+        """Runs one step; returns its loss."""
         value = float(self.step(self.model, self.opt, *self.batch(self.corpus.train, self.done + 1)))
         self.schedule.step()
         if not math.isfinite(value):
@@ -127,14 +127,14 @@ class Run:
         return value
 
     def validate(self, batches: int = 4) -> float:
-        """The mean loss on some held-out batches, the same ones each time."""
+        """Returns the mean loss on the first held-out batches."""
         with torch.no_grad():
             each = [float(self.model(*self.batch(self.corpus.validation, i))) for i in range(batches)]
         self.losses.validation.append((self.done, sum(each) / batches))
         return sum(each) / batches
 
     def train(self) -> bool:
-        """Steps until the end, or until Ctrl-C; returns whether the end was reached."""
+        """Trains until the last step or Ctrl-C; returns True if the last step was reached."""
         o = self.options
         bar = tqdm(
             total=o.steps,
@@ -149,7 +149,7 @@ class Run:
                 value = self.advance()
                 if self.done == first + 1:  # the first step of a process includes building the program
                     start = time.perf_counter()
-                stop = interrupt.anywhere(self.mesh)
+                stop = interrupt.is_requested_on_any_rank(self.mesh)
                 if not stop and (self.done % o.eval_every == 0 or self.done == o.steps):
                     held_out = f"{self.validate():.3f}"
                 rate = (self.done - first - 1) * o.batch * o.context / (time.perf_counter() - start)
@@ -162,7 +162,7 @@ class Run:
         return True
 
     def sample(self) -> str:
-        """Text by the trained model, on one device with whole weights. All ranks must call this."""
+        """Generates text on one device with gathered weights. All ranks must call this."""
         o = self.options
         whole = {name: x.full_tensor().cpu() for name, x in self.model.state_dict().items()}
         if self.mesh.rank != 0:
@@ -174,10 +174,10 @@ class Run:
 
 
 def train(options: Options) -> Run:
-    """The whole job; returns the run, for tests."""
+    """Runs the whole job; returns the run, for tests."""
     mesh = sl.Mesh(data=options.data, tensor=options.tensor, rules=RULES, device=options.device)
     text = data.standard_library(int(options.megabytes * 1e6))
-    run = Run(options, mesh, data.Corpus.of(text))
+    run = Run(options, mesh, data.Corpus.from_text(text))
     count = sum(p.numel() for p in run.model.parameters())
     devices = "virtual devices in this process" if mesh.kind == "virtual" else "ranks of torch.distributed"
     run.say(f"{count / 1e6:.1f} million parameters, {len(text) / 1e6:.1f} MB of text, {mesh.size} {devices}\n{mesh}\n")
@@ -200,7 +200,6 @@ def train(options: Options) -> Run:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the command."""
     train(Options.parse(argv))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -28,7 +28,7 @@ from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.result_objects import Carried
 from shardlib.frontend.retarget_device import placed
 from shardlib.frontend.side_effects.mutations import MutationTracker
-from shardlib.tensor.hooks import above
+from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 _current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
@@ -281,4 +281,4 @@ def _carries(x: Any, depth: int = 4) -> bool:
     return any(_carries(y, depth - 1) for y in _inside(x).values())
 
 
-above.redirected = redirected
+tensor_hooks.trace_op = redirected

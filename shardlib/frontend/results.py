@@ -10,7 +10,7 @@ import torch
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import FakeTensor
 from shardlib.frontend.epilogue import ExtraOutputs
-from shardlib.tensor.sharded_tensor import marks
+from shardlib.tensor.sharded_tensor import user_attributes
 
 
 def strides_of(
@@ -32,7 +32,7 @@ def refuse_attributes(named: Iterable[tuple[str, Any, Any]]) -> None:
     wrong = []
     for name, own, x in named:
         if type(x).__module__.partition(".")[0] == "torch" and (own is None or isinstance(own, torch.Tensor)):
-            had, has = {} if own is None else marks(own), marks(x)
+            had, has = {} if own is None else user_attributes(own), user_attributes(x)
             changed = [k for k, y in had.items() if has.get(k, _GONE) is not y]
             changed += [k for k in has if k not in had and not k.startswith("_")]
             wrong += [f"{name}.{k}" for k in changed if k not in _FAKES]

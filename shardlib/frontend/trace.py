@@ -79,8 +79,8 @@ from shardlib.frontend.traced_graph import Traced
 from shardlib.frontend.tracer import called, called_inside, finish, forget, recorded
 from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.primitives.random.keys import one_program
-from shardlib.tensor.sharded_tensor import marks
-from shardlib.tensor.tensor_meta import contiguous
+from shardlib.tensor.sharded_tensor import user_attributes
+from shardlib.tensor.tensor_meta import contiguous_strides
 
 
 def trace(
@@ -206,7 +206,7 @@ def _trace(
             if isinstance(call.arguments[i], torch.Tensor):
                 if isinstance(call.arguments[i], torch.nn.Parameter):
                     setattr(x, IS_PARAMETER, True)
-                x.__dict__.update({k: y for k, y in marks(call.arguments[i]).items() if k not in x.__dict__})
+                x.__dict__.update({k: y for k, y in user_attributes(call.arguments[i]).items() if k not in x.__dict__})
         for i, at in same.items():
             leaves[i] = call.state.tensors[at - len(leaves)] if at >= len(leaves) else leaves[at]
         if numbers is not None:
@@ -369,7 +369,7 @@ def _fake(x: Any, device: torch.device | None, among: Sequence[Any]) -> torch.Te
         device = x.device if x.device.type != "meta" else next(real, torch.device("cpu"))
     requires_grad = bool(getattr(x, "requires_grad", False))
     shape = tuple(x.shape)
-    strides = x.stride() if isinstance(x, torch.Tensor) else contiguous(shape)
+    strides = x.stride() if isinstance(x, torch.Tensor) else contiguous_strides(shape)
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=device, requires_grad=requires_grad)
 
 

@@ -12,7 +12,7 @@ from shardlib.core.context import is_tracing
 from shardlib.core.mode_restore import put_back
 from shardlib.core.torch_private import CHECKPOINT_COMPILES, ENGINE
 from shardlib.sharding.mesh.mesh import current_mesh
-from shardlib.tensor.sharded_tensor import ShardedTensor, refuse_within
+from shardlib.tensor.sharded_tensor import ShardedTensor, refuse_intermediate_result
 
 
 def _engine(_: Any) -> None:
@@ -28,7 +28,7 @@ def _engine(_: Any) -> None:
     def checked(*args: Any, **kwargs: Any) -> Any:
         for x in args[4] if len(args) > 4 and not is_tracing() else ():
             if type(x) is ShardedTensor:
-                refuse_within(x, "the gradient")
+                refuse_intermediate_result(x, "the gradient")
         if is_tracing() or current_mesh() is not None:
             with set_multithreading_enabled(False):
                 return run(*args, **kwargs)

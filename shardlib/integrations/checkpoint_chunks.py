@@ -21,7 +21,7 @@ from shardlib.sharding.chunks import span
 from shardlib.sharding.layout import Dim, Layout
 from shardlib.sharding.mesh.axis import Coords, alike
 from shardlib.tensor import view_aliases
-from shardlib.tensor.host_offload import at_rest
+from shardlib.tensor.host_offload import stored_shards
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
@@ -91,7 +91,7 @@ def chunk_list(x: ShardedTensor) -> list[ChunkStorageMetadata]:
     first = alike(x.mesh.own_coords(), x.sharding.axes)
     own = {i: x._locals[i].clone() for i in dict.fromkeys(first)}  # who holds the same shares what is read
     pieces = tuple(own[i] for i in first)
-    view_aliases.assign(x, pieces, pieces)
+    view_aliases.assign_shards(x, pieces, pieces)
     return [_chunk(box) for box in _held(x)]
 
 
@@ -126,7 +126,7 @@ def _held(x: ShardedTensor) -> dict[Box, torch.Tensor]:
             rule="a checkpoint has complete values",
             remedy="redistribute it first",
         )
-    held = reversed([*zip(x.mesh.own_coords(), at_rest(x), strict=True)])
+    held = reversed([*zip(x.mesh.own_coords(), stored_shards(x), strict=True)])
     return {box: piece for coords, piece in held for box in boxes(x.sharding, coords)}
 
 

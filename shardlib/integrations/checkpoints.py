@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from shardlib.core.torch_private import FILL_STATE_DICT, GATHER_STATE_DICT, STAGED_COPY, STAGED_MEMORY, pytree
-from shardlib.eager.placement_autograd import laid_as
-from shardlib.tensor.host_offload import at_rest
+from shardlib.eager.placement_autograd import place_like
+from shardlib.tensor.host_offload import stored_shards
 from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
 from shardlib.tensor.tensor_meta import Form
 
@@ -46,7 +46,7 @@ def _placing(distribute: Callable[..., None]) -> Callable[..., None]:
         for name, x in before.items():
             now = local.get(name)
             if isinstance(now, torch.Tensor) and not isinstance(now, ShardedTensor):
-                local[name] = laid_as(now, x)
+                local[name] = place_like(now, x)
 
     return placing
 
@@ -60,7 +60,7 @@ def _stager() -> None:
         if not isinstance(x, ShardedTensor):
             copied: torch.Tensor = offload(self, x, memo, *args, **kwargs)
             return copied
-        out = _on_cpu(x, self.deepcopy_with_tensor_offload(at_rest(x), memo, *args, **kwargs))
+        out = _on_cpu(x, self.deepcopy_with_tensor_offload(stored_shards(x), memo, *args, **kwargs))
         memo[id(x)] = out
         return out
 
@@ -78,7 +78,7 @@ def _staging(_: Any) -> None:
         rest = [None if isinstance(x, ShardedTensor) else x for x in leaves]
         made = pytree.tree_leaves(create(pytree.tree_unflatten(rest, tree), *args, **kwargs))
         whole = [
-            _on_cpu(x, tuple(p.cpu() for p in at_rest(x))) if isinstance(x, ShardedTensor) else y
+            _on_cpu(x, tuple(p.cpu() for p in stored_shards(x))) if isinstance(x, ShardedTensor) else y
             for x, y in zip(leaves, made, strict=True)
         ]
         return pytree.tree_unflatten(whole, tree)
@@ -88,7 +88,7 @@ def _staging(_: Any) -> None:
 
 def _on_cpu(x: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor:
     form = x._form
-    there = Form.of(form.layout, form.mesh, form.dtype, torch.device("cpu"), form.names, form.strides, form.offset)
+    there = Form.intern(form.layout, form.mesh, form.dtype, torch.device("cpu"), form.names, form.strides, form.offset)
     return wrap(there, pieces)
 
 

@@ -28,7 +28,7 @@ def _checked(check: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
         tensors = param if isinstance(param, list | tuple) else (param,)
         found = [f"{param_name} is {typeof(x)}" for x in tensors if isinstance(x, ShardedTensor)]
         if found:
-            unsupported.collective(f"torch.distributed.{sys._getframe(1).f_code.co_name}", found)
+            unsupported.refuse_collective(f"torch.distributed.{sys._getframe(1).f_code.co_name}", found)
         refuse_while_tracing(param_name)
         check(param, param_name)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlib.core.batched_grad import one_by_one
 from shardlib.core.torch_private import is_wrapped, pytree
-from shardlib.eager.placement_autograd import whole
+from shardlib.eager.placement_autograd import gather_full
 from shardlib.sharding.mesh.mesh import current_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
@@ -102,7 +102,7 @@ class Differentiable:
         if not self.pulls:
             return out
         leaves = [x for x in pytree.tree_leaves(args[0]) if _differentiable(x)]
-        return [g if isinstance(x, ShardedTensor) else whole(g) for x, g in zip(leaves, out, strict=True)]
+        return [g if isinstance(x, ShardedTensor) else gather_full(g) for x, g in zip(leaves, out, strict=True)]
 
 
 class _Shape:

@@ -24,15 +24,15 @@ from shardlib.compiler.schedule_options import MOMENTS
 from shardlib.core.bounded_cache import Bounded
 from shardlib.core.context import is_tracing, paused_gc, unseen
 from shardlib.core.torch_private import HAS_STEPPED, LAST_RATES, WARNS_OF_ORDER, has_step_hooks, init_group
-from shardlib.eager.placement_autograd import laid_as
+from shardlib.eager.placement_autograd import place_like
 from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.side_effects.mutable_places import Item
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.grad_scaler_state import NoScaleError, awaited, begin
 from shardlib.jit.shard import shard
 from shardlib.sharding.spec import parse
-from shardlib.tensor.host_offload import sent
-from shardlib.tensor.local_shards import is_number
+from shardlib.tensor.host_offload import move_to_host
+from shardlib.tensor.local_shards import is_cpu_scalar
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.tensor_meta import Form
 
@@ -64,7 +64,7 @@ def placed(p: Any, x: Any) -> Any:
         return x
     if (at := moments_form(p)) is None:
         is_where_it_is = isinstance(x, ShardedTensor) or not p.dim() or is_tracing()  # a result lives as the parameter
-        return x if is_where_it_is else laid_as(x, p)
+        return x if is_where_it_is else place_like(x, p)
     if isinstance(x, ShardedTensor) and x.sharding == at.layout:
         return x
     with p.mesh:
@@ -82,7 +82,7 @@ def moments_form(p: Any) -> Form | None:
     form = _forms.get((own, at))
     if form is None:
         resolved = parse(at).resolve(own.shape, own.mesh)
-        form = Form.of(resolved.layout, own.mesh, own.dtype, own.device, resolved.names, own.strides, own.offset)
+        form = Form.intern(resolved.layout, own.mesh, own.dtype, own.device, resolved.names, own.strides, own.offset)
         _forms[own, at] = form
     return form
 
@@ -160,7 +160,7 @@ def _begun(
         made = [x for p in now if away for x in optimizer.state.get(p, {}).values()]
         for x in made:
             if isinstance(x, ShardedTensor) and x.dim():
-                sent(x)
+                move_to_host(x)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
 
 
@@ -197,7 +197,7 @@ def _settle(optimizer: torch.optim.Optimizer) -> None:
     for p in parameters(optimizer):
         kept = optimizer.state.get(p, {}) if p.device.type != "cpu" else {}
         for k, x in kept.items():
-            if isinstance(x, Tensor) and is_number(x):
+            if isinstance(x, Tensor) and is_cpu_scalar(x):
                 kept[k] = x.to(p.device)
 
 

@@ -12,14 +12,14 @@ from shardlib.core.numpy_bridge import tensor_of
 from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.strided_only import refuse_others
 from shardlib.core.torch_private import is_wrapped
-from shardlib.eager.placement_autograd import placed
+from shardlib.eager.placement_autograd import place_tracked
 from shardlib.ops.constraint import constrain
 from shardlib.primitives.body import current_body
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh, mesh_here
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.sharding.typos import warn_of_slip
-from shardlib.tensor.rank_checks import from_rank, same
+from shardlib.tensor.rank_checks import broadcast_from_rank, require_equal_values
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
@@ -113,9 +113,9 @@ def shard(
     warn_of_slip("shard(x)", resolved.said, mesh)
     found: Sequence[int] = ()
     if src is not None:
-        x = from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
+        x = broadcast_from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
     else:
-        found = same(mesh, f"shard(x, {str(spec)!r})", [("x", x)], [resolved.layout])
+        found = require_equal_values(mesh, f"shard(x, {str(spec)!r})", [("x", x)], [resolved.layout])
     return _placed(x, resolved, mesh, found, donate)
 
 
@@ -158,7 +158,7 @@ def shard_known(name: str, x: torch.Tensor, resolved: Fixed, mesh: Mesh, digest:
 def _placed(
     x: torch.Tensor, resolved: Fixed, mesh: Mesh, digests: Sequence[int], donate: bool = False
 ) -> ShardedTensor:
-    out = placed(x, resolved, mesh, donate)
+    out = place_tracked(x, resolved, mesh, donate)
     for digest in digests:
         out._origin = digest + 1
     return out

@@ -1,7 +1,7 @@
-"""Runs a module's forward on copies of its arguments (resharded, or cast), so that its writes still reach the caller.
+"""Runs a module's forward on resharded or cast copies of its arguments, and writes changes back to the originals.
 
-Containers are not copied: while the forward runs, the caller's own lists, dicts and objects hold the copies. So an item
-that the forward appends stays there. A write to a copy is repeated on its original afterwards.
+Containers are not copied. While the forward runs, the caller's own lists, dicts and objects hold the copies, so an item
+that the forward appends stays there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardlib.core.torch_private import MODULE_DICTS, innermost, is_wrapped, mem
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.attributes import attributes
 from shardlib.frontend.side_effects.graph_writes import last_node, node_of, owner_of, values_read_since, written_since
-from shardlib.tensor.sharded_tensor import ShardedTensor, marks
+from shardlib.tensor.sharded_tensor import ShardedTensor, user_attributes
 
 
 @contextmanager
 def counting_writes() -> Iterator[None]:
-    """While on, new tensors count the writes to them; those of inference mode do not."""
+    """Creates tensors that count writes, which tensors of inference mode do not."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -57,7 +57,7 @@ def run_on_copies(
     if not copies:
         args, kwargs = call
         return run(*args, **kwargs)
-    start, held = last_node(), list(_held(module))
+    start, held = last_node(), list(_attribute_tensors(module))
     entry = _Exchange({id(c.original): c.copy for c in copies})
     returns = False
     try:
@@ -77,12 +77,12 @@ def run_on_copies(
                     c.write_back()
     entry.refuse_changes(name)
     if written:
-        beside = [x for _, x in tensors.values()]
-        now_held = {id(x) for x in _held(module)}
+        arguments = [x for _, x in tensors.values()]
+        now_held = {id(x) for x in _attribute_tensors(module)}
         others = () if is_tracing() else (*held, *(x for x in reachable() if id(x) not in now_held))
         kept = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and id(x) not in tensors]
-        _refuse_aliases(name, written, beside, others, kept, values_read_since(start))
-    _refuse_changes_of_form(name, written, copies)
+        _refuse_aliases(name, written, arguments, others, kept, values_read_since(start))
+    _refuse_metadata_changes(name, written, copies)
     for c in copies:
         c.return_attributes()
     for c in written:
@@ -90,7 +90,7 @@ def run_on_copies(
     return restore(out)
 
 
-def _held(module: nn.Module) -> Iterator[Tensor]:
+def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yields the tensors among the attributes of a module and of the modules in it, and in containers there."""
     for inner in module.modules():
         values = {key: value for key, value in vars(inner).items() if key not in MODULE_DICTS}
@@ -106,7 +106,7 @@ class _Copy:
     copy: Tensor
 
     def __post_init__(self) -> None:
-        self.attributes = marks(self.original)
+        self.attributes = user_attributes(self.original)
         self.copy.__dict__.update(self.attributes)
         self.before = _state(self.original), _state(self.copy)
         self.node = node_of(self.copy)
@@ -123,9 +123,9 @@ class _Copy:
         return _state(self.copy)[1:] != self.before[1][1:]
 
     def is_written(self, written_nodes: Collection[Any]) -> bool:
-        """True if somebody wrote to the copy, also by its `data`, of which torch counts no writes.
+        """True if the forward wrote to the copy, also through its `data`, whose writes torch does not count.
 
-        `written_nodes` are the values that the running trace saw being written to.
+        `written_nodes` are the values that the running trace wrote to.
         """
         new = self.copy
         if _state(new) != self.before[1]:
@@ -137,33 +137,31 @@ class _Copy:
         return not torch.equal(as_bytes(new), as_bytes(self.original.detach().to(new.dtype)))
 
     def is_stale(self) -> bool:
-        """True if somebody wrote to the original, by another name, while the forward read the copy."""
+        """True if the original was written to by another name while the forward read the copy."""
         return _state(self.original) != self.before[0]
 
     def return_attributes(self) -> None:
-        """Gives the original the attributes that its copy got."""
-        for key, value in marks(self.copy).items():
+        for key, value in user_attributes(self.copy).items():
             if value is not self.attributes.get(key, self):
                 setattr(self.original, key, value)
 
     def write_back(self) -> None:
-        """Gives the original the values of its copy."""
         new = self.copy
         if isinstance(new, ShardedTensor) and not isinstance(self.original, ShardedTensor):
             new = new.full_tensor()
-        if new.dtype != self.original.dtype and not new.requires_grad:  # elements that nobody wrote keep all digits
+        if new.dtype != self.original.dtype and not new.requires_grad:  # unchanged elements keep all digits
             before = self.original.to(new.dtype)
             new = torch.where((new == before) | (new.isnan() & before.isnan()), self.original, new)
         self.original.copy_(new)
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:
-    """The number of writes to a tensor so far, and its shape."""
+    """Returns the number of writes to a tensor so far, its shape and its strides."""
     return None if x.is_inference() else version_of(x), x.shape, x.stride()
 
 
 class _Exchange:
-    """Replaces tensors in containers, in place; only immutable ones are made again."""
+    """Replaces tensors in containers, in place; immutable containers are rebuilt."""
 
     def __init__(self, new: Mapping[int, Any]) -> None:
         self.new = dict(new)
@@ -202,7 +200,7 @@ class _Exchange:
                 object.__setattr__(x, name, new)
 
     def refuse_changes(self, name: str) -> None:
-        """Refuse changes of an object that was made again, which its original does not show."""
+        """Refuses changes of a rebuilt container, which the original would not show."""
         wrong = [
             f"a {type(old).__name__} has other items now"
             for old, new, children in self.rebuilt
@@ -217,8 +215,8 @@ class _Exchange:
             )
 
 
-def _refuse_changes_of_form(name: str, written: Sequence[_Copy], copies: Sequence[_Copy]) -> None:
-    """Refuse changes of an argument that are no change of its values, and writes by another name."""
+def _refuse_metadata_changes(name: str, written: Sequence[_Copy], copies: Sequence[_Copy]) -> None:
+    """Refuses changes of an argument besides its values, and writes by another name."""
     changed = [f"{c} has the shape {list(c.copy.shape)} now" for c in written if c.has_new_shape()]
     changed += [f"{c} requires gradients now" for c in copies if c.begins_to_require_grad()]
     if changed:
@@ -229,35 +227,35 @@ def _refuse_changes_of_form(name: str, written: Sequence[_Copy], copies: Sequenc
             remedy="make a new tensor with a name of its own: y = x.t(), y = x.detach().requires_grad_()",
         )
     if stale := [f"{c} is written to by another name" for c in copies if c.is_stale()]:
-        raise _shared(name, stale)
+        raise _shared_memory_error(name, stale)
 
 
 def _refuse_aliases(
     name: str,
     written: Sequence[_Copy],
-    beside: Sequence[Tensor],
+    arguments: Sequence[Tensor],
     others: Sequence[Tensor],
     kept: Sequence[Tensor],
     read: Collection[Any],
 ) -> None:
-    """Refuse writes that another name of the memory would show.
+    """Refuses writes that another name of the memory would show.
 
-    `beside` are all arguments, `others` what the code reaches by other names, `kept` what it put into the caller's
-    containers, and `read` the values that the running trace read meanwhile.
+    `others` are tensors that the code reaches by other names, `kept` those that it put into the caller's containers,
+    and `read` the values that the running trace read meanwhile.
     """
     wrong = []
     for c in written:
-        if any(x is not c.original and _overlap(c.original, x) for x in beside):
+        if any(x is not c.original and _overlap(c.original, x) for x in arguments):
             wrong.append(f"{c} is written to, and shares memory with another argument")
         elif owner_of(c.original) in read or any(_overlap(c.original, x) for x in others):
             wrong.append(f"{c} is written to, and the module reaches it by another name")
         elif any(_overlap(c.copy, x) for x in kept):
             wrong.append(f"{c} is written to, and a container keeps a view of it")
     if wrong:
-        raise _shared(name, wrong)
+        raise _shared_memory_error(name, wrong)
 
 
-def _shared(name: str, wrong: Sequence[str]) -> ShardingError:
+def _shared_memory_error(name: str, wrong: Sequence[str]) -> ShardingError:
     return ShardingError(
         f"{name} writes to memory that one of its arguments shares",
         wrong,
@@ -267,7 +265,6 @@ def _shared(name: str, wrong: Sequence[str]) -> ShardingError:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors may show one element."""
     if isinstance(a, ShardedTensor) or isinstance(b, ShardedTensor):
         memory = a.__dict__.get("_memory")
         return memory is not None and memory is b.__dict__.get("_memory")
@@ -279,7 +276,6 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> tuple[int, int]:
-    """The range of bytes of its storage that a tensor shows."""
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset())
     return start * x.element_size(), (start + reach + 1) * x.element_size()

@@ -1,4 +1,4 @@
-"""The values of a checkpoint that are no tensors of their own: written as bytes that `torch.load` reads back.
+"""Writes the values of a checkpoint, except its tensors, as bytes that `torch.load` reads back.
 
 Files are read by `weights_only=True`, so they hold data and no code. Numpy's numbers and arrays are data, too.
 """
@@ -20,13 +20,13 @@ import torch
 from shardlib.core.errors import ShardingError
 
 
-def written(values: Mapping[str, Any]) -> bytes:
-    """Returns the entries of a checkpoint as its file has them.
+def encode_values(values: Mapping[str, Any]) -> bytes:
+    """Returns the entries of a checkpoint as the bytes of a file.
 
-    Raises `ShardingError` that names each value, by the keys that lead to it, that could not be read back.
+    Raises `ShardingError` that names each value that could not be read back, by the keys that lead to it.
 
     Example:
-        >>> written({"run": {"best": 0.5, "folder": Path("runs")}})
+        >>> encode_values({"run": {"best": 0.5, "folder": Path("runs")}})
         Traceback (most recent call last):
         shardlib.ShardingError: a checkpoint cannot hold some of its values:
           * run.folder is a PosixPath: PosixPath('runs')
@@ -34,7 +34,7 @@ def written(values: Mapping[str, Any]) -> bytes:
         Remedy: save float(x), str(path), date.isoformat(), member.value, dataclasses.asdict(x), tuple(x), ...
     """
     try:
-        return _checked(values)
+        return _encode(values)
     except _UNSAVABLE as error:
         wrong = [fault for name, x in values.items() for fault in _faults(name, x, frozenset())]
         raise ShardingError(
@@ -47,14 +47,15 @@ def written(values: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Returns the entries that `written` wrote to this file."""
+def read_values(path: Path) -> dict[str, Any]:
+    """Returns the entries in a file of `encode_values`."""
     with _with_numpy():
         values: dict[str, Any] = torch.load(path)
     return values
 
 
-def _checked(values: Any) -> bytes:
+def _encode(values: Any) -> bytes:
+    """Returns the bytes of a file; raises one of `_UNSAVABLE` if they could not be read back."""
     out = io.BytesIO()
     torch.save(values, out)
     with _with_numpy():
@@ -62,14 +63,14 @@ def _checked(values: Any) -> bytes:
     return out.getvalue()
 
 
-# What torch.save raises of objects that it cannot write, and torch.load of types that it does not know.
+# Errors of torch.save for objects that it cannot write, and of torch.load for unknown types.
 _UNSAVABLE = (PickleError, TypeError, AttributeError, ValueError, RuntimeError)
 
 
 def _faults(path: str, x: Any, around: frozenset[int]) -> Iterator[str]:
-    """Yields the innermost values that cannot be written, each with the keys that lead to it."""
+    """Yields the innermost values that cannot be written, with their keys; `around` are ids of outer values."""
     try:
-        _checked(x)
+        _encode(x)
         return
     except _UNSAVABLE:
         inner: list[tuple[str, Any]] = []
@@ -82,7 +83,7 @@ def _faults(path: str, x: Any, around: frozenset[int]) -> Iterator[str]:
 
 
 def _with_numpy() -> AbstractContextManager[Any]:
-    """Returns a context in which `torch.load` knows numpy's numbers and arrays."""
+    """Returns a context in which `torch.load` accepts numpy's numbers and arrays."""
     return torch.serialization.safe_globals(_numpy_types())
 
 
@@ -91,4 +92,4 @@ def _numpy_types() -> list[Any]:
     makers: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0]]
     named = [(make, f"numpy.{core}.multiarray.{make.__name__}") for make in makers for core in ("core", "_core")]
     dtypes = [x for x in vars(np.dtypes).values() if isinstance(x, type) and issubclass(x, np.dtype)]
-    return [*named, np.ndarray, np.dtype, *dtypes, bytes]  # no bytes at all are a call of their type, in a file
+    return [*named, np.ndarray, np.dtype, *dtypes, bytes]  # a file stores empty bytes as a call of `bytes`

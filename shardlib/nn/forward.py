@@ -1,4 +1,4 @@
-"""A module's forward as one program, which says itself how its batch is cut."""
+"""Runs a module's forward as one program that shards the batch."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _IGNORE = "ignore::shardlib.EagerWarning"
 
 @public
 class EagerWarning(UserWarning):
-    """A module's forward is no program: its ops run one by one."""
+    """Warns that a module's forward is no program: its ops run one by one."""
 
 
 class Forward:
     """The `forward` of a module on the mesh of its parameters.
 
-    It runs the forward that the module's class has now, or `own`, a function that the module had in its place. `batch`
-    is the sharding of arguments of which none is placed, `policy` the precision, `keeping` the options of memory and
-    schedule.
+    It runs the forward of the module's class, which may change, or `own`, a function that replaced it on the module.
+    `batch` is the sharding of arguments if none is placed, `policy` the precision, and `keeping` holds the options of
+    memory and schedule.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Forward:
         bound = self._function()[1]
         vars(self).update(getattr(bound, "__dict__", {}))
         vars(self).update({k: getattr(bound, k) for k in functools.WRAPPER_ASSIGNMENTS if hasattr(bound, k)})
-        vars(self)["__wrapped__"] = own  # in the key of a call that reads the module, as its class is
+        vars(self)["__wrapped__"] = own  # part of the key of a call that reads the module
         self.module, self.own = module, own
         self.mesh, self.batch, self.policy, self.keeping = mesh, batch, policy, keeping
         self._versions: Bounded[int, _Version] = Bounded(VERSIONS)
@@ -69,12 +69,11 @@ class Forward:
     def __reduce__(self) -> Any:  # a copy has programs of its own
         return Forward, (self.module, self.own, self.mesh, self.batch, self.policy, self.keeping)
 
-    def of(self, module: nn.Module) -> Forward:
-        """Returns the same forward for a copy of the module."""
+    def copy_for(self, module: nn.Module) -> Forward:
         return Forward(module, self.own, self.mesh, self.batch, self.policy, self.keeping)
 
     def _function(self) -> tuple[Any, Any]:
-        """The function that is the forward now, as its class has it, and bound to the module."""
+        """Returns the current forward function of the class, and the function bound to the module."""
         if self.own is not None:
             return self.own, self.own
         kind = type(self.module)
@@ -84,18 +83,17 @@ class Forward:
 
     @property
     def version(self) -> _Version:
-        """The forward that runs now, with its programs: another one if the module's class got another function."""
+        """The current forward with its programs; a new version if the class got another function."""
         function, bound = self._function()
         version = self._versions.get(id(function))
         if version is None or version.function is not function:
-            run = bound if self.policy is None else self.policy.around(self.module, bound)
+            run = bound if self.policy is None else self.policy.wrap_forward(self.module, bound)
             program = _Program(run, self.batch.specs, None, frozenset(), frozenset(), (), self.keeping)
             version = self._versions[id(function)] = _Version(function, bound, run, program, set(), {})
         return version
 
     @property
     def fn(self) -> Callable[..., Any]:
-        """The module's own forward."""
         return self.version.fn
 
     @property
@@ -116,25 +114,25 @@ class Forward:
             return self._on_copies(args, kwargs)
         if may_be_recorded() or self.version.eager:
             refuse_recorders(self.fn.__qualname__, pytree.tree_leaves((args, kwargs)))
-        with self._where():
+        with self._enter_mesh():
             version = self.version
             if version.eager and self._mode in version.eager:
                 return self._on_copies(args, kwargs)
             try:
                 return version.program(*args, **kwargs)
             except NoProgramError as error:
-                what = error.what.replace("the traced function", self.fn.__name__)
+                message = error.what.replace("the traced function", self.fn.__name__)
                 if self.keeping.memory is not None and torch.is_grad_enabled():
                     raise ShardingError(
-                        f"{what}, and {self.keeping.said} is said of it",
+                        f"{message}, and {self.keeping.said} is said of it",
                         error.offenders,
                         rule="a program keeps to a budget; ops that run one by one take what they take",
                         remedy="write that line so that it is traced, or say no memory",
                     ) from error
                 version.eager.add(self._mode)
-                version.type_spaces.update(self._read(args, kwargs).type_spaces)
+                version.type_spaces.update(self._read_state(args, kwargs).type_spaces)
                 warnings.warn_explicit(
-                    f"{what}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
+                    f"{message}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
                     + (f", in which {self.keeping.said} says nothing" if self.keeping.said else "")
                     + f"\nRule: {error.rule}\nRemedy: {error.remedy}; or leave it: the values are right, and only "
@@ -146,18 +144,18 @@ class Forward:
 
     @property
     def retraces(self) -> list[str]:
-        """Why its program was compiled again, each time."""
-        found: list[str] = self.program.retraces
-        return found
+        """The reasons why its program was compiled again."""
+        reasons: list[str] = self.program.retraces
+        return reasons
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
-        """The plan of forward and backward for these arguments; nothing runs."""
-        with self._where():
-            found: Plan = self.program.plan(*args, **kwargs)
-            return found
+        """Returns the plan of forward and backward for these arguments; nothing runs."""
+        with self._enter_mesh():
+            plan: Plan = self.program.plan(*args, **kwargs)
+            return plan
 
-    def _where(self) -> AbstractContextManager[Any]:
-        """The current mesh, if there is one, or none on purpose; otherwise the module's."""
+    def _enter_mesh(self) -> AbstractContextManager[Any]:
+        """Enters the module's mesh, unless there is a current mesh or `no_mesh`."""
         now = current_mesh()
         if now is not None and now.axes != self.mesh.axes:
             raise ShardingError(
@@ -167,16 +165,15 @@ class Forward:
             )
         return nullcontext() if now is not None or is_without_mesh() else self.mesh
 
-    def _read(self, args: Any, kwargs: Any) -> State:
-        """Returns what the code of a call reaches beside its arguments."""
+    def _read_state(self, args: Any, kwargs: Any) -> State:
+        """Returns the state that the code of a call reaches besides its arguments."""
         state = State()
         self.program.read_call(self.mesh, self.program.programs, state, args, kwargs)
         return state
 
     @property
     def _mode(self) -> Any:
-        """What a module does in training it may not do in evaluation; what hooks do, not without them; what a backward
-        pass does, not under `no_grad`."""
+        """Training, hooks and `no_grad`: whether forward can be one program may depend on these."""
         return (
             torch.is_grad_enabled(),
             self.module.training,
@@ -184,10 +181,10 @@ class Forward:
         )
 
     def _on_copies(self, args: Any, kwargs: Any) -> Any:
-        """Inside another traced function, and op by op, the batch is no argument of a program: copies of it are cut.
+        """Runs the forward inside another trace, or op by op, on sharded copies of the batch.
 
-        A copy has the attributes of what it stands for, which gets what is written to it; one tensor stays one. What
-        the module holds itself, parameters, and, outside a trace, what requires a gradient, are taken as they are.
+        Writes to a copy reach the original. Parameters, buffers and, outside a trace, tensors that require a gradient
+        are not copied.
         """
         call = opened((args, kwargs))
         leaves = pytree.tree_leaves(call)
@@ -204,40 +201,44 @@ class Forward:
 
         version, name = self.version, getattr(self, "__name__", "forward")
         with nullcontext() if is_tracing() else plain_types(version.type_spaces):
-            return run_on_copies(name, self.module, version.run, call, placed, lambda: self._read(args, kwargs).tensors)
+            return run_on_copies(
+                name, self.module, version.run, call, placed, lambda: self._read_state(args, kwargs).tensors
+            )
 
 
 @dataclass(frozen=True)
 class _Version:
-    """One function that is, or was, a module's forward: bound, in its precision, and as a program."""
+    """A function that is, or was, a module's forward: bound (`fn`), in its precision (`run`), and as a program."""
 
     function: Any
     fn: Callable[..., Any]
     run: Callable[..., Any]
     program: _Program
-    eager: set[Any]  # modes of the module in which no program can be made
-    type_spaces: dict[int, dict[str, Any]]  # globals of its code that may ask for `type(x)` then
+    eager: set[Any]  # modes in which its ops run one by one
+    type_spaces: dict[int, dict[str, Any]]  # globals of code that may call `type(x)` in these modes
 
 
-VERSIONS = 8  # functions that were a module's forward, and keep their programs
+VERSIONS = 8  # functions of a module's forward that keep their programs
 
 
 class _Program(Jitted):
-    goes_back = True  # op by op, results have a history of their own
+    goes_back = True  # results have a history
 
 
 @dataclass(frozen=True)
 class Batch:
-    """How the arguments of a call are cut: tensors that have as many rows as the first one over the axes `rows` (each
-    with its size), and over `columns` those that have as many columns as the first with more dims, too."""
+    """Shards the arguments of a call: over the axes `rows` tensors with as many rows as the first one.
+
+    Of these, tensors with as many columns as the first one with columns are also sharded over the axes `columns`.
+    """
 
     rows: Mapping[str, int]
     columns: Mapping[str, int]
 
     def specs(self, leaves: Sequence[Any]) -> list[str | None]:
-        """For each argument, how it is cut, if it is; none where one of them is placed already.
+        """Returns a spec, or None, for each argument; None for all if one of them is placed already.
 
-        A dim of which some devices would get nothing stays whole.
+        A dim with fewer rows than devices stays whole.
 
         Example:
             >>> import torch
@@ -267,12 +268,12 @@ _set_state = SET_MODULE_STATE.value
 
 
 @functools.wraps(_set_state)
-def _state_set(self: nn.Module, state: dict[str, Any]) -> None:
-    """Fill a copy of a module: its forward reads the copy, not the original."""
+def _set_copy_state(self: nn.Module, state: dict[str, Any]) -> None:
+    """Sets the state of a copied module, whose forward then runs on the copy."""
     _set_state(self, state)
     forward = vars(self).get("forward")
     if isinstance(forward, Forward) and forward.module is not self:
-        vars(self)["forward"] = forward.of(self)
+        vars(self)["forward"] = forward.copy_for(self)
 
 
-SET_MODULE_STATE.value = _state_set
+SET_MODULE_STATE.value = _set_copy_state

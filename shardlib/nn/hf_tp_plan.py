@@ -1,7 +1,7 @@
-"""What a model of transformers says itself of tensor parallelism, as specs.
+"""Turns the `tp_plan` of a transformers model into specs.
 
-Its table (`tp_plan`) names modules, or parameters, with `*` for a number, and a style for each. Styles that say how a
-weight is cut become specs; what else they say is communication, which follows from the specs.
+The plan maps names of modules or parameters, with `*` for numbers, to styles. Styles that shard a weight become specs.
+Other styles describe communication, which follows from the specs.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
-from shardlib.nn.head_factors import factored
+from shardlib.nn.head_factors import shard_factors
 from shardlib.nn.spec_table import numberless
 from shardlib.sharding.grammar import SpecDim
 from shardlib.sharding.spec import Spec, parse
 
-Word = Callable[[str], str]  # of what is cut: `out` is `out@tensor`, or what is said of its factors
+DimText = Callable[[str], str]  # from the name of a sharded dim to its spec: `out` to `out@tensor`, or to its factors
 
-CUTS: dict[str, Callable[[int, Word], str]] = {
+CUTS: dict[str, Callable[[int, DimText], str]] = {
     "colwise": lambda rank, at: _at(rank, max(rank - 2, 0), at("out")),
     "rowwise": lambda rank, at: _at(rank, rank - 1 if rank > 1 else None, at("in")),
     "packed_colwise": lambda rank, at: _at(rank, max(rank - 2, 0), f"(two=2 {at('out')})" if rank > 1 else at("out")),
@@ -26,8 +26,8 @@ CUTS: dict[str, Callable[[int, Word], str]] = {
     "embedding_rowwise": lambda rank, at: _at(rank, 0, at("vocab")),
     "embedding_colwise": lambda rank, at: _at(rank, rank - 1, at("embed")),
 }
-HEAD = ("head_dim", "head_size")  # what a module calls the size of a head, whose projections are its children,
-HEADS = ("num_heads", "num_attention_heads", "n_heads")  # and their number, where each projection has heads of its size
+HEAD = ("head_dim", "head_size")  # attributes for the size of a head; the projections are the module's children
+HEADS = ("num_heads", "num_attention_heads", "n_heads")  # attributes for the number of heads
 SAME = {
     "colwise_gather_output": "colwise", "colwise_rep": "colwise",
     "rowwise_split_input": "rowwise", "rowwise_rep": "rowwise",
@@ -35,28 +35,28 @@ SAME = {
 
 
 def table_of(module: nn.Module) -> dict[str, str]:
-    """The style of every module, or parameter, of which the module or a part of it says one; `*` is a number."""
-    found: dict[str, str] = {}
+    """Returns the styles in the plans of a module and its submodules, by name, with `*` for numbers."""
+    styles: dict[str, str] = {}
     roots: list[str] = []
     for name, part in module.named_modules():
-        own = hasattr(type(part), "tp_plan") or "tp_plan" in vars(part)  # not that of a part which it asks (adapters)
+        own = hasattr(type(part), "tp_plan") or "tp_plan" in vars(part)  # not the plan of an inner model (adapters)
         plan = part.tp_plan if own else None
         if isinstance(plan, Mapping) and plan and not any(name.startswith(root) for root in roots):
             roots.append(f"{name}." if name else "")
-            found |= {f"{roots[-1]}{key}": style for key, style in plan.items()}
-    return found
+            styles |= {f"{roots[-1]}{key}": style for key, style in plan.items()}
+    return styles
 
 
 def heads_of(module: nn.Module, table: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """The factors of what a module of the table makes, or takes, where that is heads, as the module around it says.
+    """Returns the factors of the sharded dim of each attention projection in the table, by name.
 
-    Queries stand by the head of keys and values that they read, so these are the first factor. Where heads have no one
-    size (multi-head latent attention: DeepSeek-AI 2024, arXiv:2405.04434), each projection makes all of them, or takes.
+    Query heads are grouped by the key and value head that they read, so that head is the first factor. If heads have no
+    common size (multi-head latent attention: DeepSeek-AI 2024, arXiv:2405.04434), each projection has all heads.
     """
     styles = {numberless(key): SAME.get(style, style) for key, style in table.items()}
-    found: dict[str, tuple[int, ...]] = {}
+    by_name: dict[str, tuple[int, ...]] = {}
     for name, part in module.named_modules():
-        size, count = _said(part, HEAD), _said(part, HEADS)
+        size, count = _first_number(part, HEAD), _first_number(part, HEADS)
         widths = {}
         for key, x in part.named_children():
             at, weight = f"{name}.{key}" if name else key, getattr(x, "weight", None)
@@ -65,7 +65,7 @@ def heads_of(module: nn.Module, table: Mapping[str, str]) -> dict[str, tuple[int
                 widths[at] = weight.shape[0 if style == "colwise" else 1]
         if size is not None:
             heads = {key: width // size for key, width in widths.items() if width % size == 0}
-        elif count is not None and _said(part, ("num_key_value_heads",)) in (None, count):
+        elif count is not None and _first_number(part, ("num_key_value_heads",)) in (None, count):
             heads = {key: count for key, width in widths.items() if width % count == 0}
         else:
             continue
@@ -73,12 +73,11 @@ def heads_of(module: nn.Module, table: Mapping[str, str]) -> dict[str, tuple[int
         for key, n in heads.items():
             own = widths[key] // n
             factors = (few, n // few, own) if n % few == 0 else (n, own)
-            found[key] = tuple(k for k in factors if k > 1)
-    return found
+            by_name[key] = tuple(k for k in factors if k > 1)
+    return by_name
 
 
-def _said(part: nn.Module, names: Sequence[str]) -> int | None:
-    """The number that a module has under one of these names."""
+def _first_number(part: nn.Module, names: Sequence[str]) -> int | None:
     return next((n for n in (getattr(part, key, None) for key in names) if isinstance(n, int) and n > 0), None)
 
 
@@ -89,12 +88,12 @@ def specs_of(
     ways: int = 1,
     heads: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[str, Spec]:
-    """The spec of every parameter of which the table says how it is cut; `tensors` are by all of their names.
+    """Returns the spec of every parameter that the table shards; `tensors` are by all of their names.
 
-    The axis has so many `ways`, and `heads` are what `heads_of` finds.
+    `ways` is the size of the axis, and `heads` the result of `heads_of`.
 
-    A module of the table may have become one around it, with adapters beside its weight (LoRA: Hu et al. 2021,
-    arXiv:2106.09685): they are cut where they are as large as the weight.
+    A module of the table may be wrapped by one with adapters (LoRA: Hu et al. 2021, arXiv:2106.09685). Dims of adapters
+    are sharded if they are as large as the weight's.
 
     Example:
         >>> import torch
@@ -104,37 +103,35 @@ def specs_of(
         {'0.up.base.weight': 'out@tensor _', '0.up.lora_A.weight': '_ _', '0.up.lora_B.weight': 'out@tensor _'}
     """
     by_pattern = {numberless(key): style for key, style in table.items()}
-    largest: dict[str, Tensor] = {}  # by the name of what the table calls by a pattern
+    largest: dict[str, Tensor] = {}  # the weight of each module in the table
     owners: dict[str, str] = {}
     for name, x in tensors.items():
         at = next((at for at in _prefixes(name) if numberless(at) in by_pattern), None)
         if at is not None and x.dim():
             owners[name] = at
             largest[at] = max(x, largest.get(at, x), key=lambda y: (y.numel(), y.dim()))
-    found = {}
+    specs = {}
     for name, at in owners.items():
         style, x = by_pattern[numberless(at)], tensors[name]
         cut = CUTS.get(SAME.get(style, style))
         if cut is not None:
             factors = heads.get(at, ())
 
-            def word(what: str, factors: tuple[int, ...] = factors) -> str:
-                return factored(factors, 0, what, axis, ways) if factors else f"{what}@{axis}"
+            def dim_text(dim: str, factors: tuple[int, ...] = factors) -> str:
+                return shard_factors(factors, 0, dim, axis, ways) if factors else f"{dim}@{axis}"
 
-            weight, spec = largest[at], parse(cut(x.dim(), word))
-            alike = {*_cut_sizes(x, spec)} <= {*_cut_sizes(weight, parse(cut(weight.dim(), word)))}
-            found[name] = spec if alike else parse(_at(x.dim(), None, ""))
-    return found
+            weight, spec = largest[at], parse(cut(x.dim(), dim_text))
+            fits = {*_sharded_sizes(x, spec)} <= {*_sharded_sizes(weight, parse(cut(weight.dim(), dim_text)))}
+            specs[name] = spec if fits else parse(_at(x.dim(), None, ""))
+    return specs
 
 
 def _prefixes(name: str) -> list[str]:
-    """The name, and those of the modules around it, from the nearest on."""
     words = name.split(".")
     return [".".join(words[:n]) for n in range(len(words), 0, -1)]
 
 
-def _cut_sizes(x: Tensor, spec: Spec) -> list[int]:
-    """The sizes of the dims that a spec cuts."""
+def _sharded_sizes(x: Tensor, spec: Spec) -> list[int]:
     return [
         x.shape[d] for d, dim in enumerate(spec.dims) if isinstance(dim, SpecDim) and any(f.axes for f in dim.factors)
     ]

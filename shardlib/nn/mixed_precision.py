@@ -1,7 +1,7 @@
-"""Mixed precision: in which dtype parameters are kept, gathered, computed with, and their gradients summed.
+"""Mixed precision: the dtypes in which parameters are stored, gathered and computed with, and gradients are summed.
 
-As in FSDP (Zhao et al. 2023, arXiv:2304.11277), and with master weights as in Micikevicius et al. 2018
-(arXiv:1710.03740): what the optimizer updates is in the parameter's dtype.
+As in FSDP (Zhao et al. 2023, arXiv:2304.11277), with master weights as in Micikevicius et al. 2018 (arXiv:1710.03740):
+the optimizer updates parameters in their own dtype.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from shardlib.core.source_lines import Line, line_at, replayed
 from shardlib.core.torch_private import MODULE_DICTS, BatchNormalization, pytree
 from shardlib.frontend.guards.mappings import opened
 from shardlib.nn.argument_copies import run_on_copies
-from shardlib.nn.parameters import Held, held
-from shardlib.nn.spec_table import matches, read
+from shardlib.nn.parameters import NamedTensor, list_named
+from shardlib.nn.spec_table import matches, read_table
 from shardlib.ops.cast_terms import CAST_TERMS
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a parameter; None leaves one as it is.
+    """Dtypes of a parameter; None keeps a dtype.
 
-    `parameter` is that of the parameter itself, of which the optimizer's moments follow (master weights); `compute` is
-    what the module's ops get; `communication`, by default `compute`, is what is gathered; in `reduction`, by default
-    the parameter's own, gradients are summed over devices, along every axis. With `compute`, floating-point arguments
-    of the module are cast to it, and with `output` its results.
+    * `parameter`: the stored parameter (master weights) and the optimizer's moments.
+    * `compute`: the parameter in the module's ops, and the module's floating-point arguments.
+    * `communication`: the gathered parameter; by default as `compute`.
+    * `reduction`: sums of gradients over devices, along every axis; by default the parameter's dtype.
+    * `output`: the module's results.
 
-    Batch normalization (`BatchNorm*d`, `SyncBatchNorm`) keeps its parameters, as it keeps its statistics, in their own
-    dtype, as in FSDP: torch takes 16-bit activations beside float32. A pattern that matches nothing else is heard.
+    Batch normalization (`BatchNorm*d`, `SyncBatchNorm`) keeps the dtype of its parameters and statistics, as in FSDP,
+    since torch mixes 16-bit activations with float32. A pattern that matches nothing but batch normalization changes
+    its dtype.
 
     Example:
         >>> Precision(compute=torch.bfloat16)
@@ -52,10 +54,10 @@ class Precision:
     output: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        dtypes = {field.name: getattr(self, field.name) for field in fields(self)}
         wrong = [
             f"{name}={x!r} is no dtype of real floating-point numbers"
-            for name, x in said.items()
+            for name, x in dtypes.items()
             if x is not None and not (isinstance(x, torch.dtype) and x.is_floating_point)
         ]
         if wrong:
@@ -64,35 +66,35 @@ class Precision:
             )
 
     def __repr__(self) -> str:
-        said = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return f"Precision({', '.join(f'{name}={x}' for name, x in said if x is not None)})"
+        dtypes = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return f"Precision({', '.join(f'{name}={x}' for name, x in dtypes if x is not None)})"
 
     @property
     def casts(self) -> bool:
-        """Whether anything is computed, gathered or summed otherwise than in the parameter's own dtype."""
+        """True if the parameter is computed with, gathered or summed in another dtype."""
         return any((self.compute, self.communication, self.reduction))
 
 
 Precisions = torch.dtype | Precision | Mapping[str, Precision] | None
 
 
-def policy_of(precision: Precisions, module: nn.Module, tensors: Sequence[Held]) -> Policy | None:
-    """What is said of a module and of its floating-point parameters, by their first names.
+def policy_of(precision: Precisions, module: nn.Module, tensors: Sequence[NamedTensor]) -> Policy | None:
+    """Returns the precision of a module and of its floating-point parameters, by their first names.
 
-    Batch normalization keeps its own dtype where it is not named by itself; what torch could not compute is refused.
+    Refuses dtypes of batch normalization that torch cannot mix.
     """
     if precision is None:
         return None
     norms = {at: x for at, x in module.named_modules(remove_duplicate=False) if isinstance(x, BatchNormalization)}
-    apart = {x.name for x in tensors if any(at.rpartition(".")[0] in norms for at in x.names)}
+    kept = {x.name for x in tensors if any(at.rpartition(".")[0] in norms for at in x.names)}
     whole = Precision(compute=precision) if isinstance(precision, torch.dtype) else precision
     if isinstance(whole, Precision):
-        found = {x.name: whole for x in tensors}
+        precisions = {x.name: whole for x in tensors}
     elif isinstance(whole, Mapping) and all(isinstance(x, Precision) for x in whole.values()):
-        found = read(whole, [x.names for x in tensors], [at for at, _ in module.named_buffers()])
+        precisions = read_table(whole, [x.names for x in tensors], [at for at, _ in module.named_buffers()])
         for pattern in whole:
             named = {x.name for x in tensors if any(matches(pattern, at) for at in x.names)}
-            apart -= named if named <= apart else set()
+            kept -= named if named <= kept else set()
         whole = Precision()
     else:
         raise ShardingError(
@@ -106,8 +108,8 @@ def policy_of(precision: Precisions, module: nn.Module, tensors: Sequence[Held])
             rule="with a precision, forward runs on other parameters than the module has",
             remedy="put the function into a class of its own, or cast inside of it",
         )
-    found = {x.name: found[x.name] for x in tensors if x.name in found and x.tensor.is_floating_point()}
-    by_name = {name: said for name, said in found.items() if name not in apart}
+    inexact = [x.name for x in tensors if x.name in precisions and x.tensor.is_floating_point()]
+    by_name = {name: precisions[name] for name in inexact if name not in kept}
     _refuse_mixtures(type(module).__name__, norms, by_name, whole)
     return Policy(whole, by_name)
 
@@ -116,18 +118,18 @@ _MIXED = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def _refuse_mixtures(name: str, norms: Mapping[str, Any], by_name: Mapping[str, Precision], whole: Precision) -> None:
-    """Refuse batch normalization of activations, by parameters and statistics, in dtypes that torch does not mix."""
+    """Refuses batch normalization whose activations, parameters and statistics have dtypes that torch does not mix."""
     wrong = []
     for at, norm in norms.items():
         dtypes = {key: x.dtype for key, x in norm.named_buffers(prefix=at) if x.is_floating_point()}
         for key, x in norm.named_parameters(prefix=at):
-            said = by_name.get(key, Precision())
-            dtypes[key] = said.compute or said.parameter or x.dtype
+            precision = by_name.get(key, Precision())
+            dtypes[key] = precision.compute or precision.parameter or x.dtype
         mixed = {*dtypes.values(), *([whole.compute] if whole.compute else [])}
-        goes = len(mixed) <= 1 or (mixed <= _MIXED and torch.float32 in dtypes.values())
-        if len({*dtypes.values()}) > 1 or not goes:
-            every = [*dtypes.items(), *([("the activations", whole.compute)] if whole.compute else [])]
-            wrong.append(f"{at or name} of {type(norm).__name__}: " + ", ".join(f"{key} in {x}" for key, x in every))
+        is_supported = len(mixed) <= 1 or (mixed <= _MIXED and torch.float32 in dtypes.values())
+        if len({*dtypes.values()}) > 1 or not is_supported:
+            parts = [*dtypes.items(), *([("the activations", whole.compute)] if whole.compute else [])]
+            wrong.append(f"{at or name} of {type(norm).__name__}: " + ", ".join(f"{key} in {x}" for key, x in parts))
     if wrong:
         raise ShardingError(
             f"the precision of {name} is none that torch normalizes batches in",
@@ -139,16 +141,16 @@ def _refuse_mixtures(name: str, norms: Mapping[str, Any], by_name: Mapping[str, 
 
 @dataclass(frozen=True)
 class Policy:
-    """The precision of a module as a whole, which is that of its arguments and results, and of its parameters."""
+    """The precision of a module's arguments and results (`whole`), and of its parameters."""
 
     whole: Precision
     by_name: Mapping[str, Precision]
 
-    def around(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
+    def wrap_forward(self, module: nn.Module, forward: Any) -> Callable[..., Any]:
         """Returns a module's `forward` as a function that casts parameters, arguments and results."""
-        by_name = {name: said for name, said in self.by_name.items() if said.casts}
+        by_name = {name: precision for name, precision in self.by_name.items() if precision.casts}
         compute, output = self.whole.compute, self.whole.output
-        code = getattr(inspect.unwrap(forward), "__code__", type(self).around.__code__)
+        code = getattr(inspect.unwrap(forward), "__code__", type(self).wrap_forward.__code__)
         line, lock = line_at(code, code.co_firstlineno), threading.RLock()
         name = getattr(forward, "__name__", "forward")
 
@@ -156,26 +158,26 @@ class Policy:
             return x.to(compute) if compute is not None and x.is_floating_point() else None
 
         @contextmanager
-        def casts() -> Iterator[None]:
-            with _alone(lock, module), _cast(module, by_name, line):
+        def cast_parameters() -> Iterator[None]:
+            with _refuse_threads(lock, module), _cast_parameters(module, by_name, line):
                 yield
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with repeated(casts):
+            with repeated(cast_parameters):
                 out = run_on_copies(name, module, forward, opened((args, kwargs)), cast)
-            return out if output is None else _converted(opened(out), output)
+            return out if output is None else _convert(opened(out), output)
 
         return run
 
 
-def _converted(tree: Any, dtype: torch.dtype) -> Any:
+def _convert(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 @contextmanager
-def _alone(lock: Any, module: nn.Module) -> Iterator[None]:
-    """Refuse a second thread, which would find what the first has cast in the place of parameters."""
+def _refuse_threads(lock: Any, module: nn.Module) -> Iterator[None]:
+    """Refuses a second thread, which would find the casts of the first in the place of parameters."""
     if not lock.acquire(blocking=False):
         raise ShardingError(
             f"two threads run the forward of one {type(module).__name__} op by op, or trace it, at a time",
@@ -189,11 +191,11 @@ def _alone(lock: Any, module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _cast(module: nn.Module, by_name: Mapping[str, Precision], line: Line) -> Iterator[None]:
-    """While on, parameters have been cast, in all of their places; `line` is that of the casts."""
-    taken: list[tuple[dict[str, Any], str, Any]] = []
+def _cast_parameters(module: nn.Module, by_name: Mapping[str, Precision], line: Line) -> Iterator[None]:
+    """Replaces parameters by casts under all their names; `line` is the source line of the casts."""
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for x in held(module):
+        for x in list_named(module):
             if x.name in by_name:
                 token = replayed.set(line)
                 try:
@@ -203,11 +205,11 @@ def _cast(module: nn.Module, by_name: Mapping[str, Precision], line: Line) -> It
                 for at in x.names:
                     path, _, last = at.rpartition(".")
                     inside = getattr(module.get_submodule(path), MODULE_DICTS[0])
-                    taken.append((inside, last, x.tensor))
+                    replaced.append((inside, last, x.tensor))
                     inside[last] = new
         yield
     finally:
-        for inside, name, old in taken:
+        for inside, name, old in replaced:
             inside[name] = old
 
 
@@ -215,9 +217,9 @@ class _Cast(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, said: Precision) -> Tensor:
-        compute = said.compute or x.dtype
-        sent = said.communication or compute
+    def forward(x: Tensor, precision: Precision) -> Tensor:
+        compute = precision.compute or x.dtype
+        sent = precision.communication or compute
         return x.to(sent).to(compute) if {sent, compute} != {x.dtype} else x.clone()
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Outside `jit`, an optimizer steps a parameter where its moments live (ZeRO-1): each device updates its shard of it.
+"""Reshards parameters to the layout of their moments for an optimizer's step outside `jit` (ZeRO-1).
 
-Without this every op between a parameter and its moments would gather the moments. So the parameters and their
-gradients are resharded together in front of the step; behind it the new values of the parameters are gathered together.
+Otherwise every op on a parameter and its moments would gather the moments. Parameters and gradients are resharded
+together before the step. After the step the new values of the parameters are gathered together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shardlib.eager.redistribute import resharded
+from shardlib.eager.redistribute import reshard_together
 from shardlib.jit.optimizer_state import moments_form
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -19,16 +19,16 @@ from shardlib.tensor.view_aliases import relocate
 
 
 class Resharded(NamedTuple):
-    """A tensor that is not in its original placement `home`; `pieces` are those that it was given here."""
+    """A resharded tensor with its original form and shards; `shards` are the resharded ones."""
 
     tensor: ShardedTensor
-    home: Form
-    home_pieces: tuple[Any, ...]
-    pieces: tuple[Any, ...]
+    original_form: Form
+    original_shards: tuple[Any, ...]
+    shards: tuple[Any, ...]
 
 
 def reshard(parameters: Iterable[Any]) -> list[Resharded]:
-    """Reshard the parameters that have a gradient, and these, as their moments are; returns those that moved."""
+    """Reshards parameters with gradients, and the gradients, to the layout of the moments; returns them."""
     moves: dict[Mesh, list[tuple[ShardedTensor, Form]]] = {}
     for p in parameters:
         grad = p.grad
@@ -36,37 +36,37 @@ def reshard(parameters: Iterable[Any]) -> list[Resharded]:
         if form is None or p.__dict__.get("_path") or grad.__dict__.get("_path") or p.mesh != grad.mesh:
             continue
         for x in (p, grad):
-            if (target := _target(x._form, form)) is not None:
+            if (target := _form_like(x._form, form)) is not None:
                 moves.setdefault(form.mesh, []).append((x, target))
-    moved: list[Resharded] = []
+    resharded: list[Resharded] = []
     for pairs in moves.values():
         tensors, forms = zip(*pairs, strict=True)
         before = [(x, x._form, x._locals) for x in tensors]
-        values = resharded(tensors, forms)
-        for (x, home, home_pieces), form, pieces in zip(before, forms, values, strict=True):
-            relocate(x, form, pieces, x._origin)
-            moved.append(Resharded(x, home, home_pieces, pieces))
-    return moved
+        values = reshard_together(tensors, forms)
+        for (x, old_form, old_shards), form, shards in zip(before, forms, values, strict=True):
+            relocate(x, form, shards, x._origin)
+            resharded.append(Resharded(x, old_form, old_shards, shards))
+    return resharded
 
 
 @lru_cache(1 << 12)
-def _target(own: Form, form: Form) -> Form | None:
-    """Returns the form of a tensor in the layout of another one, or None where it lies so already."""
+def _form_like(own: Form, form: Form) -> Form | None:
+    """Returns `own` in the layout of `form`, or None if it has that layout already."""
     if own.layout.canonical == form.layout.canonical:
         return None
-    return Form.of(form.layout, form.mesh, own.dtype, form.device, form.names, own.strides, own.offset)
+    return Form.intern(form.layout, form.mesh, own.dtype, form.device, form.names, own.strides, own.offset)
 
 
-def go_home(moved: Iterable[Resharded]) -> None:
-    """Give tensors their original placement. Only those that were written to are resharded."""
+def restore_layouts(resharded: Iterable[Resharded]) -> None:
+    """Gives tensors their original layout; only written ones are resharded."""
     written: dict[Mesh, list[Resharded]] = {}
-    for one in moved:
-        x = one.tensor
-        if x._locals is one.pieces:
-            relocate(x, one.home, one.home_pieces, x._origin)
+    for item in resharded:
+        x = item.tensor
+        if x._locals is item.shards:
+            relocate(x, item.original_form, item.original_shards, x._origin)
         else:
-            written.setdefault(one.home.mesh, []).append(one)
-    for ones in written.values():
-        values = resharded([one.tensor for one in ones], [one.home for one in ones])
-        for one, pieces in zip(ones, values, strict=True):
-            relocate(one.tensor, one.home, pieces, one.tensor._origin)
+            written.setdefault(item.original_form.mesh, []).append(item)
+    for items in written.values():
+        values = reshard_together([item.tensor for item in items], [item.original_form for item in items])
+        for item, shards in zip(items, values, strict=True):
+            relocate(item.tensor, item.original_form, shards, item.tensor._origin)

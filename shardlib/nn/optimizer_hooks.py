@@ -1,6 +1,8 @@
-"""What optimizers are told: those of parameters that a module no longer has are refused, moments live where a
-parameter's `moments_at` says. Both are hooks of every optimizer's step, so they hold inside `jit` and outside. Outside,
-Adam steps all parameters in one call, as torch does with tensors of its own on GPUs."""
+"""Hooks of every optimizer's step, inside `jit` and outside.
+
+They refuse optimizers of replaced parameters and place moments by a parameter's `moments_at`. Outside `jit`, Adam steps
+all parameters in one call, as torch does for plain tensors on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,20 @@ from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import LOAD_OPTIMIZER, LOADED_STATE, SINGLE_ADAM
 from shardlib.jit.optimizer_state import begins, parameters, place, placed
-from shardlib.nn.moments_layout import Resharded, go_home, reshard
+from shardlib.nn.moments_layout import Resharded, reshard, restore_layouts
 from shardlib.ops.adam import DTYPES
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.stale_params import refuse_replaced
-from shardlib.tensor.tensor_meta import Form, contiguous
-from shardlib.tensor.view_aliases import are_apart
+from shardlib.tensor.tensor_meta import Form, contiguous_strides
+from shardlib.tensor.view_aliases import have_separate_memory
 
 aten = torch.ops.aten
-_known: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # what an optimizer keeps in front of its step
+_old_state: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # ids of an optimizer's state before its step
 _resharded: WeakKeyDictionary[Any, list[Resharded]] = WeakKeyDictionary()  # while an optimizer steps
 
 
-def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """An optimizer of parameters that no module has would step, and train nothing."""
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Refuses replaced parameters, and reshards parameters to their moments."""
     named = ((f"parameter {i}", p) for i, p in enumerate(parameters(optimizer)))
     refuse_replaced(
         f"this {type(optimizer).__name__} steps parameters that were replaced",
@@ -37,81 +39,82 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
         "make it after parallelize and materialize, which take the module that holds all places of a tied weight",
     )
     begins(optimizer)
-    go_home(_resharded.pop(optimizer, ()))  # where the last step failed
+    restore_layouts(_resharded.pop(optimizer, ()))  # if the last step failed
     if not is_tracing() and not any(map(callable, (*args, *kwargs.values()))):  # a closure runs the model
         _resharded[optimizer] = reshard(parameters(optimizer))
     elif is_tracing():
-        _known[optimizer] = {id(x) for p in parameters(optimizer) for x in optimizer.state.get(p, {}).values()}
+        _old_state[optimizer] = {id(x) for p in parameters(optimizer) for x in optimizer.state.get(p, {}).values()}
 
 
-def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
-    go_home(_resharded.pop(optimizer, ()))
-    place(optimizer, _known.pop(optimizer, ()))
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    restore_layouts(_resharded.pop(optimizer, ()))
+    place(optimizer, _old_state.pop(optimizer, ()))
 
 
-_one_by_one = SINGLE_ADAM.value
+_adam_one_by_one = SINGLE_ADAM.value
 
 
-@functools.wraps(_one_by_one)
+@functools.wraps(_adam_one_by_one)
 def _adam(
     params: list[Any], grads: list[Any], exp_avgs: list[Any], exp_avg_sqs: list[Any], max_exp_avg_sqs: list[Any],
-    state_steps: list[Any], *scales: Any, **how: Any,
+    state_steps: list[Any], *scales: Any, **options: Any,
 ) -> None:  # fmt: skip
-    """By torch's fused kernel on the pieces, which a program has, too, where they lie alike; else parameter by
-    parameter."""
+    """Steps by torch's fused kernel on the shards, as in a program, if it can; else parameter by parameter."""
     lists = params, grads, exp_avgs, exp_avg_sqs
-    if is_tracing() or not _lie_alike(*lists) or not _are_numbers(state_steps, how):
-        _one_by_one(*lists, max_exp_avg_sqs, state_steps, *scales, **how)
+    if is_tracing() or not _have_same_layouts(*lists) or not _fits_kernel(state_steps, options):
+        _adam_one_by_one(*lists, max_exp_avg_sqs, state_steps, *scales, **options)
         return
-    kernel = aten._fused_adamw_ if how["decoupled_weight_decay"] else aten._fused_adam_
-    told = {name: how[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize")}
+    kernel = aten._fused_adamw_ if options["decoupled_weight_decay"] else aten._fused_adam_
+    kernel_options = {
+        name: options[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize")
+    }
     aten._foreach_add_(state_steps, 1)
-    kernel(*lists, [], [x.float() for x in state_steps], **told)
+    kernel(*lists, [], [x.float() for x in state_steps], **kernel_options)
 
 
-def _lie_alike(params: list[Any], *lists: list[Any]) -> bool:
-    """Whether all are on CPUs, of one dtype in which the kernel rounds as torch's steps do, and what belongs to a
-    parameter is in its pieces. Two that share memory step one after the other."""
+def _have_same_layouts(params: list[Any], *lists: list[Any]) -> bool:
+    """True if all tensors are on CPUs in one dtype, with the form of their parameter, and share no memory.
+
+    The kernel rounds as torch's steps do for the dtypes in `DTYPES`.
+    """
     if not all(type(x) is ShardedTensor for x in chain(params, *lists)):
         return False
     forms: list[Form] = [x._form for x in params]
-    kinds = {(f.dtype, f.mesh.device, bool(f.layout.pending), f.strides == contiguous(f.shape)) for f in forms}
+    kinds = {(f.dtype, f.mesh.device, bool(f.layout.pending), f.strides == contiguous_strides(f.shape)) for f in forms}
     alike = all(x._form is form for xs in lists for x, form in zip(xs, forms, strict=True))
-    return (
-        alike and kinds in [{(dtype, "cpu", False, True)} for dtype in DTYPES] and are_apart([*chain(params, *lists)])
-    )
+    fits = kinds in [{(dtype, "cpu", False, True)} for dtype in DTYPES]
+    return alike and fits and have_separate_memory([*chain(params, *lists)])
 
 
-def _are_numbers(steps: list[Any], how: dict[str, Any]) -> bool:
-    """Whether the kernel is told all: a step is made of numbers of Python, every parameter counts its own, and nobody
-    differentiates through them."""
+def _fits_kernel(steps: list[Any], options: dict[str, Any]) -> bool:
+    """True if the kernel supports the options, and every parameter has a step count of its own."""
     return (
-        not (how["amsgrad"] or how["differentiable"] or how["capturable"] or torch.is_grad_enabled())
-        and how.get("grad_scale") is None
-        and all(isinstance(how[name], int | float) for name in ("lr", "beta1", "beta2", "weight_decay", "eps"))
+        not (options["amsgrad"] or options["differentiable"] or options["capturable"] or torch.is_grad_enabled())
+        and options.get("grad_scale") is None
+        and all(isinstance(options[name], int | float) for name in ("lr", "beta1", "beta2", "weight_decay", "eps"))
         and all(type(x) is torch.Tensor and not x.dim() and x.device.type == "cpu" for x in steps)
         and len({x.data_ptr() for x in steps}) == len(steps)
     )
 
 
-_loaded = LOADED_STATE.value
+_load_value = LOADED_STATE.value
 
 
-@functools.wraps(_loaded)
-def _placed(param: Any, *args: Any, **kwargs: Any) -> Any:
-    """What is loaded, from a checkpoint of one device, say."""
-    return placed(param, _loaded(param, *args, **kwargs))
+@functools.wraps(_load_value)
+def _load_and_place(param: Any, *args: Any, **kwargs: Any) -> Any:
+    """Places loaded state, which may come from one device."""
+    return placed(param, _load_value(param, *args, **kwargs))
 
 
 SINGLE_ADAM.value = _adam
-LOADED_STATE.value = staticmethod(_placed)
+LOADED_STATE.value = staticmethod(_load_and_place)
 _load = LOAD_OPTIMIZER.value
 
 
 @functools.wraps(_load)
-def _loaded_in_order(self: Any, state_dict: Any) -> None:
-    """Torch puts a group's parameters behind its settings then: for a program that is another order of inputs."""
-    _refuse_others(self, state_dict)
+def _load_in_order(self: Any, state_dict: Any) -> None:
+    """Loads the state and keeps the order of each group's keys, which is a program's order of inputs."""
+    _refuse_other_shapes(self, state_dict)
     before = [list(group) for group in self.param_groups]
     _load(self, state_dict)
     for group, names in zip(self.param_groups, before, strict=False):
@@ -120,15 +123,17 @@ def _loaded_in_order(self: Any, state_dict: Any) -> None:
         group.update({k: now[k] for k in (*(k for k in names if k in now), *now)})
 
 
-def _refuse_others(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise `ShardingError` for what was kept of parameters of other shapes. Torch's own optimizers keep one element of
-    each of a parameter, or one for all along a dim; LBFGS keeps all in one row."""
+def _refuse_other_shapes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raises `ShardingError` for state of parameters of other shapes.
+
+    Torch's optimizers keep state of the parameter's shape, or with size 1 for some dims. LBFGS keeps all in one row.
+    """
     if not type(optimizer).__module__.startswith("torch.") or isinstance(optimizer, torch.optim.LBFGS):
         return
     saved = [group["params"] for group in state_dict["param_groups"]]
     groups = [group["params"] for group in optimizer.param_groups]
     if list(map(len, saved)) != list(map(len, groups)):
-        return  # torch says so
+        return  # torch raises the error
     wrong = []
     for p, at in zip(chain(*groups), chain(*saved), strict=True):
         if isinstance(p, ShardedTensor):
@@ -147,6 +152,6 @@ def _refuse_others(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
         )
 
 
-LOAD_OPTIMIZER.value = _loaded_in_order
-register_optimizer_step_pre_hook(_before)
-register_optimizer_step_post_hook(_after)
+LOAD_OPTIMIZER.value = _load_in_order
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,4 +1,22 @@
-"""`parallelize`: a module of torch whose parameters live on a mesh, and whose forward is one compiled program."""
+"""`parallelize`: places a torch module's parameters on a mesh and compiles its forward to one program.
+
+Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied). `forward` becomes one program for the
+mesh, its backward another, from one joint trace. `loss.backward()` and `optimizer.step()` work outside `jit` as on one
+device, and inside.
+
+A module whose Python or shapes depend on values of tensors runs op by op on ShardedTensors instead, with one warning
+that names the line. So does a module that keeps computed tensors in lists, as hooks do, and one whose backward hooks
+look at values or change anything. If such hooks only read a number of the module, they see its value at the time of the
+call.
+
+With dropout, a parallelized model draws other random numbers than plain torch with the same seed, and the same ones on
+every mesh. So compare it with a mesh of one device, `sl.Mesh(data=1)`, or use `sl.check`. A module that runs op by op
+draws the numbers of plain code under `sl.global_random()`.
+
+Writes of forward to its arguments reach the caller. If forward is one program, a list, dict or object among the
+arguments may not change; the call is refused. Inside `jit`, and op by op, it may. A class that gets another `forward`
+later, and a copy of the module, run the forward that they would run on one device.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +24,10 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, jit, nn
 
 from shardlib.compiler.memory_options import Keeping
@@ -20,15 +40,23 @@ from shardlib.jit.shard import shard, shard_known
 from shardlib.nn import hf_tp_plan
 from shardlib.nn.forward import Batch, Forward
 from shardlib.nn.mixed_precision import Precisions, policy_of
-from shardlib.nn.parameters import Held, held, put, refuse_classes, refuse_lazy, refuse_losses, retie
-from shardlib.nn.spec_table import looked_up, matches, numberless, refuse
-from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, Taken, axes_for, chosen, cut_more
-from shardlib.nn.suggest import proposed
+from shardlib.nn.parameters import (
+    NamedTensor,
+    list_named,
+    refuse_classes,
+    refuse_lazy,
+    refuse_losses,
+    replace_tensor,
+    retie,
+)
+from shardlib.nn.spec_table import match_table, matches, numberless, refuse_table
+from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, StrategyAxes, axes_for, resolve_strategy, shard_one_dim
+from shardlib.nn.suggest import propose_specs
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.spec import P, Spec, axes_of_dims, parse, resolve_many
-from shardlib.tensor.rank_checks import same
-from shardlib.tensor.sharded_tensor import HOMES, REGATHER, ShardedTensor
+from shardlib.tensor.rank_checks import require_equal_values
+from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor
 
 
 def parallelize(
@@ -43,64 +71,58 @@ def parallelize(
     schedule: Schedule | str | None = None,
     planning: str | float | None = None,
 ) -> nn.Module:
-    """Place the parameters of a module on a mesh (default: the current one); returns the same module.
+    """Places the parameters of a module on a mesh (default: the current one); returns the same module.
 
-    `specs` says where parameters live, by patterns of their names, in which `*` stands for any text; a parameter that
-    no pattern matches stays where it is, and is whole on every device if it is plain. Where nothing is said, and the
-    mesh has an axis called `tensor`, it is what the module says itself (`tp_plan` of transformers; where that names
-    no layer, what `suggest` proposes for them).
+    `specs` maps patterns of parameter names, in which `*` stands for any text, to specs. A parameter without a pattern
+    stays as it is; a plain one is replicated. Without `specs`, on a mesh with an axis `tensor`, the module's own table
+    decides (`tp_plan` of transformers); if that names no layer, `suggest` proposes specs.
 
-    `strategy` is `"ddp"`, `"zero1"`, `"zero2"`, `"fsdp"`, `"hsdp"`, or one of `sl.strategies` with axes named; it cuts
-    parameters, gradients and moments over data axes, too. Of the arguments of a call, plain tensors with as many rows
-    as the first one are the batch, and cut over the data axes (dim 1 over `seq`), unless some argument is placed
-    already (`shard(x, "batch@data ...")`; on ranks, all of which have a plain batch whole, also `from_local(x, ...)` of
-    a rank's own rows). Data axes are those of the mesh's rule for `batch`, or of the usual names.
+    `strategy` is `"ddp"`, `"zero1"`, `"zero2"`, `"fsdp"`, `"hsdp"`, or one of `sl.strategies` with named axes. It also
+    shards parameters, gradients and moments over data axes: those of the rule for `batch`, or of the usual names. The
+    batch, plain arguments of a call with as many rows as the first one, is sharded over them (dim 1 over `seq`),
+    unless an argument is placed already by `shard` or, from a rank's own rows, by `from_local`.
 
-    `precision` is the dtype in which the module computes (`torch.bfloat16`), while its parameters, and what sums their
-    gradients over devices, keep theirs, and batch normalization all of it; or a `Precision`, or a dict of such by
-    patterns. `remat`, `memory`, `schedule` and `planning` say, as in `jit`, what the backward pass makes again, how
-    many bytes the two passes may use at once, how far messages run ahead, and how long one plans; of a function that is
-    jitted as a whole, its own `jit` says it. What a later call leaves out stays as it was.
+    `precision` is the dtype to compute in (`torch.bfloat16`), a `Precision`, or a dict of them by patterns. Parameters,
+    sums of their gradients, and batch normalization keep their dtype. `remat`, `memory`, `schedule` and `planning` are
+    as in `jit`; inside a jitted function, that function's options hold. A later call keeps what it leaves out.
 
-    Parameters become `ShardedTensor`s (and stay `nn.Parameter`s, tied ones tied), so an optimizer is made afterwards:
-    one that was made before is refused when it steps. `forward` becomes one program for the mesh, its backward another,
-    from one joint trace: `loss.backward()` and `optimizer.step()` work outside `jit` as they do on one device, and
-    inside. `module.forward.plan(*args)` shows both. A module whose Python, or whose shapes, depend on what tensors hold
-    runs op by op on ShardedTensors instead, with one warning that names the line; so does one that keeps tensors which
-    it computes in lists, as hooks do, or whose backward hooks look at values or change anything. What such hooks only
-    read, a number say, is as it was when the module was called.
+    Parameters are new objects, so make the optimizer afterwards: one of old parameters is refused when it steps.
+    `module.forward.plan(*args)` shows the programs.
 
-    With dropout, a parallelized model draws other numbers than plain torch with the same seed, and the same ones on
-    every mesh: compare it with itself on a mesh of one device, `sl.Mesh(data=1)`, or use `sl.check`. (A module that
-    runs op by op draws what plain code draws under `sl.global_random()`.)
-
-    What forward writes into its arguments reaches the caller. Where forward is one program by itself, a list, dict or
-    object among the arguments may not change, and the call is refused; inside `jit`, and op by op, it may. A class that
-    gets another `forward` later, and a copy of the module, run the forward that they would run on one device.
-
-    Raises `ShardingError`, with all offenders and before anything is placed, for patterns that match nothing or
-    contradict each other, specs that do not fit, a strategy whose axes the mesh has not, and parameters that live on
-    another mesh, hold a gradient, have hooks, or are of a class of their own (quantized weights).
+    Raises `ShardingError` with all offenders, before anything is placed.
 
     Example:
         >>> import torch
         >>> from shardlib import Mesh, typeof
         >>> with Mesh(data=2, tensor=2):
         ...     model = parallelize(nn.Linear(8, 4), {"weight": "out@tensor in", "bias": "out@tensor"})
-        >>> out = model(torch.ones(6, 8))
-        >>> out.sum().backward()
-        >>> typeof(model.weight.grad), typeof(out)
+        >>> typeof(model.weight), typeof(model(torch.ones(6, 8)))
         ('f32[4@tensor, 8]', 'f32[6@data, 4@tensor]')
-        >>> with Mesh(data=4):
-        ...     model = parallelize(nn.Linear(8, 4), strategy="fsdp")
-        >>> typeof(model.weight), typeof(model.bias)
-        ('f32[4, 8@data]', 'f32[4@data]')
     """
-    mesh = mesh or current_mesh()
+    mesh = _check_arguments(module, specs, mesh or current_mesh())
+    strategy_axes = resolve_strategy(strategy).on(mesh)
+    retie(module)
+    tensors = list_named(module)
+    _refuse_parameters(module, tensors, mesh)
+    placer = _Placer(module, tensors, mesh, strategy_axes, keeps_earlier=strategy is None)
+    replaced = vars(module).get("forward")  # the user's own, or that of an earlier call
+    earlier = replaced if isinstance(replaced, Forward) else None
+    table = _default_specs(module, tensors, mesh, strategy_axes) if specs is None else _read_specs(specs, placer)
+    policy = policy_of(precision, module, tensors) or (earlier.policy if earlier else None)
+    keeping = (earlier.keeping if earlier else Keeping()).but(remat, memory, schedule, planning)
+    placer.place(table, {} if policy is None else {name: each.parameter for name, each in policy.by_name.items()})
+    own = replaced if earlier is None else earlier.own
+    rows, columns = ({a: mesh.axes[a] for a in axes} for axes in (strategy_axes.batch, _sequence_axes(mesh)))
+    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, keeping)
+    return module
+
+
+def _check_arguments(module: nn.Module, specs: Any, mesh: Mesh | None) -> Mesh:
+    """Returns the mesh; raises `ShardingError` for arguments of other types, TorchScript, and a missing mesh."""
     name = type(module).__name__
     if not isinstance(module, nn.Module) or not isinstance(specs, Mapping | None):
-        what = f"the module is of {type(module)}, specs are of {type(specs)}"
-        raise ShardingError(what, remedy='parallelize(module, {"*.weight": "out@tensor in"}, mesh=mesh)')
+        types = f"the module is of {type(module)}, specs are of {type(specs)}"
+        raise ShardingError(types, remedy='parallelize(module, {"*.weight": "out@tensor in"}, mesh=mesh)')
     if mesh is None:
         raise ShardingError(
             f"parallelize({name}) is outside any mesh",
@@ -113,71 +135,105 @@ def parallelize(
             rule="parameters are put in the place of a module's own, and a ScriptModule keeps its own",
             remedy="give the module that it was made of",
         )
-    taken = chosen(strategy).on(mesh)
-    retie(module)
-    tensors = held(module)
-    refuse_lazy(f"parallelize({name})", tensors)
-    refuse_dtensors(f"parallelize({name})", ((x.name, x.tensor) for x in held(module, buffers=True)))
-    refuse_classes(f"parallelize({name})", tensors)
-    others = [f"{x.name} is on {x.tensor.mesh}" for x in tensors if _is_elsewhere(x.tensor, mesh)]
+    return mesh
+
+
+def _refuse_parameters(module: nn.Module, tensors: Sequence[NamedTensor], mesh: Mesh) -> None:
+    """Refuses parameters without shape, of own classes, DTensors, and parameters on another mesh."""
+    caller = f"parallelize({type(module).__name__})"
+    refuse_lazy(caller, tensors)
+    refuse_dtensors(caller, ((x.name, x.tensor) for x in list_named(module, buffers=True)))
+    refuse_classes(caller, tensors)
+    others = [
+        f"{x.name} is on {x.tensor.mesh}"
+        for x in tensors
+        if isinstance(x.tensor, ShardedTensor) and x.tensor.mesh != mesh
+    ]
     if others:
         raise ShardingError(
-            f"parallelize({name}) on {mesh} finds parameters on another mesh",
+            f"{caller} on {mesh} finds parameters on another mesh",
             others,
             rule="the parameters of a module live on one mesh",
             remedy="give that mesh, or a module that is not placed yet",
         )
-    said = _said(module, tensors, mesh, taken) if specs is None else _read(specs, module, tensors, mesh)
-    replaced = vars(module).get("forward")  # somebody's own, or that of an earlier call
-    before = replaced if isinstance(replaced, Forward) else None
-    policy = policy_of(precision, module, tensors) or (before.policy if before else None)
-    keeping = (before.keeping if before else Keeping()).but(remat, memory, schedule, planning)
-    dtypes = {} if policy is None else {name: said.parameter for name, said in policy.by_name.items()}
-    homes = _homes(tensors, said, mesh, taken)
-    moving = {
-        x.name: x
-        for x in tensors
-        if not _is_at(x.tensor, homes[x.name][0]) or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
-    }
-    refuse_losses(f"parallelize({name})", [*moving.values()])
-    places = {at: homes[at][0].resolve(x.tensor.shape, mesh, name=at) for at, x in moving.items()}
-    known = _compared(f"parallelize({name})", moving, places, mesh)
-    with mesh:
-        for x in tensors:
-            here, *elsewhere = homes[x.name]
-            if x.name not in moving and strategy is None:
-                continue  # what an earlier call says of it stands
-            value = x.tensor.detach().to(dtypes.get(x.name) or x.tensor.dtype)
-            new = x.tensor
-            if x.name in known:
-                new = put(module, x, shard_known(x.name, value, places[x.name], mesh, known[x.name]))
-            elif x.name in moving:
-                new = put(module, x, shard(value, here))
-            for attribute, spec in zip(HOMES, elsewhere, strict=True):
-                new.__dict__.pop(attribute, None)
-                if str(spec) != str(here):
-                    setattr(new, attribute, str(spec))
-            new.__dict__.pop(REGATHER, None)
-            if taken.regather and x.tensor.numel() >= taken.threshold:
-                setattr(new, REGATHER, True)
-    for inner in module.modules():
-        if isinstance(inner, nn.RNNBase):  # else its first call does that, and finds another state than later ones
-            settle_rnn(inner)
-    own = replaced if before is None else before.own
-    rows, columns = ({axis: mesh.axes[axis] for axis in axes} for axes in (taken.batch, _sequence(mesh)))
-    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, keeping)
-    return module
 
 
-def _compared(what: str, moving: Mapping[str, Held], places: Mapping[str, Fixed], mesh: Mesh) -> dict[str, int]:
-    """The plain parameters of which all ranks found that they have the same values, before any is placed; digests."""
-    plain = {at: x.tensor for at, x in moving.items() if not isinstance(x.tensor, ShardedTensor)}
+@dataclass
+class _Placer:
+    """Places the parameters of a module. With `keeps_earlier`, a parameter that does not move keeps its attributes."""
+
+    module: nn.Module
+    tensors: Sequence[NamedTensor]
+    mesh: Mesh
+    strategy_axes: StrategyAxes
+    keeps_earlier: bool
+
+    def place(self, table: Mapping[str, str | P | Spec], dtypes: Mapping[str, torch.dtype | None]) -> None:
+        """Replaces parameters that get another layout or dtype; sets the specs of their gradients and moments."""
+        module, mesh, name = self.module, self.mesh, f"parallelize({type(self.module).__name__})"
+        specs = self._resolve(table)
+        moving = {
+            x.name: x
+            for x in self.tensors
+            if not _is_placed_at(x.tensor, specs[x.name][0]) or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
+        }
+        refuse_losses(name, [*moving.values()])
+        placements = {at: specs[at][0].resolve(x.tensor.shape, mesh, name=at) for at, x in moving.items()}
+        digests = _compare_ranks(name, moving, placements, mesh)
+        with mesh:
+            for x in self.tensors:
+                own, *others = specs[x.name]
+                if x.name not in moving and self.keeps_earlier:
+                    continue
+                value = x.tensor.detach().to(dtypes.get(x.name) or x.tensor.dtype)
+                new = x.tensor
+                if x.name in digests:
+                    new = replace_tensor(
+                        module, x, shard_known(x.name, value, placements[x.name], mesh, digests[x.name])
+                    )
+                elif x.name in moving:
+                    new = replace_tensor(module, x, shard(value, own))
+                for attribute, spec in zip(PLACEMENT_ATTRIBUTES, others, strict=True):
+                    new.__dict__.pop(attribute, None)
+                    if str(spec) != str(own):
+                        setattr(new, attribute, str(spec))
+                new.__dict__.pop(REGATHER, None)
+                if self.strategy_axes.regather and x.tensor.numel() >= self.strategy_axes.threshold:
+                    setattr(new, REGATHER, True)
+        for inner in module.modules():
+            if isinstance(inner, nn.RNNBase):  # otherwise its first call changes its state, and later ones recompile
+                settle_rnn(inner)
+
+    def _resolve(self, table: Mapping[str, str | P | Spec]) -> dict[str, tuple[Spec, Spec, Spec]]:
+        """Returns the specs of every parameter, its gradient and its moments."""
+        axes, mesh = self.strategy_axes, self.mesh
+        shapes = {x.name: x.tensor.shape for x in self.tensors}
+        items = [(at, shapes[at], spec, None) for at, spec in table.items()]
+        fixed = dict(zip(table, resolve_many(items, mesh, what="parallelize"), strict=True))
+        specs = {}
+        for x in self.tensors:
+            current = x.tensor.spec if isinstance(x.tensor, ShardedTensor) else "..."
+            spec, shape = Spec.of(table.get(x.name, current)), x.tensor.shape
+            placement = fixed.get(x.name) or spec.resolve(shape, mesh)
+            is_small = x.tensor.numel() < axes.threshold
+            more = ((),) * 3 if is_small else (axes.parameters, axes.gradients, axes.moments)
+            first, second, third = (shard_one_dim(placement, shape, mesh, a) if a else spec for a in more)
+            specs[x.name] = first, second, third
+        return specs
+
+
+def _compare_ranks(
+    caller: str, moving: Mapping[str, NamedTensor], placements: Mapping[str, Fixed], mesh: Mesh
+) -> dict[str, int]:
+    """Returns digests of the plain parameters, equal on all ranks; raises `ShardingError` if they differ."""
     if is_tracing() or is_single_device():
         return {}
-    plain = {at: x for at, x in plain.items() if not x.is_meta}
-    refuse_others(what, [*plain.items()])
-    found = same(mesh, what, [*plain.items()], [places[at].layout for at in plain], _SEEDS)
-    return dict(zip(plain, found, strict=False))
+    plain = {
+        at: x.tensor for at, x in moving.items() if not isinstance(x.tensor, ShardedTensor) and not x.tensor.is_meta
+    }
+    refuse_others(caller, [*plain.items()])
+    layouts = [placements[at].layout for at in plain]
+    return dict(zip(plain, require_equal_values(mesh, caller, [*plain.items()], layouts, _SEEDS), strict=False))
 
 
 _SEEDS = (
@@ -186,55 +242,52 @@ _SEEDS = (
 )
 
 
-def _is_at(x: Tensor, spec: Spec) -> bool:
-    """Whether a parameter is placed there already: then it stays the one that it is."""
+def _is_placed_at(x: Tensor, spec: Spec) -> bool:
     return isinstance(x, ShardedTensor) and spec.resolve(x.shape, x.mesh).layout == x.sharding
 
 
-def _is_elsewhere(x: Tensor, mesh: Mesh) -> bool:
-    return isinstance(x, ShardedTensor) and x.mesh != mesh
-
-
-def _said(module: nn.Module, tensors: Sequence[Held], mesh: Mesh, taken: Taken) -> dict[str, Spec]:
-    """Where parameters live of which the caller says nothing: as the module's own table has it, or whole."""
+def _default_specs(
+    module: nn.Module, tensors: Sequence[NamedTensor], mesh: Mesh, strategy_axes: StrategyAxes
+) -> dict[str, Spec]:
+    """Returns specs for a caller who gives none: those of the module's own table."""
     inner = [axis for axis in mesh.axes if axis in TENSOR]
-    used = {*taken.batch, *taken.parameters, *_sequence(mesh), *inner}
+    used = {*strategy_axes.batch, *strategy_axes.parameters, *_sequence_axes(mesh), *inner}
     table = hf_tp_plan.table_of(module) if inner else {}
-    found: dict[str, Spec] = {}
+    specs: dict[str, Spec] = {}
     if table:
         by_name = {at: x.tensor for x in tensors for at in x.names}
         heads = hf_tp_plan.heads_of(module, table)
-        found = hf_tp_plan.specs_of(table, by_name, inner[0], mesh.axes[inner[0]], heads)
-        if found and all(numberless(name) == name for name in found):
-            found = {**_of_layers(module, mesh, inner[0], found), **found}
+        specs = hf_tp_plan.specs_of(table, by_name, inner[0], mesh.axes[inner[0]], heads)
+        if specs and all(numberless(name) == name for name in specs):
+            specs = {**_suggest_layers(module, mesh, inner[0], specs), **specs}
     grid = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
-    wrong = [f"nothing says what {axis!r} cuts" for axis in mesh.axes if axis not in used]
-    if inner and not found:
+    wrong = [f"nothing says what {axis!r} shards" for axis in mesh.axes if axis not in used]
+    if inner and not specs:
         why = "no weight is in its tp_plan" if table else f"{type(module).__name__} has no tp_plan"
-        wrong.append(f"nothing says which weights {inner[0]!r} cuts: {why}")
+        wrong.append(f"nothing says which weights {inner[0]!r} shards: {why}")
     if wrong:
         raise ShardingError(
             f"parallelize({type(module).__name__}) on ({grid}) is given no specs",
             wrong,
-            rule="without specs, axes cut the batch (data), the sequence (seq), and what the module's own table says",
+            rule="without specs, axes shard the batch (data), the sequence (seq), and what the module's own table says",
             remedy="give specs, or let sl.suggest(module, mesh, *example) propose them",
         )
-    tied = {x.name: [at for at in x.names if at in found] for x in tensors}
-    return {at: found[known[0]] for at, known in tied.items() if known}
+    tied = {x.name: [at for at in x.names if at in specs] for x in tensors}
+    return {at: specs[names[0]] for at, names in tied.items() if names}
 
 
-def _of_layers(module: nn.Module, mesh: Mesh, axis: str, found: Mapping[str, Spec]) -> dict[str, Spec]:
-    """What `suggest` says of the layers of a model whose own table says nothing of them, if it can be called."""
+def _suggest_layers(module: nn.Module, mesh: Mesh, axis: str, specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Returns specs that `suggest` proposes for layers without `specs`, if the model has example inputs."""
     example = getattr(module, "dummy_inputs", None)
-    if not isinstance(example, Mapping) or not _takes(module, example):
+    if not isinstance(example, Mapping) or not _accepts(module, example):
         return {}
-    decided = [x.name for x in held(module) if not found.keys().isdisjoint(x.names)]
+    decided = [x.name for x in list_named(module) if not specs.keys().isdisjoint(x.names)]
     try:
-        table, _ = proposed(_beside(module), mesh, axis, (), example, decided)
-    except (ShardingError, AssertionError, RuntimeError, TypeError, ValueError) as error:  # of its own Python, say
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        table, _ = propose_specs(_copy_around_tensors(module), mesh, axis, (), example, decided)
+    except (ShardingError, AssertionError, RuntimeError, TypeError, ValueError) as error:  # also of the model's Python
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(
-            f"layers of {type(module).__name__} stay whole, since its dummy_inputs cannot be traced: {said}; "
+            f"layers of {type(module).__name__} stay whole, since its dummy_inputs cannot be traced: {message}; "
             "give specs, or those of sl.suggest(module, mesh, *example)",
             stacklevel=5,
         )
@@ -242,14 +295,13 @@ def _of_layers(module: nn.Module, mesh: Mesh, axis: str, found: Mapping[str, Spe
     return {name: parse(spec) for name, spec in table.items()}
 
 
-def _beside(module: nn.Module) -> nn.Module:
-    """A copy that holds the same tensors: what a call of it appends to is nobody else's."""
+def _copy_around_tensors(module: nn.Module) -> nn.Module:
+    """Returns a copy that holds the same tensors in containers of its own, which a call may change."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(x): x for x in tensors})
 
 
-def _takes(module: nn.Module, example: Mapping[str, Any]) -> bool:
-    """Whether `forward` has arguments of these names."""
+def _accepts(module: nn.Module, example: Mapping[str, Any]) -> bool:
     try:
         inspect.signature(module.forward).bind(**example)
     except TypeError:
@@ -257,49 +309,33 @@ def _takes(module: nn.Module, example: Mapping[str, Any]) -> bool:
     return True
 
 
-def _read(
-    specs: Mapping[str, str | P | Spec], module: nn.Module, tensors: Sequence[Held], mesh: Mesh
-) -> dict[str, str | P | Spec]:
-    """The table read; where its patterns are wrong, so may be its specs, and all of that is one error."""
-    found, wrong = looked_up(specs, [x.names for x in tensors], [name for name, _ in module.named_buffers()])
+def _read_specs(specs: Mapping[str, str | P | Spec], placer: _Placer) -> dict[str, str | P | Spec]:
+    """Returns the specs by parameter; raises one error for faults of patterns and of specs."""
+    tensors, mesh = placer.tensors, placer.mesh
+    buffers = [name for name, _ in placer.module.named_buffers()]
+    by_name, wrong = match_table(specs, [x.names for x in tensors], buffers)
     if wrong:
         names = [name for x in tensors for name in x.names]
         shapes = {x.name: x.tensor.shape for x in tensors}
-        faults = [_fault(repr(p), x, None, mesh) for p, x in specs.items() if not any(matches(p, at) for at in names)]
-        refuse(wrong, *filter(None, [*faults, *(_fault(at, x, shapes[at], mesh) for at, x in found.items())]))
-    return found
+        unmatched = {p: x for p, x in specs.items() if not any(matches(p, name) for name in names)}
+        faults = [_find_fault(repr(p), x, None, mesh) for p, x in unmatched.items()]
+        faults += [_find_fault(name, x, shapes[name], mesh) for name, x in by_name.items()]
+        refuse_table(wrong, *filter(None, faults))
+    return by_name
 
 
-def _fault(who: str, spec: str | P | Spec, shape: Sequence[int] | None, mesh: Mesh) -> ShardingError | None:
-    """What is wrong with a spec for a tensor of this shape; with its axes alone, where there is no tensor."""
+def _find_fault(name: str, spec: str | P | Spec, shape: Sequence[int] | None, mesh: Mesh) -> ShardingError | None:
+    """Returns the error of a spec for a tensor of this shape; without a shape, checks the axes alone."""
     try:
         if shape is None:
-            axes_of_dims(spec, sum(dim is not ... for dim in Spec.of(spec).dims), mesh, who)
+            axes_of_dims(spec, sum(dim is not ... for dim in Spec.of(spec).dims), mesh, name)
         else:
-            resolve_many([(who, shape, spec, None)], mesh)
+            resolve_many([(name, shape, spec, None)], mesh)
     except ShardingError as error:
-        texts = [f"{who} with spec {str(spec)!r}: {text}" for text in error.offenders or [error.what]]
+        texts = [f"{name} with spec {str(spec)!r}: {text}" for text in error.offenders or [error.what]]
         return ShardingError(error.what, texts, rule=error.rule, remedy=error.remedy)
     return None
 
 
-def _sequence(mesh: Mesh) -> tuple[str, ...]:
+def _sequence_axes(mesh: Mesh) -> tuple[str, ...]:
     return axes_for("seq", SEQUENCE, mesh)
-
-
-def _homes(
-    tensors: Sequence[Held], said: Mapping[str, str | P | Spec], mesh: Mesh, taken: Taken
-) -> dict[str, tuple[Spec, Spec, Spec]]:
-    """Where every parameter, its gradient and its moments live."""
-    shapes = {x.name: x.tensor.shape for x in tensors}
-    items = [(at, shapes[at], spec, None) for at, spec in said.items()]
-    fixed = dict(zip(said, resolve_many(items, mesh, what="parallelize"), strict=True))
-    homes = {}
-    for x in tensors:
-        here = x.tensor.spec if isinstance(x.tensor, ShardedTensor) else "..."
-        spec = Spec.of(said.get(x.name, here))
-        now = fixed.get(x.name) or spec.resolve(x.tensor.shape, mesh)
-        more = (taken.parameters, taken.gradients, taken.moments) if x.tensor.numel() >= taken.threshold else ((),) * 3
-        first, second, third = (cut_more(now, x.tensor.shape, mesh, axes) if axes else spec for axes in more)
-        homes[x.name] = first, second, third
-    return homes

@@ -1,4 +1,4 @@
-"""The parameters of a module by all of their names, and new ones in the place of old ones."""
+"""Lists the parameters of a module by all of their names, and replaces them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import TENSOR_HOOKS, FakeTensor
 from shardlib.tensor import stale_params
-from shardlib.tensor.sharded_tensor import ShardedTensor, marks
+from shardlib.tensor.sharded_tensor import ShardedTensor, user_attributes
 
 
 @dataclass(frozen=True)
-class Held:
-    """One tensor that a module holds, under one name or several (tied weights)."""
+class NamedTensor:
+    """A tensor of a module, with one name or several (tied weights)."""
 
     names: tuple[str, ...]
     tensor: Any
@@ -26,69 +26,67 @@ class Held:
         return self.names[0]
 
 
-def held(module: nn.Module, *, buffers: bool = False) -> list[Held]:
-    """All parameters of a module, and buffers if asked for, each once."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+def list_named(module: nn.Module, *, buffers: bool = False) -> list[NamedTensor]:
+    """Returns all parameters of a module, and with `buffers` its buffers, each once."""
+    by_id: dict[int, tuple[list[str], Tensor]] = {}
     named = [module.named_parameters, *([module.named_buffers] if buffers else [])]
     for at, x in (item for items in named for item in items(remove_duplicate=False)):
-        found.setdefault(id(x), ([], x))[0].append(at)
-    return [Held(tuple(names), x) for names, x in found.values()]
+        by_id.setdefault(id(x), ([], x))[0].append(at)
+    return [NamedTensor(tuple(names), x) for names, x in by_id.values()]
 
 
-def refuse_losses(what: str, tensors: Sequence[Held]) -> None:
-    """Refuse parameters with gradients or hooks, which new ones in their place would not have."""
+def refuse_losses(caller: str, tensors: Sequence[NamedTensor]) -> None:
+    """Refuses parameters with gradients or hooks, which their replacements would lose."""
     grads = [f"{x.name} of {list(x.tensor.shape)} has a gradient" for x in tensors if x.tensor.grad is not None]
     hooks = [f"{x.name} has hooks" for x in tensors if any(getattr(x.tensor, kind, None) for kind in TENSOR_HOOKS)]
     if grads or hooks:
         raise ShardingError(
-            f"{what} would lose what belongs to parameters",
+            f"{caller} would lose what belongs to parameters",
             [*grads, *hooks],
             rule="parameters are replaced by new ones, without gradients and hooks",
             remedy="call module.zero_grad() before; register hooks after it",
         )
 
 
-def put(module: nn.Module, old: Held, value: Tensor) -> Tensor:
-    """Give all places of a tensor another one, of the same kind and with the same attributes; returns that."""
+def replace_tensor(module: nn.Module, old: NamedTensor, value: Tensor) -> Tensor:
+    """Replaces a tensor under all its names by one of the same kind with the same attributes; returns the new one."""
     is_parameter = isinstance(old.tensor, nn.Parameter)
     new = nn.Parameter(value, requires_grad=old.tensor.requires_grad) if is_parameter else value
-    new.__dict__.update(marks(old.tensor))
+    new.__dict__.update(user_attributes(old.tensor))
     if is_parameter:
-        stale_params.note(old.tensor, f"{type(module).__name__}.{old.name}", new)
-    put_back(module, old.names, new)
+        stale_params.note_replaced(old.tensor, f"{type(module).__name__}.{old.name}", new)
+    set_tensor(module, old.names, new)
     return new
 
 
-def put_back(module: nn.Module, names: Sequence[str], x: Tensor) -> None:
-    """Give a module's places this very tensor."""
+def set_tensor(module: nn.Module, names: Sequence[str], x: Tensor) -> None:
     for at in names:
         path, _, last = at.rpartition(".")
         setattr(module.get_submodule(path), last, x)
-    stale_params.forget(x)
+    stale_params.forget_replaced(x)
 
 
 def retie(module: nn.Module) -> None:
-    """Weights tied to those of another module, where new ones have taken their place, follow them."""
-    for old in held(module):
-        if (new := stale_params.successor(old.tensor)) is not None:
-            put_back(module, old.names, new)
+    """Replaces parameters that another module shared and has replaced by their successors."""
+    for old in list_named(module):
+        if (new := stale_params.find_successor(old.tensor)) is not None:
+            set_tensor(module, old.names, new)
 
 
-def refuse_lazy(what: str, tensors: Sequence[Held]) -> None:
-    """Refuse parameters that have no shape yet."""
+def refuse_lazy(caller: str, tensors: Sequence[NamedTensor]) -> None:
     if lazy := [f"{x.name} has no shape yet" for x in tensors if nn.parameter.is_lazy(x.tensor)]:
         raise ShardingError(
-            what, lazy, rule="a layout is of a shape", remedy="run the module once on one device before"
+            caller, lazy, rule="a layout is of a shape", remedy="run the module once on one device before"
         )
 
 
 def has_own_class(x: Tensor) -> bool:
-    """True if a tensor is of a class of its own, whose methods another tensor in its place would not have."""
+    """True if a tensor is of another subclass, whose methods a replacement would lose."""
     return not isinstance(x, ShardedTensor | FakeTensor) and type(x) not in (Tensor, nn.Parameter)
 
 
-def refuse_classes(what: str, tensors: Sequence[Held]) -> None:
-    """Refuse parameters of classes of their own, such as quantized weights: new ones in their place are of another."""
+def refuse_classes(caller: str, tensors: Sequence[NamedTensor]) -> None:
+    """Refuses parameters of other subclasses, such as quantized weights."""
     wrong = [
         f"{x.name} of {list(x.tensor.shape)} is a {type(x.tensor).__module__}.{type(x.tensor).__qualname__}"
         for x in tensors
@@ -96,7 +94,7 @@ def refuse_classes(what: str, tensors: Sequence[Held]) -> None:
     ]
     if wrong:
         raise ShardingError(
-            f"{what} would lose the classes of parameters",
+            f"{caller} would lose the classes of parameters",
             wrong,
             rule="a placed parameter is a ShardedTensor of plain values, without what another class adds",
             remedy="put plain parameters in their place, nn.Parameter(p.detach().as_subclass(torch.Tensor)), what "

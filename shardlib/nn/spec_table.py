@@ -1,4 +1,4 @@
-"""Which parameter lives where: a table from patterns of names to specs, read against the names of a module."""
+"""Reads a table from patterns of parameter names to specs."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from shardlib.core.errors import ShardingError
 T = TypeVar("T")
 
 
-def read(table: Mapping[str, T], tensors: Iterable[tuple[str, ...]], buffers: Iterable[str] = ()) -> dict[str, T]:
-    """What a table says of each tensor, by its first name; who is not in it is not in the result.
+def read_table(table: Mapping[str, T], tensors: Iterable[tuple[str, ...]], buffers: Iterable[str] = ()) -> dict[str, T]:
+    """Returns a table's value for each matched tensor, by the tensor's first name.
 
-    A pattern is a name in which `*` stands for any text, dots included. A tensor that has several names (tied weights)
-    may be found by any of them. Raises `ShardingError` with all patterns that match nothing, or `buffers` alone, and
-    all tensors of which two patterns say different things.
+    A pattern is a name in which `*` stands for any text, dots included. It may match any name of a tensor that has
+    several (tied weights). Raises `ShardingError` with all patterns that match no parameter, and all tensors whose
+    patterns have different values.
 
     Example:
-        >>> read({"*.up.weight": "ff@tensor embed"}, [("layers.0.up.weight",), ("layers.0.norm.weight",)])
+        >>> read_table({"*.up.weight": "ff@tensor embed"}, [("layers.0.up.weight",), ("layers.0.norm.weight",)])
         {'layers.0.up.weight': 'ff@tensor embed'}
     """
-    found, wrong = looked_up(table, tensors, buffers)
+    values, wrong = match_table(table, tensors, buffers)
     if wrong:
-        refuse(wrong)
-    return found
+        refuse_table(wrong)
+    return values
 
 
-def looked_up(
+def match_table(
     table: Mapping[str, T], tensors: Iterable[tuple[str, ...]], buffers: Iterable[str] = ()
 ) -> tuple[dict[str, T], list[str]]:
-    """`read`, and what it refuses."""
-    every, others = list(tensors), list(buffers)
-    names = [name for names in every for name in names]
+    """Returns the table's value for each tensor, as `read_table` does, and the faults of the table."""
+    name_lists, buffer_names = list(tensors), list(buffers)
+    names = [name for own in name_lists for name in own]
     wrong = [
-        f"{pattern!r} matches no parameter{_instead(pattern, names, others)}"
+        f"{pattern!r} matches no parameter{_describe_near_match(pattern, names, buffer_names)}"
         for pattern in table
         if not any(matches(pattern, name) for name in names)
     ]
-    found: dict[str, T] = {}
-    for own in every:
-        said = {p: value for p, value in table.items() if any(matches(p, name) for name in own)}
-        if len({str(value) for value in said.values()}) > 1:
-            texts = " and ".join(f"{str(value)!r} by {pattern!r}" for pattern, value in said.items())
+    result: dict[str, T] = {}
+    for own in name_lists:
+        values = {p: value for p, value in table.items() if any(matches(p, name) for name in own)}
+        if len({str(value) for value in values.values()}) > 1:
+            texts = " and ".join(f"{str(value)!r} by {pattern!r}" for pattern, value in values.items())
             wrong.append(f"{' = '.join(own)} is {texts}")
-        elif said:
-            found[own[0]] = next(iter(said.values()))
-    return found, wrong
+        elif values:
+            result[own[0]] = next(iter(values.values()))
+    return result, wrong
 
 
-def refuse(wrong: Sequence[str], *more: ShardingError) -> NoReturn:
-    """Raise one error for what is wrong with a table, and `more` that is, by itself."""
+def refuse_table(wrong: Sequence[str], *more: ShardingError) -> NoReturn:
+    """Raises one error for the faults of a table and `more` errors of its specs."""
     rules = ("every pattern matches some parameter, and a parameter has one spec", *(x.rule for x in more))
     remedies = (
         "mend the patterns: names are those of module.named_parameters(), and `*` stands for any text",
@@ -61,18 +61,17 @@ def refuse(wrong: Sequence[str], *more: ShardingError) -> NoReturn:
     raise ShardingError(
         "the table of specs does not fit the module",
         [*wrong, *(text for x in more for text in x.offenders or [x.what])],
-        rule=_joined(rules),
-        remedy=_joined(remedies),
+        rule=_join_distinct(rules),
+        remedy=_join_distinct(remedies),
     )
 
 
-def _joined(texts: Iterable[str | None]) -> str:
-    """What each says, once."""
+def _join_distinct(texts: Iterable[str | None]) -> str:
     return "; ".join(dict.fromkeys(part for text in texts if text for part in text.split("; ")))
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a name fits a pattern, in which `*` stands for any text, and everything else for itself.
+    """True if a name fits a pattern, in which `*` stands for any text.
 
     Example:
         >>> matches("h.*.weight", "h.0.up.weight"), matches("b?", "b1")
@@ -82,7 +81,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def numberless(name: str, count: int = 0) -> str:
-    """The name with `*` for its numbers, or the first `count` of them.
+    """Returns the name with `*` for its numbers, or for the first `count` of them.
 
     Example:
         >>> numberless("h.0.mlp.2.w1"), numberless("h.0.mlp.2.w1", 1)
@@ -91,9 +90,9 @@ def numberless(name: str, count: int = 0) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=count)
 
 
-def _instead(pattern: str, names: list[str], buffers: list[str]) -> str:
-    """What a pattern matches, or nearly matches, instead."""
-    if found := [name for name in buffers if matches(pattern, name)]:
-        return f"; {found[0]!r} is a buffer, and buffers stay whole on every device"
+def _describe_near_match(pattern: str, names: list[str], buffers: list[str]) -> str:
+    """Describes the buffer that a pattern matches, or the nearest name."""
+    if matched := [name for name in buffers if matches(pattern, name)]:
+        return f"; {matched[0]!r} is a buffer, and buffers stay whole on every device"
     near = difflib.get_close_matches(pattern.replace("*", ""), names, 1, 0.4)
     return f"; the nearest name is {near[0]!r}" if near else ""

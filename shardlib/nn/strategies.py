@@ -1,15 +1,14 @@
-"""Sharded data parallelism by the names that people know: over which mesh axes batch, parameters, gradients and moments
-are cut, beyond what specs say of them.
+"""Strategies of data parallelism: mesh axes that shard batch, parameters, gradients and moments, in addition to specs.
 
 | strategy | batch | parameters | gradients | moments | known as |
 |---|---|---|---|---|---|
-| `ddp` | cut | | | | distributed data parallel |
-| `zero1` | cut | | | cut | ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) |
-| `zero2` | cut | | cut | cut | ZeRO-2 |
-| `fsdp` | cut | cut | cut | cut | ZeRO-3, FSDP (Zhao et al. 2023, arXiv:2304.11277) |
+| `ddp` | sharded | | | | distributed data parallel |
+| `zero1` | sharded | | | sharded | ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) |
+| `zero2` | sharded | | sharded | sharded | ZeRO-2 |
+| `fsdp` | sharded | sharded | sharded | sharded | ZeRO-3, FSDP (Zhao et al. 2023, arXiv:2304.11277) |
 | `hsdp` | over both | over `shard` | over `shard` | over `shard` | MiCS (Zhang et al. 2022, arXiv:2205.00119) |
 
-Moments are what an optimizer keeps of every element; statistics of rows and columns (Adafactor) stay whole.
+Moments are optimizer state with the shape of the parameter; statistics of rows and columns (Adafactor) are replicated.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Fixed
 from shardlib.sharding.spec import Spec
 
-DATA = ("pod", "replica", "data", "batch", "dp", "shard", "fsdp")  # what axes are called that cut the batch,
+DATA = ("pod", "replica", "data", "batch", "dp", "shard", "fsdp")  # names of axes that shard the batch,
 SEQUENCE = ("seq", "sequence", "context", "cp", "sp")  # the sequence,
-TENSOR = ("tensor", "model", "tp")  # and what is inside a layer
+TENSOR = ("tensor", "model", "tp")  # and weights inside a layer
 
 Axes = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Mesh axes that cut the batch, parameters, gradients and moments; None stands for the data axes of the mesh.
+    """Mesh axes that shard the batch, parameters, gradients and moments; None stands for the data axes of the mesh.
 
-    `threshold`: parameters of fewer elements, their gradients and moments are as specs say.
-    `regather`: what is gathered of a parameter for the forward pass is gathered again for the backward one, rather than
-    kept, and gradients that wait for those of the next micro-step are scattered first.
+    `threshold`: parameters of fewer elements, their gradients and moments keep to their specs.
+    `regather`: a parameter is gathered again for the backward pass instead of kept, and gradients that accumulate over
+    micro-steps are scattered first.
     """
 
     batch: Axes = None
@@ -48,27 +47,27 @@ class Strategy:
     threshold: int = 0
     regather: bool = False
 
-    def on(self, mesh: Mesh) -> Taken:
-        """The same with the axes of a mesh. Raises `ShardingError` for axes that it has not."""
+    def on(self, mesh: Mesh) -> StrategyAxes:
+        """Returns the axes on a mesh. Raises `ShardingError` for axes that the mesh does not have."""
         data = axes_for("batch", DATA, mesh)
-        said = (self.batch, self.parameters, self.gradients, self.moments)
-        batch, parameters, gradients, moments = (data if axes is None else axes for axes in said)
-        cut = dict.fromkeys((*batch, *parameters, *gradients, *moments))
-        wrong = [f"it has no axis {axis!r}" for axis in cut if axis not in mesh.axes]
-        if not cut and None in said[1:]:
+        fields = (self.batch, self.parameters, self.gradients, self.moments)
+        batch, parameters, gradients, moments = (data if axes is None else axes for axes in fields)
+        used = dict.fromkeys((*batch, *parameters, *gradients, *moments))
+        wrong = [f"it has no axis {axis!r}" for axis in used if axis not in mesh.axes]
+        if not used and None in fields[1:]:
             wrong = [f"none of its axes is called {', '.join(DATA)}, and no rule is for 'batch'"]
         if wrong:
             raise ShardingError(
                 f"the strategy does not fit the mesh ({', '.join(f'{a}={n}' for a, n in mesh.axes.items())})",
                 wrong,
-                rule="a strategy cuts over data axes of the mesh",
+                rule="a strategy shards over data axes of the mesh",
                 remedy='name them: strategies.fsdp("x"), strategies.hsdp(replica="pod", shard="data")',
             )
-        return Taken(batch, parameters, gradients, moments, self.threshold, self.regather)
+        return StrategyAxes(batch, parameters, gradients, moments, self.threshold, self.regather)
 
 
-class Taken(NamedTuple):
-    """A strategy on a mesh: the axes that cut each."""
+class StrategyAxes(NamedTuple):
+    """A strategy on one mesh."""
 
     batch: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -79,7 +78,7 @@ class Taken(NamedTuple):
 
 
 def ddp(*axes: str) -> Strategy:
-    """The batch is cut, everything else is whole; gradients are summed over the axes.
+    """Shards the batch and replicates everything else; gradients are summed over the axes.
 
     Example:
         >>> ddp("data").on(Mesh.abstract(data=8)).batch
@@ -89,20 +88,20 @@ def ddp(*axes: str) -> Strategy:
 
 
 def zero1(*axes: str, threshold: int = 0) -> Strategy:
-    """As `ddp`, and an optimizer's moments are cut: each device updates its share, and parameters are gathered."""
+    """As `ddp`, with sharded moments: each device updates its shard, and parameters are gathered."""
     return Strategy(axes or None, moments=axes or None, threshold=threshold)
 
 
 def zero2(*axes: str, threshold: int = 0) -> Strategy:
-    """As `zero1`, and gradients are cut, too: each device gets the sum of its share."""
+    """As `zero1`, with sharded gradients: each device gets the sum of its shard."""
     return Strategy(axes or None, gradients=axes or None, moments=axes or None, threshold=threshold)
 
 
 def fsdp(*axes: str, threshold: int = 0, regather: bool = True) -> Strategy:
-    """Parameters are cut as well, and gathered where they are used; gradients and moments follow them.
+    """Shards parameters, gradients and moments; parameters are gathered for use.
 
-    They are gathered for the forward pass and once more for the backward one; with `regather=False` once, which sends a
-    third less, and they stay whole in between.
+    They are gathered for the forward pass and again for the backward pass. With `regather=False` they are gathered once
+    and kept whole in between, which sends a third less.
 
     Example:
         >>> fsdp().on(Mesh.abstract(data=8, tensor=4)).parameters
@@ -112,44 +111,44 @@ def fsdp(*axes: str, threshold: int = 0, regather: bool = True) -> Strategy:
 
 
 def hsdp(replica: str = "replica", shard: str = "shard", *, threshold: int = 0, regather: bool = True) -> Strategy:
-    """`fsdp` inside groups of devices (`shard`), copies of which (`replica`) add up their pieces of gradients.
+    """Applies `fsdp` inside groups of devices (`shard`); replicas of a group (`replica`) add up their gradients.
 
     Example:
-        >>> taken = hsdp().on(Mesh.abstract(replica=2, shard=4))
-        >>> taken.batch, taken.parameters
+        >>> axes = hsdp().on(Mesh.abstract(replica=2, shard=4))
+        >>> axes.batch, axes.parameters
         (('replica', 'shard'), ('shard',))
     """
     return Strategy((replica, shard), (shard,), (shard,), (shard,), threshold, regather)
 
 
-def axes_for(name: str, known: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
-    """The axes for a logical name: those of its rule, else those that are called so."""
+def axes_for(name: str, usual_names: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes for a logical name: those of its rule, else those with a usual name."""
     if name in mesh.rules:
-        said = mesh.rules[name] or ()
-        return (said,) if isinstance(said, str) else tuple(said)
-    return tuple(axis for axis in mesh.axes if axis in known)
+        axes = mesh.rules[name] or ()
+        return (axes,) if isinstance(axes, str) else tuple(axes)
+    return tuple(axis for axis in mesh.axes if axis in usual_names)
 
 
-def chosen(strategy: str | Strategy | Callable[[], Strategy] | None) -> Strategy:
-    """A strategy in any of its forms: a name, `fsdp` itself, or what it returned. Raises `ShardingError`."""
-    known = NAMED.get(strategy) if isinstance(strategy, str) else strategy
-    found = known() if callable(known) else known
-    if not isinstance(found, Strategy) and strategy is not None:
+def resolve_strategy(strategy: str | Strategy | Callable[[], Strategy] | None) -> Strategy:
+    """Returns the strategy for a name, a function such as `fsdp`, or a `Strategy`; None means `ddp`."""
+    named = NAMED.get(strategy) if isinstance(strategy, str) else strategy
+    resolved = named() if callable(named) else named
+    if not isinstance(resolved, Strategy) and strategy is not None:
         raise ShardingError(
             f"strategy={strategy!r} is no strategy", remedy=f"one of {', '.join(NAMED)}, or sl.strategies.fsdp('data')"
         )
-    return found or ddp()
+    return resolved or ddp()
 
 
-def cut_more(at: Fixed, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> Spec:
-    """The spec that cuts one dim more over these axes: the largest that they divide, or the largest, of those whole.
+def shard_one_dim(at: Fixed, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> Spec:
+    """Returns the spec with one more dim sharded over `axes`: the largest divisible one, or the largest.
 
-    Axes that cut the tensor already are left out; where no dim is large enough, nothing is cut.
+    Axes that shard the tensor already are left out. If no unsharded dim is large enough, the spec stays.
 
     Example:
         >>> from shardlib.sharding.spec import parse
         >>> mesh = Mesh.abstract(data=4, tensor=2)
-        >>> str(cut_more(parse("_ ff@tensor").resolve((8, 64), mesh), (8, 64), mesh, ["data"]))
+        >>> str(shard_one_dim(parse("_ ff@tensor").resolve((8, 64), mesh), (8, 64), mesh, ["data"]))
         '_@data ff@tensor'
     """
     spec = Spec.exactly(at.layout, at.names)

@@ -1,10 +1,10 @@
-"""`suggest`: a table of specs for a module, from what its traced program does with each weight.
+"""`suggest`: proposes a table of specs for a module from its traced program.
 
-Dims of weights that are the same dim of the program (what one matrix makes and the next contracts, or the heads of
-attention) are one *class*: cut together, nothing moves between the matrices, and one sum is left behind the last.
-A choice of classes cuts each tensor in one dim at most. Of those choices that cut nearly as much of the weights as
-any, `suggest` takes the one whose sums, and whatever must be whole, are the fewest bytes. (Megatron's columns and rows,
-Shoeybi et al. 2019, arXiv:1909.08053, come out where a transformer is traced.)
+Dims of weights that are one dim of the program (the output dim of one matrix and the contracted dim of the next, or the
+heads of attention) form a *factor class*. If a class is sharded as a whole, nothing moves between the matrices, and one
+sum remains after the last. A choice of classes shards each tensor in at most one dim. Among the choices that shard
+nearly the most elements of weights, `suggest` takes the one that sends the fewest bytes for sums and gathers.
+(For a transformer this gives Megatron's columns and rows, Shoeybi et al. 2019, arXiv:1909.08053.)
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from shardlib.core.text_tables import si
 from shardlib.frontend.hazards.constant_values import by_example
 from shardlib.frontend.hazards.rng_state import Chance
 from shardlib.jit.jit import jit
-from shardlib.nn.head_factors import factored
-from shardlib.nn.parameters import held
+from shardlib.nn.head_factors import shard_factors
+from shardlib.nn.parameters import list_named
 from shardlib.nn.spec_table import matches, numberless
 from shardlib.nn.strategies import TENSOR
 from shardlib.sharding.mesh.mesh import Mesh
 
-NEARLY = 0.95  # of the weights that any choice cuts
-MOST = 14  # kinds of classes, of which every combination is tried; of more, from each what goes with it
+NEARLY = 0.95  # of the most elements that a choice shards
+MOST = 14  # kinds for which all combinations are tried; with more, the search is greedy
 
-Part = tuple[int, int]  # of a weight: a dim, and which factor of that
+Part = tuple[int, int]  # of a weight: a dim, and the number of a factor in it
 
 
 class Suggestion(dict[str, str]):
-    """A table for `parallelize`; printed, it says why of every line (`why`)."""
+    """A table for `parallelize`; `why` and the printed text give the reason for each line."""
 
     def __init__(self, table: Mapping[str, str], why: Mapping[str, str]) -> None:
         super().__init__(table)
@@ -56,24 +56,23 @@ class Suggestion(dict[str, str]):
 
 @dataclass
 class _Kind:
-    """Classes that are alike, as those of equal layers: their leaves, the parts of weights in them, and how many
-    elements these hold; `bytes` that a device sends, about, where they are cut, by the op that needs it."""
+    """Similar factor classes, such as those of equal layers."""
 
-    leaves: set[DimFactor]
-    parts: dict[str, Part]
-    elements: int = 0
-    bytes: int = 0
+    factors: set[DimFactor]
+    parts: dict[str, Part]  # the sharded part of each weight
+    elements: int = 0  # of these weights
+    bytes: int = 0  # sent per device if the classes are sharded, roughly
 
 
 def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = None, **more: Any) -> Suggestion:
-    """Propose where a module's weights live on one axis of a mesh (default: the one called `tensor`).
+    """Proposes specs for a module's weights on one axis of a mesh (default: the one called `tensor`).
 
-    `example` and `more` are arguments of a call, of the sizes that matter; they and the module may be on the meta
-    device, and the mesh abstract. Where the module asks for values, or draws Python's random numbers, the table is of
-    the way that this call takes. The result is a table for `parallelize(module, table)`, in which `*` stands for the
-    numbers of layers; print it for the reasons. Weights that are not in it are whole.
+    `example` and `more` are arguments of a call of typical sizes. They and the module may be on the meta device;
+    the mesh may be abstract. If the module branches on values or on Python's random numbers, the table is for the
+    branch of this call. The result is a table for `parallelize(module, table)`, in which `*` stands for numbers of
+    layers; print it for the reasons. Weights without a line are replicated.
 
-    Raises `ShardingError` where the mesh has no such axis, no weight can be cut over it, or a shape depends on values.
+    Raises `ShardingError` if the mesh has no such axis, no weight can be sharded over it, or a shape depends on values.
 
     Example:
         >>> import torch
@@ -84,8 +83,8 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
         '2.weight': '_ in@tensor',   # rows: the sum over devices is left, 512 B of [8, 16]
     """
     if not isinstance(module, nn.Module) or not isinstance(mesh, Mesh):
-        what = f"suggest gets a {type(module).__name__} as its module, a {type(mesh).__name__} as its mesh"
-        raise ShardingError(what, remedy="sl.suggest(module, sl.current_mesh(), *example)")
+        types = f"suggest gets a {type(module).__name__} as its module, a {type(mesh).__name__} as its mesh"
+        raise ShardingError(types, remedy="sl.suggest(module, sl.current_mesh(), *example)")
     axis = axis or next((a for a in mesh.axes if a in TENSOR), None)
     if axis is None or axis not in mesh.axes:
         raise ShardingError(
@@ -93,47 +92,48 @@ def suggest(module: nn.Module, mesh: Mesh, *example: Any, axis: str | None = Non
             [f"it has no axis {axis!r}" if axis else f"none of its axes is called {', '.join(TENSOR)}"],
             remedy='name the axis, suggest(module, mesh, *example, axis="model")',
         )
-    table, why = proposed(module, mesh, axis, example, more)
+    table, why = propose_specs(module, mesh, axis, example, more)
     if not table:
         raise ShardingError(
-            f"suggest({type(module).__name__}) finds no weight that {axis!r} could cut",
-            rule=f"a dim of a weight that the call reads is cut {mesh.axes[axis]} ways",
-            remedy="write a table, {'*.up.weight': 'ff@tensor embed'}, or cut weights over data, strategy=\"fsdp\"",
+            f"suggest({type(module).__name__}) finds no weight that {axis!r} could shard",
+            rule=f"a dim of a weight that the call reads is sharded {mesh.axes[axis]} ways",
+            remedy="write a table, {'*.up.weight': 'ff@tensor embed'}, or shard weights over data, strategy=\"fsdp\"",
         )
-    known = [name for x in held(module) for name in x.names]
-    patterns = {x.name: _pattern(x.name, table, known) for x in held(module) if x.name in table}
-    found = {pattern: table[name] for name, pattern in patterns.items()}
-    return Suggestion(found, {pattern: why[name] for name, pattern in reversed(patterns.items())})
+    tensors = list_named(module)
+    names = [name for x in tensors for name in x.names]
+    patterns = {x.name: _generalize(x.name, table, names) for x in tensors if x.name in table}
+    by_pattern = {pattern: table[name] for name, pattern in patterns.items()}
+    return Suggestion(by_pattern, {pattern: why[name] for name, pattern in reversed(patterns.items())})
 
 
-def proposed(
+def propose_specs(
     module: nn.Module, mesh: Mesh, axis: str, example: Any, more: Any, decided: Collection[str] = ()
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """By the name of a weight, its spec and why; weights that share a dim with one that is `decided` are left out."""
+    """Returns specs and reasons by weight; leaves out weights that share a factor class with a `decided` one."""
     compiled = _compiled(module, Mesh.abstract(mesh.axes, machine=mesh.machine), example, more)
-    flood, graph = compiled.propagated.flood, compiled.graph
-    names = [x.name for x in held(module) if x.tensor.is_floating_point()]
-    leaves = zip(compiled.traced.input_leaves, graph.inputs, strict=True)
-    weights = {names[i]: value for i, value in leaves if 0 <= i < len(names)}
-    kinds = [k for k in _kinds(graph, flood, weights, mesh.axes[axis]) if k.parts.keys().isdisjoint(decided)]
-    chosen = _best(kinds, [{flood.dims.find(x) for x in flood.leaves(v)} for v in flood.value])
+    propagation, graph = compiled.propagated.flood, compiled.graph
+    names = [x.name for x in list_named(module) if x.tensor.is_floating_point()]
+    inputs = zip(compiled.traced.input_leaves, graph.inputs, strict=True)
+    weights = {names[i]: value for i, value in inputs if 0 <= i < len(names)}
+    kinds = [k for k in _kinds(graph, propagation, weights, mesh.axes[axis]) if k.parts.keys().isdisjoint(decided)]
+    best = _choose_kinds(kinds, [{propagation.dims.find(x) for x in propagation.leaves(v)} for v in propagation.value])
     table: dict[str, str] = {}
     why: dict[str, str] = {}
-    for kind in chosen:
-        for name, (is_row, reason) in _reasons(graph, flood, weights, kind):
+    for kind in best:
+        for name, (is_row, reason) in _reasons(graph, propagation, weights, kind):
             why[name] = reason
             d, part = kind.parts[name]
-            sizes = [int(flood.dims.size(leaf)) for leaf in flood.value[weights[name]][d]]
-            cut = factored(sizes, part, "in" if is_row else "out", axis, mesh.axes[axis])
-            table[name] = " ".join(cut if i == d else "_" for i in range(len(weights[name].shape)))
+            sizes = [int(propagation.dims.size(leaf)) for leaf in propagation.value[weights[name]][d]]
+            dim = shard_factors(sizes, part, "in" if is_row else "out", axis, mesh.axes[axis])
+            table[name] = " ".join(dim if i == d else "_" for i in range(len(weights[name].shape)))
     return table, why
 
 
 def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compiled:
-    """The call as a program of the weights, all of which are wanted a gradient of, by their order in the module."""
+    """Compiles the call as a program of the weights, in the module's order; all weights require gradients."""
     weights = {
         x.name: torch.empty(x.tensor.shape, dtype=x.tensor.dtype, device="meta", requires_grad=True)
-        for x in held(module)
+        for x in list_named(module)
         if x.tensor.is_floating_point()
     }
 
@@ -142,7 +142,7 @@ def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compile
         try:
             return functional_call(module, dict(weights), args, kwargs)
         finally:
-            chance.put_back()  # a table is as good for other draws
+            chance.put_back()  # the table does not depend on the drawn numbers
 
     with mesh, by_example():
         try:
@@ -158,66 +158,68 @@ def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compile
     return plan.compiled
 
 
-def _kinds(graph: Graph, flood: Propagation, weights: Mapping[str, Value], ways: int) -> list[_Kind]:
-    """Classes with parts of weights that are large enough, alike ones together.
+def _kinds(graph: Graph, propagation: Propagation, weights: Mapping[str, Value], ways: int) -> list[_Kind]:
+    """Returns kinds of factor classes whose parts of weights are large enough, the largest kind first.
 
-    A class that is two dims of one weight (of a recurrent one, or a square one behind a residual) cuts the first.
+    A class may be two dims of one weight (a recurrent one, or a square one after a residual); it shards the first.
     """
     parts: dict[DimFactor, dict[str, Part]] = defaultdict(dict)
     for name, value in weights.items():
-        for d, dim in enumerate(flood.value[value]):
-            for i, leaf in enumerate(map(flood.dims.find, dim)):
-                if (value.shape[d] if i == 0 else flood.dims.size(leaf)) >= ways:
+        for d, dim in enumerate(propagation.value[value]):
+            for i, leaf in enumerate(map(propagation.dims.find, dim)):
+                if (value.shape[d] if i == 0 else propagation.dims.size(leaf)) >= ways:
                     parts[leaf].setdefault(name, (d, i))
-    alike: dict[frozenset[tuple[str, Part]], list[DimFactor]] = defaultdict(list)
+    similar: dict[frozenset[tuple[str, Part]], list[DimFactor]] = defaultdict(list)
     for leaf, own in parts.items():
-        alike[frozenset((numberless(name), part) for name, part in own.items())].append(leaf)
-    together = [{flood.dims.find(x) for x in flood.leaves(v)} for v in weights.values()]
+        similar[frozenset((numberless(name), part) for name, part in own.items())].append(leaf)
+    weight_factors = [{propagation.dims.find(x) for x in propagation.leaves(v)} for v in weights.values()]
     kinds = []
-    for leaves in alike.values():
-        groups = [leaves] if all(len(v & {*leaves}) < 2 for v in together) else [[leaf] for leaf in leaves]
+    for leaves in similar.values():
+        groups = [leaves] if all(len(v & {*leaves}) < 2 for v in weight_factors) else [[leaf] for leaf in leaves]
         kinds += [_Kind({*group}, {n: at for leaf in group for n, at in parts[leaf].items()}) for group in groups]
     for op, at, name in _reads(graph, weights):
-        for label in _labels(op, at, _found(flood, flood.leaves(weights[name])), flood):
-            if label in flood.whole[op]:  # the weight would be gathered there
-                kinds = [k for k in kinds if k.leaves.isdisjoint(_found(flood, flood.labels[op][label]))]
-    sent = [(leaf, _summed(value)) for op in graph.ops for leaf, value in _sent(op, flood)]
+        for label in _labels(op, at, _classes(propagation, propagation.leaves(weights[name])), propagation):
+            if label in propagation.whole[op]:  # the weight would be gathered there
+                kinds = [k for k in kinds if k.factors.isdisjoint(_classes(propagation, propagation.labels[op][label]))]
+    sent = [(leaf, _follow_sum(value)) for op in graph.ops for leaf, value in _sent_values(op, propagation)]
     for kind in kinds:
-        kind.bytes = _bytes({value for leaf, value in sent if leaf in kind.leaves})
+        kind.bytes = _count_bytes({value for leaf, value in sent if leaf in kind.factors})
         kind.elements = sum(math.prod(weights[name].shape) for name in kind.parts)
     return sorted(kinds, key=lambda k: -k.elements)
 
 
-def _sent(op: Op, flood: Propagation) -> Iterator[tuple[DimFactor, Value]]:
-    """What is sent where a class is cut: a result that is summed over it, or an operand that must be whole.
+def _sent_values(op: Op, propagation: Propagation) -> Iterator[tuple[DimFactor, Value]]:
+    """Yields the values that are sent if a class is sharded: results summed over it, and operands that must be whole.
 
-    An op may sum over a class and keep it, too (`h @ w.t()`, where h comes from there): what it sums is gathered, or
-    its result is scattered, whichever is less.
+    An op may sum over a class and keep it, too (`h @ w.t()`, if h comes from w). Then its operand is gathered or its
+    result is scattered, whichever has fewer bytes.
     """
     if op.rule is None:
-        yield from ((leaf, v) for v in op.operands if not v.constant for leaf in _found(flood, flood.leaves(v)))
+        yield from (
+            (leaf, v) for v in op.operands if not v.constant for leaf in _classes(propagation, propagation.leaves(v))
+        )
         return
-    classes = {label: _found(flood, leaves) for label, leaves in flood.labels.get(op, {}).items()}
+    classes = {label: _classes(propagation, leaves) for label, leaves in propagation.labels.get(op, {}).items()}
     operands = [(v, {x for dim in dims for x in dim}) for v, dims in zip(op.operands, op.rule.operands, strict=True)]
     results = [(v, {x for dim in dims for x in dim}) for v, dims in zip(op.results, op.rule.results, strict=True) if v]
     for label, leaf in ((label, leaf) for label, leaves in classes.items() for leaf in leaves):
         values = [v for v, labels in operands if label in labels]
-        if label not in flood.whole.get(op, ()):
+        if label not in propagation.whole.get(op, ()):
             if op.rule.reduce.get(label, "none") == "none":
                 continue
             kept = {x for _, labels in results for x in labels if leaf in classes[x]}
             gathered = [v for v, labels in operands if label in labels and labels.isdisjoint(kept)]
             values = [v for v, labels in results if label not in labels]
-            values = min(values, gathered, key=_bytes) if kept and gathered else values
+            values = min(values, gathered, key=_count_bytes) if kept and gathered else values
         yield from ((leaf, v) for v in values if not v.constant)
 
 
-def _bytes(values: Collection[Value]) -> int:
+def _count_bytes(values: Collection[Value]) -> int:
     return sum(v.nbytes for v in values)
 
 
-def _summed(value: Value) -> Value:
-    """What a sum becomes part of before anybody else reads it: sums that are added up are sent once."""
+def _follow_sum(value: Value) -> Value:
+    """Returns the last value that a partial sum reaches through linear ops alone: added sums are sent once."""
     while len(value.readers) == 1 and not value.is_output:
         op, at = value.readers[0]
         passes = op.rule is not None and any(at in s for s in op.rule.linear if len(s) > 1 or op.transparent)
@@ -227,67 +229,74 @@ def _summed(value: Value) -> Value:
     return value
 
 
-def _found(flood: Propagation, leaves: Any) -> set[DimFactor]:
-    return {flood.dims.find(x) for leaf in leaves for x in flood.dims.leaves([leaf])}
+def _classes(propagation: Propagation, leaves: Any) -> set[DimFactor]:
+    """Returns the representatives of the classes of these factors."""
+    return {propagation.dims.find(x) for leaf in leaves for x in propagation.dims.leaves([leaf])}
 
 
-def _best(kinds: list[_Kind], values: list[set[DimFactor]]) -> list[_Kind]:
-    """The kinds to cut: no two in one tensor, nearly as many elements as any choice, and of those the fewest bytes."""
-    apart = [
-        {j for j, b in enumerate(kinds) if i != j and any(v & a.leaves and v & b.leaves for v in values)}
+def _choose_kinds(kinds: list[_Kind], values: list[set[DimFactor]]) -> list[_Kind]:
+    """Returns the kinds to shard: at most one per tensor, nearly the most elements, and then the fewest bytes."""
+    conflicts = [
+        {j for j, b in enumerate(kinds) if i != j and any(v & a.factors and v & b.factors for v in values)}
         for i, a in enumerate(kinds)
     ]
+    choices = list(_all_choices(conflicts, 0, ()) if len(kinds) <= MOST else _greedy_choices(conflicts, kinds))
 
-    every = list(_all(apart, 0, ())) if len(kinds) <= MOST else list(_some(apart, kinds))
+    def elements(choice: tuple[int, ...]) -> int:
+        return sum(kinds[i].elements for i in choice)
 
-    def elements(taken: tuple[int, ...]) -> int:
-        return sum(kinds[i].elements for i in taken)
-
-    most = max(map(elements, every))
+    most = max(map(elements, choices))
     best = min(
-        (c for c in every if elements(c) >= NEARLY * most), key=lambda c: (sum(kinds[i].bytes for i in c), -elements(c))
+        (c for c in choices if elements(c) >= NEARLY * most),
+        key=lambda c: (sum(kinds[i].bytes for i in c), -elements(c)),
     )
     return [kinds[i] for i in best]
 
 
-def _all(apart: list[set[int]], i: int, taken: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every choice of kinds of which no two are apart."""
-    if i == len(apart):
-        yield taken
+def _all_choices(conflicts: list[set[int]], i: int, choice: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if i == len(conflicts):
+        yield choice
         return
-    if not apart[i] & set(taken):
-        yield from _all(apart, i + 1, (*taken, i))
-    yield from _all(apart, i + 1, taken)
+    if not conflicts[i] & set(choice):
+        yield from _all_choices(conflicts, i + 1, (*choice, i))
+    yield from _all_choices(conflicts, i + 1, choice)
 
 
-def _some(apart: list[set[int]], kinds: list[_Kind]) -> Iterator[tuple[int, ...]]:
-    """From each kind on, what goes with it: the largest first, or the fewest bytes for an element first."""
+def _greedy_choices(conflicts: list[set[int]], kinds: list[_Kind]) -> Iterator[tuple[int, ...]]:
+    """Yields for each kind the choices that add compatible kinds: the largest first, or the cheapest per element."""
     largest = range(len(kinds))
     cheapest = sorted(largest, key=lambda i: kinds[i].bytes / max(kinds[i].elements, 1))
     for first in largest:
         for order in (largest, cheapest):
-            taken = [first]
+            choice = [first]
             for i in order:
-                if i != first and not apart[i] & {*taken}:
-                    taken.append(i)
-            yield tuple(taken)
+                if i != first and not conflicts[i] & {*choice}:
+                    choice.append(i)
+            yield tuple(choice)
 
 
 def _reasons(
-    graph: Graph, flood: Propagation, weights: Mapping[str, Value], kind: _Kind
+    graph: Graph, propagation: Propagation, weights: Mapping[str, Value], kind: _Kind
 ) -> Iterator[tuple[str, tuple[bool, str]]]:
-    """Of every weight of a kind, whether it is cut where it is contracted, and in words what for."""
-    own = {name: {flood.dims.find(x) for x in flood.leaves(weights[name])} & kind.leaves for name in kind.parts}
-    once = {name for name in own if sum(flood.dims.find(x) in own[name] for x in flood.leaves(weights[name])) == 1}
+    """Yields for every weight of a kind whether its contracted dim is sharded, and the reason in words."""
+    own = {
+        name: {propagation.dims.find(x) for x in propagation.leaves(weights[name])} & kind.factors
+        for name in kind.parts
+    }
+    once = {
+        name
+        for name in own
+        if sum(propagation.dims.find(x) in own[name] for x in propagation.leaves(weights[name])) == 1
+    }
     rows: dict[str, Value] = {}
     for op, at, name in _reads(graph, weights):
-        if name in once and not op.backward and (value := _summed_over(op, at, own[name], flood)) is not None:
+        if name in once and not op.backward and (value := _summed_over(op, at, own[name], propagation)) is not None:
             rows.setdefault(name, value)
     big = [name for name in own if len(weights[name].shape) > 1]
     for name in own:
-        beside = [x for x in big if x != name and own[x] & own[name]]
-        contracts = next((x for x in beside if x in rows), None)
-        makers = [x for x in beside if x not in rows]
+        others = [x for x in big if x != name and own[x] & own[name]]
+        contracts = next((x for x in others if x in rows), None)
+        makers = [x for x in others if x not in rows]
         if name in rows and name in big:
             value = rows[name]
             yield name, (True, f"rows: the sum over devices is left, {si(value.nbytes, 'B')} of {list(value.shape)}")
@@ -295,7 +304,7 @@ def _reasons(
             yield name, (False, "columns: what it makes is gathered where it comes back")
         elif name in big:
             kept = f"{contracts} contracts what it makes, so nothing moves between them"
-            yield name, (False, f"columns: {kept if contracts else 'what it makes stays cut'}")
+            yield name, (False, f"columns: {kept if contracts else 'what it makes stays sharded'}")
         else:
             module = name.rpartition(".")[0]
             maker = next((x for x in makers if x.rpartition(".")[0] == module), makers[0] if makers else None)
@@ -303,7 +312,7 @@ def _reasons(
 
 
 def _reads(graph: Graph, weights: Mapping[str, Value]) -> Iterator[tuple[Op, int, str]]:
-    """Every op that computes with a weight, or with a view of it, and which operand that is."""
+    """Yields every op that computes with a weight, or with a view of it, and the number of that operand."""
     names: dict[Value | None, str] = {value: name for name, value in weights.items()}
     for op in graph.ops:
         if op.transparent and op.operands[0] in names:
@@ -312,28 +321,28 @@ def _reads(graph: Graph, weights: Mapping[str, Value]) -> Iterator[tuple[Op, int
             yield from ((op, at, names[v]) for at, v in enumerate(op.operands) if v in names)
 
 
-def _labels(op: Op, at: int, leaves: set[DimFactor], flood: Propagation) -> Iterator[str]:
-    """The factors of an op that are these classes along one of its operands."""
+def _labels(op: Op, at: int, leaves: set[DimFactor], propagation: Propagation) -> Iterator[str]:
+    """Yields the op's factors along one operand that belong to these classes."""
     assert op.rule is not None, "a weight is read by a rule"
     for dim in op.rule.operands[at]:
-        yield from (label for label in dim if _found(flood, flood.labels[op][label]) & leaves)
+        yield from (label for label in dim if _classes(propagation, propagation.labels[op][label]) & leaves)
 
 
-def _summed_over(op: Op, at: int, leaves: set[DimFactor], flood: Propagation) -> Value | None:
-    """The result that is a sum over these classes of an operand, if one is."""
+def _summed_over(op: Op, at: int, leaves: set[DimFactor], propagation: Propagation) -> Value | None:
+    """Returns the result that is a sum over these classes of an operand, or None."""
     assert op.rule is not None, "a weight is read by a rule"
-    for label in _labels(op, at, leaves, flood):
+    for label in _labels(op, at, leaves, propagation):
         if op.rule.reduce.get(label) == "sum":
             without = zip(op.results, op.rule.results, strict=True)
             return next((r for r, dims in without if r is not None and not any(label in d for d in dims)), None)
     return None
 
 
-def _pattern(name: str, table: Mapping[str, str], known: Collection[str]) -> str:
-    """The pattern for most of those of which the table says the same: no number open, the first one, or every."""
-    found = {}
+def _generalize(name: str, table: Mapping[str, str], names: Collection[str]) -> str:
+    """Returns the pattern that matches the most names with the same spec: `*` for no number, the first, or all."""
+    counts = {}
     for pattern in (name, numberless(name, 1), numberless(name)):
-        matched = [x for x in known if matches(pattern, x)]
+        matched = [x for x in names if matches(pattern, x)]
         if {table.get(x) for x in matched} == {table[name]}:
-            found[pattern] = len(matched)
-    return max(found, key=found.__getitem__)
+            counts[pattern] = len(matched)
+    return max(counts, key=counts.__getitem__)

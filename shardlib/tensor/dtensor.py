@@ -1,6 +1,6 @@
-"""ShardedTensors as DTensors of torch.distributed, and back: differentiable copies, since DTensors are written to.
+"""Converts ShardedTensors to DTensors of torch.distributed and back, by differentiable copies.
 
-(DTensor is imported by who asks for one: that takes as long as a third of torch.)
+DTensor is imported on use, since the import takes a third of the time of torch's.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from shardlib.core.errors import ShardingError
 from shardlib.sharding.layout import REDUCTIONS, Factor, Layout, PartialSum, Pieces
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
-from shardlib.tensor.hooks import above
+from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.local_shards import refuse_misfits
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
-from shardlib.tensor.tensor_meta import Form, contiguous
+from shardlib.tensor.tensor_meta import Form, contiguous_strides
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
 def to_dtensor(x: ShardedTensor) -> DTensor:
-    """The same values as a DTensor on the mesh's DeviceMesh; this rank's shard is copied. Differentiable.
+    """Returns a DTensor with the same values on the mesh's DeviceMesh; copies this rank's shard. Differentiable.
 
-    Raises `ShardingError` on virtual devices, and for layouts that DTensor's placements cannot say (an axis on a factor
-    in the middle of a dim, parts of axes): redistribute first.
+    Raises `ShardingError` on virtual devices, and for layouts without DTensor placements (an axis on a factor in the
+    middle of a dim, parts of axes): redistribute first.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -33,47 +33,45 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
     faults = []
     for name in x.mesh.axis_names:
         placement: Any = Replicate()
-        for d, dim in enumerate(x.sharding.dims):
-            for f in dim:
-                for a in f.axes:
-                    if a.name == name:
-                        if isinstance(f.size, Pieces):
-                            faults.append(f"dim {d} is {Layout((dim,))}: DTensor cuts in chunks")
-                        elif len(dim) > 1 or not a.whole:
-                            text = f"axis {a} cuts one factor of it, or only a part of {name} does"
-                            faults.append(f"dim {d} is {Layout((dim,))}: {text}")
-                        placement = Shard(d)
-        for pending in x.sharding.pending:
-            for a in pending.axes:
-                if a.name == name:
-                    placement = Partial(pending.kind)
-                    if not a.whole or pending.kind == "owned":
-                        faults.append(f"it is {pending}: DTensor sums over whole mesh axes")
+        uses = [(d, dim, f, a) for d, dim in enumerate(x.sharding.dims) for f in dim for a in f.axes if a.name == name]
+        for d, dim, f, a in uses:
+            if isinstance(f.size, Pieces):
+                faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in chunks")
+            elif len(dim) > 1 or not a.whole:
+                text = f"axis {a} shards one factor of it, or only a part of {name} does"
+                faults.append(f"dim {d} is {Layout((dim,))}: {text}")
+            placement = Shard(d)
+        for partial, a in ((p, a) for p in x.sharding.pending for a in p.axes if a.name == name):
+            placement = Partial(partial.kind)
+            if not a.whole or partial.kind == "owned":
+                faults.append(f"it is {partial}: DTensor sums over whole mesh axes")
         placements.append(placement)
     for d, dim in enumerate(x.sharding.dims):
         order = [x.mesh.axis_names.index(a.name) for f in dim for a in f.axes]
         if order != sorted(order):
-            faults.append(f"dim {d} is {Layout((dim,))}: DTensor cuts in the order of the mesh's axes")
+            faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in the order of the mesh's axes")
     if faults:
         raise ShardingError(
             f"{typeof(x)} has no DTensor placements",
             faults,
-            rule="a DTensor cuts whole dims over whole mesh axes, in the mesh's order",
+            rule="a DTensor shards whole dims over whole mesh axes, in the mesh's order",
             remedy="x.redistribute(spec) first",
         )
     return DTensor.from_local(
-        x.to_local().clone(), x.mesh.device_mesh, placements, run_check=False, shape=x.shape, stride=contiguous(x.shape)
+        x.to_local().clone(),
+        x.mesh.device_mesh,
+        placements,
+        run_check=False,
+        shape=x.shape,
+        stride=contiguous_strides(x.shape),
     )
 
 
 def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
-    """A DTensor as a ShardedTensor on `mesh` (by default its own DeviceMesh). Differentiable.
+    """Returns a DTensor as a ShardedTensor on `mesh`, by default its own; copies this rank's shard. Differentiable.
 
-    This rank's shard is copied.
-
-    Raises `ShardingError` for partial sums, for another mesh, and where the local tensor is no piece of its shape.
+    Raises `ShardingError` for partial sums, for another mesh, and for a local tensor that does not fit the shape.
     """
-
     mesh = mesh or current_mesh() or Mesh.from_device_mesh(x.device_mesh)
     sizes = dict(zip(x.device_mesh.mesh_dim_names or (), x.device_mesh.mesh.shape, strict=False))
     if sizes != dict(mesh.axes):
@@ -86,20 +84,20 @@ def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
             rule="a DTensor comes here with complete values",
             remedy="redistribute it to Shard and Replicate first",
         )
-    layout = layout_of(tuple(x.shape), x.placements, mesh)
-    piece = x.to_local().clone()
-    refuse_misfits(f"a DTensor of shape {list(x.shape)} as {layout}", [piece], layout, mesh)
-    return above.from_shards([piece], Form.of(layout, mesh, piece.dtype, piece.device))
+    layout = layout_of_placements(tuple(x.shape), x.placements, mesh)
+    shard = x.to_local().clone()
+    refuse_misfits(f"a DTensor of shape {list(x.shape)} as {layout}", [shard], layout, mesh)
+    return tensor_hooks.from_shards([shard], Form.intern(layout, mesh, shard.dtype, shard.device))
 
 
-def layout_of(shape: tuple[int, ...], placements: Sequence[Any], mesh: Mesh) -> Layout:
-    """Returns the layout of a tensor of this shape with a DTensor placement per mesh axis.
+def layout_of_placements(shape: tuple[int, ...], placements: Sequence[Any], mesh: Mesh) -> Layout:
+    """Returns the layout of a tensor of this shape with one DTensor placement per mesh axis.
 
-    Raises `ShardingError` for another number of placements, and for other kinds than `Shard`, `Replicate`, `Partial`.
+    Raises `ShardingError` for another number of placements, and for kinds other than `Shard`, `Replicate`, `Partial`.
 
     Example:
         >>> from torch.distributed.tensor import Partial, Shard
-        >>> str(layout_of((4, 6), [Shard(1), Partial()], Mesh.abstract(data=2, tensor=3)))
+        >>> str(layout_of_placements((4, 6), [Shard(1), Partial()], Mesh.abstract(data=2, tensor=3)))
         '4, 6@data +tensor'
     """
     from torch.distributed.tensor import Partial, Replicate, Shard

@@ -1,7 +1,7 @@
-"""The eager ops that are ready to run, and how a call finds its own: one key, one look-up.
+"""Caches the runners of eager calls by key.
 
-A key names the op, the default dtype, the form of every tensor, and every other argument by type and value. Where a
-number only enters the arithmetic (`x * 0.1`), its type alone counts, so that a learning rate that changes makes no new
+A key holds the op, the default dtype, the form of every tensor, and every other argument by type and value. If a number
+only enters the arithmetic (`x * 0.1`), the key holds its type alone, so that a changing learning rate needs no new
 program.
 """
 
@@ -19,27 +19,26 @@ from shardlib.core.strided_only import is_dtensor, refuse_others
 from shardlib.core.torch_private import OpOverload, schema_of
 from shardlib.tensor.tensor_meta import Form
 
-Run = Callable[[Any, Any], Any]  # of a call's args and kwargs
+Runner = Callable[[Any, Any], Any]  # runs a call from its args and kwargs
 
-PROGRAMS: Bounded[Any, Run] = Bounded(1 << 14)
-LOOSE: set[int] = set()  # ids of ops whose numbers count by type; ops live as long as the process
-_known: set[Any] = set()
-_LISTS = ("aten::_foreach_", "aten::_fused_")  # what optimizers call, with other step sizes in each step
+PROGRAMS: Bounded[Any, Runner] = Bounded(1 << 14)
+OPS_KEYED_BY_NUMBER_TYPE: set[int] = set()  # their ids; ops live as long as the process
+_classified: set[Any] = set()
+_LISTS = ("aten::_foreach_", "aten::_fused_")  # optimizers call these with other step sizes in each step
 
 
-def key_of(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What decides which program runs a call."""
+def build_key(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     number = id(op)
     key: list[Any] = [number, torch.get_default_dtype()]
-    read(key, args, number in LOOSE)
+    append_to_key(key, args, number in OPS_KEYED_BY_NUMBER_TYPE)
     if kwargs:
         key.append(tuple(kwargs))
-        read(key, kwargs.values(), number in LOOSE)
+        append_to_key(key, kwargs.values(), number in OPS_KEYED_BY_NUMBER_TYPE)
     return tuple(key)
 
 
-def read(key: list[Any], values: Any, loose: bool) -> None:
-    """Append what counts of some arguments."""
+def append_to_key(key: list[Any], values: Any, loose: bool) -> None:
+    """Appends the parts of a key for arguments; `loose` numbers count by type."""
     add = key.append
     for x in values:
         kind = type(x)
@@ -48,26 +47,26 @@ def read(key: list[Any], values: Any, loose: bool) -> None:
         elif x is None:
             add(None)
         elif kind is float or kind is complex:
-            # 1, 1.0 and True are different arguments, and so are 0.0 and -0.0.
+            # 1, 1.0 and True are different arguments; so are 0.0 and -0.0.
             add(kind)
             if not loose:
                 add(x if x and x == x else repr(x))
         elif kind is list or kind is tuple:
             add((list, len(x)))
-            read(key, x, loose)
+            append_to_key(key, x, loose)
         elif isinstance(x, torch.Tensor):
             form = x.__dict__.get("_form")
-            add(form if type(form) is Form else plain(x))
+            add(form if type(form) is Form else plain_tensor_key(x))
         else:
             add(kind)
             add(x)
 
 
-def learn(op: Any) -> bool:
-    """Note of an op that is new whether its numbers only enter its arithmetic; True if keys of its calls change."""
-    if op in _known or not isinstance(op, OpOverload):
+def classify_op(op: Any) -> bool:
+    """Classifies a new op by whether its numbers only enter its arithmetic; True if keys of its calls change."""
+    if op in _classified or not isinstance(op, OpOverload):
         return False
-    _known.add(op)
+    _classified.add(op)
     arguments = schema_of(op).arguments
     functional = functional_form(op) if schema_of(op).is_mutable else None
     forms = [op] if functional is None else [op, functional]
@@ -75,12 +74,11 @@ def learn(op: Any) -> bool:
     pointwise = pointwise or op in FILLS or schema_of(op).name.startswith(_LISTS)
     sizes = any(str(a.type) in ("int", "SymInt", "List[int]", "Optional[int]") for a in arguments)
     if pointwise and not sizes:
-        LOOSE.add(id(op))
-    return id(op) in LOOSE
+        OPS_KEYED_BY_NUMBER_TYPE.add(id(op))
+    return id(op) in OPS_KEYED_BY_NUMBER_TYPE
 
 
-def plain(x: torch.Tensor) -> Any:
-    """A plain tensor, as part of a key."""
+def plain_tensor_key(x: torch.Tensor) -> Any:
     if x.is_nested or x.layout is not torch.strided or is_dtensor(x):
         refuse_others("an op on a ShardedTensor", [("its operand", x)])
     return x.shape, x.stride(), x.dtype, x.device

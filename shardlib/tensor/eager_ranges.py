@@ -1,4 +1,4 @@
-"""Ops on ShardedTensors outside `jit` as ranges of `torch.profiler`, which else calls each of them PythonSubclass."""
+"""Names ops on ShardedTensors outside `jit` for `torch.profiler`, which would call each of them PythonSubclass."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from shardlib.core.torch_private import PROFILING as PROFILING
 from shardlib.core.torch_private import running_node
 
 
-def in_range(op: Any, what: str, run: Callable[..., Any], *args: Any) -> Any:
-    """Returns `run(*args)`, run in a range: `aten.addmm.default on ShardedTensors in Linear at train.py:12`."""
+def run_in_profiler_range(op: Any, label: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Runs `run(*args)` in a range named like `aten.addmm.default on ShardedTensors in Linear at train.py:12`."""
     line = user_line(sys._getframe(1))
     where = "" if line is None else f"{', backward at' if running_node() is not None else ' at'} {place(line)}"
-    with profiler.record_function(f"{op} {what}{_module()}{where}"):
+    with profiler.record_function(f"{op} {label}{_running_module()}{where}"):
         return run(*args)
 
 
-def _module() -> str:
-    """The class of the innermost module that runs."""
+def _running_module() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(m := frame.f_locals.get("self"), torch.nn.Module):

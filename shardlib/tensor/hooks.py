@@ -1,4 +1,4 @@
-"""What a tensor asks of floors above it, which fill it in when they are imported."""
+"""Functions that a ShardedTensor calls in higher layers, which set them when they are imported."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from shardlib.tensor.tensor_meta import Form
 
 
-class Above:
-    """What floors above do for a tensor; who does it says so here, when it is imported."""
+class TensorHooks:
+    """Functions of higher layers, set on import."""
 
-    dispatch: Callable[[Any, Any, dict[str, Any], Any], Any]  # an op that is not ready yet
-    redirected: Callable[[Any, Any, dict[str, Any]], Any]  # an op of a function that is being traced
-    remake: Callable[[ShardedTensor], tuple[torch.Tensor, ...]]  # pieces that were written to elsewhere, or are away
-    whole: Callable[[ShardedTensor], torch.Tensor]
-    redistributed: Callable[[ShardedTensor, Fixed], ShardedTensor]
+    dispatch: Callable[[Any, Any, dict[str, Any], Any], Any]  # an op without a cached program
+    trace_op: Callable[[Any, Any, dict[str, Any]], Any]  # an op in a traced function
+    restore_shards: Callable[[ShardedTensor], tuple[torch.Tensor, ...]]  # shards that are missing
+    gather_full: Callable[[ShardedTensor], torch.Tensor]
+    redistribute: Callable[[ShardedTensor, Fixed], ShardedTensor]
     local_shards: Callable[[ShardedTensor, Sequence[Any] | None], tuple[torch.Tensor, ...]]
     from_shards: Callable[[Sequence[torch.Tensor], Form], ShardedTensor]
     deep_copy: Callable[[ShardedTensor, dict[int, Any]], ShardedTensor]
-    reduced: Callable[[ShardedTensor], tuple[Any, ...]]
-    shown: Callable[[ShardedTensor], str]
-    formatted: Callable[[ShardedTensor, str], str]
-    drawn: Callable[[ShardedTensor], str]
+    reduce_tensor: Callable[[ShardedTensor], tuple[Any, ...]]
+    format_tensor: Callable[[ShardedTensor], str]
+    format_with_spec: Callable[[ShardedTensor, str], str]
+    draw_html: Callable[[ShardedTensor], str]
 
 
-above = Above()
+tensor_hooks = TensorHooks()

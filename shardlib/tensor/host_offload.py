@@ -1,4 +1,4 @@
-"""Tensors that live in the host's memory: until somebody reads one, who brings it back."""
+"""Offloads tensors to the host's memory; reading a tensor brings it back to the devices."""
 
 from __future__ import annotations
 
@@ -14,64 +14,62 @@ from shardlib.ops.collectives.transport.torch_wire import Handle
 if TYPE_CHECKING:
     from shardlib.tensor.sharded_tensor import ShardedTensor
 
-AWAY = "_away"  # the attribute that has the pieces then
+OFFLOADED = "_away"  # the attribute with the shards in the host's memory
 
-LOCK = RLock()
+OFFLOAD_LOCK = RLock()
 
-Pieces = tuple[torch.Tensor, ...]
-
-
-def brought(pieces: Pieces) -> Pieces:
-    """These pieces of the host's memory on the devices."""
-    return _each(pieces, offload.to_device)
+Shards = tuple[torch.Tensor, ...]
 
 
-def brought_back(x: ShardedTensor) -> Pieces | None:
-    """The pieces of a tensor that was away, and lives on the devices from now on; None if it is not known where."""
+def copy_to_device(shards: Shards) -> Shards:
+    return _move(shards, offload.to_device)
+
+
+def restore_to_device(x: ShardedTensor) -> Shards | None:
+    """Brings a tensor's shards back to the devices and returns them; None if another tensor wrote to its memory."""
     own = x.__dict__
-    with LOCK:
-        if "_locals" not in own and AWAY in own:
+    with OFFLOAD_LOCK:
+        if "_locals" not in own and OFFLOADED in own:
             memory = own.get("_memory")
-            own["_locals"] = brought(own[AWAY]) if memory is None else memory.locals
-            del own[AWAY]
-        found: Pieces | None = own.get("_locals")
-        return found
+            own["_locals"] = copy_to_device(own[OFFLOADED]) if memory is None else memory.locals
+            del own[OFFLOADED]
+        shards: Shards | None = own.get("_locals")
+        return shards
 
 
-def at_rest(x: ShardedTensor) -> Pieces:
-    """The pieces of a tensor, wherever it lives."""
+def stored_shards(x: ShardedTensor) -> Shards:
+    """Returns the shards of a tensor, in the host's memory or on the devices."""
     own = x.__dict__
-    with LOCK:
-        found: Pieces = own[AWAY] if "_locals" not in own and AWAY in own else x._locals
-        return found
+    with OFFLOAD_LOCK:
+        shards: Shards = own[OFFLOADED] if "_locals" not in own and OFFLOADED in own else x._locals
+        return shards
 
 
-def share(x: ShardedTensor, out: ShardedTensor) -> None:
-    """Give `out` the pieces of `x`, where these live."""
-    with LOCK:
-        pieces = at_rest(x)
-        here, there = ("_locals", AWAY) if "_locals" in x.__dict__ else (AWAY, "_locals")
-        out.__dict__[here] = pieces
-        out.__dict__.pop(there, None)
+def share_shards(x: ShardedTensor, out: ShardedTensor) -> None:
+    """Gives `out` the shards of `x`, offloaded or not."""
+    with OFFLOAD_LOCK:
+        shards = stored_shards(x)
+        used, unused = ("_locals", OFFLOADED) if "_locals" in x.__dict__ else (OFFLOADED, "_locals")
+        out.__dict__[used] = shards
+        out.__dict__.pop(unused, None)
 
 
-def sent(x: ShardedTensor) -> Pieces:
-    """The pieces of a tensor in the host's memory, where it lives from now on."""
+def move_to_host(x: ShardedTensor) -> Shards:
+    """Offloads a tensor to the host's memory, and returns its shards there."""
     own = x.__dict__
-    with LOCK:
-        if "_locals" not in own and AWAY in own:
-            found: Pieces = own[AWAY]
-            return found
-        pieces = _each(x._locals, offload.to_host)
-        stow(x, pieces, x._origin)
-        return pieces
+    with OFFLOAD_LOCK:
+        if "_locals" not in own and OFFLOADED in own:
+            offloaded: Shards = own[OFFLOADED]
+            return offloaded
+        shards = _move(x._locals, offload.to_host)
+        store_on_host(x, shards, x._origin)
+        return shards
 
 
-def stow(x: ShardedTensor, pieces: Pieces, origin: int) -> bool:
-    """Give a tensor other pieces, of this origin, in the host's memory; False where others show its memory, so that it
-    has to be on the devices."""
+def store_on_host(x: ShardedTensor, shards: Shards, origin: int) -> bool:
+    """Gives a tensor new shards in the host's memory; returns False if other tensors share its memory."""
     own = x.__dict__
-    with LOCK:
+    with OFFLOAD_LOCK:
         if (memory := own.get("_memory")) is not None:
             members = (member() for member in memory.members)
             if own["_path"] or any(
@@ -79,13 +77,13 @@ def stow(x: ShardedTensor, pieces: Pieces, origin: int) -> bool:
             ):
                 return False
             del own["_memory"], own["_path"]
-        own[AWAY], x._origin = pieces, origin
+        own[OFFLOADED], x._origin = shards, origin
         own.pop("_locals", None)
         return True
 
 
-def _each(pieces: Pieces, move: Callable[[torch.Tensor], Handle[torch.Tensor]]) -> Pieces:
-    """Move pieces; one that several devices have, once."""
-    flying = {id(x): move(x) for x in pieces}
-    there = {key: handle.finish() for key, handle in flying.items()}
-    return tuple(there[id(x)] for x in pieces)
+def _move(shards: Shards, start: Callable[[torch.Tensor], Handle[torch.Tensor]]) -> Shards:
+    """Moves each distinct shard once; all transfers overlap."""
+    transfers = {id(x): start(x) for x in shards}
+    moved = {key: transfer.finish() for key, transfer in transfers.items()}
+    return tuple(moved[id(x)] for x in shards)

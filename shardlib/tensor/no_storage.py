@@ -1,7 +1,7 @@
-"""What a tensor in pieces has not: one memory. Who asks for the memory is refused, before C++ reads at address 0.
+"""Refuses access to the storage of a ShardedTensor, which has none, before C++ reads at address 0.
 
-Libraries that save tensors ask which of them share memory, by the address and the size of a storage. That question has
-an answer: tensors that share memory here have one identity, and others have others.
+Libraries that save tensors compare the addresses and sizes of storages to find shared memory. For these, ShardedTensors
+that share memory have one identity.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from shardlib.core.errors import NoStorageError
 from shardlib.core.torch_private import TYPED_STORAGE
 from shardlib.tensor.view_aliases import memory_of
 
-_PIECE = "x.to_local() is this device's piece, x.full_tensor() the whole as a plain tensor"
+_SHARD = "x.to_local() is this device's shard, x.full_tensor() the whole as a plain tensor"
 _SAVE = "save full tensors, {name: x.full_tensor() for name, x in state.items()}, which all ranks gather"
 
-# What asks for the memory -> what is said of the tensor, and what to do instead.
-_ASKS: dict[str, tuple[str, str]] = {
-    "data_ptr": ("has no address", f"{_SAVE}; x.to_local().data_ptr() is this device's piece"),
-    TYPED_STORAGE: ("has no storage", f"{_SAVE}; {_PIECE}"),
+# Method that needs the storage -> the problem and the remedy for its error.
+_REFUSED: dict[str, tuple[str, str]] = {
+    "data_ptr": ("has no address", f"{_SAVE}; x.to_local().data_ptr() is this device's shard"),
+    TYPED_STORAGE: ("has no storage", f"{_SAVE}; {_SHARD}"),
     "apply_": ("has no values that Python could go through", "write it as ops on the whole: x.copy_(x * 2)"),
     "share_memory_": ("cannot be put into shared memory", "x.full_tensor().share_memory_(), or x.to_local()'s"),
     "pin_memory": ("cannot be pinned", "pin the plain tensor, and place it then: shard(x.pin_memory(), spec)"),
-    "__dlpack__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_PIECE}"),
-    "__dlpack_device__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_PIECE}"),
+    "__dlpack__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_SHARD}"),
+    "__dlpack_device__": ("cannot be handed out by DLPack", f"hand out a plain tensor: {_SHARD}"),
 }
 
 
 class MemoryIdentity:
-    """Stands in for the storage of a tensor in pieces: it tells tensors that share memory from others.
+    """Stands in for the storage of a ShardedTensor: equal for tensors that share memory.
 
-    Anything else that a storage has is refused by `NoStorageError`.
+    Other methods of storages raise `NoStorageError`.
 
     Example:
         >>> from shardlib import Mesh, shard
@@ -45,8 +45,8 @@ class MemoryIdentity:
         (True, 16)
     """
 
-    def __init__(self, x: Any, described: str, unit: int) -> None:
-        self._memory, self._described, self._unit = memory_of(x), described, unit
+    def __init__(self, x: Any, description: str, unit: int) -> None:
+        self._memory, self._description, self._unit = memory_of(x), description, unit
         self.device = x.device
 
     @property
@@ -54,7 +54,7 @@ class MemoryIdentity:
         return id(self._memory)
 
     def data_ptr(self) -> int:
-        """Returns a number that the tensor's views have, too, and no other memory of this process; no address."""
+        """Returns a number that identifies the memory in this process, equal for views; it is no address."""
         return id(self._memory)
 
     def nbytes(self) -> int:
@@ -69,11 +69,11 @@ class MemoryIdentity:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _error(self._described, f"has no storage, of which .{name} is asked", f"{_SAVE}; {_PIECE}")
+        raise _error(self._description, f"has no storage, and .{name} is read", f"{_SAVE}; {_SHARD}")
 
 
 def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> None:
-    """Give a class of tensors methods that refuse to show its memory, by `NoStorageError`.
+    """Gives a class of tensors methods that refuse access to a storage by `NoStorageError`.
 
     Example:
         >>> from shardlib import Mesh, shard
@@ -81,33 +81,33 @@ def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> No
         ...     shard(torch.zeros(4), "n@data").share_memory_()
         Traceback (most recent call last):
         shardlib.NoStorageError: f32[4@data] cannot be put into shared memory
-        Rule: a tensor in pieces has no storage of its own
+        Rule: a ShardedTensor has no storage of its own
         Remedy: x.full_tensor().share_memory_(), or x.to_local()'s
     """
 
     def untyped_storage(self: torch.Tensor, unit: int = 1) -> MemoryIdentity:
-        """Returns an object that tells tensors that share memory from others; it has no bytes."""
+        """Returns an object that is equal for tensors that share memory; it has no bytes."""
         if is_tracing():
-            raise _error(typeof(self), "has no storage in a traced function", _PIECE)
+            raise _error(typeof(self), "has no storage in a traced function", _SHARD)
         return MemoryIdentity(self, typeof(self), unit)
 
     def storage(self: torch.Tensor) -> MemoryIdentity:
-        """Returns what `untyped_storage` does."""
+        """Returns the same as `untyped_storage`, in units of elements."""
         return untyped_storage(self, self.itemsize)
 
     cls.untyped_storage, cls.storage = untyped_storage, storage  # type: ignore[assignment, method-assign]
-    for name, (said, remedy) in _ASKS.items():
-        setattr(cls, name, _refusing(name, said, remedy, typeof))
+    for name, (problem, remedy) in _REFUSED.items():
+        setattr(cls, name, _refusing_method(name, problem, remedy, typeof))
 
 
-def _refusing(name: str, said: str, remedy: str, typeof: Callable[[Any], str]) -> Callable[..., NoReturn]:
+def _refusing_method(name: str, problem: str, remedy: str, typeof: Callable[[Any], str]) -> Callable[..., NoReturn]:
     def refuse(self: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
-        raise _error(typeof(self), said, remedy)
+        raise _error(typeof(self), problem, remedy)
 
     refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = "Refused: there is no one memory."
+    refuse.__doc__ = "Refused: a ShardedTensor has no storage."
     return refuse
 
 
-def _error(described: str, said: str, remedy: str) -> NoStorageError:
-    return NoStorageError(f"{described} {said}", rule="a tensor in pieces has no storage of its own", remedy=remedy)
+def _error(description: str, problem: str, remedy: str) -> NoStorageError:
+    return NoStorageError(f"{description} {problem}", rule="a ShardedTensor has no storage of its own", remedy=remedy)

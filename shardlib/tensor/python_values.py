@@ -1,4 +1,4 @@
-"""What Python reads of a tensor on a mesh: numbers, lists and arrays of its values."""
+"""Conversions of a ShardedTensor to Python's numbers, lists and numpy arrays."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from shardlib.core.context import is_tracing
 
 
 class PythonValues(torch.Tensor):
-    """Reads the whole tensor. On ranks each of these is a collective: every rank must call it."""
+    """Converts the gathered tensor. On ranks each conversion is a collective: every rank must call it."""
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor as a plain one."""
+        """Returns the whole tensor as a plain one."""
         raise NotImplementedError
 
     def _readable(self) -> torch.Tensor:
-        """Returns the whole; while a function is traced, the value of the trace, which says that it has no numbers."""
+        """Returns the gathered tensor; in a traced function the traced value, which raises when Python reads it."""
         return self.clone() if is_tracing() else self.full_tensor()
 
     def tolist(self) -> Any:
-        """The values as nested lists. On ranks this is a collective, as is all that reads values."""
+        """Returns the values as nested lists."""
         return self._readable().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as a numpy array that cannot be written to: it would have memory of its own."""
+        """Returns a read-only numpy array, since writes to it would not reach the tensor."""
         array = self._readable().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -46,5 +46,5 @@ class PythonValues(torch.Tensor):
         return bool(self._readable())
 
     def item(self) -> Any:
-        """The value of a tensor of one element."""
+        """Returns the value of a tensor of one element."""
         return self._readable().item()

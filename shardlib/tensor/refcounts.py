@@ -1,4 +1,4 @@
-"""Who holds the memory of pieces: what nobody else refers to may be written over."""
+"""Counts references to the memory of shards: a shard without other references may be overwritten."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 
 from shardlib.core.torch_private import memory_of, memory_uses, tensor_uses
 
-Every = Sequence[tuple[torch.Tensor, ...]]  # the pieces of several tensors
+ShardTuples = Sequence[tuple[torch.Tensor, ...]]  # the shards of several tensors
 Counts = tuple[int, ...]
 
 
-def counts_alone() -> Counts:
-    """The counts of a piece that nobody else holds, in a tuple that only one other holds."""
-    return _counted([(torch.zeros(1) + 1,)], 0, 0)
+def measure_sole_owner() -> Counts:
+    """Returns the counts for a shard without other references, in a tuple with one."""
+    return _count_references([(torch.zeros(1) + 1,)], 0, 0)
 
 
-def is_sole(pieces: Every, i: int, firsts: Iterable[tuple[int, int]], holders: int, base: Counts) -> bool:
-    """Whether only `holders` of the i-th tuple, and nothing beside it, refer to the memory of its pieces.
+def is_sole_owner(shards: ShardTuples, i: int, firsts: Iterable[tuple[int, int]], holders: int, base: Counts) -> bool:
+    """True if only `holders` refer to the i-th tuple, and nothing else to the memory of its shards.
 
-    `firsts` are the devices that hold different pieces, each with the number of devices that hold it; `base` is what
-    `counts_alone` says.
+    `firsts` are devices with distinct shards, each with the number of devices that share it; `base` is the result of
+    `measure_sole_owner`.
     """
-    whole, piece, *below = base
+    tuple_count, shard_count, *storage_counts = base
     for d, n in firsts:
-        if any(map(gt, _counted(pieces, i, d), (whole + holders - 1, piece + n - 1, *below))):
+        most = tuple_count + holders - 1, shard_count + n - 1, *storage_counts
+        if any(map(gt, _count_references(shards, i, d), most)):
             return False
     return True
 
 
-def _counted(pieces: Every, i: int, d: int) -> Counts:
-    """How many refer to a tuple of pieces, to one of these, to its storage, and to both below Python; and whether other
-    processes may.
+def _count_references(shards: ShardTuples, i: int, d: int) -> Counts:
+    """Counts references to a tuple of shards, to one shard, to its storage, and to both in C++; and sharing processes.
 
-    All that is counted is looked up in this frame: interpreters differ in how often a call refers to its arguments, and
-    one differs from itself where `torch.compile` has been at work. So counts of this frame compare with each other.
+    All counts are taken in this frame, so that they compare with each other: interpreters differ in the references that
+    a call adds to its arguments, and `torch.compile` changes them.
     """
-    x = pieces[i][d]
+    x = shards[i][d]
     storage = x.untyped_storage()
-    sent = x.is_cpu and storage.is_shared()  # on GPUs it says so of all
-    known = int(memory_uses(memory_of(storage))), int(tensor_uses(x)), int(sent)
-    return sys.getrefcount(pieces[i]), sys.getrefcount(x), sys.getrefcount(storage), *known
+    is_shared = x.is_cpu and storage.is_shared()  # True for all storages on GPUs
+    below = int(memory_uses(memory_of(storage))), int(tensor_uses(x)), int(is_shared)
+    return sys.getrefcount(shards[i]), sys.getrefcount(x), sys.getrefcount(storage), *below

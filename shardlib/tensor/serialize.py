@@ -1,10 +1,10 @@
-"""Copies of ShardedTensors, in this process and in files.
+"""Copies ShardedTensors in this process, and pickles them to files.
 
-A tensor is stored with its mesh, by axes, and with the pieces that this process holds: all of them on virtual devices,
-so that such a file can be read anywhere; one on a rank, so that each rank reads what it has written. It comes back onto
-the current mesh where that has the same axes, otherwise onto its own. `torch.load(weights_only=True)` takes such files,
-since nothing but tensors, text and numbers is stored, unless somebody gave a tensor attributes of other kinds. In a
-file a view is a tensor of its own; `copy.deepcopy` keeps what shares memory together.
+A file holds the axes of a tensor's mesh and this process's shards. On virtual devices these are all shards, so that any
+process can read the file; a rank reads the file that it wrote. The tensor is restored onto the current mesh if that has
+the same axes, otherwise onto its own. `torch.load(weights_only=True)` takes such files, since they hold only tensors,
+text and numbers, unless a tensor has other attributes. In a file a view is a tensor of its own; `copy.deepcopy` keeps
+shared memory.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shardlib.distributed import world
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import Names
-from shardlib.tensor.hooks import above
-from shardlib.tensor.local_shards import owned, refuse_misfits
-from shardlib.tensor.sharded_tensor import HOMES, REGATHER, ShardedTensor, marks, typeof, wrap
+from shardlib.tensor.hooks import tensor_hooks
+from shardlib.tensor.local_shards import refuse_misfits, split_into_owned_shards
+from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor, typeof, user_attributes, wrap
 from shardlib.tensor.tensor_meta import Form
 from shardlib.tensor.view_aliases import Memory
 
 
-def reduced(x: ShardedTensor) -> tuple[Any, ...]:
-    """What pickle needs to make `x` again."""
+def reduce_tensor(x: ShardedTensor) -> tuple[Any, ...]:
+    """Returns the function and arguments by which pickle restores `x`."""
     form = x._form
     rank = form.mesh.rank if form.mesh.kind == "distributed" else None
-    written = str(form.layout), str(form.mesh), form.names, form.strides, form.offset
+    state = str(form.layout), str(form.mesh), form.names, form.strides, form.offset
     is_param = bool(x.__dict__.get(IS_PARAMETER))
-    return restored, (x._locals, *written, rank, x.requires_grad, is_param, marks(x))
+    return restored, (x._locals, *state, rank, x.requires_grad, is_param, user_attributes(x))
 
 
 def restored(
@@ -52,29 +52,28 @@ def restored(
     is_param: bool,
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> ShardedTensor:
-    """The tensor that `reduced` wrote down; raises `ShardingError` where its mesh cannot be had here."""
+    """Restores a pickled tensor; raises `ShardingError` if its mesh does not fit this process."""
     saved = Mesh.abstract(Mesh.parse(_abstract(mesh)).axes)
-    here = _mesh(mesh, saved, rank)
-    at = Layout.parse(layout, saved.axes)
+    target = _target_mesh(mesh, saved, rank)
+    parsed = Layout.parse(layout, saved.axes)
     names = tuple(tuple(dim) for dim in names)
-    if rank is None and here.kind == "distributed":
-        whole = at.gather(list(zip(saved.all_coords(), pieces, strict=True)))
-        pieces = owned(whole, at, here, donated=True)
-    refuse_misfits(f"a stored tensor of layout {layout}", pieces, at, here)
-    form = Form.of(at, here, pieces[0].dtype, pieces[0].device, names, tuple(strides), offset)
-    return _finished(wrap(form, tuple(pieces)), requires_grad, is_param, attributes)
+    if rank is None and target.kind == "distributed":
+        whole = parsed.gather(list(zip(saved.all_coords(), pieces, strict=True)))
+        pieces = split_into_owned_shards(whole, parsed, target, donated=True)
+    refuse_misfits(f"a stored tensor of layout {layout}", pieces, parsed, target)
+    form = Form.intern(parsed, target, pieces[0].dtype, pieces[0].device, names, tuple(strides), offset)
+    return _set_attributes(wrap(form, tuple(pieces)), requires_grad, is_param, attributes)
 
 
-def _mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
-    """The mesh that a stored tensor comes back to."""
+def _target_mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
     mesh = current_mesh()
     same = mesh is not None and mesh.kind != "abstract" and list(mesh.axes.items()) == list(saved.axes.items())
     faults = []
     if rank is not None:
         if world.kind() != "distributed":
-            faults.append(f"it is the piece of rank {rank}, this process is no rank")
+            faults.append(f"it is the shard of rank {rank}, this process is no rank")
         elif world.rank() != rank:
-            faults.append(f"it is the piece of rank {rank}, this is rank {world.rank()}")
+            faults.append(f"it is the shard of rank {rank}, this is rank {world.rank()}")
         elif mesh is not None and not same:
             faults.append(f"the current mesh is {mesh}")
     elif not same and world.kind() == "distributed":
@@ -83,7 +82,7 @@ def _mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
         raise ShardingError(
             f"a stored tensor on {text} cannot be read here",
             faults,
-            rule="a tensor comes back onto a mesh with the axes that it was stored with, on a rank its own piece",
+            rule="a tensor comes back onto a mesh with the axes that it was stored with, on a rank its own shard",
             remedy="read it inside `with` such a mesh, or store x.full_tensor()",
         )
     return mesh if same and mesh is not None else Mesh.parse(text)
@@ -94,10 +93,10 @@ def _abstract(text: str) -> str:
 
 
 def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
-    """For `copy.deepcopy`: pieces of its own, its gradient's and its attributes too; what shared memory shares it."""
+    """Copies shards, gradient and attributes for `copy.deepcopy`; tensors that shared memory still share it."""
     if id(x) in memo:
-        known: ShardedTensor = memo[id(x)]
-        return known
+        copy_of_x: ShardedTensor = memo[id(x)]
+        return copy_of_x
     if not x.is_leaf:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
@@ -105,7 +104,7 @@ def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
     if is_tracing():
         copied: Any = x.detach().clone()
         memo[id(x)] = copied
-        return _finished(copied, x.requires_grad, bool(x.__dict__.get(IS_PARAMETER)), {})
+        return _set_attributes(copied, x.requires_grad, bool(x.__dict__.get(IS_PARAMETER)), {})
     out = wrap(x._form, copy.deepcopy(x._locals, memo))
     memo[id(x)] = out
     memory: Memory | None = x.__dict__.get("_memory")
@@ -113,15 +112,17 @@ def deep_copy(x: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
         if id(memory) not in memo:
             memo[id(memory)] = Memory(memory.form, copy.deepcopy(memory.locals, memo))
         memo[id(memory)].join(out, x.__dict__["_path"])
-    is_param = bool(x.__dict__.get(IS_PARAMETER))  # a deep copy of a parameter has no attributes, in torch
-    kept = {k: y for k, y in marks(x).items() if k in (*HOMES, REGATHER) or not is_param}
-    _finished(out, x.requires_grad, is_param, copy.deepcopy(kept, memo))
+    is_param = bool(x.__dict__.get(IS_PARAMETER))  # in torch, a deep copy of a parameter has no attributes
+    kept = {k: y for k, y in user_attributes(x).items() if k in (*PLACEMENT_ATTRIBUTES, REGATHER) or not is_param}
+    _set_attributes(out, x.requires_grad, is_param, copy.deepcopy(kept, memo))
     if x.grad is not None and not is_param:  # nor a gradient
         out.grad = copy.deepcopy(x.grad, memo)
     return out
 
 
-def _finished(x: ShardedTensor, requires_grad: bool, is_param: bool, attributes: Mapping[str, Any]) -> ShardedTensor:
+def _set_attributes(
+    x: ShardedTensor, requires_grad: bool, is_param: bool, attributes: Mapping[str, Any]
+) -> ShardedTensor:
     if requires_grad:
         x.requires_grad_()
     if is_param:
@@ -130,20 +131,20 @@ def _finished(x: ShardedTensor, requires_grad: bool, is_param: bool, attributes:
     return x
 
 
-# The second entry reads files that were written when this module was `shardlib.tensors.persist`.
+# The second entry reads files from a time when this module was `shardlib.tensors.persist`.
 torch.serialization.add_safe_globals([restored, (restored, "shardlib.tensors.persist.restored")])
 
 
-def sent(x: ShardedTensor) -> tuple[Any, ...]:
-    """What another process needs to make `x` again; raises `ShardingError`, as torch does, where history is lost."""
+def reduce_for_process(x: ShardedTensor) -> tuple[Any, ...]:
+    """Reduces `x` for another process; raises `ShardingError`, as torch does, for a tensor with history."""
     if x.requires_grad and not x.is_leaf:
         raise ShardingError(
             f"{typeof(x)} goes to another process, and is no leaf",
             rule="autograd does not cross processes",
             remedy="send x.detach()",
         )
-    return reduced(x)
+    return reduce_tensor(x)
 
 
-above.deep_copy, above.reduced = deep_copy, reduced
-ForkingPickler.register(ShardedTensor, sent)
+tensor_hooks.deep_copy, tensor_hooks.reduce_tensor = deep_copy, reduce_tensor
+ForkingPickler.register(ShardedTensor, reduce_for_process)

@@ -1,12 +1,11 @@
-"""ShardedTensor: a tensor with a global shape whose pieces live on the devices of a mesh.
+"""ShardedTensor: a tensor of global shape whose shards live on the devices of a mesh.
 
-On virtual devices every piece is in this process; on ranks only this rank's is.
+A process of virtual devices has all shards; a rank has its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,46 +17,35 @@ from shardlib.core.plain_types import PlainClass
 from shardlib.core.recorders import refuse_recorded
 from shardlib.core.torch_private import IS_PARAMETER, count_dispatch_modes, make_wrapper, no_torch_function
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Names
 from shardlib.sharding.spec import P, Sizes, Spec, every_length, resolve_many
 from shardlib.sharding.typos import warn_of_slip
-from shardlib.tensor.eager_cache import LOOSE, PROGRAMS, read
-from shardlib.tensor.eager_ranges import PROFILER, PROFILING, in_range
-from shardlib.tensor.hooks import above
-from shardlib.tensor.host_offload import AWAY, share
-from shardlib.tensor.local_shards import cut_up as cut_up
-from shardlib.tensor.local_shards import refuse_misfits
+from shardlib.tensor.eager_cache import OPS_KEYED_BY_NUMBER_TYPE, PROGRAMS, append_to_key
+from shardlib.tensor.eager_ranges import PROFILER, PROFILING, run_in_profiler_range
+from shardlib.tensor.hooks import tensor_hooks
+from shardlib.tensor.host_offload import OFFLOADED, share_shards
+from shardlib.tensor.local_shards import LocalShard, refuse_misfits
 from shardlib.tensor.no_storage import without_storage
 from shardlib.tensor.python_values import PythonValues
 from shardlib.tensor.tensor_meta import Form, short_dtype
-from shardlib.tensor.view_aliases import bits, view
+from shardlib.tensor.view_aliases import note_view, pending_marks
 
 
-@dataclass(frozen=True)
-class LocalShard:
-    """One device's piece: its rank, coordinates and tensor."""
-
-    rank: int
-    coords: Coords
-    data: torch.Tensor
-
-
-class _Stale:
-    """Stands in for pieces that are made again, since memory was written to by another name, or brought back."""
+class _MissingShards:
+    """Restores `_locals` on access after a write through another tensor, or after an offload."""
 
     def __get__(self, x: ShardedTensor | None, owner: type) -> Any:
         if x is None:
             return self
-        return above.remake(x)
+        return tensor_hooks.restore_shards(x)
 
 
 class ShardedTensor(PlainClass, PythonValues):
-    """A tensor of global shape, laid out over a mesh; made by `shard` and by jitted functions.
+    """A tensor of global shape, sharded over a mesh; returned by `shard` and by jitted functions.
 
-    Its memory is its own: nothing that is written elsewhere shows in it. (The constructor takes over the pieces that it
-    is given, which nobody may write to from then on; it raises `ShardingError` where they do not fit the layout.)
+    It shares memory with no plain tensor. (The constructor takes over the given shards: never write to them later. It
+    raises `ShardingError` if they do not fit the layout.)
 
     Example:
         >>> from shardlib import Mesh, shard
@@ -71,11 +59,11 @@ class ShardedTensor(PlainClass, PythonValues):
         tensor(28.)
     """
 
-    __slots__ = ("_origin",)  # on ranks, what it comes from (`ranks.lineage`)
+    __slots__ = ("_origin",)  # on ranks, a number for the computation of its values (`distributed/provenance.py`)
 
     _origin: int
     _form: Form
-    _locals: tuple[torch.Tensor, ...] = _Stale()  # type: ignore[assignment] # until an instance has its own
+    _locals: tuple[torch.Tensor, ...] = _MissingShards()  # type: ignore[assignment] # unless the instance has its own
 
     __torch_function__ = no_torch_function
 
@@ -90,8 +78,8 @@ class ShardedTensor(PlainClass, PythonValues):
     ) -> ShardedTensor:
         refuse_misfits(f"ShardedTensor of layout {layout}", locals_, layout, mesh)
         first = locals_[0]
-        pieces = tuple([x.detach() if x.requires_grad else x for x in locals_])  # `from_local` keeps histories
-        self = wrap(Form.of(layout, mesh, first.dtype, first.device, names), pieces)
+        shards = tuple([x.detach() if x.requires_grad else x for x in locals_])  # `from_local` keeps histories
+        self = wrap(Form.intern(layout, mesh, first.dtype, first.device, names), shards)
         if requires_grad:
             self.requires_grad_()
         return self
@@ -107,28 +95,25 @@ class ShardedTensor(PlainClass, PythonValues):
 
     @property
     def spec(self) -> Spec:
-        """Where this tensor lives, as a spec: names that are known, mesh axes, parts of axes, and chosen pieces."""
+        """The layout as a spec, with known names of dims."""
         return Spec.exactly(self._form.layout, self._form.names)
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
-        """The shards that this process holds, to be read: all of them on virtual devices, one on a rank.
-
-        They have the history of the tensor: see `to_local`.
-        """
+        """This process's shards, for reading, with the tensor's history (see `to_local`)."""
         _refuse_in_trace(self, "shards")
         refuse_recorded("x.shards", self)
         ranks = range(self.mesh.size) if self.mesh.kind == "virtual" else [self.mesh.rank]
-        shards = above.local_shards(self, None)
+        shards = tensor_hooks.local_shards(self, None)
         return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, shards, strict=True))
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-        """Returns this rank's shard (rank 0's on virtual devices), to be read; differentiable.
+        """Returns this rank's shard (rank 0's on virtual devices), for reading; differentiable.
 
-        Other devices and tensors may share its memory, so never write to it; `x.to_local().clone()` is yours to change.
-        The gradient of a shard is that shard of the gradient, as `DTensor.to_local` has it. `grad_placements`, a
-        DTensor placement per mesh axis, says otherwise: `[Partial()]` adds up the ranks' gradients of a whole tensor.
-        On virtual devices, the gradients of shards that nothing reads are zeros, and those of copies are added up.
+        Other devices and tensors may share its memory, so write only to a clone. As for `DTensor.to_local`, the
+        gradient of a shard is a shard of the gradient, unless `grad_placements`, a DTensor placement per mesh axis,
+        differ: `[Partial()]` adds up the ranks' gradients of a whole tensor. On virtual devices, gradients of unread
+        shards are zeros, and those of copies add up.
 
         Raises `ShardingError` for a partial sum that requires gradients, and for placements of other local shapes.
 
@@ -142,25 +127,25 @@ class ShardedTensor(PlainClass, PythonValues):
         """
         _refuse_in_trace(self, "to_local")
         refuse_recorded("x.to_local()", self)
-        return above.local_shards(self, grad_placements)[0]
+        return tensor_hooks.local_shards(self, grad_placements)[0]
 
     def is_conj(self) -> bool:
-        """Whether it is a conjugate that is only marked as one, as `x.conj()` is."""
-        return super().is_conj() or _CONJ in bits(self)
+        """True for a lazy conjugate, such as `x.conj()`."""
+        return super().is_conj() or _CONJ in pending_marks(self)
 
     def is_neg(self) -> bool:
-        """Whether it is the negative of what memory holds, as the imaginary part of a conjugate is."""
-        return super().is_neg() or _NEG in bits(self)
+        """True for a lazy negative, such as the imaginary part of a conjugate."""
+        return super().is_neg() or _NEG in pending_marks(self)
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor as a plain one; differentiable. On ranks this is a collective: every rank must call it."""
+        """Returns the whole as a plain tensor; differentiable. On ranks a collective: every rank must call it."""
         _refuse_in_trace(self, "full_tensor")
-        return above.whole(self)
+        return tensor_hooks.gather_full(self)
 
     def redistribute(
         self, spec: str | P | Spec, /, *, sizes: Sizes | int | None = None, **lengths: int
     ) -> ShardedTensor:
-        """The same values laid out as `spec` says, with `sizes` and `lengths` as `shard` takes them; differentiable.
+        """Returns the same values in the layout of `spec`; `sizes` and `lengths` are as in `shard`. Differentiable.
 
         On ranks this is a collective: every rank must call it.
         """
@@ -168,7 +153,7 @@ class ShardedTensor(PlainClass, PythonValues):
         item = ("x", self.shape, spec, every_length(sizes, lengths))
         (resolved,) = resolve_many([item], self.mesh, what="redistribute")
         warn_of_slip("redistribute(x)", resolved.said, self.mesh)
-        return above.redistributed(self, resolved)
+        return tensor_hooks.redistribute(self, resolved)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """As `Tensor.backward`; raises `ShardingError` for a tensor that has no history."""
@@ -182,21 +167,21 @@ class ShardedTensor(PlainClass, PythonValues):
         super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        """As `Tensor.register_hook`; raises `ShardingError` for a result of which a program makes another result."""
-        refuse_within(self, "register_hook")
+        """As `Tensor.register_hook`; raises `ShardingError` for an intermediate of the program."""
+        refuse_intermediate_result(self, "register_hook")
         if self.grad_fn is None:
             return super().register_hook(hook)  # type: ignore[no-untyped-call]
-        # All results of a program are of one node: it is reached where another one is used, too.
+        # All results of a program share one node, which also runs if only another result is used.
         return super().register_hook(lambda grad: None if grad is None else hook(grad))  # type: ignore[no-untyped-call]
 
     def retain_grad(self) -> None:
-        """As `Tensor.retain_grad`; raises `ShardingError` for a result of which a program makes another result."""
-        refuse_within(self, "retain_grad")
+        """As `Tensor.retain_grad`; raises `ShardingError` for an intermediate of the program."""
+        refuse_intermediate_result(self, "retain_grad")
         super().retain_grad()
 
     @property
     def data(self) -> ShardedTensor:
-        """As `Tensor.data`: the same memory without history; it may be set to another ShardedTensor."""
+        """As `Tensor.data`: the same memory without history; accepts another ShardedTensor."""
         return super().data  # type: ignore[return-value]
 
     @data.setter
@@ -213,18 +198,18 @@ class ShardedTensor(PlainClass, PythonValues):
             return
         assert isinstance(value, ShardedTensor), "refused above"
         self._form, self._origin = value._form, value._origin
-        share(value, self)
-        view(value, self, ())
+        share_shards(value, self)
+        note_view(value, self, ())
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Tensor.to`; raises `ShardingError` for a kind of device on which the mesh is not."""
+        """As `Tensor.to`; raises `ShardingError` for a device type other than the mesh's."""
         for x in (*args, *kwargs.values()):
             if isinstance(x, str | torch.device):
                 self._refuse_device(torch.device(x))
         return super().to(*args, **kwargs)
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Tensor.cuda`; raises `ShardingError` where the mesh is elsewhere."""
+        """As `Tensor.cuda`; raises `ShardingError` if the mesh is not on GPUs."""
         self._refuse_device(torch.device("cuda"))
         return super().cuda(*args, **kwargs)
 
@@ -238,33 +223,33 @@ class ShardedTensor(PlainClass, PythonValues):
             )
 
     def __format__(self, spec: str) -> str:
-        return above.formatted(self, spec)
+        return tensor_hooks.format_with_spec(self, spec)
 
     def __copy__(self) -> ShardedTensor:
         out = self.detach().requires_grad_(self.requires_grad)
-        out.__dict__.update({k: x for k, x in self.__dict__.items() if k == IS_PARAMETER} | marks(self))
+        out.__dict__.update({k: x for k, x in self.__dict__.items() if k == IS_PARAMETER} | user_attributes(self))
         return out  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        return above.deep_copy(self, memo)
+        return tensor_hooks.deep_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return above.reduced(self)
+        return tensor_hooks.reduce_tensor(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override] # torch's own takes tensor_contents
-        return f"ShardedTensor({typeof(self)} on {axes_of(self.mesh)})"
+        return f"ShardedTensor({typeof(self)} on {format_mesh_axes(self.mesh)})"
 
     def __str__(self) -> str:
-        return above.shown(self)
+        return tensor_hooks.format_tensor(self)
 
     def _repr_html_(self) -> str:
-        return above.drawn(self)
+        return tensor_hooks.draw_html(self)
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # `warm.key_of`, written out: what a call of a ready op costs is what stands here.
+        # `build_key`, inlined: this is the cost of a cached eager op.
         number = id(op)
-        loose = number in LOOSE
+        loose = number in OPS_KEYED_BY_NUMBER_TYPE
         key: list[Any] = [number, _default_dtype()]
         add = key.append
         for x in args:
@@ -279,22 +264,27 @@ class ShardedTensor(PlainClass, PythonValues):
                 add((list, len(x)))
                 key += x
             else:
-                read(key, (x,), loose)
+                append_to_key(key, (x,), loose)
         if kwargs:
             add(tuple(kwargs))
-            read(key, kwargs.values(), loose)
-        if _tracing.get():  # numbers of a trace must not be looked at
-            return above.redirected(op, args, kwargs or {})
-        if (run := PROGRAMS.get(known := tuple(key))) is None or count_dispatch_modes():  # one may record ops
-            return above.dispatch(op, args, kwargs or {}, known)
-        return in_range(op, "on ShardedTensors", run, args, kwargs) if PROFILER[PROFILING] else run(args, kwargs)
+            append_to_key(key, kwargs.values(), loose)
+        if _tracing.get():  # keys would read traced numbers
+            return tensor_hooks.trace_op(op, args, kwargs or {})
+        cache_key = tuple(key)
+        if (run := PROGRAMS.get(cache_key)) is None or count_dispatch_modes():  # a mode may record ops
+            return tensor_hooks.dispatch(op, args, kwargs or {}, cache_key)
+        return (
+            run_in_profiler_range(op, "on ShardedTensors", run, args, kwargs)
+            if PROFILER[PROFILING]
+            else run(args, kwargs)
+        )
 
 
-def refuse_within(x: torch.Tensor, asked: str) -> None:
-    """Refuse to say what gradient a result has from what its own program makes of it."""
+def refuse_intermediate_result(x: torch.Tensor, method: str) -> None:
+    """Refuses a method on the gradient of a result from which its own program computes another result."""
     if (name := x.__dict__.get("_within")) is not None:
         raise ShardingError(
-            f"{asked} of a result of {name}, of which {name} makes another result: {typeof(x)}",
+            f"{method} of a result of {name}, from which {name} computes another result: {typeof(x)}",
             rule="the way back through a program leads from its results to its inputs, not from result to result",
             remedy="make the later result outside, of this one; or add a zero inside, h = h + zero, which is an "
             "argument with requires_grad=True: its gradient is that of h",
@@ -302,13 +292,13 @@ def refuse_within(x: torch.Tensor, asked: str) -> None:
 
 
 def _refuse_in_trace(x: ShardedTensor, name: str) -> None:
-    """Raises what a value of the trace raises: what is read here would be a constant of the program."""
+    """Raises the error of traced values: a value read now would be a constant of the program."""
     if is_tracing():
         raise AttributeError(f"a traced function reads .{name} of {typeof(x)}", name=name, obj=x)
 
 
 def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
-    """The tensor of this form whose pieces in this process these are."""
+    """Returns the tensor of this form with these shards of this process."""
     x: ShardedTensor = make_wrapper(
         ShardedTensor, form.shape, form.strides, form.offset, None, form.dtype, torch.strided, form.device
     )
@@ -316,27 +306,30 @@ def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
     return x
 
 
-HOMES = ("gradient_at", "moments_at")  # attributes of parameters: specs of where these live, if elsewhere
-REGATHER = "regather"  # True: what is gathered of a parameter is not kept between the forward and the backward pass
+PLACEMENT_ATTRIBUTES = (
+    "gradient_at",
+    "moments_at",
+)  # attributes of parameters: specs of where these live, if elsewhere
+REGATHER = "regather"  # if True, the gathered parameter is not kept from the forward to the backward pass
 
 
-def marks(x: torch.Tensor) -> dict[str, Any]:
-    """The attributes that somebody gave a tensor, beside those that it has itself."""
+def user_attributes(x: torch.Tensor) -> dict[str, Any]:
+    """Returns the attributes that users set on a tensor."""
     return {k: y for k, y in x.__dict__.items() if k not in _OWN}
 
 
 _CONJ, _NEG = torch.ops.aten._conj.default, torch.ops.aten._neg_view.default
-_OWN = frozenset({"_form", "_locals", AWAY, "_memory", "_path", IS_PARAMETER, "_within", "proxy"})
-_default_dtype = torch.get_default_dtype  # integers divided are of it
+_OWN = frozenset({"_form", "_locals", OFFLOADED, "_memory", "_path", IS_PARAMETER, "_within", "proxy"})
+_default_dtype = torch.get_default_dtype  # quotients of integers have it
 
 
-def axes_of(mesh: Mesh) -> str:
-    """A mesh without its rules, as types print it: `Mesh(data=2, tensor=4)`."""
+def format_mesh_axes(mesh: Mesh) -> str:
+    """Returns the text of a mesh without its rules: `Mesh(data=2, tensor=4)`."""
     return f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.axes.items())})"
 
 
 def typeof(x: torch.Tensor) -> str:
-    """The type of a tensor with its layout.
+    """Returns the type of a tensor with its layout.
 
     Example:
         >>> typeof(torch.zeros(2, 3))

@@ -1,4 +1,4 @@
-"""Parameters that a module no longer has, since others took their place: who holds one holds what nobody trains."""
+"""Remembers parameters that were replaced in their module: an old reference is to a parameter without training."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlib.core.errors import ShardingError
 
-_replaced = WeakTensorKeyDictionary()  # the old one -> its name, and the new one
+_replaced = WeakTensorKeyDictionary()  # old parameter -> its name, and the new one
 
 
-def note(old: Tensor, name: str, new: Tensor) -> None:
-    """Another tensor is in its place now. The attribute is in the keys of calls, so what was compiled before is not
-    used any more."""
+def note_replaced(old: Tensor, name: str, new: Tensor) -> None:
+    """Records a replaced parameter. Its attribute `replaced` is part of calls' keys, so old programs are not used."""
     _replaced[old] = name, weakref.ref(new)
     old.replaced = name  # type: ignore[attr-defined]
 
 
-def forget(x: Tensor) -> None:
-    """It is in its place again."""
+def forget_replaced(x: Tensor) -> None:
+    """Records that a parameter is in its module again."""
     if x in _replaced:
         del _replaced[x]
         del x.replaced  # type: ignore[attr-defined]
 
 
-def successor(x: Any) -> Tensor | None:
-    """What took the place of a tensor, if something did that is still there."""
+def find_successor(x: Any) -> Tensor | None:
+    """Returns the live tensor that replaced `x`, or None."""
     if not _replaced or not isinstance(x, Tensor) or x not in _replaced:
         return None
-    found: Tensor | None = _replaced[x][1]()
-    return found
+    successor: Tensor | None = _replaced[x][1]()
+    return successor
 
 
-def refuse_replaced(what: str, tensors: Iterable[tuple[str, Any]], remedy: str) -> None:
-    """Raise `ShardingError` for those of some tensors, each with what it is called, that were replaced."""
+def refuse_replaced(problem: str, tensors: Iterable[tuple[str, Any]], remedy: str) -> None:
     if not _replaced:
         return
     wrong = [
@@ -47,8 +45,8 @@ def refuse_replaced(what: str, tensors: Iterable[tuple[str, Any]], remedy: str) 
     ]
     if wrong:
         raise ShardingError(
-            what,
+            problem,
             wrong,
-            rule="parallelize and materialize put new parameters in the place of old ones, which nobody trains then",
+            rule="parallelize and materialize replace parameters by new ones, and the old ones are not trained",
             remedy=remedy,
         )

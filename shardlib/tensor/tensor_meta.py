@@ -1,7 +1,7 @@
-"""What a ShardedTensor is apart from its values: shape, strides, dtype, layout, mesh and names, as one shared object.
+"""The form of a ShardedTensor: shape, strides, dtype, layout, mesh and names, as one shared object.
 
-Equal forms are one object, so that they are compared and hashed by identity: that is what makes looking up the program
-of an eager op, or of a call of a jitted function, cheap.
+Equal forms are one object, so that they are compared and hashed by identity. This makes it cheap to look up the program
+of an eager op, or of a call of a jitted function.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import Names
 
-_forms: dict[Any, weakref.ref[Form]] = {}  # those that somebody has
+_forms: dict[Any, weakref.ref[Form]] = {}  # live forms
 _lock = threading.Lock()
 
 
 class Form:
-    """Made by `Form.of`. Strides and offset are those that the tensor would have on one device: they say what is a view
-    of what, and no piece has to have them."""
+    """All of a ShardedTensor but its values; made by `Form.intern`.
+
+    Strides and offset are those of one device. They relate views to each other; shards may have others.
+    """
 
     __slots__ = ("__weakref__", "device", "dtype", "layout", "mesh", "names", "offset", "shape", "strides")
 
@@ -38,7 +40,7 @@ class Form:
     names: Names
 
     @staticmethod
-    def of(
+    def intern(
         layout: Layout,
         mesh: Mesh,
         dtype: torch.dtype,
@@ -47,17 +49,15 @@ class Form:
         strides: Sequence[int] | None = None,
         offset: int = 0,
     ) -> Form:
-        """The form with these properties; contiguous where `strides` is None."""
+        """Returns the form with these properties, contiguous by default."""
         shape = layout.shape
-        strides = contiguous(shape) if strides is None else tuple(strides)
+        strides = contiguous_strides(shape) if strides is None else tuple(strides)
         names = names or tuple((None,) * len(dim) for dim in layout.dims)
         key = (layout, mesh, dtype, device, names, strides, offset)
-        known = _forms.get(key)
-        form = None if known is None else known()
+        form = _live_form(key)
         if form is None:
             with _lock:  # two equal forms would be two keys
-                known = _forms.get(key)
-                form = None if known is None else known()
+                form = _live_form(key)
                 if form is None:
                     form = Form()
                     form.shape, form.strides, form.offset = torch.Size(shape), strides, offset
@@ -67,7 +67,7 @@ class Form:
         return form
 
     def abstract(self, device: str | torch.device = "meta") -> torch.Tensor:
-        """A tensor with this shape, dtype, strides and offset, so that its views begin where those of the tensor do."""
+        """Returns a tensor with this shape, dtype, strides and offset."""
         if not self.offset:
             return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n)
@@ -78,12 +78,17 @@ class Form:
         return f"Form({self.dtype}[{self.layout}] on {self.mesh})"
 
 
+def _live_form(key: Any) -> Form | None:
+    reference = _forms.get(key)
+    return None if reference is None else reference()
+
+
 def _forget(key: Any, _: object) -> None:
-    weakref._remove_dead_weakref(_forms, key)  # type: ignore[attr-defined]  # not that of an equal form made since
+    weakref._remove_dead_weakref(_forms, key)  # type: ignore[attr-defined]  # keeps an equal newer form
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor, as torch gives them: an empty dim counts as one."""
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor; as in torch, an empty dim counts as one."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -98,5 +103,5 @@ _SHORT = {
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """A dtype as types print it: f32, bf16, i64."""
+    """Returns the short name of a dtype in types: f32, bf16, i64."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))

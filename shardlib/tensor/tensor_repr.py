@@ -1,7 +1,7 @@
-"""A ShardedTensor as text: its type, its spec, and values as torch prints them.
+"""Formats a ShardedTensor: its type, its spec, and values as torch prints them.
 
-Nothing here communicates: a debugger, a log line or a `print` on one rank alone must not wait for the others. On
-virtual devices all values are here; a rank shows its own piece, and says so.
+Formatting never communicates, since a debugger, a log line or a `print` on one rank must not wait for the others. So a
+rank shows its own shard.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import without_modes
 from shardlib.sharding.chunks import span
-from shardlib.tensor.hooks import above
-from shardlib.tensor.host_offload import AWAY
-from shardlib.tensor.sharded_tensor import ShardedTensor, axes_of, typeof
+from shardlib.tensor.hooks import tensor_hooks
+from shardlib.tensor.host_offload import OFFLOADED
+from shardlib.tensor.sharded_tensor import ShardedTensor, format_mesh_axes, typeof
 
 
-def shown(x: ShardedTensor) -> str:
-    """What `print(x)` prints.
+def format_tensor(x: ShardedTensor) -> str:
+    """Returns the text of `print(x)`.
 
     Example:
         >>> import torch, shardlib as sl
@@ -29,11 +29,11 @@ def shown(x: ShardedTensor) -> str:
                 [6., 7.]])
     """
     history = " (requires_grad)" if x.requires_grad else ""
-    return f"ShardedTensor {typeof(x)} on {axes_of(x.mesh)}{history}\nspec: {x.spec}\n{_values(x)}"
+    return f"ShardedTensor {typeof(x)} on {format_mesh_axes(x.mesh)}{history}\nspec: {x.spec}\n{_format_values(x)}"
 
 
-def formatted(x: ShardedTensor, spec: str) -> str:
-    """What an f-string makes of `x`: of one number that number, as torch does; of anything else what `print` prints."""
+def format_with_spec(x: ShardedTensor, spec: str) -> str:
+    """Returns the text of an f-string: a scalar tensor as a number, as torch does; others as `print` does."""
     if x.dim():
         return object.__format__(x, spec)
     if x.mesh.kind == "virtual":
@@ -42,25 +42,27 @@ def formatted(x: ShardedTensor, spec: str) -> str:
     return f"{number} (rank {x.mesh.rank}'s part of a {_pending(x)})" if x.sharding.pending else number
 
 
-def _values(x: ShardedTensor) -> str:
-    with without_modes():  # while a function is traced, these values are still values
+def _format_values(x: ShardedTensor) -> str:
+    with without_modes():  # also in a traced function
         if x.mesh.kind == "virtual":
-            return _printed(x)
-        if "_locals" not in x.__dict__ and AWAY not in x.__dict__:
+            return _format_held_values(x)
+        if "_locals" not in x.__dict__ and OFFLOADED not in x.__dict__:
             return "its memory was written to by another name: reading the values takes all ranks"
-        return f"{_place(x)}:\n{_printed(x)}"
+        return f"{_describe_shard(x)}:\n{_format_held_values(x)}"
 
 
-def _printed(x: ShardedTensor) -> str:
+def _format_held_values(x: ShardedTensor) -> str:
+    """Formats the gathered values on virtual devices, and the shard on a rank."""
     try:
-        here = x.mesh.kind == "virtual"
-        return repr(x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)]) if here else x._locals[0])
-    except ShardingError as error:  # it was donated
+        if x.mesh.kind != "virtual":
+            return repr(x._locals[0])
+        return repr(x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)]))
+    except ShardingError as error:  # the tensor was donated
         return error.what
 
 
-def _place(x: ShardedTensor) -> str:
-    """`rank 1 holds [2:4, 0:6]`: what of the whole this rank's piece is."""
+def _describe_shard(x: ShardedTensor) -> str:
+    """Describes this rank's shard: `rank 1 holds [2:4, 0:6]`."""
     rank = x.mesh.rank
     coords = x.mesh.coords(rank)
     spans = [span(dim[0].size, dim[0].axes, coords) if len(dim) == 1 else None for dim in x.sharding.dims]
@@ -73,4 +75,4 @@ def _pending(x: ShardedTensor) -> str:
     return x.sharding.pending[0].kind
 
 
-above.shown, above.formatted = shown, formatted
+tensor_hooks.format_tensor, tensor_hooks.format_with_spec = format_tensor, format_with_spec

@@ -1,9 +1,9 @@
-"""Which ShardedTensors share memory, so that a write through one of them is seen by all, as on one device.
+"""Tracks which ShardedTensors share memory, so that all of them see a write through one, as on one device.
 
-Pieces are not written to while anybody else holds them, so devices and tensors may share them; no plain tensor does. A
-write computes new pieces instead. So a tensor that was viewed has a `Memory`: the value of whoever owns it, and all
-tensors that show a part of it, each with the views that lead there from the owner. A write through any of them makes
-the owner's new value; the others forget their pieces, and make them again from the owner's when they are next read.
+Devices and tensors may share shards, since a write computes new shards instead of changing shared ones. So a tensor
+with views has a `Memory`: the shards of the owner, and all tensors that show the memory, each with the path of views
+that leads to it from the owner. A write through any of them gives the owner new shards. The other tensors drop their
+shards, and restore them from the owner's when they are next read.
 """
 
 from __future__ import annotations
@@ -16,36 +16,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.core.aten.op_traits import has
-from shardlib.tensor.host_offload import AWAY, LOCK, at_rest, brought
+from shardlib.tensor.host_offload import OFFLOAD_LOCK, OFFLOADED, copy_to_device, stored_shards
 from shardlib.tensor.tensor_meta import Form
 
 if TYPE_CHECKING:
     from shardlib.tensor.sharded_tensor import ShardedTensor
 
-Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # op, args behind the first, kwargs, item
-Path = tuple[Step, ...]
+ViewStep = tuple[
+    Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None
+]  # op, args after the first, kwargs, item
+ViewPath = tuple[ViewStep, ...]
 
 
 class Memory:
-    """What a tensor, its aliases and its views share; `away` while the pieces are in the host's memory."""
+    """The memory that a tensor, its aliases and its views share; `away` if the shards are in the host's memory."""
 
-    __slots__ = ("_pieces", "away", "form", "limit", "members")
+    __slots__ = ("_shards", "away", "form", "limit", "members")
 
     def __init__(self, form: Form, locals_: tuple[torch.Tensor, ...], *, away: bool = False) -> None:
-        self.form, self._pieces, self.away = form, locals_, away
+        self.form, self._shards, self.away = form, locals_, away
         self.members: list[weakref.ref[ShardedTensor]] = []
         self.limit = 16
 
     @property
     def locals(self) -> tuple[torch.Tensor, ...]:
-        """The pieces, which live on the devices from now on."""
-        with LOCK:
+        """The owner's shards; brings them back to the devices."""
+        with OFFLOAD_LOCK:
             if self.away:
-                self._pieces, self.away = brought(self._pieces), False
-            return self._pieces
+                self._shards, self.away = copy_to_device(self._shards), False
+            return self._shards
 
-    def join(self, x: ShardedTensor, path: Path) -> None:
-        """`x` shows what `path` leads to."""
+    def join(self, x: ShardedTensor, path: ViewPath) -> None:
+        """Adds a tensor that shows the view of the owner at `path`."""
         if len(self.members) >= self.limit:
             self.members = [m for m in self.members if m() is not None]
             self.limit = 2 * len(self.members) + 16
@@ -54,85 +56,87 @@ class Memory:
         attributes["_memory"], attributes["_path"] = self, path
 
     def write(self, locals_: tuple[torch.Tensor, ...], origin: int) -> None:
-        """The owner's new value: whoever shows the memory has to look at it again, and comes from there."""
-        self._pieces, self.away = locals_, False
+        """Sets the owner's new shards, of this origin; all members drop theirs."""
+        self._shards, self.away = locals_, False
         for x in self.forget():
             x._origin = origin
 
     def forget(self, but: ShardedTensor | None = None) -> list[ShardedTensor]:
-        """Whoever shows the memory, one excepted, makes its pieces again when they are next read."""
-        found = [x for member in self.members if (x := member()) is not None and x is not but]
-        found = [x for x in found if x.__dict__.get("_memory") is self]
-        for x in found:
+        """Makes all members, except `but`, restore their shards when they are next read; returns these members."""
+        members = [x for member in self.members if (x := member()) is not None and x is not but]
+        members = [x for x in members if x.__dict__.get("_memory") is self]
+        for x in members:
             x.__dict__.pop("_locals", None)
-            x.__dict__.pop(AWAY, None)
-        return found
+            x.__dict__.pop(OFFLOADED, None)
+        return members
 
 
 def memory_of(x: ShardedTensor) -> Memory:
-    """The memory that `x` shows; its own, if it has shared none so far."""
+    """Returns the memory that `x` shows, a new one for a tensor without views."""
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is None:
-        memory = Memory(x._form, at_rest(x), away="_locals" not in x.__dict__)
+        memory = Memory(x._form, stored_shards(x), away="_locals" not in x.__dict__)
         memory.join(x, ())
     return memory
 
 
-def bits(x: torch.Tensor) -> set[Any]:
-    """The bits that torch would mark `x` with, as the ops that set and clear them: `_conj`, `_neg_view`.
+def pending_marks(x: torch.Tensor) -> set[Any]:
+    """Returns the bits that torch would set on `x`, as the ops that flip them: `_conj`, `_neg_view`.
 
-    A ShardedTensor has none; the views that lead to it say so.
+    A ShardedTensor has no bits; its view path holds these ops.
     """
-    found: set[Any] = set()
+    marks: set[Any] = set()
     for op, *_ in x.__dict__.get("_path", ()):
         if has(op, "marks"):
-            found ^= {op}
-    return found
+            marks ^= {op}
+    return marks
 
 
 _AS_IS = nullcontext()
 
 
-def like(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Where a view of `x` is made: under `inference_mode`, that of a normal tensor is a normal tensor, too."""
+def match_inference_mode(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Returns a context for a view of `x`: under `inference_mode`, a view of a normal tensor is normal, too."""
     if torch.is_inference_mode_enabled() and not x.is_inference():
         return torch.inference_mode(False)
     return _AS_IS
 
 
-def view(x: ShardedTensor, out: ShardedTensor, path: Path) -> None:
-    """Note that `out` is what the views of `path`, one after the other, make of `x`."""
+def note_view(x: ShardedTensor, out: ShardedTensor, path: ViewPath) -> None:
+    """Records that `out` is the result of the views of `path` on `x`."""
     memory_of(x).join(out, x.__dict__["_path"] + path)
 
 
-def are_apart(written: Sequence[ShardedTensor], read: Sequence[ShardedTensor] = ()) -> bool:
-    """Whether each tensor that is written is all of its memory, and nothing else here shows it."""
+def have_separate_memory(written: Sequence[ShardedTensor], read: Sequence[ShardedTensor] = ()) -> bool:
+    """True if each written tensor owns its memory, and no other tensor in the arguments shares it."""
     owners = {id(x.__dict__.get("_memory") or x) for x in written}
     if len(owners) < len(written) or any(x.__dict__.get("_path") for x in written):
         return False
     return owners.isdisjoint([id(x.__dict__.get("_memory") or x) for x in read])
 
 
-def assign(x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch.Tensor, ...], origin: int = 0) -> None:
-    """Write through `x`: the owner of its memory has a new value, of this origin, of which `x` shows `shown`."""
+def assign_shards(
+    x: ShardedTensor, value: tuple[torch.Tensor, ...], shown: tuple[torch.Tensor, ...], origin: int = 0
+) -> None:
+    """Writes through `x`: its memory's owner gets the shards `value`, of this origin, and `x` itself `shown`."""
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is not None:
         memory.write(value, origin)
     x._locals, x._origin = shown, origin
 
 
-def relocate(x: ShardedTensor, form: Form, pieces: tuple[torch.Tensor, ...], origin: int) -> None:
-    """Give the owner of a memory another layout of the same shape, and the pieces of its value there.
+def relocate(x: ShardedTensor, form: Form, shards: tuple[torch.Tensor, ...], origin: int) -> None:
+    """Gives the owner of a memory another layout of the same shape, and its shards there.
 
-    Its aliases follow; its views make their pieces again.
+    Its aliases follow; its views restore their shards.
     """
     memory: Memory | None = x.__dict__.get("_memory")
     if memory is not None:
         memory.form = form
-        memory.write(pieces, origin)
+        memory.write(shards, origin)
         memory.members = [m for m in memory.members if m() is not None]
         for member in memory.members:
             alias = member()
             if alias is not None and alias.__dict__.get("_memory") is memory and not alias.__dict__["_path"]:
                 alias._form = form
-    x._form, x._locals, x._origin = form, pieces, origin
+    x._form, x._locals, x._origin = form, shards, origin

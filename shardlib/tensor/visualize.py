@@ -1,9 +1,8 @@
-"""A picture of which device holds what of a tensor: text for terminals, SVG for notebooks.
+"""Draws the shards of a tensor on the devices: as text for terminals, as SVG for notebooks.
 
-A tensor is drawn as a grid of blocks: its last two dims, cut wherever a piece begins or ends; for every block of the
-dims in front of them there is a grid of its own. A block names the ranks that hold it. Copies are ranks of one block,
-the addends of a pending sum stand with a `+` between them, a factor inside a dim shows as stripes, and ranks that hold
-nothing are listed at the end.
+A grid shows the last two dims, divided wherever a shard begins or ends. Every block of the dims before them has a grid
+of its own. A block names the ranks that hold it: several ranks for copies, ranks joined by `+` for the addends of a
+partial sum. A sharded factor inside a dim shows as stripes. Ranks that hold nothing are listed at the end.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from shardlib.sharding.chunks import span
 from shardlib.sharding.layout import Dim, Layout
 from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
-from shardlib.tensor.hooks import above
+from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 Span = tuple[int, int]
-Block = tuple[int, ...]  # which stretch of each dim
+Block = tuple[int, ...]  # the number of a stretch of each dim
 
-_MOST = 8  # stretches of a dim that are drawn; in front of the last two dims, grids
+_MOST = 8  # drawn stretches of a dim
 _HIDDEN = "..."
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Which ranks hold which block; printed as text, drawn by notebooks.
+    """The ranks of every block; prints as text, and notebooks draw it.
 
-    `stretches` are those of every dim, None where some are left out; `ranks` says of a block who holds it, as text, and
-    `first` the lowest rank among them; `empty` lists the ranks that hold nothing.
+    `stretches` are those of every dim, None for omitted ones. `ranks` maps a block to the text of its ranks, `first` to
+    its lowest rank; `empty` lists the ranks that hold nothing.
     """
 
     title: str
@@ -49,7 +48,7 @@ class Picture:
         if not all(self.stretches):
             return f"{self.title}\nno elements"
         for name, rows, columns, block in _grids(self):
-            lines += [name] * bool(name) + _text(self, rows, columns, block)
+            lines += [name] * bool(name) + _draw_text(self, rows, columns, block)
         return "\n".join(lines + [f"nothing on {self.empty}"] * bool(self.empty))
 
     __repr__ = __str__
@@ -61,13 +60,13 @@ class Picture:
         )
 
     def _repr_svg_(self) -> str:
-        return _svg(self)
+        return _draw_svg(self)
 
 
 def visualize(x: torch.Tensor | Layout, mesh: Mesh | None = None) -> Picture:
-    """Which device holds what of a `ShardedTensor`, or of a layout on `mesh` (by default the current one).
+    """Draws the shards of a `ShardedTensor`, or of a layout on `mesh` (by default the current one).
 
-    Nothing is moved, and no value is read. Raises `ShardingError` for a layout outside any mesh.
+    No value is read or sent. Raises `ShardingError` for a layout outside any mesh.
 
     Example:
         >>> from shardlib import Mesh, shard
@@ -97,23 +96,23 @@ def visualize(x: torch.Tensor | Layout, mesh: Mesh | None = None) -> Picture:
 
 def _picture(title: str, layout: Layout, mesh: Mesh) -> Picture:
     coords = mesh.all_coords()
-    where = [_held(dim, coords) for dim in layout.dims]
-    blocks = itertools.product(*(range(len(stretches)) for stretches in where))
+    stretches = [_find_stretches(dim, coords) for dim in layout.dims]
+    blocks = itertools.product(*(range(len(parts)) for parts in stretches))
     ranks, first = {}, {}
     everywhere = frozenset(range(mesh.size))
     for block in blocks:
-        parts = [where[d][i] for d, i in enumerate(block)]
+        parts = [stretches[d][i] for d, i in enumerate(block)]
         holders = everywhere.intersection(*(part[1] for part in parts if part is not None))
         if all(part is not None for part in parts):
-            ranks[block] = _named(sorted(holders), layout, coords)
+            ranks[block] = _format_holders(sorted(holders), layout, coords)
             first[block] = min(holders)
     held = [r for r, c in enumerate(coords) if 0 not in layout.local_shape(c)]
     empty = _ranges([r for r in range(mesh.size) if r not in held]) if len(held) < mesh.size else ""
-    return Picture(title, tuple(tuple(p and p[0] for p in dim) for dim in where), ranks, first, empty)
+    return Picture(title, tuple(tuple(p and p[0] for p in dim) for dim in stretches), ranks, first, empty)
 
 
-def _held(dim: Dim, coords: Sequence[Coords]) -> list[tuple[Span, frozenset[int]] | None]:
-    """The stretches of a dim between two cuts, with the ranks that hold each; None where some are left out."""
+def _find_stretches(dim: Dim, coords: Sequence[Coords]) -> list[tuple[Span, frozenset[int]] | None]:
+    """Returns the stretches of a dim between ends of shards, with the ranks of each; None for omitted ones."""
     runs: dict[tuple[Span, ...], list[Span]] = {}
     ranks: dict[tuple[Span, ...], set[int]] = {}
     for rank, c in enumerate(coords):
@@ -121,7 +120,7 @@ def _held(dim: Dim, coords: Sequence[Coords]) -> list[tuple[Span, frozenset[int]
         if spans not in runs:
             runs[spans] = list(itertools.islice(_runs(dim, spans), 2 * _MOST))
         ranks.setdefault(spans, set()).add(rank)
-    edges = sorted({edge for mine in runs.values() for run in mine for edge in run})
+    edges = sorted({edge for spans in runs.values() for run in spans for edge in run})
     shown = list(itertools.pairwise(edges))
     size = 1
     for f in dim:
@@ -129,13 +128,13 @@ def _held(dim: Dim, coords: Sequence[Coords]) -> list[tuple[Span, frozenset[int]
     left_out = len(shown) > _MOST or (shown and shown[-1][1] < size)
     out: list[tuple[Span, frozenset[int]] | None] = []
     for start, stop in shown[: _MOST - 1] if left_out else shown:
-        holders = [ranks[s] for s, mine in runs.items() if any(a <= start and stop <= b for a, b in mine)]
+        holders = [ranks[s] for s, own in runs.items() if any(a <= start and stop <= b for a, b in own)]
         out.append(((start, stop), frozenset().union(*holders)))
     return out + [None] if left_out else out
 
 
 def _runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:
-    """The stretches of a dim that a device holds, which has these of its factors."""
+    """Yields the contiguous runs of a dim for spans of its factors."""
     (low, high), inner = spans[0], 1
     for f in dim[1:]:
         inner *= int(f.size)
@@ -148,22 +147,22 @@ def _runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:
             yield i * inner + start, i * inner + stop
 
 
-def _named(ranks: Sequence[int], layout: Layout, coords: Sequence[Coords]) -> str:
-    """The ranks of a block: copies with commas, the addends of one sum with `+` between them."""
+def _format_holders(ranks: Sequence[int], layout: Layout, coords: Sequence[Coords]) -> str:
+    """Formats the ranks of a block: copies with commas, the addends of one sum with `+` between them."""
     if not layout.pending:
         return _ranges(ranks)
     sums: dict[tuple[int, ...], list[str]] = {}
     for rank in ranks:
-        here = dict(coords[rank])
+        origin = dict(coords[rank])
         for axis in layout.pending_axes:
-            here[axis.name] -= axis.coord(coords[rank]) * axis.post
-        sums.setdefault(tuple(here.values()), []).append(str(rank))
+            origin[axis.name] -= axis.coord(coords[rank]) * axis.post
+        sums.setdefault(tuple(origin.values()), []).append(str(rank))
     sign = "+" if layout.pending[0].kind == "sum" else f" {layout.pending[0].kind} "
     return ", ".join(sign.join(addends) for addends in sums.values())
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """`0-3,6`: runs of at least three ranks are shortened."""
+    """Formats ranks as `0-3,6`: runs of at least three ranks are shortened."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -177,7 +176,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def _grids(picture: Picture) -> Iterator[tuple[str, tuple[Span | None, ...], tuple[Span | None, ...], Block]]:
-    """Name, rows, columns of every grid, and which stretches of the dims in front of these it belongs to."""
+    """Yields name, rows and columns of every grid, and its block of the dims before the last two."""
     dims = picture.stretches
     rows: tuple[Span | None, ...] = dims[-2] if len(dims) > 1 else ((0, 1),)
     columns: tuple[Span | None, ...] = dims[-1] if dims else ((0, 1),)
@@ -196,7 +195,9 @@ def _cell(picture: Picture, front: Block, i: int, j: int) -> Block:
     return (*front, i, j) if n > 1 else (j,) if n else ()
 
 
-def _text(picture: Picture, rows: Sequence[Span | None], columns: Sequence[Span | None], front: Block) -> list[str]:
+def _draw_text(
+    picture: Picture, rows: Sequence[Span | None], columns: Sequence[Span | None], front: Block
+) -> list[str]:
     cells = [
         [picture.ranks.get(_cell(picture, front, i, j), _HIDDEN) for j in range(len(columns))] for i in range(len(rows))
     ]
@@ -221,7 +222,7 @@ _COLORS = ("#8ecae6", "#ffb703", "#a7c957", "#f28482", "#cdb4db", "#90dbf4", "#f
 _ROW, _CHAR, _GAP = 26, 8, 18  # pixels: height of a row, width of a character, between grids
 
 
-def _svg(picture: Picture) -> str:
+def _draw_svg(picture: Picture) -> str:
     parts: list[str] = [] if all(picture.stretches) else [_word(4, 14, "no elements", "start")]
     top, width = (0, 0) if all(picture.stretches) else (20, 100)
     for name, rows, columns, front in _grids(picture) if all(picture.stretches) else ():
@@ -259,4 +260,4 @@ def _word(x: int, y: int, text: str, anchor: str = "middle") -> str:
     return f'<text x="{x}" y="{y}" {style}>{html.escape(text)}</text>'
 
 
-above.drawn = lambda x: visualize(x)._repr_html_()
+tensor_hooks.draw_html = lambda x: visualize(x)._repr_html_()

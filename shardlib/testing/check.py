@@ -1,4 +1,4 @@
-"""`check`: run a function on one device and sharded, and compare everything that comes out."""
+"""`check`: runs a function on one device and sharded, and compares all results."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from shardlib.jit.jit import Jitted, jit
 from shardlib.rules.table import own_rules
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.testing.compare import Compared
-from shardlib.testing.first_mismatch import first_difference
-from shardlib.testing.rerun import GRAD, Close, Reruns, seeded
+from shardlib.testing.first_mismatch import find_first_difference
+from shardlib.testing.rerun import GRAD, Reruns, Tolerance, run_seeded
 
 _BUG = "it is a bug of shardlib: report the program"
-_STEPS = 3  # of a function that changes what it finds
-_SMALL = 16  # devices: on larger virtual meshes the run without sharing takes too long
+_STEPS = 3  # runs of a function that changes state
+_SMALL = 16  # devices; on larger virtual meshes the run without sharing takes too long
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was compared: every output, gradient, and every output of the run in which devices share nothing."""
+    """Every compared output and gradient, and every output of the run in which devices share nothing."""
 
     name: str
     mesh: Mesh
     leaves: tuple[Compared, ...]
     steps: int = 1
-    cut: bool = True  # whether any value of the program is
-    without: str = ""  # why no gradients were compared of a loss
-    stays: tuple[str, ...] = ()  # what was on the mesh in the run on one device, too
+    cut: bool = True  # some value of the program is sharded
+    without: str = ""  # the reason why a loss has no compared gradients
+    stays: tuple[str, ...] = ()  # tensors that stayed on the mesh in the run on one device
 
     @property
     def max_error(self) -> float:
@@ -74,25 +74,26 @@ def check(
     atol: float | None = None,
     **kwargs: Any,
 ) -> CheckReport:
-    """Run `fn` on one device, as the plain torch program that it is, and sharded on `mesh`, and compare every result.
+    """Runs `fn` on one device as plain torch, and sharded on `mesh`; compares every result.
 
-    On one device there are no ShardedTensors: a parallelized module runs with whole parameters (what a default argument
-    holds stays, and the report says so). What a call leaves in arguments, parameters, buffers, `.grad` and an
-    optimizer's moments is a result, too, and such a step runs three times; after each run all is again as it was
-    before. A loss, one real number, that does not go back itself has its gradients compared, too: for all
-    floating-point and complex arguments (copies of them, where they require none), and for whatever it finds that
-    requires one (unless something there has been made by others, whose graph would be gone); where torch has no way
-    back on one device, the report says so. On small virtual meshes the program also runs with nothing shared between
-    devices. `fn` may be jitted: its specs hold. Errors are relative, in the maximum norm of each tensor; `rtol`
-    defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16, f16), ten times that after three steps, and `atol`, for tensors
-    that are zero, to a hundredth of that. All runs start from the same random state, and draw the numbers that the mesh
-    draws, dropout's too; plain torch draws others from that state. By hand, compare with a mesh of one device,
-    `sl.Mesh(data=1)`, or, for eager ops, with plain code under `sl.global_random()`. Where something differs by more,
-    and nobody has said a tolerance, one device runs again with its numbers rounded otherwise: what that changes is
-    rounding, too (a bias that cancels out, whose gradient Adam scales).
+    Results include the state after a call: arguments, parameters, buffers, `.grad` and an optimizer's moments. A
+    function that changes state runs three times; each run starts from the same state. The run on one device has no
+    ShardedTensors: a parallelized module runs with whole parameters. (The report lists tensors that stay on the mesh.)
 
-    Raises `ShardingError` that lists every tensor that differs and, on small virtual meshes, the first value inside
-    that does, with its line.
+    If `fn` returns a loss, one real number, and does not go back itself, gradients are compared, too: those of all
+    floating-point and complex arguments, and of other tensors that require one. Tensors with a history are left out.
+    On small virtual meshes the program runs once more with nothing shared between devices.
+
+    Errors are relative, in the maximum norm of each tensor. `rtol` defaults to 1e-12 (f64), 1e-5 (f32) or 1e-2 (bf16,
+    f16), and to ten times that after three steps. `atol`, for tensors of zeros, defaults to a hundredth of `rtol`.
+    Without given tolerances, a difference that other rounding makes on one device, too, is no fault. (An example is a
+    bias that cancels out, whose gradient Adam scales.)
+
+    All runs start from the same random state and draw the mesh's random numbers, also for dropout, not those of plain
+    torch. To compare by hand, use `sl.Mesh(data=1)`, or, for eager ops, plain code under `sl.global_random()`.
+
+    Raises `ShardingError` that lists every tensor that differs and, on small virtual meshes, the first intermediate
+    value that does, with its line.
 
     Example:
         >>> import shardlib as sl
@@ -112,99 +113,128 @@ def check(
             rule="it compares one device with the current mesh",
             remedy="call it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
         )
-    step = _copied(fn, in_specs, out_specs)
+    step = _copy_jitted(fn, in_specs, out_specs)
     opened((args, kwargs))
     with mesh:
-        reruns = Reruns(step, args, kwargs)
-        plan = step.plan(*args, **kwargs)
-        after, is_small = plan.compiled.traced.after, mesh.kind == "virtual" and mesh.size <= _SMALL
-        times = _STEPS if after.writes or after.rebound else 1
-        reruns.eps = max((torch.finfo(d).eps for d in _dtypes(plan) if d.is_floating_point), default=0.0)
-        close = Close(rtol, atol, 10 if times > 1 else 1)
+        comparison = _Comparison(step, mesh, args, kwargs, rtol, atol)
+        comparison.compare_results()
+        comparison.compare_gradients()
+        comparison.refuse_differences()
+    return comparison.report()
+
+
+class _Comparison:
+    """The runs of one function on one device and on a mesh; `leaves` collects the compared tensors."""
+
+    def __init__(
+        self, step: Jitted, mesh: Mesh, args: Any, kwargs: Any, rtol: float | None, atol: float | None
+    ) -> None:
+        self.step, self.mesh, self.args, self.kwargs = step, mesh, args, kwargs
+        self.rtol, self.atol = rtol, atol
+        self.reruns = Reruns(step, args, kwargs)
+        self.plan: Plan = step.plan(*args, **kwargs)
+        self.plans = [self.plan]
+        dtypes = {value.dtype for value in self.plan.compiled.graph.values()}
+        self.reruns.eps = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
+        self.effects = self.plan.compiled.traced.after
+        self.steps = _STEPS if self.effects.writes or self.effects.rebound else 1
+        self.is_small = mesh.kind == "virtual" and mesh.size <= _SMALL
+        self.tolerance = Tolerance(rtol, atol, 10 if self.steps > 1 else 1)
+        self.leaves: list[Compared] = []
+        self.no_gradients = ""
+
+    def compare_results(self) -> None:
+        """Compares outputs and changed state with one device: of the program, and of the program without sharing."""
+        step, mesh = self.step, self.mesh
         runs: dict[str, Callable[..., Any]] = {"": step}
-        if is_small:
-            runs[" (nothing shared)"] = lambda *args, **kwargs: unshared(step, mesh, args, kwargs)
-        leaves: list[Compared] = []
-        one = reruns.alone(step.fn, times)
+        if self.is_small:
+            runs[" (nothing shared)"] = lambda *args, **kwargs: run_unshared(step, mesh, args, kwargs)
+        self.expected = self.reruns.run_on_one_device(step.fn, self.steps)
         for suffix, run in runs.items():
-            seen = reruns.compared(close, "result", None, step.fn, one, run, times)
-            leaves += [replace(leaf, path=leaf.path + suffix) for leaf in seen]
-        without, plans = "", [plan]
-        if _is_loss(one.out) and not _goes_back(plan):
-            names, back = _backward(reruns, after)
-            there = _with_options_of(step, back)
-            seen, without = _gradients(names, back, there, reruns, close)
-            plans += [] if without or not seen else [there.plan(*args, **kwargs)]
-            twice = {leaf.path for leaf in leaves}.intersection(leaf.path for leaf in seen)
-            leaves += [replace(leaf, path=leaf.path + " (going back)" * (leaf.path in twice)) for leaf in seen]
-        faults = [str(leaf) for leaf in leaves if leaf.fault]
-        if faults and is_small and plan.compiled.halves is None:
-            first = reruns.sharded(functools.partial(_first, step, mesh, rtol, atol)).out
+            compared = self.reruns.compare(self.tolerance, "result", None, step.fn, self.expected, run, self.steps)
+            self.leaves += [replace(leaf, path=leaf.path + suffix) for leaf in compared]
+
+    def compare_gradients(self) -> None:
+        """Compares the gradients of a loss, unless the function goes back itself."""
+        if not _is_loss(self.expected.out) or _goes_back(self.plan):
+            return
+        names, backward = _backward(self.reruns, self.effects)
+        options = replace(self.step.keeping, memory=None)  # another program, with another peak
+        sharded = Jitted(backward, self.step.in_specs, None, self.step.static, frozenset(), (), options)
+        gradients, self.no_gradients = _compare_backward(names, backward, sharded, self.reruns, self.tolerance)
+        if gradients and not self.no_gradients:
+            self.plans.append(sharded.plan(*self.args, **self.kwargs))
+        twice = {leaf.path for leaf in self.leaves}.intersection(leaf.path for leaf in gradients)
+        self.leaves += [replace(leaf, path=leaf.path + " (going back)" * (leaf.path in twice)) for leaf in gradients]
+
+    def refuse_differences(self) -> None:
+        faults = [str(leaf) for leaf in self.leaves if leaf.fault]
+        if not faults:
+            return
+        count = f"{len(faults)} of {len(self.leaves)}"
+        if self.is_small and self.plan.compiled.halves is None:
+            find = functools.partial(_find_first_difference, self.step, self.mesh, self.rtol, self.atol)
+            first = self.reruns.run_sharded(find).out
             faults[:0] = [f"the first value that differs: {first}"] if first else []
-    if faults:
-        count = f"{sum(bool(leaf.fault) for leaf in leaves)} of {len(leaves)}"
+        own = own_rules(n.target for plan in self.plans for n in plan.compiled.traced.graph.graph.nodes)
         raise ShardingError(
-            f"check({plan.name}): {count} tensors differ between one device and {mesh}",
+            f"check({self.plan.name}): {count} tensors differ between one device and {self.mesh}",
             faults,
             rule="the sharded program computes what the program for one device computes",
             remedy="if the differences are rounding, give rtol=; if not, "
-            + (
-                f"look at the rule of {' and '.join(own)}"
-                if (own := own_rules(n.target for x in plans for n in x.compiled.traced.graph.graph.nodes))
-                else _BUG
-            ),
+            + (f"look at the rule of {' and '.join(own)}" if own else _BUG),
         )
-    made = (var for step in plan.compiled.program.steps for var in makes(step))
-    cut = any(var.layout is not None and not var.layout.is_replicated for var in (*plan.compiled.program.inputs, *made))
-    return CheckReport(plan.name, mesh, tuple(leaves), times, cut, without, tuple(reruns.stays))
+
+    def report(self) -> CheckReport:
+        program = self.plan.compiled.program
+        values = (*program.inputs, *(var for step in program.steps for var in makes(step)))
+        is_sharded = any(var.layout is not None and not var.layout.is_replicated for var in values)
+        stays = tuple(self.reruns.stays)
+        return CheckReport(
+            self.plan.name, self.mesh, tuple(self.leaves), self.steps, is_sharded, self.no_gradients, stays
+        )
 
 
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
-def _dtypes(plan: Plan) -> set[torch.dtype]:
-    return {value.dtype for value in plan.compiled.graph.values()}
-
-
-def _copied(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Jitted:
-    """A jitted function of its own, which donates nothing: arguments are used several times."""
+def _copy_jitted(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Jitted:
+    """Returns a jitted function that donates nothing, since arguments are used several times."""
     if not isinstance(fn, Jitted):
         return jit(fn, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
     in_specs, out_specs = in_specs or fn.in_specs, out_specs or fn.out_specs
     return Jitted(fn.fn, in_specs, out_specs, fn.static, frozenset(), (), fn.keeping)
 
 
-def _with_options_of(step: Jitted, fn: Callable[..., Any]) -> Jitted:
-    keeping = replace(step.keeping, memory=None)  # it is another program, with another peak
-    return Jitted(fn, step.in_specs, None, step.static, frozenset(), (), keeping)
+def run_unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls `step` on virtual devices that share no value: each computes its own."""
+    return _run_loaded(step, mesh, args, kwargs, lambda program, mesh, _: virtual.load(program, mesh, share=False))
 
 
-def unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A call in which virtual devices share no value: each computes its own."""
-    return _loaded(step, mesh, args, kwargs, lambda program, mesh, _: virtual.load(program, mesh, share=False))
-
-
-def _loaded(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], load: Callable[..., Any]) -> Any:
-    """A call whose program is loaded in another way."""
+def _run_loaded(
+    step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], load: Callable[..., Any]
+) -> Any:
     call = Invocation.of(step, step.programs, None, tuple(args), dict(kwargs))
     plan = call.plan()[0]
     return caller(step._load(mesh, plan, (), load).entry)(call.served(plan))
 
 
-def _first(step: Jitted, mesh: Mesh, rtol: float | None, atol: float | None, /, *args: Any, **kwargs: Any) -> str:
-    """The first value that differs in a call."""
-    told: list[str] = []
+def _find_first_difference(
+    step: Jitted, mesh: Mesh, rtol: float | None, atol: float | None, /, *args: Any, **kwargs: Any
+) -> str:
+    """Calls `step` and returns the text of the first value that differs from one device, or ""."""
+    texts: list[str] = []
 
     def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., Any]:
-        def run(pieces: Sequence[Sequence[Tensor]], leaves: Sequence[Any] = ()) -> Any:
-            once = lambda run, *given: seeded(run, 1, *given)
-            told.append(first_difference(plan.compiled, pieces, leaves, once, rtol, atol))
-            return virtual.load(program, mesh, share=False)(pieces, leaves)
+        def run(shards: Sequence[Sequence[Tensor]], leaves: Sequence[Any] = ()) -> Any:
+            run_once = lambda run, *args: run_seeded(run, 1, *args)
+            texts.append(find_first_difference(plan.compiled, shards, leaves, run_once, rtol, atol))
+            return virtual.load(program, mesh, share=False)(shards, leaves)
 
         return run
 
-    _loaded(step, mesh, args, kwargs, load)
-    return told[0]
+    _run_loaded(step, mesh, args, kwargs, load)
+    return texts[0]
 
 
 def _is_loss(out: Any) -> bool:
@@ -212,56 +242,56 @@ def _is_loss(out: Any) -> bool:
 
 
 def _goes_back(plan: Plan) -> bool:
-    """Whether the function does so itself: it changes a `.grad`."""
+    """True if the function goes back itself: it changes a `.grad`."""
     traced = plan.compiled.traced
     after, names = traced.after, dict(zip(traced.input_leaves, traced.input_names, strict=True))
     return bool(after.grads or after.takes) or any(names[leaf].endswith(GRAD) for leaf, _ in after.written)
 
 
-def _gradients(
-    names: list[str], back: Callable[..., Any], sharded: Jitted, reruns: Reruns, close: Close
+def _compare_backward(
+    names: list[str], backward: Callable[..., Any], sharded: Jitted, reruns: Reruns, tolerance: Tolerance
 ) -> tuple[list[Compared], str]:
-    """What a way back from a loss leaves and returns, compared; or none of it, and why."""
+    """Compares the results of a backward pass; returns them, or an empty list and the reason why there are none."""
     try:
-        one = reruns.alone(back)
+        expected = reruns.run_on_one_device(backward)
     except CollectiveError:
         raise
     except RuntimeError as error:
-        said = str(error).partition("\n")[0].partition(". ")[0]
-        goes_back = FREED in said  # the function itself: then all is compared
-        return [], "" if goes_back else f"on one device, torch says: {said}"
-    if one.kept:
-        return [], f"{', '.join(one.kept)} would keep the history of what is written there"
-    return reruns.compared(close, "gradient of ", names, back, one, sharded), ""
+        message = str(error).partition("\n")[0].partition(". ")[0]
+        is_backward_inside = FREED in message  # the function went back: then everything is compared already
+        return [], "" if is_backward_inside else f"on one device, torch says: {message}"
+    if expected.kept:
+        return [], f"{', '.join(expected.kept)} would keep the history of what is written there"
+    return reruns.compare(tolerance, "gradient of ", names, backward, expected, sharded), ""
 
 
-def _backward(reruns: Reruns, after: ExtraOutputs) -> tuple[list[str], Callable[..., tuple[Tensor, ...]]]:
-    """The way back from a call's loss; it returns gradients of arguments that have no `.grad` by themselves, so called.
+def _backward(reruns: Reruns, effects: ExtraOutputs) -> tuple[list[str], Callable[..., tuple[Tensor, ...]]]:
+    """Returns a function that runs a call and its backward pass, and the names of the gradients that it returns.
 
-    These are of copies, to which the function may write, too. What the way back leaves in the `.grad` of whatever
-    requires one is compared as all that a call leaves; but where what is found has been made by others, it does not go
-    there: their graph would be gone.
+    These are gradients of copies of arguments, to which the call may write. Gradients of other tensors end up in their
+    `.grad`, which is compared like all state that a call leaves. The pass does not enter graphs that were made before
+    the call, since it would free them.
     """
-    fn, static, ends = reruns.step.fn, reruns.step.static, reruns.ends
-    call = flatten_call(fn, *reruns.given, static)
+    fn, static, may_go_everywhere = reruns.step.fn, reruns.step.static, reruns.reaches_only_leaves
+    call = flatten_call(fn, *reruns.call, static)
     copied = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and reruns.may_require_grad(x)]
-    written = [leaf for leaf, _ in after.written if leaf in copied]
+    written = [leaf for leaf, _ in effects.written if leaf in copied]
 
     @functools.wraps(fn)
     def backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         call = flatten_call(fn, args, kwargs, static)
         leaves = [x.value if isinstance(x, Static) else x for x in call.leaves]
-        made = {id(leaves[i]): leaves[i].detach().clone().requires_grad_() for i in copied}
-        inputs = [*made.values(), *(x for x in leaves if isinstance(x, Tensor) and x.is_leaf and x.requires_grad)]
-        found = [made[id(leaves[i])] for i in copied]
-        given = made | {id(leaves[i]): made[id(leaves[i])].clone() for i in written}
-        a, k = pytree.tree_unflatten([given.get(id(x), x) for x in leaves], call.tree)
+        copies = {id(leaves[i]): leaves[i].detach().clone().requires_grad_() for i in copied}
+        inputs = [*copies.values(), *(x for x in leaves if isinstance(x, Tensor) and x.is_leaf and x.requires_grad)]
+        differentiated = [copies[id(leaves[i])] for i in copied]
+        passed = copies | {id(leaves[i]): copies[id(leaves[i])].clone() for i in written}  # no leaf may be written to
+        a, k = pytree.tree_unflatten([passed.get(id(x), x) for x in leaves], call.tree)
         with torch.enable_grad():
             loss = fn(*a, **k)
         if not loss.requires_grad:
             return ()
-        if ends or inputs:
-            torch.autograd.backward(loss, inputs=None if ends else inputs)
-        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in found)
+        if may_go_everywhere or inputs:
+            torch.autograd.backward(loss, inputs=None if may_go_everywhere else inputs)
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in differentiated)
 
     return list(names_of(fn, call, copied)), backward

@@ -1,4 +1,4 @@
-"""Tensors of a sharded run beside those of one device: relative errors, in the maximum norm."""
+"""Compares tensors of a sharded run with those of one device: relative errors, in the maximum norm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HALF = 1e-2  # bf16, fp16 and smaller
 
 @dataclass(frozen=True)
 class Compared:
-    """One leaf: its relative error against one device (maximum norm), and what is wrong with it, if anything."""
+    """One leaf, its relative error against one device (maximum norm), and its fault, if it differs."""
 
     path: str
     type: str
@@ -34,37 +34,39 @@ class Compared:
         alone = f", rounding alone changes it by {self.rounding:.1e}" if self.rounding else ""
         return f"{self.path} {self.type}: {self.fault or f'error {self.error:.1e} (tolerance {self.rtol:.0e}{alone})'}"
 
-    def beside(self, rounding: float) -> Compared:
-        """The same, where it is known how far one device goes from itself by rounding: so far is no fault."""
+    def allow_rounding(self, rounding: float) -> Compared:
+        """Clears the fault if the error is near `rounding`, the error of one device under other rounding."""
         fits = bool(self.rtol) and self.error <= _TIMES * rounding < math.inf
         return replace(self, fault="", rounding=rounding) if self.fault and fits else self
 
 
-_TIMES = 4  # another order of sums is more than one rounding of each number
+_TIMES = 4  # another order of additions costs more than one rounding of each number
 
 
 def compare(
     root: str,
     expected: Any,
-    found: Any,
+    actual: Any,
     names: Sequence[str] | None = None,
     *,
     rtol: float | None = None,
     atol: float | None = None,
     looser: float = 1,
 ) -> list[Compared]:
-    """Compare leaf by leaf; leaves are called by their paths, or by `names`. A tolerance that nobody said is so many
-    times `looser`."""
-    one, tree = flatten_with_path(expected)
-    many, other = pytree.tree_flatten(found)
-    if tree != other:
+    """Compares two pytrees leaf by leaf; leaves are named by their paths or by `names`.
+
+    `looser` multiplies default tolerances.
+    """
+    expected_leaves, tree = flatten_with_path(expected)
+    actual_leaves, actual_tree = pytree.tree_flatten(actual)
+    if tree != actual_tree:
         raise ShardingError(
             "check: the function returns one structure on one device and another when it is traced",
-            [f"on one device: {tree}", f"traced: {other}"],
+            [f"on one device: {tree}", f"traced: {actual_tree}"],
             rule="what a function returns does not depend on how it runs",
         )
     out: list[Compared] = []
-    for (path, a), b in zip(one, many, strict=True):
+    for (path, a), b in zip(expected_leaves, actual_leaves, strict=True):
         name = root + (pytree.keystr(path) if names is None else names[len(out)])
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             out.append(compare_tensors(name, a.detach(), b, rtol, atol, looser))
@@ -81,7 +83,7 @@ def _show(x: Any) -> str:
 def compare_tensors(
     name: str, one: Tensor, sharded: Tensor, rtol: float | None = None, atol: float | None = None, looser: float = 1
 ) -> Compared:
-    """One tensor beside its sharded form, or the whole of that."""
+    """Compares a tensor with its sharded form, or with the gathered values of that."""
     whole = sharded.full_tensor().detach() if isinstance(sharded, ShardedTensor) else sharded.detach()
     if (one.shape, one.dtype) != (whole.shape, whole.dtype):
         return Compared(name, typeof(sharded), float("inf"), 0.0, f"is {typeof(one)} on one device")

@@ -1,4 +1,7 @@
-"""The first value of a program that is not as on one device: a run that keeps all values, beside the traced graph."""
+"""Finds the first value of a program that differs from one device.
+
+The program runs with all values kept, and so does the traced graph.
+"""
 
 from __future__ import annotations
 
@@ -22,65 +25,65 @@ from shardlib.sharding.layout import Layout
 from shardlib.testing.compare import compare_tensors
 
 
-def first_difference(
+def find_first_difference(
     compiled: Compiled,
-    pieces: Sequence[Sequence[Tensor]],
+    shards: Sequence[Sequence[Tensor]],
     leaves: Sequence[Any],
-    seeded: Callable[..., Any],
+    run_seeded: Callable[..., Any],
     rtol: float | None = None,
     atol: float | None = None,
 ) -> str:
-    """The first value that differs, its op and its line, in a call with these pieces of inputs, and these leaves.
+    """Returns the first value that differs in a call with these shards and leaves, with its op and line.
 
-    The program is the one that was lowered, before passes. "" where no value differs: the trace itself is another
-    program, or a pass is wrong; and where the function has per-device code, of which nothing is whole.
+    The program is the lowered one, before passes. Returns "" if no value differs: then the trace is another program, or
+    a pass is wrong. Returns "" also for per-device code, whose values have no counterpart on one device.
     """
     graph, devices = compiled.traced.graph, compiled.mesh.all_coords()
     if any(has(node.target, trait) for node in graph.graph.nodes for trait in ("enters", "leaves", "per device")):
         return ""
 
-    def whole(layout: Layout | None, held: Sequence[Tensor]) -> Tensor:
+    def gather(layout: Layout | None, held: Sequence[Tensor]) -> Tensor:
         assert layout is not None
         return layout.gather(list(zip(devices, held, strict=True)))
 
     program = lower(compiled.graph, compiled.propagated, compiled.mesh)
-    alone = _Alone(graph, leaves)
-    seeded(alone.run, *(whole(var.layout, held) for var, held in zip(program.inputs, pieces, strict=True)))
-    kept = [*_kept(program)]
-    run = virtual.load(verify(replace(program, outputs=tuple(var for var, _ in kept))), compiled.mesh, share=False)
-    for (var, want), held in zip(kept, seeded(run, pieces, leaves), strict=True):
-        found = compare_tensors(var.name, alone.value(*want), whole(var.layout, held), rtol, atol)
-        if found.fault:
-            line = want[0].meta.get("line")
-            return f"{var.name} = {want[0].target}, at {place(line)}  {line.text if line else ''}: {found.fault}"
+    one_device = _OneDevice(graph, leaves)
+    run_seeded(one_device.run, *(gather(var.layout, held) for var, held in zip(program.inputs, shards, strict=True)))
+    kept = [*_computed_values(program)]
+    run = virtual.load(verify(replace(program, outputs=tuple(var for var, *_ in kept))), compiled.mesh, share=False)
+    for (var, node, index), held in zip(kept, run_seeded(run, shards, leaves), strict=True):
+        compared = compare_tensors(var.name, one_device.value(node, index), gather(var.layout, held), rtol, atol)
+        if compared.fault:
+            line = node.meta.get("line")
+            return f"{var.name} = {node.target}, at {place(line)}  {line.text if line else ''}: {compared.fault}"
     return ""
 
 
-def _kept(program: Program) -> Iterator[tuple[Var, tuple[fx.Node, int]]]:
-    """Every value of the graph that a step makes, and which result of which node it is."""
+def _computed_values(program: Program) -> Iterator[tuple[Var, fx.Node, int]]:
+    """Yields each variable that holds a value of the graph, with the value's node and its number among the results."""
     for step in program.steps:
         for var in makes(step):
             value = var.value
             if value is not None and value.op is not None and var.layout is not None and not _is_owned(var):
-                yield var, (value.op.node, value.index)
+                yield var, value.op.node, value.index
 
 
 def _is_owned(var: Var) -> bool:
-    """Whether devices hold the rows of own groups only, and anything in those of others."""
+    """True if each device holds valid rows only for its own groups."""
     return var.placement is not None and var.placement[1].kind == OWNED
 
 
-class _Alone(fx.Interpreter):
-    """The traced graph on one device; what it makes is kept."""
+class _OneDevice(fx.Interpreter):
+    """Runs the traced graph on one device and keeps all values."""
 
     def __init__(self, graph: fx.GraphModule, leaves: Sequence[Any]) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self.leaves = leaves
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        given = super().fetch_args_kwargs_from_env(n)
-        return pytree.tree_map_only(Scalar, lambda number: number.value(self.leaves), given)
+        arguments = super().fetch_args_kwargs_from_env(n)
+        return pytree.tree_map_only(Scalar, lambda number: number.value(self.leaves), arguments)
 
     def value(self, node: fx.Node, index: int) -> Tensor:
-        made = self.env[node]
-        return made if isinstance(made, Tensor) else made[index]
+        result = self.env[node]
+        return result if isinstance(result, Tensor) else result[index]

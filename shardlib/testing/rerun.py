@@ -1,7 +1,7 @@
-"""A call that runs several times, on one device and sharded: each run finds what the first one found.
+"""Runs a call several times, on one device and sharded, each time from the same state.
 
-On one device there are no ShardedTensors: plain tensors with all of their values stand wherever the function is given
-one, or finds one (in a module, an optimizer, a closure).
+The run on one device has no ShardedTensors. Plain tensors with the same values replace them in the arguments and
+wherever the function reaches one (in a module, an optimizer, a closure).
 """
 
 from __future__ import annotations
@@ -23,205 +23,218 @@ from shardlib.frontend.side_effects.substitute import Substitution
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.global_random import plain_program
 from shardlib.jit.jit import Jitted
-from shardlib.tensor.sharded_tensor import ShardedTensor, marks
+from shardlib.tensor.sharded_tensor import ShardedTensor, user_attributes
 from shardlib.testing.compare import Compared, compare
 
 Run = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 GRAD = ".grad"
-_DRAWS = 4  # runs, each with other numbers rounded up: one may leave those alone on which a small gradient hangs
+_ROUNDED_RUNS = 4  # each rounds other numbers up; a single run may miss those that matter for a small gradient
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a run returns, and what it leaves in each tensor that it is given or finds; those `kept` have got a
-    history."""
+class RunResult:
+    """A run's return value, and the values of all tensors after it; tensors in `kept` got a history."""
 
     out: Any
-    left: dict[str, Tensor | None]
+    state: dict[str, Tensor | None]
     kept: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Close:
-    """How results are compared; a tolerance that nobody said is so many times `looser`."""
+class Tolerance:
+    """Tolerances of a comparison; `looser` multiplies default ones."""
 
     rtol: float | None
     atol: float | None
     looser: float
 
-    def __call__(self, root: str, one: Any, other: Any, names: Sequence[str] | None) -> list[Compared]:
-        return compare(root, one, other, names=names, rtol=self.rtol, atol=self.atol, looser=self.looser)
+    def compare(self, root: str, expected: Any, actual: Any, names: Sequence[str] | None) -> list[Compared]:
+        return compare(root, expected, actual, names=names, rtol=self.rtol, atol=self.atol, looser=self.looser)
 
 
 class Reruns:
-    """What a call may change beside what it returns; `eps` is of the coarsest numbers that it computes with."""
+    """The state that a call may change, with its values before; `eps` is that of the coarsest dtype in the program."""
 
     def __init__(self, step: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.step, self.given = step, (args, kwargs)
+        self.step, self.call = step, (args, kwargs)
         self.eps = 0.0
-        self.watch = MutationTracker(Invocation.of(step, step.programs, None, args, kwargs).look)
-        self.found = {id(x): x for x in self.watch.before.tensors}
-        self.tensors = dict(self._tensors(args, kwargs, self.watch.before))
-        self.before = {name: whole(x) for name, x in self.tensors.items()}
-        drawn = [x for x in pytree.tree_leaves(self.given) if isinstance(x, torch.Generator)]
-        self.generators = [(g, g.get_state()) for g in (*drawn, *self.watch.before.generators)]
+        self.tracker = MutationTracker(Invocation.of(step, step.programs, None, args, kwargs).look)
+        self.reached = {id(x): x for x in self.tracker.before.tensors}  # tensors besides the arguments
+        self.tensors = dict(self._named_tensors(args, kwargs, self.tracker.before))
+        self.before = {name: copy_full(x) for name, x in self.tensors.items()}
+        generators = [x for x in pytree.tree_leaves(self.call) if isinstance(x, torch.Generator)]
+        self.generators = [(g, g.get_state()) for g in (*generators, *self.tracker.before.generators)]
         self.histories = [(x, Autograd.of(x)) for x in self.tensors.values() if x is not None]
-        self.stays: list[str] = []  # ShardedTensors on one device, too: something holds them that can hold no others
-        self.made = {name for name, x in self.tensors.items() if x is not None and x.grad_fn is not None}
+        self.stays: list[str] = []  # ShardedTensors in places that cannot hold plain tensors
+        self.computed = {name for name, x in self.tensors.items() if x is not None and x.grad_fn is not None}
 
     @property
-    def ends(self) -> bool:
-        """Whether a way back ends at what is found, and does not go on to what others have made."""
-        return all(x.grad_fn is None for x in self.found.values())
+    def reaches_only_leaves(self) -> bool:
+        """True if no reached tensor has a history, so that a backward pass stays inside the call."""
+        return all(x.grad_fn is None for x in self.reached.values())
 
     def may_require_grad(self, x: Tensor) -> bool:
-        """Whether an argument has no `.grad`, and a copy of it can have one; parameters, and what is found, are no
-        copies."""
-        is_own = id(x) in self.found or isinstance(x, torch.nn.Parameter) or (x.is_leaf and x.requires_grad)
+        """True if a copy of this argument can get the gradient; parameters and reached tensors keep their own."""
+        is_own = id(x) in self.reached or isinstance(x, torch.nn.Parameter) or (x.is_leaf and x.requires_grad)
         return (x.is_floating_point() or x.is_complex()) and not is_own
 
-    def sharded(self, run: Run, times: int = 1) -> Ran:
-        """What the last of so many runs returns, and what all leave."""
-        return self._ran(run, times, lambda: self.given)
+    def run_sharded(self, run: Run, times: int = 1) -> RunResult:
+        """Runs the call so many times; returns the last result."""
+        return self._run(run, times, lambda: self.call)
 
-    def alone(self, run: Run, times: int = 1) -> Ran:
-        """The same on one device."""
+    def run_on_one_device(self, run: Run, times: int = 1) -> RunResult:
+        """Runs the call so many times on one device; returns the last result."""
 
-        def once(*args: Any, **kwargs: Any) -> Any:
+        def run_plain(*args: Any, **kwargs: Any) -> Any:
             with single_device(), plain_program():
                 return run(*args, **kwargs)
 
-        return self._ran(once, times, self._plain)
+        return self._run(run_plain, times, self._plain_call)
 
-    def rounded(self, run: Run, times: int = 1, seed: int = 0) -> Ran:
-        """The same on one device, where some of the numbers that it is given are rounded up."""
-        draws = torch.Generator().manual_seed(seed)
+    def run_rounded(self, run: Run, times: int = 1, seed: int = 0) -> RunResult:
+        """Runs the call on one device with some input numbers rounded up; returns the last result."""
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, x in self.tensors.items():
                 was = self.before[name]
                 if was is not None and was.is_floating_point() and not x.is_inference() and not name.endswith(GRAD):
-                    up = torch.rand(was.shape, generator=draws).to(was.device) < 0.5
+                    up = torch.rand(was.shape, generator=generator).to(was.device) < 0.5
                     eps = max(self.eps, torch.finfo(was.dtype).eps)
                     x.detach().copy_(torch.where(up, was * (1 + eps), was))
-        return self.alone(run, times)
+        return self.run_on_one_device(run, times)
 
-    def compared(
-        self, close: Close, root: str, names: Sequence[str] | None, alone: Run, one: Ran, run: Run, times: int = 1
+    def compare(
+        self,
+        tolerance: Tolerance,
+        root: str,
+        names: Sequence[str] | None,
+        plain_run: Run,
+        expected: RunResult,
+        run: Run,
+        times: int = 1,
     ) -> list[Compared]:
-        """A run beside what one device made of it, `one`; where they differ, that runs some more times, rounded."""
-        found = self.sharded(run, times)
+        """Compares a sharded run with the `expected` result of `plain_run`.
+
+        If they differ and no tolerance is given, `plain_run` runs again with rounded inputs.
+        """
+        actual = self.run_sharded(run, times)
+        results = expected, actual
         changed = [
-            n for n in one.left | found.left if not all(_equal(x.left.get(n), self.before.get(n)) for x in (one, found))
+            name
+            for name in expected.state | actual.state
+            if not all(_equal(x.state.get(name), self.before.get(name)) for x in results)
         ]
 
-        def beside(other: Ran) -> list[Compared]:
-            theirs, ours = ([x.left.get(n) for n in changed] for x in (one, other))
-            return close(root, one.out, other.out, names) + close("", theirs, ours, changed)
+        def compare_with(other: RunResult) -> list[Compared]:
+            before, after = ([x.state.get(name) for name in changed] for x in (expected, other))
+            outputs = tolerance.compare(root, expected.out, other.out, names)
+            return outputs + tolerance.compare("", before, after, changed)
 
-        seen = beside(found)
-        for seed in range(_DRAWS if close.rtol is close.atol is None else 0):
-            if not any(leaf.fault for leaf in seen):
+        compared = compare_with(actual)
+        for seed in range(_ROUNDED_RUNS if tolerance.rtol is tolerance.atol is None else 0):
+            if not any(leaf.fault for leaf in compared):
                 break
-            seen = [a.beside(b.error) for a, b in zip(seen, beside(self.rounded(alone, times, seed)), strict=True)]
-        return seen
+            rounded = compare_with(self.run_rounded(plain_run, times, seed))
+            compared = [leaf.allow_rounding(other.error) for leaf, other in zip(compared, rounded, strict=True)]
+        return compared
 
-    def _ran(self, run: Run, times: int, given: Callable[[], Call]) -> Ran:
+    def _run(self, run: Run, times: int, make_call: Callable[[], Call]) -> RunResult:
+        """Runs a call and restores the state from before."""
         try:
-            args, kwargs = given()
-            out = pytree.tree_map_only(Tensor, torch.clone, seeded(run, times, *args, **kwargs))
-            left = dict(self._tensors(args, kwargs, self.watch.look()))
-            kept = (name for name in self.tensors.keys() & left if left[name] is not None and name not in self.made)
-            has = tuple(sorted(name for name in kept if left[name].grad_fn is not None))
-            return Ran(out, {name: whole(x) for name, x in left.items()}, has)
+            args, kwargs = make_call()
+            out = pytree.tree_map_only(Tensor, torch.clone, run_seeded(run, times, *args, **kwargs))
+            values = dict(self._named_tensors(args, kwargs, self.tracker.look()))
+            own = (x for x in self.tensors.keys() & values if values[x] is not None and x not in self.computed)
+            kept = tuple(sorted(name for name in own if values[name].grad_fn is not None))
+            return RunResult(out, {name: copy_full(x) for name, x in values.items()}, kept)
         finally:
-            self.watch.restore()
+            self.tracker.restore()
             for generator, state in self.generators:
                 generator.set_state(state)
-            for x, was in self.histories:
-                was.restore(x)
+            for x, history in self.histories:
+                history.restore(x)
             with torch.no_grad():
                 for name, x in self.tensors.items():
-                    if x is not None and not _equal(whole(x), self.before[name]):
+                    if x is not None and not _equal(copy_full(x), self.before[name]):
                         x.detach().copy_(self.before[name])
                 for name, x in self.tensors.items():
                     if name.endswith(GRAD):
                         self.tensors[name.removesuffix(GRAD)].grad = x
 
-    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Snapshot) -> Iterator[tuple[str, Any]]:
-        call = flatten_call(self.step.fn, args, kwargs, self.step.static, found)
+    def _named_tensors(self, args: Any, kwargs: Any, snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
+        call = flatten_call(self.step.fn, args, kwargs, self.step.static, snapshot)
         for name, x in zip(names_of(self.step.fn, call, range(len(call.leaves))), call.leaves, strict=True):
             if isinstance(x, Tensor) and not name.endswith(GRAD):
                 yield name, x
                 yield name + GRAD, _grad(x)
 
-    def _plain(self) -> Call:
-        """A call's arguments on one device, which finds no ShardedTensor; `_ran` gives back what stands there then."""
-        standing, made = Substitution(self.watch.before, keys=True), _Plain()
+    def _plain_call(self) -> Call:
+        """Returns plain arguments, and puts plain tensors in the place of ShardedTensors until `_run` restores them."""
+        substitution, copies = Substitution(self.tracker.before, keys=True), _PlainCopies()
         names = {id(x): name for name, x in self.tensors.items()}
         self.stays = []
-        for i, x in self.found.items():
-            if type(x) is ShardedTensor and not standing.put(x, made(x)):
-                self.stays += [names[i]] if self.watch.before.places_of(x) else []
-                del made.of[i]
-        standing.put_keys(made.of)
+        for i, x in self.reached.items():
+            if type(x) is ShardedTensor and not substitution.put(x, copies.copy(x)):
+                self.stays += [names[i]] if self.tracker.before.places_of(x) else []
+                del copies.by_id[i]
+        substitution.put_keys(copies.by_id)
 
-        def given(x: Tensor) -> Tensor:
-            """A copy: the function may write to it. What it finds elsewhere, too, is one with that, and put back."""
-            stays = id(x) not in made.of and (id(x) in self.found or type(x) is torch.nn.Parameter)
-            return x if stays else made(x)
+        def copy_argument(x: Tensor) -> Tensor:
+            """Copies an argument, to which the function may write; a reached tensor stays, and is restored later."""
+            stays = id(x) not in copies.by_id and (id(x) in self.reached or type(x) is torch.nn.Parameter)
+            return x if stays else copies.copy(x)
 
-        call: Call = pytree.tree_map_only(Tensor, given, self.given)
-        made.mark()
+        call: Call = pytree.tree_map_only(Tensor, copy_argument, self.call)
+        copies.copy_attributes()
         return call
 
 
-class _Plain:
-    """Plain tensors with the values of others, by the ids `of` these: one tensor in two places stays one."""
+class _PlainCopies:
+    """Plain copies of tensors, `by_id` of the originals: a tensor in two places has one copy."""
 
     def __init__(self) -> None:
-        self.of: dict[int, Tensor] = {}
+        self.by_id: dict[int, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if id(x) not in self.of:
-            made: Any = whole(x)
+    def copy(self, x: Tensor) -> Tensor:
+        """Returns the plain copy of a tensor, with its hooks and gradient."""
+        if id(x) not in self.by_id:
+            plain: Any = copy_full(x)
             if x.__dict__.get(IS_PARAMETER):
-                made = torch.nn.Parameter(made, x.requires_grad)
-            made.requires_grad_(x.requires_grad)
+                plain = torch.nn.Parameter(plain, x.requires_grad)
+            plain.requires_grad_(x.requires_grad)
             if x.is_leaf:
-                Autograd.of(x).lend_hooks(made)
+                Autograd.of(x).lend_hooks(plain)
             if (grad := _grad(x)) is not None:
-                made.grad = self(grad)
-            self.of[id(x)] = made
-            self._pairs.append((x, made))
-        return self.of[id(x)]
+                plain.grad = self.copy(grad)
+            self.by_id[id(x)] = plain
+            self._pairs.append((x, plain))
+        return self.by_id[id(x)]
 
-    def mark(self) -> None:
-        """Give them the attributes that somebody gave the others."""
-        for x, made in self._pairs:
-            made.__dict__.update(marks(x))
+    def copy_attributes(self) -> None:
+        """Gives the copies the attributes that users set on the originals."""
+        for x, plain in self._pairs:
+            plain.__dict__.update(user_attributes(x))
 
 
-def seeded(run: Run, times: int, /, *args: Any, **kwargs: Any) -> Any:
-    """What the last of so many calls returns, from the same random state."""
+def run_seeded(run: Run, times: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls `run` so many times from a fixed random state; returns the last result."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return [run(*args, **kwargs) for _ in range(times)][-1]
 
 
-def whole(x: Tensor | None) -> Tensor | None:
-    """A copy of all of a tensor."""
+def copy_full(x: Tensor | None) -> Tensor | None:
     if x is None:
         return None
     return (x.full_tensor() if isinstance(x, ShardedTensor) else x).detach().clone()
 
 
 def _grad(x: Tensor) -> Tensor | None:
-    """The gradient of a tensor that has one; torch warns of the question where it has none."""
-    return x.grad if x.is_leaf or x.retains_grad else None
+    return x.grad if x.is_leaf or x.retains_grad else None  # torch warns if it has none
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two values are one to the bit, but for NaN."""
+    """True if two values are equal bit for bit, except for NaN."""
     return a is b if a is None or b is None else a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())

@@ -1,6 +1,6 @@
-"""One call of an op: on the whole, and on pieces as it is lowered and run in any program, on virtual devices.
+"""Runs one call of an op on whole tensors, and lowered to shards on virtual devices.
 
-Pieces are slices of the whole, or lie in memory with their dims in the other order, as a kernel before may have left
+Shards are slices of the whole tensor, or lie in memory with their dims in reverse order, as another kernel may leave
 them.
 """
 
@@ -32,26 +32,27 @@ from shardlib.sharding.layout import Factor, Layout, PartialSum
 from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh
 
-# What rounding may cost in a few operations, relative to the largest number.
+# Rounding errors of a few operations, relative to the largest number.
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ROUNDING |= {torch.complex128: 1e-11, torch.complex64: 1e-5}
-# What an op raises of pieces that it was not made for.
+# Errors that an op raises for shards that it does not support.
 RAISED = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One call, as a graph of one op: its tensors, and what they give."""
+    """One call as a graph of one op, with its tensors and results."""
 
     op: Op
     tensors: tuple[Tensor, ...]
     results: tuple[Any, ...]
 
     @staticmethod
-    def of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial:
+    def trace(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial:
+        """Writes the graph of one call, and runs the call."""
         graph, tensors = fx.Graph(), list[Tensor]()
 
-        def given(x: Any) -> Any:
+        def add_input(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             tensors.append(x.detach())
@@ -59,14 +60,14 @@ class Trial:
             node.meta["val"] = x.detach()
             return node
 
-        node = graph.call_function(target, *pytree.tree_map(given, (tuple(args), dict(kwargs))))
+        node = graph.call_function(target, *pytree.tree_map(add_input, (tuple(args), dict(kwargs))))
         with torch.no_grad():
-            found = target(*args, **kwargs)
-        node.meta["val"] = found
-        graph.output((node,) if isinstance(found, Tensor) else ())
+            results = target(*args, **kwargs)
+        node.meta["val"] = results
+        graph.output((node,) if isinstance(results, Tensor) else ())
         with tracing():
             (op,) = graphs.build(fx.GraphModule(torch.nn.Module(), graph)).ops
-        return Trial(op, tuple(tensors), tuple(found) if isinstance(found, tuple | list) else (found,))
+        return Trial(op, tuple(tensors), tuple(results) if isinstance(results, tuple | list) else (results,))
 
     @property
     def rule(self) -> Rule:
@@ -79,36 +80,34 @@ class Trial:
         return Layout(tuple(dims), tuple(pending))
 
     def pending(self, i: int, cut: Cut) -> list[PartialSum]:
-        """What result i still owes: sums over axes of factors that it has not."""
-        have = {f for dim in self.rule.results[i] for f in dim}
-        mine = {a for f in have for a in cut.axes.get(f, ())}
+        """Returns the partial sums of result i: over the axes of factors that are not in the result."""
+        kept = {f for dim in self.rule.results[i] for f in dim}
+        kept_axes = {a for f in kept for a in cut.axes.get(f, ())}
         read = {f for labels in self.rule.operands for dim in labels for f in dim}
-        lost = [f for f in cut.axes if f in read - have and self.rule.owed(i, f)]
-        owed = ((tuple(a for a in cut.axes[f] if a not in mine), self.rule.reduce[f]) for f in lost)
-        return [PartialSum(axes, kind) for axes, kind in owed if axes]
+        reduced = [f for f in cut.axes if f in read - kept and self.rule.owed(i, f)]
+        sums = ((tuple(a for a in cut.axes[f] if a not in kept_axes), self.rule.reduce[f]) for f in reduced)
+        return [PartialSum(axes, kind) for axes, kind in sums if axes]
 
-    def called(self, tensors: Sequence[Tensor], run: Any = None) -> list[Tensor]:
-        """What the op gives for other tensors; `run` stands for it."""
-        given = dict(zip(self.op.node.all_input_nodes, tensors, strict=True))
-        args, kwargs = fx.map_arg((self.op.node.args, self.op.node.kwargs), given.__getitem__)
-        found = (run or self.op.target)(*args, **kwargs)
-        return tensors_of(found if isinstance(found, tuple | list) else [found])
+    def run(self, tensors: Sequence[Tensor], function: Any = None) -> list[Tensor]:
+        """Runs the op, or `function` in its place, on other tensors."""
+        values = dict(zip(self.op.node.all_input_nodes, tensors, strict=True))
+        args, kwargs = fx.map_arg((self.op.node.args, self.op.node.kwargs), values.__getitem__)
+        results = (function or self.op.target)(*args, **kwargs)
+        return list_tensors(results if isinstance(results, tuple | list) else [results])
 
     @property
-    def takes_turned(self) -> bool:
-        """Whether the op takes tensors whose dims lie in memory in the other order, and gives, right or wrong, results
-        of the same shapes."""
+    def takes_reversed_strides(self) -> bool:
+        """True if the op takes tensors with reversed dims in memory, and returns results of the same shapes."""
         try:
-            found = self.called([*map(_turned, self.tensors)], callable_of(self.op.target))
+            results = self.run([*map(_reverse_strides, self.tensors)], callable_of(self.op.target))
         except RAISED:
             return False
-        return [x.shape for x in found] == [x.shape for x in tensors_of(self.results)]
+        return [x.shape for x in results] == [x.shape for x in list_tensors(self.results)]
 
     def program(self, cut: Cut, mesh: Mesh) -> Program:
-        """The op on pieces, as lowering writes it."""
         builder, op, rule = Builder(mesh), self.op, self.rule
-        leaves, sizes = {f: [f] for f in rule.sizes}, {**rule.sizes, **cut.pieces}
-        flood = SimpleNamespace(labels={op: leaves}, dims=SimpleNamespace(size=sizes.__getitem__))
+        factors, sizes = {f: [f] for f in rule.sizes}, {**rule.sizes, **cut.pieces}
+        propagation = SimpleNamespace(labels={op: factors}, dims=SimpleNamespace(size=sizes.__getitem__))
         for i, labels in enumerate(rule.operands):
             value = op.operands[i]
             builder.inputs.append(Var(builder.name(value.name), self.layout(labels, cut), value.dtype, value))
@@ -117,21 +116,21 @@ class Trial:
             for i, (r, labels) in enumerate(zip(op.results, rule.results, strict=True))
         ]
         assignment = {(f, 0): axes for f, axes in cut.axes.items()}
-        # Of all that propagation knows, a single op's local form asks for its leaves and their sizes.
-        Emitter(builder, flood).op(op, rule, assignment, builder.inputs, outs)  # type: ignore[arg-type]
+        # A single op's local form reads only the factors and their sizes from the propagation.
+        Emitter(builder, propagation).op(op, rule, assignment, builder.inputs, outs)  # type: ignore[arg-type]
         builder.outputs += [out for out in outs if out is not None]
         return builder.finish()
 
-    def faults(self, cut: Cut, turned: bool, *, values: bool = True) -> Iterator[str]:
-        """What is wrong with the results of one cut, of pieces that are `turned` in memory or not."""
+    def find_faults(self, cut: Cut, is_reversed: bool, *, values: bool = True) -> Iterator[str]:
+        """Yields faults of the results of one cut; `is_reversed` reverses the dims of shards in memory."""
         mesh = Mesh.abstract({a.name: a.of for axes in cut.axes.values() for a in axes} or {"a": 1})
-        devices, lie = mesh.all_coords(), _turned if turned else lambda x: x
-        pieces = [
-            [lie(self.layout(labels, cut).scatter(x, c)) for c in devices]
+        devices, set_strides = mesh.all_coords(), _reverse_strides if is_reversed else lambda x: x
+        shards = [
+            [set_strides(self.layout(labels, cut).scatter(x, c)) for c in devices]
             for x, labels in zip(self.tensors, self.rule.operands, strict=True)
         ]
         try:
-            found = virtual.load(verify(self.program(cut, mesh)), mesh, share=False)(pieces)
+            outputs = virtual.load(verify(self.program(cut, mesh)), mesh, share=False)(shards)
         except ShardingError:
             raise
         except RAISED as error:
@@ -140,47 +139,51 @@ class Trial:
             yield f"{type(error).__name__}: {first}{more}"
             return
         whole = [(i, x) for i, x in enumerate(self.results) if isinstance(x, Tensor)]
-        for (i, want), held in zip(whole, found, strict=True):
-            at = self.layout(self.rule.results[i], cut, self.pending(i, cut))
-            shards = list(zip(devices, held, strict=True))
-            yield from (f"result {i} {fault}" for fault in _unlike(at, shards, want, values=values))
+        for (i, expected), held in zip(whole, outputs, strict=True):
+            layout = self.layout(self.rule.results[i], cut, self.pending(i, cut))
+            by_device = list(zip(devices, held, strict=True))
+            yield from (f"result {i} {fault}" for fault in _compare_shards(layout, by_device, expected, values=values))
 
 
-def tensors_of(results: Sequence[Any]) -> list[Tensor]:
+def list_tensors(results: Sequence[Any]) -> list[Tensor]:
     return [x for x in results if isinstance(x, Tensor)]
 
 
-def same(a: Tensor, b: Tensor, room: float = 0.0, least: float = 1.0) -> bool:
-    """Equal, up to what rounding may cost of numbers as large as these, or as `least`."""
-    room = room or ROUNDING.get(a.dtype, 0.0)
-    if not room or not (a.is_floating_point() or a.is_complex()):
+def is_close(a: Tensor, b: Tensor, tolerance: float = 0.0, least: float = 1.0) -> bool:
+    """True if tensors are equal up to rounding, relative to the largest number and at least to `least`."""
+    tolerance = tolerance or ROUNDING.get(a.dtype, 0.0)
+    if not tolerance or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     finite = b[torch.isfinite(b)].abs()
     most = max(least, float(finite.max())) if finite.numel() else least
-    return torch.allclose(a, b, rtol=room, atol=room * most, equal_nan=True)
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * most, equal_nan=True)
 
 
-def _turned(x: Tensor) -> Tensor:
+def _reverse_strides(x: Tensor) -> Tensor:
     order = tuple(range(x.dim()))[::-1]
     return x.permute(order).contiguous().permute(order)
 
 
-def _unlike(at: Layout, shards: Sequence[tuple[Coords, Tensor]], want: Tensor, *, values: bool) -> Iterator[str]:
-    """How pieces in a layout differ from the whole."""
+def _compare_shards(
+    layout: Layout, shards: Sequence[tuple[Coords, Tensor]], expected: Tensor, *, values: bool
+) -> Iterator[str]:
+    """Yields the first difference between shards and the expected whole tensor."""
     for coords, x in shards:
-        if tuple(x.shape) != at.local_shape(coords) or x.dtype != want.dtype:
-            yield f"is {list(x.shape)} of {x.dtype} on {coords}, not {list(at.local_shape(coords))} of {want.dtype}"
+        shape = layout.local_shape(coords)
+        if tuple(x.shape) != shape or x.dtype != expected.dtype:
+            yield f"is {list(x.shape)} of {x.dtype} on {coords}, not {list(shape)} of {expected.dtype}"
             return
     if not values:
         return
     first: dict[Any, Tensor] = {}
     for coords, x in shards:
-        part = tuple(span(f.size, f.axes, coords) for f in at.factors), tuple(a.coord(coords) for a in at.pending_axes)
-        if not same(x, first.setdefault(part, x)):
+        spans = tuple(span(f.size, f.axes, coords) for f in layout.factors)
+        part = spans, tuple(a.coord(coords) for a in layout.pending_axes)
+        if not is_close(x, first.setdefault(part, x)):
             yield "differs between devices that should hold the same"
             return
-    if len({p.kind for p in at.pending}) > 1:
+    if len({p.kind for p in layout.pending}) > 1:
         yield "owes reductions of two kinds, and a program knows one at a time"
-    elif not same(have := at.gather(shards), want):
-        off = f": it is off by {float((have - want).abs().max()):.3g}" if want.is_floating_point() else ""
+    elif not is_close(gathered := layout.gather(shards), expected):
+        off = f": it is off by {float((gathered - expected).abs().max()):.3g}" if expected.is_floating_point() else ""
         yield f"is wrong{off}"

@@ -1,4 +1,4 @@
-"""`scaling`: how a step's time goes down with more devices, or stays as it is with more data, simulated."""
+"""`scaling`: simulates how the time of a step changes with the number of devices."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from shardlib.sharding.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Scaling:
-    """Simulated steps on several meshes, in their order; `weak` where the data grew with the mesh.
+    """Simulated steps on several meshes, in their order; `weak` if the data grew with the mesh.
 
-    `efficiency` is against the first mesh: strong, the speed-up over the ratio of devices; weak, the ratio of seconds.
+    `efficiency` is relative to the first mesh: for strong scaling the speed-up divided by the ratio of devices, for
+    weak scaling the ratio of seconds.
     """
 
     steps: tuple[Simulated, ...]
@@ -39,8 +40,8 @@ class Scaling:
     @property
     def efficiency(self) -> tuple[float, ...]:
         first, n = self.steps[0].seconds, self.devices[0]
-        more = [1.0 if self.weak else n / m for m in self.devices]
-        return tuple(first * share / seconds for share, seconds in zip(more, self.seconds, strict=True))
+        ideal = [first * (1.0 if self.weak else n / m) for m in self.devices]
+        return tuple(best / seconds for best, seconds in zip(ideal, self.seconds, strict=True))
 
     def __str__(self) -> str:
         rows = [("mesh", "devices", "seconds", "exposed", "efficiency", "peak memory")]
@@ -55,7 +56,7 @@ class Scaling:
     __repr__ = __str__
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw efficiency over devices into a file that matplotlib knows by its ending (`.png`, `.svg`)."""
+        """Draws efficiency over devices into a file, in the format of its suffix (`.png`, `.svg`)."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6, 4), layout="constrained")
@@ -77,13 +78,13 @@ def scaling(
     *,
     fused: bool = False,
 ) -> Scaling:
-    """Plan a jitted function on each of `meshes` and simulate it on `machine`; nothing runs.
+    """Plans a jitted function on each of `meshes` and simulates it on `machine`; nothing runs.
 
-    What is called alike on meshes of the same axes is traced once, unless it asks for the current mesh. Arguments of
-    other shapes are other calls: Python may look at sizes, and a trace holds the numbers that were made of them.
+    `args` are the function's arguments, the same on every mesh (strong scaling), or a function from a mesh to arguments
+    (weak scaling: more data on more devices). They may be meta tensors. `fused` is as in `Plan.simulate`.
 
-    `args` are its arguments, the same on every mesh (strong scaling), or a function from a mesh to them (weak scaling:
-    more data on more devices); meta tensors will do. `fused` is as in `Plan.simulate`.
+    Calls with arguments of equal shapes, on meshes of the same axes, are traced once, unless the function asks for the
+    current mesh.
 
     Example:
         >>> import torch, shardlib as sl
@@ -97,9 +98,9 @@ def scaling(
         >>> weak.efficiency[-1] > strong.efficiency[-1], weak.devices
         (True, (8, 64, 512))
     """
-    listed = () if isinstance(meshes, Mesh) else tuple(meshes)
-    faults = [f"{mesh!r}, no mesh" for mesh in listed if not isinstance(mesh, Mesh)]
-    if not listed:
+    mesh_list = () if isinstance(meshes, Mesh) else tuple(meshes)
+    faults = [f"{mesh!r}, no mesh" for mesh in mesh_list if not isinstance(mesh, Mesh)]
+    if not mesh_list:
         faults.append("one mesh, no list of them" if isinstance(meshes, Mesh) else "no mesh")
     if not callable(getattr(step, "plan", None)):
         faults.append(f"{step!r}, which has no plan")
@@ -110,7 +111,7 @@ def scaling(
         raise ShardingError(f"scaling(...) got {', and '.join(faults)}", remedy=remedy)
     steps = []
     with one_trace():
-        for mesh in listed:
+        for mesh in mesh_list:
             with mesh:
                 plan: Plan = step.plan(*(args(mesh) if callable(args) else args))
             steps.append(plan.simulate(machine, fused=fused))

@@ -435,11 +435,11 @@ def bad_pieces() -> list[str]:
 def test_pieces_that_do_not_fit_are_refused():
     for texts in run_ranks(bad_pieces, 2):
         uneven, copies, kinds, count, src = texts
-        assert "device 0 has a piece of shape [1, 2], [4@x, 2] asks for [2, 2]" in uneven
-        assert "device 1 has a piece of shape [3, 2], [4@x, 2] asks for [2, 2]" in uneven
-        assert "devices 0 and 1 hold the same piece of [2], and have different values" in copies
-        assert kinds.startswith("from_local(x, 'b ...'): the pieces are of different kinds")
-        assert "2 pieces for 1 device of this process" in count
+        assert "device 0 has a shard of shape [1, 2], [4@x, 2] asks for [2, 2]" in uneven
+        assert "device 1 has a shard of shape [3, 2], [4@x, 2] asks for [2, 2]" in uneven
+        assert "devices 0 and 1 hold the same shard of [2], and have different values" in copies
+        assert kinds.startswith("from_local(x, 'b ...'): the shards are of different kinds")
+        assert "2 shards for 1 device of this process" in count
         assert src.startswith("shard(x, 'b', src=5): there is no rank 5")
 
 
@@ -447,10 +447,10 @@ def test_pieces_of_virtual_devices():
     with sl.Mesh(a=2, b=2):
         x = sl.from_local([torch.full((1, 2), float(i // 2)) for i in range(4)], "r@a c")
         assert x.full_tensor().tolist() == [[0.0, 0.0], [1.0, 1.0]]
-        assert "devices 0 and 1 hold the same piece" in refused(
+        assert "devices 0 and 1 hold the same shard" in refused(
             lambda: sl.from_local([torch.full((1, 2), float(i)) for i in range(4)], "r@a c")
         )
-        assert "1 piece for 4 devices of this process" in refused(lambda: sl.from_local(torch.ones(2), "r@a"))
+        assert "1 shard for 4 devices of this process" in refused(lambda: sl.from_local(torch.ones(2), "r@a"))
         assert "x is a value of the program" in refused(
             lambda: sl.jit(lambda x: sl.shard(x, "r", src=0))(torch.ones(2))
         )

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
 from shardlib.eager import prepare
-from shardlib.eager.prepare import _meta as meta
+from shardlib.eager.prepare import infer_results as meta
 from shardlib.tensor.eager_cache import PROGRAMS
 from tests.helpers.ranks import only, run_ranks
 
@@ -734,7 +734,7 @@ def test_first_calls_in_other_sizes(name: str) -> None:
 
 def test_torch_is_asked_once_for_calls_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(prepare, "_meta", lambda op, *rest: (asked.append(op), meta(op, *rest))[1])
+    monkeypatch.setattr(prepare, "infer_results", lambda op, *rest: (asked.append(op), meta(op, *rest))[1])
     for n in (10, 14, 22):
         F.layer_norm(shard(torch.ones(n, 26), "b@data _"), (26,))
     assert asked == [torch.ops.aten.native_layer_norm.default]

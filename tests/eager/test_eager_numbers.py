@@ -54,14 +54,14 @@ OPS: dict[str, Op] = {
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The ops that were compiled."""
     ops: list[Any] = []
-    single = prepare.single
+    single = prepare.compile_op
 
     def counting(op: Any, *args: Any) -> Any:
         ops.append(op)
         return single(op, *args)
 
     for module in (inplace, prepare):
-        monkeypatch.setattr(module, "single", counting)
+        monkeypatch.setattr(module, "compile_op", counting)
     return ops
 
 

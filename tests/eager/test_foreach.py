@@ -198,8 +198,10 @@ def test_lists_outside_jit(fn: Callable[[list[Tensor], list[Tensor]], Any]) -> N
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each call on the pieces of all, how many pieces of a list it has."""
     found: list[int] = []
-    calls = eager_foreach._calls
-    monkeypatch.setattr(eager_foreach, "_calls", lambda lists: found.append(len((it := calls(lists))[0])) or it)
+    calls = eager_foreach._distinct_calls
+    monkeypatch.setattr(
+        eager_foreach, "_distinct_calls", lambda lists: found.append(len((it := calls(lists))[0])) or it
+    )
     return found
 
 

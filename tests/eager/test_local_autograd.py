@@ -267,5 +267,5 @@ def test_pieces_without_values_are_refused() -> None:
             ShardingError, match=r"inside a transform of torch\.func\n.*\nRemedy: put from_local in front"
         ):
             torch.func.grad(lambda x: sl.from_local([x[:2], x[2:]], "b@data").full_tensor().sum())(x)
-        with pytest.raises(ShardingError, match="the pieces are on cpu and meta"):
+        with pytest.raises(ShardingError, match="the shards are on cpu and meta"):
             sl.from_local([x[:2], torch.ones(2, device="meta")], "b@data")

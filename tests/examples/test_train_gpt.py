@@ -26,7 +26,7 @@ import shardlib as sl
 from shardlib.examples import data, functional
 from shardlib.examples.model import GPT, WEIGHTS
 from shardlib.examples.options import Options
-from shardlib.examples.train_gpt import Run, main, optimizer_of, train
+from shardlib.examples.train_gpt import Run, main, make_optimizer, train
 from tests.helpers.ranks import apart, heard, run_ranks
 
 pytestmark = pytest.mark.together
@@ -53,10 +53,10 @@ def _command(options: Options, *more: str) -> list[str]:
 
 def _plain_losses(options: Options) -> list[float]:
     """The same training in plain torch, on one device."""
-    corpus = data.Corpus.of(data.standard_library(int(options.megabytes * 1e6)))
+    corpus = data.Corpus.from_text(data.standard_library(int(options.megabytes * 1e6)))
     torch.manual_seed(options.seed)
     model = GPT(options.config)
-    opt, schedule = optimizer_of(model, options)
+    opt, schedule = make_optimizer(model, options)
     losses = []
     for number in range(1, options.steps + 1):
         with sl.no_mesh():

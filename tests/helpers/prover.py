@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from shardlib.core.errors import ShardingError
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule
-from shardlib.testing.prove_rule import faults
+from shardlib.testing.prove_rule import label_faults, linearity_faults, result_faults
 from shardlib.testing.run_one_op import Trial
 
 Sample = tuple[str, tuple[Any, ...], dict[str, Any]]  # name of an op, its arguments
@@ -93,7 +94,13 @@ def check(sample: Sample, planted: Callable[[Call], Rule | None] = rule_for, eac
     if rule is None:
         return [f"{name}: no rule"]
     with here(target):  # what `empty` holds means nothing
-        wrong = faults(target, (args, kwargs), rule, values="empty" not in name, each=each)
+        call, values = Trial.trace(target, args, kwargs), "empty" not in name
+        call.op.rule = rule
+        try:
+            if not (wrong := [*label_faults(call)]):
+                wrong = [*result_faults(call, each, values=values), *(linearity_faults(call) if values else ())]
+        except ShardingError as error:
+            wrong = [str(error)]
     return [f"{name}: {fault}" for fault in wrong]
 
 
@@ -101,7 +108,7 @@ def takes_turned(sample: Sample) -> bool:
     """Whether the op takes tensors whose dims lie in memory in the other order."""
     name, args, kwargs = sample
     with here(target_of(name)):
-        return Trial.of(target_of(name), args, kwargs).takes_turned
+        return Trial.trace(target_of(name), args, kwargs).takes_reversed_strides
 
 
 def rule_of(name: str, *args: Any, **kwargs: Any) -> Rule:

@@ -16,7 +16,7 @@ from torch import Tensor
 import shardlib as sl
 from shardlib import Mesh, Spec, shard
 from shardlib.core.context import single_device
-from shardlib.testing.check import unshared
+from shardlib.testing.check import run_unshared
 from tests.helpers.ranks import run_ranks
 from tests.validation.programs.campaign import broken_promise, counting
 
@@ -166,7 +166,7 @@ def test_any_chain(block: int) -> None:
             plan = step.plan(x)
             found_slope, found = step(x)
             with counting() as calls:
-                unshared(step, mesh, [x], {})
+                run_unshared(step, mesh, [x], {})
             assert not broken_promise(plan.compiled.program.collectives, calls, mesh), told
             for name, asked, out in zip(chain.outputs, chain.out_specs, found, strict=True):
                 said = chain.said.get(name, "?") if asked is None else "?"

@@ -209,4 +209,4 @@ def test_a_table_that_finds_no_weight_is_refused() -> None:
     model.base_model.model.tp_plan = {"layers.*.no_such": "colwise"}
     with sl.Mesh(data=2, tensor=2), pytest.raises(sl.ShardingError) as caught:
         sl.parallelize(model)
-    assert "nothing says which weights 'tensor' cuts: no weight is in its tp_plan" in str(caught.value)
+    assert "nothing says which weights 'tensor' shards: no weight is in its tp_plan" in str(caught.value)

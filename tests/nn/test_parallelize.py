@@ -564,8 +564,8 @@ def test_strategies_that_do_not_fit() -> None:
         ({"data": 4}, "hsdp", "it has no axis 'replica'\n  * it has no axis 'shard'"),
         ({"data": 4}, S.fsdp("dat"), "it has no axis 'dat'"),
         ({"data": 4}, "zero3", "strategy='zero3' is no strategy"),
-        ({"data": 2, "x": 2}, None, "nothing says what 'x' cuts"),
-        ({"data": 2, "tensor": 2}, None, "nothing says which weights 'tensor' cuts: Linear has no tp_plan"),
+        ({"data": 2, "x": 2}, None, "nothing says what 'x' shards"),
+        ({"data": 2, "tensor": 2}, None, "nothing says which weights 'tensor' shards: Linear has no tp_plan"),
     ):
         model = nn.Linear(8, 4)
         with Mesh(axes), pytest.raises(ShardingError) as said:
@@ -1544,7 +1544,7 @@ def test_names_with_marks_of_patterns() -> None:
 def test_what_suggest_cannot_do() -> None:
     for module, mesh, text in (
         (nn.Linear(8, 8), Mesh.abstract(data=2), "none of its axes is called tensor, model, tp"),
-        (nn.Linear(2, 2), Mesh.abstract(tensor=8), "finds no weight that 'tensor' could cut"),
+        (nn.Linear(2, 2), Mesh.abstract(tensor=8), "finds no weight that 'tensor' could shard"),
     ):
         with pytest.raises(ShardingError, match=text):
             sl.suggest(module, mesh, torch.ones(4, module.in_features))

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardlib as sl
 from shardlib import Mesh, P, ShardingError, shard_map
 from shardlib.core.context import single_device
-from shardlib.testing.check import unshared
+from shardlib.testing.check import run_unshared
 
 MESH = {"data": 2, "tensor": 4}
 X = torch.arange(32.0, dtype=torch.float64).view(4, 8).sin()
@@ -192,7 +192,7 @@ def test_what_is_proved_is_so(block: int) -> None:
             except ShardingError as error:
                 refusals.append(str(error))
                 continue
-            grads, (_, out) = unshared(step, mesh, args, {})
+            grads, (_, out) = run_unshared(step, mesh, args, {})
             with single_device():
                 expected, (_, value) = both(*args)
         for local, coords in zip(out._locals, mesh.all_coords(), strict=True):

@@ -652,7 +652,7 @@ def test_pickles_keep_pieces_and_parts() -> None:
 
 
 def test_no_dtensor_has_chosen_pieces() -> None:
-    with Mesh(data=4), pytest.raises(ShardingError, match="DTensor cuts in chunks"):
+    with Mesh(data=4), pytest.raises(ShardingError, match="DTensor shards in chunks"):
         sl.to_dtensor(shard(torch.zeros(16), "n@data=[5 3 8 0]"))
 
 

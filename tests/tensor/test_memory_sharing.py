@@ -375,7 +375,7 @@ MISFITS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "one dim less": (lambda: [torch.ones(24), torch.ones(2, 8)], "rank 0: shape [24], where 5@data, 8 has [3, 8]"),
     "another dtype": (
         lambda: [torch.ones(3, 8), torch.ones(2, 8).double()],
-        "rank 1: torch.float64, where the first piece is torch.float32",
+        "rank 1: torch.float64, where the first shard is torch.float32",
     ),
     "on meta": (
         lambda: [torch.ones(3, 8, device="meta"), torch.ones(2, 8)],
@@ -393,10 +393,10 @@ MISFITS: dict[str, tuple[Callable[[], list[Any]], str]] = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_pieces_are_checked(name: str) -> None:
     make, text = MISFITS[name]
-    with Mesh(data=2) as mesh, pytest.raises(ShardingError, match="is given pieces that do not fit") as error:
+    with Mesh(data=2) as mesh, pytest.raises(ShardingError, match="is given shards that do not fit") as error:
         ShardedTensor(make(), Layout.parse("5@data, 8", mesh.axes), mesh)
     assert f"* {text}" in str(error.value)
-    assert "shard(x, spec) cuts a whole tensor into pieces that fit" in str(error.value)
+    assert "shard(x, spec) splits a whole tensor into shards that fit" in str(error.value)
 
 
 def test_a_layout_of_another_mesh_is_refused() -> None:

@@ -233,13 +233,13 @@ def ranks_store() -> bytes:
 def test_a_rank_stores_its_own_piece() -> None:
     mine, other = run_ranks(ranks_store, 2)
     assert run_ranks(ranks_load, 2, [mine, other]) == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    with pytest.raises(ShardingError, match="it is the piece of rank 1, this process is no rank"):
+    with pytest.raises(ShardingError, match="it is the shard of rank 1, this process is no rank"):
         pickle.loads(other)
 
 
 def ranks_load(stored: list[bytes]) -> list[float]:
     rank = torch.distributed.get_rank()
-    with pytest.raises(ShardingError, match=f"the piece of rank {1 - rank}, this is rank {rank}"):
+    with pytest.raises(ShardingError, match=f"the shard of rank {1 - rank}, this is rank {rank}"):
         pickle.loads(stored[1 - rank])
     found: list[float] = pickle.loads(stored[rank]).tolist()
     return found
@@ -286,7 +286,7 @@ def test_virtual_tensors_are_no_dtensors() -> None:
     ("spec", "text"),
     [
         ("_ (a=3 b@tensor)", "dim 1 is (3 4@tensor)"),
-        ("_ _@(tensor data)", "dim 1 is 12@(tensor data): DTensor cuts in the order of the mesh's axes"),
+        ("_ _@(tensor data)", "dim 1 is 12@(tensor data): DTensor shards in the order of the mesh's axes"),
         ("(a=1 b@data) (c@tensor d=3)", "dim 1 is (4@tensor 3)"),
     ],
 )

@@ -84,7 +84,7 @@ MEMORY: dict[str, Callable[[Any], Any]] = {
 def test_a_tensor_in_pieces_shows_no_memory(name):
     message = refusal(lambda: MEMORY[name](placed()))
     assert message.startswith("f32[4@data, 6@tensor] ")
-    assert "Rule: a tensor in pieces has no storage of its own" in message
+    assert "Rule: a ShardedTensor has no storage of its own" in message
 
 
 def test_plain_tensors_still_go_out_by_dlpack():

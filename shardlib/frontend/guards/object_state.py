@@ -42,7 +42,7 @@ from shardlib.frontend.guards.value_kinds import (
 )
 from shardlib.frontend.side_effects.mutable_places import NUMBERS, Item, Place
 from shardlib.frontend.side_effects.place_names import key_name
-from shardlib.tensor.sharded_tensor import ShardedTensor, marks
+from shardlib.tensor.sharded_tensor import ShardedTensor, user_attributes
 
 LONG = 1000  # items of a container; a longer one counts by its numbers and texts,
 LONGEST = 20_000  # and beyond these, or with other things in it, by identity and length
@@ -75,7 +75,7 @@ class State(ReachedState):
         """Attributes that somebody gave a tensor."""
         if id(x) in self.changing.holders:
             self._identity(x, known)
-        self._each(id(x), marks(x).items(), known, 0)
+        self._each(id(x), user_attributes(x).items(), known, 0)
 
     def _gradient(self, x: torch.Tensor, known: list[Any]) -> None:
         """The `.grad` of a tensor that requires one, or has one; results of ops have one where they retain it."""

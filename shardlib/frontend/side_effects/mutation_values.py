@@ -14,7 +14,7 @@ from shardlib.core.torch_private import pytree
 from shardlib.frontend.side_effects.containers import put
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.tensor_meta import Form
-from shardlib.tensor.view_aliases import view
+from shardlib.tensor.view_aliases import note_view
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Shown:
             return whole.as_strided(*where)
         if self.value is None:
             return whole
-        view(whole, out[self.value], ((torch.ops.aten.as_strided.default, where, (), None),))
+        note_view(whole, out[self.value], ((torch.ops.aten.as_strided.default, where, (), None),))
         return out[self.value]
 
 

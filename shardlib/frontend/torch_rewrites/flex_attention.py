@@ -6,7 +6,7 @@ scores (`where(i >= j, score, -inf)`), is `shardlib::attention`, with or without
 sequence. The blocks of a `BlockMask` only save work: its `mask_mod` says what is seen.
 
 A traced function calls the operator under a mode that catches it; for `ShardedTensor`s it has a kernel
-(`eager/flex_attention.py`). Neither goes through dynamo, which torch asks to look at every other call: see `_Direct`.
+(`eager/composite_hooks.py`). Neither goes through dynamo, which torch asks to look at every other call: see `_Direct`.
 """
 
 from __future__ import annotations

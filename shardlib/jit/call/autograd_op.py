@@ -23,7 +23,8 @@ from shardlib.jit.call.double_backward import Again
 from shardlib.jit.call.execute import Entry, finished, forms, results
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.tensor.sharded_tensor import ShardedTensor, cut_up, typeof, wrap
+from shardlib.tensor.local_shards import split_into_shards
+from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 
 _FEW = 8  # of what an error lists
@@ -213,7 +214,7 @@ def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, mesh: Mesh) -> Seq
         coords = mesh.own_coords()
         return [torch.zeros(layout.local_shape(c), dtype=dtype, device=mesh.device) for c in coords]
     if not isinstance(grad, ShardedTensor):
-        return cut_up(grad.detach(), layout, mesh)
+        return split_into_shards(grad.detach(), layout, mesh)
     return relayout(grad.detach(), layout)._locals  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from shardlib.compiler.program.steps import Compute, Var
 from shardlib.core.aten.op_traits import has
 from shardlib.core.errors import ShardingError, WrittenError
 from shardlib.core.torch_private import MODULE_DICTS, preserved_versions, pytree, version_of
-from shardlib.eager.placement_autograd import placed
+from shardlib.eager.placement_autograd import place_tracked
 from shardlib.frontend.autograd_history import hooks_of
 from shardlib.frontend.guards.flatten_call import Static, wrapped
 from shardlib.frontend.guards.object_state import State
@@ -132,7 +132,7 @@ class Again:
         for given in self.entry.inputs:
             if given.leaf < len(args) and type(x := args[given.leaf]) is not ShardedTensor:
                 alias = x.view_as(x) if x.requires_grad else x
-                args[given.leaf] = placed(alias, Fixed.at(given.layout), self.entry.mesh)
+                args[given.leaf] = place_tracked(alias, Fixed.at(given.layout), self.entry.mesh)
         by = [args[i] if i < len(args) else leaves[i] for i in wanted]
         how = How(tuple(cotangents), autocast_of(self.key[1]))
         with self._as_then(noted, leaves), _without_hooks(leaves[i] for i in wanted):

@@ -33,7 +33,7 @@ from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import alike
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor import view_aliases
-from shardlib.tensor.host_offload import at_rest, stow
+from shardlib.tensor.host_offload import store_on_host, stored_shards
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.tensor_meta import Form
 
@@ -131,7 +131,7 @@ def forms(
     """What the results of a program are as ShardedTensors, with the strides that they have on one device."""
     device = torch.empty(0, device=mesh.device).device
     for out, called, said in zip(outputs, names, strides, strict=False):
-        yield Form.of(_layout(out), mesh, out.dtype, device, called, said) if isinstance(out, Var) else None
+        yield Form.intern(_layout(out), mesh, out.dtype, device, called, said) if isinstance(out, Var) else None
 
 
 def _layout(var: Var) -> Layout:
@@ -184,7 +184,7 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
     note(origin, out)
     for at in entry.away:
         if at < len(out):
-            stow(out[at], out[at]._locals, out[at]._origin)
+            store_on_host(out[at], out[at]._locals, out[at]._origin)
     saved: Sequence[Any] = raw[len(entry.outputs) :]
     if after.writes:
         saved = _kept_from_writes(entry, leaves, saved)
@@ -220,7 +220,7 @@ def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any], pieces: Sequ
         written = {given.leaf: pieces[i] for i, given in enumerate(entry.inputs) if given.replaced}
         for leaf, at in entry.after.written:
             into, value = leaves[leaf], out[at]
-            if at in entry.away and _is_alike(into, value) and stow(into, at_rest(value), value._origin):
+            if at in entry.away and _is_alike(into, value) and store_on_host(into, stored_shards(value), value._origin):
                 torch.autograd.graph.increment_version(into)
                 continue
             if type(into) is ShardedTensor and type(into._locals) is Gone:
@@ -247,7 +247,7 @@ def _is_written(into: torch.Tensor, value: ShardedTensor, there: Pieces | None) 
         return bool(memory_of(there[0].untyped_storage()) == memory_of(into.untyped_storage()))
     if not _is_alike(into, value):
         return False
-    view_aliases.assign(into, *(_settled(value._locals),) * 2, value._origin)
+    view_aliases.assign_shards(into, *(_settled(value._locals),) * 2, value._origin)
     return True
 
 

@@ -16,9 +16,9 @@ from shardlib.core.torch_private import pytree
 from shardlib.distributed.provenance import origin_of, sample
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.tensor.host_offload import sent
-from shardlib.tensor.local_shards import cut_up, there
-from shardlib.tensor.rank_checks import policy
+from shardlib.tensor.host_offload import move_to_host
+from shardlib.tensor.local_shards import place_scalar, split_into_shards
+from shardlib.tensor.rank_checks import read_check_policy
 from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
 from shardlib.tensor.tensor_meta import Form
 
@@ -31,12 +31,12 @@ def gatherer(
     """From the leaves of a call to the pieces of each input: which leaf it is, its layout, and whether it is `away`."""
 
     def cut(x: torch.Tensor, i: int) -> Pieces:
-        return tuple(cut_up(there(x.detach(), mesh), inputs[i][1], mesh))
+        return tuple(split_into_shards(place_scalar(x.detach(), mesh), inputs[i][1], mesh))
 
     parts = [f"x._locals if type(x := leaves[{leaf}]) is kind else cut(x, {i})" for i, (leaf, _) in enumerate(inputs)]
     for i in itertools.compress(range(len(away)), away):
         parts[i] = f"sent(leaves[{inputs[i][0]}])"
-    return _function(f"lambda leaves: [{', '.join(parts)}]", {"kind": ShardedTensor, "cut": cut, "sent": sent})
+    return _function(f"lambda leaves: [{', '.join(parts)}]", {"kind": ShardedTensor, "cut": cut, "sent": move_to_host})
 
 
 def origins(program: int, tensors: Sequence[int], numbers: Sequence[int]) -> Callable[[list[Any]], int]:
@@ -47,7 +47,7 @@ def origins(program: int, tensors: Sequence[int], numbers: Sequence[int]) -> Cal
         "kind": ShardedTensor,
         "program": program,
         "origin_of": origin_of,
-        "sample": sample if policy() != "off" else _unknown,
+        "sample": sample if read_check_policy() != "off" else _unknown,
     }
     return _function(f"lambda leaves: origin_of((program, {', '.join(parts)}))", names)
 

@@ -14,7 +14,7 @@ from shardlib.core.torch_private import memory_of
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import alike
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.tensor.refcounts import Counts, Every, counts_alone, is_sole
+from shardlib.tensor.refcounts import Counts, ShardTuples, is_sole_owner, measure_sole_owner
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.view_aliases import Memory
 
@@ -46,7 +46,7 @@ def donate(
     Writes to a plain tensor show in all that share its memory, on one device, too: what replaces it is written there.
     """
     gone: list[ShardedTensor] = []
-    base = counts_alone()
+    base = measure_sole_owner()
     counts = Counter(id(leaves[given.leaf]) for given in inputs)
     for i, given in enumerate(inputs):
         if not given.donated and not given.replaced:
@@ -55,14 +55,16 @@ def donate(
         if given.replaced:
             if not _is_at_home(leaf, pieces, i, given.firsts, base):
                 pieces[i] = _copied(pieces[i], given, mesh)
-        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and is_sole(pieces, i, given.firsts, 2, base):
+        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and is_sole_owner(pieces, i, given.firsts, 2, base):
             gone.append(leaf)
         else:
             pieces[i] = _copied(pieces[i], given, mesh)
     return gone
 
 
-def _is_at_home(leaf: torch.Tensor, pieces: Every, i: int, firsts: tuple[tuple[int, int], ...], base: Counts) -> bool:
+def _is_at_home(
+    leaf: torch.Tensor, pieces: ShardTuples, i: int, firsts: tuple[tuple[int, int], ...], base: Counts
+) -> bool:
     """Whether what is written to these pieces shows in `leaf`, in its views and aliases, and in nothing else."""
     if leaf.is_inference():
         return False
@@ -71,7 +73,7 @@ def _is_at_home(leaf: torch.Tensor, pieces: Every, i: int, firsts: tuple[tuple[i
     memory: Memory | None = leaf.__dict__.get("_memory")
     if memory is not None:
         memory.forget(but=leaf)
-    return not leaf.__dict__.get("_path") and is_sole(pieces, i, firsts, 2 + (memory is not None), base)
+    return not leaf.__dict__.get("_path") and is_sole_owner(pieces, i, firsts, 2 + (memory is not None), base)
 
 
 def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:

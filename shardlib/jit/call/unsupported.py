@@ -9,9 +9,9 @@ import torch
 
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.errors import ShardingError
-from shardlib.eager.placement_autograd import tangent_of
+from shardlib.eager.placement_autograd import get_tangent
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.tensor.local_shards import is_number
+from shardlib.tensor.local_shards import is_cpu_scalar
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
@@ -32,7 +32,7 @@ def refuse_others_than_functions(fn: Any) -> None:
 
 def refuse_tangents(name: str, leaves: Sequence[Any]) -> None:
     """Refuse dual tensors, whose tangents a program would drop."""
-    wrong = [x for x in leaves if isinstance(x, torch.Tensor) and tangent_of(x) is not None]
+    wrong = [x for x in leaves if isinstance(x, torch.Tensor) and get_tangent(x) is not None]
     if wrong:
         raise ShardingError(
             f"{name} is called with dual tensors of forward-mode AD",
@@ -50,7 +50,7 @@ def refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
         f"{name} of shape {list(leaves[i].shape)} is on {leaves[i].device}"
         for i, name in zip(traced.input_leaves, traced.input_names, strict=True)
         if i >= 0 and leaves[i].device.type != there
-        if isinstance(leaves[i], ShardedTensor) or not is_number(leaves[i])
+        if isinstance(leaves[i], ShardedTensor) or not is_cpu_scalar(leaves[i])
     ]
     if wrong:
         meta = all(leaves[i].device.type in (there, "meta") for i in traced.input_leaves if i >= 0)

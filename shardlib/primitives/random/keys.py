@@ -30,7 +30,7 @@ from shardlib.ops.random import op as ops
 from shardlib.primitives.body import current_body
 from shardlib.primitives.per_device_ops import refuse_draws
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, mesh_here
-from shardlib.tensor.rank_checks import everywhere
+from shardlib.tensor.rank_checks import all_mesh_axes
 
 _FIRST_COUNTER = 0x5348_4152  # the seed of counters
 
@@ -236,7 +236,7 @@ def _agreed(number: int) -> Tensor:
 
 
 def _summed(key: Tensor, mesh: Mesh) -> Tensor:
-    return together(mesh, _KEY, everywhere(mesh), lambda group: all_reduce.start(key, group, "sum").finish())
+    return together(mesh, _KEY, all_mesh_axes(mesh), lambda group: all_reduce.start(key, group, "sum").finish())
 
 
 _KEY = Turn("all_reduce of i64[2]: the key of random numbers")

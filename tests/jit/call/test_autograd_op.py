@@ -795,7 +795,7 @@ def test_what_a_program_does_not_know_of_its_results_is_refused(ask: Callable[[A
 
     with Mesh(data=2):
         loss, h = sl.jit(fn)(torch.ones(6, 8))
-        with pytest.raises(ShardingError, match="a result of fn, of which fn makes another result: f32"):
+        with pytest.raises(ShardingError, match="a result of fn, from which fn computes another result: f32"):
             ask(loss, h)
         loss.register_hook(lambda g: g)
         loss.backward()

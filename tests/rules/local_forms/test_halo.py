@@ -29,7 +29,7 @@ from shardlib.rules.local_forms.halo import fetch, give_back, length, overlap, r
 from shardlib.rules.rule import Call, Rule
 from shardlib.sharding.layout import Factor, Layout, span
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.testing.check import unshared
+from shardlib.testing.check import run_unshared
 from tests.helpers.ranks import run_ranks
 from tests.validation.programs.campaign import broken_promise, counting
 
@@ -263,7 +263,7 @@ def error(step: Any, args: Any, **mesh: int) -> float:
         plan = jitted.plan(*args)
         assert not plan.replicated_ops
         with counting() as calls:
-            found = unshared(jitted, devices, args, {})
+            found = run_unshared(jitted, devices, args, {})
         assert not broken_promise(plan.compiled.program.collectives, calls, devices)
     out = pytree.tree_leaves(found)
     return max(float((a.full_tensor() - b).abs().max()) for a, b in zip(out, expected, strict=True))

@@ -19,7 +19,7 @@ from shardlib.distributed import world
 from shardlib.ops.collectives.transport.shm_world import Session
 from shardlib.sharding.layout import Layout
 from shardlib.tensor import rank_checks
-from shardlib.tensor.local_shards import is_number
+from shardlib.tensor.local_shards import is_cpu_scalar
 from shardlib.tensor.sharded_tensor import wrap
 from shardlib.tensor.tensor_meta import Form
 from tests.validation.fakecuda.guard import stand_in
@@ -36,9 +36,9 @@ def gpu() -> Iterator[FakeTensorMode]:
         for name, value in told:
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, value=value: value))
         # A fake number on the CPU has no value.
-        there = lambda x, mesh: torch.full(x.shape, 1, dtype=x.dtype, device=mesh.device) if is_number(x) else x
+        there = lambda x, mesh: torch.full(x.shape, 1, dtype=x.dtype, device=mesh.device) if is_cpu_scalar(x) else x
         for module in ("shardlib.eager.prepare", "shardlib.jit.call.generated_glue"):
-            stack.enter_context(mock.patch(f"{module}.there", there))
+            stack.enter_context(mock.patch(f"{module}.place_scalar", there))
         stack.enter_context(mock.patch("shardlib.jit.call.execute.refuse_overlaps"))  # nor an address
         for module in ("shardlib.jit.jit", "shardlib.nn.forward"):  # fake tensors are no mistake here
             stack.enter_context(mock.patch(f"{module}.refuse_recorders"))
@@ -114,4 +114,4 @@ def placed(x: Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:
     coords: Sequence[Any] = mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(mesh.rank)]
     pieces = [torch.empty(layout.local_shape(c), dtype=x.dtype, device="cuda") for c in coords]
     first = pieces[0]  # fake pieces are none that a user could give
-    return wrap(Form.of(layout, mesh, first.dtype, first.device), tuple(pieces))
+    return wrap(Form.intern(layout, mesh, first.dtype, first.device), tuple(pieces))

@@ -28,7 +28,7 @@ from shardlib.rules import rule_for
 from shardlib.rules.proof_cuts import cuts
 from shardlib.rules.rule import Labels, Rule
 from shardlib.sharding.layout import Factor, Layout
-from shardlib.tensor.host_offload import AWAY
+from shardlib.tensor.host_offload import OFFLOADED
 from tests.helpers.prover import Sample, call_of, mapped, target_of
 from tests.models import w1, w1_sharded, zoo
 from tests.rules.rule_samples import SAMPLES
@@ -312,7 +312,7 @@ def run_training(seen: Seen, name: str, rank: int | None = None, away: Sequence[
         kept = [x for entries in optimizer.state.values() for x in entries.values() if isinstance(x, Tensor)]
         assert {x.device.type for x in kept} <= {"cuda"}
         if away:
-            assert {x.__dict__[AWAY][0].device.type for x in kept if x.dim()} == {"cpu"}
+            assert {x.__dict__[OFFLOADED][0].device.type for x in kept if x.dim()} == {"cpu"}
             assert {x.to_local().device.type for x in kept if x.dim()} == {"cuda"}
 
 

@@ -18,7 +18,7 @@ from shardlib.compiler.codegen import distributed, virtual
 from shardlib.compiler.lower.local_forms.local_builder import LocalForm
 from shardlib.compiler.program import verify
 from shardlib.compiler.program.steps import makes, reads
-from shardlib.eager.arg_slots import moved
+from shardlib.eager.arg_slots import replace_devices
 from shardlib.ops.collectives.transport.groups import GroupHandle
 from shardlib.ops.collectives.transport.torch_wire import Handle
 from tests.validation.fakecuda.gpu import cuda_mesh
@@ -64,7 +64,7 @@ def made_on_the_cpu() -> Plant:
     write = LocalForm.emit
 
     def emit(self: LocalForm, target: Any, args: Any, kwargs: Any, made: Any) -> Any:
-        return write(self, target, args, moved(kwargs, torch.device("cpu")), made)
+        return write(self, target, args, replace_devices(kwargs, torch.device("cpu")), made)
 
     return mock.patch.object(LocalForm, "emit", emit)
 

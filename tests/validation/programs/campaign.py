@@ -29,7 +29,7 @@ from shardlib.core.context import single_device
 from shardlib.sharding import reshard
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.reshard import routing
-from shardlib.testing.check import unshared
+from shardlib.testing.check import run_unshared
 from tests.helpers.bits import ChangedError, unchanged
 from tests.validation.programs import Input, Program
 
@@ -74,9 +74,9 @@ def outcome(p: Program) -> Outcome:
             if fault := differ(expected, leaves, tolerance):
                 return Outcome("wrong", fault, *once)
             with counting() as calls, unchanged(args):
-                found = pytree.tree_leaves(unshared(step, mesh, args, {}))
+                found = pytree.tree_leaves(run_unshared(step, mesh, args, {}))
             if fault := differ_anywhere(expected, found, mesh, tolerance):
-                return Outcome("wrong", f"unshared: {fault}", *once)
+                return Outcome("wrong", f"run_unshared: {fault}", *once)
             if fault := broken_promise(promised, calls, mesh):
                 return Outcome("wrong", f"bytes: {fault}", *once)
             if not p.grad and math.inf not in tolerance and (fault := lost_gradient(p, fn, step, args)):

@@ -178,7 +178,7 @@ def test_a_form_is_run_where_it_is_told_other_numbers(name: str, monkeypatch: py
     op, args, count = _RUNS[name]
     runs, run = [], record_torch_code._Run.of
     monkeypatch.setattr(record_torch_code._Run, "of", lambda self, *given: (runs.append(self), run(self, *given))[1])
-    call = Trial.of(op_named(op), args, {})
+    call = Trial.trace(op_named(op), args, {})
     assert call.op.rule is not None
     a, b = (f for dim in call.op.rule.operands[0] for f in dim)
     ways = 2 if op == "slice.Tensor" else 8

@@ -19,8 +19,8 @@ from shardlib.compiler.program.steps import Program, Start, Var, makes
 from shardlib.compiler.program.text import parse, show
 from shardlib.compiler.simulate.timeline import HOST
 from shardlib.ops.offload import TIER
-from shardlib.tensor.hooks import above
-from shardlib.tensor.host_offload import AWAY
+from shardlib.tensor.hooks import tensor_hooks
+from shardlib.tensor.host_offload import OFFLOADED
 from tests.helpers.ranks import run_ranks
 from tests.validation.peaks import counting
 
@@ -107,7 +107,7 @@ def moments(optimizer: Any) -> list[Tensor]:
 
 def held(xs: Iterator[Tensor] | list[Tensor]) -> int:
     """Bytes of pieces that are in the host's memory, each once."""
-    pieces = {id(x): x.nbytes for one in xs for x in one.__dict__.get(AWAY, ())}
+    pieces = {id(x): x.nbytes for one in xs for x in one.__dict__.get(OFFLOADED, ())}
     return sum(pieces.values())
 
 
@@ -118,8 +118,8 @@ def held(xs: Iterator[Tensor] | list[Tensor]) -> int:
 def test_values_are_the_same(opt: str, strategy: str, words: tuple[str, ...]) -> None:
     model, optimizer, *_ = trained({"data": 2, "tensor": 2}, sl.Schedule(offload=words), opt, strategy=strategy)
     one, plain, *_ = trained({}, None, opt)
-    assert all(AWAY in p.__dict__ for p in model.parameters()) == ("parameters" in words)
-    assert all(AWAY in x.__dict__ for x in moments(optimizer)) == ("moments" in words)
+    assert all(OFFLOADED in p.__dict__ for p in model.parameters()) == ("parameters" in words)
+    assert all(OFFLOADED in x.__dict__ for x in moments(optimizer)) == ("moments" in words)
     same(model, one)
     for a, b in zip(moments(optimizer), moments(plain), strict=True):
         torch.testing.assert_close(a.full_tensor(), b, rtol=0, atol=1e-10)
@@ -234,7 +234,7 @@ def test_what_happens_between_calls(between: Any) -> None:
     with mesh:
         between(model, optimizer)
         train(model, optimizer, ids())
-    assert all(AWAY in p.__dict__ for p in model.parameters())
+    assert all(OFFLOADED in p.__dict__ for p in model.parameters())
     same(model, one)
 
 
@@ -245,12 +245,12 @@ def test_who_shows_its_memory_keeps_it_on_the_device() -> None:
         bias, shown = model.blocks[0].up.bias, [m.blocks[0].up.bias.detach()[:4] for m in (model, one)]
         step(one, plain, ids())
         train(model, optimizer, ids())
-        assert AWAY not in bias.__dict__
+        assert OFFLOADED not in bias.__dict__
         torch.testing.assert_close(shown[0].full_tensor(), shown[1], rtol=0, atol=1e-10)
         shown.clear()
         step(one, plain, ids())
         train(model, optimizer, ids())
-        assert AWAY in bias.__dict__
+        assert OFFLOADED in bias.__dict__
     same(model, one)
 
 
@@ -298,7 +298,7 @@ def test_a_step_without_gradients() -> None:
         run = torch.no_grad()(sl.jit(lambda m, x: m(x), schedule=sl.Schedule(offload="parameters")))
         for _ in range(2):
             torch.testing.assert_close(run(model, ids()).full_tensor(), want)
-    assert all(AWAY in p.__dict__ for p in model.parameters())
+    assert all(OFFLOADED in p.__dict__ for p in model.parameters())
 
 
 @pytest.mark.long
@@ -328,7 +328,7 @@ def test_programs_are_checked_and_print_and_parse() -> None:
 
 def _on_ranks() -> tuple[bool, bool]:
     model, optimizer, *_ = trained({"data": dist.get_world_size()}, BOTH)
-    away = all(AWAY in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
+    away = all(OFFLOADED in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
     pairs = zip(model.parameters(), trained({}, None)[0].parameters(), strict=True)
     return away, all(torch.allclose(p.full_tensor(), q, atol=1e-10) for p, q in pairs)
 
@@ -363,7 +363,7 @@ def step_of_one(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2, "tensor": 1}])
 def test_axes_of_one_device(mesh: dict[str, int]) -> None:
     model, optimizer, *_ = trained(mesh, BOTH)
-    assert all(AWAY in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
+    assert all(OFFLOADED in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
 
 
 @pytest.mark.long
@@ -386,7 +386,7 @@ def test_moments_that_come_later() -> None:
         for steps in (False, True, False, True):
             train(models[0], opts[0], ids(), steps)
             now_and_then(models[1], opts[1], ids(), steps)
-    assert all(AWAY in x.__dict__ for x in moments(opts[0]))
+    assert all(OFFLOADED in x.__dict__ for x in moments(opts[0]))
     same(*models)
 
 
@@ -406,8 +406,8 @@ def test_data_that_is_exchanged() -> None:
     with mesh:
         a.data, b.data = b.data, a.data
         train(model, optimizer, ids())
-    assert AWAY in a.__dict__
-    assert AWAY in b.__dict__
+    assert OFFLOADED in a.__dict__
+    assert OFFLOADED in b.__dict__
 
 
 def test_who_reads_in_between_delays_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,18 +417,18 @@ def test_who_reads_in_between_delays_no_value(monkeypatch: pytest.MonkeyPatch) -
     step(one, plain, ids())
     model, optimizer, train, mesh = trained({"data": 2}, BOTH)
     with mesh:
-        bias, remake = model.blocks[0].up.bias, above.remake
+        bias, remake = model.blocks[0].up.bias, tensor_hooks.restore_shards
 
         def slow(x: Any) -> Any:
             made = remake(x)
             if x is bias:
-                monkeypatch.setattr(above, "remake", remake)
+                monkeypatch.setattr(tensor_hooks, "restore_shards", remake)
                 train(model, optimizer, ids())
             return made
 
-        monkeypatch.setattr(above, "remake", slow)
+        monkeypatch.setattr(tensor_hooks, "restore_shards", slow)
         bias.to_local()
-        assert AWAY in bias.__dict__
+        assert OFFLOADED in bias.__dict__
         train(model, optimizer, ids())
     same(model, one)
 
@@ -451,7 +451,7 @@ def test_what_is_put_in_place_of_state_lives_there_as_well() -> None:
         _other_data(one, plain, ids())
         with mesh:
             train(model, optimizer, ids())
-        assert all(AWAY in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
+        assert all(OFFLOADED in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
     same(model, one)
     for a, b in zip(moments(optimizer), moments(plain), strict=True):
         torch.testing.assert_close(a.full_tensor(), b, rtol=0, atol=1e-10)
@@ -463,10 +463,10 @@ def test_an_alias_of_what_is_away_is_away() -> None:
         p, start = model.table.weight, TIER.fetched
         alias, other = p.detach(), p.data
         assert TIER.fetched == start
-        assert all(AWAY in x.__dict__ for x in (p, alias, other))
+        assert all(OFFLOADED in x.__dict__ for x in (p, alias, other))
         alias.mul_(2)
         for x in (p, alias, other):
-            assert AWAY not in x.__dict__
+            assert OFFLOADED not in x.__dict__
             torch.testing.assert_close(x.full_tensor(), 2 * want)
 
 
@@ -479,7 +479,7 @@ def test_checkpoints_are_written_from_there(tmp_path: Any, background: bool) -> 
         checkpoints.save(1, {"model": model, "opt": optimizer}, background=background)
         checkpoints.wait()
         assert TIER.fetched == start
-        assert all(AWAY in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
+        assert all(OFFLOADED in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
         train(model, optimizer, ids())
         checkpoints.load({"model": model, "opt": optimizer})
     one, plain, *_ = trained({}, None)
