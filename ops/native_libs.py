@@ -51,12 +51,12 @@ def _loaded(name: str, load: Callable[[str], Any]) -> Any:
     """What `load` makes of a library; one that does not load is built once more, and then given up."""
     from shardlib.build import library  # late, since that module is also run as a command
 
-    built = library.library(name)
+    built = library.get_library(name)
     for last in (False, True):
         if isinstance(built, Missing):
             break
         try:
             return load(str(built.path))
         except OSError as error:
-            built = Missing(f"the {name} kernels do not load: {error}") if last else library.again(name, built)
+            built = Missing(f"the {name} kernels do not load: {error}") if last else library.rebuild(name, built)
     return built

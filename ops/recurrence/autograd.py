@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.batched_grad import one_by_one
+from shardlib.core.batched_grad import loop_over_batches
 from shardlib.ops.recurrence.op import LIB, alive_rows, masked, previous, reference
 
 _INPUTS = 6  # tensors that have gradients: gates, weight, bias, projection, h0, c0
@@ -36,7 +36,7 @@ class Recurrence(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:-2], hs, cs, *(rest or (None,)))
 
     @staticmethod
-    @functools.partial(one_by_one, examples=False)
+    @functools.partial(loop_over_batches, examples=False)
     def backward(ctx: Any, grad_hs: Tensor | None, *grads: Tensor | None) -> Any:
         tensors = ctx.saved_tensors
         grad_hs = torch.zeros_like(tensors[_HS]) if grad_hs is None else grad_hs

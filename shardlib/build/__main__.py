@@ -2,7 +2,7 @@
 
 import sys
 
-from shardlib.build.library import command
+from shardlib.build.library import main
 
 if __name__ == "__main__":
-    sys.exit(command(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,11 @@
-"""The folder in which compiled libraries are kept, and the lock that lets one process at a time build there.
+"""The cache folder of compiled libraries, and the lock that lets one process at a time build there.
 
-Beside every file that is kept stands its seal, a digest of its bytes. A file that does not fit its seal, since a disk
-was full or somebody wrote to it, is deleted and made again: to load it could end the process.
+Every file has a seal next to it, a digest of its bytes. A file that does not match its seal, because the disk was full
+or the file was overwritten, is deleted and rebuilt: loading it could crash the process.
 
-What lies here becomes code of this process. So folders and files count only if they belong to this user or to root, are
-closed to others, and are no symbolic links; and no folder is used whose name others can guess, as one under the
-system's temporary directory, unless the user names it.
+Files here become code of this process. So folders and files count only if they belong to this user or to root, are not
+writable by others, and are no symbolic links. The default is never a folder whose name others can guess, such as one
+in the system's temporary directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlib.build.build_recipe import Missing
 
 
 def folder() -> Path | Missing:
-    """The folder in which libraries are kept: SHARDLIB_CACHE, or one in XDG_CACHE_HOME or in ~/.cache."""
+    """Returns the cache folder: SHARDLIB_CACHE, else shardlib in XDG_CACHE_HOME or in ~/.cache."""
     if chosen := os.environ.get("SHARDLIB_CACHE"):
         return Path(chosen).absolute()
     if chosen := os.environ.get("XDG_CACHE_HOME"):
@@ -37,8 +37,8 @@ def folder() -> Path | Missing:
         return Missing("no folder to build in: this user has no home; name one by SHARDLIB_CACHE")
 
 
-def trusted(folder: Path) -> bool:
-    """True if this is a folder, and no link to one, of this user or of root, to which nobody else can write."""
+def is_trusted(folder: Path) -> bool:
+    """Returns whether this is a folder, no link, of this user or of root, and not writable by others."""
     try:
         state = folder.lstat()
     except OSError:
@@ -51,9 +51,9 @@ def _is_ours(state: os.stat_result) -> bool:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a file that this process may rely on.
+    """Reads a file that others cannot have written.
 
-    Raises `OSError` if there is none, or it is a symbolic link, another user's or open to others.
+    Raises `OSError` if there is none, or if it is a symbolic link, another user's, or writable by others.
     """
     with open(path, "rb", opener=_opened) as file:
         state = os.fstat(file.fileno())
@@ -63,29 +63,29 @@ def read(path: Path) -> bytes:
 
 
 def _opened(path: str, flags: int) -> int:
-    """Opens a file, and not what a symbolic link at its place leads to; a pipe does not block."""
+    """Opens a file without following a symbolic link, and without blocking on a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
-def seal(path: Path, made: Path) -> None:
-    """Give the finished file `made` its place and its seal."""
-    mark = made.with_name(made.name + ".seal")
-    made.chmod(0o755)
-    mark.write_text(_digest(made))
-    place(mark, _mark(path))
-    made.replace(path)
+def seal(path: Path, temporary: Path) -> None:
+    """Moves a finished file to `path`, and writes its seal."""
+    mark = temporary.with_name(temporary.name + ".seal")
+    temporary.chmod(0o755)
+    mark.write_text(_digest(temporary))
+    place(mark, _seal_path(path))
+    temporary.replace(path)
 
 
 def place(text: Path, path: Path) -> None:
-    """Give a finished text its place; whatever the user's umask, nobody else can write to it."""
+    """Moves a finished text file to `path`, writable only by the user whatever the umask."""
     text.chmod(0o644)
     text.replace(path)
 
 
-def sound(path: Path) -> bool:
-    """Whether the file is there as it was sealed; what is not is deleted, if we may."""
+def is_intact(path: Path) -> bool:
+    """Returns whether a file exists and matches its seal; deletes it otherwise, if permitted."""
     try:
-        if read(_mark(path)).decode() == _digest(path):
+        if read(_seal_path(path)).decode() == _digest(path):
             return True
     except OSError:
         if not os.path.lexists(path):
@@ -95,13 +95,13 @@ def sound(path: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Delete a file and its seal."""
-    for each in (path, _mark(path)):
-        with contextlib.suppress(OSError):  # a folder that is read-only: others will say the same of the file
+    """Deletes a file and its seal."""
+    for each in (path, _seal_path(path)):
+        with contextlib.suppress(OSError):  # such as a read-only folder
             each.unlink(missing_ok=True)
 
 
-def _mark(path: Path) -> Path:
+def _seal_path(path: Path) -> Path:
     return path.with_name(path.name + ".seal")
 
 
@@ -109,8 +109,8 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(read(path)).hexdigest()
 
 
-def writable() -> Path | Missing:
-    """The folder, which is made if need be, or why nothing can be kept in it."""
+def writable_folder() -> Path | Missing:
+    """Returns the cache folder, created if missing, or why it cannot be used."""
     home = folder()
     if isinstance(home, Missing):
         return home
@@ -120,25 +120,25 @@ def writable() -> Path | Missing:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=home):
             pass
-        fault = "" if trusted(home) else "made by another user, or open to others"
+        fault = "" if is_trusted(home) else "made by another user, or open to others"
     except OSError as error:
         fault = str(error.strerror)
     return Missing(f"no folder to build in: {home} ({fault}); name one by SHARDLIB_CACHE") if fault else home
 
 
-def make_inside(part: Path) -> None:
-    """Make a folder inside the cache's. Raises `OSError` if something else has its name."""
+def make_subfolder(part: Path) -> None:
+    """Makes a folder inside the cache. Raises `OSError` if its name is taken."""
     part.mkdir(exist_ok=True, mode=0o700)
     if part.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link", str(part))
-    part.chmod(0o700)  # an older one may be open to others: their files in it are not read
-    if not trusted(part):
+    part.chmod(0o700)  # an older one may be open to others; their files in it are ignored
+    if not is_trusted(part):
         raise PermissionError(errno.EPERM, "it was made by another user", str(part))
 
 
 @contextlib.contextmanager
-def only_one(path: Path, patience: float) -> Iterator[Missing | None]:
-    """Hold a lock that ends with the process that holds it; give up after `patience` seconds."""
+def hold_lock(path: Path, patience: float) -> Iterator[Missing | None]:
+    """Holds a lock that ends with its process; yields the reason if another holds it for `patience` seconds."""
     end = time.monotonic() + patience
     with open(path, "a+", opener=_opened) as file:
         while True:

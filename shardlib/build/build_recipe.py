@@ -1,7 +1,7 @@
-"""What shardlib's two libraries are compiled from, with which compiler and which flags. `library.py` does it.
+"""Recipes of shardlib's two libraries: their sources, compiler and flags. `library.py` runs them.
 
-Only what a source includes counts for it: a change of one header compiles the sources again that read it, and torch's
-version matters to the binding alone.
+The key of a source depends only on the files that it includes: a changed header recompiles the sources that include it,
+and torch's version matters to the binding alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Why something is not there, for a person to read; `log` holds all that a compiler said."""
+    """The reason why something is missing, for the user; `log` is the compiler's output."""
 
     reason: str
     log: Path | None = None
@@ -50,7 +50,7 @@ class Missing:
 class Unit:
     """One source, the command that compiles it (`-c source -o object` follows), and digests.
 
-    `text` stands for the source and what it includes, `key` for that, the command and the compiler.
+    `text` is the digest of the source and its includes, `key` also of the command and the compiler.
     """
 
     source: Path
@@ -59,15 +59,15 @@ class Unit:
     key: str
 
     def changed(self) -> bool:
-        """Whether the source is no longer the one that `key` stands for."""
+        """Returns whether the source has changed since `key` was computed."""
         return _text(self.source) != self.text
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A library: its units, and the command that links their objects (the objects stand before `libraries`).
+    """A library: its units, and the command that links their objects (in front of `libraries`).
 
-    `key` stands for sources and flags, `tool` for the compiler; without a compiler, `tool` is the reason.
+    `key` is a digest of sources and flags, `tool` of the compiler; without a compiler, `tool` is the reason.
     """
 
     name: str
@@ -78,15 +78,15 @@ class Recipe:
     tool: str | Missing
 
 
-def recipe(name: str, folder: Path = SOURCES) -> Recipe | Missing:
-    """How "host" (collectives in shared memory) or "cuda" (kernels and their binding to torch) is made of `folder`."""
+def make_recipe(name: str, folder: Path = SOURCES) -> Recipe | Missing:
+    """Returns the recipe of "host" (collectives in shared memory) or "cuda" (kernels and binding) for `folder`."""
     if sys.platform != "linux":
         return Missing(f"shardlib's {name} kernels are for Linux, and this is {sys.platform}")
     return {"host": _host, "cuda": _cuda}[name](folder)
 
 
 def _host(folder: Path) -> Recipe | Missing:
-    # Random numbers are the same everywhere: no fused operations; and no errno, which keeps sqrt out of vectors.
+    # Random numbers must be equal on all devices: no fused operations. No errno, so that sqrt vectorizes.
     exact = ("-ffp-contract=off", "-fno-math-errno")
     flags = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall", "-Wextra", *exact)
     compiler = _first(shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"])
@@ -116,12 +116,12 @@ def _cards(source: Path) -> Iterable[str]:
 
 def _nvcc() -> list[str] | Missing:
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    found = _first(
+    compiler = _first(
         *([str(Path(home, "bin", "nvcc"))] for home in homes if home), ["nvcc"], ["/usr/local/cuda/bin/nvcc"]
     )
-    if isinstance(found, Missing):
+    if isinstance(compiler, Missing):
         return Missing("no CUDA compiler: CUDA_HOME names none, there is no nvcc on PATH nor in /usr/local/cuda")
-    return found
+    return compiler
 
 
 def _first(*commands: list[str]) -> list[str] | Missing:
@@ -139,7 +139,7 @@ def assemble(
     link: tuple[str, ...],
     libraries: tuple[str, ...],
 ) -> Recipe | Missing:
-    """The recipe of these sources, each with its flags; the compiler, or why there is none, stands before all flags."""
+    """Assembles the recipe of sources with their flags, a compiler (or why there is none) and link flags."""
     if not sources:
         return Missing(f"there are no sources of the {name} kernels in {folder}")
     tool = compiler if isinstance(compiler, Missing) else _identity(compiler)
@@ -152,25 +152,28 @@ def assemble(
     return Recipe(name, tuple(units), (*command, *link), libraries, digest(*keys, *link, *libraries), tool)
 
 
-_HEEDED = ("NVCC_", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH")
+_COMPILER_VARIABLES = ("NVCC_", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH")
 
 
 def _identity(compiler: list[str]) -> str | Missing:
-    """A digest of what the compiler, and the host's compiler behind nvcc, say about themselves."""
+    """Returns a digest of the versions of the compiler, and of the host compiler behind nvcc."""
     commands = [compiler, ["g++"]] if Path(compiler[0]).name == "nvcc" else [compiler]
-    # Flags of the user's (CXX="g++ -march=native"), and what compilers read of the environment.
-    said = [*compiler[1:], *(value for name, value in sorted(os.environ.items()) if name.startswith(_HEEDED))]
+    # The user's flags (CXX="g++ -march=native"), and the environment variables of compilers.
+    parts = [
+        *compiler[1:],
+        *(value for name, value in sorted(os.environ.items()) if name.startswith(_COMPILER_VARIABLES)),
+    ]
     for command in commands:
         try:
             done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
         except OSError as error:
             return Missing(f"{command[0]} does not start: {error.strerror}")
-        said.append(done.stdout)
-    return digest(*said)
+        parts.append(done.stdout)
+    return digest(*parts)
 
 
 def _text(source: Path) -> str:
-    """Stands for a source and every file of ours that it includes, and for torch's version if one reads torch."""
+    """Returns a digest of a source and our files that it includes, and of torch's version if any includes torch."""
     seen: dict[Path, str] = {}
     ahead = [source]
     while ahead:
@@ -184,5 +187,5 @@ def _text(source: Path) -> str:
 
 
 def digest(*parts: str) -> str:
-    """Sixteen hex digits that stand for these strings."""
+    """Returns a digest of strings, 16 hex digits."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""Compile shardlib's own kernels: on first use, or now by `python -m shardlib.build [host|cuda|all]`.
+"""Compiles shardlib's own kernels: on first use, or now by `python -m shardlib.build [host|cuda|all]`.
 
 Libraries and objects stay in a cache folder of the user (`SHARDLIB_CACHE`, else `XDG_CACHE_HOME/shardlib`, else
-`~/.cache/shardlib`), under names that hold a digest of sources, flags, compiler and torch; the folder may be deleted at
-any time. Processes that want a library at the same time wait for the first. Where one cannot be made, the reason is a
-value: ops print it and run on torch. `SHARDLIB_BUILD=0` turns building off; what is there is loaded.
+`~/.cache/shardlib`), under names with a digest of sources, flags, compiler and torch; the folder may be deleted at any
+time. Processes that need a library at the same time wait for the first one. If a build fails, the reason is a value:
+ops print it and run on torch. `SHARDLIB_BUILD=0` turns building off; libraries in the cache are loaded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlib.build import build_cache, ptxas_report
-from shardlib.build.build_recipe import Missing, Recipe, Unit, recipe
+from shardlib.build.build_recipe import Missing, Recipe, Unit, make_recipe
 
 NAMES = ("host", "cuda")
 PATIENCE = 600.0  # seconds for which a process waits for another one's build
 _KILLED = "the compiler was ended by signal"
-# What says nothing about the sources: the next process tries again.
-_PASSING = re.compile(
+# Failures that do not depend on the sources: the next process tries again.
+_TRANSIENT = re.compile(
     rf"{_KILLED}|signal terminated program|internal compiler error: (Killed|Terminated)|No space left on device"
     "|[Oo]ut of memory|virtual memory exhausted|Cannot allocate memory|changed while it was compiled"
 )
@@ -38,58 +38,58 @@ _CPU = "# CPU seconds: "  # the last line of every unit's log
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A library that can be loaded; `seconds` is what making it took just now, None when it was there."""
+    """A library that can be loaded; `seconds` is the time of its build, None if it was in the cache."""
 
     path: Path
     seconds: float | None = None
 
 
-def library(name: str) -> Built | Missing:
-    """The compiled library "host" or "cuda", built if it is not in the cache, or the reason why there is none.
+def get_library(name: str) -> Built | Missing:
+    """Returns the compiled library "host" or "cuda", built if it is not in the cache, or the reason why there is none.
 
-    The answer is kept for this process, and a failure in the cache too: it is tried again when sources, flags, compiler
-    or torch change, or by `python -m shardlib.build`.
+    The result is cached for this process. A failure is also kept in the folder, until sources, flags, compiler or torch
+    change, or `python -m shardlib.build` tries again.
     """
     with _locks[name]:
         if name not in _answers:
-            wanted = recipe(name)
+            wanted = make_recipe(name)
             if isinstance(wanted, Missing):
                 _answers[name] = wanted
             elif os.environ.get("SHARDLIB_BUILD") == "0":
-                return look(wanted) or Missing("SHARDLIB_BUILD=0, and none is built")
+                return look_up(wanted) or Missing("SHARDLIB_BUILD=0, and none is built")
             else:
-                _answers[name] = make(wanted)
+                _answers[name] = build_or_load(wanted)
         return _answers[name]
 
 
-def again(name: str, unfit: Built) -> Built | Missing:
-    """The library, built once more since this one does not load."""
+def rebuild(name: str, unfit: Built) -> Built | Missing:
+    """Builds a library again that does not load."""
     build_cache.discard(unfit.path)
     with _locks[name]:
         _answers.pop(name, None)
-    return library(name)
+    return get_library(name)
 
 
 _answers: dict[str, Built | Missing] = {}
 _locks = {name: threading.Lock() for name in NAMES}
 
 
-def make(wanted: Recipe, *, again: bool = False, patience: float = PATIENCE) -> Built | Missing:
-    """Look the library up in the cache, or build it there. `again` tries once more what failed before."""
+def build_or_load(wanted: Recipe, *, again: bool = False, patience: float = PATIENCE) -> Built | Missing:
+    """Looks the library up in the cache, or builds it there. `again` retries a build that failed before."""
     try:
-        if found := look(wanted, failures=not again):
-            return found
-        home = build_cache.writable()
+        if cached := look_up(wanted, failures=not again):
+            return cached
+        home = build_cache.writable_folder()
         if isinstance(home, Missing):
             return home
-        with build_cache.only_one(home / f"{wanted.name}.lock", patience) as refused:
+        with build_cache.hold_lock(home / f"{wanted.name}.lock", patience) as refused:
             return refused or _cached(wanted, home, not again) or _build(wanted, home)
     except OSError as error:
         return Missing(f"cannot build the {wanted.name} kernels: {error}")
 
 
-def look(wanted: Recipe, *, failures: bool = True) -> Built | Missing | None:
-    """What is known without building: the library, why it failed before, that there is no compiler, or nothing."""
+def look_up(wanted: Recipe, *, failures: bool = True) -> Built | Missing | None:
+    """Returns the library or a failure in the cache, or that there is no compiler; None if only a build can tell."""
     folder = build_cache.folder()
     if not isinstance(folder, Missing) and (cached := _cached(wanted, folder, failures)):
         return cached
@@ -97,14 +97,16 @@ def look(wanted: Recipe, *, failures: bool = True) -> Built | Missing | None:
 
 
 def _cached(wanted: Recipe, folder: Path, failures: bool) -> Built | Missing | None:
-    """What one folder holds. Without a compiler, a library that any compiler made of these sources will do."""
-    if not build_cache.trusted(folder):
+    """Looks the library up in one folder; without a compiler, accepts the library of any compiler."""
+    if not build_cache.is_trusted(folder):
         return None
     if isinstance(wanted.tool, Missing):
-        made = [path for path in sorted(folder.glob(f"{wanted.name}-{wanted.key}-*.so")) if build_cache.sound(path)]
-        return Built(made[-1]) if made else None
+        paths = [
+            path for path in sorted(folder.glob(f"{wanted.name}-{wanted.key}-*.so")) if build_cache.is_intact(path)
+        ]
+        return Built(paths[-1]) if paths else None
     target = _target(wanted, folder)
-    if build_cache.sound(target):
+    if build_cache.is_intact(target):
         return Built(target)
     failed = target.with_suffix(".failed")
     if failures:
@@ -118,41 +120,43 @@ def _target(wanted: Recipe, folder: Path) -> Path:
 
 
 def _build(wanted: Recipe, folder: Path) -> Built | Missing:
-    """Compile what has no object yet, link, and only then give the library its name."""
+    """Compiles units without an object, links, and moves the library to its place."""
     n = len(wanted.units)
     _say(f"shardlib: building {wanted.name} kernels ({n} file{'s' * (n > 1)}, once) ...")
     start = time.monotonic()
-    for left in folder.glob(f"building-{wanted.name}-*"):  # by a process that died, since the lock is ours now
+    for left in folder.glob(f"building-{wanted.name}-*"):  # of a process that died, since this process has the lock
         shutil.rmtree(left, ignore_errors=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"building-{wanted.name}-", dir=folder))
+    scratch = Path(tempfile.mkdtemp(prefix=f"building-{wanted.name}-", dir=folder))
     try:
         objects = folder / "objects"
-        build_cache.make_inside(objects)
+        build_cache.make_subfolder(objects)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            logs = list(pool.map(lambda unit: _compile(unit, objects, aside), wanted.units))
+            logs = list(pool.map(lambda unit: _compile(unit, objects, scratch), wanted.units))
         failed = [unit.source.name for unit, (ok, _) in zip(wanted.units, logs, strict=True) if not ok]
         text = "".join(log for _, log in logs)
         if not failed:
             command = [*wanted.link, *(str(object_of(unit, objects)) for unit in wanted.units)]
-            made = aside / "library.so"
-            ok, log = _run([*command, "-o", str(made), *wanted.libraries])
+            linked = scratch / "library.so"
+            ok, log = _run([*command, "-o", str(linked), *wanted.libraries])
             text += log
             failed = [] if ok else ["the library (linking)"]
         target = _target(wanted, folder)
-        _put(text, target.with_suffix(".log"), aside)
+        _put(text, target.with_suffix(".log"), scratch)
         seconds = time.monotonic() - start
         if failed:
             _say(f" failed after {seconds:.1f} s\n")
-            missing = Missing(_why(wanted, failed, text, target.with_suffix(".log")), target.with_suffix(".log"))
-            if not _PASSING.search(text):
-                _put(missing.reason, target.with_suffix(".failed"), aside)
+            missing = Missing(
+                _explain_failure(wanted, failed, text, target.with_suffix(".log")), target.with_suffix(".log")
+            )
+            if not _TRANSIENT.search(text):
+                _put(missing.reason, target.with_suffix(".failed"), scratch)
             return missing
-        build_cache.seal(target, made)
+        build_cache.seal(target, linked)
         target.with_suffix(".failed").unlink(missing_ok=True)
         _say(f" {seconds:.1f} s\n")
         return Built(target, seconds)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _say(text: str) -> None:
@@ -160,27 +164,27 @@ def _say(text: str) -> None:
 
 
 def object_of(unit: Unit, objects: Path) -> Path:
-    """Where a unit's object is kept; its log stands beside it."""
+    """Returns the path of a unit's object; its log has the same name."""
     return objects / f"{unit.source.stem}-{unit.key}.o"
 
 
-def _compile(unit: Unit, objects: Path, aside: Path) -> tuple[bool, str]:
-    """Make a unit's object unless it is there; what the compiler said, either way."""
+def _compile(unit: Unit, objects: Path, scratch: Path) -> tuple[bool, str]:
+    """Compiles a unit unless its object exists; returns success and the compiler's log."""
     target = object_of(unit, objects)
-    if build_cache.sound(target) and target.with_suffix(".log").exists():
+    if build_cache.is_intact(target) and target.with_suffix(".log").exists():
         return True, target.with_suffix(".log").read_text()
-    made = aside / target.name
-    ok, log = _run([*unit.command, "-c", str(unit.source), "-o", str(made)])
-    if unit.changed():  # so nobody knows of which text the object is
+    compiled = scratch / target.name
+    ok, log = _run([*unit.command, "-c", str(unit.source), "-o", str(compiled)])
+    if unit.changed():  # so the object may be of either text
         return False, f"{log}{unit.source}: error: changed while it was compiled\n"
     if ok:
-        _put(log, target.with_suffix(".log"), aside)
-        build_cache.seal(target, made)
+        _put(log, target.with_suffix(".log"), scratch)
+        build_cache.seal(target, compiled)
     return ok, log
 
 
 def _run(command: list[str]) -> tuple[bool, str]:
-    """Run a compiler: whether it succeeded, and its log, which ends in the CPU time that it and its parts took."""
+    """Runs a compiler; returns success and its log, which ends in the CPU time of it and its child processes."""
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         try:
             process = subprocess.Popen(
@@ -191,29 +195,29 @@ def _run(command: list[str]) -> tuple[bool, str]:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         file.seek(0)
-        said = file.read()
+        output = file.read()
     if process.returncode < 0:
-        said += f"error: {_KILLED} {-process.returncode}\n"
-    log = f"$ {' '.join(command)}\n{said.rstrip()}\n{_CPU}{usage.ru_utime + usage.ru_stime:.2f}\n"
+        output += f"error: {_KILLED} {-process.returncode}\n"
+    log = f"$ {' '.join(command)}\n{output.rstrip()}\n{_CPU}{usage.ru_utime + usage.ru_stime:.2f}\n"
     return process.returncode == 0, log
 
 
-def _put(text: str, target: Path, aside: Path) -> None:
-    part = aside / target.name
+def _put(text: str, target: Path, scratch: Path) -> None:
+    part = scratch / target.name
     part.write_text(text)
     build_cache.place(part, target)
 
 
-def _why(wanted: Recipe, failed: list[str], text: str, log: Path) -> str:
+def _explain_failure(wanted: Recipe, failed: list[str], text: str, log: Path) -> str:
     compiler = Path(wanted.link[0]).name
     errors = [line.strip() for line in text.splitlines() if re.search(r"\berror\b|undefined reference|fatal", line)]
-    said = "; ".join(errors[:3]) or "it gave no reason"
-    again = f"once that is mended: python -m shardlib.build {wanted.name}"
-    return f"{compiler} could not make {', '.join(failed)}: {said} (all of it is in {log}; {again})"
+    reasons = "; ".join(errors[:3]) or "it gave no reason"
+    advice = f"once that is mended: python -m shardlib.build {wanted.name}"
+    return f"{compiler} could not make {', '.join(failed)}: {reasons} (all of it is in {log}; {advice})"
 
 
-def command(arguments: list[str]) -> int:
-    """Build, or look (`--check`), and print what is there; the number of libraries that are not."""
+def main(arguments: list[str]) -> int:
+    """Builds, or looks up (`--check`), and prints the libraries; returns the number of missing ones."""
     parser = argparse.ArgumentParser("python -m shardlib.build", description="Compile shardlib's own kernels now.")
     parser.add_argument("name", nargs="?", choices=(*NAMES, "all"), default="all")
     parser.add_argument("--check", action="store_true", help="build nothing, only say what is there")
@@ -223,12 +227,12 @@ def command(arguments: list[str]) -> int:
 
 
 def _report(name: str, options: argparse.Namespace) -> bool:
-    wanted = recipe(name)
+    wanted = make_recipe(name)
     answer: Built | Missing
     if isinstance(wanted, Missing):
         answer = wanted
     else:
-        answer = (look(wanted) or Missing("not built yet")) if options.check else make(wanted, again=True)
+        answer = (look_up(wanted) or Missing("not built yet")) if options.check else build_or_load(wanted, again=True)
     if isinstance(wanted, Missing) or isinstance(answer, Missing):
         print(f"{name}: none: {answer}")
         if options.verbose and isinstance(answer, Missing) and answer.log:
@@ -240,12 +244,14 @@ def _report(name: str, options: argparse.Namespace) -> bool:
         log = object_of(unit, answer.path.parent / "objects").with_suffix(".log")
         if log.exists():
             text = log.read_text()
-            print(f"  {unit.source.name}: {cpu_seconds(text):.1f} CPU-s", *ptxas_report.kernels(text), sep="\n    ")
+            print(
+                f"  {unit.source.name}: {cpu_seconds(text):.1f} CPU-s", *ptxas_report.parse_kernels(text), sep="\n    "
+            )
             if options.verbose:
                 print(text, end="")
     return False
 
 
 def cpu_seconds(log: str) -> float:
-    """What the compilations of a log took, theirs and their parts' time on all CPUs."""
+    """Sums the CPU time of the compilations in a log."""
     return sum(float(line.removeprefix(_CPU)) for line in log.splitlines() if line.startswith(_CPU))

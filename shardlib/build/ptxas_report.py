@@ -1,4 +1,4 @@
-"""What the CUDA assembler says about each kernel: `ptxas -v`, as the units' logs hold it."""
+"""Parses the report of the CUDA assembler about each kernel, `ptxas -v`, in the logs of units."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class Kernel:
     shared: int
 
     def __str__(self) -> str:
-        said = f"{self.card:8} {self.registers:4} registers, {self.stack} stack, {self.spills} spills"
-        return f"{said}, {self.shared} shared: {self.name}" if self.shared else f"{said}: {self.name}"
+        sizes = f"{self.card:8} {self.registers:4} registers, {self.stack} stack, {self.spills} spills"
+        return f"{sizes}, {self.shared} shared: {self.name}" if self.shared else f"{sizes}: {self.name}"
 
 
-def kernels(log: str) -> list[Kernel]:
-    """The kernels of a log in its order; functions that a kernel calls count as its stack and spills.
+def parse_kernels(log: str) -> list[Kernel]:
+    """Parses the kernels of a log, in order; stack and spills include the functions that a kernel calls.
 
     Example:
         >>> log = '''ptxas info    : Compiling entry function 'fill' for 'sm_80'
         ... ptxas info    : Function properties for fill
         ...     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
         ... ptxas info    : Used 32 registers, used 0 barriers, 392 bytes cmem[0]'''
-        >>> print(*kernels(log))
+        >>> print(*parse_kernels(log))
         sm_80      32 registers, 16 stack, 12 spills: fill
     """
     starts = list(_STARTS.finditer(log))
     ends = [*(start.start() for start in starts), len(log)][1:]
-    names = _readable([start["name"] for start in starts])
-    found = []
+    names = _demangle([start["name"] for start in starts])
+    parsed = []
     for start, end, name in zip(starts, ends, names, strict=True):
-        said = log[start.end() : end]
-        frames = list(_STACK.finditer(said))
-        used, shared = _USED.search(said), _SHARED.search(said)
-        found.append(
+        report = log[start.end() : end]
+        frames = list(_STACK.finditer(report))
+        used, shared = _USED.search(report), _SHARED.search(report)
+        parsed.append(
             Kernel(
                 name=name,
                 card=start["card"],
@@ -58,11 +58,11 @@ def kernels(log: str) -> list[Kernel]:
                 shared=int(shared["shared"]) if shared else 0,
             )
         )
-    return found
+    return parsed
 
 
-def _readable(names: list[str]) -> list[str]:
-    """C++ names without their arguments, where binutils' c++filt is there to undo the mangling."""
+def _demangle(names: list[str]) -> list[str]:
+    """Demangles C++ names and removes their arguments, if binutils' c++filt is installed."""
     tool = shutil.which("c++filt")
     if tool is None or not names:
         return names

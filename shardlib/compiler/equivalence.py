@@ -19,9 +19,9 @@ from shardlib.core.strided_only import as_bytes
 from shardlib.frontend.guards.value_kinds import PLAIN
 from shardlib.frontend.side_effects.compare_values import is_value
 from shardlib.frontend.traced_graph import Traced
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 
-Said = Mapping[int, Fixed]  # by position
+Said = Mapping[int, FixedLayout]  # by position
 
 
 def is_same(a: Traced, b: Traced, graphs: tuple[Graph, Graph], inputs: tuple[Said, Said]) -> bool:

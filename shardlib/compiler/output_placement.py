@@ -19,7 +19,7 @@ from shardlib.frontend.side_effects.mutation_values import Part, Result
 from shardlib.frontend.traced_graph import Traced
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import resolve_many
 from shardlib.sharding.tree_prefix import broadcast_prefix
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -29,10 +29,10 @@ def at_home(
     traced: Traced,
     graph: Graph,
     call: FlatCall,
-    fixed_inputs: Mapping[int, Fixed],
-    placed: Callable[[Any], Fixed | None],
+    fixed_inputs: Mapping[int, FixedLayout],
+    placed: Callable[[Any], FixedLayout | None],
     mesh: Mesh,
-) -> dict[int, Fixed]:
+) -> dict[int, FixedLayout]:
     """What is written to stays where it was, and gradients live where their values live, or where these say
     (`gradient_at`); plain tensors are whole."""
     leaves, after = call.leaves, traced.after
@@ -48,12 +48,12 @@ def at_home(
         at = getattr(leaves[leaf], "gradient_at", None)
         if position is not None and isinstance(at, str) and placed(leaves[leaf]) is not None:
             item = (f"the gradient of {names[leaf]}", graph.outputs[position].shape, at, None)
-            out[position] = resolve_many([item], mesh, what="gradient_at")[0].by(f"the gradient_at of {item[0]}")
+            out[position] = resolve_many([item], mesh, call="gradient_at")[0].by(f"the gradient_at of {item[0]}")
     for part in (part for kept in after.rebound for part in kept.parts if isinstance(part, Result)):
         if part.plain is not None:
             out[part.at] = _whole(graph.outputs[part.at])
         elif (home := part.home) is not None:
-            out[part.at] = Fixed.at(home.layout, home.names, "the place of what was there")
+            out[part.at] = FixedLayout.at(home.layout, home.names, "the place of what was there")
     return out
 
 
@@ -107,11 +107,11 @@ def placed_anew(traced: Traced, graph: Graph) -> Traced:
     return replace(traced, after=replace(traced.after, rebound=rebound)) if at else traced
 
 
-def _whole(value: Value) -> Fixed:
-    return Fixed.at(Layout.replicated(value.shape))
+def _whole(value: Value) -> FixedLayout:
+    return FixedLayout.at(Layout.replicated(value.shape))
 
 
-def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, Fixed]:
+def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, FixedLayout]:
     if out_specs is None:
         return {}
     own = graph.outputs[: traced.out_tree.num_leaves]
@@ -124,11 +124,11 @@ def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> d
         for i, (value, spec, name) in enumerate(zip(own, flat, names, strict=True))
         if spec is not None and isinstance(value, Value)
     ]
-    resolved = resolve_many([item for _, item in items], mesh, what="jit out_specs") if items else []
+    resolved = resolve_many([item for _, item in items], mesh, call="jit out_specs") if items else []
     return {i: r.by(f"out_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
 
 
-def gradients(traced: Traced, graph: Graph, fixed_inputs: Mapping[int, Fixed]) -> dict[int, Fixed]:
+def gradients(traced: Traced, graph: Graph, fixed_inputs: Mapping[int, FixedLayout]) -> dict[int, FixedLayout]:
     """Gradients that are returned live where the inputs are whose gradients they are."""
     at = {graph.inputs[i]: (traced.input_names[i], fixed) for i, fixed in fixed_inputs.items()}
     found = {}

@@ -28,12 +28,12 @@ from shardlib.compiler.propagate.solver.effort import Planning
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.run_passes import Finish
 from shardlib.compiler.simplify import normalize
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.context import paused_gc, tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
-from shardlib.core.source_lines import place
-from shardlib.core.stage_clock import Clock
+from shardlib.core.source_lines import format_path_line
+from shardlib.core.stage_clock import StageClock
 from shardlib.core.torch_private import pytree
 from shardlib.distributed import world
 from shardlib.frontend.guards.argument_specs import argument_of, by_argument, describe, refuse_left_out
@@ -43,10 +43,10 @@ from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.trace import trace
 from shardlib.frontend.traced_graph import Traced
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import Spec, resolve_many
 from shardlib.sharding.tree_prefix import SpecLike, broadcast_prefix
-from shardlib.sharding.typos import Use, warn_of_slips
+from shardlib.sharding.typos import Use, warn_of_typos
 from shardlib.tensor.sharded_tensor import REGATHER, ShardedTensor, typeof
 
 
@@ -60,11 +60,11 @@ class Compiled:
     told: Callable[[], Propagated]
     program: Program
     inputs: tuple[tuple[str, Value], ...]
-    fixed_inputs: Mapping[int, Fixed]  # by position
+    fixed_inputs: Mapping[int, FixedLayout]  # by position
     halves: Halves | None = None  # of the program, where its results have gradients
     recomputed: Recomputed | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    fixed_outputs: Mapping[int, Fixed] = field(default_factory=dict)  # by position
+    fixed_outputs: Mapping[int, FixedLayout] = field(default_factory=dict)  # by position
     search: Search | None = None  # in the program, or in one layer of those that stand for many
 
     @cached_property
@@ -83,7 +83,7 @@ def compile_program(
     in_specs: Any = None,
     out_specs: Any = None,
     static: Collection[int | str] = (),
-    placed: Callable[[Any], Fixed | None] = lambda leaf: None,
+    placed: Callable[[Any], FixedLayout | None] = lambda leaf: None,
     state: State | None = None,
     differentiate: bool = False,
     exact: bool = False,
@@ -92,7 +92,7 @@ def compile_program(
     keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
     tracer: Callable[..., Traced] = trace,
     before: Iterable[Compiled] = (),
-    clock: Clock | None = None,
+    clock: StageClock | None = None,
 ) -> Compiled:
     """Run all stages on `fn(*args, **kwargs)`.
 
@@ -101,7 +101,7 @@ def compile_program(
     whose memory is given up; `before` are programs of the function on this mesh: one whose trace is the same is the
     program. `clock` is told of every stage that ends.
     """
-    clock = clock or Clock()
+    clock = clock or StageClock()
     call = flatten_call(fn, args, kwargs, static, state)
     specs = leaf_specs(fn, call, in_specs)
     with mesh, tracing():
@@ -200,11 +200,11 @@ class _Decided(NamedTuple):
 def _decided(
     graph: Graph,
     mesh: Mesh,
-    fixed: Mapping[Value, Fixed],
-    outputs: Mapping[int, Fixed],
-    doors: Mapping[Op, Fixed],
+    fixed: Mapping[Value, FixedLayout],
+    outputs: Mapping[int, FixedLayout],
+    doors: Mapping[Op, FixedLayout],
     planning: Planning,
-    clock: Clock,
+    clock: StageClock,
 ) -> _Decided:
     """Decide and lower; where layers are alike, one for many of them."""
     sends = Senders(mesh).messages
@@ -243,8 +243,8 @@ def _fixed_inputs(
     call: FlatCall,
     leaf_specs: Sequence[SpecLike],
     mesh: Mesh,
-    placed: Callable[[Any], Fixed | None],
-) -> dict[int, Fixed]:
+    placed: Callable[[Any], FixedLayout | None],
+) -> dict[int, FixedLayout]:
     """Layouts of the inputs that have one: from their spec, or because they are placed already. What is `cut` of each
     is noted on its node."""
     nodes = traced.graph.graph.find_nodes(op="placeholder")
@@ -254,7 +254,7 @@ def _fixed_inputs(
         for i, (name, node, spec) in enumerate(zip(traced.input_names, nodes, specs, strict=True))
         if spec is not None
     ]
-    resolved = resolve_many([item for _, item in items], mesh, what="jit in_specs") if items else []
+    resolved = resolve_many([item for _, item in items], mesh, call="jit in_specs") if items else []
     fixed = {i: r.by(f"in_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
     given = [*zip(_input_leaves(traced, call), traced.input_names, strict=True)]
     _refuse_other_meshes(traced.name, given, mesh)
@@ -262,12 +262,12 @@ def _fixed_inputs(
     for i, (leaf, name) in enumerate(given):
         if (at := placed(leaf)) is not None:
             said = fixed.get(i)
-            if said is not None and not any(said.open) and not said.agrees(at):
+            if said is not None and not any(said.open) and not said.agrees_with(at):
                 wrong.append(
                     f"{name} of shape {list(at.layout.shape)} is laid out [{at.layout}], in_specs say [{said.layout}]"
                 )
             names = said.names if said is not None and said.layout.chunked == at.layout.chunked else at.names
-            fixed[i] = Fixed.at(at.layout, names, said.source if said else f"argument {name}")
+            fixed[i] = FixedLayout.at(at.layout, names, said.source if said else f"argument {name}")
     if wrong:
         verb = "is" if len(wrong) == 1 else "are"
         raise ShardingError(
@@ -319,29 +319,29 @@ def _apart(call: FlatCall, specs: Sequence[SpecLike]) -> set[int]:
     return {i for i, at in pairs if specs[i] != (specs[at] if at < len(specs) else None)}
 
 
-def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, Fixed]:
+def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, FixedLayout]:
     fixed = {}
     for op in graph.ops:
-        if op.constrains or has(op.target, "leaves"):
+        if op.constrains or has_trait(op.target, "leaves_body"):
             value = op.results[0]
             assert value is not None
             fixed[value] = _said(op, value, mesh)
     return fixed
 
 
-def _doors(graph: Graph, mesh: Mesh) -> dict[Op, Fixed]:
-    return {op: _said(op, op.operands[0], mesh) for op in graph.ops if has(op.target, "enters")}
+def _doors(graph: Graph, mesh: Mesh) -> dict[Op, FixedLayout]:
+    return {op: _said(op, op.operands[0], mesh) for op in graph.ops if has_trait(op.target, "enters_body")}
 
 
-def _said(op: Op, value: Value, mesh: Mesh) -> Fixed:
+def _said(op: Op, value: Value, mesh: Mesh) -> FixedLayout:
     """What the spec in an op's text says of a value."""
-    r = Spec.of(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
+    r = Spec.convert(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
     call, exact = ("shard", r.exact) if op.constrains else ("shard_map", (True,) * len(r.exact))
-    return replace(r, exact=exact, source=f"{call}(..., {str(r.spec)!r}) at {place(op.line)}")
+    return replace(r, exact=exact, source=f"{call}(..., {str(r.spec)!r}) at {format_path_line(op.line)}")
 
 
 def _warn_of_slips(
-    traced: Traced, graph: Graph, inputs: Mapping[int, Fixed], outputs: Mapping[int, Fixed], mesh: Mesh
+    traced: Traced, graph: Graph, inputs: Mapping[int, FixedLayout], outputs: Mapping[int, FixedLayout], mesh: Mesh
 ) -> None:
     """Warn of names that nearly have a rule, in all that this program's source says."""
     names = traced.input_names
@@ -351,6 +351,6 @@ def _warn_of_slips(
     lines: dict[Any, Use] = {}  # a line in a loop says it once
     for op in graph.ops:
         if (op.constrains or is_door(op.target)) and not op.backward:
-            call, spec = "shard" if op.constrains else "shard_map", Spec.of(str(op.node.args[1]))
-            lines.setdefault((op.line, spec), (f"{call}({op.operands[0].name}) at {place(op.line)}", spec))
-    warn_of_slips([*uses, *lines.values()], mesh)
+            call, spec = "shard" if op.constrains else "shard_map", Spec.convert(str(op.node.args[1]))
+            lines.setdefault((op.line, spec), (f"{call}({op.operands[0].name}) at {format_path_line(op.line)}", spec))
+    warn_of_typos([*uses, *lines.values()], mesh)

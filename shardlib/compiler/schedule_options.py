@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlib.core.byte_sizes import nbytes
 from shardlib.core.errors import ShardingError
-from shardlib.core.repr_literals import read, written
+from shardlib.core.repr_literals import format_call, parse_call
 
 SAVED = "saved"  # all that the forward pass keeps for the backward one
 MOMENTS, PARAMETERS = STATE = "moments", "parameters"  # what optimizers keep, and what they train
@@ -96,7 +96,7 @@ class Schedule:
         return None if size is None else nbytes(size, what)
 
     def __repr__(self) -> str:
-        return written(self)
+        return format_call(self)
 
     @staticmethod
     def parse(text: str) -> Schedule:
@@ -107,7 +107,7 @@ class Schedule:
             Schedule(prefetch=0)
         """
         try:
-            found = read(str(text), Schedule)
+            found = parse_call(str(text), Schedule)
             if not isinstance(found, Schedule):
                 raise TypeError(found)
         except ShardingError:

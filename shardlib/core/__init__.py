@@ -1,1 +1,1 @@
-"""What every other package may use: errors, source lines, torch's private names, small tools."""
+"""Foundations of all other packages: errors, source lines, torch's private names, small tools."""

@@ -1,4 +1,4 @@
-"""Several cotangents at once (`is_grads_batched=True`): a program is for its shapes, so it runs for each in turn."""
+"""Runs backward functions for batches of cotangents: programs have fixed shapes, so they run once per cotangent."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from shardlib.core.torch_private import (
 )
 
 
-def one_by_one(fn: Callable[..., Any], *, examples: bool = True) -> Callable[..., Any]:
-    """A `backward` or `jvp` of an `autograd.Function` that autograd may call with tensors of a batch.
+def loop_over_batches(fn: Callable[..., Any], *, examples: bool = True) -> Callable[..., Any]:
+    """Decorates a `backward` or `jvp` of an `autograd.Function` so that autograd may call it with batched tensors.
 
-    Without `examples`, it knows those of a `torch.func.vmap` itself.
+    With `examples=False`, the function handles examples of a `torch.func.vmap` itself.
 
     Example:
         >>> class Double(torch.autograd.Function):
@@ -36,9 +36,9 @@ def one_by_one(fn: Callable[..., Any], *, examples: bool = True) -> Callable[...
         ...         return 2 * x
         ...
         ...     @staticmethod
-        ...     @one_by_one
+        ...     @loop_over_batches
         ...     def backward(ctx, grad):
-        ...         return 2 * grad.detach()  # which torch's batches do not know
+        ...         return 2 * grad.detach()  # not supported for batched tensors
         >>> x = torch.ones(2, requires_grad=True)
         >>> torch.autograd.grad(Double.apply(x), x, torch.eye(2), is_grads_batched=True)[0]
         tensor([[2., 0.],
@@ -46,29 +46,29 @@ def one_by_one(fn: Callable[..., Any], *, examples: bool = True) -> Callable[...
     """
 
     @functools.wraps(fn)
-    def each(ctx: Any, *given: Any) -> Any:
-        for batch in _batches(given, examples):
-            rows = [batch.rows(x) if isinstance(x, Tensor) else None for x in given]
+    def each(ctx: Any, *args: Any) -> Any:
+        for batch in _batches(args, examples):
+            rows = [batch.rows(x) if isinstance(x, Tensor) else None for x in args]
             if count := max((len(x) for x in rows if x is not None), default=0):
                 break
         else:
-            if not examples or transform_level() is None or any(isinstance(x, Tensor) and is_wrapped(x) for x in given):
-                return fn(ctx, *given)
-            with without_transforms():  # a vmap whose examples are all taken apart
-                return fn(ctx, *given)
-        columns = [[x] * count if not found else [*found] for x, found in zip(given, rows, strict=True)]
+            if not examples or transform_level() is None or any(isinstance(x, Tensor) and is_wrapped(x) for x in args):
+                return fn(ctx, *args)
+            with without_transforms():  # a vmap whose examples are all unbatched
+                return fn(ctx, *args)
+        columns = [[*row] if row else [x] * count for x, row in zip(args, rows, strict=True)]
         results = [each(ctx, *row) for row in zip(*columns, strict=True)]
         if not isinstance(results[0], tuple):
-            return batch.of(results)
-        return tuple(batch.of(column) for column in zip(*results, strict=True))
+            return batch.stack(results)
+        return tuple(batch.stack(column) for column in zip(*results, strict=True))
 
     return each
 
 
-def mapped_alike(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Outputs of an `autograd.Function` with `generate_vmap_rule`, each an example of every vmap that an input is of.
+def batch_all_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Makes every output of an `autograd.Function` with `generate_vmap_rule` batched if any input is.
 
-    Of outputs only some of which are mapped, torch's rule counts the gradient of the others once for each example.
+    If only some outputs are batched, torch's rule counts the gradients of the others once for each example.
 
     Example:
         >>> class Both(torch.autograd.Function):
@@ -76,7 +76,7 @@ def mapped_alike(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[T
         ...
         ...     @staticmethod
         ...     def forward(x, w):
-        ...         return mapped_alike((x * w, 3 * w), (x, w))
+        ...         return batch_all_outputs((x * w, 3 * w), (x, w))
         ...
         ...     @staticmethod
         ...     def setup_context(ctx, inputs, output):
@@ -99,41 +99,41 @@ def mapped_alike(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[T
 
 
 class _Batch:
-    """Cotangents that `is_grads_batched` gives at once, of one of such batches within each other."""
+    """A batch of cotangents that `is_grads_batched` passes, at one depth of nested batches."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
     def rows(self, x: Tensor) -> Sequence[Tensor]:
-        """Each by itself; none of what is not in this batch."""
-        found: Tensor = out_of_batch(x, self.depth, 0, 0)
-        return found.unbind()
+        """Returns the tensors of a batched tensor; () if `x` is not in this batch."""
+        unbatched: Tensor = out_of_batch(x, self.depth, 0, 0)
+        return unbatched.unbind()
 
-    def of(self, rows: Sequence[Any]) -> Any:
-        """The batch of what was made of each."""
-        return None if rows[0] is None else self._joined(torch.stack([*rows]))
+    def stack(self, rows: Sequence[Any]) -> Any:
+        """Returns the batched tensor of one result for each row."""
+        return None if rows[0] is None else self._batch(torch.stack([*rows]))
 
-    def _joined(self, x: Tensor) -> Any:
+    def _batch(self, x: Tensor) -> Any:
         return in_batch(x, 0, self.depth)
 
 
 class _Examples(_Batch):
-    """Those of a `torch.func.vmap` around, of this level."""
+    """The examples of a `torch.func.vmap` at one level."""
 
     def rows(self, x: Tensor) -> Sequence[Tensor]:
         if not is_batched(x) or level_of(x) != self.depth:
             return ()
-        found: Tensor = unwrapped(x)
-        return found.unbind(batch_dim_of(x))
+        examples: Tensor = unwrapped(x)
+        return examples.unbind(batch_dim_of(x))
 
-    def _joined(self, x: Tensor) -> Any:
+    def _batch(self, x: Tensor) -> Any:
         return in_vmap(x, 0, self.depth)
 
 
-def _batches(given: Sequence[Any], examples: bool) -> Iterator[_Batch]:
-    """In which tensors may be, the innermost first."""
+def _batches(args: Sequence[Any], examples: bool) -> Iterator[_Batch]:
+    """Yields the batches that tensors may belong to, innermost first."""
     transformed = examples and transform_level()
-    levels = {level_of(x) for x in given if isinstance(x, Tensor) and is_batched(x)} if transformed else ()
+    levels = {level_of(x) for x in args if isinstance(x, Tensor) and is_batched(x)} if transformed else ()
     for level in sorted(levels, reverse=True):
         yield _Examples(level)
     for depth in range(depth_of_batches(), 0, -1):

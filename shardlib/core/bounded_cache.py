@@ -1,4 +1,4 @@
-"""A cache that does not grow for ever."""
+"""A cache of bounded size."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Bounded(dict[K, V]):
-    """A dict of at most `limit` items: where another one comes, the eighth that came first goes.
+class BoundedCache(dict[K, V]):
+    """A dict of at most `limit` items; a full one drops the oldest eighth for a new item.
 
-    Reading costs what reading a dict costs, so nothing is known of when an item was read last.
+    It does not track reads, which therefore cost no more than in a dict.
 
     Example:
-        >>> cache = Bounded(2)
+        >>> cache = BoundedCache(2)
         >>> cache["a"], cache["b"], cache["c"] = 1, 2, 3
         >>> list(cache)
         ['b', 'c']
@@ -27,5 +27,5 @@ class Bounded(dict[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         if len(self) >= self.limit and key not in self:
             for old in list(self)[: max(self.limit // 8, 1)]:
-                self.pop(old, None)  # another thread may have been here
+                self.pop(old, None)  # another thread may have removed it
         super().__setitem__(key, value)

@@ -1,4 +1,4 @@
-"""Sizes of memory as users write them."""
+"""Parses sizes of memory."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _UNITS["KiB"] = _UNITS.pop("kiB")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]+)\s*")
 
 
-def nbytes(size: Any, what: str) -> int:
-    """Bytes, of a number of them or a text with its unit; `what` is called so in errors.
+def nbytes(size: Any, name: str) -> int:
+    """Converts a number of bytes, or a text with a unit, to bytes; errors call it `name`.
 
-    Raises `ShardingError` for a text without a unit, and for what is not positive.
+    Raises `ShardingError` for a text without a unit, and for a size that is not positive.
 
     Example:
         >>> nbytes("25MiB", "bucket"), nbytes("1.5 GB", "cap"), nbytes(512, "memory")
         (26214400, 1500000000, 512)
     """
-    found, match = size, None
+    count, match = size, None
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
-        found = None if match is None or match[2] not in _UNITS else int(Decimal(match[1]) * _UNITS[match[2]])
-    if not isinstance(found, Integral) or isinstance(found, bool) or found < 1:
+        count = None if match is None or match[2] not in _UNITS else int(Decimal(match[1]) * _UNITS[match[2]])
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
         units = ", ".join(sorted(_UNITS, key=_UNITS.__getitem__))
-        meant = _meant(match[2]) if match else ""
+        unit = _intended_unit(match[2]) if match else ""
         raise ShardingError(
-            f"{what}={size!r} is no size",
+            f"{name}={size!r} is no size",
             rule=f"a size is a whole number of bytes above 0, or a text with one of the units {units}",
-            remedy=f'{what}="{match[1]}{meant}"' if match and meant else f'{what}="{_EXAMPLES.get(what, "25MiB")}"',
+            remedy=f'{name}="{match[1]}{unit}"' if match and unit else f'{name}="{_EXAMPLES.get(name, "25MiB")}"',
         )
-    return int(found)
+    return int(count)
 
 
-def _meant(unit: str) -> str:
-    """The unit that somebody has written in other letters, or without its last."""
+def _intended_unit(unit: str) -> str:
+    """Returns the unit that differs from `unit` in case or a missing "B"; "" if there is none."""
     return next((x for x in _UNITS if x != unit and x.lower() in (unit.lower(), f"{unit}B".lower())), "")
 
 

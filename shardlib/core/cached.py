@@ -1,4 +1,4 @@
-"""What is worked out when it is first asked for."""
+"""Caches of properties, and of functions of frozen values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ F = TypeVar("F")
 P = ParamSpec("P")
 
 
-class kept(cached_property[T]):
-    """A `cached_property` without its lock, which before Python 3.12 takes longer than most of what is kept.
+class lazy_property(cached_property[T]):
+    """A `cached_property` without its lock, which is slow before Python 3.12.
 
     Example:
         >>> class Pair:
-        ...     @kept
+        ...     @lazy_property
         ...     def total(self):
         ...         print("adds")
         ...         return 3
@@ -27,20 +27,20 @@ class kept(cached_property[T]):
         6
     """
 
-    if not TYPE_CHECKING:  # it is typed as that one is
+    if not TYPE_CHECKING:  # typed like `cached_property`
 
-        def __get__(self, of, owner=None):
-            if of is None:
+        def __get__(self, instance, owner=None):
+            if instance is None:
                 return self
-            made = of.__dict__[self.attrname] = self.func(of)
-            return made
+            value = instance.__dict__[self.attrname] = self.func(instance)
+            return value
 
 
-def remembered(function: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
-    """A function of a frozen value, which is remembered for as long as that lives; other arguments have a `repr`.
+def cache_weakly(function: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
+    """Caches a function for as long as its first argument, a frozen value, lives; the `repr` of others is in the key.
 
     Example:
-        >>> @remembered
+        >>> @cache_weakly
         ... def doubled(x):
         ...     print("doubles")
         ...     return {*x, *x}
@@ -49,16 +49,16 @@ def remembered(function: Callable[Concatenate[F, P], T]) -> Callable[Concatenate
         doubles
         ({1}, {1})
     """
-    known: WeakKeyDictionary[F, dict[str, T]] = WeakKeyDictionary()
+    cache: WeakKeyDictionary[F, dict[str, T]] = WeakKeyDictionary()
 
     @wraps(function)
-    def call(of: F, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        made, key = known.get(of, {}), repr((args, kwargs))
-        if key in made:
-            return made[key]
-        found = function(of, *args, **kwargs)
-        if found is not of:  # which would keep itself
-            known.setdefault(of, {})[key] = found
-        return found
+    def call(value: F, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        results, key = cache.get(value, {}), repr((args, kwargs))
+        if key in results:
+            return results[key]
+        result = function(value, *args, **kwargs)
+        if result is not value:  # else the cache would keep its own key alive
+            cache.setdefault(value, {})[key] = result
+        return result
 
     return call

@@ -1,7 +1,7 @@
-"""Numbers that a call gives: arguments of ops whose values are known when a program runs, the same on every device.
+"""Scalars: numbers that every call passes anew, the same on every device.
 
-A `Scalar` is a Python expression over the call's numbers. It stands among an op's arguments, opaque to every stage, and
-is evaluated with Python's own arithmetic, so that `p - lr * g` is the same program for every learning rate.
+A `Scalar` is a Python expression over the call's numbers. It is an opaque argument of ops in a program, and a call
+evaluates it with Python's own arithmetic, so that `p - lr * g` is the same program for every learning rate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMES = (
     *("sqrt", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "pow", "fabs", "fmod", "hypot"),
     *("copysign", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf", "erfc"),
 )
-MATH: dict[Any, str] = {getattr(math, name): f"math.{name}" for name in _NAMES}  # functions of numbers
+MATH: dict[Any, str] = {getattr(math, name): f"math.{name}" for name in _NAMES}
 _CALLS: dict[Any, str] = {torch.sym_float: "float", float: "float", operator.abs: "abs", **MATH}
 OPERATIONS = frozenset({*_INFIX, *_PREFIX, *_CALLS})
 
@@ -46,7 +46,7 @@ OPERATIONS = frozenset({*_INFIX, *_PREFIX, *_CALLS})
 class Scalar:
     """`op` of `args` (numbers and scalars), or the number at leaf `leaf` of the call, called `name`.
 
-    `hint` is its value when the program was traced: for the shapes and dtypes of what it makes, never for a decision.
+    `hint` is its value at trace time. It determines shapes and dtypes of results, never a decision.
     """
 
     op: Any
@@ -56,17 +56,17 @@ class Scalar:
     hint: Any = None
 
     @staticmethod
-    def given(leaf: int, name: str, value: Any) -> Scalar:
-        """The number at a leaf of the call."""
+    def from_leaf(leaf: int, name: str, value: Any) -> Scalar:
+        """Makes the scalar of the number at a leaf of the call."""
         return Scalar(None, (), leaf, name, value)
 
     @staticmethod
-    def of(op: Any, *args: Any) -> Scalar:
-        """`op` of numbers; its hint is computed as Python does, so it raises what Python raises."""
+    def apply(op: Any, *args: Any) -> Scalar:
+        """Applies `op` to numbers; computing the hint raises the errors of Python's arithmetic."""
         return Scalar(op, args, hint=op(*(x.hint if isinstance(x, Scalar) else x for x in args)))
 
     def text(self, name: Callable[[Scalar], str]) -> str:
-        """The expression in Python, with `name` for what the call gives."""
+        """Formats the expression in Python; `name` formats a number of the call."""
         if self.op is None:
             return name(self)
         parts = [x.text(name) if isinstance(x, Scalar) else _literal(x) for x in self.args]
@@ -80,14 +80,14 @@ class Scalar:
         return f"{_CALLS[self.op]}({', '.join(parts)})"
 
     def value(self, leaves: Sequence[Any]) -> Any:
-        """Its value in a call with these leaves."""
+        """Evaluates the scalar in a call with these leaves."""
         if self.op is None:
             return leaves[self.leaf]
-        found = self.op(*(x.value(leaves) if isinstance(x, Scalar) else x for x in self.args))
-        return float(found) if self.op is operator.pow and type(self.hint) is float else found
+        result = self.op(*(x.value(leaves) if isinstance(x, Scalar) else x for x in self.args))
+        return float(result) if self.op is operator.pow and type(self.hint) is float else result
 
     def leaves(self) -> Iterator[int]:
-        """The leaves of the call that it is made of."""
+        """Yields the leaves of the call in the expression."""
         if self.op is None:
             yield self.leaf
         for x in self.args:
@@ -114,19 +114,19 @@ def _literal(x: Any) -> str:
     return f"({x!r})" if x < 0 or math.copysign(1, x) < 0 else repr(x)
 
 
-def same_number(a: Any, b: Any) -> bool:
-    """Whether two numbers are one to a program: 1, 1.0 and True are three, 0.0 and -0.0 are two, NaN is itself."""
+def is_same_number(a: Any, b: Any) -> bool:
+    """Returns whether a program treats two numbers alike: 1, 1.0 and True differ, 0.0 and -0.0 too; NaN equals NaN."""
     if type(a) is not type(b):
         return False
     return bool(a == b) if type(a) is not float else a.hex() == b.hex()
 
 
-def hinted(x: Any) -> Any:
-    """Arguments with the hint of every scalar in its place."""
+def replace_by_hints(x: Any) -> Any:
+    """Replaces every scalar in arguments by its hint."""
     if isinstance(x, Scalar):
         return x.hint
     if isinstance(x, dict):
-        return {k: hinted(y) for k, y in x.items()}
+        return {k: replace_by_hints(y) for k, y in x.items()}
     if isinstance(x, list | tuple) and not isinstance(x, torch.Size):
-        return [hinted(y) for y in x] if isinstance(x, list) else tuple(hinted(y) for y in x)
+        return [replace_by_hints(y) for y in x] if isinstance(x, list) else tuple(replace_by_hints(y) for y in x)
     return x

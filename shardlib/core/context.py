@@ -1,4 +1,4 @@
-"""What the code that runs now is part of: a trace, or a run on one device."""
+"""Context of the running code: inside a trace, or in a run on one device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardlib.core.torch_private import set_frame_evaluation
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_MANY = 100_000  # objects: a collection of so many takes longer than a small program
+_MANY = 100_000  # objects; to collect more takes longer than a small program
 
 tracing_flag: ContextVar[bool] = ContextVar("shardlib_tracing", default=False)
 
 
-class _Count:
-    """How often something happened."""
+class _Counter:
+    """Counts events."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -30,18 +30,18 @@ class _Count:
         self.value += 1
 
 
-rules_said = _Count()  # by users: what was made before knows other rules
-meshes_asked = _Count()  # for the current mesh: who asks may do something else on another one
+rule_registrations = _Counter()  # by users; programs compiled before one have other rules
+mesh_queries = _Counter()  # of the current mesh; a function that queries it may depend on it
 _single: ContextVar[bool] = ContextVar("shardlib_single", default=False)
 
 
 def is_tracing() -> bool:
-    """Whether a user's function is being traced: annotations become nodes of its graph."""
+    """Returns whether a user's function is being traced: annotations become nodes of its graph."""
     return tracing_flag.get()
 
 
 def is_single_device() -> bool:
-    """Whether a function runs as the plain program it is: annotations do nothing."""
+    """Returns whether a function runs on a single device, where annotations do nothing."""
     return _single.get()
 
 
@@ -65,9 +65,9 @@ def single_device() -> Iterator[None]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No garbage collection meanwhile: compiling makes many objects, few cycles, and each pass looks at all.
+    """Pauses garbage collection: compiling makes many objects but few cycles, and each collection visits all objects.
 
-    Afterwards all of them count as old, as if they had been looked at: the next full collection finds what is garbage.
+    Afterwards all objects are in the oldest generation; the next full collection finds the garbage.
     """
     was = gc.isenabled()
     gc.disable()
@@ -75,16 +75,17 @@ def paused_gc() -> Iterator[None]:
         yield
     finally:
         if was:
-            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():  # what a user froze stays so
+            # Else it would unfreeze the objects that a user froze.
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
 
 
 class _Compiling:
-    """Entered by a thread that traces: what functions hold is meanwhile as the trace has it, so others wait to read it.
+    """A lock that a tracing thread holds: a trace changes the objects that functions hold, so other threads wait.
 
-    `count` grows with every entry: who read before and after it read two worlds.
+    `count` grows with every entry, so that a reader can tell whether a trace came between two reads.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class _Compiling:
                 self.thread = outside
 
     def wait(self) -> None:
-        """Wait until no other thread is in it."""
+        """Waits until no other thread traces."""
         with self.lock:
             pass
 
@@ -109,8 +110,8 @@ class _Compiling:
 compiling = _Compiling()
 
 
-def unseen(fn: Callable[Args, Result]) -> Callable[Args, Result]:
-    """`fn`, and all that it calls, as `torch.compile` lets them alone: what compiles is not compiled itself."""
+def skip_dynamo(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Hides `fn`, and all that it calls, from `torch.compile`."""
 
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:

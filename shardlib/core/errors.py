@@ -1,9 +1,9 @@
-"""The exception that shardlib raises, and the one way in which it is written; and what its collectives raise.
+"""The exceptions that shardlib and its collectives raise, all formatted alike.
 
-A message says what was asked, lists every offender as a bullet (tensor, shape, spec, both sizes), then the rule that
-was broken and the remedy, so that one run shows all that there is to mend.
+A message states the request, lists every offender as a bullet (tensor, shape, spec, both sizes), then the broken rule
+and the remedy, so that one run shows everything to fix.
 
-Tracebacks show these classes, and those of warnings, as `shardlib.NAME`: the file that defines one may change.
+Tracebacks show these classes, and those of warnings, as `shardlib.NAME`, whatever file defines them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PUBLIC: dict[str, type[Exception]] = {}  # by name, as `shardlib` has them
 
 
 def public(kind: type[E]) -> type[E]:
-    """Shows a class of errors or warnings as `shardlib.NAME`, where pickles and filters of warnings find it, too."""
+    """Moves a class of errors or warnings to `shardlib.NAME`, also for pickles and filters of warnings."""
     kind.__module__ = "shardlib"
     PUBLIC[kind.__name__] = kind
     return kind
@@ -34,10 +34,10 @@ class ShardingError(ValueError):
     """
 
     def __init__(
-        self, what: str, offenders: Sequence[str] = (), *, rule: str | None = None, remedy: str | None = None
+        self, summary: str, offenders: Sequence[str] = (), *, rule: str | None = None, remedy: str | None = None
     ) -> None:
-        self.what, self.offenders, self.rule, self.remedy = what, tuple(offenders), rule, remedy
-        lines = [what + (":" if offenders else "")]
+        self.what, self.offenders, self.rule, self.remedy = summary, tuple(offenders), rule, remedy
+        lines = [summary + (":" if offenders else "")]
         lines += [f"  * {offender}" for offender in offenders]
         if rule:
             lines.append(f"Rule: {rule}")
@@ -52,42 +52,42 @@ class ShardingError(ValueError):
 
 
 class NoProgramError(ShardingError):
-    """A function cannot be a program, though its ops can run one by one; all is as it was before."""
+    """A function cannot be compiled, but its ops can run one by one; its side effects were undone."""
 
 
 class ValueNeededError(NoProgramError):
-    """Its Python, or a shape, depends on what a tensor holds."""
+    """Control flow or a shape depends on the values of a tensor."""
 
 
 class EffectError(ShardingError):
-    """A function does more than to return values that its arguments determine."""
+    """A function has side effects, or returns values that its arguments do not determine."""
 
 
 class KeptError(NoProgramError):
-    """It keeps tensors that it computes; what it kept is removed before."""
+    """A function keeps tensors that it computes, such as in a cache; they were removed again."""
 
 
 class NoStorageError(ShardingError, NotImplementedError):
-    """A tensor in pieces is asked for its memory; torch's word for tensors that have none, which libraries expect."""
+    """A sharded tensor is asked for its memory; torch raises NotImplementedError for tensors without."""
 
 
 class NoDerivativeError(ShardingError):
-    """A gradient flows through what has none."""
+    """A gradient flows through an op without a derivative."""
 
 
 class TraceAnewError(Exception):
-    """Something has to be put right outside, and then the function is traced anew: no fault of what it does."""
+    """The trace must start again after a change outside of it; no fault of the function."""
 
 
 class WrittenError(ShardingError, RuntimeError):
-    """What a backward pass reads was written to since the forward pass; torch's kind of error for it."""
+    """A tensor that a backward pass reads was written after the forward pass; RuntimeError, as in torch."""
 
 
 @public
 class CollectiveError(RuntimeError):
-    """A collective that could not be finished: a peer is gone, or did not come in time.
+    """A collective did not finish: a peer is gone, or did not arrive in time.
 
-    `culprit` is its rank, where it is known. `is_late` is False where nobody was waited for in vain.
+    `culprit` is the rank of the peer, if known. `is_late` is False if no peer was late.
     """
 
     culprit: int | None = None

@@ -6,6 +6,6 @@ from shardlib.core.torch_private import dual_level
 
 
 def is_forward_mode() -> bool:
-    """Whether tangents may be followed: a dual level is open."""
+    """Returns whether a dual level is open."""
     level: int = dual_level()
     return level >= 0

@@ -1,9 +1,8 @@
-"""What stays on in what autograd's engine calls: function modes, and what a forward pass changes while it runs.
+"""Restores function modes, and contexts of a forward pass, inside calls of autograd's engine.
 
-Torch takes a function mode off while it handles a call, and `loss.backward()` is a call like any other: all that the
-engine calls from there (hooks, backward passes, what a checkpoint runs again) would run without the modes under which
-the forward pass ran, and a checkpoint would find other tensors the second time. So it would where a module holds other
-tensors while its forward runs.
+Torch disables a function mode while the mode handles a call, and `loss.backward()` is such a call. So hooks, backward
+passes and recomputation of checkpoints would run without the modes of the forward pass, and recomputation could see
+other tensors. The same holds for a context in which a module temporarily holds other tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ Result = TypeVar("Result")
 _on: ContextVar[tuple[TorchFunctionMode, ...]] = ContextVar("shardlib_function_modes", default=())
 
 
-class Staying(TorchFunctionMode):
-    """A function mode that is on wherever it was entered, in the engine's callbacks too."""
+class PersistentFunctionMode(TorchFunctionMode):
+    """A function mode that is also active in callbacks of autograd's engine."""
 
     def __enter__(self) -> Any:
         _on.set((*_on.get(), self))
@@ -44,23 +43,23 @@ class Staying(TorchFunctionMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
 
-def put_back(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, which calls the engine, with the modes on that the call took off."""
+def reenter_modes(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `run`, which calls the engine, to enter the modes again that torch disabled for the call."""
 
     def engine(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             if modes := _on.get():
-                there = function_modes()
+                active = function_modes()
                 for mode in modes:
-                    if not any(mode is other for other in there):
+                    if not any(mode is other for other in active):
                         stack.enter_context(mode)
             return run(*args, **kwargs)
 
     return engine
 
 
-def unheard(run: Callable[Args, Result]) -> Callable[Args, Result]:
-    """`run`, which reads attributes of many tensors: no function mode is asked about them, and called for each."""
+def without_function_modes(run: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Wraps `run`, which reads attributes of many tensors, to bypass function modes."""
 
     @functools.wraps(run)
     def inside(*args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -70,8 +69,8 @@ def unheard(run: Callable[Args, Result]) -> Callable[Args, Result]:
     return inside
 
 
-def heard(run: Callable[Args, Result]) -> Callable[Args, Result]:
-    """`run`, asking function modes and tensor classes as far as they are asked now, also inside what is `unheard`."""
+def with_function_modes(run: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Wraps `run` to use the present function modes and tensor classes, even inside `without_function_modes`."""
     off = torch.DisableTorchFunction if hears_nothing() else torch.DisableTorchFunctionSubclass
     limits = nullcontext if hears_functions() else off
 
@@ -89,8 +88,8 @@ _around: ContextVar[tuple[Enter, ...]] = ContextVar("shardlib_around", default=(
 
 
 @contextmanager
-def repeated(enter: Enter) -> Iterator[None]:
-    """In the context `enter()`, as is what a checkpoint that begins here runs again."""
+def repeat_in_checkpoints(enter: Enter) -> Iterator[None]:
+    """Enters the context `enter()`, now and in every recomputation of a checkpoint that starts inside."""
     token = _around.set((*_around.get(), enter))
     try:
         with enter():
@@ -100,25 +99,27 @@ def repeated(enter: Enter) -> Iterator[None]:
 
 
 def with_contexts(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` in the repeated contexts of now, wherever it is called."""
+    """Wraps `run` to enter the repeated contexts of this moment."""
     contexts = _around.get()
 
     @functools.wraps(run)
     def again(*args: Any, **kwargs: Any) -> Any:
-        with _again(contexts):
+        with _enter_repeated(contexts):
             return run(*args, **kwargs)
 
     return again
 
 
-def around_contexts(pair: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
-    """`pair`, which gives what is entered for a forward pass and for doing it again; before the second the repeated
-    contexts of now are entered, as they were before the first: what they do is no part of the pass."""
+def wrap_checkpoint_contexts(pair: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
+    """Wraps `pair`, which returns contexts for a checkpoint's forward pass and its recomputation.
+
+    The second one enters the repeated contexts of this moment first, which were active before the forward pass too.
+    """
     contexts = _around.get()
 
     @contextmanager
     def inside(own: AbstractContextManager[Any]) -> Iterator[None]:
-        with _again(contexts), own:
+        with _enter_repeated(contexts), own:
             yield
 
     @functools.wraps(pair)
@@ -129,26 +130,26 @@ def around_contexts(pair: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[A
     return both
 
 
-_runs_again: ContextVar[int | None] = ContextVar("shardlib_runs_again", default=None)  # in which node's backward
+# The number of the node whose backward recomputes a forward pass.
+_runs_again: ContextVar[int | None] = ContextVar("shardlib_runs_again", default=None)
 
 
-def number_of_running_node() -> int | None:
-    """The number of the node that autograd's engine goes back through; None where it does not, or where a checkpoint
-    runs something of the forward pass again."""
+def backward_node_number() -> int | None:
+    """Returns the number of the node whose backward runs; None outside a backward pass and in a recomputation."""
     node = running_node()
     number = None if node is None else number_of(node)()
     return None if number == _runs_again.get() else number
 
 
 @contextmanager
-def _again(contexts: Sequence[Enter]) -> Iterator[None]:
+def _enter_repeated(contexts: Sequence[Enter]) -> Iterator[None]:
     node = running_node()
     token = _runs_again.set(None if node is None else number_of(node)())
     try:
         with ExitStack() as stack:
             for enter in contexts:
                 if not any(enter is other for other in _around.get()):
-                    stack.enter_context(repeated(enter))
+                    stack.enter_context(repeat_in_checkpoints(enter))
             yield
     finally:
         _runs_again.reset(token)

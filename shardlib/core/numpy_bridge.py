@@ -1,4 +1,4 @@
-"""Numpy's arrays and numbers where tensors are expected."""
+"""Converts numpy arrays and numbers to tensors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 
-Shown = dict[int, tuple[Any, torch.Tensor]]  # id of an array -> the array, a tensor that shows it
+ArrayTensors = dict[int, tuple[Any, torch.Tensor]]  # id of an array -> the array, a tensor that shares its memory
 
 
-def taken(x: Any, what: str = "an argument", shown: Shown | None = None) -> Any:
-    """`x` with a tensor for every numpy array, and a Python number for every number of numpy.
+def convert_arrays(x: Any, name: str = "an argument", shown: ArrayTensors | None = None) -> Any:
+    """Replaces numpy arrays in `x` by tensors, and numpy numbers by Python numbers.
 
-    A tensor has memory of its own. With `shown`, those of this call so far, it shows an array that can be written to:
-    writes come back; and numbers stay numpy's. Raises `ShardingError` for arrays of a dtype that torch has not;
-    `what` names `x`.
+    Tensors get memory of their own. With `shown`, the tensors of this call so far, a tensor shares the memory of a
+    writable array, so that writes reach the array, and numpy numbers stay. Raises `ShardingError` for a dtype that
+    torch lacks; errors call `x` by `name`.
 
     Example:
         >>> import numpy as np
-        >>> taken({"x": np.ones(2), "n": np.float32(3.0)})
+        >>> convert_arrays({"x": np.ones(2), "n": np.float32(3.0)})
         {'x': tensor([1., 1.], dtype=torch.float64), 'n': 3.0}
     """
     numpy: Any = sys.modules.get("numpy")
@@ -32,50 +32,50 @@ def taken(x: Any, what: str = "an argument", shown: Shown | None = None) -> Any:
     leaves, tree = pytree.tree_flatten(x)
     if not any(isinstance(leaf, numpy.ndarray | numpy.generic) for leaf in leaves):
         return x
-    return pytree.tree_unflatten([_one(leaf, numpy, what, shown) for leaf in leaves], tree)
+    return pytree.tree_unflatten([_convert_leaf(leaf, numpy, name, shown) for leaf in leaves], tree)
 
 
-def _one(leaf: Any, numpy: Any, what: str, shown: Shown | None) -> Any:
+def _convert_leaf(leaf: Any, numpy: Any, name: str, shown: ArrayTensors | None) -> Any:
     if isinstance(leaf, numpy.generic):
         return leaf.item() if shown is None else leaf
     if not isinstance(leaf, numpy.ndarray):
         return leaf
     if shown is not None and type(leaf) not in (numpy.ndarray, numpy.memmap):
         raise ShardingError(
-            f"{what} is a {type(leaf).__qualname__} of shape {list(leaf.shape)}",
+            f"{name} is a {type(leaf).__qualname__} of shape {list(leaf.shape)}",
             rule="arrays become tensors, which know nothing of masks and of what other classes of arrays add",
             remedy="pass numpy.asarray(a), and a mask as another array",
         )
     if shown is not None and leaf.ndim == 0:
         raise ShardingError(
-            f"{what} is a numpy array of no dims, of dtype {leaf.dtype}",
+            f"{name} is a numpy array of no dims, of dtype {leaf.dtype}",
             rule="arrays become tensors; beside a tensor, numpy has other dtypes than torch for one of no dims",
             remedy="pass a.item(), a number, or torch.as_tensor(a)",
         )
     try:
-        if shown is None or not _can_be_shown(leaf):
+        if shown is None or not _can_share_memory(leaf):
             return torch.from_numpy(numpy.array(leaf))
         return shown.setdefault(id(leaf), (leaf, torch.from_numpy(leaf)))[1]
     except TypeError as error:
         raise ShardingError(
-            f"{what} is a numpy array of dtype {leaf.dtype} and shape {list(leaf.shape)}",
+            f"{name} is a numpy array of dtype {leaf.dtype} and shape {list(leaf.shape)}",
             rule="arrays become tensors, as by torch.from_numpy",
             remedy="convert it to numbers first, or name the argument in static_argnames",
         ) from error
 
 
-def _can_be_shown(x: Any) -> bool:
+def _can_share_memory(x: Any) -> bool:
     return x.flags.writeable and x.dtype.isnative and all(s >= 0 and s % x.itemsize == 0 for s in x.strides)
 
 
-def arrays_of(held: Iterable[Any]) -> list[Any]:
-    """Numpy's arrays among these."""
+def find_arrays(held: Iterable[Any]) -> list[Any]:
+    """Returns the numpy arrays among these objects."""
     numpy: Any = sys.modules.get("numpy")
     return [] if numpy is None else [x for x in held if isinstance(x, numpy.ndarray)]
 
 
-def bounds(x: Any) -> tuple[int, int]:
-    """Where the memory of a numpy array begins and ends."""
+def array_bounds(x: Any) -> tuple[int, int]:
+    """Returns the first and last address of a numpy array."""
     start: int = x.__array_interface__["data"][0]
     if not x.size:
         return start, start
@@ -83,15 +83,15 @@ def bounds(x: Any) -> tuple[int, int]:
     return start + sum(s for s in steps if s < 0), start + sum(s for s in steps if s > 0) + int(x.itemsize)
 
 
-def tensor_of(x: Any, what: str) -> torch.Tensor:
-    """`x` as a tensor; raises `ShardingError` where it is neither a tensor nor a numpy array."""
-    x = taken(x, what)
+def to_tensor(x: Any, name: str) -> torch.Tensor:
+    """Converts `x` to a tensor; raises `ShardingError` unless it is a tensor or a numpy array."""
+    x = convert_arrays(x, name)
     if isinstance(x, torch.Tensor):
         return x
     is_numbers = isinstance(x, int | float) or (isinstance(x, list) and not any(map(torch.is_tensor, x)))
     text = f"{x!r:.60}, a {type(x).__name__}" if is_numbers else f"a {type(x).__name__}"
     raise ShardingError(
-        f"{what} is {text}",
+        f"{name} is {text}",
         rule="what is placed is a tensor, or a numpy array",
         remedy="shard(torch.tensor(x), spec)"
         if is_numbers
@@ -104,9 +104,9 @@ def tensor_of(x: Any, what: str) -> torch.Tensor:
 def share_an_element(
     a: torch.Tensor, b: torch.Tensor, start: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 ) -> bool:
-    """Whether some address belongs to both of two strided tensors; yes where that would take long to find out.
+    """Returns whether two strided tensors have an address in common; True if that is too expensive to decide.
 
-    `start` says where each begins.
+    `start` returns the first address of a tensor.
 
     Example:
         >>> qkv = torch.zeros(2, 6)
@@ -124,7 +124,7 @@ def share_an_element(
 
 
 class _Addresses:
-    """Where the elements of a tensor are, on any device, as numpy describes an array. Nobody may read them."""
+    """The addresses of a tensor on any device, as a numpy array that must not be read."""
 
     def __init__(self, x: torch.Tensor, start: int) -> None:
         self.__array_interface__ = {

@@ -1,8 +1,8 @@
 """The class of a tensor as a function for one device sees it: `torch.Tensor` or `nn.Parameter`.
 
-While a function is traced its tensors are FakeTensors, and op by op they are ShardedTensors. Code that asks for
-`type(x)`, or `x.__class__`, goes on as with plain tensors. `x.__class__` is a property of these classes. `type` is
-Python's own, so modules whose code calls it get a global variable of that name meanwhile.
+While a function is traced its tensors are FakeTensors, and in eager mode they are ShardedTensors. Code that reads
+`type(x)` or `x.__class__` still sees plain tensors. `x.__class__` is a property of these classes. `type` is a builtin,
+so modules whose code calls it get a global variable of that name for that time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names that torch keeps to itself: looked up for `internals`, remembered with their reasons, replaced."""
+"""Looks up private names of torch for `torch_private`, records their reasons, and replaces their values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 
 
 class Slot:
-    """A name of torch's that stands for something else for a while, or from now on."""
+    """A name of torch whose value can be replaced, for a while or for good."""
 
     def __init__(self, name: str) -> None:
         self._where, _, self.name = name.rpartition(".")
 
     @cached_property
     def owner(self) -> Any:
-        """The module or class that has it, imported when it is first asked for."""
+        """The module or class with the name, imported on first use."""
         return pkgutil.resolve_name(self._where)
 
     @property
     def value(self) -> Any:
-        """What torch finds there."""
+        """The present value of the name."""
         return getattr(self.owner, self.name)
 
     @value.setter
@@ -34,27 +34,27 @@ class Slot:
 
     @contextmanager
     def holding(self, new: Any) -> Iterator[None]:
-        """While on, torch finds `new`."""
+        """Replaces the value by `new` inside the context."""
         is_own, before, self.value = self.name in vars(self.owner), self.value, new
         try:
             yield
         finally:
             if is_own:
                 self.value = before
-            else:  # a class inherits it
+            else:  # a class inherited it
                 delattr(self.owner, self.name)
 
 
-class Names:
-    """A list of private names; each method takes one, and what it is for."""
+class PrivateNames:
+    """A registry of private names; each method takes a name and the reason for its use."""
 
     def __init__(self) -> None:
-        self.reasons: dict[str, str] = {}  # a private name -> what it is for
-        self.lates: list[str] = []  # those that are looked up when they are used
+        self.reasons: dict[str, str] = {}  # by private name
+        self.lates: list[str] = []  # names that are looked up on use
         self._lacking: list[str] = []
 
     def value(self, name: str, why: str) -> Any:
-        """What torch has under a name."""
+        """Looks up the value of a name."""
         self.reasons[name] = why
         try:
             return pkgutil.resolve_name(name)
@@ -63,38 +63,38 @@ class Names:
             return None
 
     def late(self, name: str, why: str) -> str:
-        """A name that is looked up when it is used."""
+        """Registers a name that is looked up on use."""
         self.reasons[name] = why
         self.lates.append(name)
         return name
 
     def attribute(self, name: str, why: str) -> Any:
-        """What reads an attribute of objects; torch has one such object, or its class has it, by this name."""
+        """Returns a getter of an attribute; `name` is the attribute of a class or of one object."""
         return attrgetter(self.word(name, why))
 
     def name(self, name: str, why: str) -> str:
-        """The name itself, for what is known by it."""
+        """Registers a name and returns it."""
         self.value(name, why)
         return name
 
     def word(self, name: str, why: str) -> str:
-        """The last word of a name, for an attribute that is asked or set by it."""
+        """Registers a name and returns its last word, for getattr and setattr."""
         return self.name(name, why).rpartition(".")[2]
 
     def variable(self, name: str, why: str) -> Any:
-        """What reads a global variable of one of torch's modules, each time anew."""
+        """Returns a getter of a global variable of one of torch's modules."""
         return partial(self.attribute(name, why), pkgutil.resolve_name(name.rpartition(".")[0]))
 
     def slot(self, name: str, why: str) -> Slot:
-        """A name that is going to stand for something else."""
+        """Returns the slot of a name."""
         return Slot(self.name(name, why))
 
     def late_slot(self, name: str, why: str) -> Slot:
-        """The same of a name that is looked up when it is used."""
+        """Returns the slot of a name that is looked up on use."""
         return Slot(self.late(name, why))
 
     def complete(self, supported: Sequence[str]) -> None:
-        """Raise one ImportError for all that torch lacks; `supported` are its versions."""
+        """Raises one ImportError for all names that torch lacks; `supported` are its versions."""
         if not self._lacking:
             return
         lines = "".join(f"\n  * {name}: {self.reasons[name]}" for name in self._lacking)

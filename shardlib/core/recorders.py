@@ -1,7 +1,7 @@
 """Tracers of torch that record a call: torch.fx (`make_fx`, `symbolic_trace`), `torch.jit.trace`, `torch.export`.
 
-A program of shardlib runs beside the ops that they record, so its result would be a constant of their graph, and other
-inputs would give the result of the first ones. Such calls are refused.
+They do not see the ops of a program, so its result would be a constant of their graph, and other inputs would return
+the result of the first ones. Such calls are refused.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ PLAIN = (
 
 
 def may_be_recorded() -> bool:
-    """True if a tracer of torch is on in some thread: a cheap question for every call."""
+    """True if a tracer of torch runs in some thread; cheap enough for every call."""
     return bool(FX_IS_TRACING.value) or is_jit_tracing()
 
 
 def refuse_recorders(call: str, leaves: Iterable[Any] = ()) -> None:
-    """Raise `ShardingError` if a tracer of torch records the call, or if one of its leaves has no values."""
-    if recorder := _recorder(leaves):
-        raise recorded(call, recorder)
+    """Raises `ShardingError` if a tracer of torch records the call, or if one of its leaves has no values."""
+    if recorder := _find_recorder(leaves):
+        raise recorded_error(call, recorder)
 
 
 def refuse_recorded(call: str, x: torch.Tensor) -> None:
-    """Raise `ShardingError` if `x`, which the call reads, is a value of a graph that torch.fx records."""
+    """Raises `ShardingError` if `x`, which the call reads, is a value of a graph that torch.fx records."""
     mode = get_proxy_mode() if FX_IS_TRACING.value else None
     if mode is not None and has_proxy_slot(x, mode.tracer):
-        raise recorded(call, _FX)
+        raise recorded_error(call, _FX)
 
 
-def recorded(call: str, recorder: str) -> ShardingError:
+def recorded_error(call: str, recorder: str) -> ShardingError:
     """Returns the error for a call that this tracer records."""
     return ShardingError(
         f"{call} is recorded by {recorder}",
-        rule="a call of shardlib runs a program of its own, of which no other tracer sees the ops: its result would "
+        rule="a call of shardlib runs a program of its own, whose ops no other tracer sees: its result would "
         "be a constant of the recorded graph",
         remedy=PLAIN,
     )
@@ -61,10 +61,10 @@ def recorded(call: str, recorder: str) -> ShardingError:
 _FX = "torch.fx (make_fx; torch.func.linearize records, too)"
 
 
-def _recorder(leaves: Iterable[Any]) -> str:
+def _find_recorder(leaves: Iterable[Any]) -> str:
     if is_jit_tracing():
         return "torch.jit.trace"
-    if FX_IS_TRACING.value and get_proxy_mode() is not None:  # the switch is the process's, the mode this thread's
+    if FX_IS_TRACING.value and get_proxy_mode() is not None:  # the flag is global, the mode belongs to this thread
         return _FX
     leaves = tuple(leaves)
     if any(isinstance(x, fx.Proxy) for x in leaves):

@@ -1,4 +1,4 @@
-"""Frozen values of fields as Python text: printed as the call that makes them, and read back."""
+"""Formats dataclasses as the Python call that makes them, and parses such calls."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 
-def written(x: Any) -> str:
-    """A value as Python would call it; fields that have their default are left out."""
+def format_call(x: Any) -> str:
+    """Formats a value as a Python call; fields with their default are left out."""
     values = ((f, getattr(x, f.name)) for f in fields(x))
     words = [f"{f.name}={_literal(value)}" for f, value in values if value != _default(f)]
     return f"{type(x).__name__}({', '.join(words)})"
 
 
-def read(text: str, *kinds: type) -> Any:
-    """The value of a text, as `written` prints it, of one of these classes, whose fields are such values or literals.
+def parse_call(text: str, *kinds: type) -> Any:
+    """Parses the text of `format_call` for a value of one of these classes; fields are such values or literals.
 
     Raises `SyntaxError`, `ValueError` or `TypeError` for another text.
     """
@@ -28,7 +28,7 @@ def _default(f: Field[Any]) -> Any:
 
 
 def _literal(x: Any) -> str:
-    """A literal as a person writes it: 340e9 and not 340000000000.0."""
+    """Formats a literal as a person writes it: 340e9 and not 340000000000.0."""
     if isinstance(x, Mapping):
         return "{" + ", ".join(f"{key!r}: {_literal(value)}" for key, value in x.items()) + "}"
     if isinstance(x, float) and x >= 1e6:

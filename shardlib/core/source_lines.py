@@ -1,8 +1,8 @@
-"""Which line of the user's source a traced node comes from, backward nodes too.
+"""Finds the line of the user's source that a traced node comes from, backward nodes too.
 
-A forward node belongs to the innermost frame that is not the library's or torch's. A backward node has no such frame:
-it runs inside the autograd engine. But every autograd node has a sequence number, handed out in forward order, so the
-line that was current when a number was handed out is the line of everything that autograd node computes later.
+A forward node belongs to the innermost frame outside of shardlib and torch. A backward node has no such frame: it runs
+inside the autograd engine. But every autograd node has a sequence number, handed out in forward order. The line that
+was current when the number was handed out is the line of all nodes that the autograd node's backward makes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import typing_extensions
 from torch import fx
 
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.torch_private import last_number, number_of, running_node
 
 
@@ -39,52 +39,52 @@ class Line(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module: its path from the outermost one that was called, and its class."""
+    """A module: its path from the outermost called module, and its class."""
 
     path: str
     kind: str
 
 
 class Modules(NamedTuple):
-    """The modules whose forward runs, from the outermost on; `names` are the paths of all under the first, by id."""
+    """The modules whose forward runs, outermost first; `names` are the paths of all modules in the first one, by id."""
 
     entries: tuple[Module, ...] = ()
     names: Mapping[int, str] | None = None
     innermost: Any = None
 
     def entered(self, m: Any) -> Modules:
-        """With one more, a `torch.nn.Module`."""
+        """Adds a `torch.nn.Module`."""
         names = {id(x): name for name, x in m.named_modules()} if self.names is None else self.names
         return Modules((*self.entries, Module(names.get(id(m), ""), type(m).__name__)), names, m)
 
     def apart(self) -> Modules:
-        """None, with paths from the innermost one on."""
+        """Starts an empty list whose paths begin at the innermost module."""
         m = self.innermost
         return Modules((), None if m is None else {id(x): name for name, x in m.named_modules()}, m)
 
     def around(self, entries: tuple[Module, ...]) -> tuple[Module, ...]:
-        """What was called `apart`, called in here."""
+        """Prepends these modules to entries that were recorded `apart`."""
         prefix = self.entries[-1].path if self.entries else ""
         return (*self.entries, *(Module(".".join(filter(None, (prefix, x.path))), x.kind) for x in entries))
 
 
-modules: ContextVar[Modules] = ContextVar("shardlib_modules", default=Modules())  # noqa: B039 it is frozen
+modules: ContextVar[Modules] = ContextVar("shardlib_modules", default=Modules())  # noqa: B039 the default is frozen
 
-# The line of what is written out again from a graph, where no frame of the user's has it.
+# The line for nodes that are copied from a graph, which no frame of the user makes.
 replayed: ContextVar[Line | None] = ContextVar("shardlib_replayed", default=None)
 
 
-def spot(line: Line | None) -> str:
-    """`w1.py:106`: the same in whatever folder a process runs."""
+def format_file_line(line: Line | None) -> str:
+    """Formats a line as `w1.py:106`, the same in every working folder."""
     return (
         "the results" if line is None or not line.file else f"{_cell(line.file) or Path(line.file).name}:{line.lineno}"
     )
 
 
-def place(line: Line | None) -> str:
-    """`tests/models/w1.py:106`: relative to the installed libraries, or to the folder that the program runs in."""
+def format_path_line(line: Line | None) -> str:
+    """Formats a line as `tests/models/w1.py:106`, relative to the installed libraries or the working folder."""
     if line is None or not line.file:
-        return "the results"  # what moves where no op stands: an argument that is returned elsewhere
+        return "the results"  # such as an argument that is returned with another layout
     path = _cell(line.file) or line.file
     for root in (*_ROOTS, str(Path.cwd())):
         if path.startswith(root + os.sep):
@@ -94,14 +94,15 @@ def place(line: Line | None) -> str:
 
 
 def _cell(path: str) -> str | None:
-    """What a notebook's cell is called, whose file is one of its kernel's process."""
+    """Returns "cell" for the temporary file of a notebook's cell."""
     return "cell" if Path(path).parent.name.startswith("ipykernel_") else None
 
 
 class LineRecorder:
-    """Writes `meta["line"]` (and `meta["backward"]`) of a node at the moment it is made, for about 5 us a node.
+    """Writes `meta["line"]`, `meta["backward"]` and `meta["default"]` (the default dtype) of a new node.
 
-    Also the default dtype of that moment, as `meta["default"]`."""
+    Takes about 5 us a node.
+    """
 
     def __init__(self, fallback: Line) -> None:
         self.fallback = fallback
@@ -127,7 +128,7 @@ class LineRecorder:
         node.meta.update(line=line, default=torch.get_default_dtype())
         if (inside := modules.get().entries) and running is None:
             node.meta["modules"] = inside
-        # Numbers handed out since the last node are this one's: autograd makes its node just before the op runs.
+        # Numbers handed out since the last node belong to this one: autograd makes its node just before the op runs.
         upto = last_number()
         for number in range(self._seen, upto):
             self._by_sequence[number] = line
@@ -135,24 +136,24 @@ class LineRecorder:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether a node only begins or ends a `torch.profiler.record_function`."""
+    """Returns whether a node only begins or ends a `torch.profiler.record_function`."""
     return getattr(node.target, "namespace", "") == "profiler"
 
 
 def user_line(frame: FrameType | None) -> Line | None:
-    """The innermost line, from `frame` outwards, that a user wrote (or a model library, such as transformers)."""
-    found = user_frame(frame)
-    return None if found is None else line_at(found.f_code, found.f_lineno)
+    """Returns the innermost line, from `frame` outwards, of the user or of a model library such as transformers."""
+    own = user_frame(frame)
+    return None if own is None else line_at(own.f_code, own.f_lineno)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame of that line."""
+    """Returns the innermost frame, from `frame` outwards, of the user or of a model library."""
     while frame is not None:
         file = frame.f_code.co_filename
         internal = _internal.get(file)
         if internal is None:
             internal = _internal[file] = is_internal(file)
-        if not internal and (file != "<string>" or "__name__" in frame.f_globals):  # a trace evaluates a text, too
+        if not internal and (file != "<string>" or "__name__" in frame.f_globals):  # torch compiles texts, too
             return frame
         frame = frame.f_back
     return None
@@ -165,7 +166,7 @@ def caller_at(frame: FrameType | None) -> tuple[str, int]:
 
 
 def line_at(code: CodeType, lineno: int) -> Line:
-    """The line `lineno` of a function's code."""
+    """Returns the line `lineno` of a function's code."""
     line = _lines.get((code, lineno))
     if line is None:
         text = linecache.getline(code.co_filename, lineno).strip()
@@ -174,18 +175,18 @@ def line_at(code: CodeType, lineno: int) -> Line:
 
 
 def error_line(error: BaseException) -> Line | None:
-    """The user's line that an exception passed through last."""
-    found, step = None, error.__traceback__
+    """Returns the innermost line of the user in the traceback of an exception."""
+    line, step = None, error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
         if not is_internal(code.co_filename):
-            found = line_at(code, step.tb_lineno)
+            line = line_at(code, step.tb_lineno)
         step = step.tb_next
-    return found
+    return line
 
 
-_internal: Bounded[str, bool] = Bounded(1 << 14)  # by file
-_lines: Bounded[tuple[CodeType, int], Line] = Bounded(1 << 14)
+_internal: BoundedCache[str, bool] = BoundedCache(1 << 14)  # by file
+_lines: BoundedCache[tuple[CodeType, int], Line] = BoundedCache(1 << 14)
 
 
 def is_internal(file: str) -> bool:

@@ -1,4 +1,4 @@
-"""The seconds that each stage of something takes, and a line on a terminal where that is long."""
+"""Times the stages of compilation, and shows progress on a terminal if they are slow."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_AFTER, _EVERY = 3.0, 1.0  # seconds until somebody who waits is told, and between further words
+_AFTER, _EVERY = 3.0, 1.0  # seconds until the first progress line, and between updates
 _STAGES = {"": "trace", "trace": "normalize", "normalize": "rules", "rules": "propagate", "propagate": "lower"}
 
 
-class Clock:
-    """`seconds` by stage; the time since the last stop is that of the stage that stops."""
+class StageClock:
+    """Records `seconds` by stage; `stop` ends a stage that began at the last stop."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -27,10 +27,10 @@ class Clock:
 
     @property
     def stage(self) -> str:
-        """The stage that runs now.
+        """The current stage.
 
         Example:
-            >>> clock = Clock()
+            >>> clock = StageClock()
             >>> clock.stop("trace")
             >>> clock.stage
             'normalize'
@@ -39,13 +39,13 @@ class Clock:
 
 
 @contextmanager
-def notice(name: str, clock: Clock) -> Iterator[None]:
-    """Where planning `name` takes more than 3 s, write its stage and seconds in one line on stderr, if a terminal."""
+def show_progress(name: str, clock: StageClock) -> Iterator[None]:
+    """Shows stage and seconds in one line on stderr, if that is a terminal and planning `name` takes over 3 s."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
     done = threading.Event()
-    speaker = threading.Thread(target=_speak, args=(name, clock, done), daemon=True)
+    speaker = threading.Thread(target=_write_progress, args=(name, clock, done), daemon=True)
     speaker.start()
     try:
         yield
@@ -54,7 +54,7 @@ def notice(name: str, clock: Clock) -> Iterator[None]:
         speaker.join()
 
 
-def _speak(name: str, clock: Clock, done: threading.Event) -> None:
+def _write_progress(name: str, clock: StageClock, done: threading.Event) -> None:
     begin, wait, line = time.perf_counter(), _AFTER, ""
     while not done.wait(wait):
         seconds, wait = time.perf_counter() - begin, _EVERY

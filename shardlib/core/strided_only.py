@@ -1,4 +1,4 @@
-"""What can be laid out at all: tensors of which every element has its place among dims."""
+"""Refuses tensors without strided memory: DTensors, and sparse, nested, quantized or opaque tensors."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import torch
 from shardlib.core.errors import ShardingError
 
 
-def refuse_others(what: str, found: Iterable[tuple[str, Any]]) -> None:
-    """Raise `ShardingError` if there are DTensors, or sparse, nested, quantized or opaque ones among the named tensors.
+def refuse_unstrided(call: str, named: Iterable[tuple[str, Any]]) -> None:
+    """Raises `ShardingError` for DTensors, and sparse, nested, quantized or opaque tensors among the named ones.
 
     Example:
-        >>> refuse_others("step(x, y)", [("x", torch.zeros(3)), ("y", torch.eye(2).to_sparse())])
+        >>> refuse_unstrided("step(x, y)", [("x", torch.zeros(3)), ("y", torch.eye(2).to_sparse())])
         Traceback (most recent call last):
         shardlib.ShardingError: step(x, y) works on tensors that are not strided:
           * y of shape [2, 2] is sparse_coo
-        Rule: a layout cuts dims into ranges of positions, of numbers as they are
+        Rule: a layout shards dims into ranges of elements, which are plain numbers
         Remedy: pass a dense tensor: x.to_dense(), or its indices and values as tensors of their own
     """
-    tensors = [(name, x) for name, x in found if isinstance(x, torch.Tensor)]
-    refuse_dtensors(what, tensors)
+    tensors = [(name, x) for name, x in named if isinstance(x, torch.Tensor)]
+    refuse_dtensors(call, tensors)
     wrong = [(name, x) for name, x in tensors if not is_strided(x)]
     if wrong:
         raise ShardingError(
-            f"{what} works on tensors that are not strided",
-            [_described(name, x) for name, x in wrong],
-            rule="a layout cuts dims into ranges of positions, of numbers as they are",
+            f"{call} works on tensors that are not strided",
+            [_describe(name, x) for name, x in wrong],
+            rule="a layout shards dims into ranges of elements, which are plain numbers",
             remedy=f"pass a dense tensor: {'; '.join(dict.fromkeys(_dense(x) for _, x in wrong))}",
         )
 
 
-def refuse_dtensors(what: str, named: Iterable[tuple[str, Any]]) -> None:
-    """Raise `ShardingError` if there are DTensors of torch.distributed among the named tensors.
+def refuse_dtensors(call: str, named: Iterable[tuple[str, Any]]) -> None:
+    """Raises `ShardingError` if there are DTensors of torch.distributed among the named tensors.
 
-    Models that went through `fully_shard` or `tp_plan="auto"` hold such. Each rank has a local shard of them alone.
+    Models after `fully_shard` or with `tp_plan="auto"` hold DTensors. Each rank holds one shard of such a tensor.
     """
     dtensors = [f"{name} is a DTensor of shape {list(x.shape)}, {x.placements}" for name, x in named if is_dtensor(x)]
     if dtensors:
         raise ShardingError(
-            f"{what} works on DTensors",
+            f"{call} works on DTensors",
             dtensors,
             rule="shardlib places plain tensors and ShardedTensors; the ops of a DTensor communicate by themselves",
             remedy="convert each one: sl.from_dtensor(x), or x.full_tensor() for the plain tensor; for a module, leave "
@@ -51,18 +51,18 @@ def refuse_dtensors(what: str, named: Iterable[tuple[str, Any]]) -> None:
 
 
 def is_dtensor(x: Any) -> bool:
-    """True for a DTensor; `torch.distributed.tensor` is not imported for the question."""
+    """True for a DTensor; does not import `torch.distributed.tensor`."""
     module = None if type(x) is torch.Tensor else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def is_strided(x: torch.Tensor) -> bool:
-    """Whether every element of a tensor has its place among dims."""
+    """Returns whether a tensor is an ordinary strided one."""
     return x.layout == torch.strided and not x.is_nested and not x.is_quantized
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's values, in the order of its elements; in its own memory if it is contiguous.
+    """Views or copies the values of a tensor as bytes, in the order of its elements; a view if it is contiguous.
 
     A dim of one element may have any stride, and `view` keeps that.
 
@@ -85,7 +85,7 @@ def _dense(x: torch.Tensor) -> str:
 _INDEXED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def _described(name: str, x: torch.Tensor) -> str:
+def _describe(name: str, x: torch.Tensor) -> str:
     if x.is_nested:
         return f"{name} is nested"
     if x.is_quantized:

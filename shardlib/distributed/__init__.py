@@ -1,1 +1,1 @@
-"""How ranks keep in step, and how those that are not, or are gone, are found out and named."""
+"""Keeps ranks in step, and names ranks that are out of step or gone."""

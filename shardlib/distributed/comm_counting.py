@@ -1,4 +1,4 @@
-"""Modes of torch that count collectives, and what they do not count: what ranks say to each other beside the plan."""
+"""Tracks the modes of torch that count collectives, and hides messages between ranks from them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Any
 
 from shardlib.core.torch_private import dispatch_modes, pop_dispatch_mode, push_dispatch_mode
 
-entered: tuple[Any, ...] = ()  # modes that somebody has entered, in any thread; frozen, so that readers see it whole
+active_modes: tuple[Any, ...] = ()  # modes entered in any thread; a tuple, so that readers see a consistent value
 _lock = threading.Lock()
-handling: ContextVar[tuple[Any, ...]] = ContextVar("shardlib_counting", default=())  # those that torch took off
+# Modes that torch disabled while they handle a call.
+handling: ContextVar[tuple[Any, ...]] = ContextVar("shardlib_counting", default=())
 
 
-def enter(mode: Any) -> None:
-    """A mode counts from now on."""
-    global entered
+def add_counter(mode: Any) -> None:
+    """Registers a mode when it is entered."""
+    global active_modes
     with _lock:
-        entered = (*entered, mode)
+        active_modes = (*active_modes, mode)
 
 
-def leave(mode: Any) -> None:
-    """It counts no longer, but where it was entered before."""
-    global entered
+def remove_counter(mode: Any) -> None:
+    """Removes the last registration of a mode."""
+    global active_modes
     with _lock:
-        last = max((i for i, other in enumerate(entered) if other is mode), default=len(entered))
-        entered = entered[:last] + entered[last + 1 :]
+        last = max((i for i, other in enumerate(active_modes) if other is mode), default=len(active_modes))
+        active_modes = active_modes[:last] + active_modes[last + 1 :]
 
 
-def counting() -> list[Any]:
-    """The modes that count here, each once."""
+def counters_here() -> list[Any]:
+    """Returns the modes that count in this thread, each once."""
     return list({id(m): m for m in (*handling.get(), *dispatch_modes()) if _counts(m)}.values())
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
-    """What torch dispatches inside is not counted."""
-    if not entered:
+def without_counting() -> Iterator[None]:
+    """Hides ops inside the context from counting modes."""
+    if not active_modes:
         yield
         return
     stack = dispatch_modes()
@@ -58,4 +59,4 @@ def _exchange(old: Sequence[Any], new: Sequence[Any]) -> None:
 
 
 def _counts(mode: Any) -> bool:
-    return any(mode is other for other in entered)
+    return any(mode is other for other in active_modes)

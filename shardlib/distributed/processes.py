@@ -1,4 +1,4 @@
-"""Where the processes of ranks are, and which of them are gone."""
+"""Locates the processes of ranks, and detects those that are gone."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from shardlib.distributed.store import Store
 
 
 class Processes:
-    """The processes of the ranks of one world, as they say."""
+    """The processes of the ranks of one world."""
 
     def __init__(self, room: str, rank: int, size: int, store: Callable[[], Store]) -> None:
         self._room, self.rank, self.size, self._store = f"{room}/life", rank, size, store
         self._lives: dict[int, str] = {}
 
     def introduce(self) -> None:
-        """Say where this process is, once."""
+        """Posts the location of this process, once."""
         if self.rank not in self._lives:
             self._lives[self.rank] = _life()
             self._store().post(self._room, self._lives[self.rank])
 
     def dead(self, ranks: Sequence[int] | None = None, *, ask: bool = False) -> list[int]:
-        """The ranks among these (None: all) whose processes ran on this machine and are gone."""
+        """Returns the ranks among these (None: all) whose processes ran on this machine and are gone."""
         among = range(self.size) if ranks is None else ranks
         if ask:
             for r in among:
@@ -34,7 +34,7 @@ class Processes:
 
 
 def _life() -> str:
-    """This process, in a form that others on the machine can look up: host and process namespace, then id."""
+    """Returns host, process namespace and id of this process."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {namespace.readlink() if namespace.exists() else ''} {os.getpid()}"
 

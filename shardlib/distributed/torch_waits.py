@@ -1,4 +1,4 @@
-"""Waits of torch's own for other ranks, which know nothing of turns: the ranks say first what they are about to do."""
+"""Runs functions of torch that wait for other ranks outside of turns: the ranks first compare their tasks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shardlib.distributed import world
 from shardlib.distributed.turns import current
 
 
-def waited(task: Callable[[], Any], what: str) -> Any:
-    """The result of `task`, which waits for other ranks out of our sight.
+def run_watched(task: Callable[[], Any], description: str) -> Any:
+    """Runs `task`, in which torch waits for other ranks, and returns its result.
 
-    Raises `ShardingError` where they are about to do something else than `what`, and as soon as one of them is dead.
-    In a world of torch's `fake` backend nobody else is there.
+    Raises `ShardingError` if some rank is about to run a task with another `description`, and as soon as one is dead.
+    A world of torch's `fake` backend has no other ranks.
     """
     if dist.get_backend() == "fake":
         return task()
     order, done = current(), threading.Event()
     room, order.meetings = f"{order.room}/waits/{order.meetings}", order.meetings + 1
     seconds = world.timeout().total_seconds()
-    said = order.store().exchange(room, what, range(order.size), seconds, what, order.watcher())
-    if len(set(said.values())) > 1:
+    tasks = order.store().exchange(room, description, range(order.size), seconds, description, order.watcher())
+    if len(set(tasks.values())) > 1:
         raise ShardingError(
             "the ranks make different groups",
-            [f"rank {r} is about to {text}" for r, text in said.items()],
+            [f"rank {r} is about to {text}" for r, text in tasks.items()],
             rule="every rank makes the same meshes, with their axes in the same order",
             remedy="let no mesh depend on the rank",
         )
@@ -38,7 +38,7 @@ def waited(task: Callable[[], Any], what: str) -> Any:
     def run() -> None:
         try:
             results.append(task())
-        except BaseException as error:  # noqa: BLE001  handed to the thread that waits
+        except BaseException as error:  # noqa: BLE001  raised in the waiting thread
             errors.append(error)
         done.set()
 
@@ -46,7 +46,7 @@ def waited(task: Callable[[], Any], what: str) -> Any:
     while not done.wait(0.1):
         if dead := order.dead(ask=True):
             raise ShardingError(
-                f"rank {order.rank} cannot {what}",
+                f"rank {order.rank} cannot {description}",
                 [f"rank {r} is dead: its process is gone" for r in dead],
                 rule="every rank of the mesh takes part in every step",
                 remedy="look for the first error in the output of the ranks named",

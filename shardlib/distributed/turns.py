@@ -1,12 +1,12 @@
-"""The order in which ranks meet, which is one order for all of them; and how a rank that is out of step is found out.
+"""Turns: all ranks communicate in one common order, and a rank that is out of step is detected.
 
-A *turn* is one call of a program that communicates, or one meeting of the ranks. All ranks take the same turns, one
-after the other. A turn has a number, the program and the line of the user that calls it. What a rank sends carries
-these (in shared memory every round does, on Gloo every turn begins with them), and nobody takes what belongs to another
-turn. A rank that waits longer than usual tells the others which turns it took last, and compares theirs with its own:
-so ranks that wait for each other in different places learn that too, long before a timeout.
+A *turn* is one call of a program that communicates, or one meeting of the ranks. All ranks take the same turns in
+sequence. A turn consists of a number, the program and the user's line that calls it. Messages carry them (in shared
+memory every round, on Gloo the start of every turn), and no rank accepts messages of another turn. A rank that waits
+longer than usual posts its last turns and compares them with those of the others. So ranks that wait for each other in
+different places learn about it long before a timeout.
 
-The threads of a rank take turns one at a time. Ranks whose threads come in different orders are out of step like any.
+The threads of a rank take turns one at a time; ranks whose threads take turns in different orders are out of step.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ import torch
 import torch.distributed as dist
 
 from shardlib.core.errors import CollectiveError, ShardingError
-from shardlib.core.source_lines import line_at, place, user_frame
+from shardlib.core.source_lines import format_path_line, line_at, user_frame
 from shardlib.core.torch_private import default_store, gather_of
 from shardlib.distributed import world
 from shardlib.distributed.processes import Processes
-from shardlib.distributed.store import Store, own_connection
+from shardlib.distributed.store import Store, clone_connection
 from shardlib.distributed.turn_errors import (
     KEEP,
     PATIENCE,
     Entry,
     Texts,
-    backward_of,
-    called_with,
-    cannot_go_on,
-    number,
+    backward_text,
+    call_text,
+    cannot_continue,
+    hash_texts,
 )
 
 _SLICE = timedelta(seconds=PATIENCE)
 
-Moment = tuple[int, int]  # how many turns were taken by then, and how many calls made since: the same on all ranks
+CallTime = tuple[int, int]  # the number of turns before a call, and of calls since the last turn: equal on all ranks
 
-# What is begun now: turn, program, line, and collectives of this turn so far. The library in shared memory reads it.
-ASKING = array("Q", bytes(32))
+# Turn, program, line, and the number of collectives in this turn so far. The shared-memory library reads the array.
+CURRENT_TURN = array("Q", bytes(32))
 
 
 class Order:
-    """What this process knows of the order of one world of torch.distributed; made by `current`."""
+    """The order of turns in one world of torch.distributed, as seen by this process; made by `current`."""
 
-    def __init__(self, of: object) -> None:
-        self.world, self.rank, self.size = of, dist.get_rank(), dist.get_world_size()
+    def __init__(self, world_group: object) -> None:
+        self.world, self.rank, self.size = world_group, dist.get_rank(), dist.get_world_size()
         self.room = f"shardlib/{_count}"
         self.turn = 0
-        self.calls: Moment = (0, 0)
-        self.meetings = 0  # how often the ranks have compared something through the store
+        self.calls: CallTime = (0, 0)
+        self.meetings = 0  # number of comparisons through the store
         self.recent: list[Entry] = [(0, 0, 0)] * KEEP  # by turn
-        self.thread = 0  # who took the last turn
-        self.name = ""  # what all ranks call it; empty for the main thread
+        self.thread = 0  # the thread of the last turn
+        self.name = ""  # its name, common to all ranks; empty for the main thread
         self.named: dict[str, int] = {}  # the threads that took turns, by name
         self.fault = ""  # why this rank takes no more turns
-        # A connection of our own: torch's is taken for as long as one of its threads waits for something.
-        self._client = own_connection(default_store())
+        # Torch's own connection is blocked while one of its threads waits.
+        self._client = clone_connection(default_store())
         self.texts = Texts(self.room, self.store)
         self.processes = Processes(self.room, self.rank, self.size, self.store)
         self.dead = self.processes.dead
@@ -74,36 +74,38 @@ class Order:
     def store(self, cause: BaseException | None = None) -> Store:
         return Store(self.rank, self._client, cause, self.processes.dead)
 
-    def moment(self) -> Moment:
-        """When a call is made that something may go back through, in turns: no two calls have the same."""
+    def moment(self) -> CallTime:
+        """Returns a unique time for a call that may have a backward pass."""
         self.calls = self.turn, self.calls[1] + 1 if self.calls[0] == self.turn else 0
         return self.calls
 
     def watcher(self) -> Callable[[Sequence[int]], list[int]]:
-        """For a wait: the dead among the missing; looks, too, where the others are when it takes long."""
+        """Returns a function for waits that returns the dead among the missing, and checks turns if it takes long."""
         look = Patience()
 
         def dead(missing: Sequence[int]) -> list[int]:
             look()
             if gone := self.dead(missing, ask=True):
-                self.look()  # it may have ended because it was out of step
+                self.look()  # it may have exited because it was out of step
             return gone
 
         return dead
 
     def meet(self, groups: Sequence[Any]) -> None:
-        """At the beginning of a turn: wait until the members of these groups, which may use Gloo, are in it too.
+        """Waits at the start of a turn until the members of these groups have started it.
 
-        Gloo does not notice collectives that do not belong together: their bytes are mixed, or the process ends. On one
-        machine they meet in shared memory, which does notice, and is faster.
+        Gloo does not detect collectives of different turns: it mixes their bytes, or ends the process. On one machine
+        ranks meet in shared memory, which detects them and is faster.
         """
         meetings = []
         for group in groups:
             if group.channel is not None:
                 meetings.append(group.channel.meet())
-                ASKING[3] = 0  # it is no collective of the turn: some ranks meet in more groups than others
+                CURRENT_TURN[3] = (
+                    0  # a meeting is no collective of the turn: some ranks meet in more groups than others
+                )
         flying = []
-        mine = torch.tensor(ASKING[:3], dtype=torch.int64)
+        mine = torch.tensor(CURRENT_TURN[:3], dtype=torch.int64)
         for group in groups:
             if group.channel is None:
                 all_ = torch.empty(group.size * 3, dtype=torch.int64)
@@ -128,14 +130,12 @@ class Order:
             look()
 
     def look(self, cause: BaseException | None = None) -> None:
-        """Tell the others where this rank is; raise `ShardingError` if one of them is in another turn, or gave up."""
-        self.texts.explain()
-        store, at = self.store(cause), f"{self.room}/turns"
-        turns = sorted(entry for entry in self.recent if entry[0])
-        store.post(at, json.dumps([self.fault, turns]))
-        mine = {entry[0]: entry for entry in turns}
+        """Posts the turns of this rank; raises `ShardingError` if another rank is in another turn, or gave up."""
+        self.texts.post_deferred()
+        store, room = self.store(cause), f"{self.room}/turns"
+        mine = {entry[0]: entry for entry in self._post_turns(store)}
         for rank in range(self.size):
-            if rank == self.rank or not (text := store.find(f"{at}/{rank}")):
+            if rank == self.rank or not (text := store.find(f"{room}/{rank}")):
                 continue
             fault, theirs = json.loads(text)
             for entry in theirs:
@@ -144,16 +144,22 @@ class Order:
             if fault:
                 self.refuse(fault)
 
+    def _post_turns(self, store: Store) -> list[Entry]:
+        self.texts.post_deferred()
+        turns = sorted(entry for entry in self.recent if entry[0])
+        store.post(f"{self.room}/turns", json.dumps([self.fault, turns]))
+        return turns
+
     def out_of_step(self, mine: Sequence[int], rank: int, theirs: Sequence[int]) -> NoReturn:
-        """Raise the error for two ranks that meet in different turns, or in different collectives of one."""
+        """Raises the error for two ranks that meet in different turns, or in different collectives of one turn."""
         error = self.texts.out_of_step(self.rank, mine, rank, theirs, threads=len(self.named) > 1)
         self.give_up(str(error))
         raise error
 
     def change_thread(self) -> None:
-        """Another thread takes a turn. Its name is part of the turn, since threads at one line are not one another.
+        """Registers that another thread takes a turn. Its name is part of the turn, to tell threads at one line apart.
 
-        Raises `ShardingError` where two threads have one name.
+        Raises `ShardingError` if two threads have one name.
         """
         thread = threading.current_thread()
         self.thread = threading.get_ident()
@@ -169,40 +175,35 @@ class Order:
         self.named[self.name] = self.thread
 
     def forget(self) -> None:
-        """Forget the turns so far; all ranks do so together."""
+        """Forgets the turns so far; all ranks do so together."""
         self.recent = [(0, 0, 0)] * KEEP
         self.texts.forget()
 
     def give_up(self, why: str) -> None:
-        """Take no more turns, and tell all ranks that look."""
+        """Takes no more turns, and posts the reason."""
         self.fault = self.fault or why
-        self.texts.explain()
-        turns = sorted(entry for entry in self.recent if entry[0])
-        self.store().post(f"{self.room}/turns", json.dumps([self.fault, turns]))
+        self._post_turns(self.store())
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise the error for ranks that cannot go on since something went wrong before."""
+        """Raises the error for ranks that take no more turns after an earlier error."""
         self.fault = self.fault or why
-        raise cannot_go_on(why)
+        raise cannot_continue(why)
 
 
 class Turn:
-    """The turn of a program, to be used with `with`; `text` are its name and, a line each, its collectives."""
+    """The turn of a program, a context manager; `text` has its name and, in further lines, its collectives."""
 
     __slots__ = ("after", "lineage", "numbers", "order", "program", "text")
 
     def __init__(self, text: str, *key: str) -> None:
-        self.program, self.text = number(text, *key), text
+        self.program, self.text = hash_texts(text, *key), text
         self.order: Order | None = None
         self.numbers: Sequence[Any] | None = None  # of one call
-        self.after: Moment | None = None
+        self.after: CallTime | None = None
         self.lineage = 0
 
-    def of(self, numbers: Sequence[Any], after: Moment | None = None, lineage: int = 0) -> Turn:
-        """The turn of a call with these numbers and tensors, or of what goes back through a call.
-
-        It is another one than that of other calls.
-        """
+    def for_call(self, numbers: Sequence[Any], after: CallTime | None = None, lineage: int = 0) -> Turn:
+        """Returns the turn of a call with these numbers and tensors, or of the backward pass of the call at `after`."""
         if not numbers and after is None and not lineage:
             return self
         turn = Turn.__new__(Turn)
@@ -212,10 +213,10 @@ class Turn:
             turn.program ^= zlib.crc32(f"{', '.join(map(repr, numbers))} {after}".encode()) << 1
         return turn
 
-    def said(self) -> str:
-        """What the turn of one call is called."""
-        text = self.text if self.after is None else backward_of(self.text, *self.after)
-        return called_with(text, ", ".join(map(repr, self.numbers or ())), self.lineage)
+    def describe(self) -> str:
+        """Returns the text of the turn of one call."""
+        text = self.text if self.after is None else backward_text(self.text, *self.after)
+        return call_text(text, ", ".join(map(repr, self.numbers or ())), self.lineage)
 
     def __enter__(self) -> Order:
         if _forked:
@@ -227,16 +228,16 @@ class Turn:
             if order.fault:
                 order.refuse(order.fault)
             if self.numbers is not None:
-                order.texts.say_later(order.turn + 1, self.program, self.said)
+                order.texts.defer(order.turn + 1, self.program, self.describe)
             elif self.order is not order:
-                order.texts.say(self.program, self.text)
+                order.texts.post(self.program, self.text)
                 self.order = order
             if order.thread != threading.get_ident():
                 order.change_thread()
             line = _line_number(order)
             order.turn = turn = order.turn + 1
             order.recent[turn % KEEP] = (turn, self.program, line)
-            ASKING[0], ASKING[1], ASKING[2], ASKING[3] = turn, self.program, line, 0
+            CURRENT_TURN[0], CURRENT_TURN[1], CURRENT_TURN[2], CURRENT_TURN[3] = turn, self.program, line, 0
             ready = True
         finally:
             if not ready:
@@ -244,12 +245,12 @@ class Turn:
         return order
 
     def __exit__(self, *_: object) -> None:
-        ASKING[0] = ASKING[1] = ASKING[2] = ASKING[3] = 0
+        CURRENT_TURN[0] = CURRENT_TURN[1] = CURRENT_TURN[2] = CURRENT_TURN[3] = 0
         _lock.release()
 
 
 class Patience:
-    """For a wait: called now and then, it looks where the others are once that takes long. Raises what `look` does."""
+    """Checks the turns of other ranks once a wait that calls it repeatedly takes long. Raises like `Order.look`."""
 
     __slots__ = ("due", "pause")
 
@@ -265,7 +266,7 @@ class Patience:
 
 
 def current() -> Order:
-    """The order of the world that there is now."""
+    """Returns the order of the present world."""
     global _order, _count
     if _forked:
         _refuse_fork()
@@ -278,9 +279,9 @@ def current() -> Order:
     return _order
 
 
-_lock = threading.RLock()  # of whoever has the turn
+_lock = threading.RLock()  # held by the thread that has the turn
 _order: Order | None = None
-_count = 0  # worlds so far; a world that was destroyed leaves its texts in the store, so names are not used again
+_count = 0  # worlds so far; a destroyed world leaves its texts in the store, so its room is not used again
 _lines: dict[tuple[str, int, str, str], int] = {}
 _forked = False
 
@@ -291,18 +292,20 @@ def _line_number(order: Order) -> int:
         return 0
     code = frame.f_code
     key = code.co_filename, frame.f_lineno, code.co_qualname, order.name
-    found = _lines.get(key)
-    if found is None:
+    number = _lines.get(key)
+    if number is None:
         # Ranks may run the program from different folders.
-        found = _lines[key] = number(Path(code.co_filename).name, str(frame.f_lineno), code.co_qualname, order.name)
-    if found not in order.texts:
-        where = place(line_at(code, frame.f_lineno))
-        order.texts.say(found, f"{where} in thread {order.name}" if order.name else where)
-    return found
+        number = _lines[key] = hash_texts(
+            Path(code.co_filename).name, str(frame.f_lineno), code.co_qualname, order.name
+        )
+    if number not in order.texts:
+        where = format_path_line(line_at(code, frame.f_lineno))
+        order.texts.post(number, f"{where} in thread {order.name}" if order.name else where)
+    return number
 
 
 def is_fork() -> bool:
-    """Whether this process was forked from a rank."""
+    """Returns whether this process was forked from a rank."""
     return _forked
 
 

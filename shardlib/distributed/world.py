@@ -1,6 +1,6 @@
-"""What a process knows about its peers: world size, rank, device, process groups.
+"""World size, rank, device and process groups of this process.
 
-What a `Mesh` needs from the environment and from `torch.distributed` is here; the mesh itself keeps none of it.
+This module reads the environment and `torch.distributed` for a `Mesh`, which holds no such state itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardlib.core.torch_private import backend_of, default_timeout, devices_of,
 
 _Key = tuple[tuple[tuple[str, int], ...], str]
 
-# The groups belong to one default process group: after it is destroyed and made anew, they are made anew too.
+# The groups belong to one default process group; a new default group needs new groups.
 _meshes: dict[_Key, tuple[object, DeviceMesh]] = {}
 _lock = Lock()
 
@@ -46,7 +46,7 @@ def kind() -> Literal["virtual", "distributed"]:
 
 
 def check_size(mesh: str, devices: int) -> None:
-    """Refuse a mesh that has not exactly one device for every process."""
+    """Raises `ShardingError` unless a mesh has one device for every process."""
     if devices != size():
         raise ShardingError(
             f"{mesh} does not match the world size",
@@ -85,12 +85,13 @@ def device_type(device: str | None, kind: str) -> str:
 
 
 def timeout() -> timedelta:
-    """How long a collective waits for its peers: SHARDLIB_TIMEOUT seconds; without it as long as the user told
-    `init_process_group`, or 300 s where that was not told either.
+    """Returns the time that a collective waits for its peers.
+
+    This is SHARDLIB_TIMEOUT in seconds, else the timeout that the user passed to `init_process_group`, else 300 s.
     """
     text = os.environ.get("SHARDLIB_TIMEOUT", "")
     if not text:
-        return _told_timeout() or timedelta(seconds=300)
+        return _user_timeout() or timedelta(seconds=300)
     try:
         seconds = float(text)
     except ValueError:
@@ -101,40 +102,40 @@ def timeout() -> timedelta:
 
 
 def current_device(device: str, kind: str) -> torch.device:
-    """Where a program that is made in this process has its tensors; an abstract mesh touches no GPU."""
+    """Returns the device of tensors of a program; an abstract mesh does not initialize a GPU."""
     if device == "cpu":
         return torch.device(device)
     return torch.device(device, 0 if kind == "abstract" else torch.cuda.current_device())
 
 
-def _told_timeout() -> timedelta | None:
-    """The timeout that the process group was given by its maker, if it was; all backends keep one."""
+def _user_timeout() -> timedelta | None:
+    """Returns the timeout that the user passed for the process group, if any."""
     group = dist.group.WORLD if initialized() else None
     if group is None:
         return None
     options = getattr(backend_of(group)(devices_of(group)[0]), "options", None)
-    told = None if options is None else timeout_of(options)
-    return None if told == default_timeout(dist.get_backend()) else told
+    group_timeout = None if options is None else timeout_of(options)
+    return None if group_timeout == default_timeout(dist.get_backend()) else group_timeout
 
 
 def choose_gpu(device: str) -> None:
-    """On CUDA, make this process's GPU the current one, unless the user has set up the process group already."""
+    """Selects this process's GPU on CUDA, unless the user has initialized the process group."""
     if device == "cuda" and not initialized():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank() % torch.cuda.device_count())))
 
 
 def remember(axes: Mapping[str, int], device: str, mesh: DeviceMesh) -> None:
-    """Use the groups of this DeviceMesh for all meshes of these axes."""
+    """Registers the DeviceMesh of these axes, whose groups all meshes of these axes will use."""
     with _lock:
         _meshes[tuple(axes.items()), device] = (dist.group.WORLD, mesh)
 
 
 def device_mesh(
-    axes: Mapping[str, int], device: str, waited: Callable[[Callable[[], DeviceMesh], str], DeviceMesh]
+    axes: Mapping[str, int], device: str, run_watched: Callable[[Callable[[], DeviceMesh], str], DeviceMesh]
 ) -> DeviceMesh:
-    """The DeviceMesh of these axes over all ranks; all ranks must ask for the same ones in the same order.
+    """Returns the DeviceMesh of these axes over all ranks; every rank must make the same ones in the same order.
 
-    `waited` runs what waits for them, under a name, and knows what to do when one is gone.
+    `run_watched(task, description)` runs a task that waits for the other ranks.
     """
     key = tuple(axes.items()), device
     with _lock:
@@ -142,22 +143,20 @@ def device_mesh(
             _initialize("nccl" if device == "cuda" else "gloo")
         owner, mesh = _meshes.get(key, (None, None))
         if mesh is None or owner is not dist.group.WORLD:
-            make, text = partial(_new, axes, device), ", ".join(f"{name}={n}" for name, n in axes.items())
-            mesh = make() if len(axes) == 1 else waited(make, f"make the groups of Mesh({text})")
-            for old in [
-                k for k, (of, _) in _meshes.items() if of is not dist.group.WORLD
-            ]:  # worlds that were destroyed
-                del _meshes[old]
+            make, text = partial(_new_device_mesh, axes, device), ", ".join(f"{name}={n}" for name, n in axes.items())
+            mesh = make() if len(axes) == 1 else run_watched(make, f"make the groups of Mesh({text})")
+            for old in [k for k, (group, _) in _meshes.items() if group is not dist.group.WORLD]:
+                del _meshes[old]  # of a destroyed world
             _meshes[key] = (dist.group.WORLD, mesh)
         return mesh
 
 
 def refuse_destroyed() -> NoReturn:
-    """Raise the error for a rank that has no process group, or none any more."""
+    """Raises the error for a rank without a process group."""
     raise ShardingError(
         "a tensor on ranks is used, and torch.distributed is not initialized",
         ["destroy_process_group() was called in this process, or nothing has placed a tensor in it yet"],
-        rule="whatever moves pieces needs the process group of all ranks",
+        rule="communication needs the process group of all ranks",
         remedy="destroy it when nothing is left to do, or call torch.distributed.init_process_group() again, on all "
         "ranks",
     )
@@ -166,7 +165,7 @@ def refuse_destroyed() -> NoReturn:
 def _initialize(backend: str) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout())
-    except ValueError as error:  # of an environment that is not a launcher's
+    except ValueError as error:  # the environment is not a launcher's
         raise ShardingError(
             "torch.distributed cannot be initialized",
             [str(error)],
@@ -175,15 +174,15 @@ def _initialize(backend: str) -> None:
         ) from error
 
 
-def _new(axes: Mapping[str, int], device: str) -> DeviceMesh:
-    # init_device_mesh would give the groups the backend's own timeout (30 minutes on Gloo), so they are made here.
+def _new_device_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:
+    # init_device_mesh would use the backend's own timeout (30 minutes on Gloo), so the groups are made here.
     grid = torch.arange(dist.get_world_size()).reshape(tuple(axes.values()))
     groups = [_group(grid.movedim(dim, -1).reshape(-1, grid.shape[dim])) for dim in range(grid.ndim)]
     return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=tuple(axes))
 
 
 def _group(rows: torch.Tensor) -> dist.ProcessGroup:
-    """This rank's group, of those that the rows list."""
+    """Makes a group for every row, and returns this rank's."""
     mine: list[dist.ProcessGroup] = []
     for row in rows.tolist():
         group = dist.group.WORLD if len(rows) == 1 else dist.new_group(row, timeout=timeout())

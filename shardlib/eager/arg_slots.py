@@ -88,7 +88,7 @@ def lift_numbers(x: Any) -> Any:
         if not isinstance(y, _NUMBERS):
             return y
         leaf = next(place)
-        return y if type(y) not in _NUMBERS or is_special(y) else Scalar.given(leaf, f"n{leaf}", y)
+        return y if type(y) not in _NUMBERS or is_special(y) else Scalar.from_leaf(leaf, f"n{leaf}", y)
 
     return map_args(x, lift)
 

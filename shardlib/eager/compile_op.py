@@ -27,9 +27,9 @@ from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.propagate import propagate
 from shardlib.compiler.simplify import normalize
 from shardlib.core.aten.op_names import CLONE
-from shardlib.core.aten.op_traits import has
-from shardlib.core.call_scalar import hinted
-from shardlib.core.context import paused_gc, unseen
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.call_scalar import replace_by_hints
+from shardlib.core.context import paused_gc, skip_dynamo
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, user_line
 from shardlib.core.torch_private import FakeTensorMode, pytree, running_node, schema_of
@@ -39,7 +39,7 @@ from shardlib.frontend.functionalize import functionalize
 from shardlib.frontend.lazy_graph_module import lazily
 from shardlib.frontend.traced_graph import Traced
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed, Names
+from shardlib.sharding.placement import FactorNames, FixedLayout
 from shardlib.tensor.local_shards import refuse_valueless
 from shardlib.tensor.tensor_meta import Form
 from shardlib.tensor.view_aliases import ViewPath
@@ -76,7 +76,7 @@ class CompiledOp:
         return self.run(shards, numbers, None, lineage) if lineage and self.communicates else self.run(shards, numbers)
 
 
-@unseen
+@skip_dynamo
 @paused_gc()
 def compile_op(op: Any, args: Any, kwargs: dict[str, Any], operands: Sequence[Operand], mesh: Mesh) -> CompiledOp:
     """Compiles one call, for all values of its `Scalar`s.
@@ -144,11 +144,13 @@ class _GraphWriter:
     def call(self, op: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.graph.call_function(op, tuple(args), dict(kwargs))
         a, k = pytree.tree_map_only(
-            fx.Node, lambda n: n.meta["val"], hinted(replace_devices((args, kwargs), self.shown_on))
+            fx.Node, lambda n: n.meta["val"], replace_by_hints(replace_devices((args, kwargs), self.shown_on))
         )
         with self.mode:
             val = op(*a, **k)
-            if has(op, "marks"):  # clear the conj or neg bit, which some views refuse; the program conjugates at once
+            if has_trait(
+                op, "sets_lazy_bit"
+            ):  # clear the conj or neg bit, which some views refuse; the program conjugates at once
                 val = op(val)
             node.meta.update(self.meta, val=val)
         return node
@@ -205,12 +207,12 @@ class _GraphWriter:
             return normalize(traced)
 
 
-def _fix_form(form: Form, source: str) -> Fixed:
-    return Fixed.at(form.layout, form.names, source)
+def _fix_form(form: Form, source: str) -> FixedLayout:
+    return FixedLayout.at(form.layout, form.names, source)
 
 
 def _compile(
-    traced: Traced, operands: Sequence[Operand], outputs: dict[int, Fixed], mesh: Mesh, fresh: int | None
+    traced: Traced, operands: Sequence[Operand], outputs: dict[int, FixedLayout], mesh: Mesh, fresh: int | None
 ) -> Compiled:
     graph = graphs.build(traced.graph)
     fixed = {i: _fix_form(x.form, f"argument {i}") for i, x in enumerate(operands)}
@@ -241,7 +243,7 @@ def _output_forms(
 ) -> tuple[Form | None, ...]:
     forms = [form for x in operands for form in (x.form, x.shown) if form is not None]
     named = any(name for form in forms for dim in form.names for name in dim)
-    names: Sequence[Names | None] = plan.output_names if named else [None] * len(vals)
+    names: Sequence[FactorNames | None] = plan.output_names if named else [None] * len(vals)
     out: list[Form | None] = []
     for var, val, dim_names in zip(program.outputs, vals, names, strict=True):
         if isinstance(var, Var):

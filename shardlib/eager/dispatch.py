@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from shardlib.core.context import unseen
+from shardlib.core.context import skip_dynamo
 from shardlib.core.torch_private import dispatch_modes, is_profiling
 from shardlib.eager import unsupported
 from shardlib.eager.prepare import COMPILE_LOCK
@@ -22,7 +22,7 @@ from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.rank_checks import compare_operands
 
 
-@unseen
+@skip_dynamo
 def dispatch(op: Any, args: Any, kwargs: dict[str, Any], key: Any) -> Any:
     """Runs an op on sharded and plain tensors whose call has no cached program; plain tensors count as replicated.
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlib.rules.rule import Labels, Path, Rule
-from shardlib.sharding.chunks import Pieces, span
+from shardlib.sharding.chunks import ShardSizes, shard_range
 from shardlib.sharding.layout import Dim, Factor, Layout
 from shardlib.sharding.mesh.axis import Axis, Coords
-from shardlib.sharding.placement import Names
+from shardlib.sharding.placement import FactorNames
 from shardlib.tensor.tensor_meta import Form
 
 Part = tuple[Dim, tuple[str | None, ...]]  # the sharding of one factor of a rule, and its names
@@ -24,7 +24,7 @@ Part = tuple[Dim, tuple[str | None, ...]]  # the sharding of one factor of a rul
 class LocalFit:
     """Layouts and names of the results, and the integer arguments that are local sizes."""
 
-    results: tuple[tuple[Layout, Names], ...]
+    results: tuple[tuple[Layout, FactorNames], ...]
     ints: tuple[tuple[Path, int, Dim], ...]  # the path of each, a constant, and factors: the size is their product
     axes: tuple[Axis, ...]  # that shard any factor
 
@@ -35,7 +35,7 @@ class LocalFit:
 def _local_size(f: Factor, coords: Coords) -> int:
     if not f.axes:
         return int(f.size)
-    start, stop = span(f.size, f.axes, coords)
+    start, stop = shard_range(f.size, f.axes, coords)
     return stop - start
 
 
@@ -89,7 +89,10 @@ def _read_operand(labels: Labels, form: Form, rule: Rule, parts: dict[str, Part]
         elif len(names) == len(dim) and all(rule.sizes[x] == f.size for x, f in zip(names, dim, strict=True)):
             own = {x: ((f,), (dim_names[i],)) for i, (x, f) in enumerate(zip(names, dim, strict=True))}
         elif (
-            names and len(dim) == 1 and not isinstance(dim[0].size, Pieces) and rule.sizes[names[0]] % dim[0].ways == 0
+            names
+            and len(dim) == 1
+            and not isinstance(dim[0].size, ShardSizes)
+            and rule.sizes[names[0]] % dim[0].ways == 0
         ):
             rest = {x: ((Factor(rule.sizes[x]),), (None,)) for x in names[1:]}
             own = {names[0]: ((Factor(rule.sizes[names[0]], dim[0].axes),), (None,)), **rest}
@@ -107,7 +110,7 @@ def _part(rule: Rule, parts: dict[str, Part], name: str) -> Part:
     return parts.get(name) or ((Factor(rule.sizes[name]),), (None,))
 
 
-def _result_layout(labels: Labels, rule: Rule, parts: dict[str, Part]) -> tuple[Layout, Names]:
+def _result_layout(labels: Labels, rule: Rule, parts: dict[str, Part]) -> tuple[Layout, FactorNames]:
     """Returns a result's canonical layout, with names for the dims whose factors it keeps."""
     dims, names = [], []
     for dim in labels:

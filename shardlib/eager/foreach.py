@@ -18,8 +18,8 @@ import torch
 from shardlib.core.aten.functional_forms import functional_form
 from shardlib.core.aten.schemas import written_arguments
 from shardlib.core.torch_private import OpOverload, schema_of
-from shardlib.distributed.provenance import made, note
-from shardlib.distributed.turn_errors import number
+from shardlib.distributed.provenance import record_origin, result_origin
+from shardlib.distributed.turn_errors import hash_texts
 from shardlib.eager.arg_slots import iterate_numbers
 from shardlib.eager.prepare import PreparedCall
 from shardlib.sharding.mesh.mesh import Mesh
@@ -54,7 +54,7 @@ def fuse_lists(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, ot
     dense = torch.contiguous_format  # the kernel of a step takes contiguous operands
     if not in_place and not _keeps_metadata(PreparedCall(function, args, kwargs, mesh), forms):
         return None
-    digest = number(str(op), "") if mesh.kind == "distributed" else 0
+    digest = hash_texts(str(op), "") if mesh.kind == "distributed" else 0
 
     def run(args: Any, kwargs: Any) -> Any:
         kwargs, tensors = kwargs or {}, list(chain.from_iterable([args[i] for i in lists]))
@@ -80,12 +80,12 @@ def fuse_lists(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, ot
                 operands.append(_on_device(a, 0))
         results = (op if in_place else function)(*operands, **{k: _on_device(a, 0) for k, a in kwargs.items()})
         numbers = [a for i, a in enumerate(args) if i not in lists]
-        origin = made(digest, tensors, list(iterate_numbers((numbers, kwargs)))) if digest else 0
+        origin = result_origin(digest, tensors, list(iterate_numbers((numbers, kwargs)))) if digest else 0
         outputs = [operands[i] for i in written] if in_place else [results]
         values = [tuple([parts[c] for c in indices]) for parts in outputs for indices in call_of_device]
         if not written:
             out = [wrap(form, value) for form, value in zip(forms, values, strict=True)]
-            note(origin, out)
+            record_origin(origin, out)
             return out
         for i, (x, value) in enumerate(zip(changed, values, strict=True)):
             assign_shards(x, value, value, origin + i if origin else 0)

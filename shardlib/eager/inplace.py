@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardlib.core.aten.functional_forms import functional_form, value_written
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import apart, written_arguments
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.aten.functional_forms import functional_form, single_result_form
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import is_non_overlapping, written_arguments
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree, schema_of
-from shardlib.distributed.provenance import made
+from shardlib.distributed.provenance import result_origin
 from shardlib.eager.arg_slots import (
     Slot,
     fill_slots,
@@ -43,7 +43,7 @@ from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 from shardlib.tensor.view_aliases import Memory, ViewPath
 
-_programs: Bounded[Any, CompiledOp] = Bounded(1 << 12)
+_programs: BoundedCache[Any, CompiledOp] = BoundedCache(1 << 12)
 
 
 def make_writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Runner:
@@ -54,7 +54,7 @@ def make_writer(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Runne
 
     for x in list_written(op, args, kwargs):
         _refuse_overlap(op, x, x)
-    functional = value_written(op)
+    functional = single_result_form(op)
     if functional is None or not isinstance(args[0], ShardedTensor):
         return write_program
     if id(op) in OPS_KEYED_BY_NUMBER_TYPE:
@@ -102,7 +102,7 @@ def _write(op: Any, args: Any, kwargs: dict[str, Any], mesh: Mesh) -> Any:
     if compiled is None:
         _check_out_shapes(op, call)
         compiled = _programs[key] = call.compiled(operands)
-    origin = made(call.number, call.tensors, numbers) if mesh.kind == "distributed" else 0
+    origin = result_origin(call.number, call.tensors, numbers) if mesh.kind == "distributed" else 0
     results = compiled(inputs, numbers, origin)
     rest = iter(results[compiled.own :])
     for x, operand in zip(call.tensors, operands, strict=True):
@@ -156,7 +156,7 @@ def _compute_view(x: ShardedTensor) -> tuple[torch.Tensor, ...]:
     path: ViewPath = x.__dict__["_path"]
     if not path:
         return memory.locals
-    if any(has(step[0], "strides") for step in path):
+    if any(has_trait(step[0], "takes_strides") for step in path):
         return split_into_owned_shards(
             apply_view_path(memory.form, memory.locals, path), x.sharding, x.mesh, donated=True
         )
@@ -258,7 +258,7 @@ def refuse_out_mismatch(op: Any, new: torch.Tensor, out: torch.Tensor) -> NoRetu
 def _refuse_overlap(op: Any, x: torch.Tensor, owner: Any) -> None:
     """Refuses to write to memory whose elements overlap."""
     strides = owner.strides if isinstance(owner, Form) else owner.stride()
-    if owner.shape.numel() and not apart(owner.shape, strides):
+    if owner.shape.numel() and not is_non_overlapping(owner.shape, strides):
         raise ShardingError(
             f"{op} writes to {typeof(x)}, whose memory has the strides {list(strides)}",
             rule="what is written to shows every element once, as in torch",

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.batched_grad import one_by_one
+from shardlib.core.batched_grad import loop_over_batches
 from shardlib.core.errors import ShardingError
 from shardlib.eager.placement_autograd import gather_full, gradient_placement, is_tracked, place_tracked, redistribute
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import alike
+from shardlib.sharding.mesh.axis import first_replicas
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.dtensor import layout_of_placements
 from shardlib.tensor.hooks import tensor_hooks
@@ -67,7 +67,7 @@ def from_shards(shards: Sequence[Tensor], form: Form) -> ShardedTensor:
 
 def _copies(layout: Layout, mesh: Mesh) -> list[int]:
     """Returns, for each device of this process, the first one with the same shard."""
-    return alike(mesh.own_coords(), (*layout.axes, *layout.pending_axes))
+    return first_replicas(mesh.own_coords(), (*layout.axes, *layout.pending_axes))
 
 
 def _sum_copies(parts: Sequence[Tensor | None], layout: Layout, mesh: Mesh) -> list[Tensor] | None:
@@ -104,7 +104,7 @@ class _Split(torch.autograd.Function):
         return tuple(shard.detach() for shard in shards)
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         form, mesh, layout = ctx.form, ctx.form.mesh, ctx.grad_layout
         parts = [gather_full(grad) if isinstance(grad, ShardedTensor) else grad for grad in grads]
@@ -114,7 +114,7 @@ class _Split(torch.autograd.Function):
         return _place_gradient(from_shards(total, grad_form), form), None, None
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         return tuple(shard.clone() for shard in local_shards(_place_gradient(tangent, ctx.form)))
 
@@ -126,7 +126,7 @@ class _Join(torch.autograd.Function):
         return wrap(form, tuple(shard.detach() for shard in shards))
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def backward(ctx: Any, grad: Tensor) -> Any:
         tracked, first = ctx.needs_input_grad[1:], _copies(ctx.form.layout, ctx.form.mesh)
         uses = [i for i, is_used in zip(first, tracked, strict=True) if is_used]
@@ -138,7 +138,7 @@ class _Join(torch.autograd.Function):
         return (None, *grads)
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
         first, form = _copies(ctx.form.layout, ctx.form.mesh), ctx.form
         moving = [i for i, tangent in zip(first, tangents, strict=True) if tangent is not None]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardlib.core.torch_private import make_wrapper
-from shardlib.distributed.provenance import origin_of
+from shardlib.distributed.provenance import hash_origin
 from shardlib.eager.arg_slots import Slot
 from shardlib.tensor.eager_cache import Runner
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -115,7 +115,7 @@ class LocalCall:
             self.bound.update(devices=tuple(self.devices), spread=tuple(self.spread))
             lines.append(f"r = [{call} for d, {'n' if self.ints else '_'} in devices]")
         if program:
-            self.bound.update(program=program, origin_of=origin_of)
+            self.bound.update(program=program, origin_of=hash_origin)
             lines.append(f"origin = origin_of((program, {', '.join(self.lineage)}))")
         else:
             self.bound["origin"] = 0

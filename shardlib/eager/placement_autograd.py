@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from shardlib.core.batched_grad import one_by_one
+from shardlib.core.batched_grad import loop_over_batches
 from shardlib.core.errors import ShardingError
 from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.recorders import refuse_recorded
@@ -15,7 +15,7 @@ from shardlib.core.torch_private import is_excluded
 from shardlib.eager.redistribute import relayout
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, resolve_many
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.local_shards import split_into_owned_shards
@@ -23,7 +23,7 @@ from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
 from shardlib.tensor.tensor_meta import Form
 
 
-def redistribute(x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
+def redistribute(x: ShardedTensor, resolved: FixedLayout) -> ShardedTensor:
     """Returns `x` in another layout; its gradient has the layout of `x`."""
     refuse_recorded("x.redistribute(spec)", x)
     if is_tracked(x):
@@ -42,7 +42,7 @@ def gather_full(x: ShardedTensor) -> torch.Tensor:
 
 
 def place_tracked(
-    x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False, *, leaf: bool = True
+    x: torch.Tensor, resolved: FixedLayout, mesh: Mesh, donate: bool = False, *, leaf: bool = True
 ) -> ShardedTensor:
     """Places a plain tensor. A computed tensor keeps its history.
 
@@ -54,7 +54,7 @@ def place_tracked(
     return place(x, resolved, mesh, donate)
 
 
-def place(x: torch.Tensor, resolved: Fixed, mesh: Mesh, donate: bool = False) -> ShardedTensor:
+def place(x: torch.Tensor, resolved: FixedLayout, mesh: Mesh, donate: bool = False) -> ShardedTensor:
     """Shards a plain tensor that every process has whole; `donate` lets shards use its memory."""
     if mesh.kind == "abstract" and not x.is_meta:
         raise ShardingError(
@@ -84,7 +84,7 @@ def _gather(x: ShardedTensor) -> torch.Tensor:
 def _gather_contiguous(x: ShardedTensor) -> torch.Tensor:
     if x.mesh.kind == "virtual":
         return x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)])
-    (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, what="full_tensor")
+    (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, call="full_tensor")
     (out,) = relayout(x, resolved.layout, resolved.names)._locals
     return out.clone(memory_format=torch.contiguous_format) if out is x._locals[0] else out
 
@@ -101,26 +101,26 @@ def get_tangent(x: torch.Tensor) -> torch.Tensor | None:
     return tangent
 
 
-def gradient_placement(form: Form) -> Fixed:
+def gradient_placement(form: Form) -> FixedLayout:
     """Returns the placement of a gradient: that of the tensor, with complete values."""
-    return Fixed.at(Layout(form.layout.dims), form.names)
+    return FixedLayout.at(Layout(form.layout.dims), form.names)
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: ShardedTensor, resolved: Fixed) -> ShardedTensor:
+    def forward(ctx: Any, x: ShardedTensor, resolved: FixedLayout) -> ShardedTensor:
         ctx.gradient_placement, ctx.mesh, ctx.resolved = gradient_placement(x._form), x.mesh, resolved
         return relayout(x, resolved.layout, resolved.names)
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def backward(ctx: Any, grad: Any) -> Any:
         if not isinstance(grad, ShardedTensor):  # zeros of autograd for a tensor without elements
             return place_tracked(grad, ctx.gradient_placement, ctx.mesh, leaf=False), None
         return redistribute(grad, ctx.gradient_placement), None
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def jvp(ctx: Any, tangent: Any, _: None) -> Any:
         if not isinstance(tangent, ShardedTensor):
             return place_tracked(tangent, ctx.resolved, ctx.mesh, leaf=False)
@@ -129,17 +129,17 @@ class _Redistribute(torch.autograd.Function):
 
 class _Place(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, resolved: Fixed, mesh: Mesh) -> ShardedTensor:
+    def forward(ctx: Any, x: torch.Tensor, resolved: FixedLayout, mesh: Mesh) -> ShardedTensor:
         ctx.resolved, ctx.mesh = resolved, mesh
         return place(x.detach(), resolved, mesh)
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def backward(ctx: Any, grad: Any) -> Any:
         return (gather_full(grad) if isinstance(grad, ShardedTensor) else grad), None, None  # zeros are plain
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def jvp(ctx: Any, tangent: Any, *_: None) -> Any:
         return place_tracked(tangent, ctx.resolved, ctx.mesh, leaf=False)
 
@@ -151,7 +151,7 @@ class _Gather(torch.autograd.Function):
         return _gather(x)
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return (
             grad
@@ -160,7 +160,7 @@ class _Gather(torch.autograd.Function):
         )
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def jvp(ctx: Any, tangent: Any) -> Any:
         return gather_full(tangent) if isinstance(tangent, ShardedTensor) else tangent
 

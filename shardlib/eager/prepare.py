@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from shardlib.compiler.codegen.op_callables import callable_of
-from shardlib.core.aten.functional_forms import on_pieces
-from shardlib.core.aten.op_traits import has, is_view
-from shardlib.core.bounded_cache import Bounded
-from shardlib.core.strided_only import refuse_others
+from shardlib.core.aten.functional_forms import to_shard_call
+from shardlib.core.aten.op_traits import has_trait, is_view
+from shardlib.core.bounded_cache import BoundedCache
+from shardlib.core.strided_only import refuse_unstrided
 from shardlib.core.torch_private import FakeTensorMode, pytree
-from shardlib.distributed.provenance import made, note
-from shardlib.distributed.turn_errors import number
+from shardlib.distributed.provenance import record_origin, result_origin
+from shardlib.distributed.turn_errors import hash_texts
 from shardlib.eager.arg_slots import (
     choose_device,
     extract_tensors,
@@ -37,7 +37,7 @@ from shardlib.frontend.retarget_device import placed
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import alike
+from shardlib.sharding.mesh.axis import first_replicas
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor import view_aliases
 from shardlib.tensor.eager_cache import OPS_KEYED_BY_NUMBER_TYPE, Runner
@@ -73,7 +73,7 @@ class PreparedCall:
 
     def run_like_similar(self) -> Runner | None:
         """Returns `run_locally` with the outcome of a similar call; None if there is none, or an operand must move."""
-        if is_view(self.op) or has(self.op, "other shapes") or not self._has_complete_operands:
+        if is_view(self.op) or has_trait(self.op, "device_shapes") or not self._has_complete_operands:
             return None
         op, args, kwargs, forms, device = self.op, self.args, self.kwargs, self.forms, self.device
         outcome = recall_outcome(
@@ -88,9 +88,9 @@ class PreparedCall:
         """
         if not self._has_complete_operands:
             return None
-        refuse_others(f"{self.op} outside jit", [("its result", x) for x in pytree.tree_leaves(meta)])
+        refuse_unstrided(f"{self.op} outside jit", [("its result", x) for x in pytree.tree_leaves(meta)])
         outcome = Outcome.from_results(meta)
-        if not is_view(self.op) and not has(self.op, "other shapes"):
+        if not is_view(self.op) and not has_trait(self.op, "device_shapes"):
             remember_outcome(similarity_key(self.op, self.args, self.kwargs, self.forms), outcome)
         return self._call_on_shards(outcome, write)
 
@@ -103,7 +103,7 @@ class PreparedCall:
         keyed = pytree.tree_map(
             lambda x: type(x) if loose and isinstance(x, int | float | complex) else x, (self.args, self.kwargs)
         )
-        return number(str(self.op), repr(keyed))
+        return hash_texts(str(self.op), repr(keyed))
 
     @property
     def _has_complete_operands(self) -> bool:
@@ -111,7 +111,7 @@ class PreparedCall:
         return not _draws_random(self.op) and not any(f.layout.pending for f in self.forms)
 
     def _call_on_shards(self, outcome: Outcome, write: bool = False) -> Runner | None:
-        target, args, kwargs = on_pieces(self.op, self.args, self.kwargs, lambda: outcome.first.shape)
+        target, args, kwargs = to_shard_call(self.op, self.args, self.kwargs, lambda: outcome.first.shape)
         if (fits := self._fit(target, args, kwargs, outcome)) is None:
             return None
         memory = outcome.memory or ((None, 0),) * len(outcome.metas)
@@ -142,7 +142,7 @@ class PreparedCall:
         mesh, loose, program = self.mesh, id(self.op) in OPS_KEYED_BY_NUMBER_TYPE, self.number
         operands = [Operand(form, plain=not sharded) for form, sharded in zip(self.forms, self.sharded, strict=True)]
         op = self.op
-        programs: Bounded[Any, CompiledOp] = Bounded(64)
+        programs: BoundedCache[Any, CompiledOp] = BoundedCache(64)
 
         def run(args: Any, kwargs: Any) -> Any:
             numbers = list(iterate_numbers((args, kwargs))) if loose else []
@@ -150,9 +150,9 @@ class PreparedCall:
             if compiled is None:
                 compiled = programs[key] = PreparedCall(op, args, kwargs or {}, mesh).compiled(operands)
             tensors = list_tensors((args, kwargs))
-            origin = made(program, tensors, numbers) if program else 0
+            origin = result_origin(program, tensors, numbers) if program else 0
             out = wrap_results(compiled, compiled([get_local_shards(x, mesh) for x in tensors], numbers, origin))
-            note(origin, out)
+            record_origin(origin, out)
             return pytree.tree_unflatten(out, compiled.tree)
 
         return run
@@ -191,8 +191,8 @@ class PreparedCall:
 
 def infer_results(op: Any, args: Any, kwargs: dict[str, Any], forms: Sequence[Form], device: torch.device) -> Any:
     values = [form.abstract() for form in forms]
-    is_device_dependent = has(op, "other shapes") or (
-        has(op, "other dtypes") and any(f.dtype.itemsize < 4 for f in forms)
+    is_device_dependent = has_trait(op, "device_shapes") or (
+        has_trait(op, "device_dtypes") and any(f.dtype.itemsize < 4 for f in forms)
     )
     if device.type == "cpu" and not is_device_dependent:
         if requested_devices(args, kwargs):
@@ -239,7 +239,7 @@ def run_replicated(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def replicate_plain(x: torch.Tensor, like: Form) -> ShardedTensor:
-    """Places a plain tensor, which every process has whole, on the mesh of `like`."""
+    """Places a plain tensor, which every process has whole, on the mesh of `match_inference_mode`."""
     form = Form.intern(Layout.replicated(x.shape), like.mesh, x.dtype, like.device, None, x.stride())
     return wrap(form, get_local_shards(x, like.mesh))
 
@@ -247,6 +247,6 @@ def replicate_plain(x: torch.Tensor, like: Form) -> ShardedTensor:
 def _distinct_devices(mesh: Mesh, fits: LocalFit) -> tuple[list[tuple[int, tuple[int, ...]]], list[int]]:
     """Returns one device per distinct result with its local sizes, and for every device the index of that one."""
     coords = mesh.own_coords()
-    first = alike(coords, fits.axes)
+    first = first_replicas(coords, fits.axes)
     different = list(dict.fromkeys(first))
     return [(d, fits.local_ints(coords[d])) for d in different], [different.index(d) for d in first]

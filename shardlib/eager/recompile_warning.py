@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import TRANSFORMS, schema_of
 from shardlib.frontend.guards.recompile_reasons import RetraceWarning
@@ -36,8 +36,8 @@ class _Line:
     times: int = 0
 
 
-_lines: Bounded[tuple[str, int, Any], _Line] = Bounded(1 << 12)
-_warned: Bounded[tuple[str, int], None] = Bounded(1 << 12)  # by line: one warning for all of its ops
+_lines: BoundedCache[tuple[str, int, Any], _Line] = BoundedCache(1 << 12)
+_warned: BoundedCache[tuple[str, int], None] = BoundedCache(1 << 12)  # by line: one warning for all of its ops
 
 
 def note_compiled(op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import ShardingError
-from shardlib.distributed.provenance import made
+from shardlib.distributed.provenance import result_origin
 from shardlib.eager.compile_op import CompiledOp, Operand, compile_op
 from shardlib.eager.prepare import COMPILE_LOCK
 from shardlib.sharding.layout import Factor, Layout
-from shardlib.sharding.placement import Names
+from shardlib.sharding.placement import FactorNames
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 
-_programs: Bounded[Any, CompiledOp] = Bounded(1 << 10)
+_programs: BoundedCache[Any, CompiledOp] = BoundedCache(1 << 10)
 
 
-def relayout(x: ShardedTensor, layout: Layout, names: Names | None = None) -> ShardedTensor:
+def relayout(x: ShardedTensor, layout: Layout, names: FactorNames | None = None) -> ShardedTensor:
     """Returns `x` in another layout, without history. If nothing moves, the result shares the shards."""
     form = x._form
     to = Form.intern(layout, x.mesh, x.dtype, form.device, names)
@@ -42,7 +42,7 @@ def reshard_together(tensors: Sequence[ShardedTensor], forms: Sequence[Form]) ->
     One program reshards all tensors, so that their messages travel together.
     """
     program = _get_program(tuple([x._form for x in tensors]), tuple(forms))
-    return program([x._locals for x in tensors], lineage=made(0, tensors) if program.communicates else 0)
+    return program([x._locals for x in tensors], lineage=result_origin(0, tensors) if program.communicates else 0)
 
 
 def _get_program(forms: tuple[Form, ...], to: tuple[Form, ...]) -> CompiledOp:

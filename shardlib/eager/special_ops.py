@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.compiler.simplify.basic import mask_filled
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.eager import unsupported
 from shardlib.eager.inplace import apply_view_path, write_out
 from shardlib.eager.prepare import get_local_shards
@@ -47,7 +47,11 @@ def _as_strided(op: Any, args: Any, kwargs: Any) -> ShardedTensor:
     owner_offset = memory.form.offset * memory.form.dtype.itemsize // x.dtype.itemsize
     start = (x._form.offset if offset is None else offset) - owner_offset
     path = (
-        *(step for step in x.__dict__["_path"] if has(step[0], "retypes") or has(step[0], "pairs")),
+        *(
+            step
+            for step in x.__dict__["_path"]
+            if has_trait(step[0], "bitcasts") or has_trait(step[0], "complex_pairs")
+        ),
         (op, (tuple(size), tuple(stride), start), (), None),
         *((mark, (), (), None) for mark in view_aliases.pending_marks(x)),
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardlib.core.aten.functional_forms import functional_form
-from shardlib.core.aten.op_traits import has, is_composite, is_view
+from shardlib.core.aten.op_traits import has_trait, is_composite, is_view
 from shardlib.core.torch_private import (
     ASKS_IS_VIEW,
     PER_RANK,
@@ -110,12 +110,12 @@ def _mixes_meta_and_values(call: EagerCall) -> bool:
 def _is_ordinary(op: Any) -> bool:
     """True for an op that runs as itself and returns new tensors or views."""
     runs_as_others = op in DECOMPOSITIONS or _takes_lists(op) or is_composite(op)
-    return not (schema_of(op).is_mutable or has(op, "storage") or runs_as_others or _returns_numbers(op))
+    return not (schema_of(op).is_mutable or has_trait(op, "needs_storage") or runs_as_others or _returns_numbers(op))
 
 
 def _is_inplace_view(op: Any) -> bool:
     """True for ops that make a tensor a view of itself: `t_`, `squeeze_`."""
-    return torch.Tag.inplace_view in op.tags and not has(op, "storage")
+    return torch.Tag.inplace_view in op.tags and not has_trait(op, "needs_storage")
 
 
 def _writes_to_out(op: Any) -> bool:
@@ -266,7 +266,7 @@ STRATEGIES: Sequence[tuple[Callable[[EagerCall], bool], Callable[[EagerCall], Ru
     (_mixes_meta_and_values, lambda c: unsupported.refuse_meta(c.op, c.tensors)),
     (lambda c: _is_ordinary(c.op), _run_op),
     (lambda c: _is_inplace_view(c.op), _set_view),
-    (lambda c: has(c.op, "storage"), lambda c: unsupported.refuse_storage(c.op, c.tensors)),
+    (lambda c: has_trait(c.op, "needs_storage"), lambda c: unsupported.refuse_storage(c.op, c.tensors)),
     (lambda c: _writes_to_out(c.op), lambda c: make_out_runner(c.op)),
     (lambda c: c.op in DECOMPOSITIONS, _decompose),
     (lambda c: is_composite(c.op) and (row(c.op) is None or is_view(c.op)), _decompose_by_torch),

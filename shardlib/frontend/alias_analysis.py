@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from shardlib.core.aten.op_traits import has, is_view, may_show
-from shardlib.core.aten.schemas import argument, unstrided
-from shardlib.core.call_scalar import hinted
+from shardlib.core.aten.op_traits import has_trait, is_view, may_return_view
+from shardlib.core.aten.schemas import get_argument, unstrided
+from shardlib.core.call_scalar import replace_by_hints
 from shardlib.core.errors import ShardingError
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ class Views:
             return made[-1]
 
         base: Tensor = source.meta["val"]
-        size, stride, at = (argument(node, name) for name in ("size", "stride", "storage_offset"))
+        size, stride, at = (get_argument(node, name) for name in ("size", "stride", "storage_offset"))
         first, result = int(base.storage_offset()) if at is None else at, None
         for whole in dict.fromkeys((source, self.owner(source))):  # what it reads may be beside what it is taken of
             val: Tensor = whole.meta["val"]
@@ -133,7 +133,7 @@ class Views:
 
     def shown(self, node: fx.Node) -> fx.Node:
         """Whose memory `node` shows all of, as it is."""
-        while (view := self.views.get(node)) is not None and (view.itself or has(node.target, "renames")):
+        while (view := self.views.get(node)) is not None and (view.itself or has_trait(node.target, "is_alias")):
             node = view.parent
         return node
 
@@ -160,11 +160,11 @@ class Views:
         with self.graph.inserting_before(self.at):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update({k: self.at.meta[k] for k in ("line", "backward") if k in self.at.meta})
-        fakes = hinted(fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
+        fakes = replace_by_hints(fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
         key = target, _known(fakes)
         if (value := self._values.get(key)) is None:
             value = target(*fakes[0], **fakes[1])
-            if isinstance(value, Tensor) and not is_view(target) and not may_show(target):
+            if isinstance(value, Tensor) and not is_view(target) and not may_return_view(target):
                 self._values[key] = value
         node.meta["val"] = value
         return node

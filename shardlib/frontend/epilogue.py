@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from shardlib.core.aten.schemas import written_to
+from shardlib.core.aten.schemas import find_written_nodes
 from shardlib.core.errors import ShardingError
-from shardlib.core.mode_restore import unheard
+from shardlib.core.mode_restore import without_function_modes
 from shardlib.frontend import gradient_tags as cotangents
 from shardlib.frontend.autograd_history import Autograd, end, hooks_of, is_within, origins, pulled
 from shardlib.frontend.functionalize import Written
@@ -96,7 +96,7 @@ class Epilogue:
     def __enter__(self) -> Epilogue:
         return self
 
-    @unheard
+    @without_function_modes
     def __exit__(self, *_: object) -> None:
         grads = {id(x): grad for x, grad in self.call.state.grads}
         for x in self.call.state.tensors:
@@ -107,7 +107,7 @@ class Epilogue:
         for handle in self._passages:
             handle.remove()
 
-    @unheard
+    @without_function_modes
     def start(self, inputs: Sequence[Tensor]) -> None:
         """Before the function runs: arguments have the `.grad` that is theirs."""
         arguments, state = self.call.arguments, self.call.state.tensors
@@ -145,7 +145,7 @@ class Epilogue:
         out = self._written(result, inputs)
         return out + (self._backward(result, inputs, tracer) if differentiate else [])
 
-    @unheard
+    @without_function_modes
     def _written(self, result: Sequence[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
         """The new values of gradients; whatever else it did to autograd's part of what it was given is refused."""
         self.returned = len(result)
@@ -189,7 +189,7 @@ class Epilogue:
         """Say in an error of the function's what it wrote before: on one device that would have happened."""
         every = (*self.argument_names, *self.call.state.names)
         inputs = dict(zip(graph.find_nodes(op="placeholder"), every, strict=False))
-        lost = [inputs[node] for node in written_to(graph) if node in inputs]
+        lost = [inputs[node] for node in find_written_nodes(graph) if node in inputs]
         first = len(self.call.arguments)
         places = (*self.where, *range(first, first + len(self.call.state.tensors)))
         of = dict(zip(places, every, strict=True))

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from shardlib.core.aten.functional_forms import functional_form
-from shardlib.core.aten.op_traits import has, is_view
-from shardlib.core.aten.schemas import argument, scatter, tensors_in, written_arguments
+from shardlib.core.aten.op_traits import has_trait, is_view
+from shardlib.core.aten.schemas import find_nodes, get_argument, write_through_view, written_arguments
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import OpOverload, schema_of
 from shardlib.frontend.alias_analysis import Views
@@ -56,7 +56,7 @@ def functionalize(gm: fx.GraphModule, input_names: Sequence[str] = (), body: boo
         written = _Rewriter(gm.graph, names, body).run()
     for node in gm.graph.nodes:
         # A value, and a local shard of it even more so, may have other strides than the tensor that was traced.
-        if has(node.target, "reshapes"):
+        if has_trait(node.target, "reshapes"):
             node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(node.meta["val"].shape)), {}
         if node.target in _LAZY:
             _at_once(node)
@@ -180,7 +180,7 @@ class _Rewriter(Views):
 
     def rewrite_write(self, node: fx.Node) -> None:
         assert isinstance(node.target, OpOverload)
-        written = [t for name in written_arguments(node.target) for t in tensors_in(argument(node, name))]
+        written = [t for name in written_arguments(node.target) for t in find_nodes(get_argument(node, name))]
         for target in written:
             if self.picked(target) is not None:
                 self.refuse_picked("written to", "x[i] = x[i] + 1, or x.index_copy_(dim, i.reshape(1), value)")
@@ -232,7 +232,7 @@ class _Rewriter(Views):
             return [special(self.emit, *self.current(node.args), **self.current(node.kwargs))], None
         target, args, kwargs = functional_form(node.target), node.args, dict(node.kwargs)
         if target is None and (target := copying_form(node.target)) is not None:
-            args, kwargs = tuple(argument(node, a.name) for a in schema_of(node.target).arguments), {}
+            args, kwargs = tuple(get_argument(node, a.name) for a in schema_of(node.target).arguments), {}
         if target is None or torch.Tag.inplace_view in node.target.tags:
             raise ShardingError(
                 f"{node.target} cannot be traced",
@@ -263,7 +263,7 @@ class _Rewriter(Views):
         shown = [(node, value)]
         while (view := self.views.get(node)) is not None:
             if not view.itself:
-                new = scatter(self.emit, node, self.fresh(view.parent), value)
+                new = write_through_view(self.emit, node, self.fresh(view.parent), value)
                 if new is None:
                     through = "overlapping strides" if "overlaps" in node.meta else str(node.target)
                     raise ShardingError(

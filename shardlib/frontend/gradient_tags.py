@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.torch_private import ENGINE, innermost
 
 
@@ -43,6 +43,6 @@ def _node(x: object) -> fx.Node | None:
         return None
     slot = get_proxy_slot(innermost(x), mode.tracer, None)
     node = None if slot is None else slot.proxy.node
-    while node is not None and node.op == "call_function" and has(node.target, "renames"):
+    while node is not None and node.op == "call_function" and has_trait(node.target, "is_alias"):
         (node,) = node.all_input_nodes
     return node

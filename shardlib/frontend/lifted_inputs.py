@@ -20,7 +20,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, fake_of, pytree, set_slot
+from shardlib.core.fake_tensors import make_fake
+from shardlib.core.torch_private import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, set_slot
 from shardlib.core.tree_paths import children_with_keys, flatten_with_path
 from shardlib.frontend.guards.attributes import attributes, own
 from shardlib.frontend.guards.number_inputs import is_given
@@ -160,10 +161,10 @@ class placeholder:
         with disable_proxy_modes_tracing(), torch.DisableTorchFunction():
             where = device or ("cpu" if x.is_meta else x.device)
             form = tuple(x.shape), x.stride(), x.dtype, torch.device(where)
-            self.value = fake_of(mode, *form)
+            self.value = make_fake(mode, *form)
             self.proxy = tracer.create_proxy("placeholder", "input", (), {})
             self.node: fx.Node = self.proxy.node
-            self.node.meta["val"] = fake_of(mode, *form) if snapshot else self.value
+            self.node.meta["val"] = make_fake(mode, *form) if snapshot else self.value
             set_slot(self.value, tracer, SLOT(self.proxy, None))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.core.call_scalar import hinted
+from shardlib.core.call_scalar import replace_by_hints
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import FakeTensorMode, OpOverload, pytree, schema_of
 
@@ -48,7 +48,7 @@ def _like(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _result(node: fx.Node) -> Any:
-    args, kwargs = hinted(fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]))
+    args, kwargs = replace_by_hints(fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"]))
     try:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, NotImplementedError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from shardlib.core.aten.op_traits import is_view
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.schemas import get_argument
 from shardlib.core.torch_private import OpOverload, schema_of
 
 # In training batch normalization only writes to these; torch's formula for its gradient has them all the same.
@@ -62,9 +62,9 @@ def _needed(results: Sequence[Any]) -> set[fx.Node]:
 
 def _values(node: fx.Node) -> list[fx.Node]:
     names = _names(node.target) & _ASKED
-    if not names & _STATISTICS or ("train" in names and not argument(node, "train")):
+    if not names & _STATISTICS or ("train" in names and not get_argument(node, "train")):
         return node.all_input_nodes
-    unread = [argument(node, name) for name in names & _STATISTICS]
+    unread = [get_argument(node, name) for name in names & _STATISTICS]
     return [x for x in node.all_input_nodes if all(x is not y for y in unread)]
 
 

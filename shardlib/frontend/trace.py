@@ -22,10 +22,10 @@ from torch.fx.experimental.proxy_tensor import has_proxy_slot, make_fx
 from shardlib.core.context import tracing
 from shardlib.core.errors import TraceAnewError
 from shardlib.core.func_transforms import name_of
-from shardlib.core.mode_restore import heard
+from shardlib.core.mode_restore import with_function_modes
 from shardlib.core.plain_types import plain_types
 from shardlib.core.source_lines import Line, LineRecorder
-from shardlib.core.strided_only import refuse_others
+from shardlib.core.strided_only import refuse_unstrided
 from shardlib.core.torch_private import (
     IS_PARAMETER,
     LOADED_BY_FAKES,
@@ -175,7 +175,7 @@ def _trace(
     where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
     names = list(names_of(fn, call, range(len(call.leaves))))
     tensors = [call.arguments[i] for i in where]
-    refuse_others("the traced function", zip(names, call.leaves, strict=True))
+    refuse_unstrided("the traced function", zip(names, call.leaves, strict=True))
     refuse_subclasses(zip(names, call.leaves, strict=True))
     there = None if device is None else torch.device(device)
     traced_on = there if there is None or is_here(there) else torch.device("cpu")
@@ -188,7 +188,7 @@ def _trace(
     tracers: list[Any] = []
     result: list[Any] = []  # what fn returned, as paths, leaves and tree
 
-    @heard
+    @with_function_modes
     def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer = recorded(lines, [(x, call.arguments[i]) for i, x in zip(where, inputs, strict=True)])
         tracers.append(tracer)

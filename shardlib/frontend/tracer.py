@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from shardlib.core.context import is_tracing
 from shardlib.core.private_names import Slot
 from shardlib.core.source_lines import Line, LineRecorder, is_mark, modules
-from shardlib.core.strided_only import is_strided, refuse_others
+from shardlib.core.strided_only import is_strided, refuse_unstrided
 from shardlib.core.torch_private import (
     FX_IS_TRACING,
     FX_TRACE,
@@ -164,7 +164,7 @@ def finish(
     output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else scalar_of(x) for x in leaves),)
     values = [(n, x) for n in graph.nodes for x in _values(n)]
     if not all(map(is_strided, {id(x): x for _, x in values}.values())):  # nodes that are alike share one
-        refuse_others("the traced function", ((f"the result of {n.target}", x) for n, x in values))
+        refuse_unstrided("the traced function", ((f"the result of {n.target}", x) for n, x in values))
     for node in graph.nodes:
         node.meta.setdefault("line", line)
         node.meta.setdefault("val", None)  # a gradient that nobody asked for

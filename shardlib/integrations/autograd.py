@@ -9,7 +9,7 @@ from typing import Any
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 from shardlib.core.context import is_tracing
-from shardlib.core.mode_restore import put_back
+from shardlib.core.mode_restore import reenter_modes
 from shardlib.core.torch_private import CHECKPOINT_COMPILES, ENGINE
 from shardlib.sharding.mesh.mesh import current_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor, refuse_intermediate_result
@@ -22,7 +22,7 @@ def _engine(_: Any) -> None:
     is not asked for gradients that a program does not have.
     """
     engine = ENGINE.value
-    run = put_back(engine)
+    run = reenter_modes(engine)
 
     @functools.wraps(engine)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from shardlib.core.errors import ShardingError
 from shardlib.distributed import world
-from shardlib.sharding.chunks import span
+from shardlib.sharding.chunks import shard_range
 from shardlib.sharding.layout import Dim, Layout
-from shardlib.sharding.mesh.axis import Coords, alike
+from shardlib.sharding.mesh.axis import Coords, first_replicas
 from shardlib.tensor import view_aliases
 from shardlib.tensor.host_offload import stored_shards
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
@@ -51,7 +51,7 @@ def boxes(layout: Layout, coords: Coords) -> Iterator[Box]:
 
 
 def _ranges(dim: Dim, coords: Coords) -> Iterator[Range]:
-    held = [span(f.size, f.axes, coords) for f in dim]
+    held = [shard_range(f.size, f.axes, coords) for f in dim]
     # All that is behind the last factor that is cut stays together.
     k = max((k for k, (f, (a, b)) in enumerate(zip(dim, held, strict=True)) if b - a < f.size), default=0)
     inner = math.prod(int(f.size) for f in dim[k + 1 :])
@@ -88,7 +88,7 @@ def chunk_list(x: ShardedTensor) -> list[ChunkStorageMetadata]:
             rule="a checkpoint is loaded into the tensor that has the memory",
             remedy="load into that tensor, or into a copy (x.clone())",
         )
-    first = alike(x.mesh.own_coords(), x.sharding.axes)
+    first = first_replicas(x.mesh.own_coords(), x.sharding.axes)
     own = {i: x._locals[i].clone() for i in dict.fromkeys(first)}  # who holds the same shares what is read
     pieces = tuple(own[i] for i in first)
     view_aliases.assign_shards(x, pieces, pieces)

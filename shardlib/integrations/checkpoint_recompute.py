@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.core.mode_restore import around_contexts, with_contexts
+from shardlib.core.mode_restore import with_contexts, wrap_checkpoint_contexts
 from shardlib.core.torch_private import CHECKPOINT, REENTRANT_CHECKPOINT
 
 
@@ -19,7 +19,7 @@ def _checkpoint(_: Any) -> None:
     def begun(fn: Callable[..., Any], keep: bool, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if contexts is noop_context_fn:
             return begin(with_contexts(fn), keep, contexts, *args, **kwargs)
-        return begin(fn, keep, around_contexts(contexts), *args, **kwargs)
+        return begin(fn, keep, wrap_checkpoint_contexts(contexts), *args, **kwargs)
 
     @functools.wraps(forward)
     def ran(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:

@@ -18,12 +18,12 @@ def _comm_mode(module: Any) -> None:
     @functools.wraps(enter)
     def entering(self: Any) -> Any:
         out = enter(self)
-        comm_counting.enter(self)
+        comm_counting.add_counter(self)
         return out
 
     @functools.wraps(leave)
     def leaving(self: Any, *raised: Any) -> Any:
-        comm_counting.leave(self)
+        comm_counting.remove_counter(self)
         return leave(self, *raised)
 
     @functools.wraps(dispatch)

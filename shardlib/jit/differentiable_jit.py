@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.batched_grad import one_by_one
+from shardlib.core.batched_grad import loop_over_batches
 from shardlib.core.torch_private import is_wrapped, pytree
 from shardlib.eager.placement_autograd import gather_full
 from shardlib.sharding.mesh.mesh import current_mesh
@@ -131,7 +131,7 @@ class _Apply(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x in output if isinstance(x, Tensor) and not _differentiable(x)))
 
     @staticmethod
-    @functools.partial(one_by_one, examples=False)
+    @functools.partial(loop_over_batches, examples=False)
     def backward(ctx: Any, *grads: Any) -> Any:
         leaves, args = _saved(ctx)
         with ctx.shape.mesh:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardlib.core.context import unseen
+from shardlib.core.context import skip_dynamo
 from shardlib.core.errors import TraceAnewError
 from shardlib.core.torch_private import SCALE, SCALE_BEGINS, SCALE_GROWTH
 
@@ -40,7 +40,7 @@ def _asked(scaler: Any) -> Callable[[torch.device], NoReturn]:
     return ask
 
 
-@unseen
+@skip_dynamo
 def begin(scaler: Any, device: torch.device, undo: ExitStack) -> None:
     """Make it, by torch's own code."""
     getattr(scaler, SCALE_BEGINS)(device)

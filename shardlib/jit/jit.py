@@ -17,7 +17,7 @@ from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.plan.budget import Budget, CommBudget, RedundancyBudget, current_budgets
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.schedule_options import Schedule
-from shardlib.core.context import compiling, is_single_device, is_tracing, unseen
+from shardlib.core.context import compiling, is_single_device, is_tracing, skip_dynamo
 from shardlib.core.errors import ShardingError
 from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.torch_private import (
@@ -273,7 +273,7 @@ class Jitted(Function):
         for budget in (*current_budgets(), *self.budgets):
             budget.check(plan)
 
-    @unseen
+    @skip_dynamo
     def _load(
         self,
         mesh: Mesh,

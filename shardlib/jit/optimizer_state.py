@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.schedule_options import MOMENTS
-from shardlib.core.bounded_cache import Bounded
-from shardlib.core.context import is_tracing, paused_gc, unseen
+from shardlib.core.bounded_cache import BoundedCache
+from shardlib.core.context import is_tracing, paused_gc, skip_dynamo
 from shardlib.core.torch_private import HAS_STEPPED, LAST_RATES, WARNS_OF_ORDER, has_step_hooks, init_group
 from shardlib.eager.placement_autograd import place_like
 from shardlib.frontend.guards.number_inputs import is_given
@@ -71,7 +71,7 @@ def placed(p: Any, x: Any) -> Any:
         return shard(x, getattr(p, "moments_at"))  # noqa: B009 - mypy knows no such attribute
 
 
-_forms: Bounded[Any, Form] = Bounded(1 << 12)
+_forms: BoundedCache[Any, Form] = BoundedCache(1 << 12)
 
 
 def moments_form(p: Any) -> Form | None:
@@ -263,7 +263,7 @@ def _hidden(optimizers: Sequence[torch.optim.Optimizer], scalers: Sequence[Any])
             x.state = state
 
 
-@unseen
+@skip_dynamo
 def _begin(optimizer: torch.optim.Optimizer, fresh: Collection[int]) -> None:
     """As the first lines of `step` do, which look at parameters that have a gradient."""
     before = [(p, p.grad) for p in parameters(optimizer)]

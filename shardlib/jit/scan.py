@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.forward_mode import is_forward_mode
@@ -164,7 +164,7 @@ def _refuse_draws(body: Body) -> None:
     for node in (*body.forward, *body.backward):
         name = str(node.target)
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "shardlib.draw" in name
-        if draws and not has(node.target, "per device"):  # what the body of a shard_map communicates is no draw
+        if draws and not has_trait(node.target, "per_device"):  # what the body of a shard_map communicates is no draw
             raise ShardingError(
                 "the body of scan draws random numbers",
                 [str(node.meta["line"])],

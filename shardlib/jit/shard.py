@@ -8,17 +8,17 @@ import torch
 
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.numpy_bridge import tensor_of
+from shardlib.core.numpy_bridge import to_tensor
 from shardlib.core.recorders import may_be_recorded, refuse_recorders
-from shardlib.core.strided_only import refuse_others
+from shardlib.core.strided_only import refuse_unstrided
 from shardlib.core.torch_private import is_wrapped
 from shardlib.eager.placement_autograd import place_tracked
 from shardlib.ops.constraint import constrain
 from shardlib.primitives.body import current_body
-from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh, mesh_here
-from shardlib.sharding.placement import Fixed
-from shardlib.sharding.spec import P, Sizes, Spec, every_length, resolve_many
-from shardlib.sharding.typos import warn_of_slip
+from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh, peek_mesh
+from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.spec import P, Sizes, Spec, collect_sizes, resolve_many
+from shardlib.sharding.typos import warn_of_typo
 from shardlib.tensor.rank_checks import broadcast_from_rank, require_equal_values
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
@@ -68,8 +68,8 @@ def shard(
     if is_single_device():
         return x
     if not isinstance(x, torch.Tensor):
-        x = tensor_of(x, f"the x of shard(x, {str(spec)!r})")
-    refuse_others(f"shard(x, {str(spec)!r})", [("x", x)])
+        x = to_tensor(x, f"the x of shard(x, {str(spec)!r})")
+    refuse_unstrided(f"shard(x, {str(spec)!r})", [("x", x)])
     body = current_body() if is_tracing() else None
     if body is not None and not body.left:
         raise ShardingError(
@@ -80,7 +80,7 @@ def shard(
     if isinstance(mesh, int):
         lengths, mesh = {"mesh": mesh, **lengths}, None
     mesh = _chosen(mesh, x, spec)
-    (resolved,) = resolve_many([("x", x.shape, spec, every_length(sizes, lengths))], mesh)
+    (resolved,) = resolve_many([("x", x.shape, spec, collect_sizes(sizes, lengths))], mesh)
     if mesh is None:
         return x
     if body is not None and (named := dict.fromkeys(a.name for a in resolved.layout.axes if a.name in body.manual)):
@@ -109,8 +109,8 @@ def shard(
     if may_be_recorded():
         refuse_recorders(f"shard(x, {str(spec)!r})")
     if isinstance(x, ShardedTensor):
-        return x.redistribute(resolved.said)
-    warn_of_slip("shard(x)", resolved.said, mesh)
+        return x.redistribute(resolved.required_spec)
+    warn_of_typo("shard(x)", resolved.required_spec, mesh)
     found: Sequence[int] = ()
     if src is not None:
         x = broadcast_from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
@@ -122,7 +122,7 @@ def shard(
 def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | None:
     """Returns the mesh that a call of `shard` means; None inside `no_mesh()`."""
     what = f"shard(x, {str(spec)!r}) on shape {list(x.shape)}"
-    current = mesh_here() if mesh is None else current_mesh()  # a trace that names its mesh is for no other one
+    current = peek_mesh() if mesh is None else current_mesh()  # a trace that names its mesh is for no other one
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ShardingError(
             f"{what} gets mesh={mesh!r}",
@@ -149,14 +149,14 @@ def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | 
     return mesh or current
 
 
-def shard_known(name: str, x: torch.Tensor, resolved: Fixed, mesh: Mesh, digest: int) -> ShardedTensor:
+def shard_known(name: str, x: torch.Tensor, resolved: FixedLayout, mesh: Mesh, digest: int) -> ShardedTensor:
     """`shard`, outside any program, of a plain tensor that all ranks have with this digest, as they know already."""
-    warn_of_slip(name, resolved.said, mesh)
+    warn_of_typo(name, resolved.required_spec, mesh)
     return _placed(x, resolved, mesh, [digest])
 
 
 def _placed(
-    x: torch.Tensor, resolved: Fixed, mesh: Mesh, digests: Sequence[int], donate: bool = False
+    x: torch.Tensor, resolved: FixedLayout, mesh: Mesh, digests: Sequence[int], donate: bool = False
 ) -> ShardedTensor:
     out = place_tracked(x, resolved, mesh, donate)
     for digest in digests:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.compiler.pipeline import leaf_specs
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import EffectError
 from shardlib.core.torch_private import MODULE_DICTS, TransformType, innermost, is_wrapped, pytree, transforms
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, is_number, wrapped
@@ -42,7 +42,7 @@ class Transformed:
 
     def __init__(self, jit: Callable[..., Any]) -> None:
         self.jit = jit
-        self._calls: Bounded[Any, Differentiable | None] = Bounded(16)
+        self._calls: BoundedCache[Any, Differentiable | None] = BoundedCache(16)
 
     def __call__(
         self, function: Function, state: State, autocasts: Autocasts, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.plan.plan import Plan
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError, ValueNeededError, public
 from shardlib.core.plain_types import plain_types
@@ -64,7 +64,7 @@ class Forward:
         vars(self)["__wrapped__"] = own  # part of the key of a call that reads the module
         self.module, self.own = module, own
         self.mesh, self.batch, self.policy, self.keeping = mesh, batch, policy, keeping
-        self._versions: Bounded[int, _Version] = Bounded(VERSIONS)
+        self._versions: BoundedCache[int, _Version] = BoundedCache(VERSIONS)
 
     def __reduce__(self) -> Any:  # a copy has programs of its own
         return Forward, (self.module, self.own, self.mesh, self.batch, self.policy, self.keeping)

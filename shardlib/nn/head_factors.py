@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.split_axes import spread
+from shardlib.sharding.split_axes import split_axes
 
 
 def shard_factors(sizes: Sequence[int], part: int, name: str, axis: str, ways: int) -> str:
@@ -24,7 +24,7 @@ def shard_factors(sizes: Sequence[int], part: int, name: str, axis: str, ways: i
         '(f0=3 out@tensor f2=64)'
     """
     primes = Axis(axis, ways).primes()
-    if ways == 1 or (not part and spread(sizes, [p.size for p in primes]) is not None):
+    if ways == 1 or (not part and split_axes(sizes, [p.size for p in primes]) is not None):
         return f"{name}@{axis}"
     factors: list[tuple[int, tuple[Axis, ...]]] = []
     for i, size in enumerate(sizes):

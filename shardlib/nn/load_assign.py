@@ -107,7 +107,7 @@ def _place_like(old: ShardedTensor, new: nn.Parameter, name: str, digest: int | 
         and _strategy_attributes(new) == _strategy_attributes(old)
     ):
         return new  # a parameter that another module shares
-    spec = Spec.exactly(old.sharding, old._form.names)
+    spec = Spec.from_layout(old.sharding, old._form.names)
     with old.mesh:
         if digest is None:
             value = shard(new.detach(), spec)

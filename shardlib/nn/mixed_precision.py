@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.mode_restore import repeated
+from shardlib.core.mode_restore import repeat_in_checkpoints
 from shardlib.core.source_lines import Line, line_at, replayed
 from shardlib.core.torch_private import MODULE_DICTS, BatchNormalization, pytree
 from shardlib.frontend.guards.mappings import opened
@@ -164,7 +164,7 @@ class Policy:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with repeated(cast_parameters):
+            with repeat_in_checkpoints(cast_parameters):
                 out = run_on_copies(name, module, forward, opened((args, kwargs)), cast)
             return out if output is None else _convert(opened(out), output)
 

@@ -34,7 +34,7 @@ from shardlib.compiler.memory_options import Keeping
 from shardlib.compiler.schedule_options import Schedule
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.strided_only import refuse_dtensors, refuse_others
+from shardlib.core.strided_only import refuse_dtensors, refuse_unstrided
 from shardlib.core.torch_private import settle_rnn
 from shardlib.jit.shard import shard, shard_known
 from shardlib.nn import hf_tp_plan
@@ -53,7 +53,7 @@ from shardlib.nn.spec_table import match_table, matches, numberless, refuse_tabl
 from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, StrategyAxes, axes_for, resolve_strategy, shard_one_dim
 from shardlib.nn.suggest import propose_specs
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, Spec, axes_of_dims, parse, resolve_many
 from shardlib.tensor.rank_checks import require_equal_values
 from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor
@@ -209,11 +209,11 @@ class _Placer:
         axes, mesh = self.strategy_axes, self.mesh
         shapes = {x.name: x.tensor.shape for x in self.tensors}
         items = [(at, shapes[at], spec, None) for at, spec in table.items()]
-        fixed = dict(zip(table, resolve_many(items, mesh, what="parallelize"), strict=True))
+        fixed = dict(zip(table, resolve_many(items, mesh, call="parallelize"), strict=True))
         specs = {}
         for x in self.tensors:
             current = x.tensor.spec if isinstance(x.tensor, ShardedTensor) else "..."
-            spec, shape = Spec.of(table.get(x.name, current)), x.tensor.shape
+            spec, shape = Spec.convert(table.get(x.name, current)), x.tensor.shape
             placement = fixed.get(x.name) or spec.resolve(shape, mesh)
             is_small = x.tensor.numel() < axes.threshold
             more = ((),) * 3 if is_small else (axes.parameters, axes.gradients, axes.moments)
@@ -223,7 +223,7 @@ class _Placer:
 
 
 def _compare_ranks(
-    caller: str, moving: Mapping[str, NamedTensor], placements: Mapping[str, Fixed], mesh: Mesh
+    caller: str, moving: Mapping[str, NamedTensor], placements: Mapping[str, FixedLayout], mesh: Mesh
 ) -> dict[str, int]:
     """Returns digests of the plain parameters, equal on all ranks; raises `ShardingError` if they differ."""
     if is_tracing() or is_single_device():
@@ -231,7 +231,7 @@ def _compare_ranks(
     plain = {
         at: x.tensor for at, x in moving.items() if not isinstance(x.tensor, ShardedTensor) and not x.tensor.is_meta
     }
-    refuse_others(caller, [*plain.items()])
+    refuse_unstrided(caller, [*plain.items()])
     layouts = [placements[at].layout for at in plain]
     return dict(zip(plain, require_equal_values(mesh, caller, [*plain.items()], layouts, _SEEDS), strict=False))
 
@@ -328,7 +328,7 @@ def _find_fault(name: str, spec: str | P | Spec, shape: Sequence[int] | None, me
     """Returns the error of a spec for a tensor of this shape; without a shape, checks the axes alone."""
     try:
         if shape is None:
-            axes_of_dims(spec, sum(dim is not ... for dim in Spec.of(spec).dims), mesh, name)
+            axes_of_dims(spec, sum(dim is not ... for dim in Spec.convert(spec).dims), mesh, name)
         else:
             resolve_many([(name, shape, spec, None)], mesh)
     except ShardingError as error:

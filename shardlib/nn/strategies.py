@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shardlib.core.errors import ShardingError
 from shardlib.sharding.grammar import SpecDim
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import Spec
 
 DATA = ("pod", "replica", "data", "batch", "dp", "shard", "fsdp")  # names of axes that shard the batch,
@@ -140,7 +140,7 @@ def resolve_strategy(strategy: str | Strategy | Callable[[], Strategy] | None) -
     return resolved or ddp()
 
 
-def shard_one_dim(at: Fixed, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> Spec:
+def shard_one_dim(at: FixedLayout, shape: Sequence[int], mesh: Mesh, axes: Sequence[str]) -> Spec:
     """Returns the spec with one more dim sharded over `axes`: the largest divisible one, or the largest.
 
     Axes that shard the tensor already are left out. If no unsharded dim is large enough, the spec stays.
@@ -151,7 +151,7 @@ def shard_one_dim(at: Fixed, shape: Sequence[int], mesh: Mesh, axes: Sequence[st
         >>> str(shard_one_dim(parse("_ ff@tensor").resolve((8, 64), mesh), (8, 64), mesh, ["data"]))
         '_@data ff@tensor'
     """
-    spec = Spec.exactly(at.layout, at.names)
+    spec = Spec.from_layout(at.layout, at.names)
     axes = [axis for axis in axes if axis not in {a.name for a in at.layout.axes}]
     ways = math.prod(mesh.axes[axis] for axis in axes)
     free = [d for d, dim in enumerate(at.layout.dims) if len(dim) <= 1 and not any(f.axes for f in dim)]

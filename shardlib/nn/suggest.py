@@ -25,7 +25,7 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.core.errors import NoProgramError, ShardingError
-from shardlib.core.text_tables import si
+from shardlib.core.text_tables import format_si
 from shardlib.frontend.hazards.constant_values import by_example
 from shardlib.frontend.hazards.rng_state import Chance
 from shardlib.jit.jit import jit
@@ -299,7 +299,10 @@ def _reasons(
         makers = [x for x in others if x not in rows]
         if name in rows and name in big:
             value = rows[name]
-            yield name, (True, f"rows: the sum over devices is left, {si(value.nbytes, 'B')} of {list(value.shape)}")
+            yield (
+                name,
+                (True, f"rows: the sum over devices is left, {format_si(value.nbytes, 'B')} of {list(value.shape)}"),
+            )
         elif name in big and name not in once:
             yield name, (False, "columns: what it makes is gathered where it comes back")
         elif name in big:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import NoDerivativeError, ShardingError
-from shardlib.core.mode_restore import number_of_running_node
+from shardlib.core.mode_restore import backward_node_number
 from shardlib.core.torch_private import follow_tangents, last_number
 from shardlib.primitives import vmap_body
 from shardlib.primitives.boundary import Door
@@ -83,7 +83,7 @@ _differentiated: weakref.WeakSet[Body] = weakref.WeakSet()  # a history holds th
 def current_body() -> Body | None:
     """The `shard_map` body that runs now, or that autograd goes back through; None outside."""
     body = _body.get()
-    if body is not None or not _differentiated or (number := number_of_running_node()) is None:
+    if body is not None or not _differentiated or (number := backward_node_number()) is None:
         return body
     spans = ((start, id(body), body) for body in _differentiated for start, end in body.spans if start <= number < end)
     return max(spans, default=(0, 0, None))[2]  # the innermost begins last
@@ -298,7 +298,7 @@ def _taken_apart(x: Tensor, door: Door, body: Body) -> PerDevice:
     mesh = body.mesh
     assert mesh is not None, "a shard_map is on a mesh"
     outside = x.axes if isinstance(x, PerDevice) else ()
-    layout = Spec.of(door.spec).resolve(door.global_shape, mesh, name="x").layout
+    layout = Spec.convert(door.spec).resolve(door.global_shape, mesh, name="x").layout
     stack = vmap_body.cut(x.stack if isinstance(x, PerDevice) else x, layout, door.local_shape, mesh, len(outside))
     now = (*outside, *vmap_body.cutting(layout, mesh))
     axes = in_order(mesh, now)
@@ -314,7 +314,7 @@ def _put_together(x: Tensor, door: Door, body: Body) -> Tensor:
     if not isinstance(x, PerDevice):
         x = PerDevice(x, (), mesh, body.manual)
     around = body.around.manual if body.around is not None else ()
-    layout = Spec.of(door.spec).resolve(door.global_shape, mesh, name="x").layout
+    layout = Spec.convert(door.spec).resolve(door.global_shape, mesh, name="x").layout
     cutting = vmap_body.cutting(layout, mesh)
     stack = vmap_body.placed(x.stack, *((name,) for name in x.axes))
     for d, name in reversed([*enumerate(x.axes)]):

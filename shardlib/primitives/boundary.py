@@ -17,9 +17,9 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.sharding.grammar import SpecDim
-from shardlib.sharding.layout import Layout, Pieces
+from shardlib.sharding.layout import Layout, ShardSizes
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, Spec, resolve_many
 from shardlib.sharding.tree_prefix import SpecLike, broadcast_prefix
 
@@ -107,10 +107,10 @@ def _cuts(
             rule="per-device code needs to know the shapes that it works on",
             remedy='write P() (or `_` per dim) for a tensor that every device has whole, "name@axis" for a cut dim',
         )
-    axes = {i: _axes(Spec.of(spec), len(x.shape), mesh) for i, (_, x, spec) in closed.items()}
+    axes = {i: _axes(Spec.convert(spec), len(x.shape), mesh) for i, (_, x, spec) in closed.items()}
     shapes = {i: _global_shape(x.shape, axes[i], mesh) if inside else tuple(x.shape) for i, (_, x, _) in closed.items()}
     asked = [(name, shapes[i], spec, None) for i, (name, _, spec) in closed.items()]
-    resolved = dict(zip(closed, resolve_many(asked, mesh, what=what), strict=True)) if asked else {}
+    resolved = dict(zip(closed, resolve_many(asked, mesh, call=what), strict=True)) if asked else {}
     others = [
         f"{name} of shape {list(x.shape)} with spec {str(spec)!r} names {axis!r}"
         for i, (name, x, spec) in closed.items()
@@ -145,7 +145,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _is_open(spec: str | P | Spec) -> bool:
-    return any(isinstance(dim, SpecDim) and dim.open for dim in Spec.of(spec).dims)
+    return any(isinstance(dim, SpecDim) and dim.open for dim in Spec.convert(spec).dims)
 
 
 def _global_shape(shape: Sequence[int], axes: Axes, mesh: Mesh) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ def _uneven(layout: Layout, axes: Axes, mesh: Mesh) -> Iterator[str]:
     for d, (dim, cuts) in enumerate(zip(layout.dims, axes, strict=True)):
         for factor, names in zip(dim, cuts, strict=True):
             part = f"dim {d}" if len(dim) == 1 else f"a factor of dim {d}"
-            if isinstance(factor.size, Pieces):
+            if isinstance(factor.size, ShardSizes):
                 yield f"{part} has pieces of {', '.join(map(str, factor.pieces))}"
             elif parts := [name for name in names if ":" in name]:
                 yield f"{part} is cut over {' x '.join(parts)}, where a body sees whole axes"
@@ -166,7 +166,7 @@ def _uneven(layout: Layout, axes: Axes, mesh: Mesh) -> Iterator[str]:
                 yield f"{part} has size {factor.size}, {' x '.join(names)} has {_ways(names, mesh)} devices"
 
 
-def _cut(r: Fixed, axes: Axes, mesh: Mesh, manual: Sequence[str]) -> Passage:
+def _cut(r: FixedLayout, axes: Axes, mesh: Mesh, manual: Sequence[str]) -> Passage:
     dims = zip(r.layout.dims, axes, strict=True)
     local = [[f.size // _ways(names, mesh) for f, names in zip(dim, cuts, strict=True)] for dim, cuts in dims]
     used = {a for dim in axes for names in dim for a in names}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.mode_restore import Staying, repeated
+from shardlib.core.mode_restore import PersistentFunctionMode, repeat_in_checkpoints
 from shardlib.core.torch_private import (
     INTO_GRAD,
     INTO_VMAP,
@@ -55,7 +55,7 @@ def running(body: Body, before: Any) -> Iterator[Callable[[Any], Any]]:
             captures.append(mode)
             yield
 
-    with repeated(inside):
+    with repeat_in_checkpoints(inside):
         yield captures[0].entered
 
 
@@ -68,7 +68,7 @@ def seen_inside(tree: Any) -> Any:
     return tree if captures is None else captures.entered(tree)
 
 
-class Captures(Staying):
+class Captures(PersistentFunctionMode):
     """While on, tensors from outside of the body enter it where they are read."""
 
     def __init__(self, body: Body, before: Any) -> None:

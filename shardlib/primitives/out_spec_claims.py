@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError
-from shardlib.core.source_lines import place
+from shardlib.core.source_lines import format_path_line
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.spec import Spec
 
@@ -26,7 +26,7 @@ Axes = frozenset[str]
 
 def hold_claims(gm: fx.GraphModule) -> None:
     """Raise `ShardingError` with all results that may differ where they are said to be the same; drop what was said."""
-    made = [node for node in gm.graph.nodes if has(node.target, "leaves") and node.args[3:]]
+    made = [node for node in gm.graph.nodes if has_trait(node.target, "leaves_body") and node.args[3:]]
     if not made:
         return
     mesh = current_mesh()
@@ -79,29 +79,29 @@ def varying(gm: fx.GraphModule, mesh: Mesh) -> Mapping[fx.Node, Axes]:
     """The mesh axes over which each value inside a body may differ; of values outside nothing is said."""
     varies: dict[fx.Node, Axes] = {}
     for node in gm.graph.nodes:
-        if has(node.target, "enters"):
+        if has_trait(node.target, "enters_body"):
             varies[node] = _cut(node.args[0].meta["val"].shape, node.args[1], mesh)
             continue
-        shaped = has(node.target, "like") or has(node.target, "creates")
+        shaped = has_trait(node.target, "metadata_only") or has_trait(node.target, "creates")
         read = [] if shaped else node.all_input_nodes
         axes: Axes = frozenset().union(*(varies[source] for source in read))
-        if has(node.target, "alike"):
+        if has_trait(node.target, "same_on_axes"):
             axes -= {*node.args[1]}
-        elif has(node.target, "per device"):
+        elif has_trait(node.target, "per_device"):
             axes |= {a for a in node.args[1] if mesh.axes[a] > 1}
-        elif has(node.target, "leaves"):
+        elif has_trait(node.target, "leaves_body"):
             axes = frozenset()
         varies[node] = axes
     return varies
 
 
 def _cut(shape: Any, spec: str, mesh: Mesh) -> Axes:
-    layout = Spec.of(spec).resolve(tuple(shape), mesh, name="x").layout
+    layout = Spec.convert(spec).resolve(tuple(shape), mesh, name="x").layout
     return frozenset(a.name for a in layout.axes if a.size > 1)
 
 
 def _origin(node: fx.Node) -> str:
     line = node.meta.get("line")
-    if has(node.target, "enters"):
+    if has_trait(node.target, "enters_body"):
         return ", as it came in"
-    return f", made at {place(line)}  {line.text}".rstrip() if line is not None else ""
+    return f", made at {format_path_line(line)}  {line.text}".rstrip() if line is not None else ""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardlib.core.aten.functional_forms import FILLS, functional_form
-from shardlib.core.aten.op_traits import has, is_view
-from shardlib.core.aten.schemas import may_draw, written_arguments
+from shardlib.core.aten.op_traits import has_trait, is_view
+from shardlib.core.aten.schemas import may_draw_random, written_arguments
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import (
@@ -38,7 +38,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an op on values of a body gives."""
     if (form := _FORMS.get(func)) is not None:
         return form(*args, **kwargs)
-    if may_draw(func, args, kwargs):
+    if may_draw_random(func, args, kwargs):
         raise refuse_draws()
     if torch.Tag.inplace_view in func.tags:
         functional: Any = functional_form(func)
@@ -109,7 +109,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         tensors = iter(call(*(leaves[i].stack for i in at)))
     flat, out_tree = results
     out = [next(tensors) if isinstance(x, Tensor) else x for x in flat]
-    if has(func, "like") or has(func, "creates"):  # made of a form alone, which is one for all devices
+    # Made of a form alone, which is one for all devices.
+    if has_trait(func, "metadata_only") or has_trait(func, "creates"):
         out, axes = [x[(0,) * len(axes)] for x in out], ()
     return pytree.tree_unflatten([first.like(x, axes) if isinstance(x, Tensor) else x for x in out], out_tree)
 

@@ -16,7 +16,7 @@ from shardlib.core.context import is_tracing
 from shardlib.ops.constraint import constrain
 from shardlib.primitives.stacked_permute import send_rows
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import ways
+from shardlib.sharding.mesh.axis import group_size
 from shardlib.sharding.mesh.mesh import Mesh
 
 
@@ -56,7 +56,7 @@ def _grid(layout: Layout, axes: Sequence[str]) -> tuple[list[int], list[int]]:
             at[a.name] = len(sizes)
             sizes.append(a.size)
         rest.append(len(sizes))
-        sizes.append(f.size // ways(f.axes))
+        sizes.append(f.size // group_size(f.axes))
     return sizes, [*(at[name] for name in axes), *rest]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.rules.rule import Call, Rule
 
 
@@ -40,7 +40,7 @@ def fitted(rule: Rule, call: Call) -> Rule:
     made = [m.dtype for i, m in enumerate(call.results) if m is not None and i not in rule.complete]
     if any(dtype in MUTE for dtype in made):
         return replace(rule, whole=rule.whole | {f for f, kind in rule.reduce.items() if kind != "none"}, linear=())
-    if has(call.target, "casts terms"):
+    if has_trait(call.target, "casts_addends"):
         return rule
     linear = tuple(s for s in rule.linear if all(holds(new, call.operands[i].dtype) for i in s for new in made))
     onto = None if torch.float16 in made else rule.onto

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardlib.rules.rule import Rule
-from shardlib.sharding.chunks import Pieces
+from shardlib.sharding.chunks import ShardSizes
 from shardlib.sharding.mesh.axis import Axis
 
 Axes = tuple[Axis, ...]
@@ -18,11 +18,11 @@ class Cut:
     """One way of cutting: the axes over which factors are cut, and the pieces of those that are not cut in chunks."""
 
     axes: Mapping[str, Axes]
-    pieces: Mapping[str, Pieces] = field(default_factory=dict)
+    pieces: Mapping[str, ShardSizes] = field(default_factory=dict)
 
     def __str__(self) -> str:
         said = [f"{f}@{'·'.join(map(str, axes))}" for f, axes in self.axes.items()]
-        sizes = dict.fromkeys(f"{a.name}={a.of}" for axes in self.axes.values() for a in axes)
+        sizes = dict.fromkeys(f"{a.name}={a.axis_size}" for axes in self.axes.values() for a in axes)
         chosen = "".join(f", {f} in pieces of {' '.join(map(str, p.sizes))}" for f, p in self.pieces.items())
         return f"{', '.join(said)} on {', '.join(sizes)}{chosen}" if said else "nothing cut"
 
@@ -34,9 +34,9 @@ def cuts(rule: Rule, ways: Sequence[int] = (2, 3, 4)) -> Iterator[Cut]:
     a, b, second = Axis("a", 2), Axis("b", 3), Axis("b", 2)
     chunks = [*((Axis("a", n),) for n in ways), (a, second)]
 
-    def lopsided(f: str) -> dict[str, Pieces]:
+    def lopsided(f: str) -> dict[str, ShardSizes]:
         n = rule.sizes[f]
-        return {f: Pieces((n // 2 + 1, 0, n - n // 2 - 1), (b,))}
+        return {f: ShardSizes((n // 2 + 1, 0, n - n // 2 - 1), (b,))}
 
     yield Cut({})
     for f in free:

@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from shardlib import rules
-from shardlib.core.aten.op_traits import has
-from shardlib.core.bounded_cache import Bounded
-from shardlib.core.context import rules_said
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.bounded_cache import BoundedCache
+from shardlib.core.context import rule_registrations
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
 from shardlib.rules.dtype_sums import fitted
@@ -60,12 +60,12 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 TABLE: dict[str, RuleFn] = _table()
 DECOMPOSITIONS = _decompositions()
 _BY_TAG = pointwise.pointwise()
-_CACHE: Bounded[Any, Rule | None] = Bounded(1 << 11)
+_CACHE: BoundedCache[Any, Rule | None] = BoundedCache(1 << 11)
 
 
 def rule_for(call: Call) -> Rule | None:
     """The rule of one call; None if there is none: the op then runs replicated."""
-    other = has(call.target, "other shapes")  # a plan for GPUs and one for CPUs may be made in one process
+    other = has_trait(call.target, "device_shapes")  # a plan for GPUs and one for CPUs may be made in one process
     key = (call.key, call.results) if other else call.key
     try:
         return _CACHE[key]
@@ -193,7 +193,7 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
         _OWN[_name(overload)] = text, _definition(_name(overload))
         _CACHE.clear()
         PROGRAMS.clear()
-        rules_said.again()
+        rule_registrations.again()
         return op
 
     return register
@@ -203,10 +203,10 @@ def _idle(rule: Pattern) -> Iterator[str]:
     """What has no effect: a reduction of what every result has, a local form for what is never cut."""
     reduced = {f for f, kind in rule.notes if kind in (*REDUCED, "none")}
     for f, kind in rule.notes:
-        has = [f in t.names for t in rule.results]
-        if kind in (*REDUCED, "none") and all(has):
+        is_held = [f in t.names for t in rule.results]
+        if kind in (*REDUCED, "none") and all(is_held):
             yield f"`{f}:{kind}` is of a dim that every result has: nothing is left to reduce"
-        elif kind == "local" and not all(has) and f not in reduced:
+        elif kind == "local" and not all(is_held) and f not in reduced:
             yield f"`{f}:local` is never cut: a result lacks it, and no `{f}:sum` or `{f}:none` says what becomes of it"
 
 

@@ -1,14 +1,14 @@
-"""The grammar of specs, and the values that it reads.
+"""Parses specs.
 
 spec   = dim*                    as many as the tensor has, separated by spaces
 dim    = "..."                   any number of whole dims, once
-       | factor "?"?             "?" leaves the dim open for the compiler; otherwise it is closed
+       | factor "?"?             "?": the compiler may shard the dim further
        | "(" factor+ ")" "?"?    one dim made of factors, major first
 factor = name ("=" size)? ("@" axes)? ("=" pieces)?
-name   = logical name | "_"      without "@", the mesh's rules give the axes; no rule, or "_": whole
+name   = logical name | "_"      without "@", the mesh's rules give the axes; no rule, or "_": not sharded
 axes   = axis | "(" axis* ")"    mesh axes, major first
-axis   = mesh axis (":(" n ")" n)?   of a mesh axis only the part of size n behind parts of (n): `tensor:(2)4`
-pieces = "[" size* "]"           what every device along the axes holds, major first; otherwise chunks
+axis   = mesh axis (":(" pre ")" size)?   the part of an axis behind more major parts of size pre: `tensor:(2)4`
+pieces = "[" size* "]"           the shard size on every device along the axes, major first; otherwise even chunks
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _RULE = "a spec is dims separated by spaces: name, name@axis, name@(a b)=[5 3], 
 
 @dataclass(frozen=True)
 class SpecFactor:
-    """One factor: `name` (None: `_`), mesh `axes` (None: through the mesh's rules), `size` where the spec says it.
+    """One factor: `name` (None: `_`), mesh `axes` (None: from the mesh's rules), and `size` if the spec states it.
 
-    An axis is its name, or a part of it as text (`tensor:(2)4`). `pieces` are the sizes on the devices along the axes,
-    where they are chosen.
+    An axis is its name, or a part of it as text (`tensor:(2)4`). `pieces` are chosen shard sizes, one for every device
+    along the axes; None for even chunks.
     """
 
     name: str | None
@@ -45,7 +45,7 @@ class SpecFactor:
 
 @dataclass(frozen=True)
 class SpecDim:
-    """One dim: its factors, major first, and whether the compiler may cut it further."""
+    """One dim: its factors, major first; the compiler may shard an `open` dim further."""
 
     factors: tuple[SpecFactor, ...]
     open: bool = False
@@ -55,8 +55,8 @@ class SpecDim:
         return (text if len(self.factors) == 1 else f"({text})") + "?" * self.open
 
 
-def read(text: str) -> tuple[SpecDim | EllipsisType, ...]:
-    """The dims of a spec; raises `ShardingError` that points at the character."""
+def parse_dims(text: str) -> tuple[SpecDim | EllipsisType, ...]:
+    """Parses the dims of a spec; raises `ShardingError` that points at the character."""
     scan = Scanner(text, "spec", rule=_RULE)
     dims: list[SpecDim | EllipsisType] = []
     while scan.token:
@@ -93,20 +93,20 @@ def _factor(scan: Scanner) -> SpecFactor:
     if not equals and scan.take("@"):
         axes = _axes(scan)
     if equals or scan.take("="):
-        pieces = scan.numbers("the sizes of the pieces, [5 3 8 0]")
+        pieces = scan.numbers("the shard sizes, [5 3 8 0]")
     return SpecFactor(None if name == "_" else name, axes, size, pieces)
 
 
-def read_axes(text: str) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
-    """What stands behind an `@`: axes, and the pieces where they are chosen.
+def parse_axes(text: str) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """Parses the text behind an `@`: axes, and chosen shard sizes or None.
 
     Example:
-        >>> read_axes("data"), read_axes("(pod tensor:(1)2)=[5 3 8 0]")
+        >>> parse_axes("data"), parse_axes("(pod tensor:(1)2)=[5 3 8 0]")
         ((('data',), None), (('pod', 'tensor:(1)2'), (5, 3, 8, 0)))
     """
-    scan = Scanner(text, "axes", rule="axes are axis, axis:(2)4 for a part, (a b) for several, =[5 3] for the pieces")
+    scan = Scanner(text, "axes", rule="axes are axis, axis:(2)4 for a part, (a b) for several, =[5 3] for shard sizes")
     axes = _axes(scan)
-    pieces = scan.numbers("the sizes of the pieces, [5 3 8 0]") if scan.take("=") else None
+    pieces = scan.numbers("the shard sizes, [5 3 8 0]") if scan.take("=") else None
     if scan.token:
         scan.fail(f"{scan.token!r} does not belong here")
     return axes, pieces
@@ -123,16 +123,12 @@ def _axes(scan: Scanner) -> tuple[str, ...]:
 
 
 def _axis(scan: Scanner) -> str:
-    name = scan.name("a mesh axis")
-    if not scan.take(":"):
-        return name
-    scan.expect("(", "a part of an axis is written axis:(pre)size, as in tensor:(1)8")
-    pre = scan.number("the product of the more major parts")
-    scan.expect(")", "a part of an axis is written axis:(pre)size, as in tensor:(1)8")
-    return f"{name}:({pre}){scan.number('the size of the part')}"
+    name, pre, size = scan.axis()
+    return name if size is None else f"{name}:({pre}){size}"
 
 
 def _stray(scan: Scanner) -> str:
+    """Returns the fault of a token that does not belong here."""
     return {
         ",": "',' does not belong here; dims are separated by spaces",
         "(": "a factor cannot hold factors",

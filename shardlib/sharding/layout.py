@@ -1,11 +1,11 @@
 """Layouts: where the elements of one value live on a mesh.
 
-A layout has, for every dim, its factors (major first); a factor has a size and mesh axes (major first). Besides that a
-value may be *pending*: each device holds an addend, and the value is their sum (or max, or min) over some axes.
+A layout lists the factors of every dim (major first); a factor has a size and mesh axes (major first). A value may also
+be a *partial sum*: each device holds an addend, and the value is their sum (or max, or min) over some axes.
 
-Splitting is nested chunking. The first axis of a factor of size 10 on 4 devices gives 3, 3, 3, 1; a second axis of 2
-cuts each of these to 2+1, 2+1, 2+1, 1+0. So each device may have its own local shape, known from its coordinates alone.
-Where somebody chose the pieces, the factor's size is `Pieces` and is printed with them: `16@data=[5 3 8 0]`.
+Sharding is nested chunking. A factor of size 10 over an axis of 4 devices has shards of 3, 3, 3, 1; a second axis of 2
+splits these into 2+1, 2+1, 2+1, 1+0. So each device may have its own local shape, a function of its coordinates alone.
+Where the user chose the shard sizes, the factor's size is `ShardSizes` and prints them: `16@data=[5 3 8 0]`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ import torch
 from einops import rearrange
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.chunks import Pieces, Placed, even, fullest, over, span, spans
-from shardlib.sharding.mesh.axis import Axis, Coords, ways
+from shardlib.sharding.chunks import (
+    ShardSizes,
+    UnchunkedSize,
+    is_even,
+    largest_shard,
+    restrict_size,
+    shard_range,
+    shard_sizes,
+)
+from shardlib.sharding.mesh.axis import Axis, Coords, group_size
 from shardlib.sharding.scanner import Scanner
 
-__all__ = ["Axis", "Coords", "Dim", "Factor", "Layout", "PartialSum", "Pieces", "span"]
+__all__ = ["Axis", "Coords", "Dim", "Factor", "Layout", "PartialSum", "ShardSizes", "shard_range"]
 
 REDUCTIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -35,40 +43,40 @@ REDUCTIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 @dataclass(frozen=True)
 class Factor:
-    """One component of a dim: `size` elements, cut over `axes`, major first; in chunks, or as `Pieces` say.
+    """One component of a dim: `size` elements, sharded over `axes` (major first), in chunks or in chosen `ShardSizes`.
 
     Example:
         >>> data = Axis("data", 4)
-        >>> str(Factor(Pieces((5, 3, 8, 0), (data,)), (data,))), str(Factor(Pieces((4, 4, 4, 4), (data,)), (data,)))
-        ('16@data=[5 3 8 0]', '16@data')
+        >>> [str(Factor(ShardSizes(sizes, (data,)), (data,))) for sizes in ((5, 3, 8, 0), (4, 4, 4, 4))]
+        ['16@data=[5 3 8 0]', '16@data']
     """
 
     size: int
     axes: tuple[Axis, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, Placed):
-            object.__setattr__(self, "size", over(self.size, self.axes))
+        if isinstance(self.size, UnchunkedSize):
+            object.__setattr__(self, "size", restrict_size(self.size, self.axes))
 
     @property
     def ways(self) -> int:
-        return ways(self.axes)
+        return group_size(self.axes)
 
     @property
-    def even(self) -> bool:
-        return even(self.size, self.axes)
+    def is_even(self) -> bool:
+        return is_even(self.size, self.axes)
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """How much of it every device along `axes` holds, major first."""
-        return spans(self.size, self.axes)
+        """The shard size of every device along `axes`, major first."""
+        return shard_sizes(self.size, self.axes)
 
     def __str__(self) -> str:
         if not self.axes:
             return str(self.size)
         names = " ".join(map(str, self.axes))
         text = f"{self.size}@{names}" if len(self.axes) == 1 else f"{self.size}@({names})"
-        return f"{text}=[{' '.join(map(str, self.size.sizes))}]" if isinstance(self.size, Pieces) else text
+        return f"{text}=[{' '.join(map(str, self.size.sizes))}]" if isinstance(self.size, ShardSizes) else text
 
 
 Dim = tuple[Factor, ...]
@@ -76,9 +84,9 @@ Dim = tuple[Factor, ...]
 
 @dataclass(frozen=True)
 class PartialSum:
-    """A reduction that has not happened yet: `kind` ("sum", "max" or "min") over `axes`.
+    """A reduction over `axes` that is still to be done: `kind` is "sum", "max", "min" or "owned".
 
-    Of a value that is "owned" each device has some rows only, so that its sum takes zeros for the others.
+    A value that is "owned" is a sum: each device computed some rows only, and its other rows count as zeros.
     """
 
     axes: tuple[Axis, ...]
@@ -86,7 +94,7 @@ class PartialSum:
 
     def __post_init__(self) -> None:
         if self.kind not in (*REDUCTIONS, "owned"):
-            raise ShardingError(f"a value cannot be pending {self.kind!r}", remedy=f"one of {', '.join(REDUCTIONS)}")
+            raise ShardingError(f"{self.kind!r} is no kind of partial sum", remedy=f"one of {', '.join(REDUCTIONS)}")
 
     def __str__(self) -> str:
         names = " ".join(map(str, self.axes))
@@ -96,7 +104,7 @@ class PartialSum:
 
 @dataclass(frozen=True)
 class Layout:
-    """Dims of factors, and pending reductions.
+    """The dims of a value as factors, and its partial sums (`pending`).
 
     Example:
         >>> tensor = Axis("tensor", 4)
@@ -124,7 +132,7 @@ class Layout:
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes that cut this value (not the pending ones)."""
+        """The axes that shard this value, without those of partial sums."""
         return tuple(a for f in self.factors for a in f.axes)
 
     @cached_property
@@ -137,7 +145,7 @@ class Layout:
 
     @cached_property
     def canonical(self) -> Layout:
-        """The same layout in its shortest form: neighboring factors whose pieces are pieces of their product melt.
+        """The same layout in its shortest form: neighboring factors merge if the shards of their product are theirs.
 
         Example:
             >>> data = Axis("data", 4)
@@ -147,17 +155,19 @@ class Layout:
         dims = []
         for dim in self.dims:
             factors: list[Factor] = []
-            empty = len(dim) > 1 and not all(f.size for f in dim)  # of nothing everybody has everything
+            empty = len(dim) > 1 and not all(f.size for f in dim)  # every device has all of an empty dim
             for f in (Factor(0),) if empty else dim:
                 axes = tuple(a for a in f.axes if a.size > 1)
                 last = factors[-1] if factors else None
-                # Parts of one mesh axis that come together would cut as one, which on an uneven factor cuts elsewhere.
-                apart = f.even or not (last and last.axes) or len(Axis.merge((last.axes[-1], axes[0]))) == 2
-                if last and not axes and isinstance(last.size, Pieces):
-                    factors[-1] = Factor(Pieces([n * f.size for n in last.size.sizes], last.axes), last.axes)
+                # Adjacent parts of one mesh axis merge into one axis, which shards an uneven factor differently.
+                stays_nested = f.is_even or not (last and last.axes) or len(Axis.merge((last.axes[-1], axes[0]))) == 2
+                if last and not axes and isinstance(last.size, ShardSizes):
+                    factors[-1] = Factor(ShardSizes([n * f.size for n in last.size.sizes], last.axes), last.axes)
                 elif last and last.size == 1 and not last.axes:
                     factors[-1] = Factor(f.size, Axis.merge(axes))
-                elif last and ((not axes and last.even) or (last.ways == last.size and apart and _plain(last, f))):
+                elif last and (
+                    (not axes and last.is_even) or (last.ways == last.size and stays_nested and _is_chunked(last, f))
+                ):
                     factors[-1] = Factor(last.size * f.size, Axis.merge((*last.axes, *axes)))
                 else:
                     factors.append(Factor(f.size, Axis.merge(axes)))
@@ -166,23 +176,23 @@ class Layout:
 
     @cached_property
     def chunked(self) -> Layout:
-        """The same axes on the same factors, all cut in chunks: where the layout is, but for chosen pieces."""
+        """The same axes on the same factors, all sharded in chunks instead of chosen shard sizes."""
         return Layout(tuple(tuple(Factor(int(f.size), f.axes) for f in dim) for dim in self.dims), self.pending)
 
     def local_shape(self, coords: Coords) -> tuple[int, ...]:
-        """The shape of what the device at `coords` holds."""
-        sizes = ((span(f.size, f.axes, coords) for f in dim) for dim in self.dims)
+        """The shape of the shard at `coords`."""
+        sizes = ((shard_range(f.size, f.axes, coords) for f in dim) for dim in self.dims)
         return tuple(math.prod(stop - start for start, stop in dim) for dim in sizes)
 
     def max_local_numel(self) -> int:
-        """Elements on the device that holds most (the one at the origin)."""
-        return math.prod(fullest(f.size, f.axes) for f in self.factors)
+        """The number of elements of the largest shard."""
+        return math.prod(largest_shard(f.size, f.axes) for f in self.factors)
 
     def scatter(self, whole: torch.Tensor, coords: Coords) -> torch.Tensor:
-        """The part of `whole` that the device at `coords` holds (pending sums: the origin holds all, others zeros)."""
-        local = _rearranged(whole, self)
+        """Returns the shard of `whole` at `coords`; of a partial sum, the origin holds the value and others zeros."""
+        local = _unflatten_factors(whole, self)
         for i, f in enumerate(self.factors):
-            start, stop = span(f.size, f.axes, coords)
+            start, stop = shard_range(f.size, f.axes, coords)
             if (start, stop) != (0, f.size):
                 local = local.narrow(i, start, stop - start)
         local = local.reshape(self.local_shape(coords))
@@ -192,25 +202,28 @@ class Layout:
         return local
 
     def gather(self, shards: Sequence[tuple[Coords, torch.Tensor]]) -> torch.Tensor:
-        """The whole tensor, from the local tensors of all devices (`(coords, local)` pairs, any order)."""
+        """Returns the whole tensor from the shards of all devices: `(coords, shard)` pairs in any order.
+
+        Raises `ShardingError` if shards or addends are missing.
+        """
         first = shards[0][1]
         parts: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], torch.Tensor]] = {}
         for coords, local in shards:
-            spans = tuple(span(f.size, f.axes, coords) for f in self.factors)
-            parts.setdefault(spans, {}).setdefault(tuple(a.coord(coords) for a in self.pending_axes), local)
+            ranges = tuple(shard_range(f.size, f.axes, coords) for f in self.factors)
+            parts.setdefault(ranges, {}).setdefault(tuple(a.coord(coords) for a in self.pending_axes), local)
         whole = first.new_empty([f.size for f in self.factors])
-        devices = ways(self.pending_axes)
-        held = sum(math.prod(stop - start for start, stop in spans) for spans in parts)
+        devices = group_size(self.pending_axes)
+        held = sum(math.prod(stop - start for start, stop in ranges) for ranges in parts)
         if held != whole.numel() or any(len(addends) != devices for addends in parts.values()):
             raise ShardingError(
                 f"layout {self} cannot be gathered from {len(shards)} shards",
                 [f"they hold {held} of {whole.numel()} elements" if held != whole.numel() else "addends are missing"],
                 rule="gathering takes the shards of all devices",
             )
-        for spans, addends in parts.items():
-            value = _combine(list(addends.values()), self.pending)
-            where = tuple(slice(*s) for s in spans)
-            whole[where] = value.reshape([stop - start for start, stop in spans])
+        for ranges, addends in parts.items():
+            value = _reduce_addends(list(addends.values()), self.pending)
+            where = tuple(slice(*r) for r in ranges)
+            whole[where] = value.reshape([stop - start for start, stop in ranges])
         return whole.reshape(self.shape)
 
     def __str__(self) -> str:
@@ -220,7 +233,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str, axis_sizes: Mapping[str, int]) -> Layout:
-        """Read what `str` prints; `axis_sizes` are the mesh's.
+        """Parses the text that `str` prints; `axis_sizes` are the mesh's.
 
         Example:
             >>> text = "(3 8@tensor:(1)2 16), 10@(data tensor:(2)2)=[4 0 6 0] +pod"
@@ -257,10 +270,10 @@ def _read_factor(scan: Scanner, axis_sizes: Mapping[str, int]) -> Factor:
     axes = _read_axes(scan, axis_sizes) if scan.take("@") else ()
     if not scan.take("="):
         return Factor(size, axes)
-    pieces = scan.numbers("the pieces of a size, [5 3 8 0]")
-    if len(pieces) != ways(axes) or sum(pieces) != size:
-        scan.fail("there is a piece for every device along the axes, and they add up to the size")
-    return Factor(Pieces(pieces, axes), axes)
+    pieces = scan.numbers("the shard sizes, [5 3 8 0]")
+    if len(pieces) != group_size(axes) or sum(pieces) != size:
+        scan.fail("there is a shard size for every device along the axes, and they add up to the size")
+    return Factor(ShardSizes(pieces, axes), axes)
 
 
 def _read_axes(scan: Scanner, axis_sizes: Mapping[str, int]) -> tuple[Axis, ...]:
@@ -270,29 +283,24 @@ def _read_axes(scan: Scanner, axis_sizes: Mapping[str, int]) -> tuple[Axis, ...]
 def _read_axis(scan: Scanner, axis_sizes: Mapping[str, int]) -> Axis:
     if scan.is_name and scan.token not in axis_sizes:
         scan.fail(f"the mesh ({', '.join(f'{k}={n}' for k, n in axis_sizes.items())}) has no axis {scan.token!r}")
-    name = scan.name("a mesh axis")
-    if not scan.take(":"):
-        return Axis(name, axis_sizes[name])
-    scan.expect("(", "a part of an axis is written axis:(pre)size")
-    pre = scan.number("the product of the more major parts")
-    scan.expect(")", "a part of an axis is written axis:(pre)size")
-    return Axis(name, scan.number("the size of the part"), pre, axis_sizes[name])
+    name, pre, size = scan.axis()
+    return Axis(name, axis_sizes[name] if size is None else size, pre, axis_sizes[name])
 
 
-def _plain(*factors: Factor) -> bool:
-    return not any(isinstance(f.size, Pieces) for f in factors)
+def _is_chunked(*factors: Factor) -> bool:
+    return not any(isinstance(f.size, ShardSizes) for f in factors)
 
 
-def _rearranged(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """`whole` viewed with one dim per factor, written as einops would: `(a b) c -> a b c`."""
+def _unflatten_factors(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Views `whole` with one dim per factor, in einops' notation: `(a b) c -> a b c`."""
     if all(len(d) == 1 for d in layout.dims):
         return whole
-    pattern, sizes = _pattern(tuple(tuple(int(f.size) for f in d) for d in layout.dims))
+    pattern, sizes = _einops_pattern(tuple(tuple(int(f.size) for f in d) for d in layout.dims))
     return rearrange(whole, pattern, **sizes)
 
 
 @lru_cache(maxsize=4096)
-def _pattern(dims: tuple[tuple[int, ...], ...]) -> tuple[str, dict[str, int]]:
+def _einops_pattern(dims: tuple[tuple[int, ...], ...]) -> tuple[str, dict[str, int]]:
     names = (f"f{i}" for i in itertools.count())
     groups = [[(next(names), n) for n in dim] for dim in dims]
     left = " ".join(f"({' '.join(n for n, _ in g)})" for g in groups)
@@ -300,8 +308,8 @@ def _pattern(dims: tuple[tuple[int, ...], ...]) -> tuple[str, dict[str, int]]:
     return f"{left} -> {right}", {n: size for g in groups for n, size in g}
 
 
-def _combine(addends: list[torch.Tensor], pending: Sequence[PartialSum]) -> torch.Tensor:
+def _reduce_addends(addends: list[torch.Tensor], pending: Sequence[PartialSum]) -> torch.Tensor:
     kinds = {p.kind for p in pending} or {"sum"}
     if len(kinds) > 1:
-        raise ShardingError(f"one value cannot be pending in two ways: {', '.join(sorted(kinds))}")
+        raise ShardingError(f"one value cannot have two kinds of partial sums: {', '.join(sorted(kinds))}")
     return reduce(REDUCTIONS[kinds.pop()], addends)

@@ -1,4 +1,4 @@
-"""What is fixed about one tensor: a layout that somebody says, or that is there already, and who says so."""
+"""Layouts that the compiler may not choose: the user annotated them, or the tensor already has them."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from shardlib.sharding.layout import Layout
 if TYPE_CHECKING:
     from shardlib.sharding.spec import Spec
 
-Names = tuple[tuple[str | None, ...], ...]  # per dim, the logical name of every factor
+FactorNames = tuple[tuple[str | None, ...], ...]  # per dim, the logical name of every factor
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """A layout that is not ours to choose.
+class FixedLayout:
+    """A layout that an annotation or an existing tensor fixes.
 
-    `names` are aligned with `layout.dims`; `open` says per dim whether the compiler may cut it further; `exact` whether
-    its pieces are those of the layout (others, if cut, are cut where the rest of the program cuts that dim); `spec` is
-    what was written, with the given sizes filled in, if anything was; `source` is who says so.
+    `names`, `open` and `exact` have one entry per dim of `layout`. The compiler may shard an `open` dim further. The
+    shards of an `exact` dim are those of the layout; other dims, if sharded, are sharded as in the rest of the program.
+    `spec` is the user's spec, if any, with the sizes of the call filled in. `source` says where the layout comes from.
     """
 
     layout: Layout
-    names: Names
+    names: FactorNames
     open: tuple[bool, ...]
     exact: tuple[bool, ...]
     spec: Spec | None = None
     source: str = ""
 
     @staticmethod
-    def at(layout: Layout, names: Names | None = None, source: str = "") -> Fixed:
-        """A layout as it is: closed, in just its pieces.
+    def at(layout: Layout, names: FactorNames | None = None, source: str = "") -> FixedLayout:
+        """Fixes a layout with all dims closed and exact.
 
         Example:
-            >>> Fixed.at(Layout.parse("8@data, 4", {"data": 2})).open
+            >>> FixedLayout.at(Layout.parse("8@data, 4", {"data": 2})).open
             (False, False)
         """
         rank = len(layout.dims)
         names = tuple((None,) * len(dim) for dim in layout.dims) if names is None else names
-        return Fixed(layout, names, (False,) * rank, (True,) * rank, None, source)
+        return FixedLayout(layout, names, (False,) * rank, (True,) * rank, None, source)
 
     @property
-    def said(self) -> Spec:
-        """What was written."""
-        assert self.spec is not None, f"{self.layout} was not written down"
+    def required_spec(self) -> Spec:
+        """The user's spec; there must be one."""
+        assert self.spec is not None, f"{self.layout} has no spec"
         return self.spec
 
-    def by(self, source: str) -> Fixed:
-        """The same, said by somebody."""
+    def by(self, source: str) -> FixedLayout:
+        """The same layout with another source."""
         return replace(self, source=source)
 
-    def agrees(self, other: Fixed) -> bool:
-        """Whether the two say the same of one value."""
+    def agrees_with(self, other: FixedLayout) -> bool:
+        """Returns whether both fix the same layout; dims that are not exact agree if their axes do."""
         if self.layout.canonical == other.layout.canonical:
             return True
         if any(self.exact) and any(other.exact):

@@ -1,4 +1,4 @@
-"""Specs: what a user writes about one tensor, and what it means for a shape on a mesh.
+"""Specs: how a user shards one tensor, and the layout that a spec gives a shape on a mesh.
 
 A spec is a string (the grammar is in `grammar.py`), JAX's positional `P`, or a parsed `Spec`.
 """
@@ -13,27 +13,27 @@ from types import EllipsisType
 from typing import Any, overload
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.grammar import SpecDim, SpecFactor, read, read_axes
-from shardlib.sharding.layout import Factor, Layout, Pieces
+from shardlib.sharding.grammar import SpecDim, SpecFactor, parse_axes, parse_dims
+from shardlib.sharding.layout import Factor, Layout, ShardSizes
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed, Names
-from shardlib.sharding.resolve import cuts, fit
+from shardlib.sharding.placement import FactorNames, FixedLayout
+from shardlib.sharding.resolve import Fault, find_dim_axes, resolve_dims
 
 Entry = str | tuple[str, ...] | None  # of a `P`
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class P:
+class P(Sequence[Entry]):
     """JAX's positional form of a spec: per dim None, a mesh axis, or a tuple of mesh axes (major first).
 
     Shorter than the rank leaves the remaining dims whole; `P()` is replicated. It reads as the sequence of its entries:
-    it iterates, unpacks, adds, has a length and indices, and equals a tuple of the same; `("data",)` is `"data"` and
-    `()` is None, as in JAX (`P("data") != P("data", None)`). A text may also be whatever a spec has behind `@`: a part
-    of an axis (`"tensor:(1)8"`), chosen pieces (`"data=[5 3 8 0]"`, `"(pod data)=[5 3 8 0]"`).
+    it iterates, unpacks, adds, has a length and indices, and equals a tuple of these; `("data",)` is `"data"` and `()`
+    is None, as in JAX (`P("data") != P("data", None)`). An entry may also be any text that may follow `@` in a spec: a
+    part of an axis (`"tensor:(1)8"`), or chosen shard sizes (`"data=[5 3 8 0]"`, `"(pod data)=[5 3 8 0]"`).
 
     Example:
-        >>> P(None, "tensor"), str(Spec.of(P(None, ("pod", "data"))))
+        >>> P(None, "tensor"), str(Spec.convert(P(None, ("pod", "data"))))
         (P(None, 'tensor'), '_ _@(pod data) ...')
         >>> P.parse("P(None, 'tensor')") == P(None, "tensor")
         True
@@ -52,12 +52,9 @@ class P:
             raise ShardingError(
                 f"P({', '.join(map(repr, parts))}) cannot be read",
                 [f"{axis!r} is not a mesh axis" for axis in wrong],
-                rule='an entry of P is None, an axis "a" or several ("a", "b"), a part "a:(1)8", pieces "a=[5 3]"',
+                rule='an entry of P is None, an axis "a" or several ("a", "b"), a part "a:(1)8", shard sizes "a=[5 3]"',
             )
-        object.__setattr__(self, "parts", tuple(map(_plainest, tidy)))
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self.parts)
+        object.__setattr__(self, "parts", tuple(map(_normalize_entry, tidy)))
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -69,17 +66,6 @@ class P:
     def __getitem__(self, i: int | slice) -> Entry | tuple[Entry, ...]:
         return self.parts[i]
 
-    def __contains__(self, part: object) -> bool:
-        return part in self.parts
-
-    def index(self, part: Entry) -> int:
-        """The first dim with this entry; raises ValueError where there is none."""
-        return self.parts.index(part)
-
-    def count(self, part: Entry) -> int:
-        """The number of dims with this entry."""
-        return self.parts.count(part)
-
     def __add__(self, other: P | tuple[Entry, ...]) -> P:
         return P(*self.parts, *other) if isinstance(other, P | tuple) else NotImplemented
 
@@ -89,7 +75,7 @@ class P:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, P):
             return self.parts == other.parts
-        return isinstance(other, tuple) and self.parts == tuple(map(_plainest, other))
+        return isinstance(other, tuple) and self.parts == tuple(map(_normalize_entry, other))
 
     def __hash__(self) -> int:
         return hash(self.parts)
@@ -99,7 +85,7 @@ class P:
 
     @staticmethod
     def parse(text: str) -> P:
-        """Read what `str` prints."""
+        """Parses the text that `str` prints."""
         try:
             if not (text.startswith("P(") and text.endswith(")")):
                 raise ValueError(text)
@@ -114,7 +100,7 @@ class Spec:
     """A parsed spec: per dim a `SpecDim`, or `...` once.
 
     Example:
-        >>> spec = Spec.of("(three heads@tensor hd) embed?")
+        >>> spec = Spec.convert("(three heads@tensor hd) embed?")
         >>> str(spec), spec.names
         ('(three heads@tensor hd) embed?', ('three', 'heads', 'hd', 'embed'))
         >>> parse(str(spec)) == spec
@@ -124,8 +110,8 @@ class Spec:
     dims: tuple[SpecDim | EllipsisType, ...]
 
     @staticmethod
-    def of(x: str | P | Spec) -> Spec:
-        """The spec in any of its forms: a string, a `P` or a `Spec`."""
+    def convert(x: str | P | Spec) -> Spec:
+        """Converts a string, a `P` or a `Spec`."""
         if isinstance(x, Spec):
             return x
         if isinstance(x, str):
@@ -143,20 +129,20 @@ class Spec:
         return tuple(f.name for f in self.factors)
 
     @staticmethod
-    def exactly(layout: Layout, names: Names, *, pieces: bool = False) -> Spec:
-        """The spec that says `layout`; with `pieces` what every device holds, chunks too.
+    def from_layout(layout: Layout, names: FactorNames, *, pieces: bool = False) -> Spec:
+        """The spec of `layout`; with `pieces` it lists the shard sizes even of chunks.
 
         Example:
             >>> from shardlib.sharding.mesh.mesh import Mesh
             >>> mesh = Mesh.abstract(data=2)
             >>> at = parse("batch@data=[7 1] seq").resolve((8, 4), mesh)
-            >>> str(Spec.exactly(at.layout, at.names))
+            >>> str(Spec.from_layout(at.layout, at.names))
             'batch@data=[7 1] seq@()'
         """
 
         def factor(f: Factor, name: str | None, alone: bool) -> SpecFactor:
-            told = f.pieces if f.axes and (pieces or isinstance(f.size, Pieces)) else None
-            return SpecFactor(name, tuple(map(str, f.axes)), None if alone else int(f.size), told)
+            sizes = f.pieces if f.axes and (pieces or isinstance(f.size, ShardSizes)) else None
+            return SpecFactor(name, tuple(map(str, f.axes)), None if alone else int(f.size), sizes)
 
         return Spec(
             tuple(
@@ -165,13 +151,15 @@ class Spec:
             )
         )
 
-    def resolve(self, shape: Sequence[int], mesh: Mesh, *, sizes: Sizes | None = None, name: str = "tensor") -> Fixed:
-        """The layout that this spec gives a tensor of `shape` on `mesh`.
+    def resolve(
+        self, shape: Sequence[int], mesh: Mesh, *, sizes: Sizes | None = None, name: str = "tensor"
+    ) -> FixedLayout:
+        """Returns the layout that this spec gives a tensor of `shape` on `mesh`.
 
-        `sizes` hold by name the sizes of factors, and the pieces that factors are cut into.
+        `sizes` map the name of a factor to its size, or to its shard sizes.
 
         Raises one `ShardingError` with everything that does not fit: unknown axes, an axis used twice, the wrong number
-        of dims, sizes that contradict or do not divide, pieces that do not add up.
+        of dims, sizes that contradict or do not divide, shard sizes that do not add up.
 
         Example:
             >>> from shardlib.sharding.mesh.mesh import Mesh
@@ -182,7 +170,7 @@ class Spec:
         return resolve_many([(name, shape, self, sizes)], mesh)[0]
 
     def with_sizes(self, sizes: Sizes) -> Spec:
-        """The spec with these sizes written on the factors inside composed dims, and pieces on any factor.
+        """Returns the spec with these sizes on the factors of composed dims, and shard sizes on any factor.
 
         Example:
             >>> str(parse("(three heads hd) embed").with_sizes({"three": 3, "heads": 8}))
@@ -192,7 +180,7 @@ class Spec:
         """
         if not sizes:
             return self
-        return Spec(tuple(_sized(dim, sizes) if isinstance(dim, SpecDim) else dim for dim in self.dims))
+        return Spec(tuple(_with_sizes(dim, sizes) if isinstance(dim, SpecDim) else dim for dim in self.dims))
 
     def __str__(self) -> str:
         return " ".join("..." if dim is ... else str(dim) for dim in self.dims)
@@ -200,7 +188,7 @@ class Spec:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Spec:
-    """Read a spec; raises `ShardingError` that points at the character.
+    """Parses a spec; raises `ShardingError` that points at the character.
 
     Example:
         >>> parse("batch seq@(pod data) _").dims[1]
@@ -213,7 +201,7 @@ def parse(text: str) -> Spec:
                      ^
         Rule: a spec is dims separated by spaces: name, name@axis, name@(a b)=[5 3], _, (a b), ..., ? behind open dims
     """
-    return Spec(read(text))
+    return Spec(parse_dims(text))
 
 
 @lru_cache(maxsize=4096)
@@ -221,48 +209,48 @@ def _positional(p: P) -> Spec:
     return Spec((*(SpecDim((_entry(part),)) for part in p.parts), ...))
 
 
-def _plainest(part: Any) -> Any:
-    """One axis alone is that axis, none is None."""
+def _normalize_entry(part: Any) -> Any:
+    """Returns an axis for a tuple of one axis, and None for an empty tuple."""
     return part if not isinstance(part, tuple) or len(part) > 1 else part[0] if part else None
 
 
 def _entry(part: str | tuple[str, ...] | None) -> SpecFactor:
     if isinstance(part, str):
-        axes, pieces = read_axes(part)
+        axes, pieces = parse_axes(part)
         return SpecFactor(None, axes, pieces=pieces)
-    return SpecFactor(None, tuple(axis for text in part for axis in read_axes(text)[0]) if part else None)
+    return SpecFactor(None, tuple(axis for text in part for axis in parse_axes(text)[0]) if part else None)
 
 
 def _is_axes(text: object, most: int = 0) -> bool:
-    """Whether this is what a spec may have behind `@`; with `most`, no pieces and that many axes at most."""
+    """Returns whether a spec may have this text behind `@`; with `most`, at most so many axes and no shard sizes."""
     try:
-        axes, pieces = read_axes(text) if isinstance(text, str) else ((), ())
+        axes, pieces = parse_axes(text) if isinstance(text, str) else ((), ())
     except ShardingError:
         return False
     return bool(axes) and (not most or (pieces is None and len(axes) <= most))
 
 
-Sizes = Mapping[str, int | Sequence[int]]  # by the name of a factor: its size, or the sizes of its pieces
+Sizes = Mapping[str, int | Sequence[int]]  # by the name of a factor: its size, or its shard sizes
 Item = tuple[str, Sequence[int], str | P | Spec, Sizes | None]  # name, shape, spec, sizes
 
 
-def every_length(sizes: Sizes | int | None, lengths: Mapping[str, int]) -> Sizes:
-    """All that a call says about sizes: a number for `sizes` is the length of a factor of that name, as any other."""
+def collect_sizes(sizes: Sizes | int | None, lengths: Mapping[str, int]) -> Sizes:
+    """Merges the two ways in which a call passes sizes; a number for `sizes` is the size of a factor of that name."""
     if sizes is None or isinstance(sizes, Mapping):
         return {**(sizes or {}), **lengths}
     return {"sizes": sizes, **lengths}
 
 
 def _plain_sizes(sizes: Sizes | None) -> dict[str, int | Sequence[int]]:
-    """Sizes as plain ints: what a program is compiled for is kept."""
+    """Converts numpy's and torch's numbers to ints, so that a cached program does not depend on them."""
     return {k: n.__index__() if hasattr(n, "__index__") else n for k, n in (sizes or {}).items()}
 
 
-def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard") -> list[Fixed]:
-    """Resolve the specs of several tensors: `(name, shape, spec, sizes)`; `what` is the call that they came with.
+def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, call: str = "shard") -> list[FixedLayout]:
+    """Resolves the specs of several tensors: `(name, shape, spec, sizes)`; errors name the `call`.
 
-    Outside any mesh (None) nothing is cut, and what a spec says of axes is not looked at. Raises one `ShardingError`
-    with the faults of all of them.
+    Outside any mesh (None) nothing is sharded and the axes of specs are ignored. Raises one `ShardingError` that lists
+    the faults of all specs.
 
     Example:
         >>> mesh = Mesh.abstract(data=2, tensor=4)
@@ -276,56 +264,57 @@ def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, what: str = "shard
         Remedy: use one of data, tensor
     """
     items = [(name, shape, spec, _plain_sizes(sizes)) for name, shape, spec, sizes in items]
-    specs = [_read_for(name, spec, what) for name, _, spec, _ in items]
+    specs = [_parse_for(call, name, spec) for name, _, spec, _ in items]
     outcomes = [
-        fit(spec.dims, tuple(shape), mesh, tuple(sorted(_hashable(sizes or {}))))
+        resolve_dims(spec.dims, tuple(shape), mesh, tuple(sorted(_hashable(sizes or {}))))
         for spec, (_, shape, _, sizes) in zip(specs, items, strict=True)
     ]
     refused = [(item, outcome) for item, outcome in zip(items, outcomes, strict=True) if isinstance(outcome, tuple)]
     if not refused:
         return [
-            replace(found, spec=spec.with_sizes(sizes or {}))
-            for spec, found, (_, _, _, sizes) in zip(specs, outcomes, items, strict=True)
-            if isinstance(found, Fixed)
+            replace(outcome, spec=spec.with_sizes(sizes or {}))
+            for spec, outcome, (_, _, _, sizes) in zip(specs, outcomes, items, strict=True)
+            if isinstance(outcome, FixedLayout)
         ]
     if len(items) == 1:
-        name, asked = _asked(items[0])
-        head = f"{what}({name}) {asked}, {_grid(mesh)}"
+        name, request = _describe(items[0])
+        head = f"{call}({name}) {request}, {_describe_mesh(mesh)}"
         lines = [fault.text for _, faults in refused for fault in faults]
     else:
-        head = f"{what}: {len(refused)} of {len(items)} specs do not fit, {_grid(mesh)}"
-        lines = [f"{' '.join(_asked(item))}: {fault.text}" for item, faults in refused for fault in faults]
-    rules = dict.fromkeys(fault.rule for _, faults in refused for fault in faults)
-    remedies = dict.fromkeys(fault.remedy for _, faults in refused for fault in faults)
-    raise ShardingError(head, lines, rule="; ".join(rules), remedy="; ".join(remedies))
+        head = f"{call}: {len(refused)} of {len(items)} specs do not fit, {_describe_mesh(mesh)}"
+        lines = [f"{' '.join(_describe(item))}: {fault.text}" for item, faults in refused for fault in faults]
+    raise _error(head, lines, [fault for _, faults in refused for fault in faults])
 
 
-def axes_of_dims(spec: str | P | Spec, rank: int, mesh: Mesh, what: str) -> list[tuple[Axis, ...]]:
-    """The mesh axes over which a spec cuts each dim of a tensor with `rank` dims. Raises `ShardingError`."""
-    found = cuts(_read_for("x", spec, what).dims, rank, mesh)
-    if isinstance(found, tuple):
-        rules, remedies = (dict.fromkeys(x) for x in ((f.rule for f in found), (f.remedy for f in found)))
-        head, texts = f"{what} cannot be laid out", [f.text for f in found]
-        raise ShardingError(head, texts, rule="; ".join(rules), remedy="; ".join(remedies))
-    return found
+def axes_of_dims(spec: str | P | Spec, rank: int, mesh: Mesh, call: str) -> list[tuple[Axis, ...]]:
+    """Returns the mesh axes over which a spec shards each dim of a tensor with `rank` dims. Raises `ShardingError`."""
+    outcome = find_dim_axes(_parse_for(call, "x", spec).dims, rank, mesh)
+    if isinstance(outcome, tuple):
+        raise _error(f"{call} cannot be laid out", [fault.text for fault in outcome], outcome)
+    return outcome
 
 
-def _read_for(name: str, spec: str | P | Spec, what: str) -> Spec:
+def _error(head: str, lines: Sequence[str], faults: Sequence[Fault]) -> ShardingError:
+    rules, remedies = (dict.fromkeys(texts) for texts in ((f.rule for f in faults), (f.remedy for f in faults)))
+    return ShardingError(head, lines, rule="; ".join(rules), remedy="; ".join(remedies))
+
+
+def _parse_for(call: str, name: str, spec: str | P | Spec) -> Spec:
     try:
-        return Spec.of(spec)
+        return Spec.convert(spec)
     except ShardingError as error:
-        raise ShardingError(f"{what}({name}): {error.what}", rule=error.rule, remedy=error.remedy) from None
+        raise ShardingError(f"{call}({name}): {error.what}", rule=error.rule, remedy=error.remedy) from None
 
 
-def _asked(item: Item) -> tuple[str, str]:
+def _describe(item: Item) -> tuple[str, str]:
     name, shape, spec, sizes = item
-    told = {key: list(size) if isinstance(size, Sequence) else size for key, size in (sizes or {}).items()}
-    given = "".join(f", {key}={size}" for key, size in told.items())
-    shown = repr(spec) if isinstance(spec, P) else repr(str(spec))
-    return name, f"with spec {shown}{given} on shape {list(shape)}"
+    lists = {key: list(size) if isinstance(size, Sequence) else size for key, size in (sizes or {}).items()}
+    keywords = "".join(f", {key}={size}" for key, size in lists.items())
+    text = repr(spec) if isinstance(spec, P) else repr(str(spec))
+    return name, f"with spec {text}{keywords} on shape {list(shape)}"
 
 
-def _grid(mesh: Mesh | None) -> str:
+def _describe_mesh(mesh: Mesh | None) -> str:
     if mesh is None:
         return "outside any mesh"
     return f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes.items())})"
@@ -333,14 +322,14 @@ def _grid(mesh: Mesh | None) -> str:
 
 def _hashable(sizes: Sizes) -> Iterator[tuple[str, int | tuple[int, ...]]]:
     for name, size in sizes.items():
-        yield name, tuple(size) if isinstance(size, list | tuple) else size  # type: ignore[misc] # judged in `fit`
+        yield name, tuple(size) if isinstance(size, list | tuple) else size  # type: ignore[misc] # checked in `resolve_dims`
 
 
-def _sized(dim: SpecDim, sizes: Sizes) -> SpecDim:
-    def one(f: SpecFactor) -> SpecFactor:
+def _with_sizes(dim: SpecDim, sizes: Sizes) -> SpecDim:
+    def resized(f: SpecFactor) -> SpecFactor:
         size = sizes.get(f.name or "_")
         if isinstance(size, Sequence):
             return replace(f, pieces=tuple(size))
         return f if size is None or len(dim.factors) == 1 else replace(f, size=size)
 
-    return replace(dim, factors=tuple(map(one, dim.factors)))
+    return replace(dim, factors=tuple(map(resized, dim.factors)))

@@ -1,23 +1,23 @@
-"""Contiguous cuts of a dim, handed to the parts that the dim is made of."""
+"""Distributes the axes over a dim among the factors of the dim."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def spread(sizes: Sequence[int], ways: Sequence[int]) -> list[list[int]] | None:
-    """Hand the cuts `ways` (primes, major first) to parts of `sizes` (major first): positions per part.
+def split_axes(sizes: Sequence[int], ways: Sequence[int]) -> list[list[int]] | None:
+    """Distributes the axis sizes `ways` (primes, major first) over factors of `sizes` (major first).
 
-    Cutting the product of `sizes` in contiguous chunks is cutting its parts, major first, as long as every part but the
-    last is cut evenly, completely used up before the next is touched; None otherwise.
+    Returns the positions in `ways` for each factor. Chunks of the product of `sizes` are chunks of its factors if every
+    factor is divided evenly, and down to one element before the next factor is; None otherwise.
 
     Example:
-        >>> spread([4, 32], [2, 2, 2])
+        >>> split_axes([4, 32], [2, 2, 2])
         [[0, 1], [2]]
-        >>> spread([3, 5], [2]) is None
+        >>> split_axes([3, 5], [2]) is None
         True
     """
-    shares: list[list[int]] = [[] for _ in sizes]
+    positions: list[list[int]] = [[] for _ in sizes]
     part, rest = 0, sizes[0] if sizes else 1
     for i, n in enumerate(ways):
         while rest == 1 and part + 1 < len(sizes):
@@ -26,8 +26,8 @@ def spread(sizes: Sequence[int], ways: Sequence[int]) -> list[list[int]] | None:
         if rest % n and not last:
             return None
         if rest % n and last and part > 0:
-            # An uneven cut of a minor part is not a contiguous cut of the whole.
+            # Uneven chunks of a minor factor are not contiguous chunks of the product.
             return None
-        shares[part].append(i)
+        positions[part].append(i)
         rest = rest // n if rest % n == 0 else -(-rest // n)
-    return shares
+    return positions

@@ -1,4 +1,4 @@
-"""Specs as prefix pytrees: one spec for every leaf of a tree of values."""
+"""Prefix pytrees of specs: expands them to one spec for every leaf of a tree of values."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SpecLike = str | P | Spec | None
 
 
 def is_spec(x: Any) -> bool:
-    """Whether `x` is a leaf of a pytree of specs."""
+    """Returns whether `x` is a leaf of a pytree of specs."""
     return x is None or isinstance(x, str | P | Spec)
 
 
 def broadcast_prefix(
     prefix: Any,
     tree: Any,
-    what: str,
+    argument: str,
     describe: Callable[[Any], str | None] = lambda leaf: None,
     names: Sequence[str] | None = None,
 ) -> list[SpecLike]:
-    """One spec per leaf of `tree`; a spec (or None) in `prefix` stands for everything below it.
+    """Returns one spec per leaf of `tree`; a spec (or None) in `prefix` holds for all leaves below it.
 
-    `describe` says what a leaf is that can have no spec of its own, and None of any other. With `names`, both are
-    sequences of as many trees, which are called that.
+    `describe` returns a description of a leaf that cannot have a spec, None for others. With `names`, `prefix` and
+    `tree` are sequences of trees with these names. Errors call the prefix `argument`.
 
     Example:
         >>> broadcast_prefix(("a", {"x": "b c"}), (1, {"x": 2, "y": 3}), "in_specs")
@@ -47,15 +47,15 @@ def broadcast_prefix(
     def walk(spec: Any, node: Any, path: str) -> None:
         if is_spec(spec):
             leaves = pytree.tree_leaves(node)
-            if spec is not None and len(leaves) == 1 and leaves[0] is node and (said := describe(node)):
-                wrong.append(f"{path}: spec {str(spec)!r} for {said}")
+            if spec is not None and len(leaves) == 1 and leaves[0] is node and (description := describe(node)):
+                wrong.append(f"{path}: spec {str(spec)!r} for {description}")
             out.extend([spec] * len(leaves))
             return
         specs, values = _children(spec), _children(node)
         if values is not None and type(spec) is type(node) and (fields := _fields(node)) is not None:
-            specs = [getattr(spec, name) for name in fields]  # flattening leaves out what is None
+            specs = [getattr(spec, name) for name in fields]  # flattening leaves out children that are None
         if specs is None or values is None or (isinstance(spec, Mapping) != isinstance(node, Mapping)):
-            wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
+            wrong.append(f"{path}: the specs have {_describe_kind(spec)}, the values {_describe_kind(node)}")
         elif isinstance(spec, Mapping):
             wrong.extend(
                 f"{path} has no {key!r}; it has {', '.join(map(repr, node))}" for key in spec if key not in node
@@ -63,7 +63,7 @@ def broadcast_prefix(
             for key, child in _items(node):
                 walk(spec.get(key), child, f"{path}[{key!r}]")
         elif len(specs) != len(values):
-            wrong.append(f"{path}: the specs have {_kind(spec)}, the values {_kind(node)}")
+            wrong.append(f"{path}: the specs have {_describe_kind(spec)}, the values {_describe_kind(node)}")
             remedies.insert(0, f"give each of the {len(values)} values an entry")
         else:
             for i, (s, n) in enumerate(zip(specs, values, strict=True)):
@@ -73,7 +73,7 @@ def broadcast_prefix(
         walk(spec, node, name)
     if wrong:
         raise ShardingError(
-            f"{what} do not fit the values",
+            f"{argument} do not fit the values",
             wrong,
             rule="specs are a prefix of the values' pytree: a spec, or None, at a node stands for all leaves below",
             remedy="; ".join(dict.fromkeys(remedies)),
@@ -82,7 +82,7 @@ def broadcast_prefix(
 
 
 def _children(x: Any) -> list[Any] | None:
-    """What a container holds, in order; None for a leaf."""
+    """Returns the children of a container in order; None for a leaf."""
     if isinstance(x, Mapping):
         return list(x.values())
     children = children_with_keys(x)
@@ -102,10 +102,10 @@ def _fields(x: Any) -> list[str] | None:
     return [key.name for key in keys] if has_fields else None
 
 
-def _kind(x: Any) -> str:
+def _describe_kind(x: Any) -> str:
     children = _children(x)
     if isinstance(x, torch.Tensor):
-        return "a Tensor"  # also of one that stands in for a tensor while tracing
+        return "a Tensor"  # also of a FakeTensor
     if children is None:
         return repr(x) if isinstance(x, int | float | str | None) else f"a {type(x).__name__}"
     return f"a {type(x).__name__} of {len(children)}"

@@ -1,11 +1,11 @@
-"""Slips in logical names: a name without a rule that is one slip of the keyboard away from a name that is known.
+"""Warns of typos in logical names: a name without a rule that is one keyboard slip away from a known name.
 
-A name without a rule leaves its dim whole, which is what most such names are for. So only near misses are told, and as
-warnings: two letters exchanged, one missing or too many, one for its neighbor on the keyboard or another vowel, the
-plural of a name. Words that differ otherwise are different words (`patch` and `batch`, `state` and `stage`), and so are
-names that differ in a number or in a short word between underscores (`seq_q`, `seq_k`), the singular of a name (`head`
-beside `heads`), and two names of one tensor. Of a word of two or three letters only a letter typed twice (`fff`), and
-of three letters two exchanged ones (`sqe`), are near misses.
+A name without a rule leaves its dim unsharded, usually on purpose, so only near misses cause a warning:
+* two letters exchanged, one missing or too many, a neighbor on the keyboard, another vowel, or the plural of a name;
+* in a word of two or three letters, a letter typed twice (`fff`), and of three letters two exchanged ones (`sqe`).
+
+Other pairs are different names: `patch` and `batch`, `state` and `stage`, names that differ in a number or in a short
+word between underscores (`seq_q`, `seq_k`), the singular of a name (`head` and `heads`), and names of one tensor.
 """
 
 from __future__ import annotations
@@ -20,67 +20,63 @@ from itertools import combinations, pairwise
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.spec import Spec
 
-Use = tuple[str, Spec]  # who says it ("shard(x) at train.py:12"), and what
+Use = tuple[str, Spec]  # a call ("shard(x) at train.py:12") and its spec
 
-_LONG = 8  # letters of a word from which on two slips are as likely as another word
-_SHORT = 4  # letters of a word below which one letter makes another word
-_SHORTEST = 2  # letters of a word below which every other word is another name
+_LONG = 8  # letters; in longer words two slips are as likely as another word
+_SHORT = 4  # letters; in shorter words another letter makes another word
+_SHORTEST = 2  # letters; a shorter word has no typos
 _ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 _CONFUSED = {frozenset(pair) for row in _ROWS for pair in pairwise(row)} | {
     frozenset(pair) for pair in combinations("aeiou", 2)
 }
 
 
-def warn_of_slip(who: str, spec: Spec, mesh: Mesh) -> None:
-    """Warn of names in a spec that the rules of its mesh nearly have; one annotation on its own.
+def warn_of_typo(call: str, spec: Spec, mesh: Mesh) -> None:
+    """Warns of names in one spec that are typos of names with a rule.
 
     Example:
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as told:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
-        ...     warn_of_slip("shard(x)", Spec.of("btach embed"), Mesh.abstract(data=2, rules={"batch": "data"}))
-        >>> print(told[0].message)
+        ...     warn_of_typo("shard(x)", Spec.convert("btach embed"), Mesh.abstract(data=2, rules={"batch": "data"}))
+        >>> print(caught[0].message)
         shard(x) with spec 'btach embed': 'btach' has no rule and stays whole; did you mean 'batch'?
         A rule says so on purpose: rules={'btach': None}
     """
     if mesh.rules:
         for slip in _slips(spec, frozenset(mesh.rules), frozenset(mesh.rules)):
-            _warn(who, spec, *slip)
+            _warn(call, spec, *slip)
 
 
-def warn_of_slips(uses: Iterable[Use], mesh: Mesh) -> None:
-    """Warn of names in the specs of one program that are said once and are near to one with a rule, or said oftener.
+def warn_of_typos(uses: Iterable[Use], mesh: Mesh) -> None:
+    """Warns of names that occur once in the specs of a program and are typos of a name with a rule, or a frequent one.
 
-    A name that says its axes itself (`ff@tensor`) is known by that.
+    A name with axes of its own (`ff@tensor`) is no typo.
     """
     uses = list(uses)
-    said = Counter(name for _, spec in uses for name in set(spec.names) if name)
-    known = {name for name, n in said.items() if n > 1} | set(mesh.rules)
+    counts = Counter(name for _, spec in uses for name in set(spec.names) if name)
+    established = {name for name, n in counts.items() if n > 1} | set(mesh.rules)
     with_axes = {f.name for _, spec in uses for f in spec.factors if f.axes and f.name}
-    for who, spec in uses:
-        for slip in _slips(spec, frozenset(known), frozenset(known | with_axes)):
-            _warn(who, spec, *slip)
+    for call, spec in uses:
+        for slip in _slips(spec, frozenset(established), frozenset(established | with_axes)):
+            _warn(call, spec, *slip)
 
 
-def _warn(who: str, spec: Spec, name: str, near: str) -> None:
+def _warn(call: str, spec: Spec, name: str, near: str) -> None:
     warnings.warn(
-        f"{who} with spec {str(spec)!r}: {name!r} has no rule and stays whole; did you mean {near!r}?\n"
+        f"{call} with spec {str(spec)!r}: {name!r} has no rule and stays whole; did you mean {near!r}?\n"
         f"A rule says so on purpose: rules={{{name!r}: None}}",
         stacklevel=4,
     )
 
 
 @lru_cache(maxsize=4096)
-def _slips(spec: Spec, known: frozenset[str], neighbors: frozenset[str]) -> tuple[tuple[str, str], ...]:
-    """Names of a spec that are not known, each with its neighbor."""
-    here = set(spec.names)
-    names = dict.fromkeys(f.name for f in spec.factors if f.name and f.axes is None and f.name not in known)
-    pairs = ((name, _nearest(name, sorted(neighbors - here))) for name in names)
+def _slips(spec: Spec, established: frozenset[str], intended: frozenset[str]) -> tuple[tuple[str, str], ...]:
+    """Returns the typos in a spec, each with the name that is meant; names of the same spec are not."""
+    own = set(spec.names)
+    names = dict.fromkeys(f.name for f in spec.factors if f.name and f.axes is None and f.name not in established)
+    pairs = ((name, next((x for x in sorted(intended - own) if is_near(name, x)), None)) for name in names)
     return tuple((name, near) for name, near in pairs if near is not None)
-
-
-def _nearest(name: str, among: Iterable[str]) -> str | None:
-    return next((other for other in among if is_near(name, other)), None)
 
 
 def is_near(name: str, intended: str) -> bool:
@@ -111,7 +107,6 @@ def is_near(name: str, intended: str) -> bool:
 
 
 def _words(name: str) -> Iterator[str]:
-    """The words and numbers of a name."""
     return (m[0] for m in re.finditer(r"\d+|[^\W\d_]+", name))
 
 
@@ -147,7 +142,7 @@ def _wrong(x: str, y: str) -> int:
 
 
 def _slips_between(a: str, b: str) -> int:
-    """The fewest slips that make `b` of `a` (optimal string alignment); a letter that no slip explains counts three."""
+    """Counts the fewest slips from `a` to `b` (optimal string alignment); any other replaced letter counts three."""
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):
         row = [i]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.layout import REDUCTIONS, Factor, Layout, PartialSum, Pieces
+from shardlib.sharding.layout import REDUCTIONS, Factor, Layout, PartialSum, ShardSizes
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.tensor.hooks import tensor_hooks
@@ -35,7 +35,7 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
         placement: Any = Replicate()
         uses = [(d, dim, f, a) for d, dim in enumerate(x.sharding.dims) for f in dim for a in f.axes if a.name == name]
         for d, dim, f, a in uses:
-            if isinstance(f.size, Pieces):
+            if isinstance(f.size, ShardSizes):
                 faults.append(f"dim {d} is {Layout((dim,))}: DTensor shards in chunks")
             elif len(dim) > 1 or not a.whole:
                 text = f"axis {a} shards one factor of it, or only a part of {name} does"

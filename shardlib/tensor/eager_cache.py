@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from shardlib.core.aten.functional_forms import FILLS, functional_form
-from shardlib.core.aten.op_traits import has
-from shardlib.core.bounded_cache import Bounded
-from shardlib.core.strided_only import is_dtensor, refuse_others
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.bounded_cache import BoundedCache
+from shardlib.core.strided_only import is_dtensor, refuse_unstrided
 from shardlib.core.torch_private import OpOverload, schema_of
 from shardlib.tensor.tensor_meta import Form
 
 Runner = Callable[[Any, Any], Any]  # runs a call from its args and kwargs
 
-PROGRAMS: Bounded[Any, Runner] = Bounded(1 << 14)
+PROGRAMS: BoundedCache[Any, Runner] = BoundedCache(1 << 14)
 OPS_KEYED_BY_NUMBER_TYPE: set[int] = set()  # their ids; ops live as long as the process
 _classified: set[Any] = set()
 _LISTS = ("aten::_foreach_", "aten::_fused_")  # optimizers call these with other step sizes in each step
@@ -70,7 +70,7 @@ def classify_op(op: Any) -> bool:
     arguments = schema_of(op).arguments
     functional = functional_form(op) if schema_of(op).is_mutable else None
     forms = [op] if functional is None else [op, functional]
-    pointwise = any(torch.Tag.pointwise in form.tags or has(form, "by element") for form in forms)
+    pointwise = any(torch.Tag.pointwise in form.tags or has_trait(form, "pointwise") for form in forms)
     pointwise = pointwise or op in FILLS or schema_of(op).name.startswith(_LISTS)
     sizes = any(str(a.type) in ("int", "SymInt", "List[int]", "Optional[int]") for a in arguments)
     if pointwise and not sizes:
@@ -80,5 +80,5 @@ def classify_op(op: Any) -> bool:
 
 def plain_tensor_key(x: torch.Tensor) -> Any:
     if x.is_nested or x.layout is not torch.strided or is_dtensor(x):
-        refuse_others("an op on a ShardedTensor", [("its operand", x)])
+        refuse_unstrided("an op on a ShardedTensor", [("its operand", x)])
     return x.shape, x.stride(), x.dtype, x.device

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from shardlib.core.source_lines import place, user_line
+from shardlib.core.source_lines import format_path_line, user_line
 from shardlib.core.torch_private import PROFILER as PROFILER
 from shardlib.core.torch_private import PROFILING as PROFILING
 from shardlib.core.torch_private import running_node
@@ -18,7 +18,9 @@ from shardlib.core.torch_private import running_node
 def run_in_profiler_range(op: Any, label: str, run: Callable[..., Any], *args: Any) -> Any:
     """Runs `run(*args)` in a range named like `aten.addmm.default on ShardedTensors in Linear at train.py:12`."""
     line = user_line(sys._getframe(1))
-    where = "" if line is None else f"{', backward at' if running_node() is not None else ' at'} {place(line)}"
+    where = (
+        "" if line is None else f"{', backward at' if running_node() is not None else ' at'} {format_path_line(line)}"
+    )
     with profiler.record_function(f"{op} {label}{_running_module()}{where}"):
         return run(*args)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 
 if TYPE_CHECKING:
     from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -21,7 +21,7 @@ class TensorHooks:
     trace_op: Callable[[Any, Any, dict[str, Any]], Any]  # an op in a traced function
     restore_shards: Callable[[ShardedTensor], tuple[torch.Tensor, ...]]  # shards that are missing
     gather_full: Callable[[ShardedTensor], torch.Tensor]
-    redistribute: Callable[[ShardedTensor, Fixed], ShardedTensor]
+    redistribute: Callable[[ShardedTensor, FixedLayout], ShardedTensor]
     local_shards: Callable[[ShardedTensor, Sequence[Any] | None], tuple[torch.Tensor, ...]]
     from_shards: Callable[[Sequence[torch.Tensor], Form], ShardedTensor]
     deep_copy: Callable[[ShardedTensor, dict[int, Any]], ShardedTensor]

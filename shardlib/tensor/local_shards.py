@@ -11,7 +11,7 @@ import torch
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import memory_of
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import Coords, alike
+from shardlib.sharding.mesh.axis import Coords, first_replicas
 from shardlib.sharding.mesh.mesh import Mesh
 
 
@@ -30,7 +30,7 @@ def split_into_shards(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch
     coords = mesh.own_coords()
     if layout.is_replicated:
         return [x] * len(coords)
-    first = alike(coords, layout.axes)
+    first = first_replicas(coords, layout.axes)
     shards = {i: layout.scatter(x, coords[i]).contiguous() for i in dict.fromkeys(first)}
     return [shards[i] for i in first]
 
@@ -69,10 +69,13 @@ def split_into_owned_shards(
 def refuse_misfits(name: str, shards: Sequence[Any], layout: Layout, mesh: Mesh) -> None:
     """Raises `ShardingError` unless these are this process's shards of a tensor of this layout on this mesh."""
     for a in (*layout.axes, *layout.pending_axes):
-        if mesh.axes.get(a.name) != a.of:
+        if mesh.axes.get(a.name) != a.axis_size:
             raise ShardingError(
                 f"{name} is not on {mesh}",
-                [f"axis {a.name} has size {a.of} in the layout, {mesh.axes.get(a.name, 'no such axis')} in the mesh"],
+                [
+                    f"axis {a.name} has size {a.axis_size} in the layout, "
+                    f"{mesh.axes.get(a.name, 'no such axis')} in the mesh"
+                ],
                 rule="a layout names axes of its mesh, by their sizes",
                 remedy="make the layout with mesh.axis(name)",
             )

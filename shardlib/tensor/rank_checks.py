@@ -23,14 +23,14 @@ from shardlib.core.recorders import refuse_recorded
 from shardlib.core.source_lines import user_line
 from shardlib.core.strided_only import as_bytes, refuse_dtensors
 from shardlib.core.torch_private import is_wrapped, schema_of
-from shardlib.distributed.store import names
+from shardlib.distributed.store import format_ranks
 from shardlib.distributed.turns import Turn, current
 from shardlib.ops.collectives import all_gather, all_reduce
 from shardlib.ops.collectives.transport.groups import together
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import Axis, alike
+from shardlib.sharding.mesh.axis import Axis, first_replicas
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, Spec, axes_of_dims, resolve_many
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.local_shards import refuse_misfits
@@ -49,10 +49,10 @@ _REMEDY = (
 
 def read_check_policy() -> str:
     """Returns the value of SHARDLIB_CHECK: "first", "always" or "off"."""
-    policy = os.environ.get("SHARDLIB_CHECK", "first")
-    if policy not in ("first", "always", "off"):
-        raise ShardingError(f"SHARDLIB_CHECK={policy!r} is not known", remedy="first, always or off")
-    return policy
+    read_check_policy = os.environ.get("SHARDLIB_CHECK", "first")
+    if read_check_policy not in ("first", "always", "off"):
+        raise ShardingError(f"SHARDLIB_CHECK={read_check_policy!r} is not known", remedy="first, always or off")
+    return read_check_policy
 
 
 ALWAYS = read_check_policy() == "always"
@@ -97,7 +97,9 @@ def require_equal_values(
         if len(holders) > 1:
             verbs = ("has" if len(ranks) == 1 else "have" for ranks in holders.values())
             parts = zip(holders.values(), verbs, ("one value", *["another"] * len(holders)), strict=False)
-            wrong.append(f"{text}: {', '.join(f'{names(ranks)} {verb} {value}' for ranks, verb, value in parts)}")
+            wrong.append(
+                f"{text}: {', '.join(f'{format_ranks(ranks)} {verb} {value}' for ranks, verb, value in parts)}"
+            )
     if wrong:
         raise ShardingError(f"{caller}: the ranks have different values", wrong, rule=_RULE, remedy=remedy)
     return digests
@@ -263,7 +265,7 @@ def hash_of(text: str) -> int:
 
 def _resolve_layout(
     mesh: Mesh, spec: str | P | Spec, sizes: Any, shapes: Sequence[tuple[int, ...]], caller: str
-) -> Fixed:
+) -> FixedLayout:
     """Returns the layout of the whole tensor; raises `ShardingError` if the shards do not form it."""
     axes, coords = axes_of_dims(spec, len(shapes[0]), mesh, caller), mesh.all_coords()
     whole = []
@@ -272,7 +274,7 @@ def _resolve_layout(
         for c, shape in zip(coords, shapes, strict=True):
             local_sizes.setdefault(tuple(axis.coord(c) for axis in dim_axes), shape[d])
         whole.append(sum(local_sizes.values()))
-    (resolved,) = resolve_many([("x", tuple(whole), spec, sizes)], mesh, what="from_local")
+    (resolved,) = resolve_many([("x", tuple(whole), spec, sizes)], mesh, call="from_local")
     wrong = [
         f"device {i} has a shard of shape {list(shape)}, [{resolved.layout}] asks for {list(expected)}"
         for i, (c, shape) in enumerate(zip(coords, shapes, strict=True))
@@ -295,7 +297,7 @@ def _refuse_different_copies(mesh: Mesh, shards: Sequence[Tensor], layout: Layou
         digests = [row[0] for row in _gather_rows(mesh, Turn(f"comparing the values of shards ({caller})"), copies)]
     wrong = [
         f"devices {at} and {i} hold the same shard of [{layout}], and have different values"
-        for i, at in enumerate(alike(mesh.all_coords(), layout.axes))
+        for i, at in enumerate(first_replicas(mesh.all_coords(), layout.axes))
         if digests[i] != digests[at]
     ]
     if wrong:

@@ -23,7 +23,7 @@ from shardlib.core.torch_private import IS_PARAMETER
 from shardlib.distributed import world
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
-from shardlib.sharding.placement import Names
+from shardlib.sharding.placement import FactorNames
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.local_shards import refuse_misfits, split_into_owned_shards
 from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor, typeof, user_attributes, wrap
@@ -44,7 +44,7 @@ def restored(
     pieces: tuple[torch.Tensor, ...],
     layout: str,
     mesh: str,
-    names: Names,
+    names: FactorNames,
     strides: tuple[int, ...],
     offset: int,
     rank: int | None,

@@ -18,9 +18,9 @@ from shardlib.core.recorders import refuse_recorded
 from shardlib.core.torch_private import IS_PARAMETER, count_dispatch_modes, make_wrapper, no_torch_function
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Names
-from shardlib.sharding.spec import P, Sizes, Spec, every_length, resolve_many
-from shardlib.sharding.typos import warn_of_slip
+from shardlib.sharding.placement import FactorNames
+from shardlib.sharding.spec import P, Sizes, Spec, collect_sizes, resolve_many
+from shardlib.sharding.typos import warn_of_typo
 from shardlib.tensor.eager_cache import OPS_KEYED_BY_NUMBER_TYPE, PROGRAMS, append_to_key
 from shardlib.tensor.eager_ranges import PROFILER, PROFILING, run_in_profiler_range
 from shardlib.tensor.hooks import tensor_hooks
@@ -73,7 +73,7 @@ class ShardedTensor(PlainClass, PythonValues):
         locals_: Sequence[torch.Tensor],
         layout: Layout,
         mesh: Mesh,
-        names: Names | None = None,
+        names: FactorNames | None = None,
         requires_grad: bool = False,
     ) -> ShardedTensor:
         refuse_misfits(f"ShardedTensor of layout {layout}", locals_, layout, mesh)
@@ -96,7 +96,7 @@ class ShardedTensor(PlainClass, PythonValues):
     @property
     def spec(self) -> Spec:
         """The layout as a spec, with known names of dims."""
-        return Spec.exactly(self._form.layout, self._form.names)
+        return Spec.from_layout(self._form.layout, self._form.names)
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
@@ -150,9 +150,9 @@ class ShardedTensor(PlainClass, PythonValues):
         On ranks this is a collective: every rank must call it.
         """
         _refuse_in_trace(self, "redistribute")
-        item = ("x", self.shape, spec, every_length(sizes, lengths))
-        (resolved,) = resolve_many([item], self.mesh, what="redistribute")
-        warn_of_slip("redistribute(x)", resolved.said, self.mesh)
+        item = ("x", self.shape, spec, collect_sizes(sizes, lengths))
+        (resolved,) = resolve_many([item], self.mesh, call="redistribute")
+        warn_of_typo("redistribute(x)", resolved.required_spec, self.mesh)
         return tensor_hooks.redistribute(self, resolved)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:

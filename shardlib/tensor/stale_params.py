@@ -31,8 +31,8 @@ def find_successor(x: Any) -> Tensor | None:
     """Returns the live tensor that replaced `x`, or None."""
     if not _replaced or not isinstance(x, Tensor) or x not in _replaced:
         return None
-    successor: Tensor | None = _replaced[x][1]()
-    return successor
+    find_successor: Tensor | None = _replaced[x][1]()
+    return find_successor
 
 
 def refuse_replaced(problem: str, tensors: Iterable[tuple[str, Any]], remedy: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Names
+from shardlib.sharding.placement import FactorNames
 
 _forms: dict[Any, weakref.ref[Form]] = {}  # live forms
 _lock = threading.Lock()
@@ -37,7 +37,7 @@ class Form:
     device: torch.device
     layout: Layout
     mesh: Mesh
-    names: Names
+    names: FactorNames
 
     @staticmethod
     def intern(
@@ -45,7 +45,7 @@ class Form:
         mesh: Mesh,
         dtype: torch.dtype,
         device: torch.device,
-        names: Names | None = None,
+        names: FactorNames | None = None,
         strides: Sequence[int] | None = None,
         offset: int = 0,
     ) -> Form:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import without_modes
-from shardlib.sharding.chunks import span
+from shardlib.sharding.chunks import shard_range
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.host_offload import OFFLOADED
 from shardlib.tensor.sharded_tensor import ShardedTensor, format_mesh_axes, typeof
@@ -65,7 +65,7 @@ def _describe_shard(x: ShardedTensor) -> str:
     """Describes this rank's shard: `rank 1 holds [2:4, 0:6]`."""
     rank = x.mesh.rank
     coords = x.mesh.coords(rank)
-    spans = [span(dim[0].size, dim[0].axes, coords) if len(dim) == 1 else None for dim in x.sharding.dims]
+    spans = [shard_range(dim[0].size, dim[0].axes, coords) if len(dim) == 1 else None for dim in x.sharding.dims]
     where = ", ".join("..." if s is None else f"{s[0]}:{s[1]}" for s in spans)
     part = f"part of a {_pending(x)} in " if x.sharding.pending else ""
     return f"rank {rank} holds {part}[{where}]"

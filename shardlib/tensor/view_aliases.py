@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.tensor.host_offload import OFFLOAD_LOCK, OFFLOADED, copy_to_device, stored_shards
 from shardlib.tensor.tensor_meta import Form
 
@@ -87,7 +87,7 @@ def pending_marks(x: torch.Tensor) -> set[Any]:
     """
     marks: set[Any] = set()
     for op, *_ in x.__dict__.get("_path", ()):
-        if has(op, "marks"):
+        if has_trait(op, "sets_lazy_bit"):
             marks ^= {op}
     return marks
 

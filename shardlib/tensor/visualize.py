@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.chunks import span
+from shardlib.sharding.chunks import shard_range
 from shardlib.sharding.layout import Dim, Layout
 from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
@@ -116,7 +116,7 @@ def _find_stretches(dim: Dim, coords: Sequence[Coords]) -> list[tuple[Span, froz
     runs: dict[tuple[Span, ...], list[Span]] = {}
     ranks: dict[tuple[Span, ...], set[int]] = {}
     for rank, c in enumerate(coords):
-        spans = tuple(span(f.size, f.axes, c) for f in dim)
+        spans = tuple(shard_range(f.size, f.axes, c) for f in dim)
         if spans not in runs:
             runs[spans] = list(itertools.islice(_runs(dim, spans), 2 * _MOST))
         ranks.setdefault(spans, set()).add(rank)

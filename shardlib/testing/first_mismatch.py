@@ -16,9 +16,9 @@ from shardlib.compiler.lower import lower
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.program.steps import Program, Var, makes
 from shardlib.compiler.program.verify import verify
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.call_scalar import Scalar
-from shardlib.core.source_lines import place
+from shardlib.core.source_lines import format_path_line
 from shardlib.core.torch_private import pytree
 from shardlib.rules.rule import OWNED
 from shardlib.sharding.layout import Layout
@@ -39,7 +39,11 @@ def find_first_difference(
     a pass is wrong. Returns "" also for per-device code, whose values have no counterpart on one device.
     """
     graph, devices = compiled.traced.graph, compiled.mesh.all_coords()
-    if any(has(node.target, trait) for node in graph.graph.nodes for trait in ("enters", "leaves", "per device")):
+    if any(
+        has_trait(node.target, trait)
+        for node in graph.graph.nodes
+        for trait in ("enters_body", "leaves_body", "per_device")
+    ):
         return ""
 
     def gather(layout: Layout | None, held: Sequence[Tensor]) -> Tensor:
@@ -55,7 +59,8 @@ def find_first_difference(
         compared = compare_tensors(var.name, one_device.value(node, index), gather(var.layout, held), rtol, atol)
         if compared.fault:
             line = node.meta.get("line")
-            return f"{var.name} = {node.target}, at {place(line)}  {line.text if line else ''}: {compared.fault}"
+            where = f"{format_path_line(line)}  {line.text if line else ''}"
+            return f"{var.name} = {node.target}, at {where}: {compared.fault}"
     return ""
 
 

@@ -27,7 +27,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.rules.proof_cuts import Cut
 from shardlib.rules.rule import Labels, Rule
-from shardlib.sharding.chunks import span
+from shardlib.sharding.chunks import shard_range
 from shardlib.sharding.layout import Factor, Layout, PartialSum
 from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh
@@ -123,7 +123,7 @@ class Trial:
 
     def find_faults(self, cut: Cut, is_reversed: bool, *, values: bool = True) -> Iterator[str]:
         """Yields faults of the results of one cut; `is_reversed` reverses the dims of shards in memory."""
-        mesh = Mesh.abstract({a.name: a.of for axes in cut.axes.values() for a in axes} or {"a": 1})
+        mesh = Mesh.abstract({a.name: a.axis_size for axes in cut.axes.values() for a in axes} or {"a": 1})
         devices, set_strides = mesh.all_coords(), _reverse_strides if is_reversed else lambda x: x
         shards = [
             [set_strides(self.layout(labels, cut).scatter(x, c)) for c in devices]
@@ -177,7 +177,7 @@ def _compare_shards(
         return
     first: dict[Any, Tensor] = {}
     for coords, x in shards:
-        spans = tuple(span(f.size, f.axes, coords) for f in layout.factors)
+        spans = tuple(shard_range(f.size, f.axes, coords) for f in layout.factors)
         part = spans, tuple(a.coord(coords) for a in layout.pending_axes)
         if not is_close(x, first.setdefault(part, x)):
             yield "differs between devices that should hold the same"

@@ -12,7 +12,7 @@ import torch
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.simulate.simulated import Simulated, clock
 from shardlib.core.errors import ShardingError
-from shardlib.core.text_tables import table
+from shardlib.core.text_tables import format_table
 from shardlib.jit.call.shared_trace import one_trace
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.mesh.mesh import Mesh
@@ -51,7 +51,9 @@ class Scaling:
             rows.append((axes, str(n), clock(step.seconds), clock(step.exposed), f"{share:.1%}", gib))
         first = self.steps[0]
         kind = "weak" if self.weak else "strong"
-        return "\n".join([f"{kind} scaling of {first.name} on {first.machine}: simulated, not measured", *table(rows)])
+        return "\n".join(
+            [f"{kind} scaling of {first.name} on {first.machine}: simulated, not measured", *format_table(rows)]
+        )
 
     __repr__ = __str__
 

@@ -19,8 +19,8 @@ import pytest
 
 from shardlib.build import build_cache, ptxas_report
 from shardlib.build import library as build_library
-from shardlib.build.build_recipe import Missing, Recipe, recipe
-from shardlib.build.library import Built, make
+from shardlib.build.build_recipe import Missing, Recipe, make_recipe
+from shardlib.build.library import Built, build_or_load
 from shardlib.ops import native_libs
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
 
 
 def host(folder: Path) -> Recipe:
-    wanted = recipe("host", folder)
+    wanted = make_recipe("host", folder)
     assert isinstance(wanted, Recipe)
     return wanted
 
@@ -86,13 +86,13 @@ def answer(built: Built | Missing) -> int:
 def test_built_once_with_one_line_and_then_found_silently(
     sources: Path, store: Path, calls: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = make(host(sources))
+    first = build_or_load(host(sources))
     assert answer(first) == 42
     assert calls() == ["answer", "link", "other"]
     said = capsys.readouterr()
     assert said.out == ""
     assert re.fullmatch(r"shardlib: building host kernels \(2 files, once\) \.\.\. \d+\.\d s\n", said.err)
-    second = make(host(sources))
+    second = build_or_load(host(sources))
     assert second == Built(first.path)  # type: ignore[union-attr]
     assert calls() == []
     assert capsys.readouterr() == ("", "")
@@ -114,10 +114,10 @@ def test_built_once_with_one_line_and_then_found_silently(
 def test_a_change_compiles_what_reads_it_and_nothing_else(
     name: str, text: str, compiled: list[str], sources: Path, store: Path, calls: Callable[[], list[str]]
 ) -> None:
-    make(host(sources))
+    build_or_load(host(sources))
     calls()
     (sources / name).write_text(text)
-    assert answer(make(host(sources))) == (5 if "answer" in compiled else 42)
+    assert answer(build_or_load(host(sources))) == (5 if "answer" in compiled else 42)
     assert calls() == compiled
 
 
@@ -138,7 +138,7 @@ def test_another_compiler_or_another_flag_makes_another_library(
 
 def test_flags_and_torch_count_where_they_are_used(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def keys(name: str = "cuda") -> tuple[str, ...]:
-        wanted = recipe(name, sources)
+        wanted = make_recipe(name, sources)
         assert isinstance(wanted, Recipe)
         return (wanted.key, *(unit.key for unit in wanted.units))
 
@@ -190,9 +190,9 @@ def test_processes_that_want_it_at_once_build_it_once(
 def test_threads_that_want_it_at_once_build_it_once(
     sources: Path, store: Path, calls: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
+    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(build_library.library, ["host"] * 4))
+        answers = list(pool.map(build_library.get_library, ["host"] * 4))
     assert len(set(answers)) == 1
     assert answer(answers[0]) == 42
     assert calls() == ["answer", "link", "other"]
@@ -204,11 +204,11 @@ def test_a_builder_that_takes_too_long_is_named(sources: Path, store: Path) -> N
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("process 123 on elsewhere")
         file.flush()
-        missing = make(host(sources), patience=0.1)
+        missing = build_or_load(host(sources), patience=0.1)
     lock = store / "host.lock"
     said = f"process 123 on elsewhere has been building for more than 0.1 s (lock file {lock})"
     assert str(missing) == said
-    assert answer(make(host(sources), patience=0.1)) == 42
+    assert answer(build_or_load(host(sources), patience=0.1)) == 42
 
 
 def test_a_builder_that_was_killed_blocks_nobody(sources: Path, store: Path) -> None:
@@ -223,10 +223,10 @@ def test_a_builder_that_was_killed_blocks_nobody(sources: Path, store: Path) -> 
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        assert isinstance(make(host(sources), patience=0.1), Missing)
+        assert isinstance(build_or_load(host(sources), patience=0.1), Missing)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert answer(make(host(sources), patience=5)) == 42
+    assert answer(build_or_load(host(sources), patience=5)) == 42
     assert list(store.glob("building-*")) == []
 
 
@@ -234,26 +234,26 @@ def test_without_a_compiler_there_is_a_reason(sources: Path, store: Path, monkey
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     said = "no C++ compiler: CXX names none, and there is no c++, g++ or clang++ on PATH"
-    assert make(host(sources)) == Missing(said)
+    assert build_or_load(host(sources)) == Missing(said)
     assert not store.exists()
 
 
 def test_without_a_compiler_a_library_that_was_made_before_serves(
     sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make(host(sources))
+    made = build_or_load(host(sources))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    assert make(host(sources)) == Built(made.path)  # type: ignore[union-attr]
+    assert build_or_load(host(sources)) == Built(made.path)  # type: ignore[union-attr]
     (sources / "deep.h").write_text("#define ANSWER 5\n")
-    assert isinstance(make(host(sources)), Missing)
+    assert isinstance(build_or_load(host(sources)), Missing)
 
 
 def test_a_failure_says_where_and_is_not_repeated_until_something_changes(
     sources: Path, store: Path, calls: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (sources / "other.cpp").write_text("int other() { return nothing; }\n")
-    missing = make(host(sources))
+    missing = build_or_load(host(sources))
     assert isinstance(missing, Missing)
     assert re.fullmatch(
         r"compiler could not make other\.cpp: \S+other\.cpp:1:\S+ error: .*nothing.*"
@@ -264,28 +264,28 @@ def test_a_failure_says_where_and_is_not_repeated_until_something_changes(
     assert "nothing" in missing.log.read_text()
     assert re.fullmatch(r"shardlib: building .* \.\.\. failed after \d+\.\d s\n", capsys.readouterr().err)
     assert calls() == ["answer", "other"]
-    assert make(host(sources)) == missing
+    assert build_or_load(host(sources)) == missing
     assert calls() == []
-    assert make(host(sources), again=True) == missing
+    assert build_or_load(host(sources), again=True) == missing
     assert calls() == ["other"]
     (sources / "other.cpp").write_text("int other() { return 1; }\n")
-    assert answer(make(host(sources))) == 42
+    assert answer(build_or_load(host(sources))) == 42
 
 
 def test_a_source_that_changes_under_the_compiler_is_not_kept(sources: Path, store: Path) -> None:
     wanted = host(sources)
     before = (sources / "deep.h").read_text()
     (sources / "deep.h").write_text("#define ANSWER 5\n")
-    assert "answer.cpp: error: changed while it was compiled" in str(make(wanted))
-    assert answer(make(host(sources))) == 5
+    assert "answer.cpp: error: changed while it was compiled" in str(build_or_load(wanted))
+    assert answer(build_or_load(host(sources))) == 5
     (sources / "deep.h").write_text(before)
-    assert answer(make(host(sources), again=True)) == 42
+    assert answer(build_or_load(host(sources), again=True)) == 42
 
 
 def test_a_failure_to_link_says_so(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", f"{COMPILER} -Wl,--no-undefined")
     (sources / "other.cpp").write_text("int missing(); int other() { return missing(); }\n")
-    said = str(make(host(sources)))
+    said = str(build_or_load(host(sources)))
     assert "could not make the library (linking): " in said
     assert "undefined" in said
 
@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_written_is_not_replaced(
     """Least of all by one under the system's temporary directory, where another user may have been before."""
     file, spare = tmp_path / "file", tmp_path / "spare"
     spare.mkdir()
-    built = make(host(sources))
+    built = build_or_load(host(sources))
     monkeypatch.setattr(tempfile, "tempdir", str(spare))
     planted = spare / f"shardlib-{os.getuid()}"
     shutil.copytree(store, planted)
@@ -306,9 +306,11 @@ def test_a_folder_that_cannot_be_written_is_not_replaced(
     monkeypatch.delenv("SHARDLIB_CACHE")
     monkeypatch.setenv(chosen, str(file))
     folder, reason = (file, "File exists") if chosen == "SHARDLIB_CACHE" else (file / "shardlib", "Not a directory")
-    assert str(make(host(sources))) == f"no folder to build in: {folder} ({reason}); name one by SHARDLIB_CACHE"
+    assert (
+        str(build_or_load(host(sources))) == f"no folder to build in: {folder} ({reason}); name one by SHARDLIB_CACHE"
+    )
     monkeypatch.setenv("SHARDLIB_CACHE", str(planted))  # the user's choice
-    assert make(host(sources)) == Built(planted / built.path.name)  # type: ignore[union-attr]
+    assert build_or_load(host(sources)) == Built(planted / built.path.name)  # type: ignore[union-attr]
 
 
 def test_a_user_without_a_home(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,26 +320,28 @@ def test_a_user_without_a_home(sources: Path, store: Path, monkeypatch: pytest.M
     for name in ("SHARDLIB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert str(make(host(sources))) == ("no folder to build in: this user has no home; name one by SHARDLIB_CACHE")
+    assert str(build_or_load(host(sources))) == (
+        "no folder to build in: this user has no home; name one by SHARDLIB_CACHE"
+    )
 
 
 def test_a_folder_that_is_a_link_is_refused(sources: Path, store: Path, tmp_path: Path) -> None:
     """Its owner is not that of the folder that it leads to, which may be another one at the next look."""
-    make(host(sources))
+    build_or_load(host(sources))
     store.rename(tmp_path / "real")
     store.symlink_to(tmp_path / "real")
-    assert f"no folder to build in: {store} (a symbolic link)" in str(make(host(sources)))
-    assert build_library.look(host(sources)) is None
+    assert f"no folder to build in: {store} (a symbolic link)" in str(build_or_load(host(sources)))
+    assert build_library.look_up(host(sources)) is None
 
 
 def test_a_library_that_is_a_link_is_made_again(sources: Path, store: Path, tmp_path: Path) -> None:
-    built = make(host(sources))
+    built = build_or_load(host(sources))
     assert isinstance(built, Built)
     for path in (built.path, *(store / "objects").glob("*.o")):
         path.rename(tmp_path / path.name)
         path.symlink_to(tmp_path / path.name)
-    assert build_library.look(host(sources)) is None
-    again = make(host(sources))
+    assert build_library.look_up(host(sources)) is None
+    again = build_or_load(host(sources))
     assert answer(again) == 42
     assert again.seconds is not None  # type: ignore[union-attr]
     assert not built.path.is_symlink()
@@ -355,7 +359,7 @@ def test_a_link_is_not_followed_where_something_is_written(
         victim.write_text("precious")
     store.mkdir(mode=0o700)
     (store / name).symlink_to(victim)
-    assert "symbolic link" in str(make(host(sources)))
+    assert "symbolic link" in str(build_or_load(host(sources)))
     assert list(victim.iterdir()) == [] if name == "objects" else victim.read_text() == "precious"
 
 
@@ -363,34 +367,34 @@ def test_a_file_to_which_others_may_write_is_made_again(sources: Path, store: Pa
     """Files are closed to others, whatever the umask."""
     before = os.umask(0o002)
     try:
-        built = make(host(sources))
+        built = build_or_load(host(sources))
     finally:
         os.umask(before)
     assert isinstance(built, Built)
     assert not built.path.stat().st_mode & 0o022
-    assert make(host(sources)) == Built(built.path)
+    assert build_or_load(host(sources)) == Built(built.path)
     built.path.chmod(0o775)
-    assert build_library.look(host(sources)) is None
-    assert make(host(sources)).seconds is not None  # type: ignore[union-attr]
+    assert build_library.look_up(host(sources)) is None
+    assert build_or_load(host(sources)).seconds is not None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000])
 def test_a_library_or_object_that_was_cut_short_is_made_again(size: int, sources: Path, store: Path) -> None:
-    made = make(host(sources))
+    made = build_or_load(host(sources))
     for path in (made.path, *(store / "objects").glob("*.o")):  # type: ignore[union-attr]
         path.write_bytes(path.read_bytes()[:size])
-    assert build_library.look(host(sources)) is None
-    again = make(host(sources))
+    assert build_library.look_up(host(sources)) is None
+    again = build_or_load(host(sources))
     assert answer(again) == 42
     assert again.seconds is not None  # type: ignore[union-attr]
-    assert build_library.look(host(sources)) == Built(again.path)  # type: ignore[union-attr]
+    assert build_library.look_up(host(sources)) == Built(again.path)  # type: ignore[union-attr]
 
 
 def test_a_library_that_does_not_load_is_built_once_more(
     sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
-    made = build_library.library("host")
+    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
+    made = build_library.get_library("host")
     assert isinstance(made, Built)
     made.path.write_bytes(b"no library")
     made.path.with_name(made.path.name + ".seal").write_text(build_cache._digest(made.path))
@@ -405,9 +409,9 @@ def test_a_compiler_that_was_killed_is_tried_again(
     script.chmod(0o755)
     sick.write_text("")
     monkeypatch.setenv("CXX", str(script))
-    assert "the compiler was ended by signal 9" in str(make(host(sources)))
+    assert "the compiler was ended by signal 9" in str(build_or_load(host(sources)))
     sick.unlink()
-    assert answer(make(host(sources))) == 42
+    assert answer(build_or_load(host(sources))) == 42
 
 
 def test_flags_of_the_compiler_count(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,42 +426,42 @@ def test_flags_of_the_compiler_count(sources: Path, store: Path, monkeypatch: py
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
 def test_a_folder_that_others_may_write_to_is_never_used(mode: int, sources: Path, store: Path) -> None:
-    made = make(host(sources))
+    made = build_or_load(host(sources))
     store.chmod(mode)
-    assert "(made by another user, or open to others)" in str(make(host(sources)))
+    assert "(made by another user, or open to others)" in str(build_or_load(host(sources)))
     store.chmod(0o755)
-    assert make(host(sources)) == Built(made.path)  # type: ignore[union-attr]
+    assert build_or_load(host(sources)) == Built(made.path)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("platform", "reason"), [("linux", "there are no sources"), ("darwin", "are for Linux")])
 def test_nothing_to_build(platform: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     for name in build_library.NAMES:
-        assert reason in str(recipe(name, tmp_path))
+        assert reason in str(make_recipe(name, tmp_path))
 
 
 def test_building_can_be_turned_off(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
+    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
     monkeypatch.setenv("SHARDLIB_BUILD", "0")
-    assert build_library.library("host") == Missing("SHARDLIB_BUILD=0, and none is built")
+    assert build_library.get_library("host") == Missing("SHARDLIB_BUILD=0, and none is built")
     assert not store.exists()
     monkeypatch.setenv("SHARDLIB_BUILD", "1")
-    made = build_library.library("host")
+    made = build_library.get_library("host")
     assert answer(made) == 42
     monkeypatch.setenv("SHARDLIB_BUILD", "0")
     monkeypatch.setattr(build_library, "_answers", {})
-    assert build_library.library("host") == Built(made.path)  # type: ignore[union-attr]
+    assert build_library.get_library("host") == Built(made.path)  # type: ignore[union-attr]
 
 
 def test_a_process_asks_once(
     sources: Path, store: Path, calls: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (sources / "other.cpp").write_text("broken\n")
-    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
-    missing = build_library.library("host")
+    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
+    missing = build_library.get_library("host")
     calls()
     (sources / "other.cpp").write_text("int mended;\n")
-    assert build_library.library("host") is missing
+    assert build_library.get_library("host") is missing
     assert calls() == []
 
 
@@ -465,7 +469,7 @@ def test_the_host_library_is_loaded_or_says_why(
     sources: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = native_libs._host.__wrapped__  # not `host`, which would keep this library for the tests to come
-    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
+    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
     assert load().answer() == 42
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"no library")
@@ -480,12 +484,12 @@ def test_the_host_library_is_loaded_or_says_why(
 def test_the_command(
     broken: bool, sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build_library, "recipe", lambda name: recipe(name, sources))
+    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
     if broken:
         (sources / "other.cpp").write_text("broken;\n")
 
     def run(*arguments: str) -> tuple[int, str]:
-        code = build_library.command(list(arguments))
+        code = build_library.main(list(arguments))
         return code, capsys.readouterr().out
 
     assert run("host", "--check") == (1, "host: none: not built yet\n")
@@ -529,8 +533,8 @@ ptxas info    : Function properties for helper
     16 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 255 registers
 """
-    first, second = ptxas_report.kernels(log)
+    first, second = ptxas_report.parse_kernels(log)
     assert (first.card, first.registers, first.stack, first.spills, first.shared) == ("sm_90a", 168, 0, 0, 1024)
     assert second == ptxas_report.Kernel("plain", "sm_80", 255, 144, 12, 0)
     assert first.name == ("copy<3, true>" if shutil.which("c++filt") else "_ZN12_GLOBAL__N_14copyILi3ELb1EEEvPi")
-    assert ptxas_report.kernels("") == []
+    assert ptxas_report.parse_kernels("") == []

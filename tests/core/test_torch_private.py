@@ -169,9 +169,9 @@ def test_what_torch_lacks_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
         _imported_anew()
     assert str(raised.value).splitlines() == [
         "torch 2.99.0 lacks 3 of the names that shardlib uses:",
-        "  * torch._C._len_torch_function_stack: asked in every call: whether such modes are on",
-        "  * torch.fx.Node._rename: inputs of a graph have the names that the user gave them",
-        "  * torch.compiler._is_compiling_flag: models look at values of masks but where they are compiled",
+        "  * torch._C._len_torch_function_stack: checked in every call",
+        "  * torch.fx.Node._rename: inputs of a graph get the user's names",
+        "  * torch.compiler._is_compiling_flag: models read values of masks unless they are compiled",
         "Rule: shardlib runs on torch 2.11, 2.12, 2.13",
         "Remedy: install one of these, or a shardlib for torch 2.99.0",
     ]

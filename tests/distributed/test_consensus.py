@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardlib.core.errors import CollectiveError, ShardingError
 from shardlib.core.torch_private import default_store
 from shardlib.distributed import turns
-from shardlib.distributed.consensus import agree, blame
+from shardlib.distributed.consensus import compare_programs, raise_lost_ranks
 from shardlib.ops.collectives import all_reduce
 from shardlib.ops.collectives.transport.groups import GroupHandle, group_for
 from shardlib.sharding.mesh.mesh import Mesh
@@ -37,7 +37,7 @@ def said(call: Any, *args: Any) -> str | None:
 
 def meet(digests: list[str], texts: list[str]) -> str | None:
     rank = dist.get_rank()
-    return said(agree, Mesh(x=len(digests)), digests[rank], texts[rank], 30.0)
+    return said(compare_programs, Mesh(x=len(digests)), digests[rank], texts[rank], 30.0)
 
 
 def test_same_programs_agree():
@@ -87,7 +87,7 @@ def come_late(late: list[int]) -> str | None:
     dist.barrier()
     if rank in late:
         store.wait(on_time)
-    text = said(agree, mesh, "a", "train_step\nx = 1", 2.0)
+    text = said(compare_programs, mesh, "a", "train_step\nx = 1", 2.0)
     store.set(f"told/{late}/{rank}", "")
     return text
 
@@ -114,13 +114,13 @@ def reduce_or_blame(group: GroupHandle, mesh: Mesh, timeout: float) -> None:
     try:
         all_reduce.start(torch.ones(1 << 16), group).finish()
     except CollectiveError as error:
-        blame(mesh, error, timeout)
+        raise_lost_ranks(mesh, error, timeout)
 
 
 def die_in_a_step(victim: int) -> None:
     mesh = Mesh(x=4)
     group = group_for(mesh, (mesh.axis("x"),))
-    agree(mesh, "a", "train_step")
+    compare_programs(mesh, "a", "train_step")
     reduce_or_blame(group, mesh, 10.0)
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,12 +153,12 @@ def test_a_killed_peer_is_named():
 def sleep_through(answers: bool) -> str | None:
     """Rank 1 takes no part in a collective, and answers or does not when rank 0 asks who is alive."""
     mesh, rank = Mesh(x=2), dist.get_rank()
-    agree(mesh, "a", "train_step")
+    compare_programs(mesh, "a", "train_step")
     pg = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     group = GroupHandle((0, 1), pg, rank, "gloo", name=pg.group_name)
     if rank == 1:
         time.sleep(0.5 if answers else 3.0)
-        return said(blame, mesh, RuntimeError("elsewhere"), 5.0) if answers else None
+        return said(raise_lost_ranks, mesh, RuntimeError("elsewhere"), 5.0) if answers else None
     return said(reduce_or_blame, group, mesh, 0.5)
 
 
@@ -189,26 +189,26 @@ def test_a_lost_store_names_rank_0(monkeypatch):
     monkeypatch.setattr(turns.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(turns.dist, "get_world_size", lambda: 2)
     here = turns.Order(None)
-    monkeypatch.setitem(blame.__globals__, "current", lambda: here)
+    monkeypatch.setitem(raise_lost_ranks.__globals__, "current", lambda: here)
     mesh: Any = SimpleNamespace(kind="distributed", size=2, rank=1)
     del server
     cause = RuntimeError("Connection closed by peer")
     with pytest.raises(ShardingError, match="rank 1 lost the store") as caught:
-        blame(mesh, cause, 0.1)
+        raise_lost_ranks(mesh, cause, 0.1)
     assert caught.value.offenders == ("rank 0, or the launcher that holds the store, is gone",)
     assert caught.value.__cause__ is cause
 
 
 def test_one_device_and_virtual_meshes_have_nobody_to_agree_with():
-    agree(Mesh(x=4), "a", "f")
+    compare_programs(Mesh(x=4), "a", "f")
     one: Any = SimpleNamespace(kind="distributed", size=1, rank=0)
-    agree(one, "a", "f")
+    compare_programs(one, "a", "f")
 
 
 def without_memory() -> str | None:
     error = CollectiveError("rank 1 cannot reserve 4.0 MiB of memory")
     error.culprit, error.is_late = 1, False
-    return said(blame, Mesh(x=2), error, 5.0)
+    return said(raise_lost_ranks, Mesh(x=2), error, 5.0)
 
 
 def test_a_rank_without_memory_is_not_said_to_be_slow():

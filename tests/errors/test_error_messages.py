@@ -81,7 +81,7 @@ TABLE = [
         (
             "jit in_specs(x) with spec 'a@data b@data' on shape [8, 6], mesh (data=2, tensor=2):",
             "  * axis 'data' is used by dim 0 `a@data` and by dim 1 `b@data`",
-            "Rule: a mesh axis cuts a tensor once",
+            "Rule: a mesh axis shards a tensor once",
         ),
         _jit(_same, X, in_specs=("a@data b@tensor",)),
     ),

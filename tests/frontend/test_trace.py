@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlib.compiler.simplify import verify
 from shardlib.core import torch_private
-from shardlib.core.call_scalar import hinted
+from shardlib.core.call_scalar import replace_by_hints
 from shardlib.core.errors import ShardingError
 from shardlib.frontend.reuse import op_meta_cache
 from shardlib.frontend.trace import trace
@@ -78,7 +78,7 @@ def test_results_keep_their_tree_and_their_constants():
         *("result[0]['n'][0]", "result[0]['n'][1]", "result[0]['n'][2]", "result[1][0]"),
     )
     assert traced.outputs[1] is traced.inputs[0]
-    assert hinted(traced.outputs[2:6]) == (None, 3, "text", opaque)
+    assert replace_by_hints(traced.outputs[2:6]) == (None, 3, "text", opaque)
     same(traced(X, 3), f(X, 3))
 
 

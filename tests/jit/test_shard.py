@@ -142,7 +142,7 @@ def _gradient(fn: Callable[[Tensor], tuple[Tensor, ...]]) -> Callable[[Tensor], 
 
 
 def _layout(spec: str, shape: tuple[int, ...], mesh: Mesh, *, pieces: bool) -> str:
-    layout = Spec.of(spec).resolve(shape, mesh, name="x").layout
+    layout = Spec.convert(spec).resolve(shape, mesh, name="x").layout
     return str((layout if pieces else layout.chunked).canonical)
 
 

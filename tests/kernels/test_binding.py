@@ -26,9 +26,9 @@ from shardlib.ops.collectives.transport import cuda_args as plans
 from tests.kernels.attention_args import AttentionArgs, AttentionBackwardArgs, attention_args, broadcast_strides
 
 HERE = Path(__file__).parent
-WANTED = build_recipe.recipe("cuda")
+WANTED = build_recipe.make_recipe("cuda")
 NO_COMPILER = isinstance(WANTED, Missing) or isinstance(WANTED.tool, Missing)
-HOST = build_recipe.recipe("host")
+HOST = build_recipe.make_recipe("host")
 NO_HOST_COMPILER = isinstance(HOST, Missing) or isinstance(HOST.tool, Missing)
 
 needs_nvcc = pytest.mark.skipif(NO_COMPILER, reason="no CUDA compiler")
@@ -79,7 +79,7 @@ def test_without_a_device_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> N
     def library(name: str) -> Built | Missing:
         raise AssertionError(name)
 
-    monkeypatch.setattr(build_library, "library", library)
+    monkeypatch.setattr(build_library, "get_library", library)
     assert native_libs.cuda() == Missing("there is no CUDA device")
 
 
@@ -97,7 +97,7 @@ def _recorded() -> tuple[Any, ctypes.CDLL]:
     link = ("-shared", f"-L{home / 'lib'}", "-Wl,--no-as-needed")
     wanted = build_recipe.assemble("recorded", HERE, sources, compiler, link, ("-ltorch",))
     assert isinstance(wanted, Recipe)
-    built = build_library.make(wanted)
+    built = build_library.build_or_load(wanted)
     assert isinstance(built, Built), str(built)
     torch.ops.load_library(str(built.path))
     launchers = ctypes.CDLL(str(built.path))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.build import library, ptxas_report
-from shardlib.build.build_recipe import CARDS, SOURCES, Missing, Recipe, recipe
+from shardlib.build.build_recipe import CARDS, SOURCES, Missing, Recipe, make_recipe
 
 MEGABYTES = 15  # of the whole library
 
@@ -38,7 +38,7 @@ EXPECTED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 KERNELS = [path.name for path in sorted(SOURCES.glob("*.cu"))]
-WANTED = recipe("cuda")
+WANTED = make_recipe("cuda")
 pytestmark = [
     pytest.mark.skipif(isinstance(WANTED, Missing), reason=str(WANTED)),
     pytest.mark.skipif(isinstance(WANTED, Recipe) and isinstance(WANTED.tool, Missing), reason="no CUDA compiler"),
@@ -49,7 +49,7 @@ pytestmark = [
 def _built() -> tuple[Path, dict[str, Path]]:
     """The library, and the object of every source by its name; compiled only where the cache has none."""
     assert isinstance(WANTED, Recipe)
-    built = library.make(WANTED)
+    built = library.build_or_load(WANTED)
     assert isinstance(built, library.Built), str(built)
     objects = built.path.parent / "objects"
     return built.path, {unit.source.name: library.object_of(unit, objects) for unit in WANTED.units}
@@ -69,7 +69,7 @@ def test_every_source_has_a_row_here() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_registers_hold_everything(name: str) -> None:
-    kernels = ptxas_report.kernels(_log(name))
+    kernels = ptxas_report.parse_kernels(_log(name))
     assert sorted({kernel.card for kernel in kernels}) == sorted(_cards(name))
     assert [str(kernel) for kernel in kernels if kernel.spills or kernel.stack] == []
 
@@ -142,10 +142,10 @@ def test_the_gates_see_a_stack_and_a_remark(tmp_path: Path) -> None:
         "__global__ void bad(int* x) { int a[64] = {}, unread;"
         " for (int i = 0; i < x[0]; i++) a[x[i] & 63] += a[x[i + 1] & 63] + i; x[0] = a[x[1] & 63]; }\n"
     )
-    wanted = recipe("cuda", tmp_path)
+    wanted = make_recipe("cuda", tmp_path)
     assert isinstance(wanted, Recipe)
     command = [*wanted.units[0].command, "-c", str(source), "-o", str(tmp_path / "bad.o")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    (kernel,) = ptxas_report.kernels(done.stdout)
+    (kernel,) = ptxas_report.parse_kernels(done.stdout)
     assert (kernel.card, kernel.stack) == ("sm_90a", 256)
     assert "warning" in done.stdout

@@ -34,10 +34,10 @@ from shardlib.core.context import single_device
 from shardlib.integrations import checkpoint_chunks as dcp_chunks
 from shardlib.ops.collectives.transport import groups
 from shardlib.sharding import reshard
-from shardlib.sharding.chunks import Pieces, even, fullest, nested, over, span
+from shardlib.sharding.chunks import ShardSizes, is_even, is_nested, largest_shard, restrict_size, shard_range
 from shardlib.sharding.layout import Factor, Layout
-from shardlib.sharding.mesh.axis import Axis, ways
-from shardlib.sharding.reshard import Axes, Cut, Leaves
+from shardlib.sharding.mesh.axis import Axis, group_size
+from shardlib.sharding.reshard import Axes, FactorAxes, FactorSizes
 from shardlib.sharding.spec import Spec, parse, resolve_many
 from tests.helpers.examples import examples
 from tests.helpers.ranks import run_ranks
@@ -46,7 +46,7 @@ from tests.validation.programs import campaign
 A, B = Axis("a", 4), Axis("b", 3)
 A0, A1 = A.primes()
 DATA = Axis("data", 4)
-BATCH = Pieces((5, 3, 8, 0), (DATA,))
+BATCH = ShardSizes((5, 3, 8, 0), (DATA,))
 
 
 @cache
@@ -62,26 +62,29 @@ fast = settings(derandomize=True, database=None, deadline=None, max_examples=120
 
 
 def test_a_size_knows_its_pieces() -> None:
-    assert [span(BATCH, (DATA,), {"data": i}) for i in range(4)] == [(0, 5), (5, 8), (8, 16), (16, 16)]
-    assert [span(BATCH, DATA.primes()[:1], {"data": i}) for i in range(4)] == [(0, 8), (0, 8), (8, 16), (8, 16)]
-    assert [span(BATCH, DATA.primes()[1:], {"data": i}) for i in range(2)] == [(0, 8), (8, 16)]  # not its axes: chunks
+    assert [shard_range(BATCH, (DATA,), {"data": i}) for i in range(4)] == [(0, 5), (5, 8), (8, 16), (16, 16)]
+    assert [shard_range(BATCH, DATA.primes()[:1], {"data": i}) for i in range(4)] == [(0, 8), (0, 8), (8, 16), (8, 16)]
+    assert [shard_range(BATCH, DATA.primes()[1:], {"data": i}) for i in range(2)] == [
+        (0, 8),
+        (8, 16),
+    ]  # not its axes: chunks
     assert BATCH + 0 == 16
-    assert fullest(BATCH, (DATA,)) == 8
-    assert not even(BATCH, (DATA,))
-    assert even(BATCH, (A,))
+    assert largest_shard(BATCH, (DATA,)) == 8
+    assert not is_even(BATCH, (DATA,))
+    assert is_even(BATCH, (A,))
 
 
 def test_sizes_are_the_same_only_if_their_pieces_are() -> None:
     """What is remembered for one must not be found for the other."""
-    assert Pieces([5, 3, 8, 0], [DATA]) == BATCH
-    assert len({BATCH, 16, Pieces((5, 3, 0, 8), (DATA,)), Pieces((5, 3, 8, 0), (A,))}) == 4
+    assert ShardSizes([5, 3, 8, 0], [DATA]) == BATCH
+    assert len({BATCH, 16, ShardSizes((5, 3, 0, 8), (DATA,)), ShardSizes((5, 3, 8, 0), (A,))}) == 4
     assert not any(a == b for a, b in itertools.permutations([BATCH, 16], 2))
     assert pickle.loads(pickle.dumps(BATCH)) == BATCH
 
 
 def test_chunks_are_no_choice() -> None:
-    assert type(Pieces.of((4, 4, 4, 4), (DATA,))) is int
-    assert type(Pieces.of((3, 3, 3, 1), (DATA,))) is int
+    assert type(ShardSizes.make_size((4, 4, 4, 4), (DATA,))) is int
+    assert type(ShardSizes.make_size((3, 3, 3, 1), (DATA,))) is int
     assert Factor(BATCH, DATA.primes()[:1]) == Factor(16, DATA.primes()[:1])
     assert str(Factor(BATCH, (DATA, B))) == "16@(data b)=[2 2 1 1 1 1 3 3 2 0 0 0]"
 
@@ -92,13 +95,13 @@ def sizes(draw: st.DrawFn, n: int, axes: Axes) -> int:
     k = draw(st.integers(0, len(axes)))
     if not k or n < 2:
         return n
-    most = ways(axes[:k]) - 1
+    most = group_size(axes[:k]) - 1
     edges = sorted(draw(st.lists(st.integers(0, n), min_size=most, max_size=most)))
-    return Pieces([b - a for a, b in itertools.pairwise([0, *edges, n])], axes[:k])
+    return ShardSizes([b - a for a, b in itertools.pairwise([0, *edges, n])], axes[:k])
 
 
 @st.composite
-def cuts(draw: st.DrawFn, n: int, atoms: Sequence[Axis] = (A0, A1, B)) -> Cut:
+def cuts(draw: st.DrawFn, n: int, atoms: Sequence[Axis] = (A0, A1, B)) -> FactorAxes:
     """Some of the atoms, in any order, on n factors."""
     out: list[list[Axis]] = [[] for _ in range(n)]
     for atom in draw(st.permutations(atoms)):
@@ -107,23 +110,23 @@ def cuts(draw: st.DrawFn, n: int, atoms: Sequence[Axis] = (A0, A1, B)) -> Cut:
     return tuple(map(tuple, out))
 
 
-SHAPES: list[Leaves] = [((9,),), ((6,), (5,)), ((8, 2), (3,)), ((2, 7),), ((3, 4, 2),)]
+SHAPES: list[FactorSizes] = [((9,),), ((6,), (5,)), ((8, 2), (3,)), ((2, 7),), ((3, 4, 2),)]
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Leaves, Cut]:
+def layouts(draw: st.DrawFn) -> tuple[FactorSizes, FactorAxes]:
     leaves = draw(st.sampled_from(SHAPES))
     cut = draw(cuts(sum(map(len, leaves))))
     return draw(sized(leaves, cut)), cut
 
 
 @st.composite
-def sized(draw: st.DrawFn, leaves: Leaves, cut: Cut) -> Leaves:
+def sized(draw: st.DrawFn, leaves: FactorSizes, cut: FactorAxes) -> FactorSizes:
     feed = iter(cut)
     return tuple(tuple(draw(sizes(n, next(feed))) for n in dim) for dim in leaves)
 
 
-def layout(leaves: Leaves, cut: Cut) -> Layout:
+def layout(leaves: FactorSizes, cut: FactorAxes) -> Layout:
     feed = iter(cut)
     return Layout(tuple(tuple(Factor(n, Axis.merge(next(feed))) for n in dim) for dim in leaves))
 
@@ -131,7 +134,7 @@ def layout(leaves: Leaves, cut: Cut) -> Layout:
 @pytest.mark.long
 @fast
 @given(layouts())
-def test_shards_make_the_whole_and_the_text_parses(given: tuple[Leaves, Cut]) -> None:
+def test_shards_make_the_whole_and_the_text_parses(given: tuple[FactorSizes, FactorAxes]) -> None:
     at = layout(*given)
     whole = torch.arange(math.prod(at.shape)).view(at.shape)
     for same in (at, at.canonical, Layout.parse(str(at), grid().axes), Layout.parse(str(at.canonical), grid().axes)):
@@ -142,33 +145,38 @@ def test_shards_make_the_whole_and_the_text_parses(given: tuple[Leaves, Cut]) ->
         assert same.max_local_numel() >= max(x.numel() for _, x in shards)
     assert at.canonical.canonical == at.canonical == Layout.parse(str(at.canonical), grid().axes)
     names = tuple((None,) * len(dim) for dim in at.dims)
-    assert Spec.exactly(at, names, pieces=True).resolve(at.shape, grid()).layout == at
+    assert Spec.from_layout(at, names, pieces=True).resolve(at.shape, grid()).layout == at
 
 
 @settings(fast, max_examples=examples(150))
 @given(st.integers(2, 20), st.permutations((A0, A1, B)), cuts(1), st.data())
-def test_steps_to_a_cut_are_slices(whole: int, order: list[Axis], cut: Cut, data: st.DataObject) -> None:
-    """Cutting by the minor axes, too, only ever cuts the pieces that there are; `over` changes no piece."""
+def test_steps_to_a_cut_are_slices(whole: int, order: list[Axis], cut: FactorAxes, data: st.DataObject) -> None:
+    """Cutting by the minor axes, too, only ever cuts the pieces that there are; `restrict_size` changes no piece."""
     (axes,), n = cut, data.draw(sizes(whole, tuple(order)))
     for k in range(len(axes)):
-        if nested(n, list(axes), k):
+        if is_nested(n, list(axes), k):
             for c in grid().all_coords():
-                coarse, fine = span(n, Axis.merge(axes[:k]), c), span(n, Axis.merge(axes), c)
+                coarse, fine = shard_range(n, Axis.merge(axes[:k]), c), shard_range(n, Axis.merge(axes), c)
                 assert coarse[0] <= fine[0] <= fine[1] <= coarse[1]
-    assert all(span(over(n, axes), Axis.merge(axes), c) == span(n, Axis.merge(axes), c) for c in grid().all_coords())
+    assert all(
+        shard_range(restrict_size(n, axes), Axis.merge(axes), c) == shard_range(n, Axis.merge(axes), c)
+        for c in grid().all_coords()
+    )
 
 
 # Resharding -----------------------------------------------------------------------------------------------------------
 
 
-def moved(leaves: Leaves, src: Cut, into: Leaves, dst: Cut, pending: Axes = ()) -> list[Collective]:
+def moved(
+    leaves: FactorSizes, src: FactorAxes, into: FactorSizes, dst: FactorAxes, pending: Axes = ()
+) -> list[Collective]:
     """Move a random value through Mover and virtual devices, and compare with where it ought to be."""
     have, want = layout(leaves, src), layout(into, dst)
-    addends = torch.randint(-9, 9, (ways(pending), *have.shape)).double()
+    addends = torch.randint(-9, 9, (group_size(pending), *have.shape)).double()
     builder = Builder(grid())
     var = Var("x", have, addends.dtype)
     builder.inputs.append(var)
-    for i, hop in enumerate(reshard.route(leaves, 8, src, dst, pending, "sum", into)):
+    for i, hop in enumerate(reshard.plan_route(leaves, 8, src, dst, pending, "sum", into)):
         feed = iter(hop.sizes)
         to = layout(tuple(tuple(next(feed) for _ in dim) for dim in leaves), hop.after)
         out = Var(f"x{i}", to, var.dtype)
@@ -195,7 +203,7 @@ def moved(leaves: Leaves, src: Cut, into: Leaves, dst: Cut, pending: Axes = ()) 
 
 
 @st.composite
-def routes(draw: st.DrawFn) -> tuple[Leaves, Cut, Leaves, Cut, Axes]:
+def routes(draw: st.DrawFn) -> tuple[FactorSizes, FactorAxes, FactorSizes, FactorAxes, Axes]:
     leaves, src = draw(layouts())
     dst = draw(st.one_of(st.just(src), cuts(len(src))))
     plain = tuple(tuple(map(int, dim)) for dim in leaves)
@@ -208,21 +216,21 @@ def routes(draw: st.DrawFn) -> tuple[Leaves, Cut, Leaves, Cut, Axes]:
 @pytest.mark.long
 @settings(fast, max_examples=examples(80))
 @given(routes())
-def test_every_route_ends_where_it_should(route: tuple[Leaves, Cut, Leaves, Cut, Axes]) -> None:
+def test_every_route_ends_where_it_should(route: tuple[FactorSizes, FactorAxes, FactorSizes, FactorAxes, Axes]) -> None:
     leaves, src, into, dst, pending = route
     moved(leaves, src, into, dst, pending)
 
 
 @pytest.mark.parametrize("dst", [((A1,), ()), ((A1,), (A0,)), ((), (A1,)), ((), (A0,)), ((A1, A0), ())], ids=str)
 @pytest.mark.parametrize("size", [(500, 300, 800, 0), (400, 400, 400, 400)], ids=["chosen", "even"])
-def test_large_pieces_go_no_way_that_only_even_ones_can(size: tuple[int, ...], dst: Cut) -> None:
+def test_large_pieces_go_no_way_that_only_even_ones_can(size: tuple[int, ...], dst: FactorAxes) -> None:
     """As large as that, a way round is worth one more collective; over (A1, A0) the pieces would be others."""
-    leaves = ((Pieces(size, (A,)) if len({*size}) > 1 else sum(size),), (64,))
+    leaves = ((ShardSizes(size, (A,)) if len({*size}) > 1 else sum(size),), (64,))
     moved(leaves, ((A0, A1), ()), leaves, dst)
 
 
-OTHER = Pieces((4, 4, 0, 8), (A,))
-CHOSEN = Pieces((5, 3, 8, 0), (A,))
+OTHER = ShardSizes((4, 4, 0, 8), (A,))
+CHOSEN = ShardSizes((5, 3, 8, 0), (A,))
 
 
 @pytest.mark.parametrize(
@@ -235,9 +243,9 @@ CHOSEN = Pieces((5, 3, 8, 0), (A,))
         # One row goes from member 0 to 1, eight from 2 to 3; the halves of 8 stay where they are.
         (CHOSEN, [A0, A1], OTHER, [A0, A1], (), ["all_to_all[a:(2)2] 64"]),
         (CHOSEN, [A0, A1], 16, [A0, A1], (), ["all_to_all[a:(2)2] 32"]),
-        (Pieces((16, 0, 0, 0), (A,)), [A0, A1], 16, [A0, A1], (), ["all_to_all[a] 96"]),
+        (ShardSizes((16, 0, 0, 0), (A,)), [A0, A1], 16, [A0, A1], (), ["all_to_all[a] 96"]),
         (CHOSEN, [A0, A1], 16, [B], (), ["all_gather[a] 96"]),
-        (CHOSEN, [A0, A1], Pieces((2, 6, 8), (B,)), [B, A0, A1], (), ["all_gather[a] 96"]),
+        (CHOSEN, [A0, A1], ShardSizes((2, 6, 8), (B,)), [B, A0, A1], (), ["all_gather[a] 96"]),
     ],
 )
 def test_collectives_between_pieces(
@@ -251,7 +259,7 @@ def test_collectives_between_pieces(
 def test_an_uneven_dim_is_exchanged_for_another() -> None:
     """The 5 3 8 0 rows of 8 become all rows of 3 2 0 3 columns: of 48 numbers that a device ends with, three quarters
     come from others."""
-    columns = Pieces((3, 2, 0, 3), (A,))
+    columns = ShardSizes((3, 2, 0, 3), (A,))
     (c,) = moved(((CHOSEN,), (8,)), ((A0, A1), ()), ((CHOSEN,), (columns,)), ((), (A0, A1)))
     assert (c.kind, c.bytes) == ("all_to_all", 16 * 3 * 8 * 3 / 4)
 
@@ -285,32 +293,32 @@ def test_specs(spec: str, shape: tuple[int, ...], given: dict[str, Any], text: s
     if not given or text:
         assert str(found.spec) == (text or spec)
     assert parse(str(found.spec)) == found.spec
-    again = Spec.exactly(found.layout, found.names, pieces=True)
+    again = Spec.from_layout(found.layout, found.names, pieces=True)
     assert parse(str(again)).resolve(shape, MESH).layout == found.layout
 
 
 def test_positional_specs() -> None:
     p = P("data=[5 3 8 0]", ("pod", "tensor:(1)2"), None)
-    assert str(Spec.of(p)) == "_@data=[5 3 8 0] _@(pod tensor:(1)2) _ ..."
+    assert str(Spec.convert(p)) == "_@data=[5 3 8 0] _@(pod tensor:(1)2) _ ..."
     assert P.parse(repr(p)) == p
     with pytest.raises(ShardingError) as error:
         P(("pod", "data=[1 2]"), "a b", "tensor:2")
     assert str(error.value) == (
         "P(('pod', 'data=[1 2]'), 'a b', 'tensor:2') cannot be read:\n"
         "  * 'a b' is not a mesh axis\n  * 'tensor:2' is not a mesh axis\n  * 'data=[1 2]' is not a mesh axis\n"
-        'Rule: an entry of P is None, an axis "a" or several ("a", "b"), a part "a:(1)8", pieces "a=[5 3]"'
+        'Rule: an entry of P is None, an axis "a" or several ("a", "b"), a part "a:(1)8", shard sizes "a=[5 3]"'
     )
 
 
 WHOLE = "whose 16 devices are 2 x 2 x 2 x 2"
 REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any], list[str]]] = [
     ("a@data b", (16, 4), {"a": [5, 3, 8, 1]}, ["dim 0 `a@data=[5 3 8 1]`: 5 + 3 + 8 + 1 = 17, the dim has size 16"]),
-    ("a@data b", (16, 4), {"a": [5, 3, 8]}, ["dim 0 `a@data=[5 3 8]`: it has 3 pieces, data has 4 devices"]),
-    ("a@(pod data)=[16]", (16,), {}, ["dim 0 `a@(pod data)=[16]`: it has 1 pieces, pod x data has 8 devices"]),
+    ("a@data b", (16, 4), {"a": [5, 3, 8]}, ["dim 0 `a@data=[5 3 8]`: it has 3 shard sizes, data has 4 devices"]),
+    ("a@(pod data)=[16]", (16,), {}, ["dim 0 `a@(pod data)=[16]`: it has 1 shard sizes, pod x data has 8 devices"]),
     ("a@data b", (16, 4), {"a": [9, 8, 0, -1]}, ["dim 0 `a@data=[9 8 0 -1]`: 9, 8, 0, -1 are not sizes"]),
     ("a@data b", (16, 4), {"c": [1, 2]}, ["c=[1 2] is given, but the spec has no 'c'"]),
     ("bat@data", (16,), {"batt": [1]}, ["batt=[1] is given, but the spec has no 'batt'; did you mean 'bat'?"]),
-    ("a@data b", (16, 4), {"b": [4]}, ["dim 1 `b=[4]`: it is not cut, so it has no pieces"]),
+    ("a@data b", (16, 4), {"b": [4]}, ["dim 1 `b=[4]`: it is not sharded, so it has no shard sizes"]),
     ("a@data=[1 2 3 10]", (16,), {"a": [4, 4, 4, 4]}, ["a=[4 4 4 4] is given, the spec says a=[1 2 3 10]"]),
     ("(x a=4@data=[5 3 8 0])", (32,), {}, ["dim 0 `(x a=4@data=[5 3 8 0])`: 5 + 3 + 8 + 0 = 16, a has size 4"]),
     ("a@data=[0 1 0 0]", (1,), {}, ["dim 0 `a@data=[0 1 0 0]`: it has size 1"]),
@@ -344,7 +352,7 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any], list[str]]] = [
         [
             "d=[1] is given, but the spec has no 'd'",
             "dim 0 `a@data=[1 2 3]`: 1 + 2 + 3 = 6, the dim has size 16",
-            "dim 0 `a@data=[1 2 3]`: it has 3 pieces, data has 4 devices",
+            "dim 0 `a@data=[1 2 3]`: it has 3 shard sizes, data has 4 devices",
             "dim 1 `b@tensr:(1)2`: the mesh has no axis 'tensr'; did you mean 'tensor'?",
             "dim 2 `c@pod=[5 2]`: 5 + 2 = 7, the dim has size 6",
         ],
@@ -365,7 +373,7 @@ def test_refusals(spec: str, shape: tuple[int, ...], given: dict[str, Any], faul
     [
         ("a@data=[1 -1]", "'-' is not a size"),
         ("a@data=[1 2", "the ']' is missing"),
-        ("a@data=", "the sizes of the pieces, [5 3 8 0] must stand here"),
+        ("a@data=", "the shard sizes, [5 3 8 0] must stand here"),
         ("a@tensor:8", "a part of an axis is written axis:(pre)size, as in tensor:(1)8"),
         ("a@tensor:(1)", "the size of the part is missing"),
     ],
@@ -380,7 +388,7 @@ def test_texts_that_cannot_be_read(text: str, fault: str) -> None:
 
 
 def test_a_dim_is_split_only_between_pieces() -> None:
-    tokens, twin = Pieces((20, 12, 32, 0), (DATA,)), Pieces((16, 16, 0, 32), (DATA,))
+    tokens, twin = ShardSizes((20, 12, 32, 0), (DATA,)), ShardSizes((16, 16, 0, 32), (DATA,))
     for minor, inner in ((4, "5 3 8 0"), (2, "10 6 16 0"), (8, None), (16, None)):
         dims = Dims()
         whole = dims.new(64)
@@ -677,7 +685,7 @@ def on_ranks(transport: str, folder: str) -> float:
         for spec in ("n@data c", first, "n c@data=[1 0 4 3]", "n@data:(1)2 c", "n c", second, first):
             at = at.redistribute(spec)
             assert torch.equal(at.full_tensor(), x), spec
-            local = Spec.of(spec).resolve(x.shape, mesh).layout.scatter(x, mesh.coords(mesh.rank))
+            local = Spec.convert(spec).resolve(x.shape, mesh).layout.scatter(x, mesh.coords(mesh.rank))
             assert torch.equal(at.to_local(), local), spec
         dcp(dcp_save, {"x": at}, Path(folder))
         other = shard(torch.zeros(16, 8), "n (c=2 d@data=[0 1 0 3])")

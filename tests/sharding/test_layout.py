@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.layout import Factor, Layout, PartialSum, span
+from shardlib.sharding.layout import Factor, Layout, PartialSum, shard_range
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from tests.helpers.examples import examples
 
 A, B, C = Axis("a", 2), Axis("b", 3), Axis("c", 4)
-C_MAJOR, C_MINOR = Axis("c", 2, pre=1, of=4), Axis("c", 2, pre=2, of=4)
+C_MAJOR, C_MINOR = Axis("c", 2, pre=1, axis_size=4), Axis("c", 2, pre=2, axis_size=4)
 MESHES = {
     "two axes": (Mesh.abstract(a=2, b=3), (A, B)),
     "an axis in parts": (Mesh.abstract(c=4, a=2), (C_MAJOR, C_MINOR, A)),
@@ -133,11 +133,11 @@ def without_minor(layout: Layout, index: int) -> Layout:
 
 
 def sizes(layout: Layout, coords: dict[str, int]) -> list[int]:
-    return [stop - start for start, stop in (span(f.size, f.axes, coords) for f in layout.factors)]
+    return [stop - start for start, stop in (shard_range(f.size, f.axes, coords) for f in layout.factors)]
 
 
 def test_a_nested_cut_splits_each_chunk_by_its_own_length():
-    held = [span(10, (C, A), coords) for coords in Mesh(c=4, a=2).all_coords()]
+    held = [shard_range(10, (C, A), coords) for coords in Mesh(c=4, a=2).all_coords()]
     assert held == [(0, 2), (2, 3), (3, 5), (5, 6), (6, 8), (8, 9), (9, 10), (10, 10)]
 
 
@@ -150,11 +150,11 @@ def test_more_devices_than_elements_leave_empty_shards():
     ("axis", "coords"),
     [
         (Axis("t", 8), [0, 1, 2, 3, 4, 5, 6, 7]),
-        (Axis("t", 2, pre=1, of=8), [0, 0, 0, 0, 1, 1, 1, 1]),
-        (Axis("t", 2, pre=2, of=8), [0, 0, 1, 1, 0, 0, 1, 1]),
-        (Axis("t", 2, pre=4, of=8), [0, 1, 0, 1, 0, 1, 0, 1]),
-        (Axis("t", 4, pre=2, of=8), [0, 1, 2, 3, 0, 1, 2, 3]),
-        (Axis("t", 4, pre=1, of=8), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (Axis("t", 2, pre=1, axis_size=8), [0, 0, 0, 0, 1, 1, 1, 1]),
+        (Axis("t", 2, pre=2, axis_size=8), [0, 0, 1, 1, 0, 0, 1, 1]),
+        (Axis("t", 2, pre=4, axis_size=8), [0, 1, 0, 1, 0, 1, 0, 1]),
+        (Axis("t", 4, pre=2, axis_size=8), [0, 1, 2, 3, 0, 1, 2, 3]),
+        (Axis("t", 4, pre=1, axis_size=8), [0, 0, 1, 1, 2, 2, 3, 3]),
     ],
     ids=str,
 )
@@ -175,7 +175,7 @@ def test_prime_parts_melt_back_into_the_axis(size, parts):
 
 
 def test_parts_out_of_order_do_not_melt():
-    major, minor = Axis("t", 2, pre=1, of=4), Axis("t", 2, pre=2, of=4)
+    major, minor = Axis("t", 2, pre=1, axis_size=4), Axis("t", 2, pre=2, axis_size=4)
     assert Axis.merge((minor, major)) == (minor, major)
     assert Axis.merge((major, Axis("u", 2), minor)) == (major, Axis("u", 2), minor)
     assert Axis.merge((major, minor)) == (Axis("t", 4),)
@@ -184,8 +184,8 @@ def test_parts_out_of_order_do_not_melt():
 @pytest.mark.parametrize("bad", [(3, 1, 8), (4, 4, 8), (0, 1, 8), (2, 3, 8)])
 def test_a_part_must_divide_its_axis(bad):
     size, pre, of = bad
-    with pytest.raises(ShardingError, match="axis 't' of size 8 cannot be cut"):
-        Axis("t", size, pre=pre, of=of)
+    with pytest.raises(ShardingError, match="axis 't' of size 8 cannot be split"):
+        Axis("t", size, pre=pre, axis_size=of)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +216,13 @@ def test_gather_refuses_missing_shards():
 
 def test_one_value_is_pending_in_one_way():
     layout = Layout(((Factor(1),),), (PartialSum((A,)), PartialSum((B,), "max")))
-    with pytest.raises(ShardingError, match="pending in two ways: max, sum"):
+    with pytest.raises(ShardingError, match="two kinds of partial sums: max, sum"):
         layout.gather([(c, torch.ones(1)) for c in Mesh(a=2, b=3).all_coords()])
-    with pytest.raises(ShardingError, match="cannot be pending 'mean'"):
+    with pytest.raises(ShardingError, match="'mean' is no kind of partial sum"):
         PartialSum((A,), "mean")
 
 
-PARTS = {"a": [A], "b": [B], "c": [C, C_MAJOR, C_MINOR], "max": [Axis("max", 6), Axis("max", 3, pre=2, of=6)]}
+PARTS = {"a": [A], "b": [B], "c": [C, C_MAJOR, C_MINOR], "max": [Axis("max", 6), Axis("max", 3, pre=2, axis_size=6)]}
 SIZES = {"a": 2, "b": 3, "c": 4, "max": 6}
 axes_of = st.lists(st.sampled_from([p for parts in PARTS.values() for p in parts]), max_size=3).map(tuple)
 factors = st.builds(Factor, st.integers(0, 100), axes_of)
@@ -269,7 +269,7 @@ def test_text_is_kept(text):
         ("(8 4", "a size is missing", 4),
         ("8 8", "a reduction must stand here, not '8'", 2),
         ("8 mean", "'+' and the axes of a reduction must stand here", 6),
-        ("8@c:2", "a part of an axis is written axis:(pre)size", 4),
+        ("8@c:2", "a part of an axis is written axis:(pre)size, as in tensor:(1)8", 4),
         ("8 +", "a mesh axis is missing", 3),
         ("8)", "a reduction must stand here, not ')'", 1),
         ("8,", "a size is missing", 2),

@@ -129,8 +129,8 @@ def test_the_positional_form(p, text, spec):
     assert repr(p) == str(p) == text
     assert P.parse(text) == p
     assert hash(P.parse(text)) == hash(p)
-    assert Spec.of(p) == parse(spec)
-    assert Spec.of(spec) == Spec.of(Spec.of(spec)) == parse(spec)
+    assert Spec.convert(p) == parse(spec)
+    assert Spec.convert(spec) == Spec.convert(Spec.convert(spec)) == parse(spec)
 
 
 def test_a_p_is_no_tuple():
@@ -147,8 +147,8 @@ def test_a_p_is_no_tuple():
         (lambda: P(("a", 1)), "1 is not a mesh axis"),
         (lambda: P.parse("P(None"), "'P(None' cannot be read as a P"),
         (lambda: P.parse("P(x)"), "'P(x)' cannot be read as a P"),
-        (lambda: Spec.of(("data", None)), "('data', None) is not a spec\nRemedy: write a string"),
-        (lambda: Spec.of(None), "None is not a spec"),
+        (lambda: Spec.convert(("data", None)), "('data', None) is not a spec\nRemedy: write a string"),
+        (lambda: Spec.convert(None), "None is not a spec"),
     ],
 )
 def test_what_is_not_a_spec(make, text):
@@ -189,7 +189,7 @@ def test_what_is_not_a_spec(make, text):
     ],
 )
 def test_resolved_layouts(spec, shape, sizes, layout):
-    resolved = Spec.of(spec).resolve(shape, MESH, sizes=sizes)
+    resolved = Spec.convert(spec).resolve(shape, MESH, sizes=sizes)
     assert str(resolved.layout) == layout
     assert resolved.layout.shape == shape
     assert [len(names) for names in resolved.names] == [len(dim) for dim in resolved.layout.dims]
@@ -221,7 +221,7 @@ def test_a_small_factor_uses_the_major_part_of_an_axis(spec, shape, layout):
 
 def test_the_part_of_an_axis_is_the_major_one():
     ((factor,),) = parse("kv").resolve((4,), WIDE).layout.dims
-    assert factor.axes == (Axis("tensor", 4, pre=1, of=8),)
+    assert factor.axes == (Axis("tensor", 4, pre=1, axis_size=8),)
 
 
 def test_an_axis_of_one_device_stays_written():
@@ -240,7 +240,7 @@ def test_names_openness_and_spec():
 
 def refusal(spec, shape, sizes=None, mesh=MESH, name="w") -> str:
     with pytest.raises(ShardingError) as error:
-        Spec.of(spec).resolve(shape, mesh, sizes=sizes, name=name)
+        Spec.convert(spec).resolve(shape, mesh, sizes=sizes, name=name)
     return str(error.value)
 
 
@@ -302,7 +302,7 @@ def test_one_error_says_it_all():
         "  * axis 'tensor' is used by dim 0 `heads` (by the rule heads -> tensor) "
         "and by dim 2 `heads` (by the rule heads -> tensor)\n"
         "Rule: the sizes of a dim's factors multiply to the dim; a spec names axes of its mesh; "
-        "a mesh axis cuts a tensor once\n"
+        "a mesh axis shards a tensor once\n"
         "Remedy: give sizes by name, as in einops; one of a dim's factors may be left to be inferred; "
         "use one of pod, data, tensor; drop one of the two, or override a rule with `name@()`"
     )
@@ -336,7 +336,7 @@ def test_all_offenders_of_many_specs_come_at_once():
         ("args[2]", (12,), "(a b)", {"a": 5}),
     ]
     with pytest.raises(ShardingError) as error:
-        resolve_many(items, MESH, what="jit(step), in_specs")
+        resolve_many(items, MESH, call="jit(step), in_specs")
     assert str(error.value) == (
         "jit(step), in_specs: 3 of 4 specs do not fit, mesh (pod=2, data=2, tensor=4):\n"
         "  * args[0]['w'] with spec 'embed ff@tensr' on shape [6, 8]: "

@@ -1006,10 +1006,10 @@ def test_modes_that_count_are_entered_and_left_in_many_threads() -> None:
     def work(k: int) -> None:
         mode = object()
         for _ in range(1000):
-            comm_counting.enter(mode)
-            if not any(mode is other for other in comm_counting.entered):
+            comm_counting.add_counter(mode)
+            if not any(mode is other for other in comm_counting.active_modes):
                 lost.append(k)
-            comm_counting.leave(mode)
+            comm_counting.remove_counter(mode)
 
     before, threads = sys.getswitchinterval(), [threading.Thread(target=work, args=(k,)) for k in range(4)]
     sys.setswitchinterval(1e-6)
@@ -1019,11 +1019,11 @@ def test_modes_that_count_are_entered_and_left_in_many_threads() -> None:
         thread.join()
     sys.setswitchinterval(before)
     assert not lost
-    assert not comm_counting.entered
+    assert not comm_counting.active_modes
     mode = object()
-    comm_counting.enter(mode), comm_counting.enter(mode), comm_counting.leave(mode)
-    assert comm_counting.entered == (mode,)
-    comm_counting.leave(mode)
+    comm_counting.add_counter(mode), comm_counting.add_counter(mode), comm_counting.remove_counter(mode)
+    assert comm_counting.active_modes == (mode,)
+    comm_counting.remove_counter(mode)
 
 
 _OPS = {

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from shardlib.core.errors import CollectiveError, ShardingError
 from shardlib.distributed import torch_waits, world
 from shardlib.distributed import turns as order
-from shardlib.distributed.comm_counting import uncounted
-from shardlib.distributed.consensus import blame
+from shardlib.distributed.comm_counting import without_counting
+from shardlib.distributed.consensus import raise_lost_ranks
 from shardlib.distributed.turns import Turn
 from shardlib.ops.backend_choice import unavailable
 from shardlib.ops.collectives.transport import cuda_wire
@@ -32,7 +32,7 @@ from shardlib.ops.collectives.transport.cuda_open import open_group
 from shardlib.ops.collectives.transport.cuda_peers import Peers, unserved
 from shardlib.ops.collectives.transport.shm_channel import Channel
 from shardlib.ops.collectives.transport.shm_world import Session
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.axis import Axis, group_size
 
 if TYPE_CHECKING:
     from shardlib.sharding.mesh.mesh import Mesh
@@ -144,11 +144,11 @@ def transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
     """
     if (handle := _handles.get((dist.group.WORLD, mesh, axes))) is not None:
         return handle.transport, handle.why
-    if ways(axes) == 1:
+    if group_size(axes) == 1:
         return "none", ""
     if mesh.device == "cpu":
         return "open", ""
-    size = ways(axes)
+    size = group_size(axes)
     return ("cuda" if _asks_for_peers(mesh, size) else "nccl"), ""  # peers, or an error when the groups are made
 
 
@@ -163,7 +163,7 @@ def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGr
         return world_group
     elif key not in _process_groups:
         # Every rank makes every group, those of others too: that is what keeps the ranks' group names the same.
-        made = torch_waits.waited(
+        made = torch_waits.run_watched(
             lambda: [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets],
             f"make groups of the ranks {', '.join(map(str, cosets))}",
         )
@@ -233,11 +233,11 @@ def _handle(
 def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
     """The result of `call`, one collective of the group over these axes that is a turn of its own."""
     mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
-    with uncounted(), turn as order:
+    with without_counting(), turn as order:
         try:
             group = group_for(mesh, axes)
             if group.may_use_gloo:
                 order.meet([group])
             return call(group)
         except CollectiveError as error:
-            blame(mesh, error)
+            raise_lost_ranks(mesh, error)

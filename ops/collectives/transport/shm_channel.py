@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlib.core.errors import CollectiveError
 from shardlib.distributed import turns, world
-from shardlib.distributed.store import names
+from shardlib.distributed.store import format_ranks
 from shardlib.ops.collectives.transport.result_buffers import result, views
 from shardlib.ops.collectives.transport.shm_engine import Engine
 from shardlib.ops.collectives.transport.shm_segment import PAGE
@@ -123,7 +123,7 @@ class Channel:
             kind = OPS.index(key[0])
             self.recipes[key] = None if recipe is None else _Loaded(self.library, recipe, kind)
         if (loaded := self.recipes[key]) is None:
-            turns.ASKING[3] += 1  # in other groups it may move something here: all count it
+            turns.CURRENT_TURN[3] += 1  # in other groups it may move something here: all count it
             return None
         recipe = loaded.recipe
         if recipe.packed:
@@ -131,7 +131,7 @@ class Channel:
         shared = recipe if recipe.places else None
         outs = [] if shared else [result(shape, dtype) for shape, dtype in loaded.outs]
         if loaded.pointer is None:
-            turns.ASKING[3] += 1
+            turns.CURRENT_TURN[3] += 1
             return Transfer(self, 0, outs)
         tensors = [*sources, *outs]
         pointers = (ctypes.c_void_p * (len(sources) + len(loaded.outs)))(*[x.data_ptr() for x in tensors])
@@ -193,15 +193,15 @@ class Channel:
         if time.monotonic() - begin > seconds:
             late = self.library.shm_lacks(engine.pointer, ticket)
             rank = self.ranks[late] if late >= 0 else engine.rank
-            text = f"rank {rank} did not come to a collective of {names(self.ranks)} within {seconds:g} s"
+            text = f"rank {rank} did not come to a collective of {format_ranks(self.ranks)} within {seconds:g} s"
             self._fail(engine, text, rank)
 
     def memory_error(self, results: Sequence[Like], answer: Answer) -> CollectiveError:
         """The error of shared results for which a member has no memory. All members get it, and may go on."""
         error = CollectiveError(
             f"rank {self.ranks[answer.culprit]} cannot reserve {sum(x.nbytes for x in results) / 2**20:.1f} MiB of "
-            f"memory for what {names(self.ranks)} gather: {os.strerror(answer.error)}; raise that limit, or start with "
-            "SHARDLIB_OPS=all_gather=torch"
+            f"memory for what {format_ranks(self.ranks)} gather: {os.strerror(answer.error)}; raise that limit, or "
+            "start with SHARDLIB_OPS=all_gather=torch"
         )
         error.culprit, error.is_late = self.ranks[answer.culprit], False
         return error
@@ -214,7 +214,7 @@ class Channel:
         mine, theirs = list(words[:4]), list(words[5:9])
         if mine[0] and theirs[0]:
             self.session.order.out_of_step(mine, rank, theirs)
-        error = CollectiveError(f"rank {rank} is in another collective of {names(self.ranks)}")
+        error = CollectiveError(f"rank {rank} is in another collective of {format_ranks(self.ranks)}")
         error.culprit = rank
         raise error
 

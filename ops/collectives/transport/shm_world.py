@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from shardlib.build.build_recipe import Missing
 from shardlib.core.errors import ShardingError
 from shardlib.distributed import turns, world
-from shardlib.distributed.store import names
+from shardlib.distributed.store import format_ranks
 from shardlib.ops import native_libs
 from shardlib.ops.backend_choice import wanted
 from shardlib.ops.collectives.transport.shm_channel import OPS, Channel, Transfer
@@ -96,7 +96,7 @@ class Session:
         size = PAGE + library.shm_start() + (MEETING if self.unused else STAGING)
         mine = self.segments[self.rank] = Segment.make(size)
         self.library = library
-        self.engine = Engine(library, self.segments, self.rank, turns.ASKING.buffer_info()[0])
+        self.engine = Engine(library, self.segments, self.rank, turns.CURRENT_TURN.buffer_info()[0])
         return mine.address
 
     def _open(self, addresses: dict[int, Address]) -> str:
@@ -182,7 +182,7 @@ class Session:
 
 
 def _too_many(group: Group) -> str:
-    return f"{names(group)} share no memory, since {CHANNELS} other groups of ranks do"
+    return f"{format_ranks(group)} share no memory, since {CHANNELS} other groups of ranks do"
 
 
 def _after_fork() -> None:
@@ -204,7 +204,7 @@ def check_same(settings: dict[int, str]) -> None:
             holders.setdefault(text, []).append(rank)
         raise ShardingError(
             "the ranks would run their collectives in different ways",
-            [f"{names(ranks)}: SHARDLIB_OPS={text!r}" for text, ranks in holders.items()],
+            [f"{format_ranks(ranks)}: SHARDLIB_OPS={text!r}" for text, ranks in holders.items()],
             rule="SHARDLIB_OPS is the same on every rank",
             remedy="set it where all ranks are started, or on none",
         )

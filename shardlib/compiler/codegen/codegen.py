@@ -29,7 +29,7 @@ from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_traits import returns_list
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import OpOverload, schema_of
-from shardlib.sharding.mesh.axis import Axis, Coords, alike, member_coords
+from shardlib.sharding.mesh.axis import Axis, Coords, first_replicas, member_coords
 from shardlib.sharding.mesh.mesh import Mesh
 
 
@@ -246,7 +246,7 @@ class Generator:
         group = set(primes(step.axes))
         varying = dict.fromkeys((*self.varies.get(step.source, ()), *self.varies.get(step.out, ())))
         rest = tuple(a for a in varying if a not in group)
-        firsts = dict.fromkeys(alike(self.devices, rest))
+        firsts = dict.fromkeys(first_replicas(self.devices, rest))
         return [[member_coords(self.devices[d], step.axes, i) for i in range(n)] for d in firsts]
 
     # Text -----------------------------------------------------------------------------------------------------------

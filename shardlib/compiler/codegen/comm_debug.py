@@ -31,10 +31,10 @@ def counted(run: Callable[..., Any], collectives: Sequence[Collective]) -> Calla
         return run
 
     def call(*args: Any) -> Any:
-        if not comm_counting.entered:
+        if not comm_counting.active_modes:
             return run(*args)
-        modes = comm_counting.counting()
-        with comm_counting.uncounted():
+        modes = comm_counting.counters_here()
+        with comm_counting.without_counting():
             out = run(*args)
             for mode in modes:
                 for collective in collectives:

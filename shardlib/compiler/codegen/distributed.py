@@ -22,9 +22,9 @@ from shardlib.compiler.codegen.comm_debug import counted
 from shardlib.compiler.codegen.profiler_ranges import Function, label, ranged, watched
 from shardlib.compiler.program.steps import TIERS, Collective, Program, Start
 from shardlib.core.errors import CollectiveError
-from shardlib.core.source_lines import spot
-from shardlib.distributed.consensus import agree, blame
-from shardlib.distributed.turns import ASKING, Moment, Turn
+from shardlib.core.source_lines import format_file_line
+from shardlib.distributed.consensus import compare_programs, raise_lost_ranks
+from shardlib.distributed.turns import CURRENT_TURN, CallTime, Turn
 from shardlib.ops import offload
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops.collectives.transport import groups
@@ -104,7 +104,7 @@ def _counted(start: Callable[..., Any]) -> Callable[..., Any]:
     """A start over torch: the library in shared memory counts its own, and all ranks count alike."""
 
     def begin(*args: Any, **kwargs: Any) -> Any:
-        ASKING[3] += 1
+        CURRENT_TURN[3] += 1
         return start(*args, **kwargs)
 
     return begin
@@ -120,7 +120,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
     With `late` that is done by the first call. It is done again when torch.distributed is started anew.
     """
     constants = (f"{var.name} = a constant with the digest {rank_checks.digest(x):x}" for var, x in program.captured)
-    text = "\n".join([plan.listing(spot), f"on {mesh}", *constants])
+    text = "\n".join([plan.listing(format_file_line), f"on {mesh}", *constants])
     digest = hashlib.sha256(text.encode()).hexdigest()
     collectives = [f"{c.kind} of {short_dtype(c.source.dtype)}[{c.source.layout}]" for c in program.collectives]
     turn = Turn("\n".join([plan.name, *collectives]), digest)
@@ -133,7 +133,9 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         nonlocal function, numbers, gloo, of
         mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
         settings = "\n".join(f"{name}={os.environ.get(name, '')!r}" for name in _SETTINGS)
-        agree(mesh, hashlib.sha256(f"{digest}\n{settings}".encode()).hexdigest(), f"{plan.name}\n{text}\n{settings}")
+        compare_programs(
+            mesh, hashlib.sha256(f"{digest}\n{settings}".encode()).hexdigest(), f"{plan.name}\n{text}\n{settings}"
+        )
         axes = list(dict.fromkeys(c.axes for c in program.collectives))
         groups.prepare(mesh, axes)
         handles = [groups.group_for(mesh, a) for a in axes]
@@ -145,7 +147,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
     def run(
         pieces: Sequence[Sequence[torch.Tensor]],
         leaves: Sequence[Any] = (),
-        after: Moment | None = None,
+        after: CallTime | None = None,
         lineage: int = 0,
     ) -> tuple[Any, ...]:
         if of is not dist.group.WORLD:
@@ -153,13 +155,13 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         assert function is not None
         if not collectives:
             return run_below(function, pieces, leaves)
-        with turn.of([leaves[i] for i in numbers], after, lineage) as order:
+        with turn.for_call([leaves[i] for i in numbers], after, lineage) as order:
             try:
                 if gloo:
                     order.meet(gloo)
                 return run_below(function, pieces, leaves)
             except CollectiveError as error:
-                blame(mesh, error)
+                raise_lost_ranks(mesh, error)
 
     if not late:
         prepare()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.aten.op_traits import has, is_view
+from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.core.torch_private import OpOverload, c_functions, schema_of
 from shardlib.ops import matmul
 
@@ -94,22 +94,22 @@ def _callable_of(target: OpOverload) -> Any:
     schema = schema_of(target)
     if not schema.name.startswith("aten::"):
         return target if target.namespace in _OWN or schema.is_mutable else _dense(target)  # a copy takes no write
-    if has(target, "in order"):
+    if has_trait(target, "needs_contiguous"):
         return _dense(target)
     if any(str(a.type) == "List[Optional[Tensor]]" for a in schema.arguments):
         return target  # torch's own functions do not take the None of x[:, i]
-    if has(target, "slack"):
+    if has_trait(target, "overallocates"):
         return _trimmed(target)
     if any(a.name == "reduction" for a in schema.arguments):
         return target  # left out, it is no reduction to torch's own function, and a mean to the op
     name = schema.name.removeprefix("aten::")
-    if has(target, "leaves marks"):
+    if has_trait(target, "may_set_lazy_bit"):
         return _resolved(target)
-    if has(target, "pairs"):
+    if has_trait(target, "complex_pairs"):
         return _PAIRS[name]
-    if has(target, "retypes"):
+    if has_trait(target, "bitcasts"):
         return _as_dtype if is_view(target) else _copied_as_dtype
-    if has(target, "reshapes"):
+    if has_trait(target, "reshapes"):
         return torch.Tensor.reshape  # a local shard may have other strides than the whole tensor that was traced
     if name.endswith("_") and hasattr(torch.Tensor, name):
         return getattr(torch.Tensor, name)

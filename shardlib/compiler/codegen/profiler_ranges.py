@@ -15,8 +15,8 @@ from typing import Any
 from torch.autograd import profiler
 
 from shardlib.compiler.program.steps import Collective, Compute
-from shardlib.core.source_lines import place
-from shardlib.core.text_tables import si
+from shardlib.core.source_lines import format_path_line
+from shardlib.core.text_tables import format_si
 from shardlib.core.torch_private import is_profiling
 
 Function = Callable[..., tuple[Any, ...]]  # of the inputs' pieces and the leaves of a call
@@ -47,11 +47,12 @@ def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 def op_label(op: str, step: Compute) -> str:
     """`mm in layers.0.up at train.py:12`; `mm, backward of train.py:12`."""
     inside = next((x.path or x.kind for x in reversed(step.inside)), "")
-    return f"{op}{f' in {inside}' if inside else ''}{', backward of' if step.backward else ' at'} {place(step.line)}"
+    origin = f"{', backward of' if step.backward else ' at'} {format_path_line(step.line)}"
+    return f"{op}{f' in {inside}' if inside else ''}{origin}"
 
 
 def label(bundle: Sequence[Collective]) -> str:
     """What starts together: `all_reduce[data] 1.5 kB at train.py:12, train.py:14`."""
     first = bundle[0]
-    lines = ", ".join(dict.fromkeys(("backward of " if c.backward else "") + place(c.line) for c in bundle))
-    return f"{first.kind}[{' '.join(map(str, first.axes))}] {si(sum(c.bytes for c in bundle), 'B')} at {lines}"
+    lines = ", ".join(dict.fromkeys(("backward of " if c.backward else "") + format_path_line(c.line) for c in bundle))
+    return f"{first.kind}[{' '.join(map(str, first.axes))}] {format_si(sum(c.bytes for c in bundle), 'B')} at {lines}"

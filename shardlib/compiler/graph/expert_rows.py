@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from shardlib.compiler.graph.ir import Graph, Op, Owns, Rows, Value
-from shardlib.core.aten.op_traits import has, is_view
+from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.rules.rule import OWNED, Rule
 
 _OWNER = "owner"  # the factor of groups, in rules of ops that have none
@@ -76,7 +76,7 @@ def _counts(x: Value) -> bool:
 def _by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:
     """Whether a row of the results needs the same row of the operands only, and no other row can make the op fail."""
     tags = getattr(op.target, "tags", ())
-    plain = torch.Tag.pointwise in tags or torch.Tag.reduction in tags or has(op.target, "plumbing")
+    plain = torch.Tag.pointwise in tags or torch.Tag.reduction in tags or has_trait(op.target, "moves_data")
     tied = {*rule.whole, *rule.local_factors, *rule.reduce, *(f for tie in _ties(rule) for f in tie)}
     return (
         (plain or rule.transparent or is_view(op.target))

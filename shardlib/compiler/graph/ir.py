@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import filled, may_draw
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_fill_value, may_draw_random
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line
 from shardlib.core.torch_private import PER_RANK, schema_of
@@ -123,7 +123,7 @@ class Op:
     @cached_property
     def constrains(self) -> bool:
         """Whether it says where its operand lives."""
-        return has(self.target, "constrains")
+        return has_trait(self.target, "constrains")
 
     @property
     def transparent(self) -> bool:
@@ -174,7 +174,7 @@ def is_zero(value: Value) -> bool:
 def is_all(value: Value, number: int) -> bool:
     """Whether a value is known to be nothing but this number."""
     op = viewed(value).op
-    found: object = None if op is None else filled(op.node)
+    found: object = None if op is None else get_fill_value(op.node)
     return type(found) in (int, float) and found == number
 
 
@@ -257,8 +257,8 @@ def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
         and rule is not None
         and all(not set(_flat(o)) & {f for r in rule.results for f in _flat(r)} for o in rule.operands)
     )
-    manual = inside and not has(node.target, "leaves")
-    if manual and not has(node.target, "enters"):
+    manual = inside and not has_trait(node.target, "leaves_body")
+    if manual and not has_trait(node.target, "enters_body"):
         _refuse_captured(op)
     constant = creation or (bool(operands) and all(v.constant for v in operands)) or not operands
     constant = constant and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
@@ -277,13 +277,13 @@ def _flat(labels: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 def is_creation(target: Any) -> bool:
-    return has(target, "creates")
+    return has_trait(target, "creates")
 
 
 @cache
 def is_door(target: Any) -> bool:
     """Whether a tensor enters or leaves a shard_map body."""
-    return has(target, "enters") or has(target, "leaves")
+    return has_trait(target, "enters_body") or has_trait(target, "leaves_body")
 
 
 @cache
@@ -294,7 +294,7 @@ def _kind(target: Any) -> str:
 @cache
 def _is_manual(target: Any) -> bool:
     """Whether an op belongs to shard_map bodies, whatever its operands are."""
-    return has(target, "per device") or is_door(target)
+    return has_trait(target, "per_device") or is_door(target)
 
 
 def _refuse_random(ops: Iterable[Op]) -> None:
@@ -315,9 +315,9 @@ def _counted(n: int, what: str) -> str:
 
 def _draws(op: Op) -> bool:
     """Whether a call draws random numbers."""
-    if _is_manual(op.target) or has(op.target, "draws the key"):  # the tag keeps these from being merged with another
+    if _is_manual(op.target) or has_trait(op.target, "draws_key"):  # the tag keeps these from being merged
         return False
-    return may_draw(op.call.target, op.call.args, op.call.kwargs)
+    return may_draw_random(op.call.target, op.call.args, op.call.kwargs)
 
 
 def _refuse_collectives(ops: Iterable[Op]) -> None:

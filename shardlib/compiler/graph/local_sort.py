@@ -20,7 +20,7 @@ import torch
 
 from shardlib.compiler.graph.ir import Graph, Op, Ordered, Value, is_all, is_zero, viewed
 from shardlib.compiler.graph.value_facts import EXACT, alike, is_place, is_range, uncast
-from shardlib.core.aten.op_traits import has, is_view
+from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.rules.iteration_space import arg
 from shardlib.rules.local_forms import local_sort as rules
 from shardlib.rules.rule import Labels, Rule
@@ -270,7 +270,7 @@ class _Region:
             raise DisorderError
         for x, dims in zip(op.results, rule.results, strict=True):
             if x is not None and (dim := _alone(dims, row)) is not None:
-                keys = first.keys and (op.transparent or has(op.target, "copies")) and self._holds(x.dtype)
+                keys = first.keys and (op.transparent or has_trait(op.target, "copies")) and self._holds(x.dtype)
                 self.known[x] = _Known(dim, _times(op, [*known.values()]), keys=keys)
             elif x is not None:
                 self.summed[op] = row
@@ -335,7 +335,7 @@ def _times(op: Op, known: list[_Known]) -> int:
     times = known[0].times if len(known) == 1 else 0
     if not times or op.transparent:
         return times
-    if has(op.target, "copies"):
+    if has_trait(op.target, "copies"):
         return times if all(x is not None and x.dtype in (torch.int32, torch.int64) for x in op.results) else 0
     floors = op.target is _FLOORS[0] or op.call.kwargs.get("rounding_mode") == "floor"
     by = op.call.args[1] if op.target in _FLOORS and floors and len(op.call.args) > 1 else None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.compiler.graph.ir import Value
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.torch_private import OpOverload, schema_of
 from shardlib.rules.iteration_space import arg
 
@@ -21,7 +21,7 @@ EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that 
 def uncast(x: Value) -> Value:
     """What a value is a view of, of the same shape, or the same numbers in another dtype that holds them."""
     while (op := x.op) is not None and len(op.operands) == 1 and op.operands[0].shape == x.shape:
-        if not (op.transparent or has(op.target, "copies")) or x.dtype not in EXACT:
+        if not (op.transparent or has_trait(op.target, "copies")) or x.dtype not in EXACT:
             break
         (x,) = op.operands
     return x
@@ -45,7 +45,7 @@ def is_range(x: Value) -> bool:
 def is_place(x: Value, *, or_clamped: bool = False) -> bool:
     """Whether whole numbers are places that an op has found, so that none is below 0; or are `clamped` there."""
     while (op := x.op) is not None and not x.dtype.is_floating_point:
-        if op.transparent or has(op.target, "copies"):
+        if op.transparent or has_trait(op.target, "copies"):
             (x,) = op.operands
         elif op.target in (_aten.clamp.default, _aten.clamp_min.default):
             low = arg(op.call, "min")
@@ -66,4 +66,6 @@ def alike(x: Value, dim: int) -> bool:
         if row not in dims:
             return False
         (x,), dim = x.op.operands, dims.index(row)
-    return x.constant and x.op is not None and (has(x.op.target, "fills") or has(x.op.target, "unset"))
+    return (
+        x.constant and x.op is not None and (has_trait(x.op.target, "fills") or has_trait(x.op.target, "uninitialized"))
+    )

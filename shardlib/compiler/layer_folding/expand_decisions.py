@@ -16,7 +16,7 @@ from shardlib.compiler.propagate.propagation import Assignment, Message, Propaga
 from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 
 Member = Op | Value
 
@@ -25,9 +25,9 @@ def spread(
     folded: Folded,
     short: Propagated,
     mesh: Mesh,
-    fixed: Mapping[Value, Fixed],
-    outputs: Mapping[int, Fixed],
-    doors: Mapping[Op, Fixed],
+    fixed: Mapping[Value, FixedLayout],
+    outputs: Mapping[int, FixedLayout],
+    doors: Mapping[Op, FixedLayout],
     sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
 ) -> Propagated:
     """The decisions about the short graph, as those about the whole."""

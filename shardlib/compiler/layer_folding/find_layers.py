@@ -18,7 +18,7 @@ import numpy as np
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.primitives.random.keys import COUNTER
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 
 _LEAST = 6  # layers that a run repeats
 _PERIODS = 256  # lengths of a layer that are tried
@@ -79,7 +79,10 @@ class _Run(NamedTuple):
 
 
 def layers(
-    graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+    graph: Graph,
+    fixed: Mapping[Value, FixedLayout],
+    outputs: Mapping[int, FixedLayout],
+    doors: Mapping[Op, FixedLayout],
 ) -> Layers | None:
     """The layers of a graph, alike in what is fixed of them, too; None where nothing is repeated often enough."""
     looks = [_look(op) for op in graph.ops]
@@ -136,9 +139,9 @@ class _Search:
         self,
         graph: Graph,
         runs: Sequence[_Run],
-        fixed: Mapping[Value, Fixed],
-        outputs: Mapping[int, Fixed],
-        doors: Mapping[Op, Fixed],
+        fixed: Mapping[Value, FixedLayout],
+        outputs: Mapping[int, FixedLayout],
+        doors: Mapping[Op, FixedLayout],
     ) -> None:
         self.graph, self.runs = graph, [*runs]
         self.fixed, self.outputs, self.doors = fixed, outputs, doors
@@ -344,6 +347,6 @@ def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int]]:
     return max(votes, key=lambda way: (votes[way], -way[0]))
 
 
-def _said(fixed: Fixed | None) -> Hashable:
+def _said(fixed: FixedLayout | None) -> Hashable:
     """What is fixed, whoever says so."""
     return fixed and (fixed.layout, fixed.names, fixed.open, fixed.exact)

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Owns, Rows, Value
 from shardlib.compiler.layer_folding.find_layers import Item, Layers, Place, layers
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 
 WORTH = 400  # ops that are left out, or it is not worth it
 Layer = int | None  # None: of no layer, or as it is in the short graph
@@ -139,7 +139,7 @@ class Folded:
         place = self.place(item)
         return place is None or place.layer not in self.left_out
 
-    def of(self, said: Mapping[Any, Fixed]) -> dict[Any, Fixed]:
+    def of(self, said: Mapping[Any, FixedLayout]) -> dict[Any, FixedLayout]:
         """What is fixed of the whole, of what is left of it."""
         return {mine: said[theirs] for mine, theirs in self.original.items() if theirs in said}
 
@@ -188,7 +188,10 @@ class Folded:
 
 
 def fold(
-    graph: Graph, fixed: Mapping[Value, Fixed], outputs: Mapping[int, Fixed], doors: Mapping[Op, Fixed]
+    graph: Graph,
+    fixed: Mapping[Value, FixedLayout],
+    outputs: Mapping[int, FixedLayout],
+    doors: Mapping[Op, FixedLayout],
 ) -> Folded | None:
     """A short graph for one that repeats itself; None where it would hardly be shorter."""
     if len(graph.ops) < WORTH or (found := layers(graph, fixed, outputs, doors)) is None:

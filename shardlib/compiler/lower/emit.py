@@ -17,9 +17,9 @@ from shardlib.compiler.program.check_order import refuse
 from shardlib.compiler.program.steps import Compute, Step, Var, reads
 from shardlib.compiler.program.sym_int import Sym, local_size, most, product
 from shardlib.compiler.propagate.propagation import Assignment, OpFactor, Propagation
-from shardlib.core.source_lines import place
+from shardlib.core.source_lines import format_path_line
 from shardlib.rules.rule import Rule
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.axis import Axis, group_size
 
 _LITTLE = 8  # times as much is another order of work
 
@@ -36,7 +36,7 @@ class Emitter:
     ) -> None:
         """Write an op whose factors are cut as in `assignment`, with these results; raises `ProgramError` for what its
         rule does not allow, which would be a fault of whoever decided it."""
-        refuse([f"{op.kind} at {place(op.line)}: {fault}" for fault in _forbidden(rule, assignment)])
+        refuse([f"{op.kind} at {format_path_line(op.line)}: {fault}" for fault in _forbidden(rule, assignment)])
         self._note(op, assignment)
         args, kwargs = substitute(op.node, operands)
         cut_labels = {x[0] for x, axes in assignment.items() if axes}
@@ -75,7 +75,7 @@ class Emitter:
         sizes = [self.leaf_size(op, x) for x in cut]
         work = product([local_size(size, axes) for size, axes in zip(sizes, cut.values(), strict=True)])
         if not isinstance(work, Sym) or not most(work):
-            return rule.flops / math.prod(map(ways, cut.values())), None
+            return rule.flops / math.prod(map(group_size, cut.values())), None
         return rule.flops * most(work) / math.prod(sizes), work
 
     def factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:

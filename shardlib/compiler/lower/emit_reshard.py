@@ -23,10 +23,10 @@ from shardlib.compiler.program.sym_int import (
     tabulate,
 )
 from shardlib.core.aten.op_names import CAT, NARROW, PERMUTE, RESHAPE
-from shardlib.sharding.chunks import span
-from shardlib.sharding.mesh.axis import Axis, Coords, member_coords, position, ways
-from shardlib.sharding.reshard import Axes, Crossing, Step
-from shardlib.sharding.reshard.refactor_exchange import Dim, held
+from shardlib.sharding.chunks import shard_range
+from shardlib.sharding.mesh.axis import Axis, Coords, group_position, group_size, member_coords
+from shardlib.sharding.reshard import Axes, RefactorExchange, Step
+from shardlib.sharding.reshard.refactor_exchange import Dim, held_ranges
 
 LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
 LocalShape = list[Sym | int]
@@ -67,7 +67,7 @@ class Mover:
     def _exchange(self, step: Step, var: Var, dims: LocalDims, out: Var, reason: str, because: Asked | None) -> None:
         """Several factors at once: what goes to each device is a row, and a row from each comes back."""
         local = [_local(size, axes) for dim in dims for size, axes in dim]
-        n, parts = ways(step.axes), [ways(axes) for axes, _, _ in step.exchanges]
+        n, parts = group_size(step.axes), [group_size(axes) for axes, _, _ in step.exchanges]
         split = [[k for k, x in enumerate(step.exchanges) if x.to == i] for i in range(len(local))]
         joined = [[k for k, x in enumerate(step.exchanges) if x.factor == i][::-1] for i in range(len(local))]
         rest = [size // math.prod(parts[k] for k in of) for size, of in zip(local, split, strict=True)]
@@ -94,9 +94,9 @@ class Mover:
             self._call(target, (x, [*how]), made)
         return made
 
-    def cross(self, crossing: Crossing, var: Var, out: Var, reason: str, because: Asked | None) -> None:
+    def cross(self, crossing: RefactorExchange, var: Var, out: Var, reason: str, because: Asked | None) -> None:
         """A dim in other factors: what others are to hold goes to them, in their order, and ours comes in theirs."""
-        d, n, axes = crossing.dim, ways(crossing.axes), (*crossing.axes, *crossing.others)
+        d, n, axes = crossing.dim, group_size(crossing.axes), (*crossing.axes, *crossing.others)
         x, made = var, out
         if not _in_order(crossing.leaving, crossing.before, axes):
             x = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
@@ -177,7 +177,7 @@ class Mover:
 def _in_order(places: Places, dim: Dim, axes: Axes) -> bool:
     """Whether these are all of a dim as it is, on every device: what follows each other is one range."""
     for c in everywhere(apart(axes)):
-        n = sum(b - a for a, b in held(dim, c))
+        n = sum(b - a for a, b in held_ranges(dim, c))
         if places(c) != ([(0, n)] if n else []):
             return False
     return True
@@ -246,8 +246,8 @@ def _member_sizes(size: int, finer: Axes, group: Axes, post: Sym | int) -> list[
     """Sizes of the group's members along the dim, in group order; the group's axes are the minor ones of `finer`."""
     piece = product([local_size(size, finer), post])
     if not isinstance(piece, Sym):
-        return [piece] * ways(group)
-    return [of_member(piece, group, i) for i in range(ways(group))]
+        return [piece] * group_size(group)
+    return [of_member(piece, group, i) for i in range(group_size(group))]
 
 
 def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: Sym | int) -> list[list[Sym | int]]:
@@ -256,10 +256,10 @@ def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: 
 
     def sent(coords: Coords, i: int, j: int) -> int:
         sender, receiver = (member_coords(coords, group, m) for m in (i, j))
-        (a, b), (c, d) = span(have, before, sender), span(want, after, receiver)
+        (a, b), (c, d) = shard_range(have, before, sender), shard_range(want, after, receiver)
         return max(0, min(b, d) - max(a, c)) * int(here(post, coords))
 
-    others, members = {*before, *after, *axes_of(post)}, range(ways(group))
+    others, members = {*before, *after, *axes_of(post)}, range(group_size(group))
     return [[tabulate(partial(sent, i=i, j=j), others, group) for j in members] for i in members]
 
 
@@ -270,8 +270,8 @@ def _senders(group: Axes, old: Sequence[Axes], new: Sequence[Axes]) -> list[tupl
     it before and after keep it.
     """
     origin = {a.name: 0 for axes in (group, *old, *new) for a in axes}
-    members = [member_coords(origin, group, i) for i in range(ways(group))]
-    before, after = ([tuple(position(c, axes) for axes in cut) for c in members] for cut in (old, new))
+    members = [member_coords(origin, group, i) for i in range(group_size(group))]
+    before, after = ([tuple(group_position(c, axes) for axes in cut) for c in members] for cut in (old, new))
     kept = [i for i, (p, q) in enumerate(zip(before, after, strict=True)) if p == q]
     free: dict[tuple[int, ...], list[int]] = {}
     for i, piece in enumerate(before):

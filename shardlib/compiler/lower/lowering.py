@@ -28,7 +28,7 @@ from shardlib.compiler.propagate import Propagated
 from shardlib.compiler.propagate.decision_units import value_factors
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.core.aten.op_names import ALIAS
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.primitives.debug_print import OP as PRINT
 from shardlib.rules.rule import OWNED
 from shardlib.sharding.mesh.axis import Axis
@@ -127,7 +127,7 @@ class Lowering:
         if op.manual:
             self._manual(op)
             return
-        if has(op.target, "draws the key"):
+        if has_trait(op.target, "draws_key"):
             self._call_key(op)
             return
         if op.target is PRINT:
@@ -252,7 +252,7 @@ class Lowering:
     def _manual(self, op: Op) -> None:
         """Per-device code of a shard_map body, as it is written."""
         result = op.results[0]
-        if has(op.target, "enters"):
+        if has_trait(op.target, "enters_body"):
             assert result is not None
             value = op.operands[0]
             if value.constant:
@@ -262,14 +262,14 @@ class Lowering:
             self.values.have[result][(), SETTLED] = var
             return
         operands = [self.constants.get(v, ()) if v.constant else self.values.have[v][(), SETTLED] for v in op.operands]
-        if has(op.target, "leaves"):
+        if has_trait(op.target, "leaves_body"):
             assert result is not None
             said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
             out = self.values.make(said, (cut, SETTLED))
             self.builder.compute(ALIAS, (operands[0],), {}, [out])
             if said is not result:
                 self.values.as_(said, result, cut)
-        elif has(op.target, "per device"):
+        elif has_trait(op.target, "per_device"):
             assert result is not None
             self.values.have[result][(), SETTLED] = manual.collective(
                 self.builder, op, operands[0], self.builder.name(result.name)

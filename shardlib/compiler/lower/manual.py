@@ -13,7 +13,7 @@ from shardlib.compiler.program.steps import Var
 from shardlib.compiler.program.sym_int import place_in
 from shardlib.core.aten.op_names import FILLED
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.axis import Axis, group_size
 
 
 def collective(builder: Builder, op: Op, source: Var, name: str) -> Var:
@@ -22,7 +22,7 @@ def collective(builder: Builder, op: Op, source: Var, name: str) -> Var:
     assert result is not None
     out = Var(name, Layout.replicated(result.shape), result.dtype, result, ((), None))
     axes = _axes(builder, args[1])
-    kind, n, shape = op.kind.removeprefix("manual_"), ways(axes), op.operands[0].shape
+    kind, n, shape = op.kind.removeprefix("manual_"), group_size(axes), op.operands[0].shape
     if kind == "axis_index":
         builder.compute(FILLED, (source, [], place_in(axes)), {"dtype": torch.int64}, [out])
         return out

@@ -12,7 +12,7 @@ from shardlib.rules.rule import OWNED
 from shardlib.sharding.layout import Factor, Layout, PartialSum
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.reshard import Axes, Cut
+from shardlib.sharding.reshard import Axes, FactorAxes
 
 
 class Owed(NamedTuple):
@@ -26,7 +26,7 @@ class Owed(NamedTuple):
 
 
 SETTLED = Owed()  # nothing is pending
-Placement = tuple[Cut, Owed]  # one layout of a value: its cut, and what is pending
+Placement = tuple[FactorAxes, Owed]  # one layout of a value: its cut, and what is pending
 
 
 class Placements:
@@ -59,14 +59,14 @@ class Placements:
         # In the order of the mesh: who owes the same can be added up, whichever dims it was summed over.
         return cut, Owed(tuple(sorted(axes, key=lambda a: (self._order[a.name], a.pre))), kind)
 
-    def dims(self, value: Value, cut: Cut) -> tuple[Any, ...]:
+    def dims(self, value: Value, cut: FactorAxes) -> tuple[Any, ...]:
         """Per dim, `(size, axes)` per leaf."""
         if value.constant or value.manual:
             return tuple(((n, ()),) for n in value.shape)
         axes = iter(cut)
         return tuple(tuple([(n, next(axes)) for n in sizes]) for sizes in self.flood.sizes(value))
 
-    def layout(self, value: Value, cut: Cut, owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
+    def layout(self, value: Value, cut: FactorAxes, owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
         what = value.shape if value.constant or value.manual else self.flood.sizes(value)
         key = what, cut, owed, None if sizes is None else tuple(sizes)
         if (known := self._layouts.get(key)) is None:  # layers have the same ones

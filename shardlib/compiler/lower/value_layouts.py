@@ -19,7 +19,7 @@ from shardlib.compiler.propagate.decision_units import value_factors
 from shardlib.compiler.propagate.propagation import Assignment, OpFactor
 from shardlib.compiler.propagate.solver.edge_reshards import settled
 from shardlib.sharding import reshard
-from shardlib.sharding.reshard import Axes, Cut
+from shardlib.sharding.reshard import Axes, FactorAxes
 
 
 class Values:
@@ -29,7 +29,7 @@ class Values:
         self.emitter, self.flood, self.builder = emitter, emitter.flood, emitter.builder
         self.forms = Placements(emitter.flood, emitter.builder.mesh)
         self.mover = Mover(emitter.builder)
-        self.prices = reshard.Prices.of(emitter.builder.mesh)
+        self.prices = reshard.Prices.for_mesh(emitter.builder.mesh)
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
         self.own = OwnRows(self)
         self.constants = Constants(self)
@@ -48,7 +48,7 @@ class Values:
         self.emitter.op(op, op.rule, assignment, [operand], [var])
         return var
 
-    def through(self, op: Op, want: Cut) -> tuple[Assignment, Cut]:
+    def through(self, op: Op, want: FactorAxes) -> tuple[Assignment, FactorAxes]:
         """What a view's operand must be for its result to be `want`, as nearly as the view allows."""
         assignment = {
             x: axes
@@ -58,7 +58,7 @@ class Values:
         factors = value_factors(self.flood, op, 0, operand=True)
         return assignment, tuple([assignment.get(x, ()) if x else () for x in factors])
 
-    def get(self, value: Value, want: Cut) -> Var:
+    def get(self, value: Value, want: FactorAxes) -> Var:
         """The value, complete, in cut `want`."""
         if (known := self.have[value].get((want, SETTLED))) is not None:
             return known
@@ -76,7 +76,7 @@ class Values:
             return self.constants.get(value, ())
         return self.get(value, ((),) * len(self.flood.leaves(value)))
 
-    def as_(self, value: Value, target: Value, cut: Cut) -> Var:
+    def as_(self, value: Value, target: Value, cut: FactorAxes) -> Var:
         """`value` in a cut of `target`, the same tensor under another annotation: with other factors, or pieces."""
         if target is not value and self._repieced(value, target):
             if (cut, SETTLED) not in self.have[target]:
@@ -89,13 +89,15 @@ class Values:
                 self.have[target][self.flood.across(near, value, target), SETTLED] = self.get(value, near)
         return self.get(target, cut)
 
-    def _crossed(self, value: Value, target: Value, near: Cut, cut: Cut) -> bool:
+    def _crossed(self, value: Value, target: Value, near: FactorAxes, cut: FactorAxes) -> bool:
         """Make `target` in other factors of what `value` is cut in, where that costs less than to make these whole."""
         starts = {form[0]: None for form in self.have[value]} or {self.natural(value): None}
         sizes = self.flood.sizes(value), self.flood.sizes(target)
-        ways = [reshard.crossings(sizes[0], value.dtype.itemsize, near, src, sizes[1], cut) for src in starts]
+        ways = [
+            reshard.plan_refactor_exchanges(sizes[0], value.dtype.itemsize, near, src, sizes[1], cut) for src in starts
+        ]
         priced = [
-            (self.price(value, way[0]) + reshard.crossed_seconds(way[1], self.prices), way) for way in ways if way
+            (self.price(value, way[0]) + reshard.refactor_seconds(way[1], self.prices), way) for way in ways if way
         ]
         if not priced:
             return False
@@ -118,7 +120,7 @@ class Values:
         dims = zip(self.flood.value[a], self.flood.value[b], strict=True)
         return self.flood.value[a] != self.flood.value[b] and all(self.flood.alike(x, y) for x, y in dims)
 
-    def _ready_cheaply(self, value: Value, want: Cut) -> bool:
+    def _ready_cheaply(self, value: Value, want: FactorAxes) -> bool:
         """Whether a view that exists already reaches `want` for less than its operand does."""
         forms = [form for form in self.have[value] if not form[1]]
         if not forms:
@@ -127,7 +129,7 @@ class Values:
         _, operand_cut = self.through(value.op, want)
         return self._cheapest_price(value, want) <= self.price(value.op.operands[0], operand_cut)
 
-    def price(self, value: Value, want: Cut) -> float:
+    def price(self, value: Value, want: FactorAxes) -> float:
         if value.constant or (want, SETTLED) in self.have[value]:
             return 0.0
         prices = [self._cheapest_price(value, want)] if self.have[value] else []
@@ -135,25 +137,25 @@ class Values:
             prices.append(self.price(value.op.operands[0], self.through(value.op, want)[1]))
         return min(prices)
 
-    def _cheapest_price(self, value: Value, want: Cut) -> float:
-        return reshard.seconds(self._cheapest(value, want)[1], self.prices)
+    def _cheapest_price(self, value: Value, want: FactorAxes) -> float:
+        return reshard.estimate_seconds(self._cheapest(value, want)[1], self.prices)
 
     def _cheapest(
-        self, value: Value, want: Cut, target: Value | None = None
-    ) -> tuple[Placement, tuple[reshard.Hop, ...]]:
+        self, value: Value, want: FactorAxes, target: Value | None = None
+    ) -> tuple[Placement, tuple[reshard.RouteStep, ...]]:
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
         into = None if target is None else self.flood.sizes(target)
         options = [
-            (form, reshard.route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind, into, self.prices))
+            (form, reshard.plan_route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind, into, self.prices))
             for form in self.have[value]
         ]
-        return min(options, key=lambda o: (reshard.seconds(o[1], self.prices), len(o[1])))
+        return min(options, key=lambda o: (reshard.estimate_seconds(o[1], self.prices), len(o[1])))
 
     def move(
         self,
         value: Value,
         source: Placement,
-        hops: Sequence[reshard.Hop],
+        hops: Sequence[reshard.RouteStep],
         origin: Value | None = None,
         forms: dict[Value, dict[Placement, Var]] | None = None,
     ) -> Var:
@@ -207,7 +209,7 @@ class Values:
         forms = list(self.have[value])
         return forms[0] if len(forms) == 1 and forms[0][1] else None
 
-    def pulled(self, op: Op, cut: Cut) -> Assignment | None:
+    def pulled(self, op: Op, cut: FactorAxes) -> Assignment | None:
         """The assignment of a view that leaves its operand in `cut`."""
         assignment: dict[OpFactor, Axes] = {}
         for x, axes in zip(value_factors(self.flood, op, 0, operand=True), cut, strict=True):
@@ -217,7 +219,7 @@ class Values:
                 assignment[x] = axes
         return assignment
 
-    def native(self, value: Value, cut: Cut, owed: Owed) -> Var:
+    def native(self, value: Value, cut: FactorAxes, owed: Owed) -> Var:
         """The variable of a pending value, as it is."""
         if (known := self.have[value].get((cut, owed))) is not None:
             return known
@@ -230,7 +232,7 @@ class Values:
         assert assignment is not None
         return self._view(op, assignment, self.native(op.operands[0], *form), owed)
 
-    def scatter(self, value: Value, want: Cut) -> None:
+    def scatter(self, value: Value, want: FactorAxes) -> None:
         """From now on a pending sum is there in cut `want`, over more of the axes that it owes; it owes the others."""
         form = self.owing(value)
         assert form is not None, "a sum is pending"
@@ -238,11 +240,11 @@ class Values:
         cut, owed = form
         axes = tuple(a for a in owed.axes if any(a in mine for mine in want))
         sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
-        hops = reshard.route(sizes, itemsize, cut, want, axes, owed.kind, prices=self.prices)
+        hops = reshard.plan_route(sizes, itemsize, cut, want, axes, owed.kind, prices=self.prices)
         self.move(value, form, hops)
         self.have[value] = dict([list(self.have[value].items())[-1]])
 
-    def natural(self, value: Value) -> Cut:
+    def natural(self, value: Value) -> FactorAxes:
         """As it was made, or as an annotation says that it is; a pending sum goes to the factors that want its axes:
         gradients land like parameters."""
         if value in self.flood.fixed:
@@ -260,7 +262,7 @@ class Values:
         leaves = [([w.axis for w in wants.get(x, ())], self.flood.dims.size(x)) for x in self.flood.leaves(value)]
         return settled(cut, owed.axes, leaves)
 
-    def _typed(self, value: Value, cut: Cut, owed: Owed) -> str:
+    def _typed(self, value: Value, cut: FactorAxes, owed: Owed) -> str:
         return f"[{self.forms.layout(value, cut, owed)}]"
 
     def var(self, value: Value, form: Placement, sizes: Sequence[int] | None = None) -> Var:

@@ -92,7 +92,7 @@ def run_passes(
 def _memory(program: Program) -> float:
     """Bytes of a device of the machine that the mesh names."""
     machine = program.mesh.machine
-    return math.inf if machine is None else Machine.of(machine).device.memory
+    return math.inf if machine is None else Machine.convert(machine).device.memory
 
 
 class _Way(NamedTuple):

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 from shardlib.compiler.program.steps import Compute, Program, Step, Var, reads
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.call_scalar import Scalar
 
 
@@ -32,7 +32,7 @@ def fuse(program: Program) -> Program:
 
 def _scaled_operand(step: Compute, scaled: dict[Var, Compute], uses: Counter[Var]) -> Compute | None:
     """What scales the second operand of a sum, where nobody else wants that."""
-    if not has(step.target, "takes alpha") or len(step.args) != 2 or step.kwargs:
+    if not has_trait(step.target, "takes_alpha") or len(step.args) != 2 or step.kwargs:
         return None
     x, y = step.args
     mul = scaled.get(y) if isinstance(y, Var) else None
@@ -43,7 +43,7 @@ def _scaled_operand(step: Compute, scaled: dict[Var, Compute], uses: Counter[Var
 
 def _scales(step: Compute) -> bool:
     """Whether this multiplies a floating tensor by a Python number."""
-    if not has(step.target, "multiplies") or len(step.args) != 2:
+    if not has_trait(step.target, "multiplies") or len(step.args) != 2:
         return False
     x, c = step.args
     number = isinstance(c, int | float | Scalar) and not isinstance(c, bool)

@@ -19,7 +19,7 @@ from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops.collectives.transport import groups
 from shardlib.rules.rule import Meta
-from shardlib.sharding.mesh.axis import ways
+from shardlib.sharding.mesh.axis import group_size
 from shardlib.sharding.mesh.mesh import Mesh
 
 _COLLECTIVES: dict[str, Callable[..., Choice]] = {
@@ -38,7 +38,7 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
     transport, why = ("virtual", "") if mesh.kind == "virtual" else groups.transport(mesh, c.axes)
     sizes = [c.params[key] for key in ("sizes", "split_sizes", "concat_sizes", "shapes") if key in c.params]
     even = all(len(set(map(repr, s))) <= 1 for s in sizes)
-    n = ways(c.axes)
+    n = group_size(c.axes)
     whole = c.source if c.kind == "reduce_scatter" else c.out
     return _COLLECTIVES[c.kind](whole.nbytes, even, c.source.dtype, c.reduce, transport, n, why)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.text_tables import si
+from shardlib.core.text_tables import format_si
 
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
@@ -129,12 +129,12 @@ class RedundancyBudget(Budget):
         """All redundant work, most first, where there is too much."""
         twice = sum(r.flops for r in plan.redundant)
         share = twice / plan.flops if plan.flops else 0.0
-        work = f"{si(twice, 'FLOP')} of {si(plan.flops, 'FLOP')} per device ({100 * share:.3g} %)"
+        work = f"{format_si(twice, 'FLOP')} of {format_si(plan.flops, 'FLOP')} per device ({100 * share:.3g} %)"
         facts = []
         if self.max_share is not None and share > self.max_share:
             facts.append(f"{work} are done identically elsewhere, the budget is {100 * self.max_share:.3g} %")
         if self.max_flops is not None and twice > self.max_flops:
-            facts.append(f"{work} are done identically elsewhere, the budget is {si(self.max_flops, 'FLOP')}")
+            facts.append(f"{work} are done identically elsewhere, the budget is {format_si(self.max_flops, 'FLOP')}")
         return facts, [r for r in plan.redundant if r.flops] if facts else []
 
 

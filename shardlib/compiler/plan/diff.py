@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardlib.compiler.plan.names import shorten
 from shardlib.compiler.program.steps import Compute
-from shardlib.core.source_lines import Line, place
-from shardlib.core.text_tables import fold_names, si, table, unnumbered
+from shardlib.core.source_lines import Line, format_path_line
+from shardlib.core.text_tables import fold_names, format_si, format_table, strip_numbers
 
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
@@ -34,7 +34,12 @@ class Total:
     @property
     def cells(self) -> tuple[str, str, str, str]:
         """Its row of the table."""
-        return self.what, si(self.before, self.unit), si(self.after, self.unit), _share(self.before, self.after)
+        return (
+            self.what,
+            format_si(self.before, self.unit),
+            format_si(self.after, self.unit),
+            _share(self.before, self.after),
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Moved:
 
     def __str__(self) -> str:
         before, after = (
-            f"{n} times, {si(size, 'B')}" if n > 1 else si(size, "B") if n else ""
+            f"{n} times, {format_si(size, 'B')}" if n > 1 else format_si(size, "B") if n else ""
             for n, size in zip(self.times, self.bytes, strict=True)
         )
         sign = "~" if before and after else "-" if before else "+"
@@ -75,7 +80,7 @@ class LineDiff:
     def __str__(self) -> str:
         lines = [f"{'backward of ' if self.backward else ''}{self.line}  {self.text}".rstrip()]
         if self.flops[0] != self.flops[1]:
-            lines.append(f"    {' -> '.join(si(n, 'FLOP') for n in self.flops)} ({_share(*self.flops)})")
+            lines.append(f"    {' -> '.join(format_si(n, 'FLOP') for n in self.flops)} ({_share(*self.flops)})")
         return "\n".join([*lines, *(f"  {c}" for c in self.collectives)])
 
 
@@ -101,10 +106,10 @@ class PlanDiff:
         heading = self.before if self.before == self.after else f"{self.before}\n-> {self.after}"
         if not self:
             return f"{heading}\n\nnothing changed: layouts, collectives, FLOPs and memory are the same"
-        parts = [[heading], table([("per device", "before", "after", ""), *(t.cells for t in self.totals)])]
+        parts = [[heading], format_table([("per device", "before", "after", ""), *(t.cells for t in self.totals)])]
         for title, rows in (("inputs", self.inputs), ("outputs", self.outputs)):
             cells = [(f"  {name}", a or "not there", f"-> {b or 'not there'}") for name, a, b in fold_names(rows)]
-            parts += [[title, *table(cells)]] if cells else []
+            parts += [[title, *format_table(cells)]] if cells else []
         if self.lines:
             program = "program (- gone, + new, ~ other bytes)"
             parts.append([program, *(f"  {x}" for line in self.lines for x in str(line).splitlines())])
@@ -164,7 +169,7 @@ def _costs(plan: Plan) -> dict[Spot, _Costs]:
     for c, told in zip(program.collectives, plan.collectives, strict=True):
         mine = costs[spots[c.line, c.backward]]
         mine.line = c.line
-        mine.moved[told.kind, told.axes, unnumbered(told.value)].append(told.bytes)
+        mine.moved[told.kind, told.axes, strip_numbers(told.value)].append(told.bytes)
     return dict(costs)
 
 
@@ -191,7 +196,9 @@ def _line(spot: Spot, before: _Costs, after: _Costs) -> LineDiff:
         if (len(a), sum(a)) != (len(b), sum(b)):
             moved.append(Moved(*key, (len(a), len(b)), (sum(a), sum(b))))
     line = after.line or before.line
-    return LineDiff(place(line), line.text if line else "", spot[-1], (before.flops, after.flops), tuple(moved))
+    return LineDiff(
+        format_path_line(line), line.text if line else "", spot[-1], (before.flops, after.flops), tuple(moved)
+    )
 
 
 def _placed(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:

@@ -15,9 +15,9 @@ from shardlib.compiler.propagate.decision_units import DecisionUnit
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.solver.explain_decision import explain_decision, near_tie
 from shardlib.core.aten.op_names import CAT, NARROW, PERMUTE, RESHAPE
-from shardlib.core.source_lines import place
-from shardlib.core.text_tables import si
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.core.source_lines import format_path_line
+from shardlib.core.text_tables import format_si
+from shardlib.sharding.mesh.axis import Axis, group_size
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _VIEWS = (RESHAPE, PERMUTE, NARROW, CAT)
@@ -108,8 +108,9 @@ class Explainer:
         rows = sum(x.bytes for x in asked if x.kind == c.kind and x.axes == c.axes)
         result = next(v for step in program.steps for v in makes(step) if v.value in unit.ops[0].results)
         assert result.layout is not None
-        n, whole = ways(c.axes), result.layout.max_local_numel() * result.dtype.itemsize
-        return f"; rows and indices are {si(rows, 'B')}, a sum of the result {si(2 * whole * (n - 1) / n, 'B')}"
+        n, whole = group_size(c.axes), result.layout.max_local_numel() * result.dtype.itemsize
+        sum_bytes = format_si(2 * whole * (n - 1) / n, "B")
+        return f"; rows and indices are {format_si(rows, 'B')}, a sum of the result {sum_bytes}"
 
     def _moved(self, c: Collective) -> str:
         """Which dims lose the axes and which get them: `embed whole`, `tensor from heads to seq`."""
@@ -179,9 +180,11 @@ class Explainer:
     def collective(self, c: Collective) -> str:
         """What moved, why, who made it and who reads it, and what decided both."""
         axes = " ".join(map(str, c.axes))
-        lines = [f"{c.kind}[{axes}] of {self.subject(c)}: {si(c.bytes, 'B')} on the wire per device"]
+        lines = [f"{c.kind}[{axes}] of {self.subject(c)}: {format_si(c.bytes, 'B')} on the wire per device"]
         if c.line:
-            lines.append(f"  {'backward of' if c.backward else 'at'} {place(c.line)}  {c.line.text}".rstrip())
+            lines.append(
+                f"  {'backward of' if c.backward else 'at'} {format_path_line(c.line)}  {c.line.text}".rstrip()
+            )
         before, after = self.ends(c)
         if before.layout is not None and after.layout is not None:
             lines += [f"  from {self.naming.typed(before)}", f"  to   {self.naming.typed(after)}"]
@@ -234,7 +237,7 @@ class Explainer:
         return next((w.source for w in wants if w.axis in axis.primes()), "the reduction that lands there")
 
     def _op(self, op: Op, verb: str) -> Iterator[str]:
-        where = f"  at {place(op.line)}  {op.line.text}" if op.line else ""
+        where = f"  at {format_path_line(op.line)}  {op.line.text}" if op.line else ""
         back = "backward of " if op.backward else ""
         result = next((r for r in op.results if r is not None), None)
         name = f"{self.naming.own(result)} = " if result is not None else ""

@@ -20,7 +20,7 @@ from shardlib.compiler.program.steps import Var
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.tensor.tensor_meta import short_dtype
 
 Named = tuple[tuple[str | None, Factor], ...]  # one dim: its factors, and their names
@@ -99,7 +99,7 @@ class Naming:
         flood = self.compiled.propagated.flood
         whole: dict[tuple[DimFactor, ...], str] = {(leaf,): name for leaf, name in flood.names.items()}
         parts: dict[tuple[DimFactor, ...], tuple[int, str]] = {}
-        fixed: list[tuple[Sequence[Sequence[DimFactor]], Fixed]] = [
+        fixed: list[tuple[Sequence[Sequence[DimFactor]], FixedLayout]] = [
             (flood.value[v], f) for v, (_, f) in flood.fixed.items()
         ]
         for i, (_, f) in flood.outputs.items():

@@ -24,12 +24,12 @@ from shardlib.compiler.program.text import show
 from shardlib.compiler.propagate.solver.lower_bound import LowerBound, lower_bound
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.core.errors import ShardingError
-from shardlib.core.source_lines import Line, place
-from shardlib.core.text_tables import indented, si, table
+from shardlib.core.source_lines import Line, format_path_line
+from shardlib.core.text_tables import format_si, format_table, indent_rows
 from shardlib.primitives.debug_print import OP as PRINT
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.machine import Machine
-from shardlib.sharding.placement import Names
+from shardlib.sharding.placement import FactorNames
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PlannedCollective:
 
     def __str__(self) -> str:
         back = "backward of" if self.backward else "at"
-        return f"{self.kind}[{' '.join(self.axes)}] {si(self.bytes, 'B')} {back} {self.line}: {self.reason}"
+        return f"{self.kind}[{' '.join(self.axes)}] {format_si(self.bytes, 'B')} {back} {self.line}: {self.reason}"
 
 
 class Plan:
@@ -99,7 +99,7 @@ class Plan:
                 tuple(map(str, c.axes)),
                 float(c.bytes),
                 why.subject(c),
-                place(c.line),
+                format_path_line(c.line),
                 c.backward,
                 why.reason(c),
                 str(backends.of_collective(c, self.mesh) or ""),
@@ -170,7 +170,7 @@ class Plan:
         """Ops that run on every device with whole operands, for want of a rule; nobody minds those of one element."""
         ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual and op.target is not PRINT)
         large = (op for op in ops if any(x is not None and math.prod(x.shape) > 1 for x in (*op.operands, *op.results)))
-        return tuple(f"{op.target} at {place(op.line)}" for op in large)
+        return tuple(f"{op.target} at {format_path_line(op.line)}" for op in large)
 
     # Questions ------------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Plan:
         return Rows(self.compiled, self._naming, self._explainer)
 
     @cached_property
-    def output_names(self) -> tuple[Names, ...]:
+    def output_names(self) -> tuple[FactorNames, ...]:
         """Logical names per output, dim and factor, aligned with the outputs' layouts."""
         return tuple(self._aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
 
@@ -268,26 +268,28 @@ class Plan:
             ['32%', '17%']
         """
         at = self.compiled.mesh.machine if machine is None else machine
-        return Simulated(self.compiled.program, self.name, Machine.of(at), fused=fused)
+        return Simulated(self.compiled.program, self.name, Machine.convert(at), fused=fused)
 
     # Forms ----------------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """Totals per kind of collective, axis and backend; why these backends; arithmetic and memory."""
         rows, lines = totals(self)
-        return "\n".join([*table(rows), *lines])
+        return "\n".join([*format_table(rows), *lines])
 
     def __repr__(self) -> str:
         count = len(self.compiled.program.collectives)
         return (
             f"<plan of {self.heading}: {count} collective{'s' * (count != 1)}, "
-            f"{si(self.comm_bytes, 'B')} sent per device, peak memory {si(self.peak_memory, 'B')}>"
+            f"{format_si(self.comm_bytes, 'B')} sent per device, peak memory {format_si(self.peak_memory, 'B')}>"
         )
 
     def __str__(self) -> str:
         rows = self._rows
-        inputs, outputs = (table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs()))
-        program = [_PROGRAM, *indented(rows.program())]
+        inputs, outputs = (
+            format_table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs())
+        )
+        program = [_PROGRAM, *indent_rows(rows.program())]
         parts = [[self.heading], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
         return "\n\n".join("\n".join(part) for part in parts)
 
@@ -312,7 +314,7 @@ class Plan:
             "replicated_ops": list(self.replicated_ops),
         }
 
-    def listing(self, where: Callable[[Line | None], str] = place) -> str:
+    def listing(self, where: Callable[[Line | None], str] = format_path_line) -> str:
         """The program that runs, step by step, as text: plans with one listing are the same.
 
         `where` writes its lines of source.
@@ -333,7 +335,7 @@ class Plan:
         axes = ", ".join(f"{name}={n}" for name, n in self.mesh.axes.items())
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
 
-    def _aligned(self, var: Var) -> Names:
+    def _aligned(self, var: Var) -> FactorNames:
         """A name for each factor of a variable's layout: those that the layout's shortest form keeps apart."""
         assert var.layout is not None
         out = []

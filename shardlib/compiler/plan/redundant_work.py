@@ -15,9 +15,9 @@ from shardlib.compiler.plan.names import op_name
 from shardlib.compiler.program.replication import primes, varying
 from shardlib.compiler.program.steps import Compute, Program
 from shardlib.compiler.simulate.timeline import called
-from shardlib.core.source_lines import place
-from shardlib.core.text_tables import si
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.core.source_lines import format_path_line
+from shardlib.core.text_tables import format_si
+from shardlib.sharding.mesh.axis import Axis, group_size
 
 WORTH = 0.05  # the share of a plan's FLOPs from which its text says that they are redundant
 
@@ -44,7 +44,7 @@ class Redundant:
         times = f"{self.times} times " if self.times > 1 else ""
         back = "in the backward of" if self.backward else "at"
         return (
-            f"{self.op} {times}{back} {self.line}: {si(self.flops, 'FLOP')} and {si(self.bytes, 'B')} "
+            f"{self.op} {times}{back} {self.line}: {format_si(self.flops, 'FLOP')} and {format_si(self.bytes, 'B')} "
             f"beyond its share, alike on {self.copies} devices along {' '.join(self.axes)}"
         )
 
@@ -59,10 +59,10 @@ def redundant(program: Program) -> tuple[Redundant, ...]:
     for step, axes in _repeated(program):
         held = sum(v.nbytes for v in step.made if step.copies or v not in step.shown)
         if step.flops or held:
-            found[_called(step), place(step.line), step.backward, axes].append((step.flops, held))
+            found[_called(step), format_path_line(step.line), step.backward, axes].append((step.flops, held))
     records = []
     for (op, line, backward, axes), costs in found.items():
-        copies = ways(axes)
+        copies = group_size(axes)
         flops, held = (sum(cost) * (1 - 1 / copies) for cost in zip(*costs, strict=True))
         records.append(Redundant(op, line, backward, flops, round(held), copies, tuple(map(str, axes)), len(costs)))
     return tuple(sorted(records, key=lambda r: (-r.flops, -r.bytes)))
@@ -83,9 +83,8 @@ def sentence(records: Sequence[Redundant], flops: float) -> str:
         return ""
     most, held = records[0], sum(r.bytes for r in records)
     where = f"{most.op} {'in the backward of' if most.backward else 'at'} {most.line} ({' '.join(most.axes)})"
-    return (
-        f"redundant: {si(twice, 'FLOP')} of {si(flops, 'FLOP')} per device, {si(held, 'B')} of results; most in {where}"
-    )
+    work = f"{format_si(twice, 'FLOP')} of {format_si(flops, 'FLOP')} per device"
+    return f"redundant: {work}, {format_si(held, 'B')} of results; most in {where}"
 
 
 def _repeated(program: Program) -> Iterator[tuple[Compute, tuple[Axis, ...]]]:

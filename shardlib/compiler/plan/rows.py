@@ -17,9 +17,9 @@ from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.redundant_work import sentence
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Start, Var, reads
 from shardlib.compiler.propagate.solver.lower_bound import lower_bound
-from shardlib.core.aten.op_traits import has
-from shardlib.core.source_lines import place
-from shardlib.core.text_tables import Row, fold, fold_names, si
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.source_lines import format_path_line
+from shardlib.core.text_tables import Row, fold_names, fold_rows, format_si
 from shardlib.primitives.debug_print import OP as PRINT
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Rows:
             at = step.first if isinstance(step, Start) else step
             text = at.line.text if at.line else ""
             text = text if len(text) <= 96 else f"{text[:93]}..."
-            line = f"{'backward of ' if at.backward else ''}{place(at.line)}  {text}".rstrip()
+            line = f"{'backward of ' if at.backward else ''}{format_path_line(at.line)}  {text}".rstrip()
             inside = at.line.section if at.line else ()
             if inside != section:
                 section, heading = inside, ""
@@ -71,7 +71,7 @@ class Rows:
             if line != heading:
                 rows.append(Row((heading := line,)))
             rows.append(Row(cells, 1))
-        return fold(rows)
+        return fold_rows(rows)
 
     def _told(self) -> Iterator[Compute | Collective | Start]:
         """Calls, and collectives where they start; long messages as a whole."""
@@ -88,13 +88,13 @@ class Rows:
             first, *_, last = step.moves
             what = f"! {first.kind}[{' '.join(map(str, first.axes))}] of {len(step.moves)} values, one message"
             whose = f"{self.explainer.subject(first)} ... {self.explainer.subject(last)}"
-            return what, whose, si(sum(c.bytes for c in step.moves), "B"), f"{self.explainer.why(first)} ..."
+            return what, whose, format_si(sum(c.bytes for c in step.moves), "B"), f"{self.explainer.why(first)} ..."
         if isinstance(step, Collective) and step.kind in TIERS:
             return f"! {step.kind} {self.naming.var(step.source)}", self.naming.typed(step.out), "", "offloaded"
         if isinstance(step, Collective):
             what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self.explainer.subject(step)}"
             _, after = self.explainer.ends(step)
-            return what, self.naming.typed(after), si(step.bytes, "B"), self.explainer.why(step)
+            return what, self.naming.typed(after), format_si(step.bytes, "B"), self.explainer.why(step)
         if step.target is PRINT:
             names = [self.naming.var(v) for v in reads(step)]
             return f"  debug_print({', '.join([repr(step.args[0]), *names])})", "", "", "by the first device"
@@ -111,7 +111,7 @@ class Rows:
 
 def _matters(op: Op) -> bool:
     """What a reader wants to see: not views, not pointwise arithmetic, not constants."""
-    if op.transparent or op.constrains or is_creation(op.target) or has(op.target, "plumbing"):
+    if op.transparent or op.constrains or is_creation(op.target) or has_trait(op.target, "moves_data"):
         return False
     return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())
 
@@ -128,19 +128,19 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
         sizes[key] += c.bytes  # type: ignore[assignment]
         reasons |= {str(choice): None} if choice else {}
     rows: list[tuple[str, ...]] = [("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")]
-    rows += [(*key[:2], str(counts[key]), si(sizes[key], "B"), key[2]) for key in sorted(counts)]
-    rows.append(("total", "", str(sum(counts.values())), si(plan.comm_bytes, "B"), ""))
+    rows += [(*key[:2], str(counts[key]), format_si(sizes[key], "B"), key[2]) for key in sorted(counts)]
+    rows.append(("total", "", str(sum(counts.values())), format_si(plan.comm_bytes, "B"), ""))
     lines = sorted(reasons)
-    lines.append(f"per device: {si(plan.flops, 'FLOP')}, peak memory {si(plan.peak_memory, 'B')}")
+    lines.append(f"per device: {format_si(plan.flops, 'FLOP')}, peak memory {format_si(plan.peak_memory, 'B')}")
     if copied := plan.compiled.program.copied:
-        sent = si(sum(c.source.nbytes for c in copied), "B")
-        lines.append(f"in the host's memory: at most {si(plan.host_memory, 'B')}, {sent} copied there and back")
+        sent = format_si(sum(c.source.nbytes for c in copied), "B")
+        lines.append(f"in the host's memory: at most {format_si(plan.host_memory, 'B')}, {sent} copied there and back")
     if parts := [c.out.part for c in plan.compiled.program.collectives if c.out.part is not None]:
         lines.append(f"rows in {parts[0][1]} parts, worked on in turn: {len(parts)} messages")
     lines += filter(None, [sentence(plan.redundant, plan.flops)])
     if (halves := plan.compiled.halves) is not None:
         n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
-        lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {si(held, 'B')}")
+        lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {format_si(held, 'B')}")
     lines += filter(None, [_again(plan), _stopped(plan)])
     lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(plan.replicated_ops).items()]
     return rows, lines
@@ -167,12 +167,12 @@ def _again(plan: Plan) -> str:
         return f"{made.said}: {waits or 'nothing is made again'}"
     ops = [f"{op} x {n}" for op, n in Counter(made.ops).most_common(_OPS)]
     ops += ["..."] if len(made.ops) > _OPS else []
-    freed = f"{made.values} values ({', '.join(ops)}), {si(made.nbytes, 'B')} less"
-    cost = f"{si(made.flops, 'FLOP')} more"
+    freed = f"{made.values} values ({', '.join(ops)}), {format_si(made.nbytes, 'B')} less"
+    cost = f"{format_si(made.flops, 'FLOP')} more"
     n = made.collectives
-    sent = f", {n} collective{'s' * (n != 1)} more ({si(made.sent, 'B')})" if n else ""
+    sent = f", {n} collective{'s' * (n != 1)} more ({format_si(made.sent, 'B')})" if n else ""
     more, kept = "", made.kept_peak
     if kept is not None and plan.peak_memory > kept:
-        more = f"; the peak is higher for it, {si(plan.peak_memory, 'B')} instead of {si(kept, 'B')}"
+        more = f"; the peak is higher for it, {format_si(plan.peak_memory, 'B')} instead of {format_si(kept, 'B')}"
     more += waits and f"; {waits}"
     return f"{made.said}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"

@@ -13,12 +13,12 @@ from shardlib.compiler.program.check_order import ProgramError
 from shardlib.compiler.program.nested_args import rebuild
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Var
 from shardlib.compiler.program.sym_int import Sym
-from shardlib.core.aten.op_traits import has
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import OpOverload, memory_of
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import Coords, position, ways
+from shardlib.sharding.mesh.axis import Coords, group_position, group_size
 from shardlib.sharding.mesh.mesh import Mesh
 
 Shape = tuple[int, ...]
@@ -92,7 +92,7 @@ class Device:
         if source is None:
             return None
         told = rebuild(step.params, lambda x: x.at(self.coords) if isinstance(x, Sym) else x)
-        at, n = position(self.coords, step.axes), ways(step.axes)
+        at, n = group_position(self.coords, step.axes), group_size(step.axes)
         return Local.dense(tuple(_RESULT[step.kind](source.shape, told, at, n)), source.dtype)
 
     def here(self, x: Any) -> Any:
@@ -126,7 +126,7 @@ class _Number(NamedTuple):
     kind: type  # 1, 1.0 and True are equal
 
 
-_MADE: Bounded[Any, tuple[Local | None, ...]] = Bounded(1 << 12)
+_MADE: BoundedCache[Any, tuple[Local | None, ...]] = BoundedCache(1 << 12)
 
 
 def makes(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
@@ -156,7 +156,7 @@ def _made(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
         out = target(*map(given, args), **{k: given(x) for k, x in kwargs})
     except NotImplementedError:  # no kernel for tensors without values: nothing is known of its results
         return ()
-    if has(target, "other shapes"):
+    if has_trait(target, "device_shapes"):
         return ()
     every = out if isinstance(out, tuple | list) else (out,)
     return tuple(Local.of(x, operands) if isinstance(x, Tensor) else None for x in every)

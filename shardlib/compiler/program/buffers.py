@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardlib.compiler.program.steps import TIERS, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
-from shardlib.core.aten.op_traits import may_show
+from shardlib.core.aten.op_traits import may_return_view
 
 
 def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
@@ -69,7 +69,7 @@ def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
     return {
         owner.get(v, v)
         for step in steps
-        if isinstance(step, Compute) and may_show(step.target)
+        if isinstance(step, Compute) and may_return_view(step.target)
         for v in (*reads(step), *makes(step))
     }
 

@@ -10,7 +10,7 @@ import torch
 
 from shardlib.compiler.program.steps import Compute
 from shardlib.core.aten.op_names import ADDED
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.torch_private import schema_of
 from shardlib.ops.adam import ADAM, adam
 
@@ -26,7 +26,7 @@ def _takes(target: Any, results: int, named: bool) -> tuple[tuple[int, ...], ...
         return (0,), (2,), (3,), (4,)
     if results != 1 or in_place_form(target) is None:
         return ()
-    return ((0, 1) if has(target, "commutes") and not named else (0,),)
+    return ((0, 1) if has_trait(target, "commutes") and not named else (0,),)
 
 
 def written(step: Compute, over: tuple[int | None, ...]) -> tuple[Callable[..., Any], list[Any]]:
@@ -47,7 +47,7 @@ def _adam(over: tuple[int | None, ...]) -> Callable[..., Any]:
 
 def in_place_form(target: Any) -> Any:
     """The op that writes a result over the first operand, place by place; None if there is none."""
-    by_place = torch.Tag.pointwise in getattr(target, "tags", ()) or has(target, "writes places")
+    by_place = torch.Tag.pointwise in getattr(target, "tags", ()) or has_trait(target, "writes_by_index")
     if not by_place and target not in ADDED.values():
         return None
     packet = getattr(torch.ops.aten, schema_of(target).name.removeprefix("aten::") + "_", None)

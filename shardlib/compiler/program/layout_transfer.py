@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from shardlib.compiler.program.inplace_ops import takes
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Var, syms
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.sharding.layout import REDUCTIONS, Layout
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
@@ -27,7 +27,7 @@ def message_faults(mesh: Mesh, c: Collective) -> Iterator[str]:
         yield f"reduces by {c.reduce}, which is unknown"
     elif (c.source.host, c.out.host) != (c.kind == "to_device", c.kind == "to_host"):
         yield "goes from one memory to another, or should" if moves else "is of what is in the host's memory"
-    elif any(mesh.axes.get(a.name) != a.of for a in c.axes) or len({*primes}) < len(primes):
+    elif any(mesh.axes.get(a.name) != a.axis_size for a in c.axes) or len({*primes}) < len(primes):
         yield "goes over axes that are none of the mesh's, or over one twice"
     elif (source := _layout(c.source)) is not None and (out := _layout(c.out)) is not None:
         yield from _pending(c, source, out)
@@ -39,14 +39,14 @@ def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
     nothing of it is read; what a result owes comes from what is cut, or owed, of an operand, or from a number that
     differs by device."""
     told = [a for x in syms(step) for a in x.axes]
-    if told and any(mesh.axes.get(a.name) != a.of for a in told):
+    if told and any(mesh.axes.get(a.name) != a.axis_size for a in told):
         yield "reads a number that differs along an axis which is none of the mesh's"
     may = takes(step) if step.over else ()
     for i, k in enumerate(step.over):
         v, x = step.outs[i], None if k is None or k >= len(step.args) else step.args[k]
         if isinstance(x, Var) and (v is None or i >= len(may) or k not in may[i] or not _fits(v, x)):
             yield f"cannot write {v} over {x}"
-    if not step.owes or has(step.target, "creates"):
+    if not step.owes or has_trait(step.target, "creates"):
         return
     layouts = [x for v in step.operands if (x := _layout(v)) is not None]
     if len(layouts) < len(step.operands):

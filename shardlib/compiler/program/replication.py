@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from shardlib.compiler.program.nested_args import leaves
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads, syms
 from shardlib.compiler.program.sym_int import Sym
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.sharding.mesh.axis import Axis
 
 Primes = tuple[Axis, ...]
@@ -40,7 +40,7 @@ def varying(program: Program, everything: Primes | None = None) -> dict[Var, Pri
 
 def _values(step: Step) -> Iterable[Var]:
     """The operands whose values count: of what a tensor is filled with, a number, none does."""
-    filled = isinstance(step, Compute) and has(step.target, "creates") and has(step.target, "fills")
+    filled = isinstance(step, Compute) and has_trait(step.target, "creates") and has_trait(step.target, "fills")
     return () if filled else reads(step)
 
 

@@ -18,7 +18,7 @@ from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.program.nested_args import found, leaves, rebuild
 from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_traits import is_view
-from shardlib.core.cached import kept
+from shardlib.core.cached import lazy_property
 from shardlib.core.source_lines import Line, Module
 from shardlib.core.torch_private import OpOverload, schema_of
 from shardlib.sharding.layout import Layout
@@ -43,14 +43,14 @@ class Var:
     host: bool = False
     part: tuple[int, int] | None = None
 
-    @kept
+    @lazy_property
     def numel(self) -> int:
         """Elements on the fullest device; 0 while nobody knows the shape."""
         if self.layout is not None:
             return self.layout.max_local_numel()
         return 0 if self.shape is None else math.prod(self.shape)
 
-    @kept
+    @lazy_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
@@ -84,27 +84,27 @@ class Compute:
     copies: bool = False
     inside: tuple[Module, ...] = ()
 
-    @kept
+    @lazy_property
     def told(self) -> tuple[Var | Sym, ...]:
         """The variables, and the numbers that differ by device, among its arguments, in order."""
         return tuple(found((*self.args, *self.kwargs.values()) if self.kwargs else self.args, (Var, Sym)))
 
-    @kept
+    @lazy_property
     def operands(self) -> tuple[Var, ...]:
         """The variables among its arguments, in order."""
         return tuple([x for x in self.told if isinstance(x, Var)])
 
-    @kept
+    @lazy_property
     def made(self) -> tuple[Var, ...]:
         """The results that somebody may read."""
         return tuple([v for v in self.outs if v is not None])
 
-    @kept
+    @lazy_property
     def overwritten(self) -> dict[Var | None, Var]:
         """The operands whose memory results take, by these."""
         return {out: self.args[k] for out, k in zip(self.outs, self.over, strict=False) if k is not None}
 
-    @kept
+    @lazy_property
     def is_pure(self) -> bool:
         """Whether a call does nothing but to make values, the same ones each time; of others' ops nobody knows."""
         if not self.made or not isinstance(self.target, OpOverload):
@@ -112,14 +112,14 @@ class Compute:
         drawn = torch.Tag.nondeterministic_seeded in self.target.tags
         return not drawn and self.target.namespace in _OURS and not schema_of(self.target).is_mutable
 
-    @kept
+    @lazy_property
     def shown(self) -> Mapping[Var | None, Var]:
         """The operands whose memory results have, taken or shown, by these."""
         if is_view(self.target):
             return dict.fromkeys(self.made, self.operands[0])
         return self.overwritten if self.over else {}
 
-    @kept
+    @lazy_property
     def owes(self) -> bool:
         """Whether a sum is pending in what it reads or makes."""
         return any(v.layout is not None and v.layout.pending for v in (*self.operands, *self.made))
@@ -181,12 +181,12 @@ class Start:
     def first(self) -> Collective:
         return self.moves[0]
 
-    @kept
+    @lazy_property
     def outs(self) -> tuple[Var, ...]:
         """What is in flight then."""
         return tuple([c.out for c in self.moves])
 
-    @kept
+    @lazy_property
     def sources(self) -> tuple[Var, ...]:
         """What is sent."""
         return tuple([c.source for c in self.moves])
@@ -237,17 +237,17 @@ class Program:
     owned: int | None = None
     replaced: Mapping[int, int] = field(default_factory=dict)
 
-    @kept
+    @lazy_property
     def collectives(self) -> tuple[Collective, ...]:
         """All between devices, in the order in which they start."""
         return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind not in TIERS)
 
-    @kept
+    @lazy_property
     def copied(self) -> tuple[Collective, ...]:
         """All copies between the memory of the device and that of its host, in the order in which they start."""
         return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind in TIERS)
 
-    @kept
+    @lazy_property
     def given(self) -> frozenset[Var]:
         """Inputs and captured tensors."""
         return frozenset((*self.inputs, *(v for v, _ in self.captured)))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from shardlib.sharding.chunks import Placed, even, span
-from shardlib.sharding.mesh.axis import Axis, Coords, member_coords, position, split_name, ways
+from shardlib.sharding.chunks import UnchunkedSize, is_even, shard_range
+from shardlib.sharding.mesh.axis import Axis, Coords, group_position, group_size, member_coords, parse_axis
 
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -21,9 +21,9 @@ _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "==": lambda a, b: int(a == b),
 }
 _OF_AXES: Mapping[str, Callable[[Coords, tuple[Axis, ...], int], int]] = {
-    "size": lambda c, axes, n: _length(span(n, axes, c)),
-    "offset": lambda c, axes, n: span(n, axes, c)[0],
-    "position": lambda c, axes, _: position(c, axes),
+    "size": lambda c, axes, n: _length(shard_range(n, axes, c)),
+    "offset": lambda c, axes, n: shard_range(n, axes, c)[0],
+    "position": lambda c, axes, _: group_position(c, axes),
 }
 
 
@@ -32,7 +32,7 @@ class Sym:
     """A whole number on every device: an operation and what it is of.
 
     * `size` and `offset` of n elements that are cut over axes (args: axes, n);
-    * `position` along axes (axes, 0), and `at`, one number for each position (axes, numbers);
+    * `group_position` along axes (axes, 0), and `at`, one number for each position (axes, numbers);
     * `+ - * // ==` of two numbers or Syms.
 
     It prints as `parse` reads it.
@@ -61,7 +61,7 @@ class Sym:
         if (function := _ARITHMETIC.get(self.op)) is not None:
             return function(here(a, coords), here(b, coords))
         if self.op == "at":
-            return b[position(coords, a)]
+            return b[group_position(coords, a)]
         return _OF_AXES[self.op](coords, a, b)
 
     def __add__(self, other: Sym | int) -> Sym:
@@ -108,9 +108,9 @@ def axes_of(n: Sym | int) -> frozenset[Axis]:
 def local_size(size: int, axes: Sequence[Axis]) -> Sym | int:
     """How many of `size` elements cut over `axes` a device holds: an int where all hold the same."""
     axes = Axis.merge(axes)  # parts of one mesh axis cut as one
-    if even(size, axes):
-        return size // ways(axes)
-    return _told(size, axes)[1] if isinstance(size, Placed) else Sym("size", (axes, size))
+    if is_even(size, axes):
+        return size // group_size(axes)
+    return _told(size, axes)[1] if isinstance(size, UnchunkedSize) else Sym("size", (axes, size))
 
 
 def offset(size: int, axes: Sequence[Axis]) -> Sym | int:
@@ -118,14 +118,14 @@ def offset(size: int, axes: Sequence[Axis]) -> Sym | int:
     axes = Axis.merge(axes)
     if not axes:
         return 0
-    return _told(size, axes)[0] if isinstance(size, Placed) else Sym("offset", (axes, size))
+    return _told(size, axes)[0] if isinstance(size, UnchunkedSize) else Sym("offset", (axes, size))
 
 
 @lru_cache(maxsize=4096)
-def _told(size: Placed, axes: tuple[Axis, ...]) -> tuple[Sym | int, Sym | int]:
+def _told(size: UnchunkedSize, axes: tuple[Axis, ...]) -> tuple[Sym | int, Sym | int]:
     """Where what a device holds begins, and how much it is, of a size that says it."""
-    first = tabulate(lambda c: span(size, axes, c)[0], axes)
-    return first, tabulate(lambda c: _length(span(size, axes, c)), axes)
+    first = tabulate(lambda c: shard_range(size, axes, c)[0], axes)
+    return first, tabulate(lambda c: _length(shard_range(size, axes, c)), axes)
 
 
 def place_in(axes: Sequence[Axis]) -> Sym | int:
@@ -161,7 +161,7 @@ def table(axes: Sequence[Axis], values: Sequence[Any]) -> Any:
     if len(set(values)) == 1:
         return values[0]
     for axis in axes if len(axes) > 1 else ():
-        inner = ways(axes[axes.index(axis) + 1 :])
+        inner = group_size(axes[axes.index(axis) + 1 :])
         first = [i for i in range(len(values)) if i // inner % axis.size == 0]
         if all(values[i] == values[i + k * inner] for i in first for k in range(axis.size)):
             axes, values = tuple(a for a in axes if a != axis), [values[i] for i in first]
@@ -243,7 +243,7 @@ def parse(text: str, mesh: Mapping[str, int]) -> Sym | int:
 
 
 def _axis(text: str, mesh: Mapping[str, int]) -> Axis:
-    name, pre, size = split_name(text)
+    name, pre, size = parse_axis(text)
     return Axis(name, size or mesh[name], pre, mesh[name])
 
 

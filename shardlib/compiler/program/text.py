@@ -34,7 +34,7 @@ from shardlib.core.call_scalar import Scalar
 from shardlib.core.source_lines import Line
 from shardlib.core.torch_private import OpOverload
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import Axis, split_name
+from shardlib.sharding.mesh.axis import Axis, parse_axis
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.tensor_meta import short_dtype
 
@@ -229,7 +229,7 @@ class _Reader:
         return var
 
     def axes(self, text: str) -> tuple[Axis, ...]:
-        found = (split_name(x) for x in text.split())
+        found = (parse_axis(x) for x in text.split())
         return tuple(Axis(name, size or self.mesh[name], pre, self.mesh[name]) for name, pre, size in found)
 
     def value(self, text: str) -> Any:
@@ -310,7 +310,7 @@ def _scalar(text: str) -> Scalar:
 
     def read(node: ast.expr) -> Any:
         if isinstance(node, ast.Name):
-            return Scalar.given(int(node.id.removeprefix("leaf_")), node.id, 1.0)
+            return Scalar.from_leaf(int(node.id.removeprefix("leaf_")), node.id, 1.0)
         if isinstance(node, ast.BinOp):
             return Scalar(_BINARY[type(node.op)], (read(node.left), read(node.right)), hint=1)
         if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):

@@ -31,7 +31,7 @@ from shardlib.compiler.program.steps import (
     reads,
     syms,
 )
-from shardlib.core.aten.op_traits import has, is_view
+from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.core.torch_private import without_modes
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Coords
@@ -88,7 +88,7 @@ class _Differing:
 
         def differs(x: Layout) -> bool:
             if (axes := uneven.get(id(x))) is None:
-                axes = uneven[id(x)] = {a.name for f in x.factors if not f.even for a in f.axes}
+                axes = uneven[id(x)] = {a.name for f in x.factors if not f.is_even for a in f.axes}
                 found.axes |= axes
             return bool(axes)
 
@@ -227,4 +227,4 @@ class Run(Device):
 
 def _differs(step: Compute | Collective) -> bool:
     """Whether the dtypes of its results are others on other kinds of devices."""
-    return isinstance(step, Compute) and has(step.target, "other dtypes")
+    return isinstance(step, Compute) and has_trait(step.target, "device_dtypes")

@@ -22,8 +22,8 @@ from shardlib.compiler.propagate.solver.search import Search, better
 from shardlib.compiler.propagate.solver.take_apart import hide_messages, send_less, take_apart
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import Fixed
-from shardlib.sharding.reshard import Cut
+from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.reshard import FactorAxes
 
 # Of the effort, the share that is spent at most when the first decision stands, and that in another problem; when units
 # are parted and offers made; and when fewer bytes are sent.
@@ -38,8 +38,8 @@ class Propagated:
     flood: Propagation
     units: Units
     search: Search
-    doors: Mapping[Op, Fixed]
-    outputs: Mapping[int, Fixed]
+    doors: Mapping[Op, FixedLayout]
+    outputs: Mapping[int, FixedLayout]
 
     def unit_cut(self, unit: DecisionUnit) -> tuple[tuple[Axis, ...], ...]:
         """The mesh axes on each slot of `unit`, in prime parts."""
@@ -50,12 +50,12 @@ class Propagated:
         cuts = self.search.cut(op)
         return {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
 
-    def given(self, value: Value) -> tuple[Value, Cut]:
+    def given(self, value: Value) -> tuple[Value, FactorAxes]:
         """An input as it is given, and its cut."""
         given = self.flood.apart.get(value, value)
         return given, self.flood.fixed[given][0] if given in self.flood.fixed else self.input_cut(value)
 
-    def input_cut(self, value: Value) -> Cut:
+    def input_cut(self, value: Value) -> FactorAxes:
         """The cut of an input: as annotated, or as inferred."""
         if value in self.flood.fixed:
             return self.flood.fixed[value][0]
@@ -68,9 +68,9 @@ class Propagated:
 def propagate(
     graph: Graph,
     mesh: Mesh,
-    fixed: Mapping[Value, Fixed],
-    outputs: Mapping[int, Fixed],
-    doors: Mapping[Op, Fixed],
+    fixed: Mapping[Value, FixedLayout],
+    outputs: Mapping[int, FixedLayout],
+    doors: Mapping[Op, FixedLayout],
     sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
     planning: Planning = None,
 ) -> Propagated:
@@ -116,7 +116,7 @@ def propagate(
     return propagated(search, doors, outputs)
 
 
-def propagated(search: Search, doors: Mapping[Op, Fixed], outputs: Mapping[int, Fixed]) -> Propagated:
+def propagated(search: Search, doors: Mapping[Op, FixedLayout], outputs: Mapping[int, FixedLayout]) -> Propagated:
     """The decisions of a search, with units whose parts choose alike."""
     problem = search.problem
     for leaf, name in search.offers:

@@ -2,8 +2,8 @@
 
 A padded dim, a slice, what windows make: each has another size than the dim that it is made of, so its chunks would be
 elsewhere, the further along the dim the more, and whole pieces would move where a border has to. So a leaf that is in
-no input, result or annotation is cut where the leaf is that it comes from (`Aligned`), unless the fullest device then
-has much more than in chunks.
+no input, result or annotation is cut where the leaf is that it comes from (`AlignedSize`), unless the fullest device
+then has much more than in chunks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fractions import Fraction
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
-from shardlib.sharding.chunks import Aligned, Placed, fullest, over
+from shardlib.sharding.chunks import AlignedSize, UnchunkedSize, largest_shard, restrict_size
 from shardlib.sharding.mesh.axis import Axis
 
 _FULLER = 1.5  # how many times as much as in chunks a device may hold
@@ -52,7 +52,9 @@ def align(graph: Graph, f: Propagation) -> None:
     if not ties:
         return
     bound = _bound(graph, f)
-    places = {leaf: Place(f.dims.size(leaf)) for leaf in ties if leaf in bound or isinstance(f.dims.size(leaf), Placed)}
+    places = {
+        leaf: Place(f.dims.size(leaf)) for leaf in ties if leaf in bound or isinstance(f.dims.size(leaf), UnchunkedSize)
+    }
     waiting = [leaf for leaf in ties if leaf not in places]
     while waiting:
         left = []
@@ -146,9 +148,9 @@ def _taken(f: Propagation, leaf: DimFactor, place: Place) -> Place:
     axes = Axis.merge(w.axis for w in f.wants.get(leaf, ()))
     if place == Place(size) or not axes or not size or not base:
         return place if place == Place(size) or not axes else Place(size)
-    aligned = Aligned(size, base, place.scale, place.shift)
-    if fullest(aligned, axes) > _FULLER * fullest(size, axes):
+    aligned = AlignedSize(size, base, place.scale, place.shift)
+    if largest_shard(aligned, axes) > _FULLER * largest_shard(size, axes):
         return Place(size)
-    if isinstance(over(aligned, axes), Placed):
+    if isinstance(restrict_size(aligned, axes), UnchunkedSize):
         f.dims.place(leaf, aligned)
     return place

@@ -15,11 +15,11 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import count, pairwise
 
-from shardlib.sharding.chunks import Pieces, Placed
-from shardlib.sharding.split_axes import spread
+from shardlib.sharding.chunks import ShardSizes, UnchunkedSize
+from shardlib.sharding.split_axes import split_axes
 
 DimFactor = int
-Lock = tuple[tuple[int, ...], Pieces | None]  # ways (major first), and the pieces where they are chosen
+Lock = tuple[tuple[int, ...], ShardSizes | None]  # ways (major first), and the pieces where they are chosen
 
 
 class Dims:
@@ -30,7 +30,9 @@ class Dims:
         self._size: list[int] = []
         self._parts: list[tuple[DimFactor, DimFactor] | None] = []  # (major, minor) once split
         self._locks: list[frozenset[Lock]] = []  # cuts that a split must leave expressible
-        self._pieces: dict[DimFactor, tuple[int, Pieces]] = {}  # of classes with chosen pieces: (its rank, the size)
+        self._pieces: dict[
+            DimFactor, tuple[int, ShardSizes]
+        ] = {}  # of classes with chosen pieces: (its rank, the size)
         self.order = count()  # ranks for `choose`, in the order of the annotations
         self.refused: dict[DimFactor, None] = {}  # what would have been split, if locks had allowed it
 
@@ -70,15 +72,15 @@ class Dims:
         return self._parts[leaf] is None
 
     def size(self, leaf: DimFactor) -> int:
-        """Its size; `Pieces` where the class has chosen ones, or as it was placed."""
+        """Its size; `ShardSizes` where the class has chosen ones, or as it was placed."""
         leaf = self.find(leaf)
         return self._pieces[leaf][1] if leaf in self._pieces else self._size[leaf]
 
-    def place(self, leaf: DimFactor, size: Placed) -> None:
+    def place(self, leaf: DimFactor, size: UnchunkedSize) -> None:
         """Say where a class is cut for which nobody has chosen pieces; no leaf is split any more."""
         self._size[self.find(leaf)] = size
 
-    def lock(self, leaf: DimFactor, ways: Sequence[int], pieces: Pieces | None = None) -> None:
+    def lock(self, leaf: DimFactor, ways: Sequence[int], pieces: ShardSizes | None = None) -> None:
         """Demand that splits of `leaf` keep a cut into `ways` (major first), or `pieces`, expressible on the parts."""
         leaf = self.find(leaf)
         self._locks[leaf] |= {(tuple(ways), pieces)}
@@ -88,7 +90,7 @@ class Dims:
         """Whether any class has chosen pieces."""
         return bool(self._pieces)
 
-    def choose(self, leaf: DimFactor, pieces: Pieces, rank: int) -> None:
+    def choose(self, leaf: DimFactor, pieces: ShardSizes, rank: int) -> None:
         """Cut the class of `leaf` into `pieces`, unless a choice of lower `rank` stands."""
         leaf = self.find(leaf)
         self._pieces[leaf] = min(self._pieces.get(leaf, (rank, pieces)), (rank, pieces), key=lambda choice: choice[0])
@@ -200,7 +202,7 @@ class Dims:
                     self.lock(part, ways, pieces)
         if leaf in self._pieces:
             rank, chosen = self._pieces.pop(leaf)
-            if isinstance(size := divided(chosen, minor), Pieces):
+            if isinstance(size := divided(chosen, minor), ShardSizes):
                 self.choose(major_leaf, size, rank)
         return True
 
@@ -212,7 +214,7 @@ def shares(sizes: Sequence[int], lock: Lock) -> list[Lock] | None:
 
     Example:
         >>> from shardlib.sharding.mesh.axis import Axis
-        >>> pieces = Pieces((20, 12, 32, 0), (Axis("data", 4),))
+        >>> pieces = ShardSizes((20, 12, 32, 0), (Axis("data", 4),))
         >>> [size.sizes for _, size in shares([16, 4], ((2, 2), pieces)) if size]
         [(5, 3, 8, 0)]
         >>> shares([8, 8], ((2, 2), pieces)) is None
@@ -220,16 +222,16 @@ def shares(sizes: Sequence[int], lock: Lock) -> list[Lock] | None:
     """
     ways, pieces = lock
     if pieces is None:
-        found = spread(sizes, ways)
+        found = split_axes(sizes, ways)
         return None if found is None else [(tuple(ways[i] for i in share), None) for share in found]
     size = divided(pieces, math.prod(sizes[1:]))
     if size is None:
         return None
-    return [(ways, size if isinstance(size, Pieces) else None), *(((), None) for _ in sizes[1:])]
+    return [(ways, size if isinstance(size, ShardSizes) else None), *(((), None) for _ in sizes[1:])]
 
 
-def divided(size: Pieces, by: int) -> int | None:
+def divided(size: ShardSizes, by: int) -> int | None:
     """The size of what `size` has `by` elements of each; None if a piece ends inside one."""
     if by == 0 or any(n % by for n in size.sizes):
         return None
-    return Pieces.of([n // by for n in size.sizes], size.axes)
+    return ShardSizes.make_size([n // by for n in size.sizes], size.axes)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.dim_factors import DimFactor, Dims, shares
 from shardlib.compiler.propagate.propagation import AxisRequest, Propagation
-from shardlib.sharding.chunks import Pieces, over
+from shardlib.sharding.chunks import ShardSizes, restrict_size
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.placement import Fixed
-from shardlib.sharding.reshard import Cut
+from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.reshard import FactorAxes
 
 Key = Value | int | Op  # what is fixed: an input or a constraint's result, an output by its number, the door of a body
 Parts = list[
@@ -26,16 +26,16 @@ def twin_of(f: Propagation, value: Value) -> Value:
     return twin
 
 
-def set_apart(f: Propagation, key: Key, value: Value, fx: Fixed, parts: Parts) -> None:
+def set_apart(f: Propagation, key: Key, value: Value, fx: FixedLayout, parts: Parts) -> None:
     """Where the pieces of a fixed layout are not those of the classes of its dims, give it a value of its own."""
     dims = []
     for d, (groups, factors) in enumerate(zip(parts, fx.layout.dims, strict=True)):
         dim: list[DimFactor] = []
         for group, factor in zip(groups or (), factors, strict=True):
             for leaf, axes, size in shared_out(f.dims, group, factor):
-                if axes and fx.exact[d] and over(f.dims.size(leaf), axes) != over(size, axes):
+                if axes and fx.exact[d] and restrict_size(f.dims.size(leaf), axes) != restrict_size(size, axes):
                     (other,) = f.dims.new(int(size))
-                    if isinstance(size, Pieces):
+                    if isinstance(size, ShardSizes):
                         f.dims.choose(other, size, 0)
                     f.same[other], leaf = leaf, other
                 dim.append(leaf)
@@ -51,7 +51,7 @@ def shared_out(
     """The leaves of a factor that is fixed: what cuts each, and its size as the factor has it."""
     leaves = dims.leaves(group)
     primes = [p for a in factor.axes for p in a.primes()]
-    pieces = factor.size if isinstance(factor.size, Pieces) else None
+    pieces = factor.size if isinstance(factor.size, ShardSizes) else None
     locks = shares([dims.size(x) for x in leaves], (tuple(p.size for p in primes), pieces)) if leaves else []
     assert locks is not None, "a locked factor was split where its cut does not allow it"
     feed = iter(primes)
@@ -71,7 +71,7 @@ def write_down(dims: Dims, raw: list[list[DimFactor]], layout: Layout) -> Parts:
         for part, factor in zip(parts or [], factors, strict=bool(parts)):
             ways = [p.size for a in factor.axes for p in a.primes()]
             leaves_of_part = dims.leaves(part)
-            pieces = factor.size if isinstance(factor.size, Pieces) else None
+            pieces = factor.size if isinstance(factor.size, ShardSizes) else None
             locks = shares([dims.size(x) for x in leaves_of_part], (tuple(ways), pieces)) if ways else None
             if ways and leaves_of_part and locks is None:
                 out[-1] = None
@@ -83,7 +83,7 @@ def write_down(dims: Dims, raw: list[list[DimFactor]], layout: Layout) -> Parts:
     return out
 
 
-def settle(f: Propagation, fixed: Fixed, parts: Parts, asked: list[tuple[DimFactor, AxisRequest]]) -> Cut:
+def settle(f: Propagation, fixed: FixedLayout, parts: Parts, asked: list[tuple[DimFactor, AxisRequest]]) -> FactorAxes:
     """The fixed layout on the final leaves; records names, and in `asked` what it wants."""
     cut: list[tuple[Axis, ...]] = []
     for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
@@ -113,7 +113,7 @@ def turned(
     return turned
 
 
-def opened(f: Propagation, dims: tuple[tuple[DimFactor, ...], ...], cut: Cut, fixed: Fixed) -> Cut:
+def opened(f: Propagation, dims: tuple[tuple[DimFactor, ...], ...], cut: FactorAxes, fixed: FixedLayout) -> FactorAxes:
     """Give open dims what their classes want, as far as the tensor has not used it already."""
     if not any(fixed.open):
         return cut

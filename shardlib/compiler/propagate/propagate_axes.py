@@ -22,15 +22,15 @@ from shardlib.compiler.propagate.fused_weights import Met
 from shardlib.compiler.propagate.pinned import Key, Parts, opened, set_apart, settle, turned, twin_of, write_down
 from shardlib.compiler.propagate.propagation import AxisRequest, Propagation
 from shardlib.compiler.propagate.relax_cuts import Loose, tight, wanted
-from shardlib.sharding.chunks import Pieces
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.chunks import ShardSizes
+from shardlib.sharding.placement import FixedLayout
 
 
 def flood(
     graph: Graph,
-    fixed: Mapping[Value, Fixed],
-    outputs: Mapping[int, Fixed],
-    doors: Mapping[Op, Fixed],
+    fixed: Mapping[Value, FixedLayout],
+    outputs: Mapping[int, FixedLayout],
+    doors: Mapping[Op, FixedLayout],
     loose: Loose = MappingProxyType({}),
     met: Met = MappingProxyType({}),
 ) -> Propagation:
@@ -61,9 +61,9 @@ class _Flooding:
     def __init__(
         self,
         graph: Graph,
-        fixed: Mapping[Value, Fixed],
-        outputs: Mapping[int, Fixed],
-        doors: Mapping[Op, Fixed],
+        fixed: Mapping[Value, FixedLayout],
+        outputs: Mapping[int, FixedLayout],
+        doors: Mapping[Op, FixedLayout],
         loose: Loose,
     ) -> None:
         self.f, self.graph, self.fixed, self.loose = Propagation(loose=loose), graph, fixed, loose
@@ -71,10 +71,10 @@ class _Flooding:
         self.labels: dict[Op, dict[str, list[DimFactor]]] = {}
         self.owners: dict[Value, list[DimFactor]] = {}
         self.parts: dict[Key, Parts] = {}
-        ends: dict[Key, tuple[Value, Fixed]] = {op: (op.operands[0], fx) for op, fx in doors.items()}
+        ends: dict[Key, tuple[Value, FixedLayout]] = {op: (op.operands[0], fx) for op, fx in doors.items()}
         ends |= {i: (graph.outputs[i], fx) for i, fx in outputs.items()}
         met = dict.fromkeys(v for v in graph.by_use() if v in fixed)
-        self.said: dict[Key, tuple[Value, Fixed]] = {value: (value, fixed[value]) for value in met | dict(fixed)}
+        self.said: dict[Key, tuple[Value, FixedLayout]] = {value: (value, fixed[value]) for value in met | dict(fixed)}
         self.said |= {key: end for key, end in ends.items() if not end[0].constant}
 
     def dims(self, value: Value) -> list[list[DimFactor]]:
@@ -210,9 +210,9 @@ class _Flooding:
         f.whole[op] = frozenset(whole)
 
 
-def _chosen(sizes: Sequence[int], said: Fixed | None, d: int) -> bool:
+def _chosen(sizes: Sequence[int], said: FixedLayout | None, d: int) -> bool:
     """Whether somebody chose the pieces of a dim; it may be that they are chunks."""
-    if any(isinstance(n, Pieces) for n in sizes):
+    if any(isinstance(n, ShardSizes) for n in sizes):
         return True
     cut = said is not None and any(factor.axes for factor in said.layout.dims[d])
     return cut and said is not None and said.exact[d]

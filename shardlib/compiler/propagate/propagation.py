@@ -9,8 +9,8 @@ from functools import cached_property
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.dim_factors import DimFactor, Dims
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.placement import Fixed
-from shardlib.sharding.reshard import Cut
+from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.reshard import FactorAxes
 
 OpFactor = tuple[str, int]  # an op's factor: the rule's label, and which of its leaves
 Assignment = Mapping[OpFactor, tuple[Axis, ...]]  # the mesh axes on the factors of one op
@@ -41,9 +41,13 @@ class Propagation:
         default_factory=dict
     )  # another order of these axes that is annotated
     names: dict[DimFactor, str] = field(default_factory=dict)
-    fixed: dict[Value, tuple[Cut, Fixed]] = field(default_factory=dict)  # results of constraints, and fixed inputs
-    outputs: dict[int, tuple[Cut, Fixed]] = field(default_factory=dict)  # by output position
-    doors: dict[Op, tuple[Cut, Fixed]] = field(default_factory=dict)  # how a shard_map body takes its argument
+    fixed: dict[Value, tuple[FactorAxes, FixedLayout]] = field(
+        default_factory=dict
+    )  # results of constraints, and fixed inputs
+    outputs: dict[int, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)  # by output position
+    doors: dict[Op, tuple[FactorAxes, FixedLayout]] = field(
+        default_factory=dict
+    )  # how a shard_map body takes its argument
     # What is fixed in other factors, or other pieces, than its value has: outputs, doors, inputs, constraints' results.
     apart: dict[int | Op | Value, Value] = field(default_factory=dict)
     tight: Mapping[int | Op | Value, frozenset[int]] = field(default_factory=dict)  # dims whose cuts stand in the way
@@ -78,7 +82,7 @@ class Propagation:
         dims = self.value[value]
         return dims[0] if len(dims) == 1 else tuple([leaf for dim in dims for leaf in dim])
 
-    def across(self, cut: Cut, source: Value, target: Value, *, pieces: bool = False) -> Cut:
+    def across(self, cut: FactorAxes, source: Value, target: Value, *, pieces: bool = False) -> FactorAxes:
         """A cut of `source` on a value of the same shape; dims whose factors (or `pieces`) differ are whole."""
         feed: Iterator[tuple[Axis, ...]] = iter(cut)
         out: list[tuple[Axis, ...]] = []

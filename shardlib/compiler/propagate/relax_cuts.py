@@ -16,13 +16,13 @@ from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.pinned import Key
 from shardlib.compiler.propagate.propagation import AxisRequest, Propagation
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.placement import Fixed
-from shardlib.sharding.reshard import Cut
+from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.reshard import FactorAxes
 
 Loose = Mapping[Key, frozenset[int]]  # of inputs and outputs: the dims that stand apart
 
 
-def tight(f: Propagation, said: Mapping[Key, tuple[Value, Fixed]]) -> Loose:
+def tight(f: Propagation, said: Mapping[Key, tuple[Value, FixedLayout]]) -> Loose:
     """The cut dims of inputs and outputs that refused a split, or are cut on a factor that some op picks from while
     there is another."""
     found: dict[Key, frozenset[int]] = {}
@@ -73,12 +73,14 @@ def matter(f: Propagation, graph: Graph) -> bool:
     return bool(cuts) and not stored
 
 
-def _input(f: Propagation, key: Value | Op) -> tuple[Value, Cut]:
+def _input(f: Propagation, key: Value | Op) -> tuple[Value, FactorAxes]:
     assert isinstance(key, Value)
     return key, f.fixed[key][0]
 
 
-def wanted(f: Propagation, value: Value, dims: frozenset[int], fx: Fixed) -> Iterator[tuple[DimFactor, AxisRequest]]:
+def wanted(
+    f: Propagation, value: Value, dims: frozenset[int], fx: FixedLayout
+) -> Iterator[tuple[DimFactor, AxisRequest]]:
     """What the dims of a value want that stand apart as they are fixed: of the factors that no op picks from, the first
     that takes most of the axes."""
     no = picked(f)

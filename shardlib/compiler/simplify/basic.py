@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.core.aten.op_traits import has, is_view
-from shardlib.core.aten.schemas import argument
-from shardlib.core.call_scalar import hinted
+from shardlib.core.aten.op_traits import has_trait, is_view
+from shardlib.core.aten.schemas import get_argument
+from shardlib.core.call_scalar import replace_by_hints
 from shardlib.core.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ def free_scalars(gm: fx.GraphModule) -> None:
 def one_permute(gm: fx.GraphModule) -> None:
     """`t` and `transpose` are `permute`, which is as fast; a permutation of a permutation is one, or none."""
     for node in gm.graph.nodes:
-        if not has(node.target, "permutes"):
+        if not has_trait(node.target, "permutes"):
             continue
         dims, source = dims_of(node), node.args[0]
         if source.target is aten.permute.default:
@@ -73,10 +73,10 @@ def one_permute(gm: fx.GraphModule) -> None:
 def compose_reshapes(gm: fx.GraphModule) -> None:
     """A reshape of reshapes is one, or none; a copy that several read is made once."""
     for node in gm.graph.nodes:
-        if not has(node.target, "regroups"):
+        if not has_trait(node.target, "keeps_order"):
             continue
         source = node.args[0]
-        while has(source.target, "regroups") and not (source.meta.get("copies") and len(source.users) > 1):
+        while has_trait(source.target, "keeps_order") and not (source.meta.get("copies") and len(source.users) > 1):
             node.meta["copies"] = node.meta.get("copies", False) or source.meta.get("copies", False)
             source = source.args[0]
         if source.meta["val"].shape == node.meta["val"].shape:
@@ -128,12 +128,12 @@ def mask_filled(
 def divide_losses_late(gm: fx.GraphModule) -> None:
     """The mean of a loss is a sum over a count: every part of the rows adds to both, and the division comes last."""
     for node in list(gm.graph.nodes):
-        if node.target not in _LOSSES or argument(node, "reduction") != MEAN:
+        if node.target not in _LOSSES or get_argument(node, "reduction") != MEAN:
             continue
         if node.args[0].meta["val"].dtype == torch.float16:
             continue  # the sum would overflow
         if node.target in _LOSS_BACKWARDS:
-            total = argument(node, "total_weight")
+            total = get_argument(node, "total_weight")
             with gm.graph.inserting_before(node):
                 grad = call(gm, node, aten.div.Tensor, node.args[0], total)
             node.args = (grad, *node.args[1:4], SUM, *node.args[5:])
@@ -154,7 +154,7 @@ def divide_losses_late(gm: fx.GraphModule) -> None:
 def forget_totals(gm: fx.GraphModule) -> None:
     """What a mean divides by is nothing to the gradient of a sum, so nobody has to add it up for that."""
     for node in gm.graph.nodes:
-        if node.target in _LOSS_BACKWARDS and argument(node, "reduction") != MEAN:
+        if node.target in _LOSS_BACKWARDS and get_argument(node, "reduction") != MEAN:
             with gm.graph.inserting_before(node):
                 node.args = (*node.args[:6], call(gm, node, aten.new_full.default, node.args[0], [], 1))
 
@@ -217,7 +217,7 @@ def free_draws(gm: fx.GraphModule) -> None:
     """Random numbers lie beside an input that they are drawn for; a tensor made on the way is not kept for them."""
     for node in gm.graph.nodes:
         if node.target is torch.ops.shardlib.draw.default and isinstance(like := node.args[1], fx.Node):
-            while any(has(like.target, trait) for trait in ("renames", "copies", "like")):
+            while any(has_trait(like.target, trait) for trait in ("is_alias", "copies", "metadata_only")):
                 like = like.args[0]
             key, _, *rest = node.args
             node.args = (key, like if like.op == "placeholder" else None, *rest)
@@ -248,7 +248,7 @@ _IDENTITIES: dict[Any, Callable[[fx.Node], bool]] = {
 def _returns_operand(node: fx.Node) -> bool:
     """Whether a node's values are those of its operand, if shape and dtype are."""
     test = _IDENTITIES.get(node.target)
-    return has(node.target, "renames") or has(node.target, "copies") or (test is not None and test(node))
+    return has_trait(node.target, "is_alias") or has_trait(node.target, "copies") or (test is not None and test(node))
 
 
 def _shown(node: fx.Node) -> Any:
@@ -291,7 +291,7 @@ def _is_free(target: Any) -> bool | None:
     """Whether an op does no arithmetic; None of one that draws random numbers."""
     if _is_random(target):
         return None
-    return target is operator.getitem or is_view(target) or has(target, "regroups")
+    return target is operator.getitem or is_view(target) or has_trait(target, "keeps_order")
 
 
 @cache
@@ -330,7 +330,7 @@ def dims_of(node: fx.Node) -> list[int]:
         return [d % rank for d in node.args[1]]  # type: ignore[union-attr]
     dims = list(range(rank))
     if rank > 1:
-        a, b = (0, 1) if node.target is aten.t.default else (argument(node, "dim0"), argument(node, "dim1"))
+        a, b = (0, 1) if node.target is aten.t.default else (get_argument(node, "dim0"), get_argument(node, "dim1"))
         dims[a], dims[b] = dims[b], dims[a]
     return dims
 
@@ -346,11 +346,11 @@ def call(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any, **kwargs: A
 def value_of(gm: fx.GraphModule, target: Any, args: Any, kwargs: Any) -> Any:
     """Returns the fake value of a call; calls of one op on operands of the same form in one graph share it."""
     forms = fx.map_arg((args, kwargs), _form)
-    key = target, _key(hinted(forms))
+    key = target, _key(replace_by_hints(forms))
     values: dict[Any, Any] = gm.meta.setdefault(_VALUES, {})
     if key not in values:
         args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        values[key] = target(*hinted(args), **kwargs)
+        values[key] = target(*replace_by_hints(args), **kwargs)
     return values[key]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 _ONES = {aten.ones_like.default, aten.new_ones.default}
@@ -33,7 +33,11 @@ def free_likes(gm: fx.GraphModule) -> None:
             make, args = _made(node)
             made = gm.graph.call_function(make, (list(val.shape), *args), {"dtype": val.dtype, "device": val.device})
         made.meta.update(node.meta | {"val": val.new_empty(val.shape)})
-        while has(source.target, "copies") or has(source.target, "renames") or has(source.target, "like"):
+        while (
+            has_trait(source.target, "copies")
+            or has_trait(source.target, "is_alias")
+            or has_trait(source.target, "metadata_only")
+        ):
             source = source.args[0]
         made.meta["like"] = source
         made.meta.pop("gradient of", None)
@@ -44,7 +48,7 @@ def _is_like(node: fx.Node) -> bool:
     """Whether it takes a dtype and a device, if no shape, of its operand, and reads no tensor for its numbers."""
     if node.target in _ONES or node.target in _EMPTY:
         return True
-    fills = has(node.target, "fills") and (has(node.target, "like") or node.target in _FULL)
+    fills = has_trait(node.target, "fills") and (has_trait(node.target, "metadata_only") or node.target in _FULL)
     return fills and len(node.all_input_nodes) == 1
 
 
@@ -52,7 +56,7 @@ def _made(node: fx.Node) -> tuple[Any, list[Any]]:
     """What makes it of a shape, and the arguments behind that."""
     if node.target in _EMPTY:
         return aten.empty.memory_format, []
-    number = 1 if node.target in _ONES else 0 if has(node.target, "zeros") else argument(node, "fill_value")
+    number = 1 if node.target in _ONES else 0 if has_trait(node.target, "zeros") else get_argument(node, "fill_value")
     return aten.full.default, [number]
 
 
@@ -64,7 +68,9 @@ def _said(gm: fx.GraphModule, likes: set[fx.Node]) -> set[fx.Node]:
             constant.add(node)
     said: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        ends = node.op == "output" or any(has(node.target, trait) for trait in ("constrains", "enters", "leaves"))
+        ends = node.op == "output" or any(
+            has_trait(node.target, trait) for trait in ("constrains", "enters_body", "leaves_body")
+        )
         if ends or (node in constant and not said.isdisjoint(node.users)):
             said.add(node)
     return said

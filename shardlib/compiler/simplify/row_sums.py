@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.basic import MEAN, call
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_argument
 from shardlib.ops.scores import SCORES_BACKWARD
 
 aten = torch.ops.aten
@@ -86,7 +86,9 @@ def _of_target(rows: _Rows, x: Node) -> Made | None:
 def _of_chosen(rows: _Rows, x: Node) -> Made | None:
     """What is added to zeros at places of the same row."""
     zeros, dim, index, source = x.args
-    zero = has(zeros.target, "fills") and (has(zeros.target, "zeros") or argument(zeros, "fill_value") == 0)
+    zero = has_trait(zeros.target, "fills") and (
+        has_trait(zeros.target, "zeros") or get_argument(zeros, "fill_value") == 0
+    )
     added, shape = (t.meta["val"].shape for t in (source, index))
     fits = added == shape and all(n == rows.val.shape[d] for d, n in enumerate(shape) if d != rows.dim)
     known = zero and dim % rows.val.dim() == rows.dim and len(shape) == rows.val.dim() and fits
@@ -126,7 +128,7 @@ def _written(rows: _Rows, target: Any, parts: Sequence[Made]) -> Node:
 def _of_probabilities(rows: _Rows, x: Node) -> Made | None:
     shape = [n for d, n in enumerate(rows.val.shape) if d != rows.dim]
     like = {"dtype": rows.val.dtype, "device": rows.val.device}
-    whole = argument(x, "dim") % rows.val.dim() == rows.dim
+    whole = get_argument(x, "dim") % rows.val.dim() == rows.dim
     return (lambda: rows.write(aten.full.default, shape, 1, **like)) if whole else None
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.basic import SUM, call
-from shardlib.core.aten.op_traits import has, is_view
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.op_traits import has_trait, is_view
+from shardlib.core.aten.schemas import get_argument
 from shardlib.core.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -35,10 +35,14 @@ def know_counts(gm: fx.GraphModule) -> None:
     """A loss whose targets are never those that it ignores counts all of them."""
     ranges = Ranges()
     for node in gm.graph.nodes:
-        if node.target not in _LOSSES or argument(node, "reduction") != SUM or argument(node, "weight") is not None:
+        if (
+            node.target not in _LOSSES
+            or get_argument(node, "reduction") != SUM
+            or get_argument(node, "weight") is not None
+        ):
             continue
         totals = [user for user in node.users if user.args[1] == 1]
-        target, ignored = argument(node, "target"), argument(node, "ignore_index")
+        target, ignored = get_argument(node, "target"), get_argument(node, "ignore_index")
         if not totals or (within := ranges.of(target)) is None or within.low <= ignored <= within.high:
             continue
         for total in totals:
@@ -82,10 +86,10 @@ class Ranges:
             return _place(self, made) if isinstance(made, fx.Node) and index == 1 and _finds(made.target) else None
         if x.target is aten.scalar_tensor.default:
             return self.of(x.args[0])
-        if has(x.target, "fills"):
-            return Range(0, 0) if has(x.target, "zeros") else self.of(argument(x, "fill_value"))
-        same = is_view(x.target) or x.target in (aten.cat.default, aten.stack.default) or has(x.target, "copies")
-        if same and not any(has(x.target, trait) for trait in ("retypes", "marks", "strides")):
+        if has_trait(x.target, "fills"):
+            return Range(0, 0) if has_trait(x.target, "zeros") else self.of(get_argument(x, "fill_value"))
+        same = is_view(x.target) or x.target in (aten.cat.default, aten.stack.default) or has_trait(x.target, "copies")
+        if same and not any(has_trait(x.target, trait) for trait in ("bitcasts", "sets_lazy_bit", "takes_strides")):
             return self.all(x.all_input_nodes)
         known = _RANGES.get(x.target)
         return None if known is None else known(self, x)

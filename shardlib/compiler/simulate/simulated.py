@@ -14,7 +14,7 @@ from shardlib.compiler.program.steps import Compute, Program
 from shardlib.compiler.simulate import rooflines
 from shardlib.compiler.simulate.recomputed import recomputed
 from shardlib.compiler.simulate.timeline import COMPUTE, STREAMS, Event, Timeline, refuse_other_axes, timeline
-from shardlib.core.source_lines import place
+from shardlib.core.source_lines import format_path_line
 from shardlib.sharding.mesh.machine import Machine
 
 
@@ -92,7 +92,9 @@ class Simulated:
         rows.append(("peak memory", f"{self.peak_memory / 2**30:.3g} GiB of {memory / 2**30:.3g} GiB"))
         ways: defaultdict[str, float] = defaultdict(float)
         for event in self.critical_path:
-            ways[f"{event.name} at {place(event.line)}" if event.stream != COMPUTE else COMPUTE] += event.seconds
+            ways[f"{event.name} at {format_path_line(event.line)}" if event.stream != COMPUTE else COMPUTE] += (
+                event.seconds
+            )
         longest = sorted(ways.items(), key=lambda way: -way[1])[:_SHOWN]
         rows += [("critical path" if i == 0 else "", f"{clock(s)} {what}") for i, (what, s) in enumerate(longest)]
         width = max(len(head) for head, _ in rows)
@@ -109,7 +111,7 @@ class Simulated:
         for stream, track in tracks.items():
             events.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": stream}})
         for e in self.timeline.events:
-            at = {"ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": {"line": place(e.line)}}
+            at = {"ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": {"line": format_path_line(e.line)}}
             events.append({"ph": "X", "pid": 1, "tid": tracks[e.stream], "name": e.name, **at})
         for second, held in self.timeline.memory:
             use = {"ph": "C", "pid": 1, "name": "memory", "ts": second * 1e6, "args": {"bytes": held}}

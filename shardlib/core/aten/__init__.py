@@ -1,1 +1,1 @@
-"""Facts about torch's own ops."""
+"""Facts about ATen ops: schemas, traits and functional forms."""

@@ -1,4 +1,4 @@
-"""The ops that programs are written with beside those that the user called: cuts, views and copies."""
+"""Short names of the ATen ops that the compiler inserts into programs: slices, views, copies and arithmetic."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ SPLIT = _aten.split_with_sizes.default
 VIEW = _aten.view.default
 UNSQUEEZE = _aten.unsqueeze.default
 
-# Products, and what adds one to its first operand.
+# A matrix product, and the op that adds it to its first operand.
 ADDED = {_aten.mm.default: _aten.addmm.default, _aten.bmm.default: _aten.baddbmm.default}

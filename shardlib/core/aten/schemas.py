@@ -1,4 +1,4 @@
-"""What the schemas of ATen ops say about writing: which ops write, and how to write through a view."""
+"""Reads the schemas of ATen ops: their arguments, which ops write, and how to write through a view."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardlib.core.aten.op_traits import has, is_view
+from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.core.torch_private import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
@@ -23,15 +23,15 @@ Inverse = Callable[[Emit, fx.Node, fx.Node, fx.Node], fx.Node | None]  # (emit, 
 
 @cache
 def written_arguments(target: Any) -> tuple[str, ...]:
-    """Names of the arguments that an op writes to, out= ones first: functional forms return results in this order."""
+    """Returns the names of the arguments that an op writes, out= first, in the order of functional results."""
     if not isinstance(target, OpOverload):
         return ()
     written = [a for a in schema_of(target).arguments if a.alias_info is not None and a.alias_info.is_write]
     return tuple(a.name for a in sorted(written, key=lambda a: not a.kwarg_only))
 
 
-def may_draw(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers; torch's attention and rrelu do where they drop something out."""
+def may_draw_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a call draws random numbers; attention and rrelu do so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     parameters = schema_of(target).arguments
@@ -40,8 +40,8 @@ def may_draw(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     return all(values.get(name, True) not in (0, False) for name in ("dropout_p", "training", "train"))
 
 
-def written_to(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes of a graph whose memory some op writes to, by itself or through views."""
+def find_written_nodes(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Returns the nodes of a graph whose memory some op writes, directly or through views."""
     owners: dict[fx.Node, fx.Node] = {}
     written: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -52,13 +52,13 @@ def written_to(graph: fx.Graph) -> dict[fx.Node, None]:
         names = written_arguments(node.target)
         for i, a in enumerate(schema_of(node.target).arguments if names else ()):
             if a.name in names:
-                found = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
-                written |= dict.fromkeys(owners.get(x, x) for x in pytree.tree_leaves(found) if isinstance(x, fx.Node))
+                value = node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
+                written |= dict.fromkeys(owners.get(x, x) for x in pytree.tree_leaves(value) if isinstance(x, fx.Node))
     return written
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """The argument `name` of a call, wherever it was passed, or its default."""
+def get_argument(node: fx.Node, name: str) -> Any:
+    """Returns the argument `name` of a call, passed by position or by name, or its default."""
     assert isinstance(node.target, OpOverload)
     for i, a in enumerate(schema_of(node.target).arguments):
         if a.name == name:
@@ -66,41 +66,41 @@ def argument(node: fx.Node, name: str) -> Any:
     raise KeyError(name)
 
 
-def filled(node: fx.Node) -> Any:
-    """The number that a call fills a tensor with; None for other calls."""
-    if not has(node.target, "fills"):
+def get_fill_value(node: fx.Node) -> Any:
+    """Returns the number with which a call fills a tensor; None for other calls."""
+    if not has_trait(node.target, "fills"):
         return None
-    return 0 if has(node.target, "zeros") else argument(node, "fill_value")
+    return 0 if has_trait(node.target, "zeros") else get_argument(node, "fill_value")
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, in the order of its schema."""
+def get_arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns all arguments of a call by name, in the order of its schema."""
     assert isinstance(node.target, OpOverload)
-    return {a.name: argument(node, a.name) for a in schema_of(node.target).arguments}
+    return {a.name: get_argument(node, a.name) for a in schema_of(node.target).arguments}
 
 
-def values_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that stand for a node's results in its trace."""
+def traced_values(node: fx.Node) -> list[torch.Tensor]:
+    """Returns the fake tensors of a node's results."""
     return [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
 
 
-def tensors_in(value: Any) -> list[fx.Node]:
-    """The nodes of an argument: one, a list of them, or none."""
+def find_nodes(value: Any) -> list[fx.Node]:
+    """Returns the nodes in an argument: a node, or lists of nodes."""
     if isinstance(value, fx.Node):
         return [value]
-    return [x for item in value for x in tensors_in(item)] if isinstance(value, list | tuple) else []
+    return [x for item in value for x in find_nodes(item)] if isinstance(value, list | tuple) else []
 
 
 # --- writing through views --------------------------------------------------------------------------------------------
 
 
-def scatter(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
-    """`base` with the part that `view` shows replaced by `value`; None for views that cannot be written through."""
+def write_through_view(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node | None:
+    """Emits `base` with the elements of `view` replaced by `value`; None for views without an inverse."""
     if view.target is operator.getitem:
         parts, index = view.args
         assert isinstance(parts, fx.Node)
         assert isinstance(index, int)
-        dim = argument(parts, "dim")
+        dim = get_argument(parts, "dim")
         if parts.target is aten.unbind.int:
             return emit(aten.select_scatter.default, base, value, dim, index)
         start = sum(p.shape[dim] for p in parts.meta["val"][:index])
@@ -119,7 +119,7 @@ def _reshape(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Nod
 
 def _permute(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
     rank = base.meta["val"].dim()
-    dims = [d % rank for d in argument(view, "dims")]
+    dims = [d % rank for d in get_argument(view, "dims")]
     return emit(aten.permute.default, value, sorted(range(rank), key=dims.__getitem__))
 
 
@@ -131,8 +131,8 @@ def _scattered(target: OpOverload) -> Inverse:
     return lambda emit, view, base, value: emit(target, base, value, *view.args[1:], **view.kwargs)
 
 
-def _packed(emit: Emit, value: fx.Node) -> fx.Node:
-    """The value in order in memory, as bytes of another kind have to lie."""
+def _contiguous(emit: Emit, value: fx.Node) -> fx.Node:
+    """Makes the value contiguous, which a view as another dtype needs."""
     if value.meta["val"].is_contiguous():
         return value
     return emit(aten.clone.default, value, memory_format=torch.contiguous_format)
@@ -140,7 +140,7 @@ def _packed(emit: Emit, value: fx.Node) -> fx.Node:
 
 _INVERSE: dict[Any, Inverse] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default), _same),
-    # `reshape` is what views became in a body that was traced apart.
+    # In a body that was traced separately, views are `reshape`.
     **dict.fromkeys(
         (getattr(aten, x).default for x in ("view", "_unsafe_view", "_reshape_alias", "reshape")), _reshape
     ),
@@ -154,7 +154,9 @@ _INVERSE: dict[Any, Inverse] = {
     aten.select.int: _scattered(aten.select_scatter.default),
     aten.diagonal.default: _scattered(aten.diagonal_scatter.default),
     aten.index.Tensor: lambda emit, view, base, value: _unindexed(emit, view, base, value),
-    aten.view_as_real.default: lambda emit, view, base, value: emit(aten.view_as_complex.default, _packed(emit, value)),
+    aten.view_as_real.default: lambda emit, view, base, value: emit(
+        aten.view_as_complex.default, _contiguous(emit, value)
+    ),
     aten.view_as_complex.default: lambda emit, view, base, value: emit(aten.view_as_real.default, value),
 }
 
@@ -163,9 +165,9 @@ _INVERSE: dict[Any, Inverse] = {
 
 
 def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
-    """`as_strided` of a dense tensor as slices, a permutation and a reshape, or else as an index; None if not dense.
+    """Emits `as_strided` of a dense tensor as slices, a permutation and a reshape, or as an index; None if not dense.
 
-    Strides are a matter of one device's memory: they mean nothing on shards. Autograd makes `as_strided` for writes to
+    Strides describe one device's memory and have no meaning on shards. Autograd calls `as_strided` for writes to
     slices.
     """
     val: Tensor = base.meta["val"]
@@ -173,17 +175,17 @@ def unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[i
         nothing = emit(aten.slice.Tensor, emit(aten.reshape.default, base, [val.numel()]), 0, 0, 0)
         return emit(aten.reshape.default, nothing, list(size))
     if any(s == 0 and n > 1 for n, s in zip(size, stride, strict=True)):
-        return _indexed(emit, base, size, stride, offset)  # one element in several places
-    found = _unstrided(emit, base, size, stride, offset)
-    if found is None and val.is_contiguous():  # the memory as a grid in which every stride is a step along a dim
+        return _indexed(emit, base, size, stride, offset)  # some elements repeat
+    view = _sliced(emit, base, size, stride, offset)
+    if view is None and val.is_contiguous():  # view the memory as a grid in which every stride is a step along a dim
         steps = sorted({s for n, s in zip(size, stride, strict=True) if n != 1} | {1, val.numel()}, reverse=True)
         if all(a % b == 0 for a, b in pairwise(steps)):
             grid = emit(aten.reshape.default, base, [a // b for a, b in pairwise(steps)])
-            found = _unstrided(emit, grid, size, stride, offset)
-    return found or _windows(emit, base, size, stride, offset) or _indexed(emit, base, size, stride, offset)
+            view = _sliced(emit, grid, size, stride, offset)
+    return view or _windows(emit, base, size, stride, offset) or _indexed(emit, base, size, stride, offset)
 
 
-def _unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
+def _sliced(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
     val: Tensor = base.meta["val"]
     order = sorted((d for d in range(val.dim()) if val.shape[d] != 1), key=val.stride, reverse=True)
     if not _dense([val.shape[d] for d in order], [val.stride(d) for d in order]):
@@ -191,7 +193,7 @@ def _unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[
     if val.numel() == math.prod(size) and val.is_contiguous() and _dense(size, stride) and not offset:
         return emit(aten.reshape.default, base, list(size))
     long = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
-    if len(long) <= 1 and val.is_contiguous():  # a diagonal, say: every so many elements of the memory
+    if len(long) <= 1 and val.is_contiguous():  # such as a diagonal: every n-th element of the memory
         count, step = long[0] if long else (1, 1)
         flat = emit(aten.reshape.default, base, [val.numel()])
         line = emit(aten.slice.Tensor, flat, 0, offset, offset + step * (count - 1) + 1, step)
@@ -224,11 +226,10 @@ def _unstrided(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[
 
 
 def _windows(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
-    """Windows that overlap, as `unfold` makes them: of two dims the minor one reaches further than the major one
-    steps."""
+    """Emits overlapping windows by `unfold`: the minor of two dims reaches beyond one step of the major one."""
     val: Tensor = base.meta["val"]
     order = sorted((d for d, n in enumerate(size) if n != 1), key=lambda d: -stride[d])
-    groups: list[list[int]] = []  # of dims, which are one dim of the memory
+    groups: list[list[int]] = []  # dims of the result that are one dim of the memory
     for d in order:
         overlaps = groups and len(groups[-1]) == 1 and size[d] * stride[d] > stride[groups[-1][0]] > stride[d]
         groups = [*groups[:-1], [*groups[-1], d]] if overlaps else [*groups, [d]]
@@ -256,17 +257,21 @@ def _windows(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[in
             windows.append(group[1])
         elif step > 1:
             node = emit(aten.slice.Tensor, node, k, 0, reach, step)
-    made = [next((group[0] for group in groups if at[stride[group[-1]]] == k), None) for k in range(len(steps) - 1)]
-    kept = [d for d in made if d is not None] + windows
-    taken = [k for k, d in enumerate(made) if d is not None] + [len(made) + i for i in range(len(windows))]
-    dims = [k for _, k in sorted(zip(kept, taken, strict=True))] + [k for k, d in enumerate(made) if d is None]
+    memory_dims = [
+        next((group[0] for group in groups if at[stride[group[-1]]] == k), None) for k in range(len(steps) - 1)
+    ]
+    kept = [d for d in memory_dims if d is not None] + windows
+    taken = [k for k, d in enumerate(memory_dims) if d is not None] + [
+        len(memory_dims) + i for i in range(len(windows))
+    ]
+    dims = [k for _, k in sorted(zip(kept, taken, strict=True))] + [k for k, d in enumerate(memory_dims) if d is None]
     if dims != [*range(len(dims))]:
         node = emit(aten.permute.default, node, dims)
     return node if node.meta["val"].shape == torch.Size(size) else emit(aten.reshape.default, node, list(size))
 
 
 def _indexed(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[int], offset: int) -> fx.Node | None:
-    """Every element by its place in the memory: overlapping windows, say."""
+    """Emits an index of every element by its position in memory."""
     val: Tensor = base.meta["val"]
     if (memory := _in_memory(emit, base)) is None:
         return None
@@ -277,13 +282,13 @@ def _indexed(emit: Emit, base: fx.Node, size: Sequence[int], stride: Sequence[in
             steps = emit(aten.arange.start_step, 0, n * s, s, dtype=torch.int64, device=val.device)
             line = emit(aten.reshape.default, steps, [n if i == d else 1 for i in range(len(size))])
             where = emit(aten.add.Tensor, where, line)
-    found = emit(aten.index.Tensor, flat, [emit(aten.expand.default, where, list(size))])
-    found.meta["overlaps"] = not apart(size, stride)
-    return found
+    view = emit(aten.index.Tensor, flat, [emit(aten.expand.default, where, list(size))])
+    view.meta["overlaps"] = not is_non_overlapping(size, stride)
+    return view
 
 
 def _in_memory(emit: Emit, base: fx.Node) -> fx.Node | None:
-    """A tensor with its dims as they lie in its memory; None where it has gaps."""
+    """Permutes the dims of a tensor to their order in memory; None if the memory has gaps."""
     val: Tensor = base.meta["val"]
     order = sorted(range(val.dim()), key=lambda d: (val.stride()[d], val.shape[d]), reverse=True)
     if not _dense([val.shape[d] for d in order], [val.stride(d) for d in order]):
@@ -295,8 +300,8 @@ def _unindexed(emit: Emit, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.N
     return None if view.meta["overlaps"] else emit(aten.index_put.default, base, view.args[1], value)
 
 
-def apart(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether every element has a place of its own: each stride steps over all that the smaller ones reach."""
+def is_non_overlapping(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Returns whether no two elements share memory: each stride exceeds the reach of all smaller ones."""
     reach = 0
     for s, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n != 1):
         if s <= reach:
@@ -306,7 +311,7 @@ def apart(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _dense(sizes: Iterable[int], strides: Iterable[int]) -> bool:
-    """Whether dims, major first, fill their memory without a gap."""
+    """Returns whether dims, major first, fill their memory without a gap."""
     expected = 1
     for n, s in reversed(list(zip(sizes, strides, strict=True))):
         if n != 1 and s != expected:

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.plain_types import has_own_type
 from shardlib.core.source_lines import is_internal
 from shardlib.frontend.guards.attributes import content, own
@@ -207,7 +207,7 @@ class Reached:
     """The reaches of code, each made once for the same functions."""
 
     def __init__(self) -> None:
-        self._known: Bounded[Any, tuple[Reach, ...]] = Bounded(64)
+        self._known: BoundedCache[Any, tuple[Reach, ...]] = BoundedCache(64)
 
     def of(self, code: Iterable[Any], before: Reach | None) -> Reach:
         """What `code` reads beside what `before` does."""

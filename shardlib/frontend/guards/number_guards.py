@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlib.core.call_scalar import Scalar, same_number
+from shardlib.core.call_scalar import Scalar, is_same_number
 from shardlib.frontend.side_effects.host_scalars import Hosted
 
 
@@ -22,7 +22,7 @@ class Served:
     def leaves(self, leaves: list[Any]) -> list[Any] | None:
         """The leaves of a call, and the numbers that are worked out; None where it is none of these calls."""
         for i, value in self.looked.items():
-            if not same_number(leaves[i], value):
+            if not is_same_number(leaves[i], value):
                 return None
         given = self.completed(leaves) if self.hosted else leaves
         if given is None or any(_answer(x, given) != x.hint for x in self.compared):

@@ -21,10 +21,11 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
-from shardlib.core.aten.schemas import values_of
+from shardlib.core.aten.schemas import traced_values
 from shardlib.core.call_scalar import OPERATIONS, Scalar
-from shardlib.core.mode_restore import Staying
-from shardlib.core.torch_private import Source, symbols
+from shardlib.core.fake_tensors import make_shape_env
+from shardlib.core.mode_restore import PersistentFunctionMode
+from shardlib.core.torch_private import Source
 from shardlib.frontend.guards.number_guards import Served, sources
 from shardlib.frontend.side_effects.host_scalars import Hosted
 
@@ -80,7 +81,7 @@ class TracedNumber:
             return NotImplemented
         if op is operator.pow and all(isinstance(x, int) for x in args):  # a negative exponent makes it a float
             args = args[0], plain(args[1])
-        return TracedNumber.of(Scalar.of(op, *(x.scalar if is_given(x) else x for x in args)), self.numbers)
+        return TracedNumber.of(Scalar.apply(op, *(x.scalar if is_given(x) else x for x in args)), self.numbers)
 
     def __divmod__(self, other: Any) -> Any:
         return operator.floordiv(self, other), operator.mod(self, other)
@@ -193,7 +194,7 @@ class _Number(Source):
         return self.label
 
 
-class Numbers(Staying):
+class Numbers(PersistentFunctionMode):
     """While on, functions of torch take `TracedNumber` numbers; where they are `plain`, only rates are such."""
 
     def __init__(self, plain: bool = False) -> None:
@@ -211,7 +212,7 @@ class Numbers(Staying):
     @cached_property
     def env(self) -> ShapeEnv:
         """Torch's symbols. (Late: most of torch's compiler comes with them, and a call without numbers needs none.)"""
-        made: ShapeEnv = symbols()
+        made: ShapeEnv = make_shape_env()
         return made
 
     def give(self, leaf: int, name: str, value: Any, *, rate: bool = False) -> Any:
@@ -220,7 +221,7 @@ class Numbers(Staying):
         if self.plain and not rate:
             self.looked[leaf] = value
             return value
-        return TracedNumber.of(Scalar.given(leaf, name, value), self)
+        return TracedNumber.of(Scalar.from_leaf(leaf, name, value), self)
 
     def host(self, hosted: Hosted, name: str) -> list[Any]:
         """The numbers that code works out in each call."""
@@ -234,7 +235,7 @@ class Numbers(Staying):
     def look(self, scalar: Scalar) -> None:
         """From now on the program is for the value of this number; of a counter's `n % 4`, for that one of four."""
         if scalar.op is not None and type(scalar.hint) is int and len(self.compared) < COMPARISONS:
-            self.compared[Scalar.of(operator.eq, scalar, scalar.hint)] = None
+            self.compared[Scalar.apply(operator.eq, scalar, scalar.hint)] = None
             return
         for leaf in sources(scalar.leaves(), self.hosted):
             self.looked[leaf] = self._hints[leaf]
@@ -246,7 +247,7 @@ class Numbers(Staying):
 
     def compare(self, op: Any, a: Any, b: Any) -> bool:
         """What `op` says of two numbers; beyond a few such answers, the program is for their values."""
-        found = Scalar.of(op, *(x.scalar if is_given(x) else x for x in (a, b)))
+        found = Scalar.apply(op, *(x.scalar if is_given(x) else x for x in (a, b)))
         if len(self.compared) < COMPARISONS:
             self.compared[found] = None
         elif found not in self.compared:
@@ -302,9 +303,9 @@ class Numbers(Staying):
             elif isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
                 if node.op != "call_function" or node.target not in OPERATIONS or node.kwargs:
                     return False
-                found[node] = Scalar.of(node.target, *(found.get(x, x) for x in node.args))
+                found[node] = Scalar.apply(node.target, *(found.get(x, x) for x in node.args))
                 continue
-            elif any(type(n) is not int for x in values_of(node) for n in x.shape):
+            elif any(type(n) is not int for x in traced_values(node) for n in x.shape):
                 return False
             if any(n in found for n in node.all_input_nodes):
                 node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: found.get(n, n))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.strided_only import refuse_others
+from shardlib.core.strided_only import refuse_unstrided
 from shardlib.frontend.side_effects.mutable_places import Changing, Place
 from shardlib.frontend.side_effects.place_names import name_of
 
@@ -132,6 +132,6 @@ def plain_form(x: torch.Tensor) -> tuple[Any, ...]:
     try:
         strides = x.stride() if x.layout is torch.strided else x.layout
     except RuntimeError:  # a nested one has none
-        refuse_others("a jitted function", [("an argument, or what the function closes over,", x)])
+        refuse_unstrided("a jitted function", [("an argument, or what the function closes over,", x)])
         raise
     return type(x), x.shape, strides, x.dtype, x.device

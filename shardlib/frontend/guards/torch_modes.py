@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shardlib.core.context import rules_said
+from shardlib.core.context import rule_registrations
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import (
     MODULE_HOOKS,
@@ -58,7 +58,7 @@ def ambient(state: State) -> tuple[Any, ...]:
         _deterministic(),
         _precision(),
         _environment.get(b"SHARDLIB_OPS"),
-        rules_said.value,
+        rule_registrations.value,
         modes(state) if count_function_modes() or any(MODULE_HOOKS) else (),
     )
 

@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot
 from torch.nn import Parameter
 
-from shardlib.core.aten.op_traits import is_view, may_show, repeats
-from shardlib.core.aten.schemas import values_of
+from shardlib.core.aten.op_traits import is_deterministic, is_view, may_return_view
+from shardlib.core.aten.schemas import traced_values
 from shardlib.core.torch_private import FakeTensor, OpOverload, pytree, schema_of, without_modes
 
 _EQUAL = torch.ops.aten.equal.default
@@ -79,7 +79,7 @@ def _replayed(tracer: Any, asked: list[fx.Node], given: Mapping[fx.Node, Tensor]
             touches = not needed.isdisjoint(_written(node) if _is_quiet(node) else node.all_input_nodes)
             if touches and node not in needed:
                 todo.append(node)
-    if sum(x.numel() for node in needed for x in values_of(node)) > _LARGE:
+    if sum(x.numel() for node in needed for x in traced_values(node)) > _LARGE:
         return None
     known: dict[fx.Node, Any] = {}
     for node in tracer.graph.nodes:
@@ -107,7 +107,7 @@ def _is_constant(node: fx.Node) -> bool:
     """Whether it makes the same of the same operands in every call."""
     if node.op == "get_attr":
         return is_literal(node)
-    return node.target is operator.getitem or repeats(node.target)
+    return node.target is operator.getitem or is_deterministic(node.target)
 
 
 def _is_of_torch(node: fx.Node) -> bool:
@@ -119,7 +119,7 @@ def _is_of_torch(node: fx.Node) -> bool:
 def _is_quiet(node: fx.Node) -> bool:
     """Whether its results have memory of their own, and its schema says what it writes."""
     op = node.target
-    return isinstance(op, OpOverload) and _is_of_torch(node) and not (is_view(op) or may_show(op))
+    return isinstance(op, OpOverload) and _is_of_torch(node) and not (is_view(op) or may_return_view(op))
 
 
 def _run(tracer: Any, node: fx.Node, known: dict[fx.Node, Any]) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from shardlib.core.aten.functional_forms import functional_form
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import OpOverload, schema_of, without_autocast, without_modes
 from shardlib.frontend.hazards.fake_tensor_gaps import OnOneDevice
@@ -75,7 +75,7 @@ def refuse_kernels(graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
             raise refused(error, name, [str(node.meta["line"])], operands, OnOneDevice(error=error))
 
 
-_known: Bounded[Any, Exception | None] = Bounded(1 << 10)
+_known: BoundedCache[Any, Exception | None] = BoundedCache(1 << 10)
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import FakeTensor, parametrized
 from shardlib.frontend.guards.number_inputs import is_given
@@ -40,7 +40,7 @@ def outlived(tracked: Mapping[Any, Any], inputs: Collection[int]) -> tuple[weakr
     history of pieces that draw holds, is shown to nobody.
     """
     made = ((x, slot.proxy.node) for x, slot in list(tracked.items()) if isinstance(x, FakeTensor))
-    return tuple(weakref.ref(x) for x, node in made if id(x) not in inputs and not has(node.target, "draws the key"))
+    return tuple(weakref.ref(x) for x, node in made if id(x) not in inputs and not has_trait(node.target, "draws_key"))
 
 
 def keeps_numbers(refs: Refs) -> bool:

@@ -21,16 +21,9 @@ from torch.fx.experimental.proxy_tensor import (
     has_proxy_slot,
 )
 
+from shardlib.core.fake_tensors import make_fake_like
 from shardlib.core.source_lines import modules
-from shardlib.core.torch_private import (
-    SLOT,
-    FakeTensor,
-    fake_like,
-    innermost,
-    running_node,
-    set_slot,
-    without_transforms,
-)
+from shardlib.core.torch_private import SLOT, FakeTensor, innermost, running_node, set_slot, without_transforms
 from shardlib.frontend.lifted_inputs import Lifted
 from shardlib.primitives.random.keys import Redrawn
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -113,7 +106,7 @@ def alike(x: Tensor) -> Tensor:
     """A tensor like x that nobody has traced."""
     if type(x) is FakeTensor:
         with without_transforms():
-            return fake_like(x)  # type: ignore[no-any-return]
+            return make_fake_like(x)  # type: ignore[no-any-return]
     with without_transforms(), disable_proxy_modes_tracing() if get_proxy_mode() is not None else ExitStack():
         return torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.mode_restore import Staying
+from shardlib.core.mode_restore import PersistentFunctionMode
 from shardlib.core.torch_private import (
     IN_A_FUNCTION,
     INTO_GRAD,
@@ -30,7 +30,7 @@ from shardlib.frontend.lifted_inputs import Lifted
 from shardlib.frontend.reuse.copy_nodes import alike
 
 
-class Closures(Staying):
+class Closures(PersistentFunctionMode):
     """Puts `stand_ins` in the place of tensors that come from outside of the body, the `originals`."""
 
     def __init__(self) -> None:

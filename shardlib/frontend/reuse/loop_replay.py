@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardlib.core.aten.op_traits import has, is_view
-from shardlib.core.batched_grad import mapped_alike
+from shardlib.core.aten.op_traits import has_trait, is_view
+from shardlib.core.batched_grad import batch_all_outputs
 from shardlib.core.errors import NoDerivativeError, WrittenError
 from shardlib.core.source_lines import replayed
 from shardlib.core.torch_private import TransformType, depth_of_batches, is_wrapped, transforms, version_of
@@ -120,7 +120,7 @@ def _without(body: Body, missing: set[fx.Node | None]) -> Way:
 
     So torch does it: it does not get to what leads to such results alone, and has zeros for those beside others.
     """
-    if any(has(node.target, "strides") for node in body.backward):  # which are others without an addition
+    if any(has_trait(node.target, "takes_strides") for node in body.backward):  # which are others without an addition
         raise _other_way("its gradient is one of some of its results, and asks for strides")
     follows, gone = {x for x in body.cotangents if x is not None}, {x for x in missing if x is not None}
     same: dict[fx.Node, fx.Node] = {}
@@ -178,7 +178,7 @@ class _Step(torch.autograd.Function):
             x = env[node] if node in env and not copy.is_followed else copy.tensor(node)
             out.append(x.clone() if id(x) in taken else x)  # an output is memory of its own
             taken.add(id(out[-1]))
-        return (*mapped_alike(out[: len(body.outputs)], inputs), *out[len(body.outputs) :])
+        return (*batch_all_outputs(out[: len(body.outputs)], inputs), *out[len(body.outputs) :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -280,7 +280,7 @@ class _Gradient(torch.autograd.Function):
             env = dict(zip(nodes, tensors, strict=True))
             _run((*body.forward, *body.backward), env)
             gradients = [env[x].clone() for x in body.gradients if x is not None]
-        return mapped_alike(gradients, tensors)
+        return batch_all_outputs(gradients, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

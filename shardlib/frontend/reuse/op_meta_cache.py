@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-from shardlib.core.aten.op_traits import is_view, may_show
-from shardlib.core.bounded_cache import Bounded
-from shardlib.core.torch_private import SLOT, FakeTensor, OpOverload, fake_of, memory_of, schema_of, set_slot
+from shardlib.core.aten.op_traits import is_view, may_return_view
+from shardlib.core.bounded_cache import BoundedCache
+from shardlib.core.fake_tensors import make_fake
+from shardlib.core.torch_private import SLOT, FakeTensor, OpOverload, memory_of, schema_of, set_slot
 
 Key = tuple[Any, ...]
 # They take every number, and make the same of each: a rate is another one in every call.
@@ -72,10 +73,11 @@ def _form(x: Any) -> _Form | None:
 def _fakes(results: _Results, first: Any, is_view: bool) -> list[Tensor | None]:
     """Tensors of these forms: a view's in the memory of its first operand."""
     mode, memory = first.fake_mode, first.untyped_storage() if is_view else None
-    return [x if x is None else fake_of(mode, *x[:4], memory, x.offset) for x in results.forms]
+    return [x if x is None else make_fake(mode, *x[:4], memory, x.offset) for x in results.forms]
 
 
-_FORMS: Bounded[Key, _Results | None] = Bounded(1 << 13)  # what ops make; None: it was more than nodes of their own
+# What ops make; None: it was more than nodes of their own.
+_FORMS: BoundedCache[Key, _Results | None] = BoundedCache(1 << 13)
 
 
 class Repeated:
@@ -233,7 +235,7 @@ def _differ(memories: Sequence[int]) -> bool:
 @cache
 def _is_plain(op: Any) -> bool:
     """Whether a call makes tensors in memory of their own, whose forms are a matter of those of its operands."""
-    if not isinstance(op, OpOverload) or is_view(op) or may_show(op):
+    if not isinstance(op, OpOverload) or is_view(op) or may_return_view(op):
         return False
     schema = schema_of(op)
     if op.namespace != "aten" and schema.name not in OWN:

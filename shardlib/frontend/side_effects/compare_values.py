@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlib.core.call_scalar import same_number
+from shardlib.core.call_scalar import is_same_number
 from shardlib.frontend.guards.attributes import attributes
 from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.guards.value_kinds import OPAQUE, PLAIN
@@ -46,4 +46,4 @@ def changed_numbers(place: Place, old: Any, value: Any) -> Iterator[Place]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) in PLAIN and same_number(a, b))
+    return a is b or (type(a) in PLAIN and is_same_number(a, b))

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from shardlib.core.aten.op_traits import is_view
-from shardlib.core.aten.schemas import argument, tensors_in, written_arguments
+from shardlib.core.aten.schemas import find_nodes, get_argument, written_arguments
 from shardlib.core.torch_private import innermost
 from shardlib.ops.set_data import OP as SET_DATA
 
@@ -31,7 +31,7 @@ def written_since(start: fx.Node | None) -> set[fx.Node]:
     written: set[fx.Node] = set()
     for node in _nodes_since(start):
         names = ("x",) if node.target is SET_DATA else written_arguments(node.target)
-        written |= {_owner(x) for name in names for x in tensors_in(argument(node, name))}
+        written |= {_owner(x) for name in names for x in find_nodes(get_argument(node, name))}
     return written
 
 

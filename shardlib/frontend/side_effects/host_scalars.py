@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardlib.core.call_scalar import Scalar, same_number
+from shardlib.core.call_scalar import Scalar, is_same_number
 from shardlib.frontend.side_effects.mutable_places import NUMBERS
 
 
@@ -48,7 +48,7 @@ class Hosted:
             return None
         own = set(self.free)
         for i, (a, b) in enumerate(zip(found.numbers, self.made, strict=True)):
-            if i not in own and not same_number(a, b):
+            if i not in own and not is_same_number(a, b):
                 return None
         return [found.numbers[i] for i in self.free]
 

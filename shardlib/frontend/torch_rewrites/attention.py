@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.forward_mode import is_forward_mode
-from shardlib.core.mode_restore import Staying
+from shardlib.core.mode_restore import PersistentFunctionMode
 from shardlib.core.source_lines import user_line
 from shardlib.core.torch_private import HigherOrderOperator, TransformType, VmapInterpreter, schema_of, transforms
 from shardlib.frontend.torch_rewrites import flex_attention
@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 _SDPA = F.scaled_dot_product_attention
 
 
-class AttentionCapture(Staying):
+class AttentionCapture(PersistentFunctionMode):
     """While on, torch's `scaled_dot_product_attention` is this op, whole and independent of the device.
 
     `flex_attention` is its plain form. `only_dropout` leaves calls that drop nothing as they are.

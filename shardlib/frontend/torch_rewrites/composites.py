@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.core.mode_restore import Staying
+from shardlib.core.mode_restore import PersistentFunctionMode
 from shardlib.core.torch_private import UPDATES_SCALE, pytree
 from shardlib.frontend.hazards.value_inspection import exported, formatted, located, pickled, shown
 from shardlib.frontend.lifted_inputs import Lifted
@@ -28,7 +28,7 @@ from shardlib.frontend.torch_rewrites.tensor_index import picked, read_at, write
 from shardlib.ops.checks import WITHIN
 
 
-class Composites(Staying):
+class Composites(PersistentFunctionMode):
     """While on, the functions of this module stand for torch's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardlib.core.call_scalar import hinted, same_number
+from shardlib.core.call_scalar import is_same_number, replace_by_hints
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ValueNeededError
 from shardlib.core.source_lines import user_line
@@ -68,7 +68,7 @@ def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker
     if any(isinstance(x, Tensor) for x in before.others):
         return False
     copies: Copies = {}
-    of = copied(call, lambda x: hinted(scalar_of(x)), copies)
+    of = copied(call, lambda x: replace_by_hints(scalar_of(x)), copies)
     like = {id(new): old for old, new in copies.values()}
     own = not all(map(_is_torchs, (*(type(x) for x, _ in copies.values()), *before.others)))
     if own and any(_changed(watch, copies)):  # what it reads is another thing in front of the call
@@ -90,7 +90,7 @@ def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker
     if after.facts != before.facts or any(map(is_given, after.numbers)):
         return False
     pairs = zip(before.numbers, after.numbers, strict=True)
-    free = [i for i, (a, b) in enumerate(pairs) if is_given(a) or after.own[i] or not same_number(a, b)]
+    free = [i for i, (a, b) in enumerate(pairs) if is_given(a) or after.own[i] or not is_same_number(a, b)]
     given, values = tuple(map(scalar_of, before.numbers)), list(after.numbers)
     hosted = Hosted(run, of, given, tuple(values), after.facts, tuple(free), numbers.last)
     for i, x in zip(free, numbers.host(hosted, type(call[0]).__name__), strict=True):

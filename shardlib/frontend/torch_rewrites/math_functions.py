@@ -22,7 +22,9 @@ def _following(function: Callable[..., float]) -> Callable[..., Any]:
         given = [x for x in args if is_given(x)]
         if not given or any(not is_given(x) and type(x) not in (int, float, bool) for x in args):
             return function(*args)
-        return TracedNumber.of(Scalar.of(function, *(x.scalar if is_given(x) else x for x in args)), given[0].numbers)
+        return TracedNumber.of(
+            Scalar.apply(function, *(x.scalar if is_given(x) else x for x in args)), given[0].numbers
+        )
 
     return follow
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.ops.constraint import constrain
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.axis import Axis, group_size
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
@@ -44,7 +44,7 @@ def update(
         x = torch.stack([wide[i] for i in members])
         if axes := _axes([params[i] for i in members]):
             where = f"matrix@({' '.join(map(str, axes))}) _ _"
-            as_many = F.pad(x, (0, 0, 0, 0, 0, -len(members) % ways(axes)))
+            as_many = F.pad(x, (0, 0, 0, 0, 0, -len(members) % group_size(axes)))
             x = constrain(_orthogonal(constrain(as_many, where), ns_coefficients, ns_steps, eps), where)
         else:
             x = _orthogonal(x, ns_coefficients, ns_steps, eps)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardlib.core.aten.schemas import written_to
+from shardlib.core.aten.schemas import find_written_nodes
 from shardlib.core.errors import ShardingError
-from shardlib.core.numpy_bridge import arrays_of
+from shardlib.core.numpy_bridge import find_arrays
 from shardlib.core.source_lines import error_line, line_at
 
 
@@ -35,8 +35,8 @@ def shown() -> Iterator[None]:
 def refuse_writes(gm: fx.GraphModule, held: Iterable[Any]) -> None:
     """Refuse a traced function that writes to numpy arrays among what it closes over (`held`): tracing copied them."""
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default)
-    written = written_to(gm.graph) if copies else {}
-    arrays = arrays_of(held) if written else []
+    written = find_written_nodes(gm.graph) if copies else {}
+    arrays = find_arrays(held) if written else []
     numpy: Any = sys.modules.get("numpy")
     wrong = [
         f"at {node.meta['line']}"

@@ -13,10 +13,10 @@ from torch import Tensor
 from shardlib.compiler.codegen import Runner
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.plan.plan import Plan
-from shardlib.core.batched_grad import one_by_one
+from shardlib.core.batched_grad import loop_over_batches
 from shardlib.core.errors import ShardingError, WrittenError
 from shardlib.core.torch_private import keeps_graph, memory_of, version_of
-from shardlib.distributed.provenance import made, note
+from shardlib.distributed.provenance import record_origin, result_origin
 from shardlib.distributed.turns import current
 from shardlib.eager.redistribute import relayout
 from shardlib.jit.call.double_backward import Again
@@ -115,7 +115,7 @@ class _Apply(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    @one_by_one
+    @loop_over_batches
     def backward(ctx: Any, *grads: Any) -> Any:
         then, mesh = ctx.then, ctx.mesh
         given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
@@ -126,10 +126,10 @@ class _Apply(torch.autograd.Function):
         pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
         for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
             pieces.append(_cotangent(grads[at], layout, dtype, mesh))
-        origin = made(ctx.origin, (grads[at] for at in ctx.where)) if ctx.origin else 0
+        origin = result_origin(ctx.origin, (grads[at] for at in ctx.where)) if ctx.origin else 0
         found = then.runner(pieces, ctx.numbers, *ctx.after, *([origin] if origin else ()))
         gradients = list(_gradients(then.forms, found, ctx.plain))
-        note(origin, (x for x, sharded in zip(gradients, ctx.plain, strict=True) if sharded))
+        record_origin(origin, (x for x, sharded in zip(gradients, ctx.plain, strict=True) if sharded))
         if not keeps_graph():
             ctx.noted = None
         return None, *(x if needs & given else None for x, needs in zip(gradients, then.needs, strict=True))

@@ -15,12 +15,12 @@ import torch
 
 from shardlib.compiler.pipeline import Compiled, compile_program
 from shardlib.compiler.plan.plan import Plan
-from shardlib.core.aten.op_traits import has
-from shardlib.core.context import compiling, unseen
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.context import compiling, skip_dynamo
 from shardlib.core.errors import EffectError, NoProgramError, ShardingError
-from shardlib.core.mode_restore import unheard
+from shardlib.core.mode_restore import without_function_modes
 from shardlib.core.source_lines import caller_at
-from shardlib.core.stage_clock import Clock, notice
+from shardlib.core.stage_clock import StageClock, show_progress
 from shardlib.core.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
 from shardlib.frontend.guards.object_state import State
@@ -35,7 +35,7 @@ from shardlib.jit.call.function import Function
 from shardlib.jit.call.program_cache import PROGRAMS, Programs
 from shardlib.jit.call.shared_trace import is_one_trace, tracer
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 _ATTEMPTS = 6  # at tracing a function whose effects are being found out
@@ -80,7 +80,7 @@ class Invocation:
         self.state = State(self.state.own, self.programs.changing)
         self.key, self.leaves = self._read(self.state)
 
-    @unheard
+    @without_function_modes
     def look(self) -> Snapshot:
         """All that it finds, place by place."""
         found = Snapshot(self.state.own, self.programs.changing)
@@ -91,7 +91,7 @@ class Invocation:
     def _read(self, state: State) -> tuple[Any, list[Any]]:
         return self.function.read_call(self.mesh, self.programs, state, self.args, self.kwargs)
 
-    @unseen
+    @skip_dynamo
     def plan(self, *, runs: bool = True) -> tuple[Plan, list[Any]]:
         """Its plan, and what that knows by identity; afterwards the call is as a trace leaves it, if it `runs`.
 
@@ -218,9 +218,9 @@ class Invocation:
     def _compile(self, watch: MutationTracker, *, exact: bool = False) -> Plan:
         function = self.function
         counted = tuple(x for x in self.state.tensors if not x.is_inference())
-        clock = Clock()
+        clock = StageClock()
         # What is traced is not written to.
-        with preserved_versions(counted), watch.cut(self.state), notice(function.name, clock):
+        with preserved_versions(counted), watch.cut(self.state), show_progress(function.name, clock):
             compiled = compile_program(
                 function.fn,
                 self.args,
@@ -258,9 +258,9 @@ class Invocation:
             if key[:2] == self.key[:2]:
                 yield from (plan.compiled for (plan, _), _ in reversed(plans))
 
-    def _placed(self, leaf: Any) -> Fixed | None:
+    def _placed(self, leaf: Any) -> FixedLayout | None:
         """Where a leaf lives by itself."""
-        return Fixed.at(leaf.sharding, leaf._form.names) if isinstance(leaf, ShardedTensor) else None
+        return FixedLayout.at(leaf.sharding, leaf._form.names) if isinstance(leaf, ShardedTensor) else None
 
 
 def _begun() -> int:
@@ -270,7 +270,7 @@ def _begun() -> int:
 
 def _refuse_effects(name: str, compiled: Compiled) -> None:
     after = compiled.traced.after
-    draws = any(has(node.target, "draws the key") for node in compiled.traced.graph.graph.nodes)
+    draws = any(has_trait(node.target, "draws_key") for node in compiled.traced.graph.graph.nodes)
     if after.writes or after.rebound or draws:
         raise EffectError(
             f"{name} {'draws random numbers' if draws else 'changes tensors or values that it does not return'}",

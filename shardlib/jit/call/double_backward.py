@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardlib.compiler.passes.split_backward import Halves, gives, needs
 from shardlib.compiler.program.steps import Compute, Var
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError, WrittenError
 from shardlib.core.torch_private import MODULE_DICTS, preserved_versions, pytree, version_of
 from shardlib.eager.placement_autograd import place_tracked
@@ -27,7 +27,7 @@ from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import autocast_of
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.call.execute import Entry
-from shardlib.sharding.placement import Fixed
+from shardlib.sharding.placement import FixedLayout
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 
 _INSIDE = (
@@ -132,7 +132,7 @@ class Again:
         for given in self.entry.inputs:
             if given.leaf < len(args) and type(x := args[given.leaf]) is not ShardedTensor:
                 alias = x.view_as(x) if x.requires_grad else x
-                args[given.leaf] = place_tracked(alias, Fixed.at(given.layout), self.entry.mesh)
+                args[given.leaf] = place_tracked(alias, FixedLayout.at(given.layout), self.entry.mesh)
         by = [args[i] if i < len(args) else leaves[i] for i in wanted]
         how = How(tuple(cotangents), autocast_of(self.key[1]))
         with self._as_then(noted, leaves), _without_hooks(leaves[i] for i in wanted):
@@ -270,7 +270,7 @@ def depended_on(entry: Entry, halves: Halves) -> tuple[tuple[int, ...], tuple[in
 
 def generators_of(halves: Halves) -> frozenset[int]:
     """The numbers of the generators from which a program draws its keys; 0 is torch's own."""
-    calls = (s for s in halves.joint.steps if isinstance(s, Compute) and has(s.target, "draws the key"))
+    calls = (s for s in halves.joint.steps if isinstance(s, Compute) and has_trait(s.target, "draws_key"))
     return frozenset(int(s.args[0]) if s.args else 0 for s in calls)
 
 

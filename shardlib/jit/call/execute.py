@@ -20,17 +20,17 @@ from shardlib.compiler.program.nested_args import leaves as values_in
 from shardlib.compiler.program.steps import Compute, Program, Var
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.context import compiling
-from shardlib.core.numpy_bridge import arrays_of, bounds
+from shardlib.core.numpy_bridge import array_bounds, find_arrays
 from shardlib.core.torch_private import memory_of
-from shardlib.distributed.provenance import note
-from shardlib.distributed.turn_errors import number
+from shardlib.distributed.provenance import record_origin
+from shardlib.distributed.turn_errors import hash_texts
 from shardlib.frontend.epilogue import ExtraOutputs
 from shardlib.frontend.side_effects.mutation_values import rebind
 from shardlib.jit.call.alias_checks import refuse_overlaps
 from shardlib.jit.call.generated_glue import Pieces, builder, gatherer, origins, wrapper
 from shardlib.jit.call.inputs import Gone, Input, donate
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import alike
+from shardlib.sharding.mesh.axis import first_replicas
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor import view_aliases
 from shardlib.tensor.host_offload import store_on_host, stored_shards
@@ -73,7 +73,7 @@ class Entry:
     @functools.cached_property
     def arrays(self) -> list[tuple[int, int]]:
         """Where the memory of the numpy arrays that the function holds begins and ends."""
-        return list(map(bounds, arrays_of(self.kept)))
+        return list(map(array_bounds, find_arrays(self.kept)))
 
 
 def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequence[Any] = ()) -> Entry:
@@ -82,7 +82,9 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
     inputs = []
     for i, (leaf, name, var) in enumerate(zip(traced.input_leaves, traced.input_names, program.inputs, strict=False)):
         layout, fate = _layout(var), (i in program.donated, i in program.replaced, var.host)
-        inputs.append(Input(leaf, name, layout, *fate, tuple(Counter(alike(mesh.own_coords(), layout.axes)).items())))
+        inputs.append(
+            Input(leaf, name, layout, *fate, tuple(Counter(first_replicas(mesh.own_coords(), layout.axes)).items()))
+        )
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
     same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # and live in one place
@@ -107,7 +109,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
 def _origins(plan: Plan, program: Program, inputs: Sequence[Input]) -> Callable[[list[Any]], int]:
     read = (x for s in program.steps if isinstance(s, Compute) for x in values_in((s.args, s.kwargs), Scalar))
     numbers = sorted({leaf for x in read for leaf in x.leaves()})
-    what = number(plan.name, *plan.compiled.traced.result_names)
+    what = hash_texts(plan.name, *plan.compiled.traced.result_names)
     return origins(what, [given.leaf for given in inputs], numbers)
 
 
@@ -152,7 +154,7 @@ def caller(entry: Entry) -> Callable[[list[Any]], Any]:
         def call(leaves: list[Any]) -> Any:
             origin = made_of(leaves)
             out = wrap(runner(gather(leaves), leaves, None, origin))
-            note(origin, out)
+            record_origin(origin, out)
             return build(out)
 
         return call
@@ -181,7 +183,7 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
     for leaf in gone:
         leaf._locals = Gone(entry.name)
     out = entry.wrap(raw)
-    note(origin, out)
+    record_origin(origin, out)
     for at in entry.away:
         if at < len(out):
             store_on_host(out[at], out[at]._locals, out[at]._origin)

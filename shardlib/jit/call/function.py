@@ -11,7 +11,7 @@ import torch
 from shardlib.compiler.memory_options import Keeping
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
-from shardlib.core.numpy_bridge import Shown, taken
+from shardlib.core.numpy_bridge import ArrayTensors, convert_arrays
 from shardlib.core.torch_private import innermost
 from shardlib.frontend.guards.argument_specs import by_position_and_name
 from shardlib.frontend.guards.closure import Closure
@@ -94,8 +94,8 @@ class Function:
 
     def with_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with tensors for numpy's arrays, but for the static ones."""
-        said, shown = f"an argument of {self.name}", Shown()
+        said, shown = f"an argument of {self.name}", ArrayTensors()
         return (
-            tuple(x if i in self.static else taken(x, said, shown) for i, x in enumerate(args)),
-            {k: x if k in self.static else taken(x, said, shown) for k, x in kwargs.items()},
+            tuple(x if i in self.static else convert_arrays(x, said, shown) for i, x in enumerate(args)),
+            {k: x if k in self.static else convert_arrays(x, said, shown) for k, x in kwargs.items()},
         )

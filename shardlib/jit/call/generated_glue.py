@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardlib.core.torch_private import pytree
-from shardlib.distributed.provenance import origin_of, sample
+from shardlib.distributed.provenance import checksum_sample, hash_origin
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.host_offload import move_to_host
@@ -46,8 +46,8 @@ def origins(program: int, tensors: Sequence[int], numbers: Sequence[int]) -> Cal
     names = {
         "kind": ShardedTensor,
         "program": program,
-        "origin_of": origin_of,
-        "sample": sample if read_check_policy() != "off" else _unknown,
+        "origin_of": hash_origin,
+        "sample": checksum_sample if read_check_policy() != "off" else _unknown,
     }
     return _function(f"lambda leaves: origin_of((program, {', '.join(parts)}))", names)
 

@@ -12,7 +12,7 @@ import torch
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import memory_of
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import alike
+from shardlib.sharding.mesh.axis import first_replicas
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.refcounts import Counts, ShardTuples, is_sole_owner, measure_sole_owner
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -77,7 +77,7 @@ def _is_at_home(
 
 
 def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
-    first = alike(mesh.own_coords(), given.layout.axes)
+    first = first_replicas(mesh.own_coords(), given.layout.axes)
     made = {i: pieces[i].clone(memory_format=torch.contiguous_format) for i in dict.fromkeys(first)}
     return tuple(made[i] for i in first)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from shardlib.core.context import meshes_asked
+from shardlib.core.context import mesh_queries
 from shardlib.frontend.trace import trace
 from shardlib.frontend.traced_graph import Traced
 from shardlib.jit.call.program_cache import PLANS, Kept
@@ -50,9 +50,9 @@ def _traced(traces: Kept[tuple[Mesh, Traced]], key: Any, leaves: list[Any], *arg
     found = traces.find(known, leaves)
     if found is not None and found[0][0] != mesh:  # one of this mesh was not right, so it is traced again
         return replace(found[0][1], graph=_copied(found[0][1].graph))
-    asked = meshes_asked.value
+    asked = mesh_queries.value
     traced: Traced = trace(*args, **how)
-    if asked == meshes_asked.value:
+    if asked == mesh_queries.value:
         traces.keep(known, (mesh, replace(traced, graph=_copied(traced.graph), outlived=())), traced.served)
     return traced
 

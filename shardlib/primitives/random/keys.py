@@ -29,7 +29,7 @@ from shardlib.ops.collectives.transport.groups import together
 from shardlib.ops.random import op as ops
 from shardlib.primitives.body import current_body
 from shardlib.primitives.per_device_ops import refuse_draws
-from shardlib.sharding.mesh.mesh import Mesh, current_mesh, mesh_here
+from shardlib.sharding.mesh.mesh import Mesh, current_mesh, peek_mesh
 from shardlib.tensor.rank_checks import all_mesh_axes
 
 _FIRST_COUNTER = 0x5348_4152  # the seed of counters
@@ -146,7 +146,7 @@ class _Trace(_Program):
                 self._refuse("a generator", "the function is called at")
 
     def _key(self, number: int) -> Tensor:
-        mesh = mesh_here()
+        mesh = peek_mesh()
         where = torch.device("cpu" if mesh is None else mesh.device)
         key: Tensor = torch.ops.shardlib.call_key(number, device=where)
         if not number and (mode := get_proxy_mode()) is not None:

@@ -97,7 +97,7 @@ def may_be_empty(local: Local, factor: str) -> bool:
     size = local.size(factor)
     if isinstance(size, int):
         return size == 0
-    lengths = {a.name: a.of for a in local.axes(factor)}
+    lengths = {a.name: a.axis_size for a in local.axes(factor)}
     devices = itertools.product(*map(range, lengths.values()))  # 7 over (2 3) is 2 2 0 1 1 1
     return any(size.at(dict(zip(lengths, at, strict=True))) == 0 for at in devices)
 

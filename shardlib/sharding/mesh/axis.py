@@ -18,64 +18,64 @@ Coords = Mapping[str, int]  # a device: its coordinate along every mesh axis
 class Axis:
     """A mesh axis, or a contiguous part of one.
 
-    `size` devices along the axis `name` of `of` devices; `pre` is the product of the parts that are more major.
+    `size` devices along the mesh axis `name` of `axis_size`; `pre` is the product of the more major parts.
 
     Example:
-        >>> str(Axis("tensor", 8)), str(Axis("tensor", 4, pre=2, of=8))
+        >>> str(Axis("tensor", 8)), str(Axis("tensor", 4, pre=2, axis_size=8))
         ('tensor', 'tensor:(2)4')
-        >>> Axis("tensor", 4, pre=2, of=8).coord({"tensor": 7})
+        >>> Axis("tensor", 4, pre=2, axis_size=8).coord({"tensor": 7})
         3
     """
 
     name: str
     size: int
     pre: int = 1
-    of: int = 0
+    axis_size: int = 0
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        if not self.of:
-            object.__setattr__(self, "of", self.size)
-        if self.size < 1 or self.pre < 1 or self.of % (self.pre * self.size):
+        if not self.axis_size:
+            object.__setattr__(self, "axis_size", self.size)
+        if self.size < 1 or self.pre < 1 or self.axis_size % (self.pre * self.size):
             fault = f"a part of size {self.size} behind parts of {self.pre} does not divide it"
-            raise ShardingError(f"axis {self.name!r} of size {self.of} cannot be cut", [fault])
-        object.__setattr__(self, "_hash", hash((self.name, self.size, self.pre, self.of)))
+            raise ShardingError(f"axis {self.name!r} of size {self.axis_size} cannot be split", [fault])
+        object.__setattr__(self, "_hash", hash((self.name, self.size, self.pre, self.axis_size)))
 
     def __hash__(self) -> int:
-        return self._hash  # keys are made of axes, layouts and cuts of them
+        return self._hash  # cached: axes are in the keys of most caches
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a text has another hash in another process
-        return Axis, (self.name, self.size, self.pre, self.of)
+    def __reduce__(self) -> tuple[Any, ...]:  # the hash of a string differs between processes
+        return Axis, (self.name, self.size, self.pre, self.axis_size)
 
     @property
     def whole(self) -> bool:
-        return self.size == self.of
+        return self.size == self.axis_size
 
     @property
     def post(self) -> int:
-        """Product of the more minor parts of the same mesh axis."""
-        return self.of // (self.pre * self.size)
+        """The product of the more minor parts of the same mesh axis."""
+        return self.axis_size // (self.pre * self.size)
 
     def coord(self, coords: Coords) -> int:
         """This part's coordinate on the device at `coords`."""
         return coords[self.name] // self.post % self.size
 
     def primes(self) -> tuple[Axis, ...]:
-        """The axis cut into parts of prime size, major first."""
+        """Splits the axis into parts of prime size, major first."""
         return _primes(self)
 
     def part(self, pre: int, size: int) -> Axis | None:
-        """The part of this size behind parts of `pre`; None if primes of the axis do not make one."""
+        """Returns the part of this size behind parts of `pre`; None unless it consists of primes of the axis."""
         edges = [self.pre, *(p.pre * p.size for p in self.primes())]
         fits = size > 1 and self.pre * pre in edges and self.pre * pre * size in edges
-        return Axis(self.name, size, self.pre * pre, self.of) if fits else None
+        return Axis(self.name, size, self.pre * pre, self.axis_size) if fits else None
 
     def __str__(self) -> str:
         return self.name if self.whole else f"{self.name}:({self.pre}){self.size}"
 
     @staticmethod
     def merge(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-        """Melt neighbors that are adjacent parts of one mesh axis.
+        """Merges neighbors that are adjacent parts of one mesh axis.
 
         Example:
             >>> [str(a) for a in Axis.merge(Axis("tensor", 8).primes())]
@@ -90,7 +90,7 @@ def _merged(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     for axis in axes:
         last = merged[-1] if merged else None
         if last and last.name == axis.name and last.pre * last.size == axis.pre:
-            merged[-1] = Axis(axis.name, last.size * axis.size, last.pre, axis.of)
+            merged[-1] = Axis(axis.name, last.size * axis.size, last.pre, axis.axis_size)
         elif axis.size > 1 or axis.whole:
             merged.append(axis)
     return tuple(merged)
@@ -101,19 +101,19 @@ def _primes(axis: Axis) -> tuple[Axis, ...]:
     parts, pre, rest, p = [], axis.pre, axis.size, 2
     while rest > 1:
         while rest % p == 0:
-            parts.append(Axis(axis.name, p, pre, axis.of))
+            parts.append(Axis(axis.name, p, pre, axis.axis_size))
             pre, rest = pre * p, rest // p
         p += 1
     return tuple(parts)
 
 
-def ways(axes: Iterable[Axis]) -> int:
-    """Into how many pieces these axes cut a dim, or how many devices are members of a group along them."""
+def group_size(axes: Iterable[Axis]) -> int:
+    """Returns the number of devices in a group along these axes, which is the number of shards of a dim over them."""
     return math.prod([a.size for a in axes])
 
 
-def position(coords: Coords, group: Sequence[Axis]) -> int:
-    """The position of the device at `coords` in its group along `group`, major first."""
+def group_position(coords: Coords, group: Sequence[Axis]) -> int:
+    """Returns the position of the device at `coords` in its group along `group`, major first."""
     index = 0
     for axis in group:
         index = index * axis.size + axis.coord(coords)
@@ -121,7 +121,7 @@ def position(coords: Coords, group: Sequence[Axis]) -> int:
 
 
 def member_coords(coords: Coords, group: Sequence[Axis], i: int) -> dict[str, int]:
-    """The coordinates of member `i` of the group along `group` (major first) that the device at `coords` is in."""
+    """Returns the coordinates of member `i` in the group of the device at `coords` along `group` (major first)."""
     out = dict(coords)
     for axis in reversed(group):
         i, c = divmod(i, axis.size)
@@ -132,11 +132,11 @@ def member_coords(coords: Coords, group: Sequence[Axis], i: int) -> dict[str, in
 _PART = re.compile(r"(\w+)(?::\((\d+)\)(\d+))?")
 
 
-def alike(devices: Iterable[Coords], axes: Iterable[Axis]) -> list[int]:
-    """For each of some devices, the first of them at the same place along `axes`: what these cut, both hold.
+def first_replicas(devices: Iterable[Coords], axes: Iterable[Axis]) -> list[int]:
+    """Returns for each device the first device with the same coordinates along `axes`, which holds the same shard.
 
     Example:
-        >>> alike([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}], [Axis("a", 2)])
+        >>> first_replicas([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}], [Axis("a", 2)])
         [0, 0, 2]
     """
     first: dict[tuple[int, ...], int] = {}
@@ -144,14 +144,14 @@ def alike(devices: Iterable[Coords], axes: Iterable[Axis]) -> list[int]:
     return [first.setdefault(tuple([a.coord(c) for a in axes]), i) for i, c in enumerate(devices)]
 
 
-def split_name(text: str) -> tuple[str, int, int | None]:
-    """The name, `pre` and size in `tensor` (whole: no size) or `tensor:(2)4`.
+def parse_axis(text: str) -> tuple[str, int, int | None]:
+    """Parses `tensor` (the whole axis: no size) or `tensor:(2)4` as its name, `pre` and size.
 
     Example:
-        >>> split_name("tensor:(2)4"), split_name("tensor")
+        >>> parse_axis("tensor:(2)4"), parse_axis("tensor")
         (('tensor', 2, 4), ('tensor', 1, None))
     """
-    found = _PART.fullmatch(text)
-    assert found, f"{text!r} was read as an axis"
-    name, pre, size = found.groups()
+    match = _PART.fullmatch(text)
+    assert match, f"{text!r} is no axis"
+    name, pre, size = match.groups()
     return name, int(pre or 1), int(size) if size else None

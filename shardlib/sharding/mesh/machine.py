@@ -1,8 +1,8 @@
-"""The machine: what its devices, and the links between them, do in a second. The one place with physical constants.
+"""Speeds of devices and of the links between them. The only module with physical constants.
 
 A `Machine` is a value that prints and parses back. Devices stand in nodes; links inside a node and between nodes
-differ. Which link a collective uses follows from where the ranks of its group are: on a mesh, the right-most axis
-varies fastest over the ranks, so inner axes lie inside nodes.
+differ. A collective uses the links between the ranks of its group: the right-most axis of a mesh varies fastest over
+the ranks, so inner axes lie inside nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.repr_literals import read, written
+from shardlib.core.repr_literals import format_call, parse_call
 
 _BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8": 1}
 
@@ -33,15 +33,18 @@ class Axis(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
+    """The speeds of one device.
 
-    `flops` are FLOP/s of products by dtype (`f64`, `f32`, `bf16`, `f16`, `f8`; a dtype that is not named has the rate
-    of one as wide, or the next wider one); `efficiency` is the share of them that products reach. `bandwidth` is
-    bytes/s of its memory, read or written, `memory` its bytes, `host` bytes/s to and from the host's memory, `launch`
-    the seconds that it takes to begin a call, `special` the functions (exp, log, erf, ...) that it works out in a
-    second, `tile` the keys that attention works on at once, all or none. `overlaps` says whether calls begin, and
-    messages fly, while it computes. `spread` is how much devices of the kind differ: the standard deviation of what a
-    call takes on them, as a share of it.
+    * `flops`: FLOP/s of matrix products by dtype (`f64`, `f32`, `bf16`, `f16`, `f8`). A dtype without an entry has the
+      rate of one that is as wide, or of the next wider one.
+    * `efficiency`: the share of `flops` that products reach.
+    * `bandwidth`: bytes/s of its memory, read or written; `memory`: its bytes.
+    * `host`: bytes/s to and from the host's memory.
+    * `launch`: seconds to start a call.
+    * `special`: special functions (exp, log, erf, ...) per second.
+    * `tile`: the block of keys in which attention works; it skips whole tiles only.
+    * `overlaps`: True if launches and messages overlap with computation.
+    * `spread`: standard deviation of the duration of a call among devices of this kind, as a share of the duration.
     """
 
     flops: Mapping[str, float]
@@ -62,22 +65,26 @@ class Device:
         unknown = [f"flops of {name!r}: dtypes are {', '.join(_BYTES)}" for name in self.flops if name not in _BYTES]
         named = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
         rates = {name: getattr(self, name) for name in ("bandwidth", "memory", "host", "efficiency", "special", "tile")}
-        if self.special == math.inf:  # functions take no time
+        if self.special == math.inf:  # special functions are free
             del rates["special"]
         wrong = [] if self.flops else ["flops names no dtype"]
-        wrong += [f"efficiency is {self.efficiency!r}, more than all"] if _above(self.efficiency, 1) else []
+        wrong += (
+            [f"efficiency is {self.efficiency!r}, more than all"]
+            if _is_number(self.efficiency) and self.efficiency > 1
+            else []
+        )
         wrong += [] if isinstance(self.overlaps, bool) else [f"overlaps is {self.overlaps!r}, not True or False"]
-        shares = _negative({"launch": self.launch, "spread": self.spread})
-        _refuse(self, [*wrong, *unknown, *_not_positive(named | rates), *shares])
+        shares = _find_negative({"launch": self.launch, "spread": self.spread})
+        _refuse(self, [*wrong, *unknown, *_find_not_positive(named | rates), *shares])
 
     def __hash__(self) -> int:
         return hash(repr(self))
 
-    def __reduce__(self) -> Any:  # a view of a dict cannot be copied
-        return read, (repr(self), Device)
+    def __reduce__(self) -> Any:  # a MappingProxyType cannot be pickled
+        return parse_call, (repr(self), Device)
 
     def rate(self, dtype: str, itemsize: int) -> float:
-        """FLOP/s of products in `dtype`, whose elements have `itemsize` bytes.
+        """Returns FLOP/s of products in `dtype`, whose elements have `itemsize` bytes.
 
         Example:
             >>> h100 = Machine.preset("h100").device
@@ -89,14 +96,12 @@ class Device:
             dtype = wide[0]
         return self.flops[dtype] * self.efficiency
 
-    def __repr__(self) -> str:
-        return written(self)
+    __repr__ = format_call
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link: `bandwidth` in bytes/s that a device sends while it receives as much, `latency` in seconds of a hop,
-    and how many devices share it (`sharing`, of a network card)."""
+    """A link: `bandwidth` in bytes/s in each direction at once, `latency` of a hop in seconds, devices `sharing` it."""
 
     bandwidth: float
     latency: float = 0.0
@@ -104,10 +109,9 @@ class Link:
 
     def __post_init__(self) -> None:
         rates = {"bandwidth": self.bandwidth, "sharing": self.sharing}
-        _refuse(self, [*_not_positive(rates), *_negative({"latency": self.latency})])
+        _refuse(self, [*_find_not_positive(rates), *_find_negative({"latency": self.latency})])
 
-    def __repr__(self) -> str:
-        return written(self)
+    __repr__ = format_call
 
 
 class Span(NamedTuple):
@@ -124,19 +128,18 @@ class Span(NamedTuple):
 
     @property
     def shared(self) -> float:
-        """Bytes/s that each member may send between nodes while all members of all groups do."""
+        """Bytes/s that each member can send between nodes while all members of all groups send."""
         return self.outer.bandwidth / self.outer.sharing
 
     @property
     def ring(self) -> float:
-        """Bytes/s that each member sends in a ring, node by node; several members in a node have a ring through each
-        card."""
+        """Bytes/s that each member sends in a ring over nodes; members of one node share the rings of all its cards."""
         inside = self.inner.bandwidth if self.near > 1 or self.far == 1 else math.inf
         return min(inside, self.near * self.shared) if self.far > 1 else inside
 
     @property
-    def apart(self) -> float:
-        """Bytes/s that each member sends to the others by itself: between nodes through its share of a card."""
+    def pairwise(self) -> float:
+        """Bytes/s that each member sends directly to the others: between nodes through its share of a card."""
         if self.far == 1:
             return self.inner.bandwidth
         return self.shared * (self.size - 1) / (self.size - self.near)
@@ -146,9 +149,8 @@ class Span(NamedTuple):
 class Machine:
     """Nodes of `node` devices, `inner` links inside a node and `outer` ones between nodes.
 
-    `links` names mesh axes that have a link of their own. `Machine.preset` knows some machines, `Machine.measure` this
-    one, and `dataclasses.replace` changes fields. Text parses back. Raises `ShardingError` for rates that are not
-    positive, naming all of them.
+    `links` maps mesh axes to links of their own. `Machine.preset` returns known machines, `Machine.measure` measures
+    this one, and `dataclasses.replace` changes fields. Raises one `ShardingError` for all rates that are not positive.
 
     Example:
         >>> machine = Machine.preset("h100")
@@ -165,7 +167,7 @@ class Machine:
     name: str = ""
     links: Mapping[str, Link] = field(default_factory=dict)
 
-    measured: ClassVar[Callable[[], Machine]]  # filled in by the floor that can run things
+    measured: ClassVar[Callable[[], Machine]]  # set by the module that runs the measurement
 
     def __post_init__(self) -> None:
         links = dict(self.links) if isinstance(self.links, Mapping) else {"": self.links}
@@ -176,13 +178,12 @@ class Machine:
         wrong += [f"links names {name!r}, no axis" for name in links if not isinstance(name, str)]
         wrong += [] if isinstance(self.node, int) else [f"node is {self.node!r}, no number of devices"]
         wrong += [] if isinstance(self.name, str) else [f"name is {self.name!r}, no text"]
-        _refuse(self, [*wrong, *_not_positive({"node": self.node})])
+        _refuse(self, [*wrong, *_find_not_positive({"node": self.node})])
 
     def __hash__(self) -> int:
         return hash(repr(self))
 
-    def __repr__(self) -> str:
-        return written(self)
+    __repr__ = format_call
 
     def __reduce__(self) -> Any:
         return Machine.parse, (repr(self),)
@@ -192,10 +193,10 @@ class Machine:
 
     @staticmethod
     def preset(name: str) -> Machine:
-        """A machine by name: `"h100"`, `"h200"`, `"a100-40"`, `"cpu"`, and `"node"`, round figures of one node of GPUs.
+        """Returns a machine by name: `"h100"`, `"h200"`, `"a100-40"`, `"cpu"`, or `"node"`.
 
-        Peak rates are the makers' (dense, without sparsity); links are what collectives reach on them. `"node"` is
-        what a mesh has that names no machine.
+        Peak rates are the vendors' (dense, without sparsity); links have the rates that collectives reach. `"node"` is
+        one node of GPUs in round figures, and the default of a mesh.
 
         Example:
             >>> Machine.preset("a100-40").device.flops["bf16"]
@@ -212,7 +213,7 @@ class Machine:
 
     @staticmethod
     def parse(text: str) -> Machine:
-        """The machine of a text: the name of a preset, or what `repr` prints.
+        """Parses the name of a preset, or the text that `repr` prints.
 
         Example:
             >>> Machine.parse("h200").name
@@ -221,7 +222,7 @@ class Machine:
         if not isinstance(text, str) or not (text := text.strip()).startswith("Machine("):
             return Machine.preset(text)
         try:
-            machine = read(text, Machine, Device, Link)
+            machine = parse_call(text, Machine, Device, Link)
         except ShardingError:
             raise
         except (SyntaxError, ValueError, TypeError) as error:
@@ -230,29 +231,28 @@ class Machine:
         return machine
 
     @staticmethod
-    def of(what: Machine | str | None) -> Machine:
-        """A machine, the one of a text, or the default."""
-        if isinstance(what, Machine):
-            return what
-        if isinstance(what, str):
-            return Machine.parse(what)
-        if what is None:
+    def convert(machine: Machine | str | None) -> Machine:
+        """Converts a machine, its text, or None for the default."""
+        if isinstance(machine, Machine):
+            return machine
+        if isinstance(machine, str):
+            return Machine.parse(machine)
+        if machine is None:
             return PRESETS["node"]
-        raise ShardingError(f"{what!r} is no machine", remedy='machine="h100", or an sl.Machine')
+        raise ShardingError(f"{machine!r} is no machine", remedy='machine="h100", or an sl.Machine')
 
     @staticmethod
     def measure() -> Machine:
-        """The machine that this process, or this world of ranks, runs on: products, copies and collectives are timed.
+        """Measures this process, or this world of ranks: times products, copies and collectives.
 
-        Takes some seconds. Inside a mesh it is the mesh's kind of device that is timed, else torch's default one. On
-        ranks every rank calls it, they are timed at once, as they run (processes on one machine share its cores), and
-        all get the same machine: the mean of each figure. In one process there are no links to be timed: they are those
-        of the preset `"cpu"`.
+        Takes some seconds. Inside a mesh it times the mesh's device type, else torch's default device. With several
+        ranks, every rank must call it; all are timed at the same time, and get the mean of each figure. A single
+        process has no links to time and takes those of the preset `"cpu"`.
         """
         return Machine.measured()
 
     def faults(self, axes: Mapping[str, int]) -> list[str]:
-        """What keeps this machine from being that of a mesh with these axes."""
+        """Lists why this machine does not fit a mesh with these axes."""
         listing = ", ".join(f"{name}={size}" for name, size in axes.items())
         return [
             f"the machine has a link for axis {name!r}, the mesh ({listing}) has none"
@@ -261,7 +261,7 @@ class Machine:
         ]
 
     def span(self, group: Sequence[Axis], axes: Mapping[str, int]) -> Span:
-        """Where the members of a group along some axes of a mesh are.
+        """Returns how a group along some axes of a mesh spreads over nodes, and its links.
 
         Example:
             >>> from shardlib import Mesh
@@ -270,7 +270,7 @@ class Machine:
             [(1, 16), (8, 1)]
         """
         own = [self.links[a.name] for a in group if a.name in self.links]
-        if own:  # the slowest of the named links is what the group goes at
+        if own:  # the slowest of the named links limits the group
             link = min(own, key=lambda link: link.bandwidth / link.sharing)
             return Span(1, math.prod(a.size for a in group), link, link)
         strides, stride = {}, 1
@@ -284,18 +284,14 @@ class Machine:
         return Span(near, far, self.inner, self.outer)
 
 
-def _not_positive(values: Mapping[str, float]) -> list[str]:
+def _find_not_positive(values: Mapping[str, float]) -> list[str]:
     return [
         f"{name} is {x!r}, not a positive, finite number" for name, x in values.items() if not _is_number(x) or x <= 0
     ]
 
 
-def _negative(values: Mapping[str, float]) -> list[str]:
+def _find_negative(values: Mapping[str, float]) -> list[str]:
     return [f"{name} is {x!r}, not a number of 0 or more" for name, x in values.items() if not _is_number(x) or x < 0]
-
-
-def _above(x: object, most: float) -> bool:
-    return isinstance(x, int | float) and x > most
 
 
 def _is_number(x: object) -> bool:
@@ -327,7 +323,7 @@ _A100 = Device(
 PRESETS: Mapping[str, Machine] = MappingProxyType({
     machine.name: machine
     for machine in (
-        # Round figures that rank choices: one node of any size. Small collectives travel together there.
+        # Round figures to rank alternatives by: one node of any size, where small collectives are cheap.
         Machine(
             Device({"f32": 50e12, "bf16": 400e12}, bandwidth=2e12, memory=80e9, host=25e9),
             Link(300e9, 3e-8), Link(300e9, 3e-8), 1, "node",

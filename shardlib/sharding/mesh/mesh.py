@@ -1,7 +1,7 @@
 """The mesh: a grid of devices with named axes, the logical rules, and the current mesh.
 
-A mesh is a value: two meshes with the same axes, rules, kind and device are the same mesh. What lives in the
-process (the process groups of a distributed mesh, the stack of `with` blocks) is kept beside it, never inside it.
+A mesh is a value: two meshes with the same axes, rules, kind and device are equal. State of the process (the process
+groups of a distributed mesh, the stack of `with` blocks) is never part of it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,15 @@ from typing import Any, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlib.core.context import meshes_asked
+from shardlib.core.context import mesh_queries
 from shardlib.core.errors import ShardingError
 from shardlib.distributed import torch_waits, turns, world
-from shardlib.sharding.mesh.axis import Axis, Coords
+from shardlib.sharding.mesh import mesh_format
+from shardlib.sharding.mesh.axis import Axis, Coords, group_size, member_coords
 from shardlib.sharding.mesh.machine import Machine
-from shardlib.sharding.mesh.mesh_format import (
-    Kind,
-    MeshAxes,
-    Rules,
-    did_you_mean,
-    faults_of,
-    joined,
-    read,
-    tidy_rules,
-    written,
-)
+from shardlib.sharding.mesh.mesh_format import Kind, MeshAxes, Rules, did_you_mean, format_mesh, list_axes
 
-# Every thread and asyncio task has a stack of its own; None stands for a block that is outside any mesh on purpose.
+# Every thread and asyncio task has a stack of its own; None stands for a `with no_mesh():` block.
 _stack: ContextVar[tuple[Mesh | None, ...]] = ContextVar("shardlib_mesh", default=())
 
 
@@ -46,10 +37,10 @@ class Mesh:
     `rules` map logical names of tensor dims to a mesh axis, several (major first) or None; they are a dict, or pairs as
     in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialized,
     they are its ranks, and the sizes must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
-    also be given as a dict. A `strict` mesh refuses a logical name in a spec that has no rule (a rule may be None) and
-    does not say its axes itself, as `ff@tensor` and `ff@()` do.
+    also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule (which may be None) or axes of
+    its own, as in `ff@tensor` and `ff@()`.
 
-    `machine` is where the devices stand, an `sl.Machine` or its text: decisions are priced by it. Without one all links
+    `machine` is an `sl.Machine` or its text, whose speeds the compiler uses to choose layouts. Without one all links
     are alike.
 
     A mesh reads as the mapping `shape`, axis to size in order, as in JAX: `mesh["data"]` is a size, `in`, iteration and
@@ -91,7 +82,7 @@ class Mesh:
         machine: Machine | str | None = None,
         **sizes: int,
     ) -> None:
-        self._set(joined(axes, sizes), rules, world.kind(), device, strict, machine)
+        self._set(list_axes(axes, sizes), rules, world.kind(), device, strict, machine)
 
     @classmethod
     def abstract(
@@ -105,14 +96,14 @@ class Mesh:
         machine: Machine | str | None = None,
         **sizes: int,
     ) -> Self:
-        """A mesh to plan on, of any size, in any process; nothing can be placed on it.
+        """Makes a mesh for planning only, of any size, in any process; no tensor can be placed on it.
 
         Example:
             >>> Mesh.abstract(data=512, tensor=8)
             Mesh.abstract(data=512, tensor=8)
         """
         mesh = cls.__new__(cls)
-        mesh._set(joined(axes, sizes), rules, "abstract", device, strict, machine)
+        mesh._set(list_axes(axes, sizes), rules, "abstract", device, strict, machine)
         return mesh
 
     @classmethod
@@ -124,7 +115,7 @@ class Mesh:
         strict: bool = False,
         machine: Machine | str | None = None,
     ) -> Self:
-        """The mesh of a `torch.distributed` DeviceMesh with dim names, over all ranks in order; shares its groups."""
+        """Converts a `torch.distributed` DeviceMesh with dim names, over all ranks in order; shares its groups."""
         names = device_mesh.mesh_dim_names
         ranks = device_mesh.mesh.flatten().tolist()
         if names is None or ranks != list(range(world.size() or 1)):
@@ -150,26 +141,26 @@ class Mesh:
         strict: bool,
         machine: Machine | str | None,
     ) -> None:
-        tidy, unread = tidy_rules(rules)
-        at = None if machine is None else Machine.of(machine)
-        if faults := [*faults_of(sizes, tidy), *unread, *(at.faults(dict(sizes)) if at is not None else ())]:
+        normalized, rule_faults = mesh_format.normalize_rules(rules)
+        parsed = None if machine is None else Machine.convert(machine)
+        if faults := [
+            *mesh_format.find_faults(sizes, normalized),
+            *rule_faults,
+            *(parsed.faults(dict(sizes)) if parsed is not None else ()),
+        ]:
             raise ShardingError(
-                f"{written(kind, sizes, tidy, 'cpu')} is not a mesh",
+                f"{format_mesh(kind, sizes, normalized, 'cpu')} is not a mesh",
                 faults,
                 rule="axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes",
             )
         axes = {name: int(size) for name, size in sizes}
-        object.__setattr__(self, "axes", MappingProxyType(axes))
-        object.__setattr__(self, "rules", MappingProxyType(tidy))
-        object.__setattr__(self, "kind", kind)
-        object.__setattr__(self, "device", world.device_type(device, kind))
-        object.__setattr__(self, "strict", bool(strict))
-        object.__setattr__(self, "machine", at)
+        self.__dict__.update(axes=MappingProxyType(axes), rules=MappingProxyType(normalized), kind=kind)
+        self.__dict__.update(device=world.device_type(device, kind), strict=bool(strict), machine=parsed)
         if kind == "distributed":
-            world.check_size(written(kind, sizes, {}, "cpu"), self.size)
+            world.check_size(format_mesh(kind, sizes, {}, "cpu"), self.size)
             world.choose_gpu(self.device)
             if world.initialized():
-                turns.current()  # who we are is known from now on
+                turns.current()  # introduces this rank to the others
 
     @cached_property
     def size(self) -> int:
@@ -182,7 +173,7 @@ class Mesh:
 
     @property
     def shape(self) -> Mapping[str, int]:
-        """The size of every axis, in order."""
+        """The size of every axis, in order; the same as `axes`."""
         return self.axes
 
     def __getitem__(self, name: str) -> int:
@@ -215,16 +206,16 @@ class Mesh:
                 [f"it is {self.kind}: its devices are not ranks of torch.distributed"],
                 remedy=f"run the script with `torchrun --nproc-per-node {self.size}`",
             )
-        return world.device_mesh(self.axes, self.device, torch_waits.waited)
+        return world.device_mesh(self.axes, self.device, torch_waits.run_watched)
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name, whole."""
+        """Returns the whole axis of this name."""
         if name not in self.axes:
             raise ShardingError(f"{self} has no axis {name!r}{did_you_mean(str(name), self.axes)}")
         return Axis(name, self.axes[name])
 
     def coords(self, rank: int) -> dict[str, int]:
-        """The coordinates of one rank."""
+        """Returns the coordinates of one rank."""
         if not 0 <= rank < self.size:
             raise ShardingError(f"{self} has no rank {rank}", [f"its ranks are 0 to {self.size - 1}"])
         coords: dict[str, int] = {}
@@ -233,15 +224,15 @@ class Mesh:
         return {name: coords[name] for name in self.axes}
 
     def all_coords(self) -> list[dict[str, int]]:
-        """The coordinates of all ranks, in the order of ranks."""
+        """Returns the coordinates of all ranks, in their order."""
         return [dict(zip(self.axes, step, strict=True)) for step in itertools.product(*map(range, self.axes.values()))]
 
     def own_coords(self) -> list[dict[str, int]]:
-        """The coordinates of this process's devices: of all of them where they are virtual, else of its rank."""
+        """Returns the coordinates of this process's devices: all of a virtual mesh, else that of its rank."""
         return self.all_coords() if self.kind == "virtual" else [self.coords(self.rank)]
 
     def rank_of(self, coords: Coords) -> int:
-        """The rank at these coordinates.
+        """Returns the rank at these coordinates.
 
         Example:
             >>> Mesh(data=2, tensor=4).rank_of({"data": 1, "tensor": 2})
@@ -253,22 +244,16 @@ class Mesh:
         return rank
 
     def group_ranks(self, axes: tuple[Axis, ...], coords: Coords) -> list[int]:
-        """The ranks that differ from `coords` only along `axes` (or parts of axes), by joint coordinate, major first.
+        """Returns the ranks of the group of `coords` along `axes` (or parts of axes), major first.
 
         Example:
             >>> mesh = Mesh(data=2, tensor=4)
             >>> mesh.group_ranks((mesh.axis("data"),), mesh.coords(6))
             [2, 6]
-            >>> mesh.group_ranks((Axis("tensor", 2, pre=2, of=4),), mesh.coords(6))
+            >>> mesh.group_ranks((Axis("tensor", 2, pre=2, axis_size=4),), mesh.coords(6))
             [6, 7]
         """
-        ranks = []
-        for steps in itertools.product(*(range(axis.size) for axis in axes)):
-            there = dict(coords)
-            for axis, step in zip(axes, steps, strict=True):
-                there[axis.name] += (step - axis.coord(there)) * axis.post
-            ranks.append(self.rank_of(there))
-        return ranks
+        return [self.rank_of(member_coords(coords, axes, i)) for i in range(group_size(axes))]
 
     def __enter__(self) -> Self:
         _stack.set((*_stack.get(), self))
@@ -298,40 +283,40 @@ class Mesh:
 
     def __str__(self) -> str:
         at = "" if self.machine is None else str(self.machine)
-        return written(self.kind, list(self.axes.items()), self.rules, self.device, self.strict, at)
+        return format_mesh(self.kind, list(self.axes.items()), self.rules, self.device, self.strict, at)
 
     __repr__ = __str__
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Read what `str` prints (`Mesh(data=2, rules={"batch": "data"})`, or `Mesh.abstract(...)`).
+        """Parses the text that `str` prints (`Mesh(data=2, rules={"batch": "data"})`, or `Mesh.abstract(...)`).
 
         Example:
             >>> Mesh.parse("Mesh.abstract(data=4, rules={'batch': 'data'})").size
             4
         """
-        kind, axes, words = read(text)
+        kind, axes, words = mesh_format.parse_mesh(text)
         return (Mesh.abstract if kind == "Mesh.abstract" else Mesh)(*axes, **{"device": "cpu", **words})
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh of the innermost `with mesh:` block of this thread; None outside."""
-    meshes_asked.again()
-    return mesh_here()
+    """Returns the mesh of the innermost `with mesh:` block of this thread; None outside."""
+    mesh_queries.again()
+    return peek_mesh()
 
 
-def mesh_here() -> Mesh | None:
-    """The same, for what a trace does on meshes of all sizes alike."""
+def peek_mesh() -> Mesh | None:
+    """Returns the current mesh without making a trace depend on it."""
     return (_stack.get() or (None,))[-1]
 
 
 @contextmanager
 def no_mesh() -> Iterator[None]:
-    """Inside `with no_mesh():` code that is written for a mesh runs as the plain torch program that it is.
+    """Inside `with no_mesh():` code that is written for a mesh runs as plain torch code.
 
-    `shard` returns its tensor as it is, once its spec was read and fits the tensor's dims and sizes (no axis is looked
-    up); a jitted function runs without `jit`. The innermost block counts: `with mesh:` inside places tensors again.
-    Nothing is to be changed in a layer for it to be tested so, and to be part of a jitted step elsewhere.
+    `shard` returns its tensor unchanged, after it has checked the spec against the tensor's dims and sizes (but not its
+    axes); a jitted function runs without `jit`. The innermost block counts: `with mesh:` inside places tensors again.
+    So a layer can be tested without a mesh, unchanged.
 
     Example:
         >>> import torch, shardlib as sl
@@ -349,12 +334,12 @@ def no_mesh() -> Iterator[None]:
 
 
 def is_without_mesh() -> bool:
-    """Whether the innermost block of this thread is `with no_mesh():`."""
-    return bool(_stack.get()) and mesh_here() is None
+    """Returns whether the innermost block of this thread is `with no_mesh():`."""
+    return bool(_stack.get()) and peek_mesh() is None
 
 
 def _leave(block: Mesh | None) -> None:
-    # Generators may leave their blocks out of order: the innermost entry of this very mesh goes.
+    # Generators may leave their blocks out of order, so remove the innermost entry of this very mesh.
     stack = _stack.get()
     last = max(i for i, mesh in enumerate(stack) if mesh is block)
     _stack.set(stack[:last] + stack[last + 1 :])

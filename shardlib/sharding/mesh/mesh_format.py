@@ -1,4 +1,4 @@
-"""How a mesh is written, and what can be wrong with one."""
+"""Formats, parses and validates meshes."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from shardlib.core.errors import ShardingError
-from shardlib.sharding.mesh.axis import Axis, split_name
+from shardlib.sharding.mesh.axis import Axis, parse_axis
 
 Kind = Literal["virtual", "distributed", "abstract"]
-MeshAxes = str | tuple[str, ...] | None  # what a rule maps a logical name to
-Axes = str | Iterable[str] | None  # the same, as it is written
+MeshAxes = str | tuple[str, ...] | None  # a rule maps a logical name to these
+Axes = str | Iterable[str] | None  # the same, as the user writes it
 Rules = Mapping[str, Axes] | Iterable[tuple[str, Axes]]  # a dict, or pairs as flax and t5x write them
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'tensor'?"`, or nothing when no known name is close."""
-    close = get_close_matches(name, list(known), n=1)
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Returns `"; did you mean 'tensor'?"` for the closest candidate; "" if none is close."""
+    close = get_close_matches(name, list(candidates), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def tidy_axes(to: str | Iterable[str] | None) -> MeshAxes:
-    """What a rule maps to, in one form: None, a name, or a tuple of several names."""
+def normalize_axes(to: str | Iterable[str] | None) -> MeshAxes:
+    """Converts the axes of a rule to None, a name, or a tuple of several names."""
     if to is None or isinstance(to, str):
         return to
     names = tuple(to)
     return names if len(names) > 1 else names[0] if names else None
 
 
-def tidy_rules(rules: Rules | None) -> tuple[dict[str, MeshAxes], list[str]]:
-    """The rules by name, in one form, and what keeps some of them from being read.
+def normalize_rules(rules: Rules | None) -> tuple[dict[str, MeshAxes], list[str]]:
+    """Returns the rules by name, normalized, and the faults of the others.
 
     Example:
-        >>> tidy_rules([("batch", ("pod", "data")), ("embed", None)])
+        >>> normalize_rules([("batch", ("pod", "data")), ("embed", None)])
         ({'batch': ('pod', 'data'), 'embed': None}, [])
-        >>> tidy_rules([("batch", "data"), ("batch", None)])[1]
+        >>> normalize_rules([("batch", "data"), ("batch", None)])[1]
         ["rule 'batch' is given twice: 'data' and None"]
     """
     tidy: dict[str, MeshAxes] = {}
@@ -49,36 +49,36 @@ def tidy_rules(rules: Rules | None) -> tuple[dict[str, MeshAxes], list[str]]:
         name, to = pair
         if not (to is None or isinstance(to, str | Iterable)):
             faults.append(f"rule {name!r} -> {to!r}: {to!r} is not a mesh axis")
-        elif name in tidy and tidy[name] != tidy_axes(to):
-            faults.append(f"rule {name!r} is given twice: {tidy[name]!r} and {tidy_axes(to)!r}")
+        elif name in tidy and tidy[name] != normalize_axes(to):
+            faults.append(f"rule {name!r} is given twice: {tidy[name]!r} and {normalize_axes(to)!r}")
         else:
-            tidy[name] = tidy_axes(to)
+            tidy[name] = normalize_axes(to)
     return tidy, faults
 
 
-def faults_of(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes]) -> list[str]:
-    """All that is wrong with the names and sizes of axes, and with the rules."""
+def find_faults(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes]) -> list[str]:
+    """Lists the faults in names and sizes of axes, and in rules."""
     faults = [] if sizes else ["it has no axis"]
-    known: set[str] = set()
+    names: set[str] = set()
     for name, size in sizes:
         if not _is_name(name):
             faults.append(f"axis {name!r} is not an identifier")
-        if name in known:
+        if name in names:
             faults.append(f"axis {name!r} is given twice")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             faults.append(f"axis {name!r} has size {size!r}, not a whole number of 1 or more")
-        known.add(name)
+        names.add(name)
     listing = ", ".join(f"{name}={size}" for name, size in sizes)
     for logical, to in rules.items():
         if not _is_name(logical) or logical == "_":
             faults.append(f"rule {logical!r} is not a logical name")
-        names = (to,) if isinstance(to, str) else to or ()
-        if len(set(names)) < len(names):
+        axes = (to,) if isinstance(to, str) else to or ()
+        if len(set(axes)) < len(axes):
             faults.append(f"rule {logical!r} -> {to!r} uses an axis twice")
-        for text in names:
+        for text in axes:
             name, _, part = str(text).partition(":")
-            if name not in known:
-                hint = did_you_mean(name, sorted(known))
+            if name not in names:
+                hint = did_you_mean(name, sorted(names))
                 faults.append(f"rule {logical!r} -> {to!r}: the mesh ({listing}) has no axis {name!r}{hint}")
             elif part and not _is_part(str(text), dict(sizes)[name]):
                 faults.append(f"rule {logical!r} -> {to!r}: {text} is no part of {name!r} of size {dict(sizes)[name]}")
@@ -86,15 +86,15 @@ def faults_of(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes]) -> li
 
 
 def _is_part(text: str, size: int) -> bool:
-    name, pre, of = split_name(text)
-    return of is not None and Axis(name, size).part(pre, of) is not None
+    name, pre, part_size = parse_axis(text)
+    return part_size is not None and Axis(name, size).part(pre, part_size) is not None
 
 
 def _is_name(name: object) -> bool:
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
-def written(
+def format_mesh(
     kind: Kind,
     sizes: list[tuple[str, int]],
     rules: Mapping[str, MeshAxes],
@@ -102,7 +102,7 @@ def written(
     strict: bool = False,
     machine: str = "",
 ) -> str:
-    """The text of a mesh, as Python would call it."""
+    """Formats a mesh as the Python call that makes it."""
     words = [f"{name}={size!r}" for name, size in sizes]
     if {name for name, _ in sizes} & {"rules", "device", "strict", "machine"} or not all(
         _is_name(name) for name, _ in sizes
@@ -119,8 +119,8 @@ def written(
     return f"{'Mesh.abstract' if kind == 'abstract' else 'Mesh'}({', '.join(words)})"
 
 
-def read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """What the text of a mesh calls, and with which arguments."""
+def parse_mesh(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Parses the text of a mesh: `Mesh` or `Mesh.abstract`, its arguments and its keyword arguments."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or len(call.args) > 1 or any(w.arg is None for w in call.keywords):
@@ -135,8 +135,8 @@ def read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         ) from error
 
 
-def joined(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The axes that a mesh is given in a mapping and by name."""
+def list_axes(axes: Mapping[str, int] | None, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Merges the axes that a call of `Mesh` passes as a mapping and by name."""
     if not isinstance(axes, Mapping | None):
         raise ShardingError(f"{axes!r} does not name the axes of a mesh", remedy="write Mesh(data=2, tensor=4)")
     return [*(axes or {}).items(), *sizes.items()]

@@ -1,27 +1,27 @@
 """From one layout to another: the collectives, their bytes and their estimated time.
 
-A *cut* of a value is a tuple with one entry per factor: the mesh axes over it, major first, in prime parts. `plan`
-moves factors, `route` values whose dims are made of several.
+`FactorAxes` holds one entry per factor: the mesh axes over it, major first, in prime parts. `plan_steps` reshards
+factors, `plan_route` values whose dims are made of several factors.
 """
 
-from shardlib.sharding.reshard.prices import USUAL, Prices
-from shardlib.sharding.reshard.refactor_exchange import Crossing, crossed_seconds, crossings
-from shardlib.sharding.reshard.routing import Hop, plan, route, seconds
-from shardlib.sharding.reshard.step import Axes, Cut, Leaves, Step, local_numel
+from shardlib.sharding.reshard.prices import DEFAULT_PRICES, Prices
+from shardlib.sharding.reshard.refactor_exchange import RefactorExchange, plan_refactor_exchanges, refactor_seconds
+from shardlib.sharding.reshard.routing import RouteStep, estimate_seconds, plan_route, plan_steps
+from shardlib.sharding.reshard.step import Axes, FactorAxes, FactorSizes, Step, local_numel
 
 __all__ = [
-    "USUAL",
+    "DEFAULT_PRICES",
     "Axes",
-    "Crossing",
-    "Cut",
-    "Hop",
-    "Leaves",
+    "FactorAxes",
+    "FactorSizes",
     "Prices",
+    "RefactorExchange",
+    "RouteStep",
     "Step",
-    "crossed_seconds",
-    "crossings",
+    "estimate_seconds",
     "local_numel",
-    "plan",
-    "route",
-    "seconds",
+    "plan_refactor_exchanges",
+    "plan_route",
+    "plan_steps",
+    "refactor_seconds",
 ]

@@ -1,18 +1,18 @@
-"""The same pieces on other devices: which axes a factor is sliced by first, and by which it is cut after."""
+"""Plans permutations: shards move to other devices unchanged, perhaps after a slice."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.axis import Axis, group_size
 
 
-def regrid(
+def plan_permutation(
     factors: dict[int, tuple[list[Axis], list[Axis]]], used: Collection[Axis]
 ) -> dict[int, tuple[list[Axis], list[Axis]]]:
-    """{factor: (axes to slice by first, axes after)}, given {factor: (axes that leave, axes that come)}.
+    """Maps {factor: (axes to remove, axes to add)} to {factor: (axes to slice by first, axes after the permutation)}.
 
-    Then every factor is cut as often before as after. Empty where that cannot be.
+    A permutation keeps the number of shards of every factor. Returns {} if that is impossible.
     """
     leaving = [a for leave, _ in factors.values() for a in leave]
     coming = [a for _, come in factors.values() for a in come]
@@ -21,16 +21,16 @@ def regrid(
     free, spare = [a for a in coming if a not in used], [a for a in leaving if a not in coming]
     out = {}
     for i, (leave, come) in factors.items():
-        have, want = ways(leave), ways(come)
-        new, rest = _taken(free, want / have), _taken(spare, have / want)
+        have, want = group_size(leave), group_size(come)
+        new, rest = _take_axes(free, want / have), _take_axes(spare, have / want)
         if new is None and rest is None:
             return {}
         out[i] = (new or [], [*come, *(rest or [])])
     return out
 
 
-def _taken(axes: list[Axis], product: float) -> list[Axis] | None:
-    """Axes of this product, taken out of the list; None where it has none."""
+def _take_axes(axes: list[Axis], product: float) -> list[Axis] | None:
+    """Removes axes of this product of sizes from the list and returns them; None if there are none."""
     taken = []
     for a in axes:
         if product % a.size == 0:
@@ -42,12 +42,12 @@ def _taken(axes: list[Axis], product: float) -> list[Axis] | None:
     return taken
 
 
-def moving(pairs: Sequence[tuple[Sequence[Axis], Sequence[Axis]]]) -> list[Axis]:
-    """The axes that tell other pieces apart after than before: on another factor, or with others behind them."""
-    found = dict.fromkeys(a for pair in pairs for axes in pair for a in axes)
-    return [a for a in found if any(_stride(a, before) != _stride(a, after) for before, after in pairs)]
+def changed_axes(pairs: Sequence[tuple[Sequence[Axis], Sequence[Axis]]]) -> list[Axis]:
+    """Returns the axes along which other shards lie after than before: on another factor, or in front of other axes."""
+    axes_of_pairs = dict.fromkeys(a for pair in pairs for axes in pair for a in axes)
+    return [a for a in axes_of_pairs if any(_stride(a, before) != _stride(a, after) for before, after in pairs)]
 
 
 def _stride(axis: Axis, axes: Sequence[Axis]) -> int:
-    """How many pieces further a device's neighbor along `axis` is; 0 if it does not cut the factor."""
-    return ways(axes[axes.index(axis) + 1 :]) if axis in axes else 0
+    """Returns the distance in shards between neighbors along `axis`; 0 if it does not shard the factor."""
+    return group_size(axes[axes.index(axis) + 1 :]) if axis in axes else 0

@@ -1,7 +1,7 @@
-"""What decisions pay: seconds of arithmetic, of memory, and of what is sent along some axes, on the mesh's machine.
+"""Prices of compiler decisions: seconds of arithmetic, of memory and of collectives on the mesh's machine.
 
-A message costs the latency of one hop, and its bytes over what a ring along its axes goes at. Small ones travel
-together and trees have few hops, so that is near what they take; `Plan.simulate` asks closer.
+A message costs the latency of one hop, plus its bytes over the rate of a ring along its axes. That is close for large
+messages, and for small ones in trees, which have few hops; `Plan.simulate` is more precise.
 """
 
 from __future__ import annotations
@@ -14,65 +14,65 @@ from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.machine import PRESETS, Machine
 from shardlib.sharding.mesh.mesh import Mesh
 
-_APART = ("all_to_all", "ppermute")
+_PAIRWISE = ("all_to_all", "ppermute")  # each device sends to every other one directly
 
 
 class Prices:
-    """The prices on a machine whose devices stand in a mesh of such `axes`; there is one of each, `Prices.of(mesh)`.
+    """Prices on a machine whose devices form a mesh of these `axes`; `Prices.for_mesh(mesh)` caches them.
 
     Example:
-        >>> here, there = (Prices.of(Mesh.abstract(data=4, tensor=8, machine=name)) for name in ("node", "h100"))
+        >>> uniform, nodes = [Prices.for_mesh(Mesh.abstract(data=4, tensor=8, machine=m)) for m in ("node", "h100")]
         >>> data, tensor = (Axis(name, size, 1, size) for name, size in (("data", 4), ("tensor", 8)))
-        >>> here.sent((data,), 3e9) == here.sent((tensor,), 3e9)
+        >>> uniform.comm_seconds((data,), 3e9) == uniform.comm_seconds((tensor,), 3e9)
         True
-        >>> there.sent((data,), 3e9) > 7 * there.sent((tensor,), 3e9)
+        >>> nodes.comm_seconds((data,), 3e9) > 7 * nodes.comm_seconds((tensor,), 3e9)
         True
     """
 
     def __init__(self, machine: Machine, axes: Mapping[str, int]) -> None:
         self.machine, self.axes = machine, axes
         self.bandwidth = machine.device.bandwidth  # bytes/s of memory
-        self.fastest = max(x.bandwidth for x in (machine.inner, machine.outer, *machine.links.values()))  # of any links
+        self.fastest = max(x.bandwidth for x in (machine.inner, machine.outer, *machine.links.values()))  # of all links
         self._links: dict[tuple[tuple[Axis, ...], bool], tuple[float, float]] = {}
 
     @staticmethod
-    def of(mesh: Mesh) -> Prices:
-        """The prices on a mesh; where it names no machine all links are alike, and all meshes."""
-        return USUAL if mesh.machine is None else _prices(mesh.machine, tuple(mesh.axes.items()))
+    def for_mesh(mesh: Mesh) -> Prices:
+        """Returns the prices on a mesh; without a machine, all links cost the same."""
+        return DEFAULT_PRICES if mesh.machine is None else _prices(mesh.machine, tuple(mesh.axes.items()))
 
     def flops(self, itemsize: int) -> float:
-        """FLOP/s of products of floating-point numbers of so many bytes."""
+        """Returns FLOP/s of products of floating-point numbers of `itemsize` bytes."""
         return self.machine.device.rate("bf16" if itemsize <= 2 else "f32" if itemsize <= 4 else "f64", itemsize)
 
     def latency(self, axes: tuple[Axis, ...]) -> float:
-        """Seconds that a message along these axes takes at least."""
+        """Returns the minimum seconds of a message along these axes."""
         return self.link(axes)[0]
 
     def rate(self, axes: tuple[Axis, ...]) -> float:
-        """Bytes/s that a device sends along these axes."""
+        """Returns the bytes/s that a device sends along these axes."""
         return self.link(axes)[1]
 
-    def sent(self, axes: tuple[Axis, ...], nbytes: float, kind: str = "") -> float:
-        """Seconds of a collective along these axes in which each device sends so many bytes.
+    def comm_seconds(self, axes: tuple[Axis, ...], nbytes: float, kind: str = "") -> float:
+        """Returns the seconds of a collective along these axes in which each device sends `nbytes`.
 
-        What is exchanged or permuted goes from each device by itself, through its share of a node's cards; all else
-        goes round in rings, and enters and leaves a node once.
+        In an all_to_all or ppermute every device sends through its own share of a node's cards. Other collectives run
+        in rings, which enter and leave a node once.
         """
-        latency, rate = self.link(axes, kind in _APART)
+        latency, rate = self.link(axes, kind in _PAIRWISE)
         return latency + nbytes / rate
 
     @property
     def of_bytes(self) -> Prices:
-        """The same, but for bytes alone: messages take no time of their own."""
-        return _OfBytes(self)
+        """The same prices without latencies."""
+        return _WithoutLatency(self)
 
-    def link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
-        """Seconds that a message along these axes takes at least, and bytes/s behind that; `apart`: as `sent` says."""
-        if (known := self._links.get((axes, apart))) is None:
+    def link(self, axes: tuple[Axis, ...], pairwise: bool = False) -> tuple[float, float]:
+        """Returns latency in seconds and bytes/s of messages along these axes, in rings or `pairwise`."""
+        if (price := self._links.get((axes, pairwise))) is None:
             span = self.machine.span(axes, self.axes)
-            rate = span.apart if apart else span.ring
-            known = self._links[axes, apart] = (span.outer if span.far > 1 else span.inner).latency, rate
-        return known
+            rate = span.pairwise if pairwise else span.ring
+            price = self._links[axes, pairwise] = (span.outer if span.far > 1 else span.inner).latency, rate
+        return price
 
 
 @lru_cache(maxsize=64)
@@ -80,22 +80,20 @@ def _prices(machine: Machine, axes: tuple[tuple[str, int], ...]) -> Prices:
     return Prices(machine, MappingProxyType(dict(axes)))
 
 
-class _Usual(Prices):
-    """All links are alike, so nobody looks at axes."""
+class _Uniform(Prices):
+    """Prices where all links are alike, whatever the axes."""
 
-    def link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
+    def link(self, axes: tuple[Axis, ...], pairwise: bool = False) -> tuple[float, float]:
         return self.machine.outer.latency, self.machine.outer.bandwidth
 
 
-class _OfBytes(Prices):
-    """The prices of another, without latencies."""
+class _WithoutLatency(Prices):
+    def __init__(self, base: Prices) -> None:
+        super().__init__(base.machine, base.axes)
+        self._base = base
 
-    def __init__(self, of: Prices) -> None:
-        super().__init__(of.machine, of.axes)
-        self._of = of
-
-    def link(self, axes: tuple[Axis, ...], apart: bool = False) -> tuple[float, float]:
-        return 0.0, self._of.link(axes, apart)[1]
+    def link(self, axes: tuple[Axis, ...], pairwise: bool = False) -> tuple[float, float]:
+        return 0.0, self._base.link(axes, pairwise)[1]
 
 
-USUAL: Prices = _Usual(PRESETS["node"], {})
+DEFAULT_PRICES: Prices = _Uniform(PRESETS["node"], {})

@@ -1,8 +1,8 @@
-"""The cheapest way between even cuts: Dijkstra's algorithm over single steps, never dearer than a way that is known.
+"""Searches the cheapest reshard between even shardings by Dijkstra's algorithm over single steps.
 
-A state is a cut and what is still pending. From there axes may be sliced off locally, gathered, exchanged for another
-factor's, summed or scattered; or the pieces stay as they are and go to other devices. Axes that stay together from
-beginning to end move as one *block*.
+A state is the axes of every factor and of the partial sum. A step slices a factor locally, gathers it, moves axes to
+another factor, reduces or reduce-scatters the partial sum, or permutes shards over devices. Axes that stay together
+from beginning to end move as one *block*.
 """
 
 from __future__ import annotations
@@ -15,61 +15,68 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-from shardlib.sharding.chunks import Placed, even
-from shardlib.sharding.mesh.axis import Axis, ways
-from shardlib.sharding.reshard.permute_devices import moving
+from shardlib.sharding.chunks import UnchunkedSize, is_even
+from shardlib.sharding.mesh.axis import Axis, group_size
+from shardlib.sharding.reshard.permute_devices import changed_axes
 from shardlib.sharding.reshard.prices import Prices
-from shardlib.sharding.reshard.step import Axes, Cut, Leaves, Step, fits
+from shardlib.sharding.reshard.step import Axes, FactorAxes, FactorSizes, Step, is_evenly_sharded
 
-_BLOCKS = 5  # with more, the number of arrangements outgrows what a better way is worth
+_BLOCKS = 5  # with more, the search takes longer than a better reshard saves
 
 T = TypeVar("T")
 Blocks = tuple[int, ...]  # blocks, by their number, major first
-State = tuple[tuple[Blocks, ...], Blocks]  # what is on every factor, and what is pending
-Move = tuple[float, str, Blocks, int, int, State]  # bytes, kind, blocks, factor, to, what is then
+State = tuple[tuple[Blocks, ...], Blocks]  # the blocks of every factor, and of the partial sum
+Move = tuple[float, str, Blocks, int, int, State]  # bytes, kind, blocks, factor, to, next state
 
 
-def cheapest(
-    parts: Leaves,
+def find_cheapest(
+    parts: FactorSizes,
     itemsize: int,
-    src: Cut,
-    dst: Cut,
+    src: FactorAxes,
+    dst: FactorAxes,
     pending: Axes,
     reduce: str,
-    known: tuple[Step, ...],
+    direct: tuple[Step, ...],
     prices: Prices,
 ) -> tuple[Step, ...]:
-    """The steps from `src` to `dst`, in no more bytes and less time than the way that is `known`, or that.
+    """Returns steps from `src` to `dst` with no more bytes and less time than the `direct` ones, or these.
 
-    `parts` are the sizes of the leaves that each factor is made of; uneven and chosen pieces stay on the known way.
+    `parts` are the sizes of the factors that were fused into each factor. Uneven shardings keep the direct steps.
     """
     factors = [(math.prod(leaves), axes) for cut in (src, dst) for leaves, axes in zip(parts, cut, strict=True)]
-    if any(isinstance(n, Placed) for leaves in parts for n in leaves) or not all(even(n, axes) for n, axes in factors):
-        return known
+    if any(isinstance(n, UnchunkedSize) for leaves in parts for n in leaves) or not all(
+        is_even(n, axes) for n, axes in factors
+    ):
+        return direct
     blocks = _blocks([*src, *dst, pending])
     if len(blocks) > _BLOCKS:
-        return known
-    found = _Search(parts, itemsize, blocks, src, dst, pending, prices).run(known, reduce)
-    if pending or sum(step.bytes > 0 for step in found) < 2:
-        return found
-    limit = sum(step.bytes for step in found)
-    others = [way for way in _permuted(parts, itemsize, src, dst) if sum(step.bytes for step in way) <= limit]
-    return min([found, *others], key=lambda way: sum(step.seconds(prices) for step in way))
+        return direct
+    best = _Search(parts, itemsize, blocks, src, dst, pending, prices).run(direct, reduce)
+    if pending or sum(step.bytes > 0 for step in best) < 2:
+        return best
+    limit = sum(step.bytes for step in best)
+    others = [way for way in _permute_then_exchange(parts, itemsize, src, dst) if sum(s.bytes for s in way) <= limit]
+    return min([best, *others], key=lambda way: sum(step.seconds(prices) for step in way))
 
 
-def _permuted(parts: Leaves, itemsize: int, src: Cut, dst: Cut) -> Iterator[tuple[Step, ...]]:
-    """The ways to send pieces, as they are, to where one exchange of minor axes brings them: these may be parts of axes
-    that stay together otherwise."""
+def _permute_then_exchange(
+    parts: FactorSizes, itemsize: int, src: FactorAxes, dst: FactorAxes
+) -> Iterator[tuple[Step, ...]]:
+    """Yields reshards that permute shards and then exchange minor axes, also parts of blocks."""
     sizes = tuple(map(math.prod, parts))
-    local = itemsize * math.prod(sizes) / math.prod(map(ways, src))
+    local = itemsize * math.prod(sizes) / math.prod(map(group_size, src))
     for to, axes in enumerate(dst):
         for k, factor in itertools.product(range(len(axes)), range(len(dst))):
             between = _with(_with(dst, to, axes[:k]), factor, (*dst[factor], *axes[k:]))
-            if factor == to or [*map(ways, between)] != [*map(ways, src)] or not all(map(fits, parts, between)):
+            if (
+                factor == to
+                or [*map(group_size, between)] != [*map(group_size, src)]
+                or not all(map(is_evenly_sharded, parts, between))
+            ):
                 continue
-            along = moving([*zip(src, between, strict=True)])
+            along = changed_axes([*zip(src, between, strict=True)])
             first = next(i for i, (x, y) in enumerate(zip(src, between, strict=True)) if x != y)
-            n = ways(axes[k:])
+            n = group_size(axes[k:])
             yield (
                 Step("ppermute", Axis.merge(along), first, first, between, sizes, local),
                 Step("all_to_all", Axis.merge(axes[k:]), factor, to, dst, sizes, local * (n - 1) / n),
@@ -77,7 +84,7 @@ def _permuted(parts: Leaves, itemsize: int, src: Cut, dst: Cut) -> Iterator[tupl
 
 
 def _blocks(runs: Sequence[Axes]) -> list[Axes]:
-    """The axes of `runs` in blocks: an axis joins the one that it follows wherever either stands."""
+    """Groups the axes of `runs` into blocks: two axes join if they are neighbors in every run that has either."""
     pairs = [pair for run in runs for pair in pairwise((None, *run, None))]
     ahead: dict[Axis | None, set[Axis | None]] = defaultdict(set)
     behind: dict[Axis | None, set[Axis | None]] = defaultdict(set)
@@ -94,13 +101,20 @@ def _blocks(runs: Sequence[Axes]) -> list[Axes]:
 
 
 class _Search:
-    """All ways from one cut to another, the cheapest first."""
+    """Dijkstra's algorithm from one sharding to another."""
 
     def __init__(
-        self, parts: Leaves, itemsize: int, blocks: list[Axes], src: Cut, dst: Cut, pending: Axes, prices: Prices
+        self,
+        parts: FactorSizes,
+        itemsize: int,
+        blocks: list[Axes],
+        src: FactorAxes,
+        dst: FactorAxes,
+        pending: Axes,
+        prices: Prices,
     ) -> None:
         self.parts, self.blocks, self.prices = parts, blocks, prices
-        self.ways = [ways(block) for block in blocks]
+        self.ways = [group_size(block) for block in blocks]
         self.nbytes = itemsize * math.prod(n for leaves in parts for n in leaves)
         number = {block[0]: i for i, block in enumerate(blocks)}
 
@@ -114,17 +128,17 @@ class _Search:
         self._fits: dict[tuple[int, Blocks], bool] = {}
         self._arranged: dict[tuple[tuple[int, ...], Blocks], list[tuple[Blocks, ...]]] = {}
 
-    def run(self, known: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
-        """The steps of the cheapest way, or those of the `known` one."""
-        limit = sum(step.bytes for step in known)
-        bound = sum(step.seconds(self.prices) for step in known) * (1 - 1e-6)
+    def run(self, direct: tuple[Step, ...], reduce: str) -> tuple[Step, ...]:
+        """Returns the cheapest steps, or the `direct` ones if none are cheaper."""
+        limit = sum(step.bytes for step in direct)
+        bound = sum(step.seconds(self.prices) for step in direct) * (1 - 1e-6)
         best: dict[State, float] = {self.src: 0.0}
         came: dict[State, tuple[State, Move]] = {}
         queue: list[tuple[float, float, State]] = [(0.0, 0.0, self.src)]
         while queue:
             cost, sent, state = heapq.heappop(queue)
             if state == self.dst:
-                return self._told(came, reduce)
+                return self._trace_back(came, reduce)
             if cost > best[state]:
                 continue
             for move in self._moves(state, min(limit - sent, (bound - cost) * self.prices.fastest)):
@@ -132,39 +146,38 @@ class _Search:
                 least = best.get(after, bound)
                 if total > limit or cost + move[0] / self.prices.fastest >= least:
                     continue
-                if (then := cost + self._paid(state, move)) < least:
+                if (then := cost + self._seconds(state, move)) < least:
                     best[after], came[after] = then, (state, move)
                     heapq.heappush(queue, (then, total, after))
-        return known
+        return direct
 
-    def _paid(self, state: State, move: Move) -> float:
-        """Seconds of a move."""
-        return 0.0 if move[1] == "slice" else self.prices.sent(self._along(state, move), move[0], move[1])
+    def _seconds(self, state: State, move: Move) -> float:
+        return 0.0 if move[1] == "slice" else self.prices.comm_seconds(self._along(state, move), move[0], move[1])
 
     def _along(self, state: State, move: Move) -> Axes:
-        """The axes along which it goes; pieces that go to other devices, along those that tell them apart."""
+        """Returns the axes of a move; for a permutation, the axes along which shards change."""
         if move[1] != "ppermute":
             return tuple([a for b in move[2] for a in self.blocks[b]])
-        return tuple(moving([*zip(self._axes(state), self._axes(move[-1]), strict=True)]))
+        return tuple(changed_axes([*zip(self._axes(state), self._axes(move[-1]), strict=True)]))
 
-    def _told(self, came: dict[State, tuple[State, Move]], reduce: str) -> tuple[Step, ...]:
-        taken: list[tuple[State, Move]] = []
+    def _trace_back(self, came: dict[State, tuple[State, Move]], reduce: str) -> tuple[Step, ...]:
+        moves: list[tuple[State, Move]] = []
         state = self.dst
         while state != self.src:
-            taken.append(came[state])
+            moves.append(came[state])
             state, _ = came[state]
         sizes, steps = tuple(map(math.prod, self.parts)), []
-        for before, move in reversed(taken):
+        for before, move in reversed(moves):
             nbytes, kind, _, factor, to, after = move
             axes = Axis.merge(self._along(before, move))
             steps.append(Step(kind, axes, factor, to, self._axes(after), sizes, nbytes, reduce))
         return tuple(steps)
 
-    def _axes(self, state: State) -> Cut:
+    def _axes(self, state: State) -> FactorAxes:
         return tuple(tuple(a for b in run for a in self.blocks[b]) for run in state[0])
 
     def _moves(self, state: State, limit: float) -> Iterator[Move]:
-        """Every step from `state` that sends at most `limit` bytes."""
+        """Yields the steps from `state` that send at most `limit` bytes."""
         cut, pending = state
         used = {*pending, *(b for run in cut for b in run)}
         local = self.nbytes / math.prod([self.ways[b] for run in cut for b in run])
@@ -190,27 +203,27 @@ class _Search:
         if pending and 2 * local * (n - 1) / n <= limit:
             yield 2 * local * (n - 1) / n, "all_reduce", pending, -1, -1, (cut, ())
         if local <= limit:
-            pieces = tuple([math.prod([self.ways[b] for b in run]) for run in cut])
-            if (every := self._arranged.get((pieces, pending))) is None:
+            shards = tuple([math.prod([self.ways[b] for b in run]) for run in cut])
+            if (every := self._arranged.get((shards, pending))) is None:
                 others = [b for b in range(len(self.blocks)) if b not in pending]
-                every = self._arranged[pieces, pending] = list(self._arrangements(pieces, others))
+                every = self._arranged[shards, pending] = list(self._arrangements(shards, others))
             for arranged in every:
                 if arranged != cut:
                     first = next(i for i in self.movable if cut[i] != arranged[i])
                     yield local, "ppermute", (), first, first, (arranged, pending)
 
-    def _arrangements(self, pieces: Sequence[int], blocks: Sequence[int], i: int = 0) -> Iterator[tuple[Blocks, ...]]:
-        """All cuts into so many pieces of every factor, by whichever blocks."""
-        if i == len(pieces):
+    def _arrangements(self, shards: Sequence[int], blocks: Sequence[int], i: int = 0) -> Iterator[tuple[Blocks, ...]]:
+        """Yields all shardings with these numbers of shards per factor."""
+        if i == len(shards):
             yield ()
             return
-        for mine in self._runs(pieces[i], blocks):
-            if self._fit(i, mine):
-                for rest in self._arrangements(pieces, [b for b in blocks if b not in mine], i + 1):
-                    yield (mine, *rest)
+        for run in self._runs(shards[i], blocks):
+            if self._fit(i, run):
+                for rest in self._arrangements(shards, [b for b in blocks if b not in run], i + 1):
+                    yield (run, *rest)
 
     def _runs(self, product: int, blocks: Sequence[int]) -> Iterator[Blocks]:
-        """All runs of blocks with this product of sizes."""
+        """Yields all runs of blocks with this product of sizes."""
         if product == 1:
             yield ()
             return
@@ -220,10 +233,10 @@ class _Search:
                     yield (b, *rest)
 
     def _fit(self, i: int, run: Blocks) -> bool:
-        """Whether factor i can be cut by these blocks evenly, and its leaves with it."""
-        if (known := self._fits.get((i, run))) is None:
-            known = self._fits[i, run] = fits(self.parts[i], [a for b in run for a in self.blocks[b]])
-        return known
+        """Returns whether these blocks shard factor i evenly, and the factors in it."""
+        if (fits := self._fits.get((i, run))) is None:
+            fits = self._fits[i, run] = is_evenly_sharded(self.parts[i], [a for b in run for a in self.blocks[b]])
+        return fits
 
 
 def _with(cut: tuple[tuple[T, ...], ...], i: int, run: tuple[T, ...]) -> tuple[tuple[T, ...], ...]:

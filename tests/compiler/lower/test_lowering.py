@@ -22,7 +22,7 @@ from shardlib.compiler.program.sym_int import Sym, here, local_size, of_member, 
 from shardlib.compiler.program.text import parse as parse_program
 from shardlib.compiler.program.text import show
 from shardlib.compiler.program.verify import verify
-from shardlib.sharding.chunks import Pieces, span
+from shardlib.sharding.chunks import ShardSizes, shard_range
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis, member_coords
 from tests.validation.programs import draw
@@ -70,7 +70,7 @@ SYMS = [
     offset(10, A.primes()[1:]) * 2 + 1,
     POSITION.eq(0),
     3 - offset(9, [B, A]) // 2,
-    local_size(Pieces((5, 0, 4, 1), [A]), [A]),
+    local_size(ShardSizes((5, 0, 4, 1), [A]), [A]),
     tabulate(lambda c: c["b"] - c["a"] % 2, [B, A.primes()[1]]),
     of_member(POSITION, [A], 2),
 ]
@@ -105,7 +105,7 @@ def test_a_table_covers_parts_of_axes_and_members_see_each_other() -> None:
 def test_sizes_and_offsets(size: int, axes: tuple[Axis, ...]) -> None:
     n, start = local_size(size, axes), offset(size, axes)
     for c in COORDS:
-        low, high = span(size, Axis.merge(axes), c)
+        low, high = shard_range(size, Axis.merge(axes), c)
         assert (n.at(c) if isinstance(n, Sym) else n) == high - low
         assert (start.at(c) if isinstance(start, Sym) else start) == low
     assert isinstance(n, int) == (size % (Factor(size, axes).ways) == 0), "an int where all devices hold the same"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import shardlib as sl
 from shardlib import Mesh, Plan, shard
-from shardlib.core.text_tables import Row, fold, fold_names
+from shardlib.core.text_tables import Row, fold_names, fold_rows
 from tests.models import w1, w1_sharded
 
 RULES = {"batch": "data", "ff": "tensor", "heads": "tensor"}
@@ -274,13 +274,13 @@ def test_a_plan_has_no_paths_of_this_machine() -> None:
     ],
 )
 def test_fold(lines: str, folded: str) -> None:
-    rows = fold([Row((name, "f32")) for name in lines.split()])
+    rows = fold_rows([Row((name, "f32")) for name in lines.split()])
     texts = [r.cells[0] if len(r.cells) > 1 else r.cells[0].split()[0] + ":" for r in rows]
     assert " ".join(texts) == folded
 
 
 def test_fold_keeps_what_differs_by_type() -> None:
-    assert len(fold([Row(("mm_1", "f32[1]")), Row(("mm_2", "f32[2]")), Row(("mm_3", "f32[1]"))])) == 3
+    assert len(fold_rows([Row(("mm_1", "f32[1]")), Row(("mm_2", "f32[2]")), Row(("mm_3", "f32[1]"))])) == 3
 
 
 def test_fold_names_stars_only_what_varies() -> None:

@@ -65,7 +65,7 @@ def test_the_order_of_arguments_does_not_matter(seed: int) -> None:
 @pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_the_order_of_a_process_does_not_matter(count: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Python's sets have another order in every process, and texts another hash: ranks plan on their own."""
-    axis = base64.b64encode(pickle.dumps(Axis("x", 2, pre=2, of=4))).decode()
+    axis = base64.b64encode(pickle.dumps(Axis("x", 2, pre=2, axis_size=4))).decode()
     program = f"from tests.compiler.plan.test_stable_plans import told_here; told_here({axis!r}, {count})"
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"
     other = subprocess.Popen(
@@ -99,7 +99,7 @@ def told_here(axis: str, count: int) -> None:
         most = sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None)).plan(*args).peak_memory
         print(sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None), memory=int(0.7 * most)).plan(*args))
     other = pickle.loads(base64.b64decode(axis))
-    if other in {Axis("x", 2, pre=2, of=4)}:
+    if other in {Axis("x", 2, pre=2, axis_size=4)}:
         print("the axis is a key")
 
 

@@ -11,53 +11,62 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardlib as sl
-from shardlib.sharding.chunks import Aligned, Pieces, even, fullest, nested, over, span, spans
+from shardlib.sharding.chunks import (
+    AlignedSize,
+    ShardSizes,
+    is_even,
+    is_nested,
+    largest_shard,
+    restrict_size,
+    shard_range,
+    shard_sizes,
+)
 from shardlib.sharding.mesh.axis import Axis
 
 A, B = Axis("a", 4), Axis("b", 2)
 SIZES = [
-    Aligned(13, 10, shift=1),
-    Aligned(6, 10, shift=-2),
-    Aligned(5, 10, scale=1, shift=-7),
-    Aligned(4, 10, scale=1, shift=3),
-    Aligned(21, 10, scale=2, shift=1),
-    Aligned(9, Pieces((0, 5, 5, 0), (A,)), shift=-1),
-    Aligned(12, Aligned(11, 10, shift=1), shift=1),
-    Aligned(1, 10),
-    Aligned(7, 1, shift=2),
+    AlignedSize(13, 10, shift=1),
+    AlignedSize(6, 10, shift=-2),
+    AlignedSize(5, 10, scale=1, shift=-7),
+    AlignedSize(4, 10, scale=1, shift=3),
+    AlignedSize(21, 10, scale=2, shift=1),
+    AlignedSize(9, ShardSizes((0, 5, 5, 0), (A,)), shift=-1),
+    AlignedSize(12, AlignedSize(11, 10, shift=1), shift=1),
+    AlignedSize(1, 10),
+    AlignedSize(7, 1, shift=2),
 ]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=repr)
 @pytest.mark.parametrize("axes", [(A,), (A, B), (B, A), (B,)], ids=lambda axes: "".join(a.name for a in axes))
-def test_pieces_cover_the_size_in_order_and_nest(size: Aligned, axes: tuple[Axis, ...]) -> None:
-    lengths = spans(size, axes)
+def test_pieces_cover_the_size_in_order_and_nest(size: AlignedSize, axes: tuple[Axis, ...]) -> None:
+    lengths = shard_sizes(size, axes)
     assert sum(lengths) == int(size)
     assert min(lengths) >= 0
-    assert fullest(size, axes) == max(lengths)
-    assert even(size, axes) == (len({*lengths}) == 1)
-    told = over(size, axes)
+    assert largest_shard(size, axes) == max(lengths)
+    assert is_even(size, axes) == (len({*lengths}) == 1)
+    told = restrict_size(size, axes)
     assert told + 0 == size + 0
-    assert spans(told, axes) == lengths
+    assert shard_sizes(told, axes) == lengths
     primes = tuple(p for a in axes for p in a.primes())
     for k in range(1, len(primes)):
-        if nested(size, primes, k):
-            inner = len(lengths) // len(spans(size, Axis.merge(primes[:k])))
+        if is_nested(size, primes, k):
+            inner = len(lengths) // len(shard_sizes(size, Axis.merge(primes[:k])))
             outer = [sum(lengths[i : i + inner]) for i in range(0, len(lengths), inner)]
-            assert tuple(outer) == spans(size, Axis.merge(primes[:k]))
+            assert tuple(outer) == shard_sizes(size, Axis.merge(primes[:k]))
 
 
 def test_elements_lie_with_those_beside_them() -> None:
     for i, shift in itertools.product(range(4), (-3, 0, 2)):
-        low, high = span(10, (A,), {"a": i})
-        mine = span(Aligned(14, 10, shift=shift), (A,), {"a": i})
+        low, high = shard_range(10, (A,), {"a": i})
+        mine = shard_range(AlignedSize(14, 10, shift=shift), (A,), {"a": i})
         assert all(mine[0] <= s + shift < mine[1] for s in range(low, high) if 0 <= s + shift < 14)
 
 
 def test_is_no_plain_number() -> None:
-    assert Aligned(8, 8, shift=1) != 8
-    assert Aligned(8, 8, shift=1) != Aligned(8, 8) == Aligned(8, 8)
-    assert over(Aligned(8, 8), (A,)) == 8, "where pieces are chunks, nothing is said"
+    assert AlignedSize(8, 8, shift=1) != 8
+    assert AlignedSize(8, 8, shift=1) != AlignedSize(8, 8) == AlignedSize(8, 8)
+    assert restrict_size(AlignedSize(8, 8), (A,)) == 8, "where pieces are chunks, nothing is said"
 
 
 # Programs -------------------------------------------------------------------------------------------------------------

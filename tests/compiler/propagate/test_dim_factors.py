@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.compiler.propagate.dim_factors import DimFactor, Dims
-from shardlib.sharding.split_axes import spread
+from shardlib.sharding.split_axes import split_axes
 
 
 def sizes(dims: Dims, dim: list[DimFactor]) -> list[int]:
@@ -90,7 +90,7 @@ def test_a_lock_keeps_a_cut_expressible(size: int, ways: list[int], parts: list[
     dims.lock(a[0], ways)
     assert dims.unify(a, b) == fits
     if fits:
-        assert spread(sizes(dims, a), ways) is not None
+        assert split_axes(sizes(dims, a), ways) is not None
     c = made(dims, size)
     assert dims.unify(c, a), "the lock travels with the class"
     assert sizes(dims, c) == (parts if fits else [size])
@@ -144,7 +144,7 @@ class _Story:
         for dim, n in self.made:
             assert math.prod(sizes(dims, dim)) == n
         for dim, ways in self.locks:
-            assert spread(sizes(dims, dim), ways) is not None, (sizes(dims, dim), ways)
+            assert split_axes(sizes(dims, dim), ways) is not None, (sizes(dims, dim), ways)
 
 
 @pytest.mark.long

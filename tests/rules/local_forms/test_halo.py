@@ -27,7 +27,7 @@ from shardlib.compiler.program.sym_int import here
 from shardlib.core.context import single_device
 from shardlib.rules.local_forms.halo import fetch, give_back, length, overlap, reframe
 from shardlib.rules.rule import Call, Rule
-from shardlib.sharding.layout import Factor, Layout, span
+from shardlib.sharding.layout import Factor, Layout, shard_range
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.testing.check import run_unshared
 from tests.helpers.ranks import run_ranks
@@ -52,7 +52,7 @@ class Ring:
     def __init__(self, size: int, n: int) -> None:
         self.x, self.n, axes = r(size, 1), n, (Axis("a", n),)
         self.devices = [{"a": i} for i in range(n)]
-        self.mine = [span(size, axes, c) for c in self.devices]
+        self.mine = [shard_range(size, axes, c) for c in self.devices]
         self.mesh = Mesh.abstract(a=n)
         self.builder = Builder(self.mesh)
         rule = Rule((LABELS,), (LABELS,), {"h": size})

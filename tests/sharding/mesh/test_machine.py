@@ -70,8 +70,8 @@ def test_where_the_members_of_a_group_are(axes: dict[str, int], group: tuple[str
 
 def test_parts_of_an_axis_are_near_or_far() -> None:
     h100, axes = Machine.preset("h100"), {"data": 32}
-    assert h100.span([Axis("data", 8, pre=4, of=32)], axes)[:2] == (8, 1)  # the minor part
-    assert h100.span([Axis("data", 4, pre=1, of=32)], axes)[:2] == (1, 4)  # the major one
+    assert h100.span([Axis("data", 8, pre=4, axis_size=32)], axes)[:2] == (8, 1)  # the minor part
+    assert h100.span([Axis("data", 4, pre=1, axis_size=32)], axes)[:2] == (1, 4)  # the major one
 
 
 def test_an_axis_may_have_a_link_of_its_own() -> None:
@@ -119,7 +119,7 @@ def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
         ),
         (lambda: Machine.parse("Machine(node=8)"), ["cannot be read as a machine", "missing"]),
         (lambda: Machine.parse("Machine(Link(1.0))"), ["fields by name"]),
-        (lambda: Machine.of(3), ["3 is no machine"]),
+        (lambda: Machine.convert(3), ["3 is no machine"]),
         (lambda: replace(Machine.preset("h100"), node=0), ["node is 0"]),
         (lambda: replace(Machine.preset("h100"), node=2.5), ["node is 2.5"]),
         (lambda: Machine("h100", 3, None), ["device is 'h100', no Device", "inner is 3, no Link", "outer is None"]),
@@ -243,7 +243,7 @@ def test_a_mesh_says_its_machine() -> None:
     own = replace(Machine.preset("h100"), node=4, name="")
     for machine in ("a100-40", own):
         mesh = sl.Mesh.abstract(data=4, tensor=8, machine=machine)
-        assert mesh.machine == Machine.of(machine)
+        assert mesh.machine == Machine.convert(machine)
         assert sl.Mesh.parse(str(mesh)) == mesh
         assert pickle.loads(pickle.dumps(mesh)).machine == mesh.machine
         assert mesh != sl.Mesh.abstract(data=4, tensor=8)

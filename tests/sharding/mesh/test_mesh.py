@@ -51,12 +51,12 @@ def test_group_ranks_agree_with_the_grid(size):
 
 def test_group_ranks_over_parts_of_an_axis():
     mesh = Mesh(tensor=8)
-    major, minor = Axis("tensor", 2, pre=1, of=8), Axis("tensor", 4, pre=2, of=8)
+    major, minor = Axis("tensor", 2, pre=1, axis_size=8), Axis("tensor", 4, pre=2, axis_size=8)
     assert mesh.group_ranks((major,), {"tensor": 5}) == [1, 5]
     assert mesh.group_ranks((minor,), {"tensor": 5}) == [4, 5, 6, 7]
     assert mesh.group_ranks((minor, major), {"tensor": 5}) == [0, 4, 1, 5, 2, 6, 3, 7]
     assert mesh.group_ranks((major, minor), {"tensor": 5}) == list(range(8))
-    assert mesh.group_ranks((Axis("tensor", 2, pre=2, of=8),), {"tensor": 5}) == [5, 7]
+    assert mesh.group_ranks((Axis("tensor", 2, pre=2, axis_size=8),), {"tensor": 5}) == [5, 7]
 
 
 # Texts and not meshes: ranks import this module too, and their world has another size.

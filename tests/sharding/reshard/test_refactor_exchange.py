@@ -10,10 +10,10 @@ import torch
 import shardlib as sl
 from shardlib.compiler.propagate.solver.edge_reshards import LayoutCosts, Moves
 from shardlib.compiler.propagate.solver.edges import End, Record
-from shardlib.sharding.chunks import Pieces
+from shardlib.sharding.chunks import ShardSizes
 from shardlib.sharding.mesh.axis import Axis, Coords
-from shardlib.sharding.reshard import USUAL
-from shardlib.sharding.reshard.refactor_exchange import MOST, Crossing, Dim, held
+from shardlib.sharding.reshard import DEFAULT_PRICES
+from shardlib.sharding.reshard.refactor_exchange import MOST, Dim, RefactorExchange, held_ranges
 
 T, U = Axis("t", 4), Axis("u", 2)
 SPECS = [
@@ -34,7 +34,7 @@ def elements(dim: Dim, coords: Coords) -> set[int]:
     sizes = [int(n) for n, _ in dim]
     whole = torch.arange(torch.Size(sizes).numel()).view(sizes)
     for d, (n, axes) in enumerate(dim):
-        (start, stop), *_ = held(((n, axes),), coords) or [(0, 0)]
+        (start, stop), *_ = held_ranges(((n, axes),), coords) or [(0, 0)]
         whole = whole.narrow(d, start, stop - start)
     return {*whole.flatten().tolist()}
 
@@ -48,17 +48,17 @@ def elements(dim: Dim, coords: Coords) -> set[int]:
         (((3, ()), (9, (T,))), ((9, (T, U)), (3, ()))),
         (((3, ()), (9, (T,))), ((27, (U,)),)),
         (((2, (U,)), (9, (T,))), ((18, (T,)),)),
-        (((Pieces((5, 0, 12, 4), (T,)), (T,)),), ((3, ()), (7, (T,)))),
+        (((ShardSizes((5, 0, 12, 4), (T,)), (T,)),), ((3, ()), (7, (T,)))),
         (((5, (T,)), (2, ())), ((2, ()), (5, (T,)))),
         (((12, (T,)),), ((2, (U,)), (6, (T,)))),
     ],
 )
 def test_what_is_sent_is_what_overlaps(before: Dim, after: Dim) -> None:
-    crossing = Crossing(0, before, after)
+    crossing = RefactorExchange(0, before, after)
     devices = [{"t": i, "u": j} for i in range(4) for j in range(2)]
     most = 0
     for c in devices:
-        assert elements(before, c) == {x for a, b in held(before, c) for x in range(a, b)}
+        assert elements(before, c) == {x for a, b in held_ranges(before, c) for x in range(a, b)}
         group = [m for m in devices if all(m[name] == c[name] for name in {"t", "u"} - {a.name for a in crossing.axes})]
         mine = elements(before, c)
         most = max(most, sum(len(mine & elements(after, m)) for m in group if m != c))
@@ -127,7 +127,7 @@ def test_decisions_price_the_exchange() -> None:
     made = End(None, cut=((), axes))
     read = End(None, cut=((), ()), into=(((64,), (3, 16)), ((), (), axes)))
     seconds = Moves(Record(((64,), (48,)), 4, (made,), (read,)), 1, LayoutCosts(((64,), (48,)), 4)).at(())
-    assert seconds == pytest.approx(USUAL.sent(axes, 4 * 64 * 48 / 8, "all_to_all"), rel=1e-3)
+    assert seconds == pytest.approx(DEFAULT_PRICES.comm_seconds(axes, 4 * 64 * 48 / 8, "all_to_all"), rel=1e-3)
 
 
 def test_placed_tensors_move_so_too() -> None:

@@ -19,10 +19,10 @@ from shardlib.compiler.lower.emit_reshard import Mover
 from shardlib.compiler.program.steps import Var
 from shardlib.sharding import reshard
 from shardlib.sharding.layout import Factor, Layout
-from shardlib.sharding.mesh.axis import Axis, ways
-from shardlib.sharding.reshard import Axes, Cut, Hop
-from shardlib.sharding.reshard.direct import Direct
-from shardlib.sharding.split_axes import spread
+from shardlib.sharding.mesh.axis import Axis, group_size
+from shardlib.sharding.reshard import Axes, FactorAxes, RouteStep
+from shardlib.sharding.reshard.direct import DirectPlanner
+from shardlib.sharding.split_axes import split_axes
 from tests.validation.programs.campaign import as_if_large, broken_promise, counting
 
 A = Axis("a", 4)
@@ -44,21 +44,23 @@ VALUES: list[Leaves] = [
 ]
 
 
-def cuts(n: int, atoms: Sequence[Axis]) -> Iterator[Cut]:
+def cuts(n: int, atoms: Sequence[Axis]) -> Iterator[FactorAxes]:
     """Every way to put some of the atoms on n leaves."""
     for where in itertools.product(range(-1, n), repeat=len(atoms)):
         yield tuple(tuple(a for a, w in zip(atoms, where, strict=True) if w == i) for i in range(n))
 
 
-def layout(leaves: Leaves, cut: Cut) -> Layout:
+def layout(leaves: Leaves, cut: FactorAxes) -> Layout:
     feed = iter(cut)
     return Layout(tuple(tuple(Factor(n, Axis.merge(next(feed))) for n in dim) for dim in leaves))
 
 
-def run(leaves: Leaves, hops: Sequence[Hop], src: Cut, dst: Cut, mesh: Mesh, pending: Axes, reduce: str) -> None:
+def run(
+    leaves: Leaves, hops: Sequence[RouteStep], src: FactorAxes, dst: FactorAxes, mesh: Mesh, pending: Axes, reduce: str
+) -> None:
     """Move a random value through Mover and virtual devices, and compare with where it ought to be."""
     shape = [math.prod(dim) for dim in leaves]
-    addends = torch.randint(-9, 9, (ways(pending), *shape)).double()
+    addends = torch.randint(-9, 9, (group_size(pending), *shape)).double()
     whole = addends.amax(0) if reduce == "max" else addends.sum(0)
     have, want = layout(leaves, src), layout(leaves, dst)
     builder = Builder(mesh)
@@ -97,11 +99,11 @@ def run(leaves: Leaves, hops: Sequence[Hop], src: Cut, dst: Cut, mesh: Mesh, pen
 @pytest.mark.parametrize("leaves", VALUES, ids=str)
 @pytest.mark.parametrize("atoms", [(A0, A1), (A0, A1, C), (B, C), (C, A0, A1)], ids=lambda a: " ".join(map(str, a)))
 def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
-    mesh = Mesh({a.name: a.of for a in atoms})
+    mesh = Mesh({a.name: a.axis_size for a in atoms})
     every = list(cuts(sum(map(len, leaves)), atoms))
     pairs = list(itertools.product(every, every))
     for src, dst in pairs[:: max(1, len(pairs) // 30)]:
-        run(leaves, reshard.route(leaves, 8, src, dst), src, dst, mesh, (), "sum")
+        run(leaves, reshard.plan_route(leaves, 8, src, dst), src, dst, mesh, (), "sum")
 
 
 @pytest.mark.sampled(3)
@@ -115,13 +117,13 @@ def test_every_pair(leaves: Leaves, atoms: Axes) -> None:
 )
 def test_every_way_that_large_tensors_take(leaves: Leaves, atoms: Axes) -> None:
     """Axes in any order, with and without sums."""
-    mesh, rng = Mesh({a.name: a.of for a in atoms}), random.Random(0)
+    mesh, rng = Mesh({a.name: a.axis_size for a in atoms}), random.Random(0)
     every = [tuple(tuple(rng.sample(x, len(x))) for x in cut) for cut in cuts(sum(map(len, leaves)), atoms)]
     with as_if_large():
         for _ in range(6):
             src, dst, reduce = rng.choice(every), rng.choice(every), rng.choice(["sum", "max"])
             pending = tuple(a for a in atoms if rng.random() < 0.3 and not any(a in axes for axes in src))
-            run(leaves, reshard.route(leaves, 8, src, dst, pending, reduce), src, dst, mesh, pending, reduce)
+            run(leaves, reshard.plan_route(leaves, 8, src, dst, pending, reduce), src, dst, mesh, pending, reduce)
 
 
 @pytest.mark.sampled(3)
@@ -135,7 +137,7 @@ def test_every_pending(leaves: Leaves, reduce: str) -> None:
             rest = [a for a in (A0, A1, C) if a not in pending]
             cases += [(src, dst, pending) for src in cuts(n, rest) for dst in cuts(n, (A0, A1, C))]
     for src, dst, pending in cases[:: max(1, len(cases) // 60)]:
-        run(leaves, reshard.route(leaves, 8, src, dst, pending, reduce), src, dst, mesh, pending, reduce)
+        run(leaves, reshard.plan_route(leaves, 8, src, dst, pending, reduce), src, dst, mesh, pending, reduce)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_every_pending(leaves: Leaves, reduce: str) -> None:
 def test_bytes(src: list[Axes], dst: list[Axes], pending: Axes, expected: list[str]) -> None:
     """64 numbers of 8 bytes under ring algorithms; the shape is [64] or [8, 8]."""
     sizes = (64,) if len(src) == 1 else (8, 8)
-    steps = reshard.plan(sizes, 8, tuple(src), tuple(dst), pending)
+    steps = reshard.plan_steps(sizes, 8, tuple(src), tuple(dst), pending)
     assert [f"{s.kind} {s.bytes:.0f}" for s in steps] == expected
 
 
@@ -177,11 +179,11 @@ def test_bytes(src: list[Axes], dst: list[Axes], pending: Axes, expected: list[s
 def test_ways_round(src: list[Axes], dst: list[Axes], pending: Axes, expected: list[str]) -> None:
     """[512, 512] of 8 bytes, where the direct way sends more: KiB of every step, and the values."""
     leaves: Leaves = ((512,), (512,))
-    hops = reshard.route(leaves, 8, tuple(src), tuple(dst), pending)
+    hops = reshard.plan_route(leaves, 8, tuple(src), tuple(dst), pending)
     assert [f"{h.step.kind} {h.step.bytes / 1024:.0f}" for h in hops] == expected
-    known = Direct((512, 512), 8, tuple(src), tuple(dst), pending, "sum", (512, 512), leaves).run()
+    known = DirectPlanner((512, 512), 8, tuple(src), tuple(dst), pending, "sum", (512, 512), leaves).run()
     assert sum(h.step.bytes for h in hops) < sum(step.bytes for step in known)
-    mesh = Mesh({a.name: a.of for a in dict.fromkeys((*itertools.chain(*src, *dst), *pending))})
+    mesh = Mesh({a.name: a.axis_size for a in dict.fromkeys((*itertools.chain(*src, *dst), *pending))})
     run(leaves, hops, tuple(src), tuple(dst), mesh, pending, "sum")
 
 
@@ -201,10 +203,10 @@ def test_ways_round(src: list[Axes], dst: list[Axes], pending: Axes, expected: l
 def test_exchanges_that_follow_each_other_are_one(src: list[Axes], dst: list[Axes], expected: list[str]) -> None:
     """[64, 64, 128] of 8 bytes on 4 or 8 devices: KiB of every step, and the values."""
     leaves: Leaves = ((32,), (64,), (128,))
-    hops = reshard.route(leaves, 8, tuple(src), tuple(dst))
+    hops = reshard.plan_route(leaves, 8, tuple(src), tuple(dst))
     found = [f"{h.step.kind}[{' '.join(map(str, h.step.axes))}] {h.step.bytes / 1024:.0f}" for h in hops]
     assert found == expected
-    mesh = Mesh({a.name: a.of for a in itertools.chain(*src, *dst)})
+    mesh = Mesh({a.name: a.axis_size for a in itertools.chain(*src, *dst)})
     run(leaves, hops, tuple(src), tuple(dst), mesh, (), "sum")
 
 
@@ -213,7 +215,7 @@ def test_pieces_in_any_order_of_axes(order: Axes) -> None:
     """An axis that stays second goes along where those around it have other sizes."""
     mesh = Mesh(b=3, c=2, d=2)
     for other in itertools.permutations(order):
-        hops = reshard.route(((12,),), 8, (order,), (other,))
+        hops = reshard.plan_route(((12,),), 8, (order,), (other,))
         run(((12,),), hops, (order,), (other,), mesh, (), "sum")
         assert [h.step.kind for h in hops] == ["ppermute"] * (other != order)
 
@@ -225,31 +227,31 @@ def test_a_way_round_is_never_dearer() -> None:
     for src, dst in itertools.product(cuts(3, atoms), cuts(3, atoms)):
         on = [a for axes in src for a in axes]
         for pending in ((), tuple(a for a in atoms if a not in on)):
-            steps = reshard.plan(sizes, 8, src, dst, pending)
-            known = Direct(sizes, 8, src, dst, pending, "sum", sizes, ((64,),) * 3).run()
+            steps = reshard.plan_steps(sizes, 8, src, dst, pending)
+            known = DirectPlanner(sizes, 8, src, dst, pending, "sum", sizes, ((64,),) * 3).run()
             assert sum(s.bytes for s in steps) <= sum(s.bytes for s in known)
-            assert reshard.seconds(steps) <= reshard.seconds(known)
+            assert reshard.estimate_seconds(steps) <= reshard.estimate_seconds(known)
             better += steps != known
     assert better
 
 
 def test_what_is_there_costs_nothing() -> None:
-    assert reshard.plan((8, 8), 4, ((A0,), ()), ((A0,), ())) == ()
-    assert reshard.seconds(reshard.plan((8,), 4, ((),), ((A0, A1),))) == 0
+    assert reshard.plan_steps((8, 8), 4, ((A0,), ()), ((A0,), ())) == ()
+    assert reshard.estimate_seconds(reshard.plan_steps((8,), 4, ((),), ((A0, A1),))) == 0
 
 
 def test_fused_leaves_move_as_one() -> None:
     """(2 4) cut over both is one chunk of 8; what an uneven minor leaf holds is not."""
-    hops = reshard.route(((2, 4),), 8, ((A0,), (A1,)), ((), ()))
+    hops = reshard.plan_route(((2, 4),), 8, ((A0,), (A1,)), ((), ()))
     assert [h.step.kind for h in hops] == ["all_gather"]
-    hops = reshard.route(((2, 5),), 8, ((A0,), (A1,)), ((), ()))
+    hops = reshard.plan_route(((2, 5),), 8, ((A0,), (A1,)), ((), ()))
     assert [(h.step.kind, h.after) for h in hops][-1] == ("all_gather", ((), ()))
     assert len(hops) == 2
 
 
 def test_a_run_of_parts_on_an_uneven_factor_is_gathered_whole() -> None:
     """5 over a=4 is 2 2 1 0, over its major part 3 2: neither is made of the other."""
-    steps = reshard.plan((5,), 8, ((A0, A1),), ((A0,),))
+    steps = reshard.plan_steps((5,), 8, ((A0, A1),), ((A0,),))
     assert [s.kind for s in steps] == ["all_gather", "slice"]
 
 
@@ -258,18 +260,18 @@ def test_a_run_of_parts_on_an_uneven_factor_is_gathered_whole() -> None:
 
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=3), st.lists(st.sampled_from([2, 3]), max_size=3))
-def test_spread_cuts_like_the_whole(sizes: list[int], ways: list[int]) -> None:
+def test_spread_cuts_like_the_whole(sizes: list[int], group_size: list[int]) -> None:
     """Axes handed to the parts hold, on every device, the elements that they hold of the product."""
-    shares = spread(sizes, ways)
-    axes = [Axis(f"x{i}", n) for i, n in enumerate(ways)]
+    shares = split_axes(sizes, group_size)
+    axes = [Axis(f"x{i}", n) for i, n in enumerate(group_size)]
     if shares is None:
-        assert math.prod(sizes) % math.prod(ways) or len(sizes) > 1
+        assert math.prod(sizes) % math.prod(group_size) or len(sizes) > 1
         return
-    assert sorted(i for share in shares for i in share) == list(range(len(ways)))
+    assert sorted(i for share in shares for i in share) == list(range(len(group_size)))
     one = Layout(((Factor(math.prod(sizes), tuple(axes)),),))
     parts = Layout((tuple(Factor(n, tuple(axes[i] for i in share)) for n, share in zip(sizes, shares, strict=True)),))
     whole = torch.arange(math.prod(sizes))
-    for at in itertools.product(*(range(n) for n in ways)):
+    for at in itertools.product(*(range(n) for n in group_size)):
         coords = {a.name: i for a, i in zip(axes, at, strict=True)}
         assert torch.equal(one.scatter(whole, coords), parts.scatter(whole, coords))
 
@@ -286,5 +288,5 @@ def test_spread_cuts_like_the_whole(sizes: list[int], ways: list[int]) -> None:
         ([], [], []),
     ],
 )
-def test_spread(sizes: list[int], ways: list[int], shares: list[list[int]] | None) -> None:
-    assert spread(sizes, ways) == shares
+def test_spread(sizes: list[int], group_size: list[int], shares: list[list[int]] | None) -> None:
+    assert split_axes(sizes, group_size) == shares

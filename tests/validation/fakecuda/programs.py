@@ -96,7 +96,7 @@ def run_sample(seen: Seen, sample: Sample, limit: int | None = None) -> None:
         return call.target(*a, **k)
 
     for i, (cut, at) in enumerate(itertools.islice(zip(placements, layouts, strict=True), limit)):
-        axes = {a.name: a.of for some in cut.values() for a in some} or {"a": 2}
+        axes = {a.name: a.axis_size for some in cut.values() for a in some} or {"a": 2}
         text = f"{name} {[list(t.shape) for t in tensors]} as {[str(x) for x in at]}"
         with world(seen, f"jit {text}"):
             mesh = cuda_mesh(**axes)

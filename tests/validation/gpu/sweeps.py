@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.build import build_cache, library
-from shardlib.build.build_recipe import SOURCES, Missing, recipe
+from shardlib.build.build_recipe import SOURCES, Missing, make_recipe
 from shardlib.ops.attention import cuda as attention_cuda
 from shardlib.ops.attention.variant import Variant
 from tests.kernels import emulate
@@ -159,7 +159,7 @@ def _rehearsed(tile: Tile) -> Outcome:
 
 def _compiled(folder: Path, tile: Tile) -> None:
     """The tile's library in a cache of its own, with the objects that there are: caches are built one by one."""
-    home = build_cache.writable()
+    home = build_cache.writable_folder()
     if isinstance(home, Path) and (home / "objects").is_dir():
         shutil.copytree(home / "objects", folder / "objects")
     _process(folder, tile, "build")
@@ -190,8 +190,8 @@ def main(tile: Tile, what: str) -> int:
         folder = Path(name, "cuda")
         shutil.copytree(SOURCES, folder)
         (folder / TABLE).write_text(changed((folder / TABLE).read_text(), *tile))
-        wanted = recipe("cuda", folder)
-        built = wanted if isinstance(wanted, Missing) else library.make(wanted)
+        wanted = make_recipe("cuda", folder)
+        built = wanted if isinstance(wanted, Missing) else library.build_or_load(wanted)
     if isinstance(built, Missing):
         print(built, built.log.read_text()[-2000:] if built.log else "", file=sys.stderr)
         return 1

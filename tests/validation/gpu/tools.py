@@ -18,7 +18,7 @@ import torch
 
 from shardlib.build import library as builder
 from shardlib.build import ptxas_report
-from shardlib.build.build_recipe import Missing, Recipe, recipe
+from shardlib.build.build_recipe import Missing, Recipe, make_recipe
 from tests.validation.gpu import report
 from tests.validation.gpu.figures import LIBRARY_BYTES, TOOLS, of_part
 from tests.validation.gpu.records import Outcome, Recorder
@@ -46,13 +46,13 @@ def environment(run: Recorder) -> None:
     run.fact("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
     run.fact("nvcc", _said([_tool("nvcc") or "nvcc", "--version"], pick=r"release .*"))
     run.fact("Python, system", f"{platform.python_version()}, {platform.release()}")
-    wanted = recipe("cuda")
+    wanted = make_recipe("cuda")
     run.fact(report.DIGEST, wanted.key if isinstance(wanted, Recipe) else str(wanted))
 
 
 def identity(device: str) -> str:
     """Of what machine and sources records are: those of others do not count."""
-    wanted = recipe("cuda")
+    wanted = make_recipe("cuda")
     card = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
     return f"{card}, torch {torch.__version__}, cuda/ {wanted.key[:12] if isinstance(wanted, Recipe) else wanted}"
 
@@ -60,19 +60,19 @@ def identity(device: str) -> str:
 def build(run: Recorder) -> None:
     """The CUDA library, made by `python -m shardlib.build cuda`: its size, and what every kernel needs."""
     (figure,) = of_part("build")
-    wanted = recipe("cuda")
+    wanted = make_recipe("cuda")
     if isinstance(wanted, Missing):
         return run.note(figure, False, f"not built: {wanted}")
     start = time.monotonic()
     code, said = _run([sys.executable, "-m", "shardlib.build", "cuda", *([] if run.device == "cuda" else ["--check"])])
     seconds = time.monotonic() - start
     print(said)
-    built = builder.look(wanted)
+    built = builder.look_up(wanted)
     if code or built is None or isinstance(built, Missing):
         return run.note(figure, False, f"not built: {built or said[-200:]}")
     objects = built.path.parent / "objects"
     logs = [builder.object_of(unit, objects).with_suffix(".log") for unit in wanted.units]
-    found = [kernel for log in logs if log.exists() for kernel in ptxas_report.kernels(log.read_text())]
+    found = [kernel for log in logs if log.exists() for kernel in ptxas_report.parse_kernels(log.read_text())]
     spills, size = sum(kernel.spills + kernel.stack for kernel in found), built.path.stat().st_size
     text = f"{len(found)} kernels in {seconds:.0f} s, {size / 1e6:.1f} MB, {spills} bytes spilled or on the stack"
     return run.note(figure, spills == 0 and size <= LIBRARY_BYTES, text)

@@ -213,8 +213,8 @@ def as_if_large() -> Iterator[None]:
     Small tensors take the ways with the fewest collectives; so the others are tried, too.
     """
     with contextlib.ExitStack() as patches:
-        only_bytes = (0.0, reshard.USUAL.rate(()))
-        patches.enter_context(mock.patch.object(type(reshard.USUAL), "link", return_value=only_bytes))
+        only_bytes = (0.0, reshard.DEFAULT_PRICES.rate(()))
+        patches.enter_context(mock.patch.object(type(reshard.DEFAULT_PRICES), "link", return_value=only_bytes))
         for cache in (routing._plan, routing._route):
             cache.cache_clear()
             patches.callback(cache.cache_clear)

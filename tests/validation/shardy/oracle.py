@@ -14,7 +14,7 @@ import shardlib as sl
 from shardlib import Mesh, P
 from shardlib.compiler.plan.plan import Plan
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.reshard import USUAL
+from shardlib.sharding.reshard import DEFAULT_PRICES
 from tests.validation.shardy.programs import Program, Sharding, Value
 
 _PROPAGATE = "builtin.module(sdy-propagation-pipeline)"
@@ -63,7 +63,7 @@ def shardy(p: Program) -> Sent:
         moves = list(_collectives(module, p.mesh))
         work = sum(_work(module, p.mesh))
     sent = sum(n for n, _ in moves)
-    seconds = work + sum(USUAL.sent((), n) for n, _ in moves)
+    seconds = work + sum(DEFAULT_PRICES.comm_seconds((), n) for n, _ in moves)
     return Sent(sent, tuple(text for _, text in moves), seconds)
 
 
@@ -124,7 +124,7 @@ def _work(module: Any, mesh: dict[str, int]) -> Iterator[float]:
             contracted = re.search(r"contracting_dimensions = \[(.*?)\]", str(op.attributes["dot_dimension_numbers"]))
             inner = [int(i) for i in contracted[1].split(",")] if contracted else []
             flops *= 2 * local(op.operands[0], inner)
-        yield max(flops / USUAL.flops(4), touched / USUAL.bandwidth)
+        yield max(flops / DEFAULT_PRICES.flops(4), touched / DEFAULT_PRICES.bandwidth)
 
 
 _FREE = ("stablehlo.reshape", "stablehlo.transpose", "stablehlo.broadcast_in_dim", "stablehlo.constant")

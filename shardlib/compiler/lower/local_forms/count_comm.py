@@ -15,13 +15,13 @@ from shardlib.compiler.lower.emit import Emitter
 from shardlib.compiler.lower.local_forms.local_builder import LocalForm
 from shardlib.compiler.program.steps import Start, Var
 from shardlib.compiler.propagate.propagation import Assignment, Message, Propagation
-from shardlib.core.bounded_cache import Bounded
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.rules.rule import Rule
 from shardlib.rules.table import text_of
 from shardlib.sharding.mesh.mesh import Mesh
 
 # What the library's own forms answered, in whatever plan, each with its rule, whose id is part of the key.
-_ANSWERS: Bounded[Any, tuple[Rule, tuple[Message, ...]]] = Bounded(1 << 12)
+_ANSWERS: BoundedCache[Any, tuple[Rule, tuple[Message, ...]]] = BoundedCache(1 << 12)
 
 
 class Senders:

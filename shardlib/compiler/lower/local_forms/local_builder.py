@@ -32,7 +32,7 @@ from shardlib.core.torch_private import schema_of, without_modes
 from shardlib.rules.rule import Labels
 from shardlib.sharding import reshard
 from shardlib.sharding.layout import Factor, Layout
-from shardlib.sharding.mesh.axis import Axis, Coords, member_coords, position, ways
+from shardlib.sharding.mesh.axis import Axis, Coords, group_position, group_size, member_coords
 from shardlib.sharding.reshard import Axes
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class LocalForm:
     @property
     def prices(self) -> reshard.Prices:
         """What arithmetic and messages take on the mesh's machine."""
-        return reshard.Prices.of(self._builder.mesh)
+        return reshard.Prices.for_mesh(self._builder.mesh)
 
     @property
     def factors(self) -> list[str]:
@@ -113,13 +113,13 @@ class LocalForm:
         return out
 
     def ways(self, factor: str) -> int:
-        return ways(self.axes(factor))
+        return group_size(self.axes(factor))
 
     def of(self, value: Sym | int, factor: str, member: Callable[[int], int]) -> Sym | int:
         if not isinstance(value, Sym):
             return value
         axes = Axis.merge(self.axes(factor))
-        of = lambda c: value.at(member_coords(c, axes, member(position(c, axes))))
+        of = lambda c: value.at(member_coords(c, axes, member(group_position(c, axes))))
         found: Sym | int = tabulate(of, {*value.axes, *axes})
         return found
 
@@ -135,7 +135,7 @@ class LocalForm:
         axes = Axis.merge(self.axes(factor))
         out: list[set[Any]] = [set() for _ in range(self.ways(factor))]
         for coords in everywhere(apart((*axes, *axes_of(value)))):
-            out[position(coords, axes)].add(here(value, coords))
+            out[group_position(coords, axes)].add(here(value, coords))
         return out
 
     def shares(self, factor: str) -> list[int]:
@@ -180,7 +180,7 @@ class LocalForm:
         axes, layout = Axis.merge(self.axes(factor)), self.layout(labels, factor, parts)
         out = self._var(name, value.dtype, layout)
         params: dict[str, Any] = {"pairs": list(pairs)}
-        if not all(f.even for f in layout.factors):
+        if not all(f.is_even for f in layout.factors):
             local = [product([local_size(f.size, f.axes) for f in dim]) for dim in layout.dims]
             params["shapes"] = [[of_member(n, axes, holds(i)) for n in local] for i in range(self.ways(factor))]
         reason, because = f"{self._op.name} passes {factor} round", Inside(self._op, (factor,), name)
@@ -227,7 +227,7 @@ class LocalForm:
     ) -> Var:
         """Write a collective of the members of the group along some factors, as `told`."""
         axes = Axis.merge(a for f in factors for a in self.axes(f))
-        params, reduce, sent = told(kind, args, members, ways(axes), nbytes)
+        params, reduce, sent = told(kind, args, members, group_size(axes), nbytes)
         done, over = _DONE[kind], " and ".join(factors)
         why = f"needs its {reduce} over {over}" if done == "reduced" else f"needs what is {done} along {over}"
         out = self._var(f"{value.name}.{done.replace(' ', '_')}", value.dtype)

@@ -20,12 +20,12 @@ from shardlib.compiler.program.abstract_device import REFUSALS, Local, frozen, m
 from shardlib.compiler.program.steps import Var
 from shardlib.compiler.program.sym_int import Sym, apart, everywhere, here, of_member, place_in, table
 from shardlib.core.aten.op_names import FILLED, PAD, SLICE, VIEW
-from shardlib.core.aten.op_traits import has, returns_list
+from shardlib.core.aten.op_traits import has_trait, returns_list
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import TorchDispatchMode, pytree, schema_of, without_modes
 from shardlib.primitives.body import Body, entered
 from shardlib.primitives.form_dims import Piece
-from shardlib.sharding.mesh.axis import Axis, Coords, ways
+from shardlib.sharding.mesh.axis import Axis, Coords, group_size
 
 if TYPE_CHECKING:
     from shardlib.compiler.lower.local_forms.local_builder import LocalForm
@@ -152,7 +152,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if schema_of(op).is_mutable:
             raise self.fault("writes to a tensor", [str(op)], "use the op that returns a new one")
-        if torch.Tag.nondeterministic_seeded in op.tags and not has(op, "per device"):
+        if torch.Tag.nondeterministic_seeded in op.tags and not has_trait(op, "per_device"):
             raise self.fault("draws random numbers", [str(op)], "draw them outside, and pass them to the op")
         args, kwargs = self.noted(args), self.noted(kwargs or {})
         made: Sequence[Local | None] = makes(op, self.here(args), self.here(kwargs))
@@ -241,7 +241,7 @@ def _steps(run: _Run) -> list[str]:
 
 
 def _unlike(local: LocalForm, run: _Run) -> Iterator[str]:
-    if has(local.call.target, "other shapes"):
+    if has_trait(local.call.target, "device_shapes"):
         return  # whose results are what the device says
     found = run.results if isinstance(run.results, tuple | list) else [run.results]
     wanted = local.call.results
@@ -284,7 +284,7 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
         args, kwargs = joined([c.args for c in calls]), joined([c.kwargs for c in calls])
         if all(map(_nothing, runs, calls)):
             values.append(args[0])
-        elif has(op, "per device"):
+        elif has_trait(op, "per_device"):
             before, after = ([run.held[ref.n] for run in runs] for ref in (calls[0].args[0], out[0]))
             nbytes = max(math.prod(x.shape) for x in after) * after[0].dtype.itemsize
             values.append(_communicate(local, op, args, joined([x.shape for x in before]), nbytes))
@@ -314,7 +314,7 @@ def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequenc
     source: Var = args[0]
     names, *rest = args[1:]
     axes = Axis.merge(a for f in names for a in local.axes(f))
-    kind, n = schema_of(op).name.removeprefix("shardlib::manual_"), ways(axes)
+    kind, n = schema_of(op).name.removeprefix("shardlib::manual_"), group_size(axes)
     if kind in _HALOS:
         dim, *ranges, name = rest
         rows = emit_halo.Slab(local, names[0], dim, name, source, tuple(before))

@@ -17,7 +17,7 @@ from shardlib.compiler.program.steps import Var
 from shardlib.compiler.program.sym_int import Sym, local_size, offset, product
 from shardlib.core.aten.op_names import ADD, ARANGE, FLATTEN, GE, LT, MASKED_FILL, MUL, OR, PAD, SLICE, UNSQUEEZE
 from shardlib.sharding import reshard
-from shardlib.sharding.reshard import Axes, Cut
+from shardlib.sharding.reshard import Axes, FactorAxes
 
 if TYPE_CHECKING:
     from shardlib.compiler.lower.value_layouts import Values
@@ -47,7 +47,7 @@ class OwnRows:
         var = self.forms[value][form] = self.values.var(value, form)
         return var
 
-    def get(self, value: Value, want: Cut) -> Var:
+    def get(self, value: Value, want: FactorAxes) -> Var:
         """The rows of own groups, in cut `want`."""
         form = self.form(value)
         assert form is not None
@@ -55,7 +55,7 @@ class OwnRows:
         if (known := self.forms[value].get((want, form[1]))) is not None:
             return known
         sizes, prices = self.flood.sizes(value), self.values.prices
-        hops = reshard.route(sizes, value.dtype.itemsize, form[0], want, prices=prices)
+        hops = reshard.plan_route(sizes, value.dtype.itemsize, form[0], want, prices=prices)
         return self.values.move(value, form, hops, forms=self.forms)
 
     def as_is(self, value: Value, form: Placement) -> Var:
@@ -87,7 +87,7 @@ class OwnRows:
         elif value.op is not None and value.op.transparent:
             self.settle(value.op.operands[0])
 
-    def zeroed(self, value: Value, cut: Cut, axes: Axes, source: Var, out: Var) -> None:
+    def zeroed(self, value: Value, cut: FactorAxes, axes: Axes, source: Var, out: Var) -> None:
         """Write `out`: `source` with zeros in rows that are not of own groups, of those that are cut over `axes`."""
         assert value.rows is not None
         assert value.op is not None

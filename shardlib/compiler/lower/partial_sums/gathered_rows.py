@@ -28,11 +28,11 @@ from shardlib.compiler.lower.partial_sums.partial_sum_fanout import MOST, Branch
 from shardlib.compiler.lower.placement import SETTLED, Owed, Placement
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.core.aten.op_names import CAT, SELECT, SLICE, STACK
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.torch_private import pytree, without_modes
 from shardlib.rules.iteration_space import arg, axis
 from shardlib.rules.rule import OWNED, Held, Meta
-from shardlib.sharding.chunks import spans
+from shardlib.sharding.chunks import shard_sizes
 from shardlib.sharding.mesh.axis import Axis
 
 
@@ -101,7 +101,7 @@ class LookedUp:
 
     def _joins(self, op: Op) -> bool:
         """Whether all that an op does is to put what is looked up side by side, which nobody else reads."""
-        if len(op.operands) == 1 or not has(op.target, "plumbing"):
+        if len(op.operands) == 1 or not has_trait(op.target, "moves_data"):
             return False
         return all(x in self._waiting and len(x.readers) == 1 and not x.is_output for x in op.operands)
 
@@ -193,7 +193,7 @@ class LookedUp:
             rows = _common(region.rows_of(op.operands[i]) for i in way.forms)
             part = rows if isinstance(rows, _Holder) else _part(op, rows)
             aligned = rows is not None and _is_pointwise(op) and all(op.operands[i].shape == r.shape for i in way.forms)
-            if aligned or has(op.target, "plumbing") or (_is_pointwise(op) and len(way.forms) == 1):
+            if aligned or has_trait(op.target, "moves_data") or (_is_pointwise(op) and len(way.forms) == 1):
                 region.forms[r] = (form[0], way.owed) if own else form
                 region.rows[r] = rows if aligned else part
                 region.own |= {r} if own else set()
@@ -228,7 +228,7 @@ class LookedUp:
             zeros = len(on) == len(op.operands) and (aligned or len(on) == 1) and _is_pointwise(op)
             if linear(op, on) or (zeros and _keeps_zeros(op)):
                 return Passed(assignment, forms, Owed(axes))
-        held = isinstance(rows, _Holder) and has(op.target, "plumbing")
+        held = isinstance(rows, _Holder) and has_trait(op.target, "moves_data")
         stays = (aligned and _is_pointwise(op)) or held or _part(op, rows) is not None
         return Passed(assignment, forms, Owed(axes, OWNED)) if stays else None
 
@@ -265,7 +265,7 @@ class LookedUp:
         if not axes:
             return None
         first, *rest = map(self.flood.dims.size, self.flood.labels[op][held.factor])
-        ends = itertools.accumulate(spans(first, axes))
+        ends = itertools.accumulate(shard_sizes(first, axes))
         return _Holder(tuple(axes), next(i for i, end in enumerate(ends) if held.block // math.prod(rest) < end))
 
     def _rows(self, op: Op) -> Any:
@@ -286,7 +286,7 @@ class LookedUp:
 def _is_pointwise(op: Op) -> bool:
     """Whether an op goes element by element, and takes what others have, too: no device divides integers by zero."""
     pointwise = op.target.namespace == "aten" and torch.Tag.pointwise in op.target.tags
-    return pointwise and not has(op.target, "refuses values")
+    return pointwise and not has_trait(op.target, "raises_on_values")
 
 
 def _joined(op: Op, rows: Sequence[Any]) -> Any:

@@ -16,8 +16,8 @@ from shardlib.compiler.propagate.decision_units import may_cut, value_factors
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.compiler.propagate.solver.problem import work
 from shardlib.sharding import reshard
-from shardlib.sharding.mesh.axis import ways
-from shardlib.sharding.reshard import Cut
+from shardlib.sharding.mesh.axis import group_size
+from shardlib.sharding.reshard import FactorAxes
 
 MOST = 32  # ops that one sum passes
 
@@ -30,7 +30,7 @@ class _Branches:
 
     forms: dict[Value, Placement]
     passed: dict[Op, _Passed] = field(default_factory=dict)
-    ends: dict[Value, tuple[Value, Cut]] = field(default_factory=dict)  # as the first who needs the sum has it
+    ends: dict[Value, tuple[Value, FactorAxes]] = field(default_factory=dict)  # as the first who needs the sum has it
 
 
 class Branching:
@@ -153,7 +153,7 @@ class Branching:
         assignment = self.values.pulled(value.op, form[0])
         return None if assignment is None else self.values.forms.result_form(value.op, 0, assignment, form[1])
 
-    def decided(self, op: Op, i: int) -> Cut:
+    def decided(self, op: Op, i: int) -> FactorAxes:
         """The cut in which an op was to have an operand."""
         if op.rule is None or op not in self.p.units.unit:
             return ((),) * len(self.flood.leaves(op.operands[i]))
@@ -171,10 +171,12 @@ class Branching:
                 seconds += self.seconds(viewed(shown), form, form[0])
         return seconds
 
-    def seconds(self, value: Value, form: Placement, want: Cut) -> float:
+    def seconds(self, value: Value, form: Placement, want: FactorAxes) -> float:
         sizes, (cut, owed) = self.flood.sizes(value), form
-        hops = reshard.route(sizes, value.dtype.itemsize, cut, want, owed.axes, owed.kind, prices=self.values.prices)
-        return reshard.seconds(hops, self.values.prices)
+        hops = reshard.plan_route(
+            sizes, value.dtype.itemsize, cut, want, owed.axes, owed.kind, prices=self.values.prices
+        )
+        return reshard.estimate_seconds(hops, self.values.prices)
 
     def more(self, op: Op, linear: frozenset[int], assignment: Assignment) -> tuple[float, float]:
         """Seconds for other operands in other cuts, and of arithmetic that more devices do, if a sum passes an op."""
@@ -191,7 +193,7 @@ class Branching:
         return besides, work(op, self.values.prices) * (share(op, assignment) - share(op, self.p.assignment(op)))
 
 
-def fitting(values: Values, op: Op, cuts: Mapping[int, Cut]) -> Assignment | None:
+def fitting(values: Values, op: Op, cuts: Mapping[int, FactorAxes]) -> Assignment | None:
     """How an op is cut that takes some operands as they are; None where it cannot."""
     assert op.rule is not None
     pairs = [
@@ -216,7 +218,7 @@ def share(op: Op, assignment: Assignment) -> float:
     """How much of an op's work each device does."""
     assert op.rule is not None
     tied = {*op.rule.rounds, *op.rule.follows}
-    return 1 / math.prod(ways(axes) for x, axes in assignment.items() if x[0] not in tied)
+    return 1 / math.prod(group_size(axes) for x, axes in assignment.items() if x[0] not in tied)
 
 
 def _widest(on: Sequence[int], roots: Sequence[Value], least: Mapping[Value, int]) -> tuple[int, ...]:

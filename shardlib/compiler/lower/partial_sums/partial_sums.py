@@ -14,7 +14,7 @@ from shardlib.compiler.propagate import Propagated
 from shardlib.compiler.propagate.decision_units import value_factors
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.compiler.propagate.solver.problem import work
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 
 Carried = tuple[Assignment, Owed, frozenset[int]]  # an op's assignment, what is owed, on which operands
 
@@ -95,7 +95,7 @@ class PartialSums:
         assert op.rule is not None
         if owed.kind != "sum" or not op.rule.adds_up(x for (x, _), axes in assignment.items() if axes):
             return None
-        if has(op.target, "casts terms"):
+        if has_trait(op.target, "casts_addends"):
             return 0.0  # what it costs to add these up is no reason to add up others
         most = sum(min(x.nbytes, viewed(x).nbytes) for x in (op.operands[i] for i in linear))
         made = sum(r.nbytes for r in op.results if r is not None)
@@ -136,7 +136,7 @@ class PartialSums:
     def _cast_terms(self, op: Op) -> bool:
         """Whether an op makes a wider number of a sum, and enough others that do are added to it: then one sum of wide
         numbers is less than all sums of narrow ones."""
-        if not has(op.target, "copies"):
+        if not has_trait(op.target, "copies"):
             return False
         (source,), (top,) = op.operands, op.results
         while (
@@ -189,7 +189,7 @@ def _reader(value: Value) -> tuple[Op, int] | None:
 
 
 def _adds(op: Op) -> bool:
-    return has(op.target, "commutes") and has(op.target, "takes alpha")
+    return has_trait(op.target, "commutes") and has_trait(op.target, "takes_alpha")
 
 
 def _terms(value: Value) -> Iterator[Value]:

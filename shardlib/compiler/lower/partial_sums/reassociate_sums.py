@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.lower.value_layouts import Values
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 
 
 class Regrouping:
@@ -47,8 +47,8 @@ class Regrouping:
         if (
             op.rule is None
             or op.owns is not None
-            or not has(op.target, "commutes")
-            or not has(op.target, "takes alpha")
+            or not has_trait(op.target, "commutes")
+            or not has_trait(op.target, "takes_alpha")
             or op.node.kwargs
         ):
             return False

@@ -30,7 +30,7 @@ from shardlib.compiler.program.steps import (
 )
 from shardlib.compiler.schedule_options import DEFAULT, Schedule
 from shardlib.compiler.simulate.collectives import transfer
-from shardlib.core.cached import remembered
+from shardlib.core.cached import cache_weakly
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.reshard.prices import Prices
@@ -46,7 +46,7 @@ FLIGHT = 8  # steps that a collective is given before another one builds on it
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-@remembered
+@cache_weakly
 def bundle(program: Program, how: Schedule = DEFAULT) -> Program:
     """The program with collectives that start early, and together."""
     if not program.collectives:
@@ -174,7 +174,7 @@ class _Bundler:
         key = c.kind, c.axes
         if key not in self.rooms:
             mesh = self.program.mesh
-            span = Machine.of(mesh.machine).span(c.axes, mesh.axes)
+            span = Machine.convert(mesh.machine).span(c.axes, mesh.axes)
             latency = transfer(c.kind, 0.0, span).seconds if span.size > 1 else 0.0
             self.rooms[key] = max(MESSAGE_BYTES, int(_LATENCIES * latency * span.ring))
         return self.rooms[key]
@@ -184,7 +184,7 @@ class _Bundler:
 
         That is where the unit so many before its own is first read, or later, where the cap would not hold.
         """
-        prices = Prices.of(self.program.mesh)
+        prices = Prices.for_mesh(self.program.mesh)
         found = [(self.first_use.get(c.out, i), i, c) for i, c in enumerate(self.items) if isinstance(c, Collective)]
         gathers = sorted((use, i) for use, i, c in found if c.kind in GATHERS)
         moved = [self._collective(i) for _, i in gathers]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardlib.compiler.passes.comm.halo import Border
 from shardlib.compiler.program.steps import Collective, Compute, Var
-from shardlib.core.aten.op_traits import has
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.rules.nn_ops.interpolate import repeated
 from shardlib.sharding.layout import Dim, Factor
 
@@ -150,7 +150,7 @@ def _exact(value: Var, steps: Mapping[Var, Compute]) -> Compute | None:
     step = steps.get(value)
     if step is not None and repeats(step):
         return step
-    if step is None or not has(step.target, "rounds once") or step.kwargs or value.layout is None:
+    if step is None or not has_trait(step.target, "correctly_rounded") or step.kwargs or value.layout is None:
         return None
     plain = len(step.told) == len(step.operands) > 0 and step.outs == (value,) and value.dtype.is_floating_point
     alike = all(x.layout == value.layout and x.dtype == value.dtype for x in step.operands)

@@ -11,7 +11,7 @@ from typing import Any
 from shardlib.compiler.program.steps import Collective, Compute, Program, Step, Var, Wait
 from shardlib.compiler.program.sym_int import axes_of, here
 from shardlib.core.aten.op_names import CAT, NARROW, RESHAPE, SELECT, SPLIT, VIEW
-from shardlib.sharding.mesh.axis import Coords, member_coords, ways
+from shardlib.sharding.mesh.axis import Coords, group_size, member_coords
 
 MOVES = (CAT, NARROW, RESHAPE, SELECT, SPLIT, VIEW)  # what messages are cut out with
 
@@ -40,7 +40,7 @@ class Border:
     def kind(self) -> Hashable:
         """What borders have in common that may be one message; how far round the ring it goes is among it."""
         move = self.moves[0]
-        far = frozenset((b - a) % ways(move.axes) for a, b in self.sends.items())
+        far = frozenset((b - a) % group_size(move.axes) for a, b in self.sends.items())
         return self.root, self.dim, move.axes, move.backward, far
 
     def joined(self, other: Border) -> Border | None:
@@ -70,7 +70,7 @@ class Border:
     def is_read_where_it_arrives(self, readers: Sequence[Step], program: Program) -> bool:
         """Whether whoever gets nothing takes nothing of it: the zeros that such devices have mean nothing."""
         (move,), ((at, *_),) = self.moves, self.parts
-        others = set(range(ways(move.axes))) - {*self.sends.values()}
+        others = set(range(group_size(move.axes))) - {*self.sends.values()}
         for step in readers:
             if isinstance(step, Wait):
                 continue
@@ -184,7 +184,7 @@ class Found:
     def size(self, v: Var, dim: int, at: Coords) -> int:
         """How much of a dim a device has."""
         if v.layout is not None:
-            if {a.name for f in v.layout.dims[dim] if not f.even for a in f.axes} <= self.names:
+            if {a.name for f in v.layout.dims[dim] if not f.is_even for a in f.axes} <= self.names:
                 return int(v.layout.local_shape(at)[dim])
             raise _UnknownError
         if (move := self.sent.get(v)) is not None:

@@ -13,7 +13,7 @@ from shardlib.compiler.passes.split_backward import gives, needs, stays
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, reads
 from shardlib.compiler.simulate import rooflines
 from shardlib.compiler.simulate.collectives import Transfer, transfer
-from shardlib.core.cached import remembered
+from shardlib.core.cached import cache_weakly
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.machine import Machine
 
@@ -21,7 +21,7 @@ WINDOW = 32  # steps around a wait among which work is looked for
 _SURE = 2  # times the seconds of a message that are covered: they are estimates
 
 
-@remembered
+@cache_weakly
 def schedule(program: Program) -> Program:
     """The program with such work beside its messages."""
     return replace(program, steps=tuple(_Clock(program).run())) if program.collectives else program
@@ -32,7 +32,7 @@ class _Clock:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.machine = rooflines.slowest(Machine.of(program.mesh.machine), program.mesh.size)
+        self.machine = rooflines.slowest(Machine.convert(program.mesh.machine), program.mesh.size)
         device = self.machine.device
         self.seconds = {s: rooflines.seconds(s, cost, device) for s, cost in rooflines.plain(program).items()}
         self.done: set[int] = set()

@@ -28,7 +28,7 @@ from shardlib.compiler.program.steps import (
 )
 from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_names import NARROW, REPEAT, VIEW
-from shardlib.sharding.mesh.axis import ways
+from shardlib.sharding.mesh.axis import group_size
 
 
 def share_borders(program: Program) -> Program:
@@ -115,7 +115,7 @@ def _repeated(made: Made, cut: Border, x: Var, names: set[str], steps: list[Step
 
 def _numbers(move: Collective, each: Mapping[int, int]) -> Sym | int:
     """A number by places in the group of a message; 0 where none is said."""
-    numbers = tuple(each.get(i, 0) for i in range(ways(move.axes)))
+    numbers = tuple(each.get(i, 0) for i in range(group_size(move.axes)))
     return numbers[0] if len({*numbers}) == 1 else Sym("at", (move.axes, numbers))
 
 
@@ -123,7 +123,7 @@ def _message(
     border: Border, names: set[str], other: Mapping[Var, Var], parts: dict[tuple[Collective, Var], Var]
 ) -> Iterator[Step]:
     """One message in place of several, and what of it each of these was."""
-    move, members = border.moves[0], range(ways(border.moves[0].axes))
+    move, members = border.moves[0], range(group_size(border.moves[0].axes))
     line, backward = move.line, move.backward
     number = partial(_numbers, move)
 

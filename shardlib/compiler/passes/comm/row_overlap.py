@@ -37,7 +37,7 @@ def parts(program: Program, how: Schedule = DEFAULT) -> Program:
 
     A machine has to say what calls take to begin, and that messages fly meanwhile: else more of both are for nothing.
     """
-    n, machine = how.parts, Machine.of(program.mesh.machine)
+    n, machine = how.parts, Machine.convert(program.mesh.machine)
     decides = n is None and how.saved is None and machine.device.overlaps and machine.device.launch > 0
     if not program.collectives or not (decides or (n or 1) > 1):
         return program

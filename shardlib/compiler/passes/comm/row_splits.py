@@ -21,7 +21,7 @@ from shardlib.compiler.program.verify import Found, Run
 from shardlib.core.torch_private import OpOverload, without_modes
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Labels, Meta, Path, Rule
-from shardlib.sharding.mesh.axis import ways
+from shardlib.sharding.mesh.axis import group_size
 
 
 class Cut(NamedTuple):
@@ -164,10 +164,10 @@ class Cutter:
         (c,) = moves if len(moves) == 1 else (None,)
         if c is None or c.kind not in _DIMS or not self.shape(c.source) or not self.shape(c.out):
             return
-        n = ways(c.axes)
+        n = group_size(c.axes)
         parted, joined = (c.params.get(key) for key in _DIMS[c.kind])  # dims that it cuts, and that it joins
-        even = all(type(n) is int and n == sizes[0] for sizes in _sizes(c) for n in sizes)
-        if not even or "shapes" in c.params or (parted is not None and parted == joined):
+        is_even = all(type(n) is int and n == sizes[0] for sizes in _sizes(c) for n in sizes)
+        if not is_even or "shapes" in c.params or (parted is not None and parted == joined):
             return
         source, result = cuts.get(c.source), cuts.get(c.out)
         if source is not None:
@@ -260,4 +260,4 @@ def _uneven(program: Program) -> set[Var]:
 
 
 def _differs(v: Var) -> bool:
-    return v.layout is not None and not all(f.even for f in v.layout.factors)
+    return v.layout is not None and not all(f.is_even for f in v.layout.factors)

@@ -23,7 +23,7 @@ from shardlib.compiler.passes.memory.saved_values import Crossing
 from shardlib.compiler.program.buffers import largest, peak_bytes
 from shardlib.compiler.program.steps import Compute, Program, Var
 from shardlib.core.errors import ShardingError
-from shardlib.core.source_lines import Line, place
+from shardlib.core.source_lines import Line, format_path_line
 from shardlib.sharding.mesh.machine import Machine
 
 PROGRAMS = 40  # whole programs that a search makes, at most, before it exchanges nothing more
@@ -293,4 +293,4 @@ def _refuse(candidates: Candidates) -> NoReturn:
 def _whence(program: Program, v: Var, lines: Mapping[Var, Line | None]) -> str:
     if v in program.given:
         return "an input"
-    return f"made at {place(lines.get(v))}"
+    return f"made at {format_path_line(lines.get(v))}"

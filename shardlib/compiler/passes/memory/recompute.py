@@ -61,7 +61,7 @@ def recompute(
     if keeping.memory is not None:
         said, fixed = f"memory={keeping.memory:,} B", crossing.weights if keeping.regather == "never" else frozenset()
         may_move = movable(program) if moves and keeping.schedule.saved is None else ()
-        machine = Machine.of(program.mesh.machine)
+        machine = Machine.convert(program.mesh.machine)
         programs = LAST_RESORT if keeping.planning == "best" else PROGRAMS
         dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move, trial, programs)
     else:

@@ -22,7 +22,7 @@ from shardlib.compiler.passes.split_backward import gives, needs
 from shardlib.compiler.program.buffers import blurred, handed_on, owners_in
 from shardlib.compiler.program.inplace_ops import takes
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
-from shardlib.core.aten.op_traits import has, is_view
+from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.core.torch_private import OpOverload
 
 _NUMBER = 16  # bytes of one number: a norm, a rate
@@ -156,7 +156,7 @@ def _is_safe(step: Step) -> bool:
     tags = getattr(getattr(step, "target", None), "tags", ())
     if not isinstance(step, Compute) or not step.made or torch.Tag.nondeterministic_seeded in tags:
         return False
-    if has(step.target, "refuses values"):
+    if has_trait(step.target, "raises_on_values"):
         return False
     plain = isinstance(step.target, OpOverload) and (torch.Tag.pointwise in tags or torch.Tag.reduction in tags)
     return plain or is_view(step.target) or bool(takes(step)) or step.note == "reshard"

@@ -23,7 +23,7 @@ from shardlib.compiler.propagate.solver.domains import Cuts, Domain, Variable
 from shardlib.compiler.propagate.solver.edge_reshards import LayoutCosts, Moves
 from shardlib.compiler.propagate.solver.edges import Kind, Record
 from shardlib.compiler.propagate.solver.problem import Order, Problem
-from shardlib.sharding.mesh.axis import ways
+from shardlib.sharding.mesh.axis import group_size
 
 # Behind so much of all arithmetic the schedule hides messages, by the simulator's clock: there is none in front of the
 # first layer, and messages are not spread as evenly.
@@ -103,13 +103,16 @@ class Estimate:
 
     def _work(self, kind: Kind, cut: Cuts) -> tuple[float, float]:
         """Seconds of arithmetic, and of what is passed round."""
-        work, total = sum(s / math.prod(ways(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]), 0.0
+        work, total = (
+            sum(s / math.prod(group_size(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]),
+            0.0,
+        )
         prices = self.prices
         for p in self.problem.passed[kind]:
-            local = p.bytes / math.prod(ways(cut[i]) for i in p.slots)
+            local = p.bytes / math.prod(group_size(cut[i]) for i in p.slots)
             around, wanted = cut[p.slot], self.problem.slots[kind][p.slot].wants
             beside = tuple(a for a in cut[p.beside] if a in wanted and a not in around)
-            passed, held = ways(around), ways(beside)
+            passed, held = group_size(around), group_size(beside)
             total += local * (p.pieces(passed) / prices.rate(around) + (held - 1) / held / prices.rate(beside))
             # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
             total += p.times * (held > 1) * prices.latency(beside)
@@ -122,7 +125,7 @@ class Estimate:
         for sender in self.problem.senders[kind]:
             assignment = {factor: cut[slot] for factor, slot in sender.slots if cut[slot]}
             messages = self.problem.flood.sends(sender.op, assignment)
-            total += sender.times * sum(self.prices.sent(axes, nbytes, how) for how, axes, nbytes in messages)
+            total += sender.times * sum(self.prices.comm_seconds(axes, nbytes, how) for how, axes, nbytes in messages)
         return total
 
     def cost(self, kinds: Iterable[Kind], choices: Choices, weights: Weights = Weights()) -> float:

@@ -53,7 +53,7 @@ class _Travels:
             slots, owed = self.units.made.get((op, index), ((), ()))
             if result is not None and (axes := tuple(a for s in owed for a in cuts[s])):
                 ways = math.prod(a.size for s in slots if s is not None for a in cuts[s])
-                seconds = self.prices.sent(axes, 2 * result.nbytes / ways) * op.times
+                seconds = self.prices.comm_seconds(axes, 2 * result.nbytes / ways) * op.times
                 self.owing[result] = axes, seconds, seconds
 
     def _terms(self, op: Op) -> list[Value]:

@@ -16,7 +16,7 @@ from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.compiler.propagate.solver.bucket_elimination import Numbers
 from shardlib.compiler.propagate.solver.edges import Kind
 from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, Role
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.axis import Axis, group_size
 
 _LISTED, _MANY, _ORDERS = 5_000, 100, 150  # orders of the slots of a kind
 
@@ -81,7 +81,7 @@ class Domains:
                     fit = {
                         i
                         for i in both | beside[slot]
-                        if (i in offered or atom in roles[i].wants) and roles[i].size >= ways(axes[i]) * atom.size
+                        if (i in offered or atom in roles[i].wants) and roles[i].size >= group_size(axes[i]) * atom.size
                     }
                     if both <= fit:
                         for i in fit:
@@ -98,7 +98,7 @@ class Domains:
     @staticmethod
     def _takes_minor(role: Role, offered: bool, atoms: Sequence[Axis]) -> bool:
         """Whether a slot that may not have all of an axis takes its minor part: only that can be exchanged at once."""
-        alone = offered and role.size < ways(atoms) and not {*atoms} & {*role.wants}
+        alone = offered and role.size < group_size(atoms) and not {*atoms} & {*role.wants}
         return bool({*role.lent} & {*atoms}) or alone
 
     def candidates(self, kind: Kind, name: str, offers: Offers, withheld: Offers) -> list[int]:

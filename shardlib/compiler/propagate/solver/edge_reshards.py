@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Costs, Numbers
 from shardlib.compiler.propagate.solver.edges import End, Kind, Record
 from shardlib.sharding import reshard
-from shardlib.sharding.mesh.axis import Axis, ways
-from shardlib.sharding.reshard import USUAL, Axes, Cut, Leaves, Prices
+from shardlib.sharding.mesh.axis import Axis, group_size
+from shardlib.sharding.reshard import DEFAULT_PRICES, Axes, FactorAxes, FactorSizes, Prices
 
 # An activation that moves is gone soon, a gathered parameter stays for half a step: near a tie, move activations.
 HOLDING = 1.25
 
-State = tuple[Cut, tuple[Axis, ...]]  # the axes on every leaf, and those over which it is a partial sum
+State = tuple[FactorAxes, tuple[Axis, ...]]  # the axes on every leaf, and those over which it is a partial sum
 _LARGEST = 1 << 18  # entries of an array of costs
 _DIMS = 20  # of one
 
@@ -37,10 +37,10 @@ class LayoutCosts:
 
     def __init__(
         self,
-        sizes: Leaves,
+        sizes: FactorSizes,
         itemsize: int,
         returned: Sequence[Axes] | None = None,
-        prices: Prices = USUAL,
+        prices: Prices = DEFAULT_PRICES,
         paid: Prices | None = None,
     ) -> None:
         self.sizes, self.itemsize, self.returned = sizes, itemsize, returned
@@ -52,7 +52,7 @@ class LayoutCosts:
         # From every state to -2, -1 and every state: seconds (nan: nobody asked), and the state in which it is then.
         self._ways: tuple[Costs, Numbers] = np.empty((0, 2)), np.empty((0, 2), np.int64)
         # Of states that are reached, or left, in factors of their own: the dims that these are, these, and the cut.
-        self._into: dict[int, tuple[Leaves, Leaves, Cut]] = {}
+        self._into: dict[int, tuple[FactorSizes, FactorSizes, FactorAxes]] = {}
 
     def number(self, state: State) -> int:
         """The number of a state."""
@@ -138,15 +138,15 @@ class LayoutCosts:
         (to, _), then, seconds = goal, self._left(source, goal), self._routed(source, goal)
         if given is not None:
             return self._from(given[1:], cut, to, seconds), then
-        found = reshard.crossings(into[0], self.itemsize, to, cut, *into[1:]) if into else None
+        found = reshard.plan_refactor_exchanges(into[0], self.itemsize, to, cut, *into[1:]) if into else None
         if found is not None:
             via, steps = found
-            crossed = self._routed(source, (via, ())) + reshard.crossed_seconds(steps, self.paid)
+            crossed = self._routed(source, (via, ())) + reshard.refactor_seconds(steps, self.paid)
             if crossed < seconds:
                 return crossed, self.number((via, ()))
         return seconds, then
 
-    def _from(self, given: tuple[Leaves, Cut], cut: Cut, to: Cut, whole: float) -> float:
+    def _from(self, given: tuple[FactorSizes, FactorAxes], cut: FactorAxes, to: FactorAxes, whole: float) -> float:
         """Seconds from a cut of other factors to one of these: by what ranges have in common, or by making dims whole,
         from where it takes `whole` more."""
         leaves, src = given
@@ -156,13 +156,17 @@ class LayoutCosts:
             ends, _ = [next(mine) for _ in b], [next(theirs) for _ in a]
             made += [x for x, _ in ends] if a == b else [()] * len(a)
             near += [x for _, x in ends] if a == b else [()] * len(a)
-        whole += reshard.seconds(reshard.route(leaves, itemsize, src, tuple(made), (), prices=self.prices), self.paid)
-        found = reshard.crossings(leaves, itemsize, tuple(near), src, sizes, to)
+        whole += reshard.estimate_seconds(
+            reshard.plan_route(leaves, itemsize, src, tuple(made), (), prices=self.prices), self.paid
+        )
+        found = reshard.plan_refactor_exchanges(leaves, itemsize, tuple(near), src, sizes, to)
         if found is None:
             return whole
         via, steps = found
-        before = reshard.seconds(reshard.route(leaves, itemsize, src, via, (), prices=self.prices), self.paid)
-        return min(whole, before + reshard.crossed_seconds(steps, self.paid))
+        before = reshard.estimate_seconds(
+            reshard.plan_route(leaves, itemsize, src, via, (), prices=self.prices), self.paid
+        )
+        return min(whole, before + reshard.refactor_seconds(steps, self.paid))
 
     def _left(self, source: int, goal: State) -> int:
         """The number of the state behind a way to a goal where more may be pending than at the source."""
@@ -171,7 +175,9 @@ class LayoutCosts:
     def _routed(self, source: int, goal: State) -> float:
         (cut, pending), sizes, itemsize = self._states[source], self.sizes, self.itemsize
         left = tuple(a for a in pending if a not in goal[1])
-        return reshard.seconds(reshard.route(sizes, itemsize, cut, goal[0], left, prices=self.prices), self.paid)
+        return reshard.estimate_seconds(
+            reshard.plan_route(sizes, itemsize, cut, goal[0], left, prices=self.prices), self.paid
+        )
 
 
 class Moves:
@@ -323,7 +329,7 @@ def _new(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
     return found
 
 
-def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> Cut:
+def settled(cut: FactorAxes, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[Axis], int]]) -> FactorAxes:
     """Where a sum goes that is returned while it is pending over axes: to leaves, given as (axes it wants, size).
 
     So gradients land like parameters.
@@ -331,7 +337,7 @@ def settled(cut: Cut, pending: Sequence[Axis], leaves: Sequence[tuple[Sequence[A
     out = list(cut)
     for axis in pending:
         for j, (wants, size) in enumerate(leaves):
-            if axis in wants and size >= ways(out[j]) * axis.size:
+            if axis in wants and size >= group_size(out[j]) * axis.size:
                 out[j] = (*out[j], axis)
                 break
     return tuple(out)

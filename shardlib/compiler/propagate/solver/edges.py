@@ -15,7 +15,7 @@ from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero
 from shardlib.compiler.propagate.decision_units import DecisionUnit, Slots, Units, op_cut_slots, value_factors
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.reshard import Cut, Leaves
+from shardlib.sharding.reshard import FactorAxes, FactorSizes
 
 Kind = int  # index of a group of units that share every decision
 
@@ -25,10 +25,10 @@ class End(NamedTuple):
 
     kind: Kind | None
     slots: Slots = ()
-    cut: Cut = ()
+    cut: FactorAxes = ()
     pending: tuple[int, ...] = ()  # slots of the unit whose sum this value still owes, or may owe to a reader
-    into: tuple[Leaves, Cut] | None = None  # the fixed cut in factors of its own, if `cut` cannot say it
-    dims: Leaves | None = None  # then, the leaves as the dims of a view have them
+    into: tuple[FactorSizes, FactorAxes] | None = None  # the fixed cut in factors of its own, if `cut` cannot say it
+    dims: FactorSizes | None = None  # then, the leaves as the dims of a view have them
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Records:
         known = self.units.read[op, i] = tuple(out), () if slot is None else (slot,)
         return self._end(self.units.unit[op], *known)
 
-    def _fixed(self, cut: Cut, said: Value, value: Value) -> End:
+    def _fixed(self, cut: FactorAxes, said: Value, value: Value) -> End:
         """Who takes `value` as it is said, in `cut` of the factors of `said`; on the leaves of its root."""
         f, (root, positions) = self.flood, self.units.root(value)
         near, n = _onto_root(f.across(cut, said, value), positions, len(f.leaves(root))), len(f.leaves(root))
@@ -296,7 +296,7 @@ def _seen(end: End, positions: Slots) -> End:
     return end._replace(slots=tuple(None if p is None else end.slots[p] for p in positions))
 
 
-def _onto_root(cut: Cut, positions: tuple[int | None, ...], n: int) -> Cut:
+def _onto_root(cut: FactorAxes, positions: tuple[int | None, ...], n: int) -> FactorAxes:
     """A cut of a view, on the leaves of its root."""
     out: list[tuple[Axis, ...]] = [()] * n
     for axes, position in zip(cut, positions, strict=True):

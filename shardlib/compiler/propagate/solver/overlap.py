@@ -21,7 +21,7 @@ from shardlib.sharding.reshard import Prices
 def hidden(graph: Graph, mesh: Mesh) -> frozenset[Value]:
     """The values whose messages arithmetic may hide: of inputs that are gathered for every pass anew (`regather`), and
     of their gradients; where the mesh names a machine, of all inputs."""
-    prices = Prices.of(mesh)
+    prices = Prices.for_mesh(mesh)
     ahead = {v for v in graph.values() if _is_given(v) and (v.again or mesh.machine is not None)}
     if not ahead or not prices.machine.device.overlaps:
         return frozenset()

@@ -24,7 +24,7 @@ from shardlib.compiler.propagate.solver.alike import look, place_members
 from shardlib.compiler.propagate.solver.edges import Kind, Record, Records
 from shardlib.ops.backend_choice import wanted
 from shardlib.rules.rule import Rule
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.axis import Axis, group_size
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.reshard import Prices
 
@@ -137,7 +137,7 @@ class Problem:
     """
 
     def __init__(self, graph: Graph, flood: Propagation, mesh: Mesh) -> None:
-        self.graph, self.flood, self.mesh, self.prices = graph, flood, mesh, Prices.of(mesh)
+        self.graph, self.flood, self.mesh, self.prices = graph, flood, mesh, Prices.for_mesh(mesh)
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
         self.coarse = build_units(graph, flood)
         self._role_memo: dict[DimFactor, Role] = {}
@@ -259,7 +259,7 @@ class Problem:
         around = [i for i in wanting if i in unit.rounds]
         lent = [i for i in wanting if set(self.slots[kind][i].lent) & set(atoms)]
         own = [i for i in wanting if i not in (*around, *lent)]
-        if math.prod(self.slots[kind][i].size for i in lent) < ways(atoms):
+        if math.prod(self.slots[kind][i].size for i in lent) < group_size(atoms):
             lent = []
         return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
 

@@ -292,7 +292,7 @@ def _summed(weights: Mapping[Op, float], search: Search, name: str) -> list[DimF
             ways = math.prod(a.size for (f, _), s in slots if op.rule.owed(0, f) != "sum" for a in cuts[s])
             nbytes = sum(r.nbytes for r in op.results if r is not None) / ways
             for leaf in _free(op, flood, atoms, everywhere=False):
-                gain[problem.families[leaf]] += prices.sent(tuple(summed), 2 * nbytes) * flood.times(op, leaf)
+                gain[problem.families[leaf]] += prices.comm_seconds(tuple(summed), 2 * nbytes) * flood.times(op, leaf)
     least = (1 - _WORTH) * sum(search.estimate.whole(search.choices)) if gain else 0.0
     return [leaf for leaf in _first(gain)[:1] if gain[leaf] >= least]
 

@@ -11,7 +11,7 @@ from shardlib.compiler.propagate.decision_units import may_cut
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.compiler.propagate.solver.search import Search
-from shardlib.sharding.mesh.axis import Axis, ways
+from shardlib.sharding.mesh.axis import Axis, group_size
 
 SMALL = 8  # times smaller is what nobody minds to have whole
 
@@ -54,11 +54,11 @@ def _sent(op: Op, search: Search, atoms: Sequence[Axis], moving: Collection[Valu
             slots, _ = units.read[op, i]
             here = [[] if s is None else [a for a in cuts[s] if a in atoms] for s in slots]
             if here != there:
-                sent, most = sent + prices.sent((*atoms,), root.nbytes), max(most, root.nbytes)
+                sent, most = sent + prices.comm_seconds((*atoms,), root.nbytes), max(most, root.nbytes)
     for i, result in enumerate(op.results):
         owed = (a for s in units.made.get((op, i), ((), ()))[1] for a in cuts[s])
         if result is not None and not {*atoms}.isdisjoint(owed) and not _travels(result):
-            sent, most = sent + prices.sent((*atoms,), result.nbytes), max(most, result.nbytes)
+            sent, most = sent + prices.comm_seconds((*atoms,), result.nbytes), max(most, result.nbytes)
     return [i for i in cut if op.operands[i].nbytes * SMALL >= most], sent
 
 
@@ -92,7 +92,7 @@ def free(
     results = [labels for labels, r in zip(op.rule.results, op.results, strict=True) if r is not None]
     names = [{f for dim in labels for f in dim} for labels in (*results, *(op.rule.operands[i] for i in read or ()))]
     kept = set[str]().union(*names) if read is None else set.intersection(*names)
-    found, least = set(), min(a.size for a in atoms) if partly else ways(atoms)
+    found, least = set(), min(a.size for a in atoms) if partly else group_size(atoms)
     for label in kept:
         for k, leaf in enumerate(flood.labels[op].get(label, ())):
             wanted = {want.axis for want in flood.wants.get(leaf, ())}

@@ -17,7 +17,7 @@ from torch import fx
 from shardlib.compiler.simplify.attention.mask_terms import Apart, Mask
 from shardlib.compiler.simplify.attention.toeplitz import Values
 from shardlib.compiler.simplify.attention.toeplitz_eval import Constants
-from shardlib.core.aten.schemas import arguments
+from shardlib.core.aten.schemas import get_arguments
 from shardlib.ops.attention.op import OPS as ATTENTION
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def know_bands(gm: fx.GraphModule) -> None:
     constants = Constants(gm)
     told: dict[Any, dict[str, Any] | None] = {}
     for node in sorted(calls):
-        how = arguments(node)
+        how = get_arguments(node)
         mask, bias, s, t = how["mask"], how["bias"], how["q"].meta["val"].shape[2], how["k"].meta["val"].shape[2]
         fixed = how["alibi"] is not None or how["causal"] or how["window"] or how["q_offset"] or how["k_offset"]
         if (mask is None and bias is None) or fixed or how.get("need_bias"):

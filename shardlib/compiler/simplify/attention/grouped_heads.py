@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.basic import call, value_of
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import argument, arguments
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_argument, get_arguments
 from shardlib.ops.attention.op import OPS
 
 aten = torch.ops.aten
@@ -24,9 +24,9 @@ _BACKWARD = OPS[1]
 def group_heads(gm: fx.GraphModule) -> None:
     """Attention to keys and values that are repeated alike reads those that are repeated."""
     for node in gm.graph.nodes:
-        if node.target not in OPS or argument(node, "dropout"):  # draws are for neighbors that share keys
+        if node.target not in OPS or get_argument(node, "dropout"):  # draws are for neighbors that share keys
             continue
-        k, v = (_repeated(argument(node, name)) for name in ("k", "v"))
+        k, v = (_repeated(get_argument(node, name)) for name in ("k", "v"))
         if k is None or v is None or _shape(k)[1] != _shape(v)[1]:
             continue
         sums = _summed(node, _shape(k)[1]) if node.target is _BACKWARD else {}
@@ -44,7 +44,7 @@ def _shape(node: fx.Node) -> torch.Size:
 
 def _repeated(x: Any) -> fx.Node | None:
     """What `[B, KV * n, T, D]` repeats n times in a row: `[B, KV, T, D]`, or the same with a dim of 1 behind KV."""
-    spread = x.args[0] if has(x.target, "regroups") else x
+    spread = x.args[0] if has_trait(x.target, "keeps_order") else x
     if not isinstance(spread, fx.Node) or spread.target is not aten.expand.default:
         return None
     source = spread.args[0]
@@ -58,11 +58,11 @@ def _repeated(x: Any) -> fx.Node | None:
 
 def _summed(node: fx.Node, few: int) -> dict[fx.Node, fx.Node] | None:
     """The sums over the heads that share keys, of which gradient of these; None if somebody reads one before."""
-    b, heads, t, d = _shape(argument(node, "k"))
+    b, heads, t, d = _shape(get_argument(node, "k"))
     sums = dict[fx.Node, fx.Node]()
     for grad in (user for user in node.users if user.args[1] in (1, 2)):
         for user in grad.users:
-            if has(user.target, "regroups") and list(_shape(user)) == [b, few, heads // few, t, d]:
+            if has_trait(user.target, "keeps_order") and list(_shape(user)) == [b, few, heads // few, t, d]:
                 totals, dims = list(user.users), ([2], [-3])
             elif few == 1:
                 totals, dims = [user], ([1], [-3])
@@ -80,7 +80,7 @@ def _read(gm: fx.GraphModule, node: fx.Node, **keys: fx.Node) -> None:
         for name, x in keys.items():
             b, few, *_, t, d = _shape(x)
             keys[name] = call(gm, node, aten.reshape.default, x, [b, few, t, d])
-    node.args, node.kwargs = tuple((arguments(node) | keys).values()), {}
+    node.args, node.kwargs = tuple((get_arguments(node) | keys).values()), {}
     if node.target is _BACKWARD:
         node.meta["val"] = value_of(gm, node.target, node.args, {})
         for user in node.users:

@@ -15,8 +15,8 @@ from torch import fx
 
 from shardlib.compiler.simplify.attention.toeplitz_eval import Constants
 from shardlib.compiler.simplify.basic import call
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 _SAME = (aten.expand.default,)
@@ -114,7 +114,7 @@ class Apart:
 
     def _moved(self, mask: fx.Node, parts: Sequence[Mask]) -> list[Mask] | None:
         """What becomes of parts where what they are parts of is shown otherwise."""
-        if mask.target in _SAME or has(mask.target, "copies"):
+        if mask.target in _SAME or has_trait(mask.target, "copies"):
             return [*parts]
         shown = mask.args[0]
         assert isinstance(shown, fx.Node)
@@ -147,7 +147,11 @@ def _choices(node: fx.Node) -> Iterator[tuple[Mask, Any, Any]]:
 
 def _shown(mask: fx.Node) -> fx.Node | None:
     """What is shown in other dims, or in part, or copied."""
-    shows = mask.target in (*_SAME, aten.slice.Tensor) or has(mask.target, "regroups") or has(mask.target, "copies")
+    shows = (
+        mask.target in (*_SAME, aten.slice.Tensor)
+        or has_trait(mask.target, "keeps_order")
+        or has_trait(mask.target, "copies")
+    )
     return mask.all_input_nodes[0] if shows and len(mask.all_input_nodes) == 1 else None
 
 
@@ -155,11 +159,11 @@ def _moved(gm: fx.GraphModule, mask: fx.Node, part: fx.Node, whole: torch.Size) 
     """What becomes of a part where leading dims of the mask are sliced, or regrouped; None of what nobody can say."""
     sizes = [1] * (len(whole) - part.meta["val"].dim()) + list(part.meta["val"].shape)
     if mask.target is aten.slice.Tensor:
-        dim = argument(mask, "dim") % len(whole)
+        dim = get_argument(mask, "dim") % len(whole)
         if sizes[dim] == 1:
             return part
         at = dim - len(whole)  # from behind
-        return call(gm, mask, aten.slice.Tensor, part, at, *(argument(mask, n) for n in ("start", "end", "step")))
+        return call(gm, mask, aten.slice.Tensor, part, at, *(get_argument(mask, n) for n in ("start", "end", "step")))
     lead = _regrouped(list(whole[:-2]), sizes[:-2], list(mask.meta["val"].shape[:-2]))
     return None if lead is None else call(gm, mask, aten.reshape.default, part, [*lead, *sizes[-2:]])
 

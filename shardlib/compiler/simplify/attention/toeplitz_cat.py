@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from shardlib.compiler.simplify.attention.toeplitz import Values, are_equal, is_large
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ def _cat(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> Values | No
 
 def padded(node: Any, piece: Piece, val: Tensor) -> Values | None:
     """A tensor with a number around it."""
-    sizes, number, rank = argument(node, "pad"), argument(node, "value"), val.dim()
+    sizes, number, rank = get_argument(node, "pad"), get_argument(node, "value"), val.dim()
     if min(sizes) < 0 or isinstance(number, fx.Node):
         return None
     around = Values(torch.full([1] * rank, number, dtype=val.dtype, device="cpu"))

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from shardlib.compiler.simplify.attention.toeplitz import Values, distances, is_large, line_of, places, short
 from shardlib.compiler.simplify.attention.toeplitz_cat import Piece, flipped, padded, side_by_side, turned
 from shardlib.compiler.simplify.basic import dims_of
-from shardlib.core.aten.op_traits import has, is_view, repeats
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.op_traits import has_trait, is_deterministic, is_view
+from shardlib.core.aten.schemas import get_argument
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import OpOverload, pytree, schema_of, without_modes
 from shardlib.frontend.hazards.constant_values import is_literal
@@ -70,7 +70,7 @@ class Constants:
         if (made := _filled(node, val) or self._laid(node, val)) is not None:
             return made
         known = {x: found for x in node.all_input_nodes if (found := self._known[x]) is not None}
-        if len(known) < len(node.all_input_nodes) or not (repeats(node.target) or node.target is SPLICE):
+        if len(known) < len(node.all_input_nodes) or not (is_deterministic(node.target) or node.target is SPLICE):
             return None
         return _moved(node, known, val) or _pointwise(node, known, val) or _worked_out(node, known, val)
 
@@ -82,7 +82,7 @@ class Constants:
             return None if found is None else flipped(found, dims)
         if node.target is aten.cat.default:
             full = [x for x in node.args[0] if x.meta["val"].numel()]
-            return side_by_side([Piece(self._known[x], x.meta["val"].shape) for x in full], argument(node, "dim"))
+            return side_by_side([Piece(self._known[x], x.meta["val"].shape) for x in full], get_argument(node, "dim"))
         if node.target is aten.constant_pad_nd.default:
             source, *_ = node.args
             return padded(node, Piece(self._known[source], source.meta["val"].shape), val)
@@ -100,8 +100,8 @@ def _fits(made: Values, shape: torch.Size) -> bool:
 
 def _filled(node: Any, val: Tensor) -> Values | None:
     """One number everywhere: of an operand that gives a shape, or a dtype, nothing need be known."""
-    if has(node.target, "fills"):
-        number = 0 if has(node.target, "zeros") else argument(node, "fill_value")
+    if has_trait(node.target, "fills"):
+        number = 0 if has_trait(node.target, "zeros") else get_argument(node, "fill_value")
     elif schema_of(node.target).name in ("aten::ones", "aten::new_ones", "aten::ones_like"):
         number = 1
     else:
@@ -119,22 +119,24 @@ def _moved(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | 
     ((source, found),) = known.items()
     if target in (aten.tril.default, aten.triu.default):
         return _triangle(node, found, val)
-    if not (is_view(target) or has(target, "regroups")):
+    if not (is_view(target) or has_trait(target, "keeps_order")):
         return None
     numbers, shape = found.numbers, source.meta["val"].shape
-    if numbers.numel() == 1 and not any(has(target, t) for t in ("retypes", "marks", "strides", "pairs")):
+    if numbers.numel() == 1 and not any(
+        has_trait(target, t) for t in ("bitcasts", "sets_lazy_bit", "takes_strides", "complex_pairs")
+    ):
         return Values(numbers.reshape([1] * rank))
     if target is aten.expand.default and not found.by_distance:
         return Values(numbers.reshape([1] * (rank - len(shape)) + list(numbers.shape)))
     if not found.by_distance or numbers.shape[:-1].numel() > 1:
         return None
     line = numbers.flatten()
-    if (target is aten.expand.default or has(target, "regroups")) and val.shape[-2:] == shape[-2:]:
+    if (target is aten.expand.default or has_trait(target, "keeps_order")) and val.shape[-2:] == shape[-2:]:
         return line_of(line, rank)
-    if has(target, "permutes") and rank == 2:
+    if has_trait(target, "permutes") and rank == 2:
         return line_of(line.flip(0) if dims_of(node) == [1, 0] else line, rank)
-    if target is aten.slice.Tensor and argument(node, "step") == 1:
-        dim, start = argument(node, "dim") % rank, argument(node, "start") or 0
+    if target is aten.slice.Tensor and get_argument(node, "step") == 1:
+        dim, start = get_argument(node, "dim") % rank, get_argument(node, "start") or 0
         start = min(max(start + shape[dim] if start < 0 else start, 0), shape[dim])
         first = shape[-2] - val.shape[-2] - start if dim == rank - 2 else start if dim == rank - 1 else 0
         return line_of(line[first : first + val.shape[-2] + val.shape[-1] - 1], rank)
@@ -147,14 +149,14 @@ def _triangle(node: Any, found: Values, val: Tensor) -> Values | None:
         if numbers.shape[-2:].numel() > 1:
             return None
         numbers = numbers[..., 0]
-    upto, apart = argument(node, "diagonal"), distances(val.shape)
+    upto, apart = get_argument(node, "diagonal"), distances(val.shape)
     kept = apart <= upto if node.target is aten.tril.default else apart >= upto
     return Values(torch.where(kept, numbers, torch.zeros_like(numbers)), by_distance=True)
 
 
 def _pointwise(node: Any, known: Mapping[fx.Node, Values], val: Tensor) -> Values | None:
     """Element by element: of what there is once, once."""
-    if torch.Tag.pointwise not in node.target.tags and not has(node.target, "copies"):
+    if torch.Tag.pointwise not in node.target.tags and not has_trait(node.target, "copies"):
         return None
     if any(found.by_distance for found in known.values()):
         lines = {x: _as_line(x, found, val.shape) for x, found in known.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.gather.batch_rules import LOOKUPS, flat, has_form
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 Node = Any  # of fx, whose arguments are what its op takes
@@ -119,21 +119,21 @@ def _slice(node: Node) -> tuple[Node, int, int] | None:
     if node.target is aten.select.int:
         source = node.args[0]
         shape = source.meta["val"].shape
-        dim = argument(node, "dim") % len(shape)
-        return source, dim, argument(node, "index") % shape[dim]
+        dim = get_argument(node, "dim") % len(shape)
+        return source, dim, get_argument(node, "index") % shape[dim]
     if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
         source = node.args[0].args[0]
-        return source, argument(node.args[0], "dim") % source.meta["val"].dim(), node.args[1]
+        return source, get_argument(node.args[0], "dim") % source.meta["val"].dim(), node.args[1]
     return None
 
 
 def _range(node: Node) -> tuple[Node, int, int, int] | None:
     """Of which node, and along which of its dims, a node is a range, where that begins, and its length."""
-    if node.target is not aten.slice.Tensor or argument(node, "step") != 1:
+    if node.target is not aten.slice.Tensor or get_argument(node, "step") != 1:
         return None
     source = node.args[0]
-    dim, length = argument(node, "dim") % source.meta["val"].dim(), 0
-    begin, _, _ = slice(argument(node, "start"), argument(node, "end")).indices(source.meta["val"].shape[dim])
+    dim, length = get_argument(node, "dim") % source.meta["val"].dim(), 0
+    begin, _, _ = slice(get_argument(node, "start"), get_argument(node, "end")).indices(source.meta["val"].shape[dim])
     length = int(node.meta["val"].shape[dim])
     return (source, dim, begin, length) if length else None
 

@@ -15,8 +15,8 @@ from torch import fx
 from shardlib.compiler.simplify.gather.batch_rules import LOOKUPS, batched
 from shardlib.compiler.simplify.gather.slice_families import Family, Own, families
 from shardlib.compiler.simplify.gather.table_gather import Emit, origin
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 Node = Any  # of fx, whose arguments are what its op takes
@@ -51,7 +51,7 @@ def _cut(gm: fx.GraphModule, needed: set[Family]) -> bool:
         return True
     sizes = {family.size for family in needed}
     for node in gm.graph.nodes if sizes else ():
-        if has(node.target, "constrains") or (node.op == "placeholder" and not known):
+        if has_trait(node.target, "constrains") or (node.op == "placeholder" and not known):
             shape = getattr(node.meta["val"], "shape", ())
             if any(shape[d] in sizes for d in node.meta.get("cut", range(len(shape)))):
                 return True
@@ -182,7 +182,7 @@ def _in_a_row(emit: Emit, node: Node, runs: Sequence[tuple[Family, int, int]], m
     if node.target is aten.add.Tensor:
         node.replace_all_uses_with(emit(aten.sum.dim_IntList, made[runs[0][0]], [0]))
         return
-    dim, val = argument(node, "dim"), node.meta["val"]
+    dim, val = get_argument(node, "dim"), node.meta["val"]
     dim %= val.dim()
     given = list(node.args[0])
     for family, begin, end in reversed(runs):

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.basic import call
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 Node = Any  # of fx, whose arguments are what its op takes
@@ -62,7 +62,7 @@ def origin(x: Node) -> Node | None:
     """The argument of the program that a node is, element by element; None where it is none, or moved on the way."""
     while x.op == "call_function" and len(x.all_input_nodes) == 1:
         (before,) = x.all_input_nodes
-        if has(x.target, "constrains") or has(x.target, "permutes") or _shape(before) != _shape(x):
+        if has_trait(x.target, "constrains") or has_trait(x.target, "permutes") or _shape(before) != _shape(x):
             return None
         x = before
     return x if x.op == "placeholder" else None
@@ -102,7 +102,7 @@ def _index(emit: Emit, node: Node) -> Node | None:
 
 def _index_put(emit: Emit, node: Node) -> Node | None:
     tables, pair, rows = node.args[0], _pair(node), node.args[2]
-    if pair is None or not argument(node, "accumulate") or tables.meta["val"].dtype != rows.meta["val"].dtype:
+    if pair is None or not get_argument(node, "accumulate") or tables.meta["val"].dtype != rows.meta["val"].dtype:
         return None
     index, at = pair
     if any(user.target is aten.index.Tensor and user.args[1] == node.args[1] for user in index.users):

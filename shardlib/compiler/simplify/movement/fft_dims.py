@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.basic import call
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 _C2C, _R2C, _C2R = aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default
@@ -40,7 +40,7 @@ def dim_by_dim(gm: fx.GraphModule) -> None:
         ways[node] = way = _met(node, ways)
         if node.target not in _TRANSFORMS:
             continue
-        dims = [d % node.meta["val"].dim() for d in argument(node, "dim")]
+        dims = [d % node.meta["val"].dim() for d in get_argument(node, "dim")]
         order = _order(node, dims, way)
         turns = {dim: count + i for i, dim in enumerate(order, 1)}
         count += len(order)
@@ -79,13 +79,13 @@ def _order(node: fx.Node, dims: list[int], way: _Way) -> list[int]:
 
 def _split(gm: fx.GraphModule, node: fx.Node, order: list[int]) -> None:
     """Make a transform over several dims one over each, in this order."""
-    norm, real = argument(node, "normalization"), node.target is _C2R
+    norm, real = get_argument(node, "normalization"), node.target is _C2R
     first, last = (node.target, _C2C) if not real else (_C2C, _C2R)
-    flag = argument(node, "onesided" if first is _R2C else "forward") if not real else False
+    flag = get_argument(node, "onesided" if first is _R2C else "forward") if not real else False
     forward = first is _R2C or flag
     x = node.args[0]
     with gm.graph.inserting_before(node):
         for i, dim in enumerate(order[:-1]):
             x = call(gm, node, _C2C if i else first, x, [dim], norm, forward if i else flag)
-    end = argument(node, "last_dim_size") if real else forward
+    end = get_argument(node, "last_dim_size") if real else forward
     node.target, node.args, node.kwargs = last, (x, order[-1:], norm, end), {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.schemas import get_argument
 from shardlib.ops.reverse_scan import BEHIND
 
 aten = torch.ops.aten
@@ -17,22 +17,22 @@ def scan_from_behind(gm: fx.GraphModule) -> None:
     """Scans between two flips of their dim run in the other direction, without the flips."""
     for node in gm.graph.nodes:
         while node.target in _TURNED and (flips := _flips(node)):
-            turned = argument(node, "self")
+            turned = get_argument(node, "self")
             node.target, node.args = _TURNED[node.target], (turned.args[0], *node.args[1:])
             for flip in flips:
-                flip.replace_all_uses_with(argument(flip, "self"))
+                flip.replace_all_uses_with(get_argument(flip, "self"))
                 gm.graph.erase_node(flip)
 
 
 def _flips(node: fx.Node) -> list[fx.Node]:
     """The flips of what a scan makes, if it is turned round before the scan and after it; nobody else reads it."""
-    source, val = argument(node, "self"), node.meta["val"]
+    source, val = get_argument(node, "self"), node.meta["val"]
     results = [node] if isinstance(val, torch.Tensor) else list(node.users)
     flips = [user for result in results for user in result.users]
-    dim = argument(node, "dim") % max(source.meta["val"].dim(), 1)
+    dim = get_argument(node, "dim") % max(source.meta["val"].dim(), 1)
     turned = all(x.target is aten.flip.default and _dims(x) == [dim] for x in (source, *flips))
     return flips if turned and all(len(result.users) == 1 for result in results) else []
 
 
 def _dims(flip: fx.Node) -> list[int]:
-    return [d % max(flip.meta["val"].dim(), 1) for d in argument(flip, "dims")]
+    return [d % max(flip.meta["val"].dim(), 1) for d in get_argument(flip, "dims")]

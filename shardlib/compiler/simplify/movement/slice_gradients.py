@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.basic import call
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 
@@ -35,21 +35,21 @@ def range_of_one(gm: fx.GraphModule) -> None:
     """A single element of a dim that is taken, or written, is a range of one where the dim stays: one move may follow
     another then."""
     for node in gm.graph.nodes:
-        if node.target is aten.select_scatter.default and type(argument(node, "index")) is int:
+        if node.target is aten.select_scatter.default and type(get_argument(node, "index")) is int:
             x, row = node.args[:2]
-            dim = argument(node, "dim") % x.meta["val"].dim()
+            dim = get_argument(node, "dim") % x.meta["val"].dim()
             with gm.graph.inserting_before(node):
                 row = call(gm, node, *(_taken(row, dim) or (aten.unsqueeze.default, row, dim)))
             node.target, node.args = aten.slice_scatter.default, (x, row, dim, *_one(node, x))
         elif node.target is aten.unsqueeze.default:
-            dim = argument(node, "dim") % node.meta["val"].dim()
+            dim = get_argument(node, "dim") % node.meta["val"].dim()
             if (taken := _taken(node.args[0], dim)) is not None:
                 node.target, node.args = taken[0], taken[1:]
 
 
 def _taken(row: fx.Node, dim: int) -> tuple[Any, ...] | None:
     """The call that takes a row as a range along `dim`, if it is one of that dim."""
-    if row.target is not aten.select.int or type(argument(row, "index")) is not int:
+    if row.target is not aten.select.int or type(get_argument(row, "index")) is not int:
         return None
     source = row.args[0]
     assert isinstance(source, fx.Node)
@@ -57,12 +57,12 @@ def _taken(row: fx.Node, dim: int) -> tuple[Any, ...] | None:
 
 
 def _one(node: fx.Node, source: fx.Node) -> tuple[int, int]:
-    at = argument(node, "index") % source.meta["val"].shape[_dim(node, source)]
+    at = get_argument(node, "index") % source.meta["val"].shape[_dim(node, source)]
     return at, at + 1
 
 
 def _dim(node: fx.Node, source: fx.Node) -> int:
-    return int(argument(node, "dim") % source.meta["val"].dim())
+    return int(get_argument(node, "dim") % source.meta["val"].dim())
 
 
 def join_slices(gm: fx.GraphModule) -> None:
@@ -85,11 +85,11 @@ def _placed(gm: fx.GraphModule, node: fx.Node) -> _Slices | None:
     assert isinstance(grad, fx.Node)
     if grad.meta["val"].dtype != node.meta["val"].dtype or not all(type(n) is int for n in (*shape, *node.args[2:])):
         return None
-    dim = argument(node, "dim") % len(shape)
+    dim = get_argument(node, "dim") % len(shape)
     if node.target is aten.slice_backward.default:
-        begin, end, step = slice(*(argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
+        begin, end, step = slice(*(get_argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
         return _Slices(dim, {(begin, end): grad}, node) if step == 1 and begin < end else None
-    begin = argument(node, "index") % shape[dim]
+    begin = get_argument(node, "index") % shape[dim]
     with gm.graph.inserting_before(node):
         return _Slices(dim, {(begin, begin + 1): call(gm, node, aten.unsqueeze.default, grad, dim)}, node)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import argument
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_argument
 from shardlib.ops.splice import SPLICE
 
 aten = torch.ops.aten
@@ -165,7 +165,7 @@ def _negated(node: fx.Node, forms: Mapping[fx.Node, _Splice]) -> _Splice | None:
 def _cat(node: fx.Node) -> _Splice | None:
     val, operands = node.meta["val"], node.args[0]
     assert isinstance(operands, list | tuple)
-    dim, ranges = argument(node, "dim") % max(val.dim(), 1), []
+    dim, ranges = get_argument(node, "dim") % max(val.dim(), 1), []
     for x in operands:
         assert isinstance(x, fx.Node)
         like = x.meta["val"]
@@ -178,17 +178,17 @@ def _cat(node: fx.Node) -> _Splice | None:
 
 def _filling(node: fx.Node) -> complex | None:
     """The number that a tensor holds everywhere, if it is known."""
-    if not has(node.target, "fills"):
+    if not has_trait(node.target, "fills"):
         return None
-    fill = 0 if has(node.target, "zeros") else argument(node, "fill_value")
+    fill = 0 if has_trait(node.target, "zeros") else get_argument(node, "fill_value")
     return fill if type(fill) in (bool, int, float, complex) else None
 
 
 def _slice(node: fx.Node) -> _Splice | None:
-    (source, *_), dim = node.args, argument(node, "dim")
+    (source, *_), dim = node.args, get_argument(node, "dim")
     assert isinstance(source, fx.Node)
     shape = source.meta["val"].shape
-    start, stop, step = slice(*(argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
+    start, stop, step = slice(*(get_argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
     return _Splice(dim % len(shape), (_Range(source, start, max(start, stop)),)) if step == 1 else None
 
 
@@ -197,10 +197,10 @@ _EMPTY = {aten.empty.memory_format, aten.new_empty.default, aten.empty_like.defa
 
 def _slice_scatter(node: fx.Node) -> _Splice | None:
     """What is written, between what is kept of the other tensor."""
-    (x, source, *_), shape, dim = node.args, node.meta["val"].shape, argument(node, "dim")
+    (x, source, *_), shape, dim = node.args, node.meta["val"].shape, get_argument(node, "dim")
     assert isinstance(x, fx.Node)
     assert isinstance(source, fx.Node)
-    start, stop, step = slice(*(argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
+    start, stop, step = slice(*(get_argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
     if step != 1 or source.meta["val"].dtype != node.meta["val"].dtype:
         return None
     written = _Range(source, 0, stop - start)
@@ -212,9 +212,9 @@ def _slice_scatter(node: fx.Node) -> _Splice | None:
 
 
 def _slice_backward(node: fx.Node) -> _Splice | None:
-    (grad, *_), shape, dim = node.args, node.meta["val"].shape, argument(node, "dim")
+    (grad, *_), shape, dim = node.args, node.meta["val"].shape, get_argument(node, "dim")
     assert isinstance(grad, fx.Node)
-    start, stop, step = slice(*(argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
+    start, stop, step = slice(*(get_argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
     if step != 1 or stop <= start or grad.meta["val"].dtype != node.meta["val"].dtype:
         return None
     around = _Range(grad, 0, stop - start), start, shape[dim] - stop
@@ -222,7 +222,7 @@ def _slice_backward(node: fx.Node) -> _Splice | None:
 
 
 def _pad(node: fx.Node) -> _Splice | None:
-    (source, *_), amounts, fill = node.args, argument(node, "pad"), argument(node, "value")
+    (source, *_), amounts, fill = node.args, get_argument(node, "pad"), get_argument(node, "value")
     assert isinstance(source, fx.Node)
     padded = [i for i in range(len(amounts) // 2) if any(amounts[2 * i : 2 * i + 2])]
     if len(padded) != 1 or type(fill) not in (bool, int, float, complex):
@@ -240,7 +240,7 @@ def _padded(part: _Range, before: int, after: int, fill: complex) -> tuple[_Rang
 
 
 def _roll(node: fx.Node) -> _Splice | None:
-    (source, *_), shifts, dims = node.args, argument(node, "shifts"), argument(node, "dims")
+    (source, *_), shifts, dims = node.args, get_argument(node, "shifts"), get_argument(node, "dims")
     assert isinstance(source, fx.Node)
     if len(dims) != 1:
         return None
@@ -251,7 +251,7 @@ def _roll(node: fx.Node) -> _Splice | None:
 
 
 def _flip(node: fx.Node) -> _Splice | None:
-    (source, *_), dims = node.args, argument(node, "dims")
+    (source, *_), dims = node.args, get_argument(node, "dims")
     assert isinstance(source, fx.Node)
     shape = source.meta["val"].shape
     if len(dims) != 1 or not shape:
@@ -261,11 +261,11 @@ def _flip(node: fx.Node) -> _Splice | None:
 
 def _spliced(node: fx.Node) -> _Splice | None:
     """What pads that mirror are from the beginning."""
-    tensors, sources, fills = (argument(node, name) for name in ("tensors", "sources", "fills"))
-    ends = [argument(node, name) for name in ("starts", "stops")]
-    marks = [argument(node, name) or [False] * len(fills) for name in ("negated", "mirrored")]
+    tensors, sources, fills = (get_argument(node, name) for name in ("tensors", "sources", "fills"))
+    ends = [get_argument(node, name) for name in ("starts", "stops")]
+    marks = [get_argument(node, name) or [False] * len(fills) for name in ("negated", "mirrored")]
     of = (tensors[i] if i >= 0 else None for i in sources)
-    return _Splice(argument(node, "dim"), tuple(map(_Range, of, *ends, fills, *marks)))
+    return _Splice(get_argument(node, "dim"), tuple(map(_Range, of, *ends, fills, *marks)))
 
 
 _FORMS: Mapping[Any, Callable[[fx.Node], _Splice | None]] = {

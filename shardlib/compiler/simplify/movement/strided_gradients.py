@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.basic import call, dims_of
-from shardlib.core.aten.op_traits import has
-from shardlib.core.aten.schemas import argument, filled
+from shardlib.core.aten.op_traits import has_trait
+from shardlib.core.aten.schemas import get_argument, get_fill_value
 
 aten = torch.ops.aten
 _COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
@@ -20,7 +20,7 @@ def add_back(gm: fx.GraphModule) -> None:
         zeros, dim, index, source, *alpha = node.args
         alike = alpha in ([], [1]) and node.kwargs.get("alpha", 1) == 1 and dim in (0, -1)
         val = node.meta["val"]
-        if not alike or val.dim() != 1 or filled(zeros) != 0 or source.meta["val"].dtype != val.dtype:
+        if not alike or val.dim() != 1 or get_fill_value(zeros) != 0 or source.meta["val"].dtype != val.dtype:
             continue
         if (views := _views(index, val.numel())) is None:
             continue
@@ -37,7 +37,7 @@ def _views(node: fx.Node, count: int) -> list[fx.Node] | None:
     views = list[fx.Node]()
     while node.target not in _COUNTS:
         if node.target in (aten.slice.Tensor, aten.unfold.default) or any(
-            has(node.target, what) for what in ("regroups", "permutes", "copies", "renames")
+            has_trait(node.target, what) for what in ("keeps_order", "permutes", "copies", "is_alias")
         ):
             views.append(node)
             source = node.args[0]
@@ -45,8 +45,8 @@ def _views(node: fx.Node, count: int) -> list[fx.Node] | None:
             node = source
             continue
         return None
-    low, step = (argument(node, name) for name in ("start", "step")) if node.target is _COUNTS[2] else (0, 1)
-    low = argument(node, "start") if node.target is _COUNTS[1] else low
+    low, step = (get_argument(node, name) for name in ("start", "step")) if node.target is _COUNTS[2] else (0, 1)
+    low = get_argument(node, "start") if node.target is _COUNTS[1] else low
     return views if (low, step) == (0, 1) and node.meta["val"].shape == (count,) else None
 
 
@@ -56,13 +56,13 @@ def _back(gm: fx.GraphModule, node: fx.Node, view: fx.Node, x: fx.Node) -> fx.No
     assert isinstance(source, fx.Node)
     shape = list(source.meta["val"].shape)
     if view.target is aten.slice.Tensor:
-        dim, low, high, step = (argument(view, name) for name in ("dim", "start", "end", "step"))
+        dim, low, high, step = (get_argument(view, name) for name in ("dim", "start", "end", "step"))
         low, high, step = slice(low, high, step).indices(shape[dim])
         return call(gm, node, aten.slice_backward.default, x, shape, dim, low, high, step)
     if view.target is aten.unfold.default:
-        dim, size, step = (argument(view, name) for name in ("dimension", "size", "step"))
+        dim, size, step = (get_argument(view, name) for name in ("dimension", "size", "step"))
         return call(gm, node, aten.unfold_backward.default, x, shape, dim % len(shape), size, step)
-    if has(view.target, "permutes"):
+    if has_trait(view.target, "permutes"):
         dims = dims_of(view)
         return call(gm, node, aten.permute.default, x, [dims.index(d) for d in range(len(dims))])
-    return call(gm, node, aten.reshape.default, x, shape) if has(view.target, "regroups") else x
+    return call(gm, node, aten.reshape.default, x, shape) if has_trait(view.target, "keeps_order") else x

@@ -563,7 +563,7 @@ def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
     fn, shapes = SMALL[name]
     args = [[torch.empty(*s, device="meta") for s in shapes], torch.empty(512, 64, device="meta")]
     program, finish = lowered(sl.grad(fn), args)
-    crossing, machine = Crossing.of(program), Machine.of(program.mesh.machine)
+    crossing, machine = Crossing.of(program), Machine.convert(program.mesh.machine)
     search = Candidates(crossing, 0, finish, machine, frozenset())
     every = _all(search)
     most, least = search.of(Choice()).peak, min(one.peak for one in every)

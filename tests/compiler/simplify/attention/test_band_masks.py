@@ -18,7 +18,7 @@ from shardlib.compiler.simplify import normalize
 from shardlib.compiler.simplify.attention import band_masks
 from shardlib.compiler.simplify.attention.toeplitz_eval import Constants
 from shardlib.compiler.simplify.basic import drop_dead
-from shardlib.core.aten.schemas import arguments
+from shardlib.core.aten.schemas import get_arguments
 from shardlib.frontend.trace import trace
 from shardlib.ops.attention.op import OPS
 
@@ -115,7 +115,7 @@ def _qkv(heads: int = 4, kv: int = 4, s: int = S, t: int = T, dtype: torch.dtype
 def _said(fn: Callable[..., Any], *args: Tensor) -> list[dict[str, Any]]:
     """What the attention ops of a function are told."""
     nodes = normalize(trace(fn, args)).graph.graph.nodes
-    return [arguments(n) for n in nodes if n.target in OPS]
+    return [get_arguments(n) for n in nodes if n.target in OPS]
 
 
 @pytest.mark.parametrize("name", MASKS)
