@@ -175,9 +175,9 @@ def test_processes_that_want_it_at_once_build_it_once(
     sources: Path, store: Path, calls: Callable[[], list[str]]
 ) -> None:
     code = (
-        "from pathlib import Path; from shardlib.build.library import make; "
-        "from shardlib.build.build_recipe import recipe;"
-        f"print(make(recipe('host', Path({str(sources)!r}))).path)"
+        "from pathlib import Path; from shardlib.build.library import build_or_load; "
+        "from shardlib.build.build_recipe import make_recipe;"
+        f"print(build_or_load(make_recipe('host', Path({str(sources)!r}))).path)"
     )
     processes = [_process(code) for _ in range(3)]
     outputs = [process.communicate(timeout=120) for process in processes]
@@ -190,7 +190,7 @@ def test_processes_that_want_it_at_once_build_it_once(
 def test_threads_that_want_it_at_once_build_it_once(
     sources: Path, store: Path, calls: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
+    monkeypatch.setattr(build_library, "make_recipe", lambda name: make_recipe(name, sources))
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(build_library.get_library, ["host"] * 4))
     assert len(set(answers)) == 1
@@ -393,7 +393,7 @@ def test_a_library_or_object_that_was_cut_short_is_made_again(size: int, sources
 def test_a_library_that_does_not_load_is_built_once_more(
     sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
+    monkeypatch.setattr(build_library, "make_recipe", lambda name: make_recipe(name, sources))
     made = build_library.get_library("host")
     assert isinstance(made, Built)
     made.path.write_bytes(b"no library")
@@ -441,7 +441,7 @@ def test_nothing_to_build(platform: str, reason: str, tmp_path: Path, monkeypatc
 
 
 def test_building_can_be_turned_off(sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
+    monkeypatch.setattr(build_library, "make_recipe", lambda name: make_recipe(name, sources))
     monkeypatch.setenv("SHARDLIB_BUILD", "0")
     assert build_library.get_library("host") == Missing("SHARDLIB_BUILD=0, and none is built")
     assert not store.exists()
@@ -457,7 +457,7 @@ def test_a_process_asks_once(
     sources: Path, store: Path, calls: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (sources / "other.cpp").write_text("broken\n")
-    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
+    monkeypatch.setattr(build_library, "make_recipe", lambda name: make_recipe(name, sources))
     missing = build_library.get_library("host")
     calls()
     (sources / "other.cpp").write_text("int mended;\n")
@@ -469,14 +469,14 @@ def test_the_host_library_is_loaded_or_says_why(
     sources: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = native_libs._host.__wrapped__  # not `host`, which would keep this library for the tests to come
-    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
+    monkeypatch.setattr(build_library, "make_recipe", lambda name: make_recipe(name, sources))
     assert load().answer() == 42
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"no library")
-    monkeypatch.setattr(build_library, "library", lambda name: Built(damaged))
+    monkeypatch.setattr(build_library, "get_library", lambda name: Built(damaged))
     assert str(load()).startswith(f"the host kernels do not load: {damaged}: ")
     assert not damaged.exists()
-    monkeypatch.setattr(build_library, "library", lambda name: Missing("SHARDLIB_BUILD=0"))
+    monkeypatch.setattr(build_library, "get_library", lambda name: Missing("SHARDLIB_BUILD=0"))
     assert load() == Missing("SHARDLIB_BUILD=0")
 
 
@@ -484,7 +484,7 @@ def test_the_host_library_is_loaded_or_says_why(
 def test_the_command(
     broken: bool, sources: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build_library, "recipe", lambda name: make_recipe(name, sources))
+    monkeypatch.setattr(build_library, "make_recipe", lambda name: make_recipe(name, sources))
     if broken:
         (sources / "other.cpp").write_text("broken;\n")
 

@@ -172,7 +172,7 @@ def test_renamed_and_copied(name: str) -> None:
     out = op(x)
     assert torch.equal(out, x)
     same = list(_places(out)) == list(_places(x))
-    assert (has_trait(op, "renames"), has_trait(op, "copies")) == (same, not same)
+    assert (has_trait(op, "is_alias"), has_trait(op, "copies")) == (same, not same)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +183,15 @@ def test_renamed_and_copied(name: str) -> None:
 )  # fmt: skip
 def test_regrouped(op: Any, args: Any) -> None:
     x = f(2, 3)
-    assert has_trait(op, "regroups")
+    assert has_trait(op, "keeps_order")
     assert torch.equal(op(x, *args).flatten(), x.flatten())
 
 
 def test_what_is_alike_by_name_only() -> None:
     """Overloads that do something else have none of a trait that is for one."""
-    assert not has_trait(aten.view.dtype, "regroups")
+    assert not has_trait(aten.view.dtype, "keeps_order")
     assert callable_of(aten.view.dtype)(torch.ones(2), torch.int32).dtype == torch.int32
-    assert not has_trait(aten.unbind.int, "regroups")
+    assert not has_trait(aten.unbind.int, "keeps_order")
 
 
 @pytest.mark.parametrize("name", ["add", "mul"])
@@ -206,7 +206,9 @@ def test_marks() -> None:
     x = torch.randn(3, 3, dtype=torch.complex128)
     assert aten._conj(x).is_conj()
     assert aten._neg_view(x).is_neg()
-    assert [op for op in (aten._conj.default, aten._neg_view.default, aten.neg.default) if has_trait(op, "marks")] == [
+    assert [
+        op for op in (aten._conj.default, aten._neg_view.default, aten.neg.default) if has_trait(op, "sets_lazy_bit")
+    ] == [
         aten._conj.default,
         aten._neg_view.default,
     ]

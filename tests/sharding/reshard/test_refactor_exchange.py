@@ -13,7 +13,7 @@ from shardlib.compiler.propagate.solver.edges import End, Record
 from shardlib.sharding.chunks import ShardSizes
 from shardlib.sharding.mesh.axis import Axis, Coords
 from shardlib.sharding.reshard import DEFAULT_PRICES
-from shardlib.sharding.reshard.refactor_exchange import MOST, Dim, RefactorExchange, held_ranges
+from shardlib.sharding.reshard.refactor_exchange import MAX_RANGES, Dim, RefactorExchange, held_ranges
 
 T, U = Axis("t", 4), Axis("u", 2)
 SPECS = [
@@ -115,10 +115,10 @@ def test_axes_go_from_factor_to_factor_in_one_exchange() -> None:
 
 def test_a_dim_of_very_many_ranges_is_gathered() -> None:
     def moved(w: torch.Tensor) -> torch.Tensor:
-        return sl.shard(w, f"d (many={MOST + 1} f@t)")
+        return sl.shard(w, f"d (many={MAX_RANGES + 1} f@t)")
 
     with sl.Mesh.abstract(t=2):
-        plan = sl.jit(moved, in_specs=("d f@t",)).plan(torch.empty(4, (MOST + 1) * 2, device="meta"))
+        plan = sl.jit(moved, in_specs=("d f@t",)).plan(torch.empty(4, (MAX_RANGES + 1) * 2, device="meta"))
     assert [c.kind for c in plan.collectives] == ["all_gather"]
 
 

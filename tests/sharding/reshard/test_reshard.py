@@ -260,18 +260,18 @@ def test_a_run_of_parts_on_an_uneven_factor_is_gathered_whole() -> None:
 
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=3), st.lists(st.sampled_from([2, 3]), max_size=3))
-def test_spread_cuts_like_the_whole(sizes: list[int], group_size: list[int]) -> None:
+def test_spread_cuts_like_the_whole(sizes: list[int], ways: list[int]) -> None:
     """Axes handed to the parts hold, on every device, the elements that they hold of the product."""
-    shares = split_axes(sizes, group_size)
-    axes = [Axis(f"x{i}", n) for i, n in enumerate(group_size)]
+    shares = split_axes(sizes, ways)
+    axes = [Axis(f"x{i}", n) for i, n in enumerate(ways)]
     if shares is None:
-        assert math.prod(sizes) % math.prod(group_size) or len(sizes) > 1
+        assert math.prod(sizes) % math.prod(ways) or len(sizes) > 1
         return
-    assert sorted(i for share in shares for i in share) == list(range(len(group_size)))
+    assert sorted(i for share in shares for i in share) == list(range(len(ways)))
     one = Layout(((Factor(math.prod(sizes), tuple(axes)),),))
     parts = Layout((tuple(Factor(n, tuple(axes[i] for i in share)) for n, share in zip(sizes, shares, strict=True)),))
     whole = torch.arange(math.prod(sizes))
-    for at in itertools.product(*(range(n) for n in group_size)):
+    for at in itertools.product(*(range(n) for n in ways)):
         coords = {a.name: i for a, i in zip(axes, at, strict=True)}
         assert torch.equal(one.scatter(whole, coords), parts.scatter(whole, coords))
 
@@ -288,5 +288,5 @@ def test_spread_cuts_like_the_whole(sizes: list[int], group_size: list[int]) -> 
         ([], [], []),
     ],
 )
-def test_spread(sizes: list[int], group_size: list[int], shares: list[list[int]] | None) -> None:
-    assert split_axes(sizes, group_size) == shares
+def test_spread(sizes: list[int], ways: list[int], shares: list[list[int]] | None) -> None:
+    assert split_axes(sizes, ways) == shares

@@ -69,16 +69,16 @@ def ranks(rank: int, size: int) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
             stack.enter_context(mock.patch.dict(os.environ, SHARDLIB_CHECK="off"))  # nor to say what values they have
-            stack.enter_context(mock.patch.object(world, "_told_timeout", return_value=None))  # NCCL's is not here
+            stack.enter_context(mock.patch.object(world, "_user_timeout", return_value=None))  # NCCL's is not here
             stack.enter_context(
-                mock.patch("shardlib.compiler.codegen.distributed.agree")
+                mock.patch("shardlib.compiler.codegen.distributed.compare_programs")
             )  # the others are not there to agree
-            stack.enter_context(mock.patch("shardlib.distributed.torch_waits.waited", lambda task, what: task()))
+            stack.enter_context(mock.patch("shardlib.distributed.torch_waits.run_watched", lambda task, what: task()))
             stack.enter_context(
                 mock.patch.object(rank_checks, "digest", return_value=0)
             )  # constants have no values either
             stack.enter_context(mock.patch.object(Session, "_meet", _alone))
-            stack.enter_context(mock.patch.object(world, "_new", _really(world._new)))
+            stack.enter_context(mock.patch.object(world, "_new_device_mesh", _really(world._new_device_mesh)))
             yield
     finally:
         dist.destroy_process_group()

@@ -215,7 +215,7 @@ def as_if_large() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         only_bytes = (0.0, reshard.DEFAULT_PRICES.rate(()))
         patches.enter_context(mock.patch.object(type(reshard.DEFAULT_PRICES), "link", return_value=only_bytes))
-        for cache in (routing._plan, routing._route):
+        for cache in (routing.plan_steps, routing.plan_route):
             cache.cache_clear()
             patches.callback(cache.cache_clear)
         yield
