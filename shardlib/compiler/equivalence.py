@@ -1,7 +1,7 @@
-"""Whether two traces are one program: what was decided for one then holds for the other, and is not decided again.
+"""Compares two traces: if they give one program, the decisions about one hold for the other.
 
-A function that is traced again, because something is another than before (a setting that its first call makes, an
-object that was made anew), often comes to the same graph.
+A function that is traced again, because of a setting that its first call makes or an object that was recreated, often
+has the same graph.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from shardlib.frontend.side_effects.compare_values import is_value
 from shardlib.frontend.traced_graph import Traced
 from shardlib.sharding.placement import FixedLayout
 
-Said = Mapping[int, FixedLayout]  # by position
+FixedAt = Mapping[int, FixedLayout]  # by position
 
 
-def is_same(a: Traced, b: Traced, graphs: tuple[Graph, Graph], inputs: tuple[Said, Said]) -> bool:
-    """Whether two normalized traces differ in what they find, and leave, of a call alone; `graphs` are what was read of
-    them, `inputs` what is said of theirs."""
+def is_same_program(a: Traced, b: Traced, graphs: tuple[Graph, Graph], inputs: tuple[FixedAt, FixedAt]) -> bool:
+    """True if two simplified traces, with their graphs and fixed inputs, give one program.
+
+    They may differ in the objects that a call reads and writes.
+    """
     return (
         inputs[0] == inputs[1]
         and _facts(a) == _facts(b)
@@ -35,11 +37,13 @@ def is_same(a: Traced, b: Traced, graphs: tuple[Graph, Graph], inputs: tuple[Sai
     )
 
 
-def is_there(said: Said, before: Said, outputs: Sequence[Any]) -> bool:
-    """Whether the outputs of a program, of which that was said `before`, are where something else is said to be: what
-    nobody had said a word of may be found where it was put."""
-    for i in said.keys() | before.keys():
-        now, var = said.get(i), outputs[i]
+def is_placed_alike(after: FixedAt, before: FixedAt, outputs: Sequence[Any]) -> bool:
+    """True if the outputs of a program that was compiled with layouts `before` satisfy the layouts `after`.
+
+    An output that was free before may happen to have the layout that is now fixed.
+    """
+    for i in after.keys() | before.keys():
+        now, var = after.get(i), outputs[i]
         if now == before.get(i):
             continue
         if now is None or i in before or now.spec is not None or any(now.open):
@@ -50,13 +54,14 @@ def is_there(said: Said, before: Said, outputs: Sequence[Any]) -> bool:
 
 
 def _facts(x: Traced) -> tuple[Any, ...]:
-    """What stages read of a trace beside its graph; leaves of the call are what inputs they are, if they are some."""
+    """Returns everything that stages read of a trace but its graph; leaves of the call become input positions."""
     after, at = x.after, {leaf: i for i, leaf in enumerate(x.input_leaves) if leaf >= 0}
-    pairs = [[(at.get(leaf), i) for leaf, i in of] for of in (after.grads, after.written, after.data, after.gradients)]
-    takes = [(at.get(leaf), what, at.get(other)) for leaf, what, other in after.takes]
+    written = after.grads, after.written, after.data, after.gradients
+    pairs = [[(at.get(leaf), i) for leaf, i in outputs] for outputs in written]
+    takes = [(at.get(leaf), kind, at.get(other)) for leaf, kind, other in after.takes]
     back = after.cotangents, after.within, after.reached, after.leaves, after.refused
-    given = x.name, x.input_names, x.input_paths, [leaf < 0 for leaf in x.input_leaves], x.static
-    return *given, x.result_names, x.strides, x.same, pairs, takes, back
+    inputs = x.name, x.input_names, x.input_paths, [leaf < 0 for leaf in x.input_leaves], x.static
+    return *inputs, x.result_names, x.strides, x.same, pairs, takes, back
 
 
 def _is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
@@ -68,17 +73,17 @@ def _is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
         if (x.op, x.name) != (y.op, y.name) or not _is_like((x.args, dict(x.kwargs)), (y.args, dict(y.kwargs))):
             return False
         if x.op == "get_attr":
-            if not _is_same_constant(*(operator.attrgetter(str(of.target))(gm) for of, gm in ((x, a), (y, b)))):
+            if not _is_same_constant(*(operator.attrgetter(str(node.target))(gm) for node, gm in ((x, a), (y, b)))):
                 return False
         elif x.target != y.target:
             return False
-        if not _is_like(*({k: z for k, z in of.meta.items() if k not in _NOTES} for of in (x, y))):
+        if not _is_like(*({k: z for k, z in node.meta.items() if k not in _NOTES} for node in (x, y))):
             return False
     return True
 
 
 def _are_results(a: Any, b: Any) -> bool:
-    """Whether results that are no tensors are the same: of objects, it matters which."""
+    """True if results that are no tensors are equal; other objects must be identical."""
     if isinstance(a, tuple | list):
         return type(a) is type(b) and len(a) == len(b) and all(map(_are_results, a, b))
     return a is b or isinstance(a, fx.Node | torch.Tensor) or (type(a) is type(b) and (type(a) in PLAIN or is_value(a)))
@@ -92,7 +97,7 @@ def _is_same_constant(a: Any, b: Any) -> bool:
 
 
 def _is_like(a: Any, b: Any) -> bool:
-    """Whether two arguments, or notes on nodes, say the same; nodes go by their names, tensors by their forms."""
+    """True if two arguments, or notes on nodes, are equal; nodes are compared by name, tensors by form."""
     kind = type(a)
     if kind is not type(b):
         return False

@@ -1,5 +1,4 @@
-"""What a user states of memory and time: what is kept from the forward pass to the backward one, how much there may be,
-how far messages run ahead, and how long the search for a plan goes on."""
+"""Options on memory and time: rematerialization, memory budget, message schedule, and planning effort."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from shardlib.core.byte_sizes import nbytes
 from shardlib.core.errors import ShardingError
 
 Remat = str | tuple[str, ...]
-WORDS = ("none", "full", "attention")  # that are no names; "none" is said alone
+WORDS = ("none", "full", "attention")  # words of `remat` that are no names; "none" stands alone
 
 
 @dataclass(frozen=True)
-class Keeping:
+class MemoryOptions:
     """`regather`, `remat`, `schedule` and `planning` as in `jit`; `memory`: bytes that one device may use at once."""
 
     regather: Regather = "auto"
@@ -28,11 +27,11 @@ class Keeping:
     planning: Planning = None
 
     @staticmethod
-    def of(regather: Any, remat: Any, memory: Any, schedule: Any = None, planning: Any = None) -> Keeping:
-        """Of what a user says. Raises `ShardingError` for what says nothing.
+    def of(regather: Any, remat: Any, memory: Any, schedule: Any = None, planning: Any = None) -> MemoryOptions:
+        """Parses a user's options. Raises `ShardingError` for invalid ones.
 
         Example:
-            >>> Keeping.of("auto", "none", "1.5 GB").memory, Keeping.of("auto", ["mlp", "gelu"], None).remat
+            >>> MemoryOptions.of("auto", "none", "1.5 GB").memory, MemoryOptions.of("auto", ["mlp", "gelu"], None).remat
             (1500000000, ('mlp', 'gelu'))
         """
         if regather not in WAYS:
@@ -57,13 +56,13 @@ class Keeping:
                 remedy="leave one of them out",
             )
         word = names[0] if isinstance(remat, str) or (len(names) == 1 and names[0] in WORDS) else None
-        return Keeping(regather, word or tuple(names), budget, Schedule.of(schedule), planning_of(planning))
+        return MemoryOptions(regather, word or tuple(names), budget, Schedule.of(schedule), planning_of(planning))
 
-    def but(self, remat: Any = None, memory: Any = None, schedule: Any = None, planning: Any = None) -> Keeping:
-        """The same but for what is said now (None: nothing); a budget stands in place of names, and they of a budget.
+    def but(self, remat: Any = None, memory: Any = None, schedule: Any = None, planning: Any = None) -> MemoryOptions:
+        """Returns these options with some replaced (None: unchanged); a budget replaces names, and names a budget.
 
         Example:
-            >>> full = Keeping(remat="full")
+            >>> full = MemoryOptions(remat="full")
             >>> full.but(memory="1 kB").said, full.but(schedule="Schedule(prefetch=0)").said
             ('memory=1000', "remat='full', schedule=Schedule(prefetch=0)")
         """
@@ -71,16 +70,16 @@ class Keeping:
             remat, memory = self.remat, self.memory
         schedule = self.schedule if schedule is None else schedule
         planning = self.planning if planning is None else planning
-        return Keeping.of(self.regather, "none" if remat is None else remat, memory, schedule, planning)
+        return MemoryOptions.of(self.regather, "none" if remat is None else remat, memory, schedule, planning)
 
     @property
     def said(self) -> str:
-        """What is not as by default, as `jit` takes it."""
+        """The options that differ from their defaults, as arguments of `jit`."""
         own = (("remat", self.remat, "none"), ("memory", self.memory, None), ("schedule", self.schedule, DEFAULT))
         return ", ".join(f"{k}={x!r}" for k, x, default in (*own, ("planning", self.planning, None)) if x != default)
 
     def refuse_inside(self, name: str) -> None:
-        """Raise `ShardingError` for what a jitted function says of itself where it is part of another one."""
+        """Raises `ShardingError` for options of a jitted function inside another one."""
         if self.said:
             raise ShardingError(
                 f"{name} is called inside another jitted function, and says {self.said}",

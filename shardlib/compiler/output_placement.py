@@ -1,4 +1,4 @@
-"""Where results live: where a spec says, where what they replace was, or where that lives whose gradients they are."""
+"""Fixes layouts of outputs: by a spec, by the value that an output replaces, or by the value whose gradient it is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardlib.sharding.tree_prefix import broadcast_prefix
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
-def at_home(
+def place_outputs(
     traced: Traced,
     graph: Graph,
     call: FlatCall,
@@ -33,16 +33,19 @@ def at_home(
     placed: Callable[[Any], FixedLayout | None],
     mesh: Mesh,
 ) -> dict[int, FixedLayout]:
-    """What is written to stays where it was, and gradients live where their values live, or where these say
-    (`gradient_at`); plain tensors are whole."""
+    """Returns layouts of outputs that the caller's tensors determine.
+
+    A tensor that is written keeps its layout. A gradient has the layout of its value, or that of the value's
+    `gradient_at`. Plain tensors are whole.
+    """
     leaves, after = call.leaves, traced.after
     names = defaultdict(lambda: "an argument", zip(traced.input_leaves, traced.input_names, strict=True))
-    said = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
+    by_leaf = {traced.input_leaves[i]: f for i, f in fixed_inputs.items()}
     out = {}
     for leaf, position in (*after.written, *after.data, *after.gradients, *after.grads):
         if position is not None:
-            is_placed = placed(leaves[leaf]) is not None and leaf in said
-            fixed = said[leaf] if is_placed else _whole(graph.outputs[position])
+            is_placed = placed(leaves[leaf]) is not None and leaf in by_leaf
+            fixed = by_leaf[leaf] if is_placed else _whole(graph.outputs[position])
             out[position] = fixed.by(f"the place of {names[leaf]}")
     for leaf, position in (*after.gradients, *after.grads):
         at = getattr(leaves[leaf], "gradient_at", None)
@@ -60,20 +63,20 @@ def at_home(
 def state_away(
     name: str, leaves: Sequence[Any], names: Sequence[str], kept: Iterable[Any], how: Schedule
 ) -> frozenset[int]:
-    """The inputs that live in the host's memory between calls, as the schedule says; `kept` are the call's objects.
+    """Returns the inputs that the schedule moves to the host's memory between calls; `kept` are the call's objects.
 
-    Raises `ShardingError` where there is no such state, and for plain tensors, which live where their owner put them.
+    Raises `ShardingError` if there is no such state, and for plain tensors, which stay where their owner put them.
     """
     optimizers = [x for x in kept if isinstance(x, torch.optim.Optimizer)]
     moments = {id(x) for optimizer in optimizers for entries in optimizer.state.values() for x in entries.values()}
-    of = {
+    state = {
         MOMENTS: [i for i, x in enumerate(leaves) if id(x) in moments and x.dim()],
         PARAMETERS: [i for i, x in enumerate(leaves) if isinstance(x, torch.nn.Parameter)],
     }
     wrong = [f"{name} is given no optimizer"] if MOMENTS in how.state and not optimizers else []
-    wrong += [f"{name} is given no parameters"] if PARAMETERS in how.state and not of[PARAMETERS] else []
-    found = [i for word in how.state for i in of[word]]
-    plain = [i for i in found if not isinstance(leaves[i], ShardedTensor)]
+    wrong += [f"{name} is given no parameters"] if PARAMETERS in how.state and not state[PARAMETERS] else []
+    away = [i for word in how.state for i in state[word]]
+    plain = [i for i in away if not isinstance(leaves[i], ShardedTensor)]
     wrong += [f"{names[i]} of shape {list(leaves[i].shape)} is a plain tensor" for i in plain]
     if wrong:
         raise ShardingError(
@@ -83,27 +86,26 @@ def state_away(
             "live in the host's memory between the calls of a function that takes them",
             remedy="sl.parallelize(model) first, then sl.jit(step, schedule=...)(model, optimizer, batch)",
         )
-    return frozenset(found)
+    return frozenset(away)
 
 
-def sent_away(traced: Traced, away: Collection[int]) -> frozenset[int]:
-    """The outputs that come to stand where these inputs stood: as another `data`, or in an object."""
+def outputs_of_state(traced: Traced, away: Collection[int]) -> frozenset[int]:
+    """Returns the outputs that replace these inputs: as another `data`, or in an object."""
     leaves = {traced.input_leaves[i] for i in away}
     parts = (part for kept in traced.after.rebound for part in kept.parts if isinstance(part, Result))
-    found = [part.at for part in parts if part.was in leaves and part.plain is None]
-    return frozenset(found + [at for leaf, at in traced.after.data if leaf in leaves])
+    replacing = [part.at for part in parts if part.was in leaves and part.plain is None]
+    return frozenset(replacing + [at for leaf, at in traced.after.data if leaf in leaves])
 
 
-def placed_anew(traced: Traced, graph: Graph) -> Traced:
-    """What is new in an object lives where the function says, if that is the last that it does with it, and not where
-    the value before did."""
+def forget_moved(traced: Traced, graph: Graph) -> Traced:
+    """Forgets the old places of values in objects, if the function ends by a `shard` of the new value."""
     moved = {op.results[0] for op in graph.ops if op.constrains}
     at = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
 
-    def anew(part: Part) -> Part:
+    def forget(part: Part) -> Part:
         return replace(part, plain=None, home=None) if isinstance(part, Result) and part.at in at else part
 
-    rebound = tuple(replace(kept, parts=tuple(map(anew, kept.parts))) for kept in traced.after.rebound)
+    rebound = tuple(replace(kept, parts=tuple(map(forget, kept.parts))) for kept in traced.after.rebound)
     return replace(traced, after=replace(traced.after, rebound=rebound)) if at else traced
 
 
@@ -129,11 +131,11 @@ def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> d
 
 
 def gradients(traced: Traced, graph: Graph, fixed_inputs: Mapping[int, FixedLayout]) -> dict[int, FixedLayout]:
-    """Gradients that are returned live where the inputs are whose gradients they are."""
+    """Returns the layouts of returned gradients: those of their inputs."""
     at = {graph.inputs[i]: (traced.input_names[i], fixed) for i, fixed in fixed_inputs.items()}
-    found = {}
+    fixed_at = {}
     for i, value in enumerate(graph.outputs):
         if isinstance(value, Value) and value.like in at:
             name, fixed = at[value.like]
-            found[i] = fixed.by(f"the place of {name}")
-    return found
+            fixed_at[i] = fixed.by(f"the place of {name}")
+    return fixed_at

@@ -1,4 +1,4 @@
-"""The pipeline, as a flat list of stages: trace -> normalize -> propagate -> lower -> passes."""
+"""The pipeline, as a flat list of stages: trace -> simplify -> propagate -> lower -> passes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
-from shardlib.compiler.equivalence import is_same, is_there
+from shardlib.compiler.annotations import (
+    conflicting_twins,
+    fixed_body_inputs,
+    fixed_constraints,
+    fixed_inputs,
+    input_tensors,
+    leaf_specs,
+    warn_of_misspelled_names,
+)
+from shardlib.compiler.dump_stages import StageDump
+from shardlib.compiler.equivalence import is_placed_alike, is_same_program
 from shardlib.compiler.graph import ir as graphs
-from shardlib.compiler.graph.expert_rows import mark as mark_owned
-from shardlib.compiler.graph.ir import Graph, Op, Value, is_door
-from shardlib.compiler.graph.local_sort import DisorderError, forget
-from shardlib.compiler.graph.local_sort import mark as mark_ordered
-from shardlib.compiler.graph.regather import mark
+from shardlib.compiler.graph.expert_rows import mark_group_rows
+from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.graph.local_sort import DisorderError, forget_orders, mark_orders
+from shardlib.compiler.graph.regather import mark_regathered
 from shardlib.compiler.layer_folding import fold, spread, unroll
 from shardlib.compiler.lower import Part, Senders, lower_in_parts
-from shardlib.compiler.memory_options import Keeping
-from shardlib.compiler.output_placement import at_home, fixed_outputs, gradients, placed_anew, state_away
+from shardlib.compiler.memory_options import MemoryOptions
+from shardlib.compiler.output_placement import fixed_outputs, forget_moved, gradients, place_outputs, state_away
 from shardlib.compiler.passes.memory.offload_saved import refuse_offload
 from shardlib.compiler.passes.memory.recompute import Recomputed
 from shardlib.compiler.passes.memory.remat_policies import is_absent
@@ -26,38 +35,30 @@ from shardlib.compiler.program.steps import Program
 from shardlib.compiler.propagate import Propagated, propagate
 from shardlib.compiler.propagate.solver.effort import Planning
 from shardlib.compiler.propagate.solver.search import Search
-from shardlib.compiler.run_passes import Finish
+from shardlib.compiler.run_passes import PassRunner
 from shardlib.compiler.simplify import normalize
-from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.context import paused_gc, tracing
-from shardlib.core.errors import ShardingError
-from shardlib.core.func_transforms import name_of
-from shardlib.core.source_lines import format_path_line
 from shardlib.core.stage_clock import StageClock
-from shardlib.core.torch_private import pytree
 from shardlib.distributed import world
-from shardlib.frontend.guards.argument_specs import argument_of, by_argument, describe, refuse_left_out
-from shardlib.frontend.guards.flatten_call import FlatCall, arguments_of, flatten_call, twins
+from shardlib.frontend.guards.argument_specs import argument_of
+from shardlib.frontend.guards.flatten_call import FlatCall, flatten_call
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.trace import trace
 from shardlib.frontend.traced_graph import Traced
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FixedLayout
-from shardlib.sharding.spec import Spec, resolve_many
-from shardlib.sharding.tree_prefix import SpecLike, broadcast_prefix
-from shardlib.sharding.typos import Use, warn_of_typos
-from shardlib.tensor.sharded_tensor import REGATHER, ShardedTensor, typeof
+from shardlib.tensor.sharded_tensor import REGATHER
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What every stage made of one function at one set of shapes; `seconds` is the time that each stage took."""
+    """The results of all stages for one function at one set of shapes; `seconds` is the time that each stage took."""
 
     traced: Traced
     mesh: Mesh
     graph: Graph
-    told: Callable[[], Propagated]
+    propagate_whole: Callable[[], Propagated]
     program: Program
     inputs: tuple[tuple[str, Value], ...]
     fixed_inputs: Mapping[int, FixedLayout]  # by position
@@ -65,12 +66,12 @@ class Compiled:
     recomputed: Recomputed | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     fixed_outputs: Mapping[int, FixedLayout] = field(default_factory=dict)  # by position
-    search: Search | None = None  # in the program, or in one layer of those that stand for many
+    search: Search | None = None  # of the program, or of one layer of a folded graph
 
     @cached_property
     def propagated(self) -> Propagated:
-        """What was decided, and why; where one layer stood for many, worked out for all when somebody asks."""
-        return self.told()
+        """The decisions and their reasons; after folding, they are spread to all layers on first use."""
+        return self.propagate_whole()
 
 
 @paused_gc()
@@ -89,268 +90,164 @@ def compile_program(
     exact: bool = False,
     watch: MutationTracker | None = None,
     donate: Collection[int | str] = (),
-    keeping: Keeping = Keeping(),  # noqa: B008 it is frozen
+    options: MemoryOptions = MemoryOptions(),  # noqa: B008 it is frozen
     tracer: Callable[..., Traced] = trace,
     before: Iterable[Compiled] = (),
     clock: StageClock | None = None,
 ) -> Compiled:
-    """Run all stages on `fn(*args, **kwargs)`.
+    """Runs all stages on `fn(*args, **kwargs)`.
 
-    `in_specs` and `out_specs` are prefix pytrees of specs; `placed` gives the layout of a leaf of the call that has
-    one. `state`, `differentiate`, `exact` and `watch` are as in `trace`, which `tracer` does; `donate` are arguments
-    whose memory is given up; `before` are programs of the function on this mesh: one whose trace is the same is the
-    program. `clock` is told of every stage that ends.
+    `in_specs` and `out_specs` are prefix pytrees of specs. `placed` returns the layout of a leaf that has one. `state`,
+    `differentiate`, `exact` and `watch` are as in `trace`, which `tracer` replaces. The call gives up the memory of
+    the arguments `donate`. `before` are programs of the function on this mesh; one with the same trace is reused.
     """
     clock = clock or StageClock()
     call = flatten_call(fn, args, kwargs, static, state)
     specs = leaf_specs(fn, call, in_specs)
     with mesh, tracing():
-        there = world.current_device(mesh.device, mesh.kind)
-        traced = tracer(
-            fn,
-            args,
-            kwargs,
-            static=static,
-            device=there,
-            state=state,
-            differentiate=differentiate,
-            exact=exact,
-            apart=_apart(call, specs),
-            watch=watch,
-        )
+        device, apart = world.current_device(mesh.device, mesh.kind), conflicting_twins(call, specs)
+        more = {"state": state, "differentiate": differentiate, "exact": exact, "apart": apart, "watch": watch}
+        traced = tracer(fn, args, kwargs, static=static, device=device, **more)
     clock.stop("trace")
-    fixed_inputs = _fixed_inputs(traced, call, specs, mesh, placed)
-    with mesh, tracing():
-        traced = normalize(traced)
+    dump = StageDump.open(traced.name)
+    dump.write_traced("traced", traced.graph)
+    inputs = fixed_inputs(traced, call, specs, mesh, placed)
+    traced = _simplify(traced, mesh)
     clock.stop("normalize")
+    dump.write_traced("simplified", traced.graph)
     graph = graphs.build(traced.graph)
-    traced = placed_anew(traced, graph)
-    fixed = {graph.inputs[i]: f for i, f in fixed_inputs.items()} | _constraints(graph, mesh)
-    outputs = gradients(traced, graph, fixed_inputs) | fixed_outputs(traced, graph, out_specs, mesh)
-    _warn_of_slips(traced, graph, fixed_inputs, outputs, mesh)
-    mark(graph, keeping.regather, _regathered(traced, graph, call))
-    mark_owned(graph)
-    mark_ordered(graph)
-    outputs |= at_home(traced, graph, call, fixed_inputs, placed, mesh)
-
-    def is_it(x: Compiled) -> bool:
-        same = is_same(traced, x.traced, (graph, x.graph), (fixed_inputs, x.fixed_inputs))
-        return same and is_there(outputs, x.fixed_outputs, x.program.outputs)
-
+    traced = forget_moved(traced, graph)
+    fixed = _annotate(traced, graph, call, inputs, out_specs, placed, mesh)
+    mark_regathered(graph, options.regather, _regathered(traced, graph, call))
+    mark_group_rows(graph)
+    mark_orders(graph)
     clock.stop("rules")
-    if not keeping.schedule.state and (found := next(filter(is_it, before), None)):  # calls are its own matter
-        return replace(found, traced=replace(traced, graph=found.traced.graph), seconds=clock.seconds)
+    before = () if options.schedule.state else before  # offloaded state belongs to this call's objects
+    if (reused := _reusable(before, traced, graph, inputs, fixed.outputs)) is not None:
+        return replace(reused, traced=replace(traced, graph=reused.traced.graph), seconds=clock.seconds)
     try:
-        decided = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), keeping.planning, clock)
+        lowered = _lower(graph, mesh, fixed, options.planning, clock, dump)
     except DisorderError:
-        forget(graph)
-        decided = _decided(graph, mesh, fixed, outputs, _doors(graph, mesh), keeping.planning, clock)
-    program = decided.program
-    program = replace(program, donated=_donated(traced, donate))
-    program = program if traced.after.gradients else replace(program, replaced=_replaced(traced, program))
-    absent = partial(is_absent, call.state.kept)
-    refuse_offload(program, keeping.schedule, absent, whole=not traced.after.gradients)
-    away = state_away(traced.name, _input_leaves(traced, call), traced.input_names, call.state.kept, keeping.schedule)
-    program, halves, recomputed = Finish(traced, away, keeping, absent).run(program)
+        forget_orders(graph)
+        lowered = _lower(graph, mesh, fixed, options.planning, clock, dump)
+    program, halves, recomputed = _finish(traced, lowered.program, call, donate, options, dump)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    return Compiled(
-        traced,
-        mesh,
-        graph,
-        decided.told,
-        program,
-        names,
-        fixed_inputs,
-        halves,
-        recomputed,
-        clock.seconds,
-        outputs,
-        decided.search,
-    )
+    whole, seconds, outputs, search = lowered.propagate_whole, clock.seconds, fixed.outputs, lowered.search
+    return Compiled(traced, mesh, graph, whole, program, names, inputs, halves, recomputed, seconds, outputs, search)
+
+
+def _simplify(traced: Traced, mesh: Mesh) -> Traced:
+    with mesh, tracing():
+        return normalize(traced)
+
+
+def _annotate(
+    traced: Traced,
+    graph: Graph,
+    call: FlatCall,
+    inputs: Mapping[int, FixedLayout],
+    out_specs: Any,
+    placed: Callable[[Any], FixedLayout | None],
+    mesh: Mesh,
+) -> _Annotations:
+    """Collects all layouts that are fixed, and warns of misspelled names in them."""
+    values = {graph.inputs[i]: f for i, f in inputs.items()} | fixed_constraints(graph, mesh)
+    outputs = gradients(traced, graph, inputs) | fixed_outputs(traced, graph, out_specs, mesh)
+    warn_of_misspelled_names(traced, graph, inputs, outputs, mesh)
+    outputs |= place_outputs(traced, graph, call, inputs, placed, mesh)
+    return _Annotations(values, outputs, fixed_body_inputs(graph, mesh))
+
+
+def _reusable(
+    before: Iterable[Compiled],
+    traced: Traced,
+    graph: Graph,
+    inputs: Mapping[int, FixedLayout],
+    outputs: Mapping[int, FixedLayout],
+) -> Compiled | None:
+    """Returns an earlier result that holds for this trace, too."""
+    for x in before:
+        same = is_same_program(traced, x.traced, (graph, x.graph), (inputs, x.fixed_inputs))
+        if same and is_placed_alike(outputs, x.fixed_outputs, x.program.outputs):
+            return x
+    return None
+
+
+def _finish(
+    traced: Traced,
+    program: Program,
+    call: FlatCall,
+    donate: Collection[int | str],
+    options: MemoryOptions,
+    dump: StageDump,
+) -> tuple[Program, Halves | None, Recomputed | None]:
+    """Runs the passes on a lowered program, and notes the inputs whose memory the call gives up or overwrites."""
+    is_whole, kept = not traced.after.gradients, call.state.kept
+    program = replace(program, donated=_donated(traced, donate))
+    program = replace(program, replaced=_replaced(traced, program)) if is_whole else program
+    absent = partial(is_absent, kept)
+    refuse_offload(program, options.schedule, absent, whole=is_whole)
+    away = state_away(traced.name, input_tensors(traced, call), traced.input_names, kept, options.schedule)
+    return PassRunner(traced, away, options, absent, dump).run(program)
 
 
 def _regathered(traced: Traced, graph: Graph, call: FlatCall) -> set[Value]:
-    """The parameters that are gathered anew for the backward pass, as their strategy says."""
-    given = zip(_input_leaves(traced, call), graph.inputs, strict=True)
-    return {value for x, value in given if getattr(x, REGATHER, False) is True}
+    """Returns the parameters that their strategy gathers again for the backward pass."""
+    pairs = zip(input_tensors(traced, call), graph.inputs, strict=True)
+    return {value for x, value in pairs if getattr(x, REGATHER, False) is True}
 
 
 def _donated(traced: Traced, donate: Collection[int | str]) -> frozenset[int]:
-    """The inputs that are given up."""
     paths = enumerate(traced.input_paths)
     return frozenset(i for i, path in paths if path is not None and argument_of(path) in donate)
 
 
 def _replaced(traced: Traced, program: Program) -> dict[int, int]:
-    """The inputs that a call overwrites, each with the output that comes to stand there."""
+    """Returns the inputs that a call overwrites, each with the output that holds its new value."""
     inputs = {leaf: i for i, leaf in enumerate(traced.input_leaves)}
-    others = {leaf for leaf, *_ in (*traced.after.data, *traced.after.takes)}  # which show other memory then
+    others = {leaf for leaf, *_ in (*traced.after.data, *traced.after.takes)}  # they get other memory
     pairs = {inputs[leaf]: at for leaf, at in traced.after.written if leaf in inputs and leaf not in others}
     return {i: at for i, at in pairs.items() if i not in program.donated}
 
 
-class _Decided(NamedTuple):
+class _Annotations(NamedTuple):
+    """The layouts that are fixed: of values, of outputs by position, and of operands of shard_map bodies."""
+
+    values: Mapping[Value, FixedLayout]
+    outputs: Mapping[int, FixedLayout]
+    body_inputs: Mapping[Op, FixedLayout]
+
+
+class _Lowered(NamedTuple):
     program: Program
     parts: list[Part]
-    told: Callable[[], Propagated]
+    propagate_whole: Callable[[], Propagated]
     search: Search
 
 
-def _decided(
-    graph: Graph,
-    mesh: Mesh,
-    fixed: Mapping[Value, FixedLayout],
-    outputs: Mapping[int, FixedLayout],
-    doors: Mapping[Op, FixedLayout],
-    planning: Planning,
-    clock: StageClock,
-) -> _Decided:
-    """Decide and lower; where layers are alike, one for many of them."""
+def _lower(
+    graph: Graph, mesh: Mesh, fixed: _Annotations, planning: Planning, clock: StageClock, dump: StageDump
+) -> _Lowered:
+    """Decides and lowers; of equal layers only some are planned, and their steps are repeated."""
+    dump.write_graph(graph)
     sends = Senders(mesh).messages
-    folded = fold(graph, fixed, outputs, doors)
+    folded = fold(graph, *fixed)
     clock.stop("propagate")
     if folded is not None:
-        said = folded.of(fixed), folded.of(outputs), folded.of(doors)
-        short, parts, told, search = _decided(folded.graph, mesh, *said, planning, clock)
-        unrolled = unroll(folded, told(), short, parts)
+        restrict = folded.restrict
+        short_fixed = _Annotations(restrict(fixed.values), restrict(fixed.outputs), restrict(fixed.body_inputs))
+        short = _lower(folded.graph, mesh, short_fixed, planning, clock, dump)
+        unrolled = unroll(folded, short.propagate_whole(), short.program, short.parts)
         clock.stop("lower")
         if unrolled is not None:
-            whole = cache(lambda: spread(folded, told(), mesh, fixed, outputs, doors, sends))
-            return _Decided(*unrolled, whole, search)
-    propagated = propagate(graph, mesh, fixed, outputs, doors, sends, planning)
+            dump.write_program("unrolled", unrolled[0])
+            whole = cache(lambda: spread(folded, short.propagate_whole(), mesh, *fixed, sends))
+            return _Lowered(*unrolled, whole, short.search)
+    propagated = propagate(graph, mesh, *fixed, sends, planning)
     clock.stop("propagate")
+    dump.write_decisions(graph, propagated)
     program, parts = lower_in_parts(graph, propagated, mesh)
     clock.stop("lower")
-    return _Decided(program, parts, lambda: propagated, propagated.search)
-
-
-def _refuse_other_meshes(name: str, given: Sequence[tuple[Any, str]], mesh: Mesh) -> None:
-    others = [
-        f"{at}, {typeof(x)}, lives on {x.mesh}" for x, at in given if isinstance(x, ShardedTensor) and x.mesh != mesh
-    ]
-    if others:
-        raise ShardingError(
-            f"{name} takes tensors of another mesh than the current one, {mesh}",
-            others,
-            rule="all tensors of a program live on one mesh",
-            remedy="place it again: shard(x.full_tensor(), spec) inside `with` the current mesh",
-        )
-
-
-def _fixed_inputs(
-    traced: Traced,
-    call: FlatCall,
-    leaf_specs: Sequence[SpecLike],
-    mesh: Mesh,
-    placed: Callable[[Any], FixedLayout | None],
-) -> dict[int, FixedLayout]:
-    """Layouts of the inputs that have one: from their spec, or because they are placed already. What is `cut` of each
-    is noted on its node."""
-    nodes = traced.graph.graph.find_nodes(op="placeholder")
-    specs = [leaf_specs[i] if 0 <= i < len(leaf_specs) else None for i in traced.input_leaves]
-    items = [
-        (i, (name, tuple(node.meta["val"].shape), spec, None))
-        for i, (name, node, spec) in enumerate(zip(traced.input_names, nodes, specs, strict=True))
-        if spec is not None
-    ]
-    resolved = resolve_many([item for _, item in items], mesh, call="jit in_specs") if items else []
-    fixed = {i: r.by(f"in_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
-    given = [*zip(_input_leaves(traced, call), traced.input_names, strict=True)]
-    _refuse_other_meshes(traced.name, given, mesh)
-    wrong = []
-    for i, (leaf, name) in enumerate(given):
-        if (at := placed(leaf)) is not None:
-            said = fixed.get(i)
-            if said is not None and not any(said.open) and not said.agrees_with(at):
-                wrong.append(
-                    f"{name} of shape {list(at.layout.shape)} is laid out [{at.layout}], in_specs say [{said.layout}]"
-                )
-            names = said.names if said is not None and said.layout.chunked == at.layout.chunked else at.names
-            fixed[i] = FixedLayout.at(at.layout, names, said.source if said else f"argument {name}")
-    if wrong:
-        verb = "is" if len(wrong) == 1 else "are"
-        raise ShardingError(
-            f"{traced.name}: {len(wrong)} of {len(items)} arguments with a spec {verb} elsewhere",
-            wrong,
-            rule="jit does not move its arguments",
-            remedy="x.redistribute(spec) before the call, or leave the spec out (None) to take the argument as it is",
-        )
-    for i, node in enumerate(nodes):
-        dims = fixed[i].layout.dims if i in fixed else ()
-        node.meta["cut"] = {d for d, dim in enumerate(dims) if any(factor.axes for factor in dim)}
-        node.meta["fixed"] = i in fixed
-    return fixed
-
-
-def _input_leaves(traced: Traced, call: FlatCall) -> list[Any]:
-    """The leaf of the call that each input is; None for a cotangent."""
-    leaves = call.leaves
-    return [leaves[i] if i >= 0 else None for i in traced.input_leaves]
-
-
-def leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[SpecLike]:
-    """The spec of each leaf of the arguments."""
-    if in_specs is None:
-        return [None] * len(call.arguments)
-    if callable(in_specs):
-        found: list[SpecLike] = list(in_specs(call.arguments))
-        if len(found) != len(call.arguments):
-            raise ShardingError(
-                f"in_specs, a function, returns {len(found)} specs for {len(call.arguments)} leaves of the arguments",
-                rule="it gets the list of all leaves, and returns a spec, or None, for each",
-                remedy="lambda leaves: [None for _ in leaves]",
-            )
-        state = twins(call.arguments, call.state.tensors)  # an argument that is a buffer lives where that does
-        return [None if state.get(i, 0) >= len(found) else spec for i, spec in enumerate(found)]
-    name = name_of(fn)
-    positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
-    tree = by_argument(fn, name, in_specs, len(positional), named)
-    names = arguments_of(fn, len(positional), named)
-    specs, values = ([*a, *k.values()] for a, k in (tree, (positional, named)))
-    leaves = broadcast_prefix(specs, values, f"{name}: in_specs", describe, names)
-    refuse_left_out(fn, name, in_specs, positional, named)
-    return leaves
-
-
-def _apart(call: FlatCall, specs: Sequence[SpecLike]) -> set[int]:
-    """Arguments that are one tensor with something else, but are said to live elsewhere: then they are two."""
-    pairs = twins(call.arguments, call.state.tensors).items()
-    return {i for i, at in pairs if specs[i] != (specs[at] if at < len(specs) else None)}
-
-
-def _constraints(graph: Graph, mesh: Mesh) -> dict[Value, FixedLayout]:
-    fixed = {}
-    for op in graph.ops:
-        if op.constrains or has_trait(op.target, "leaves_body"):
-            value = op.results[0]
-            assert value is not None
-            fixed[value] = _said(op, value, mesh)
-    return fixed
-
-
-def _doors(graph: Graph, mesh: Mesh) -> dict[Op, FixedLayout]:
-    return {op: _said(op, op.operands[0], mesh) for op in graph.ops if has_trait(op.target, "enters_body")}
-
-
-def _said(op: Op, value: Value, mesh: Mesh) -> FixedLayout:
-    """What the spec in an op's text says of a value."""
-    r = Spec.convert(str(op.node.args[1])).resolve(value.shape, mesh, name=op.operands[0].name)
-    call, exact = ("shard", r.exact) if op.constrains else ("shard_map", (True,) * len(r.exact))
-    return replace(r, exact=exact, source=f"{call}(..., {str(r.spec)!r}) at {format_path_line(op.line)}")
-
-
-def _warn_of_slips(
-    traced: Traced, graph: Graph, inputs: Mapping[int, FixedLayout], outputs: Mapping[int, FixedLayout], mesh: Mesh
-) -> None:
-    """Warn of names that nearly have a rule, in all that this program's source says."""
-    names = traced.input_names
-    uses = [(f"in_specs of {names[i]}", f.spec) for i, f in inputs.items() if f.spec is not None]
-    names = traced.result_names
-    uses += [(f"out_specs of {names[i]}", f.spec) for i, f in outputs.items() if f.spec is not None]
-    lines: dict[Any, Use] = {}  # a line in a loop says it once
-    for op in graph.ops:
-        if (op.constrains or is_door(op.target)) and not op.backward:
-            call, spec = "shard" if op.constrains else "shard_map", Spec.convert(str(op.node.args[1]))
-            lines.setdefault((op.line, spec), (f"{call}({op.operands[0].name}) at {format_path_line(op.line)}", spec))
-    warn_of_typos([*uses, *lines.values()], mesh)
+    dump.write_program("lowered", program)
+    return _Lowered(program, parts, lambda: propagated, propagated.search)

@@ -148,9 +148,7 @@ class _GraphWriter:
         )
         with self.mode:
             val = op(*a, **k)
-            if has_trait(
-                op, "sets_lazy_bit"
-            ):  # clear the conj or neg bit, which some views refuse; the program conjugates at once
+            if has_trait(op, "sets_lazy_bit"):  # some views refuse the bit; the program conjugates at once
                 val = op(val)
             node.meta.update(self.meta, val=val)
         return node

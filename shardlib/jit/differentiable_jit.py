@@ -1,7 +1,7 @@
-"""A jitted program that transforms of `torch.func` go through: its gradient, its tangents and its batches are programs.
+"""Lets transforms of `torch.func` go through a jitted program: its gradients, tangents and batches are programs, too.
 
-Each rule is a function of its own, jitted when it is first needed, and goes through further transforms by the same
-rules. So every composition of transforms ends in programs on plain or sharded tensors.
+Each rule is a function of its own, jitted on first use, and can be transformed again by the same rules. So every
+composition of transforms ends in programs on plain or sharded tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
 class Differentiable:
-    """`fn` under `jit`, as a function of its positional arguments; differentiable any number of times, and batched.
+    """`fn` under `jit`, of positional arguments; can be differentiated any number of times, and batched.
 
-    The forward pass is computed again in the backward pass: nothing but the arguments is kept.
+    The backward pass repeats the forward pass: only the arguments are kept.
     """
 
     def __init__(self, fn: Callable[..., Any], jit: Callable[..., Any], *, pulls: bool = False) -> None:
@@ -32,18 +32,18 @@ class Differentiable:
         self._batched: dict[Any, Differentiable] = {}
 
     def derived(self, fn: Callable[..., Any], *, pulls: bool = False) -> Differentiable:
-        """Another function that is made of this one; one that `pulls` returns gradients of its first argument."""
+        """Wraps a function that is derived from this one; `pulls`: it returns gradients of its first argument."""
         return Differentiable(functools.wraps(self.fn)(fn), self.jit, pulls=pulls)
 
     @functools.cached_property
     def pullback(self) -> Differentiable:
         """(arguments, cotangents by leaf of the result) -> the gradients of the arguments' floating-point leaves."""
 
-        fn = self.fn  # and not self: calls change that, and a program's key has all that a function leads to
+        fn = self.fn  # not self, which calls change: a program's key has everything that its function closes over
 
         def pull(args: tuple[Any, ...], cotangents: dict[int, Tensor]) -> list[Tensor]:
-            of, primals = _of_floats(fn, args, tuple(cotangents))
-            return list(torch.func.vjp(of, *primals)[1](tuple(cotangents.values())))
+            of_floats, primals = _of_floats(fn, args, tuple(cotangents))
+            return list(torch.func.vjp(of_floats, *primals)[1](tuple(cotangents.values())))
 
         return self.derived(pull, pulls=True)
 
@@ -55,13 +55,13 @@ class Differentiable:
 
         def push(args: tuple[Any, ...], tangents: list[Tensor]) -> dict[int, Tensor]:
             results: list[int] = []
-            of, primals = _of_floats(fn, args, results)
-            return dict(zip(results, torch.func.jvp(of, primals, tuple(tangents))[1], strict=True))
+            of_floats, primals = _of_floats(fn, args, results)
+            return dict(zip(results, torch.func.jvp(of_floats, primals, tuple(tangents))[1], strict=True))
 
         return self.derived(push)
 
     def batched(self, dims: Sequence[int | None], args: pytree.TreeSpec, randomness: str) -> Differentiable:
-        """The function over a batch, along a dim of each leaf (None: the same for all); results have it in front."""
+        """Returns the function over a batch, along a dim of each leaf (None: shared); results have it in front."""
         key = tuple(dims), args, randomness
         if key not in self._batched:
             fn, moving = self.fn, [i for i, dim in enumerate(dims) if dim is not None]
@@ -97,7 +97,7 @@ class Differentiable:
         return pytree.tree_unflatten(list(flat), shape.out)
 
     def run(self, args: tuple[Any, ...]) -> Any:
-        """Call the program, on tensors that no transform follows. Gradients of plain tensors are plain."""
+        """Calls the program, on tensors that no transform follows. Gradients of plain tensors are plain."""
         out = self.program(*args)
         if not self.pulls:
             return out
@@ -114,15 +114,15 @@ class _Shape:
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(of: Differentiable, shape: Any, *leaves: Any) -> Any:
+    def forward(function: Differentiable, shape: Any, *leaves: Any) -> Any:
         plain = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        flat, shape.out = pytree.tree_flatten(of.run(pytree.tree_unflatten(plain, shape.args)))
+        flat, shape.out = pytree.tree_flatten(function.run(pytree.tree_unflatten(plain, shape.args)))
         shape.mesh = next((x.mesh for x in flat if isinstance(x, ShardedTensor)), shape.mesh)
         return tuple(flat)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.of, ctx.shape, *leaves = inputs
+        ctx.function, ctx.shape, *leaves = inputs
         ctx.static = [None if isinstance(x, Tensor) else x for x in leaves]
         ctx.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         ctx.results = [i for i, x in enumerate(output) if _differentiable(x)]
@@ -135,7 +135,7 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         leaves, args = _saved(ctx)
         with ctx.shape.mesh:
-            gradients = iter(ctx.of.pullback(args, {i: grads[i] for i in ctx.results}))
+            gradients = iter(ctx.function.pullback(args, {i: grads[i] for i in ctx.results}))
         return (None, None, *(next(gradients) if _differentiable(x) else None for x in leaves))
 
     @staticmethod
@@ -143,13 +143,13 @@ class _Apply(torch.autograd.Function):
         leaves, args = _saved(ctx)
         pairs = [(x, t) for x, t in zip(leaves, tangents[2:], strict=True) if _differentiable(x)]
         with ctx.shape.mesh:
-            out = ctx.of.pushforward(args, [torch.zeros_like(x) if t is None else t for x, t in pairs])
+            out = ctx.function.pushforward(args, [torch.zeros_like(x) if t is None else t for x, t in pairs])
         return tuple(out.get(i) for i in range(ctx.shape.out.num_leaves))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, of: Differentiable, shape: Any, *leaves: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, function: Differentiable, shape: Any, *leaves: Any) -> Any:
         own = _Shape(shape.args)
-        batched = of.batched(in_dims[2:], shape.args, info.randomness)
+        batched = function.batched(in_dims[2:], shape.args, info.randomness)
         flat = _Apply.apply(batched, own, *leaves)  # type: ignore[no-untyped-call]
         shape.out, shape.mesh = own.out, own.mesh
         return flat, tuple(0 if isinstance(x, Tensor) else None for x in flat)
@@ -158,11 +158,14 @@ class _Apply(torch.autograd.Function):
 def _of_floats(
     fn: Callable[..., Any], args: tuple[Any, ...], results: Any
 ) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Any, ...]]:
-    """`fn` of its floating-point leaves alone, to some of its results: all such, which a list learns."""
+    """Returns `fn` as a function of its floating-point leaves, and these leaves.
+
+    It returns the results at positions `results`; a list is filled with the positions of all floating-point results.
+    """
     leaves, tree = pytree.tree_flatten(args)
     wanted = [i for i, x in enumerate(leaves) if _differentiable(x)]
 
-    def of(*some: Tensor) -> tuple[Tensor, ...]:
+    def of_floats(*some: Tensor) -> tuple[Tensor, ...]:
         full = [*leaves]
         for i, x in zip(wanted, some, strict=True):
             full[i] = x
@@ -171,11 +174,11 @@ def _of_floats(
             results[:] = [i for i, x in enumerate(out) if _differentiable(x)]
         return tuple(out[i] for i in results)
 
-    return of, tuple(leaves[i] for i in wanted)
+    return of_floats, tuple(leaves[i] for i in wanted)
 
 
 def _saved(ctx: Any) -> tuple[list[Any], Any]:
-    """The leaves of a call, and its arguments."""
+    """Returns the leaves of a call, and its arguments."""
     leaves = list(ctx.static)
     for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
         leaves[i] = x

@@ -1,4 +1,4 @@
-"""Plain programs that draw the numbers of sharded ones: the oracle's runs on one device, and users' own."""
+"""Lets plain programs draw the numbers of sharded ones: the oracle's runs on one device, and users' own code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMS = {op: form for op, form in DECOMPOSITIONS.items() if torch.Tag.nondeterm
 
 @contextmanager
 def plain_program() -> Iterator[None]:
-    """What runs inside draws the numbers that it draws as one call of a jitted function, from the same random state."""
+    """Inside, code draws the numbers of one call of a jitted function, from the same random state."""
     with one_program(), AttentionCapture(only_dropout=True), PlainDraws(_FORMS):
         yield
 

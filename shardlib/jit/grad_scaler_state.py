@@ -1,6 +1,6 @@
-"""The scale of a `GradScaler`, which is made where it is first asked for, in its first step.
+"""Creates the scale of a `GradScaler`, which torch would create in its first step.
 
-A trace that asks for it ends, and begins anew with a scale that is there: so one program serves the first step, too.
+A trace that reads a missing scale is aborted, and begins again with a scale, so one program serves the first step, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardlib.core.torch_private import SCALE, SCALE_BEGINS, SCALE_GROWTH
 
 
 class NoScaleError(TraceAnewError):
-    """A function asks a scaler that it finds for a scale, and there is none."""
+    """A function reads the scale of a scaler, and there is none."""
 
     def __init__(self, scaler: Any, device: torch.device) -> None:
         self.scaler, self.device = scaler, device
@@ -25,24 +25,24 @@ class NoScaleError(TraceAnewError):
 
 @contextmanager
 def awaited(scalers: Sequence[Any]) -> Iterator[None]:
-    """While a function is traced that finds these."""
+    """Inside, reading a missing scale of these scalers raises `NoScaleError`."""
     with ExitStack() as undo:
         for scaler in [x for x in scalers if getattr(x, SCALE) is None]:
             undo.callback(vars(scaler).pop, SCALE_BEGINS, None)
-            vars(scaler)[SCALE_BEGINS] = _asked(scaler)
+            vars(scaler)[SCALE_BEGINS] = _missing(scaler)
         yield
 
 
-def _asked(scaler: Any) -> Callable[[torch.device], NoReturn]:
-    def ask(device: torch.device) -> NoReturn:
+def _missing(scaler: Any) -> Callable[[torch.device], NoReturn]:
+    def refuse(device: torch.device) -> NoReturn:
         raise NoScaleError(scaler, device)
 
-    return ask
+    return refuse
 
 
 @skip_dynamo
 def begin(scaler: Any, device: torch.device, undo: ExitStack) -> None:
-    """Make it, by torch's own code."""
+    """Creates the scale by torch's own code; `undo` removes it."""
     getattr(scaler, SCALE_BEGINS)(device)
     for name in (SCALE, SCALE_GROWTH):
         undo.callback(setattr, scaler, name, None)

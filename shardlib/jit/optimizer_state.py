@@ -1,9 +1,9 @@
-"""What an optimizer keeps of its parameters: where it lives, and that it is there before the first step is traced.
+"""Creates and places an optimizer's state before its first step is traced.
 
-An optimizer makes its moments in its first step, so that this is another function than all later ones. Those whose
-moments begin as constants, or with the rate, make them here, by torch's own code, in front of the call: one program
-serves all steps. So does a gradient scaler (`scales`), and so is done what the first step, or `load_state_dict`, would
-leave behind beside them.
+Torch creates moments in the first step, which would make that step another program than the later ones. Moments that
+begin as constants, or as the learning rate, are created here, by torch's own code, before the call: one program serves
+all steps. The scale of a gradient scaler is created here, too, and so are other marks that the first step, or
+`load_state_dict`, would leave.
 """
 
 from __future__ import annotations
@@ -37,34 +37,32 @@ from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.tensor_meta import Form
 
 _RATE = (str, "lr")
-_PARTS = 16  # in which moments are made that live in the host's memory
-_BY_RATE = torch.optim.Rprop | torch.optim.ASGD  # they begin with the rate of the first step
-_MOMENTA = ((str, "momentum"), *(Item((str, "betas"), i) for i in range(3)))  # what schedulers set beside it
+_PARTS = 16  # moments for the host's memory are created in so many parts
+_BY_RATE = torch.optim.Rprop | torch.optim.ASGD  # their moments begin as the rate of the first step
+_MOMENTA = ((str, "momentum"), *(Item((str, "betas"), i) for i in range(3)))  # schedulers set these, too
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The parameters of all groups, in order."""
+    """Lists the parameters of all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def place(optimizer: torch.optim.Optimizer, known: Collection[int] = ()) -> None:
-    """Bring what an optimizer keeps of a parameter, element by element, to where its strategy says, but what is there,
-    and tensors that are `known` by their `id`."""
+def place(optimizer: torch.optim.Optimizer, skip: Collection[int] = ()) -> None:
+    """Moves moments to the layout that the parameter's strategy asks for, but for tensors with an `id` in `skip`."""
     for p in parameters(optimizer):
         if isinstance(p, ShardedTensor):
             for k, x in list(optimizer.state.get(p, {}).items()):
-                if id(x) not in known and (there := placed(p, x)) is not x:
-                    optimizer.state[p][k] = there
+                if id(x) not in skip and (moved := placed(p, x)) is not x:
+                    optimizer.state[p][k] = moved
 
 
 def placed(p: Any, x: Any) -> Any:
-    """What an optimizer keeps of a parameter, where it belongs: element by element, where its strategy says, or, of a
-    plain tensor, as the parameter itself is."""
+    """Returns state of the parameter's shape in its layout: that of the strategy, or the parameter's own."""
     if not isinstance(p, ShardedTensor) or not isinstance(x, Tensor) or x.shape != p.shape:
         return x
     if (at := moments_form(p)) is None:
-        is_where_it_is = isinstance(x, ShardedTensor) or not p.dim() or is_tracing()  # a result lives as the parameter
-        return x if is_where_it_is else place_like(x, p)
+        stays = isinstance(x, ShardedTensor) or not p.dim() or is_tracing()  # results get the parameter's layout
+        return x if stays else place_like(x, p)
     if isinstance(x, ShardedTensor) and x.sharding == at.layout:
         return x
     with p.mesh:
@@ -75,7 +73,7 @@ _forms: BoundedCache[Any, Form] = BoundedCache(1 << 12)
 
 
 def moments_form(p: Any) -> Form | None:
-    """Returns the form of the moments of a parameter, or None where its strategy says nothing of them."""
+    """Returns the form of the moments of a parameter, or None if its strategy does not fix it."""
     at, own = p.__dict__.get("moments_at"), p.__dict__.get("_form")
     if at is None or own is None:
         return None
@@ -89,10 +87,10 @@ def moments_form(p: Any) -> Form | None:
 
 @paused_gc()
 def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
-    """The plan of a call, of whose optimizers none is at its first step, and what it knows by identity.
+    """Returns the plan of a call, after creating the state of its optimizers, and the objects it knows by identity.
 
-    What was made in front of it, and the function does not touch, goes again; so does all of it where the call does not
-    run. Learning rates are inputs from the start: what changes a number between steps is a schedule, mostly.
+    State that the function does not touch is removed again, and all of it if the call does not run. Learning rates are
+    inputs from the start, since schedules change them between steps.
     """
     untouched: set[int] = set()  # parameters, by id
     scales: list[NoScaleError] = []
@@ -108,16 +106,16 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
         wrong: set[int] = set()
         try:
             with ExitStack() as undo:
-                away = MOMENTS in call.function.keeping.schedule.state
-                made = {id(x): _begun(x, untouched, undo, away=away) for x in optimizers}
+                away = MOMENTS in call.function.options.schedule.state
+                created = {id(x): _begun(x, untouched, undo, away=away) for x in optimizers}
                 _part([x for x in call.state.kept if isinstance(x, LRScheduler)], undo)
                 for lacking in scales:
                     begin(lacking.scaler, lacking.device, undo)
-                call.around = partial(_hidden, [x for x in optimizers if made[id(x)]], scalers)
+                call.around = partial(_hidden, [x for x in optimizers if created[id(x)]], scalers)
                 call.read()
-                found = call.plan(runs=runs)
-                idle = _idle(found[0], call.leaves)
-                for p, entries in itertools.chain.from_iterable(made.values()):
+                planned = call.plan(runs=runs)
+                idle = _idle(planned[0], call.leaves)
+                for p, entries in itertools.chain.from_iterable(created.values()):
                     if all(id(x) in idle for x in entries.values() if isinstance(x, Tensor)):
                         wrong.add(id(p))
                 if runs and not wrong:
@@ -128,18 +126,18 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
             scales.append(error)
         else:
             if not wrong:
-                return found
+                return planned
         untouched |= wrong
-        call.programs.noted = noted  # nothing changed that the caller changed
+        call.programs.noted = noted  # this attempt is no reason for a retrace
         call.read()
 
 
 def _begun(
     optimizer: torch.optim.Optimizer, untouched: Collection[int], undo: ExitStack, *, away: bool = False
 ) -> list[tuple[Any, Any]]:
-    """Give an optimizer what it makes at its first step; returns that, with the parameters that it is kept of.
+    """Creates the state of an optimizer's first step; returns it with its parameters.
 
-    What is to live `away` goes there as it is made, a part after the other.
+    State that lives in the host's memory (`away`) goes there part by part.
     """
     undo.callback(_put_back, optimizer, {p: dict(kept) for p, kept in optimizer.state.items()})
     _settle(optimizer)
@@ -151,14 +149,14 @@ def _begun(
     if not fresh or not type(optimizer).__module__.startswith("torch.") or has_step_hooks(optimizer):
         return []
     if isinstance(optimizer, _BY_RATE) and any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        return []  # which may be filled until it steps
+        return []  # a rate tensor may still change before the step
     part = max(len(fresh) // _PARTS, 1) if away else len(fresh)
     for i in range(0, len(fresh), part):
         now = fresh[i : i + part]
         _begin(optimizer, set(map(id, now)))
         _settle(optimizer)
-        made = [x for p in now if away for x in optimizer.state.get(p, {}).values()]
-        for x in made:
+        moments = [x for p in now if away for x in optimizer.state.get(p, {}).values()]
+        for x in moments:
             if isinstance(x, ShardedTensor) and x.dim():
                 move_to_host(x)
     return [(p, optimizer.state[p]) for p in fresh if optimizer.state.get(p)]
@@ -171,8 +169,7 @@ def _mark(space: dict[str, Any], name: str, mark: bool, undo: ExitStack) -> None
 
 
 def _part(schedules: Sequence[LRScheduler], undo: ExitStack) -> None:
-    """Give each schedule a list of rates of its own, as a step in a program does: one that is made of others has the
-    list of one of these, and of another one later."""
+    """Gives each schedule a list of rates of its own, as a step in a program does; composed schedules share one."""
     seen: set[int] = set()
     for x in schedules:
         rates = vars(x).get(LAST_RATES)
@@ -183,7 +180,7 @@ def _part(schedules: Sequence[LRScheduler], undo: ExitStack) -> None:
 
 
 def _put_back(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]]) -> None:
-    """What it keeps, where it was."""
+    """Restores the optimizer's state."""
     for p in [p for p in optimizer.state if p not in before]:
         del optimizer.state[p]
     for p, kept in before.items():
@@ -191,8 +188,7 @@ def _put_back(optimizer: torch.optim.Optimizer, before: dict[Any, dict[str, Any]
 
 
 def _settle(optimizer: torch.optim.Optimizer) -> None:
-    """`place`, and what counts the steps of a parameter on its device: a program that wrote it to the CPU would be
-    waited for."""
+    """Places the state, and moves step counts to the parameter's device: writes to the CPU would synchronize."""
     place(optimizer)
     for p in parameters(optimizer):
         kept = optimizer.state.get(p, {}) if p.device.type != "cpu" else {}
@@ -201,18 +197,18 @@ def _settle(optimizer: torch.optim.Optimizer) -> None:
                 kept[k] = x.to(p.device)
 
 
-# --- until it steps, nobody sees what was made ------------------------------------------------------------------------
+# --- the created state is hidden until the optimizer steps ------------------------------------------------------------
 
 
 class _LookedAtError(Exception):
-    """A function looked at what an optimizer keeps, or changed its settings, before it stepped."""
+    """A function read an optimizer's state, or changed its settings, before its first step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
 
 class _Hidden(defaultdict[Any, Any]):
-    """What stands for the state of an optimizer in a trace until it steps."""
+    """Replaces the state of an optimizer in a trace until it steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(dict)
@@ -227,7 +223,7 @@ class _Hidden(defaultdict[Any, Any]):
 
 
 def begins(optimizer: torch.optim.Optimizer) -> None:
-    """In front of a step: what was made is there, if its settings are those that it was made for."""
+    """Reveals the created state at the first step, if the settings are still those that it was created for."""
     hidden = vars(optimizer).get("state")
     if isinstance(hidden, _Hidden):
         if _settings(optimizer) != hidden.settings:
@@ -236,8 +232,7 @@ def begins(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """All settings by which moments are made; numbers that are inputs as what they are in this call, tensors by
-    identity, and of a momentum whether there is one."""
+    """Returns the settings that determine moments: input numbers by value, tensors by identity, momentum as a bool."""
     without = {"params", "betas"} if isinstance(optimizer, _BY_RATE) else {"params", "betas", "lr"}
     return [
         {k: x != 0 if k == "momentum" else _setting(x) for k, x in group.items() if k not in without}
@@ -251,7 +246,7 @@ def _setting(x: Any) -> Any:
 
 @contextmanager
 def _hidden(optimizers: Sequence[torch.optim.Optimizer], scalers: Sequence[Any]) -> Iterator[None]:
-    """While a function is traced."""
+    """Hides the state while a function is traced."""
     before = [(x, x.state) for x in optimizers]
     for x in optimizers:
         x.state = _Hidden(x)
@@ -265,7 +260,7 @@ def _hidden(optimizers: Sequence[torch.optim.Optimizer], scalers: Sequence[Any])
 
 @skip_dynamo
 def _begin(optimizer: torch.optim.Optimizer, fresh: Collection[int]) -> None:
-    """As the first lines of `step` do, which look at parameters that have a gradient."""
+    """Creates state as the first lines of `step` do, for parameters that have a gradient."""
     before = [(p, p.grad) for p in parameters(optimizer)]
     try:
         with torch.no_grad():
@@ -274,7 +269,7 @@ def _begin(optimizer: torch.optim.Optimizer, fresh: Collection[int]) -> None:
             for group in optimizer.param_groups:
                 init_group(optimizer, group)
                 if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-                    for p in group["params"]:  # momentum that begins with the gradient is one that begins with zeros
+                    for p in group["params"]:  # a momentum that begins as the gradient may begin as zeros
                         if id(p) in fresh:
                             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     finally:
@@ -284,8 +279,8 @@ def _begin(optimizer: torch.optim.Optimizer, fresh: Collection[int]) -> None:
                 optimizer.state.pop(p, None)
 
 
-def _idle(found: Plan, leaves: list[Any]) -> set[int]:
-    """The tensors among the leaves of a call that its program neither reads nor writes."""
-    traced = found.compiled.traced
+def _idle(plan: Plan, leaves: list[Any]) -> set[int]:
+    """Returns the tensors among the leaves of a call that its program neither reads nor writes."""
+    traced = plan.compiled.traced
     used = {leaf for node, leaf in zip(traced.inputs, traced.input_leaves, strict=True) if node.users}
     return {id(x) for i, x in enumerate(leaves) if i not in used}

@@ -34,20 +34,19 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """`carry, y = fn(carry, x)` for every `x` along the first dim of `xs`: the last carry, and the stacked `y`s.
+    """Runs `carry, y = fn(carry, x)` for every `x` along the first dim of `xs`; returns the carry and the stacked `y`s.
 
     Carry, `xs` and `ys` are pytrees of tensors, or None (numbers in `init` become tensors); the carry keeps its
-    structure, shapes and dtypes. `length` says the number of steps where `xs` is None. With `reverse` the last step
-    comes first, and every `y` stands at its own `x`.
+    structure, shapes and dtypes. `length` is the number of steps if `xs` is None. With `reverse` the last step
+    comes first, and every `y` stays at the position of its `x`.
 
-    Inside `jit` the Python of `fn` runs once, whatever the number of steps; its ops are then written out for each step,
-    so the plan still grows with them. The stacked dim stays whole, other dims are laid out as in a loop. Differentiable
-    any number of times (`fn` is traced once more for each derivative after the first); tensors that `fn` closes over
-    have gradients, too. Outside `jit` it is a loop, and inside where tangents are followed: in `torch.func.jvp`,
-    `jacfwd` and `hessian`.
+    Inside `jit` the Python of `fn` runs once, for any number of steps. Its ops are unrolled, so the plan grows with the
+    steps. The stacked dim stays whole, other dims are sharded as in a loop. It is differentiable any number of times
+    (`fn` is traced once more for each derivative after the first), also for tensors that `fn` closes over. Outside
+    `jit`, and under `torch.func.jvp`, `jacfwd` and `hessian`, it is a plain loop.
 
-    Raises `ShardingError` where `fn` does not return a pair, the carry changes, or lengths differ, and inside `jit`
-    where `fn` draws random numbers.
+    Raises `ShardingError` if `fn` does not return a pair, the carry changes its form, or lengths differ, and inside
+    `jit` if `fn` draws random numbers.
 
     Example:
         >>> layers = {"w": torch.ones(3, 2, 2), "b": torch.arange(3.0)}
@@ -74,12 +73,12 @@ def scan(
         out, now, y, shape = step(carry, [row[i] for row in rows], kept)
         _refuse_change(fn, init, out, now)
         carry, ys[i] = out, y
-    return kept.of(carry), shape.of([torch.stack(column) for column in zip(*ys, strict=True)])
+    return kept.filled(carry), shape.filled([torch.stack(column) for column in zip(*ys, strict=True)])
 
 
 @dataclass(frozen=True)
 class _Tree:
-    """The structure of a pytree: where its tensors are, and where None."""
+    """The structure of a pytree of tensors and Nones."""
 
     spec: pytree.TreeSpec
     nothing: tuple[bool, ...]
@@ -88,12 +87,12 @@ class _Tree:
     def leaves(self) -> int:
         return self.nothing.count(False)
 
-    def of(self, leaves: Sequence[Any]) -> Any:
+    def filled(self, leaves: Sequence[Any]) -> Any:
         feed = iter(leaves)
         return pytree.tree_unflatten([None if nothing else next(feed) for nothing in self.nothing], self.spec)
 
     def __str__(self) -> str:
-        return str(self.of(["*"] * self.leaves))
+        return str(self.filled(["*"] * self.leaves))
 
 
 def _flat(tree: Any) -> tuple[list[Any], _Tree]:
@@ -107,12 +106,12 @@ def _paths(name: str, tree: Any) -> dict[str, Any]:
 
 
 def _length(xs: Any, length: int | None) -> int:
-    """The number of steps, on which all agree."""
-    told = _paths("xs", xs)
-    wrong = [f"{name} is {x!r}, no tensor" for name, x in told.items() if not isinstance(x, Tensor)]
-    wrong += [f"{name} has no dim" for name, x in told.items() if isinstance(x, Tensor) and not x.dim()]
+    """Returns the number of steps, which must be the same everywhere."""
+    by_path = _paths("xs", xs)
+    wrong = [f"{name} is {x!r}, no tensor" for name, x in by_path.items() if not isinstance(x, Tensor)]
+    wrong += [f"{name} has no dim" for name, x in by_path.items() if isinstance(x, Tensor) and not x.dim()]
     sizes: dict[str, int] = (
-        {} if wrong else {f"{name} of shape {list(x.shape)}": x.shape[0] for name, x in told.items()}
+        {} if wrong else {f"{name} of shape {list(x.shape)}": x.shape[0] for name, x in by_path.items()}
     )
     if length is not None:
         sizes["length"] = length
@@ -129,7 +128,7 @@ def _length(xs: Any, length: int | None) -> int:
 
 def _plain(fn: Callable[..., Any], xs: _Tree) -> Callable[..., Any]:
     def step(carry: list[Tensor], x: list[Tensor], tree: _Tree) -> Any:
-        out, y = _pair(fn, fn(tree.of(carry), xs.of(x)))
+        out, y = _pair(fn, fn(tree.filled(carry), xs.filled(x)))
         return *_flat(out), *_flat(y)
 
     return step
@@ -137,21 +136,21 @@ def _plain(fn: Callable[..., Any], xs: _Tree) -> Callable[..., Any]:
 
 def _traced(fn: Callable[..., Any], init: Any, first: list[Tensor], xs: _Tree) -> Callable[..., Any]:
     leaves, tree = _flat(init)
-    names = [*_paths("carry", init), *_paths("x", xs.of(first))]
+    names = [*_paths("carry", init), *_paths("x", xs.filled(first))]
 
-    def flat(*given: Tensor) -> Any:
-        carry, x = given[: len(leaves)], given[len(leaves) :]
+    def flat(*tensors: Tensor) -> Any:
+        carry, x = tensors[: len(leaves)], tensors[len(leaves) :]
         with refuse_counts(fn):
-            out, y = _pair(fn, fn(tree.of(carry), xs.of(x)))
+            out, y = _pair(fn, fn(tree.filled(carry), xs.filled(x)))
         (ends, now), (ys, shape) = _flat(out), _flat(y)
-        found[:] = [now, shape]
+        structures[:] = [now, shape]
         return [*ends, *ys]
 
-    found: list[_Tree] = []
+    structures: list[_Tree] = []
     line = user_line(sys._getframe(2)) or Line(inspect.getfile(scan), 0, "scan", "")
     body = trace_body(flat, [*leaves, *first], names, line, len(leaves))
     _refuse_draws(body)
-    now, shape = found
+    now, shape = structures
 
     def step(carry: list[Tensor], x: list[Tensor], _: _Tree) -> Any:
         out = body(*carry, *x)
@@ -164,7 +163,7 @@ def _refuse_draws(body: Body) -> None:
     for node in (*body.forward, *body.backward):
         name = str(node.target)
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "shardlib.draw" in name
-        if draws and not has_trait(node.target, "per_device"):  # what the body of a shard_map communicates is no draw
+        if draws and not has_trait(node.target, "per_device"):  # ops of shard_map bodies carry the tag, too
             raise ShardingError(
                 "the body of scan draws random numbers",
                 [str(node.meta["line"])],

@@ -1,4 +1,4 @@
-"""`shard`: where a tensor lives, said inside a program or done outside."""
+"""`shard`: constrains a value's layout inside a program, and places a tensor outside."""
 
 from __future__ import annotations
 
@@ -34,25 +34,18 @@ def shard(
     donate: bool = False,
     **lengths: int,
 ) -> torch.Tensor:
-    """Say where `x` lives: a constraint inside a traced function (also on its gradient), a placement outside.
+    """Fixes the layout of `x`: a constraint inside a traced function (also on the gradient), a placement outside.
 
-    A placement copies what this process keeps of a plain tensor, so that writing to `x` afterwards changes nothing and
-    a rank that keeps a piece does not keep the whole. With `donate`, the caller promises not to use `x` again, and what
-    is kept whole is taken over as it is.
-
-    `mesh` is the mesh to place `x` on, in place of the current one. Inside a traced function it has to be the mesh of
-    the program. (`mesh=4` is the length of a factor of that name.)
-
-    Of a tensor that lives elsewhere it is a move, inside and outside: the result lives where the last `shard` says.
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
-    whose sizes are given like einops' lengths. `sizes` may hold them too, and by name the pieces into which a factor is
-    cut, one for each device along its axes. (`sizes=4` is the length of a factor of that name.) Inside `no_mesh()` the
-    spec is read, and `x` returned as it is, whatever `mesh` is. Warns of a name that has no rule and is near to one
-    that has. On ranks every process has `x` whole, and they place it together: values that differ are refused, unless
-    `src` is the rank whose values count.
+    with sizes like einops' lengths. `sizes` may hold these, too, and by name the sizes of a factor's shards. `mesh`
+    replaces the current mesh; inside a traced function it must be the program's. (A number as `sizes` or `mesh` is the
+    length of a factor of that name.) A tensor that lives elsewhere is moved: the last `shard` counts.
 
-    Raises `ShardingError` outside any mesh, where spec, shape and mesh do not fit, and for a `mesh` other than that of
-    the program or of `x`.
+    A placement copies this process's shards: writes to `x` do not show, and a rank does not keep the whole. With
+    `donate` you promise not to use `x` again, and a whole tensor is not copied. On ranks every process has `x` whole;
+    unequal values are refused, unless `src` is the rank whose values count. Inside `no_mesh()` `x` is returned.
+
+    Raises `ShardingError` outside any mesh and if spec, shape and meshes do not fit. Warns of misspelled names.
 
     Example:
         >>> from shardlib.sharding.mesh.mesh import Mesh
@@ -67,9 +60,33 @@ def shard(
     """
     if is_single_device():
         return x
+    call = f"shard(x, {str(spec)!r})"
     if not isinstance(x, torch.Tensor):
-        x = to_tensor(x, f"the x of shard(x, {str(spec)!r})")
-    refuse_unstrided(f"shard(x, {str(spec)!r})", [("x", x)])
+        x = to_tensor(x, f"the x of {call}")
+    refuse_unstrided(call, [("x", x)])
+    _refuse_in_whole_body(x, spec)
+    if isinstance(mesh, int):
+        lengths, mesh = {"mesh": mesh, **lengths}, None
+    mesh = _chosen(mesh, x, spec)
+    (resolved,) = resolve_many([("x", x.shape, spec, collect_sizes(sizes, lengths))], mesh)
+    if mesh is None:
+        return x
+    _refuse_manual_axes(x, spec, resolved)
+    _refuse_source_or_transform(x, spec, src)
+    if is_tracing():
+        return constrain(x, str(resolved.spec))
+    if may_be_recorded():
+        refuse_recorders(call)
+    if isinstance(x, ShardedTensor):
+        return x.redistribute(resolved.required_spec)
+    warn_of_typo("shard(x)", resolved.required_spec, mesh)
+    if src is not None:
+        return _placed(broadcast_from_rank(mesh, x, src, f"{call[:-1]}, src={src})"), resolved, mesh, (), donate)
+    return _placed(x, resolved, mesh, require_equal_values(mesh, call, [("x", x)], [resolved.layout]), donate)
+
+
+def _refuse_in_whole_body(x: torch.Tensor, spec: str | P | Spec) -> None:
+    """Refuses `shard` inside a shard_map body that leaves no axis to the compiler."""
     body = current_body() if is_tracing() else None
     if body is not None and not body.left:
         raise ShardingError(
@@ -77,12 +94,10 @@ def shard(
             rule="a body is one device's program: its tensors are local, and nothing about them is inferred",
             remedy="annotate the arguments and results of the shard_map, by in_specs and out_specs",
         )
-    if isinstance(mesh, int):
-        lengths, mesh = {"mesh": mesh, **lengths}, None
-    mesh = _chosen(mesh, x, spec)
-    (resolved,) = resolve_many([("x", x.shape, spec, collect_sizes(sizes, lengths))], mesh)
-    if mesh is None:
-        return x
+
+
+def _refuse_manual_axes(x: torch.Tensor, spec: str | P | Spec, resolved: FixedLayout) -> None:
+    body = current_body() if is_tracing() else None
     if body is not None and (named := dict.fromkeys(a.name for a in resolved.layout.axes if a.name in body.manual)):
         raise ShardingError(
             f"shard(x, {str(spec)!r}) on shape {list(x.shape)} is inside a shard_map that is manual over "
@@ -91,6 +106,10 @@ def shard(
             rule="along its manual axes a body holds one device's piece; the compiler places it over the other axes",
             remedy=f"name axes of {', '.join(body.left)}",
         )
+
+
+def _refuse_source_or_transform(x: torch.Tensor, spec: str | P | Spec, src: int | None) -> None:
+    """Refuses `src` for anything but the placement of a plain tensor, and a placement inside a transform."""
     if src is not None and (is_tracing() or isinstance(x, ShardedTensor)):
         raise ShardingError(
             f"shard(x, {str(spec)!r}, src={src}) on {typeof(x)}",
@@ -104,28 +123,15 @@ def shard(
             rule="a transform hands on values of its own, which are placed in a program only",
             remedy="put jit around the transform: sl.jit(sl.grad(f))(x)",
         )
-    if is_tracing():
-        return constrain(x, str(resolved.spec))
-    if may_be_recorded():
-        refuse_recorders(f"shard(x, {str(spec)!r})")
-    if isinstance(x, ShardedTensor):
-        return x.redistribute(resolved.required_spec)
-    warn_of_typo("shard(x)", resolved.required_spec, mesh)
-    found: Sequence[int] = ()
-    if src is not None:
-        x = broadcast_from_rank(mesh, x, src, f"shard(x, {str(spec)!r}, src={src})")
-    else:
-        found = require_equal_values(mesh, f"shard(x, {str(spec)!r})", [("x", x)], [resolved.layout])
-    return _placed(x, resolved, mesh, found, donate)
 
 
 def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | None:
-    """Returns the mesh that a call of `shard` means; None inside `no_mesh()`."""
-    what = f"shard(x, {str(spec)!r}) on shape {list(x.shape)}"
-    current = peek_mesh() if mesh is None else current_mesh()  # a trace that names its mesh is for no other one
+    """Returns the mesh of a call of `shard`; None inside `no_mesh()`."""
+    call = f"shard(x, {str(spec)!r}) on shape {list(x.shape)}"
+    current = peek_mesh() if mesh is None else current_mesh()  # reading the current mesh ties a trace to it
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ShardingError(
-            f"{what} gets mesh={mesh!r}",
+            f"{call} gets mesh={mesh!r}",
             rule="mesh is the sl.Mesh that x is placed on",
             remedy="give a Mesh; Mesh.from_device_mesh(...) makes one of torch's",
         )
@@ -133,14 +139,14 @@ def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | 
         return None
     if mesh is None and current is None:
         raise ShardingError(
-            f"{what} is outside any mesh",
+            f"{call} is outside any mesh",
             rule="an annotation names axes of the current mesh",
             remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=; `with no_mesh():` runs plain torch",
         )
-    home = current if is_tracing() else x.mesh if isinstance(x, ShardedTensor) else None
-    if mesh is not None and home is not None and mesh != home:
+    own = current if is_tracing() else x.mesh if isinstance(x, ShardedTensor) else None
+    if mesh is not None and own is not None and mesh != own:
         raise ShardingError(
-            f"{what} is given {mesh}, " + (f"the program runs on {home}" if is_tracing() else f"x lives on {home}"),
+            f"{call} is given {mesh}, " + (f"the program runs on {own}" if is_tracing() else f"x lives on {own}"),
             rule="a program runs on one mesh, and a ShardedTensor stays on its own",
             remedy="leave mesh= out, or call the function inside `with mesh:`"
             if is_tracing()
@@ -150,7 +156,7 @@ def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | 
 
 
 def shard_known(name: str, x: torch.Tensor, resolved: FixedLayout, mesh: Mesh, digest: int) -> ShardedTensor:
-    """`shard`, outside any program, of a plain tensor that all ranks have with this digest, as they know already."""
+    """Places a plain tensor outside any program; all ranks are known to have it with this digest."""
     warn_of_typo(name, resolved.required_spec, mesh)
     return _placed(x, resolved, mesh, [digest])
 

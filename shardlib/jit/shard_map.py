@@ -1,9 +1,8 @@
 """`shard_map`: per-device code inside a global program, the manual escape hatch.
 
-The body is traced inline: `to_local` in front of it, `from_local` behind it, local values in between. Its arithmetic
-runs as it is written, on every device. In a program for one device, and where axes are left to the compiler, the body
-runs on all devices at once: its values are `PerDevice` tensors (`primitives/per_device.py`). Outside jit a call is the
-jitted function that does nothing else.
+The body is traced inline, between `to_local` and `from_local`, on local values. Its arithmetic runs as written on every
+device. In a program for one device, and if axes are left to the compiler, the body runs on all devices at once: its
+values are `PerDevice` tensors (`primitives/per_device.py`). Outside jit a call is a jitted function of its own.
 """
 
 from __future__ import annotations
@@ -40,31 +39,31 @@ def shard_map(
     check: bool = True,
     axis_names: Collection[str] | None = None,
 ) -> Any:
-    """A function of global tensors, from `fn`, which says what each device does with its local ones.
+    """Makes a function of global tensors from `fn`, which works on each device's local tensors.
 
     `in_specs` (a tuple with one entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
-    pytrees of specs. An argument's spec says how it is cut: a dim cut over an axis of n devices is n times smaller
-    inside. A result's spec says how the devices' results are put together; an axis that it does not name is one along
-    which all devices return the same. Inside, devices talk through `psum`, `all_gather`, `ppermute` and the other
-    collectives. Traced into the program inside a jitted function; outside it is a program of its own. Differentiable in
-    both; the gradient of an argument is summed over the axes that do not cut it. Works as a decorator, also of methods.
+    pytrees of specs. An argument's spec says how it is sharded: a dim over an axis of n devices is n times smaller
+    inside. A result's spec says how the devices' results are joined; along an axis that it does not name, all devices
+    return equal values. Inside, devices communicate by `psum`, `all_gather`, `ppermute` and the other collectives. In
+    a jitted function the body is traced into the program; outside it is a program of its own. Both are differentiable;
+    the gradient of an argument is summed over the axes that its spec does not name. Works as a decorator, also of
+    methods.
 
-    A tensor that `fn` closes over is whole on every device, also where it lives in shards, and its gradient is summed
-    over all devices; pass it with an in_spec to see a shard. `fn` may write to tensors that it makes, and to its
-    arguments, which are copies. Checkpoints, hooks and autograd Functions in it may communicate when they go back.
+    A tensor that `fn` closes over is whole on every device, even if it is sharded, and its gradient is summed over all
+    devices; pass it with an in_spec to see a shard. `fn` may write to its own tensors, and to its arguments, which are
+    copies. Checkpoints, hooks and autograd Functions in it may communicate in the backward pass.
 
-    That devices return the same is proved: a value varies over the axes that cut the arguments which it is computed
-    from, and over those of `axis_index`, `ppermute`, `all_to_all` and `reduce_scatter`, until a `psum`, `pmean`,
-    `pmax`, `pmin` or `all_gather` over an axis makes it the same along it. `check=False` takes your word for it.
+    shard_map proves that devices return equal values. A value varies over the axes that shard the arguments behind it,
+    and over the axes of `axis_index`, `ppermute`, `all_to_all` and `reduce_scatter`. A `psum`, `pmean`, `pmax`, `pmin`
+    or `all_gather` over an axis makes it equal along that axis. `check=False` takes your word for it.
 
-    With `axis_names` the body is one device's along these axes alone: the specs and the collectives name no others.
-    Along the axes that are left the body is a part of the program like any other: tensors are whole there, the compiler
-    infers how they are cut, `shard` says so where you know better, and a shard_map inside may take these axes. With
-    `check=False`, results that differ along an axis which their spec leaves out are averaged.
+    With `axis_names` the body is per-device along these axes only: specs and collectives name no others. Along the
+    other axes tensors are whole, the compiler infers their sharding, `shard` may fix it, and an inner shard_map may
+    take these axes. With `check=False`, results that differ along an axis that their spec does not name are averaged.
 
-    Raises `ShardingError` where an axis does not divide a dim (all of them at once), for specs that are left out or
-    open, for results that differ along an axis which their spec leaves out, for specs that name axes which are left to
-    the compiler, for writes to what `fn` closes over, outside any mesh and inside another body of the same axes.
+    Raises `ShardingError` if an axis does not divide a dim (all such dims at once). It also refuses specs that are left
+    out or open, or name axes that are left to the compiler; results that differ along an axis that their spec does not
+    name; writes to tensors that `fn` closes over; and calls outside any mesh, or inside another body of the same axes.
 
     Example:
         >>> import torch
@@ -89,7 +88,7 @@ def shard_map(
 
 
 class ShardMapped:
-    """What `shard_map` returns: call it with global tensors."""
+    """The result of `shard_map`: call it with global tensors."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class ShardMapped:
         self.fn, self.in_specs, self.out_specs, self.mesh, self.check = fn, in_specs, out_specs, mesh, check
         self.axis_names = axis_names
         self.name: str = name_of(fn)
-        self._program: Jitted | None = None  # of a call outside any other
+        self._program: Jitted | None = None  # for calls outside jit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mesh = self._mesh(opened((args, kwargs)))
@@ -122,14 +121,14 @@ class ShardMapped:
             return self._program(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method: `in_specs` and the specs' names leave `self` out."""
+        """Binds a method: `in_specs` has no entry for `self`."""
         if instance is None:
             return self
         fn = self.fn.__get__(instance, owner)
         return ShardMapped(fn, self.in_specs, self.out_specs, self.mesh, self.check, self.axis_names)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with every argument by position that may stand there; TypeError where fn does not take it."""
+        """Returns the call with arguments by position where possible; TypeError if `fn` does not take them."""
         if not kwargs or (signature := _signature(self.fn)) is None:
             return args, kwargs
         bound = signature.bind(*args, **kwargs)
@@ -154,33 +153,33 @@ class ShardMapped:
         return mesh
 
     def _axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes that are manual in this body, in the order of the mesh."""
-        asked = frozenset(mesh.axis_names) if self.axis_names is None else self.axis_names
-        if wrong := [f"the mesh has no axis {name!r}" for name in sorted(asked - {*mesh.axis_names})]:
+        """Returns the axes that are manual in this body, in the order of the mesh."""
+        manual = frozenset(mesh.axis_names) if self.axis_names is None else self.axis_names
+        if wrong := [f"the mesh has no axis {name!r}" for name in sorted(manual - {*mesh.axis_names})]:
             raise ShardingError(
-                f"shard_map({self.name}) is manual over {sorted(asked)}, on {mesh}",
+                f"shard_map({self.name}) is manual over {sorted(manual)}, on {mesh}",
                 wrong,
                 rule="axis_names are axes of the mesh; the others are left to the compiler",
                 remedy=f"use axes of {', '.join(mesh.axis_names)}",
             )
-        if not asked:
+        if not manual:
             raise ShardingError(
                 f"shard_map({self.name}) is manual over no axis",
                 rule="axis_names are the axes that fn sees one device of; left out, they are all",
                 remedy="call fn itself, or leave axis_names out",
             )
         around = current_body()
-        if around is not None and (twice := [name for name in around.manual if name in asked]):
+        if around is not None and (twice := [name for name in around.manual if name in manual]):
             raise ShardingError(
                 f"shard_map({self.name}) is inside the body of another shard_map",
                 [f"axis {name!r} is manual there already" for name in twice],
                 rule="a body holds one device's piece along its manual axes: there is nothing left to cut",
                 remedy=f"axis_names={around.left}" if around.left else "call fn itself, on the local tensors",
             )
-        return tuple(name for name in mesh.axis_names if name in asked)
+        return tuple(name for name in mesh.axis_names if name in manual)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In a program for a mesh, for one device, or in a transform of torch.func outside jit."""
+        """Runs the body in a program for a mesh or one device, or in a transform of torch.func outside jit."""
         mesh = self._mesh((args, kwargs))
         own, around = self._axes(mesh), current_body()
         args, kwargs = seen_inside((args, kwargs))
@@ -198,19 +197,19 @@ class ShardMapped:
         return self._put_together(out, body)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Passage | None]:
-        what = f"shard_map({self.name}) in_specs"
-        return boundary.arguments(args, kwargs, self._input_specs(args, kwargs, what), mesh, self._axes(mesh), what)
+        label = f"shard_map({self.name}) in_specs"
+        return boundary.arguments(args, kwargs, self._input_specs(args, kwargs, label), mesh, self._axes(mesh), label)
 
-    def _input_specs(self, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> Any:
-        """The specs of `(args, kwargs)`."""
+    def _input_specs(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> Any:
+        """Returns the specs of `(args, kwargs)`."""
         specs, names = self.in_specs, _positional(self.fn)
         if isinstance(specs, Mapping):
             signature = _signature(self.fn)
-            known = [*dict.fromkeys((*(signature.parameters if signature else ()), *kwargs))]
-            if unknown := [name for name in specs if name not in known]:
+            parameters = [*dict.fromkeys((*(signature.parameters if signature else ()), *kwargs))]
+            if unknown := [name for name in specs if name not in parameters]:
                 raise ShardingError(
-                    f"{what} do not fit the arguments",
-                    [f"{name!r} is no parameter; they are {', '.join(known) or 'none'}" for name in unknown],
+                    f"{label} do not fit the arguments",
+                    [f"{name!r} is no parameter; they are {', '.join(parameters) or 'none'}" for name in unknown],
                     rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
                 )
             first = [*names[: len(args)], *("",) * (len(args) - len(names))]
@@ -222,7 +221,7 @@ class ShardMapped:
         if len(specs) != total:
             called = [*arguments_of(self.fn, len(args), ()), *sorted(later, key=later.__getitem__)]
             raise ShardingError(
-                f"{what} has {len(specs)} entries, the call has {total} arguments",
+                f"{label} has {len(specs)} entries, the call has {total} arguments",
                 [f"{name} has no entry" for name in called[len(specs) :]]
                 or [f"{i}: {spec!r} is for no argument" for i, spec in enumerate(specs[total:], total)],
                 rule="in_specs has one entry per argument; they are " + (", ".join(called) or "none"),
@@ -255,7 +254,7 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _positional(fn: Callable[..., Any]) -> list[str]:
-    """The parameters that may be given by position."""
+    """Returns the parameters that can be passed by position."""
     signature = _signature(fn)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in signature.parameters.values() if p.kind in kinds] if signature else []

@@ -1,8 +1,8 @@
-"""A jitted function inside transforms of `torch.func` that are outside of it: `sl.grad(sl.jit(f))`.
+"""Runs a jitted function inside transforms of `torch.func`: `sl.grad(sl.jit(f))`.
 
-The transform sees one op, whose gradients, tangents and batches are programs of their own. What modules hold and a
-transform, or autograd, follows is an argument of these programs. A function that does more than to return values of
-its arguments runs as the transform calls it, op by op.
+The transform sees one op, whose gradients, tangents and batches are programs. Tensors of modules that a transform, or
+autograd, follows are arguments of these programs. A function with side effects runs op by op, as the transform calls
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlib.compiler.pipeline import leaf_specs
+from shardlib.compiler.annotations import leaf_specs
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import EffectError
 from shardlib.core.torch_private import MODULE_DICTS, TransformType, innermost, is_wrapped, pytree, transforms
@@ -33,7 +33,7 @@ Place = tuple[dict[str, Any], str]  # a dict of a module's, and a name in it
 
 
 def is_transformed(leaves: Sequence[Any]) -> bool:
-    """Whether a transform follows one of some leaves."""
+    """True if a transform follows one of the leaves."""
     return any(isinstance(x, Tensor) and is_wrapped(x) for x in leaves)
 
 
@@ -47,9 +47,9 @@ class Transformed:
     def __call__(
         self, function: Function, state: State, autocasts: Autocasts, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of a call, of which `state` is what it finds beside its arguments."""
+        """Returns the result of a call; `state` are the objects that it finds beside its arguments."""
         if any(level.key() == TransformType.Functionalize for level in transforms() or ()):
-            return function.fn(*args, **kwargs)  # it follows ops, and has no rule for a program
+            return function.fn(*args, **kwargs)  # functionalization has no rule for a program
         leaves, tree = pytree.tree_flatten(wrapped(args, kwargs, function.static))
         inputs = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) or is_number(x)}
         own = set(map(id, inputs.values()))
@@ -86,9 +86,9 @@ class Transformed:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A function of the tensors and numbers among its arguments, and of what is held in `places`.
+    """A function of the tensors and numbers among its arguments, and of the tensors that modules hold in `places`.
 
-    It is part of the keys of programs: so it leads to nothing that calls change.
+    It is part of the keys of programs, so it holds nothing that calls change.
     """
 
     name: str
@@ -106,7 +106,7 @@ class _Call:
             return self.run(inputs, held)
 
         run.__name__ = self.name
-        run.__wrapped__ = self.fn  # type: ignore[attr-defined]  # the key of a call has all that the function leads to
+        run.__wrapped__ = self.fn  # type: ignore[attr-defined]  # the key covers everything that the function leads to
         return run
 
     def run(self, inputs: Sequence[Any], held: Sequence[Tensor]) -> Any:
@@ -127,7 +127,7 @@ def _constrained(values: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
 
 
 def _specs(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The spec of each leaf, None where it is placed already."""
+    """Returns the spec of each leaf, None if the leaf is placed already."""
     args, kwargs = pytree.tree_map_only(Tensor, _placed_or_as_seen, (args, kwargs))
     call = flatten_call(function.fn, args, kwargs, function.static)
     pairs = zip(call.arguments, leaf_specs(function.fn, call, function.in_specs), strict=True)
@@ -144,7 +144,7 @@ def _is_followed(x: Tensor) -> bool:
 
 
 def _places(x: Tensor, state: State) -> list[Place]:
-    """Where modules hold a tensor."""
+    """Returns the places in which modules hold a tensor."""
     modules = {id(m): m for m in (*state.kept, state.own) if isinstance(m, nn.Module)}
     dicts = [getattr(m, kind) for m in modules.values() for kind in MODULE_DICTS[:2]]
     return [(held, name) for held in dicts for name, y in held.items() if y is x]
@@ -152,7 +152,7 @@ def _places(x: Tensor, state: State) -> list[Place]:
 
 @contextmanager
 def _holding(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Modules hold these tensors in these places."""
+    """Puts tensors into places of modules, and restores the old ones afterwards."""
     before = [(held, name, held[name]) for each in places for held, name in each]
     try:
         for each, x in zip(places, tensors, strict=True):

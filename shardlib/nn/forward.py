@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlib.compiler.memory_options import Keeping
+from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.context import is_tracing
@@ -44,7 +44,7 @@ class Forward:
     """The `forward` of a module on the mesh of its parameters.
 
     It runs the forward of the module's class, which may change, or `own`, a function that replaced it on the module.
-    `batch` is the sharding of arguments if none is placed, `policy` the precision, and `keeping` holds the options of
+    `batch` is the sharding of arguments if none is placed, `policy` the precision, and `options` holds the options of
     memory and schedule.
     """
 
@@ -55,7 +55,7 @@ class Forward:
         mesh: Mesh,
         batch: Batch,
         policy: Policy | None,
-        keeping: Keeping,
+        options: MemoryOptions,
     ) -> None:
         self.module, self.own = module, own
         bound = self._function()[1]
@@ -63,14 +63,14 @@ class Forward:
         vars(self).update({k: getattr(bound, k) for k in functools.WRAPPER_ASSIGNMENTS if hasattr(bound, k)})
         vars(self)["__wrapped__"] = own  # part of the key of a call that reads the module
         self.module, self.own = module, own
-        self.mesh, self.batch, self.policy, self.keeping = mesh, batch, policy, keeping
+        self.mesh, self.batch, self.policy, self.options = mesh, batch, policy, options
         self._versions: BoundedCache[int, _Version] = BoundedCache(VERSIONS)
 
     def __reduce__(self) -> Any:  # a copy has programs of its own
-        return Forward, (self.module, self.own, self.mesh, self.batch, self.policy, self.keeping)
+        return Forward, (self.module, self.own, self.mesh, self.batch, self.policy, self.options)
 
     def copy_for(self, module: nn.Module) -> Forward:
-        return Forward(module, self.own, self.mesh, self.batch, self.policy, self.keeping)
+        return Forward(module, self.own, self.mesh, self.batch, self.policy, self.options)
 
     def _function(self) -> tuple[Any, Any]:
         """Returns the current forward function of the class, and the function bound to the module."""
@@ -88,7 +88,7 @@ class Forward:
         version = self._versions.get(id(function))
         if version is None or version.function is not function:
             run = bound if self.policy is None else self.policy.wrap_forward(self.module, bound)
-            program = _Program(run, self.batch.specs, None, frozenset(), frozenset(), (), self.keeping)
+            program = _Program(run, self.batch.specs, None, frozenset(), frozenset(), (), self.options)
             version = self._versions[id(function)] = _Version(function, bound, run, program, set(), {})
         return version
 
@@ -122,9 +122,9 @@ class Forward:
                 return version.program(*args, **kwargs)
             except NoProgramError as error:
                 message = error.what.replace("the traced function", self.fn.__name__)
-                if self.keeping.memory is not None and torch.is_grad_enabled():
+                if self.options.memory is not None and torch.is_grad_enabled():
                     raise ShardingError(
-                        f"{message}, and {self.keeping.said} is said of it",
+                        f"{message}, and {self.options.said} is said of it",
                         error.offenders,
                         rule="a program keeps to a budget; ops that run one by one take what they take",
                         remedy="write that line so that it is traced, or say no memory",
@@ -134,7 +134,7 @@ class Forward:
                 warnings.warn_explicit(
                     f"{message}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
-                    + (f", in which {self.keeping.said} says nothing" if self.keeping.said else "")
+                    + (f", in which {self.options.said} says nothing" if self.options.said else "")
                     + f"\nRule: {error.rule}\nRemedy: {error.remedy}; or leave it: the values are right, and only "
                     f"slower to get (-W {_IGNORE} hides this warning)",
                     EagerWarning,

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, jit, nn
 
-from shardlib.compiler.memory_options import Keeping
+from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.schedule_options import Schedule
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
@@ -109,11 +109,11 @@ def parallelize(
     earlier = replaced if isinstance(replaced, Forward) else None
     table = _default_specs(module, tensors, mesh, strategy_axes) if specs is None else _read_specs(specs, placer)
     policy = policy_of(precision, module, tensors) or (earlier.policy if earlier else None)
-    keeping = (earlier.keeping if earlier else Keeping()).but(remat, memory, schedule, planning)
+    options = (earlier.options if earlier else MemoryOptions()).but(remat, memory, schedule, planning)
     placer.place(table, {} if policy is None else {name: each.parameter for name, each in policy.by_name.items()})
     own = replaced if earlier is None else earlier.own
     rows, columns = ({a: mesh.axes[a] for a in axes} for axes in (strategy_axes.batch, _sequence_axes(mesh)))
-    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, keeping)
+    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, options)
     return module
 
 

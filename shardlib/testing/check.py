@@ -159,7 +159,7 @@ class _Comparison:
         if not _is_loss(self.expected.out) or _goes_back(self.plan):
             return
         names, backward = _backward(self.reruns, self.effects)
-        options = replace(self.step.keeping, memory=None)  # another program, with another peak
+        options = replace(self.step.options, memory=None)  # another program, with another peak
         sharded = Jitted(backward, self.step.in_specs, None, self.step.static, frozenset(), (), options)
         gradients, self.no_gradients = _compare_backward(names, backward, sharded, self.reruns, self.tolerance)
         if gradients and not self.no_gradients:
@@ -203,7 +203,7 @@ def _copy_jitted(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Jitte
     if not isinstance(fn, Jitted):
         return jit(fn, in_specs=in_specs, out_specs=out_specs)  # type: ignore[no-any-return]
     in_specs, out_specs = in_specs or fn.in_specs, out_specs or fn.out_specs
-    return Jitted(fn.fn, in_specs, out_specs, fn.static, frozenset(), (), fn.keeping)
+    return Jitted(fn.fn, in_specs, out_specs, fn.static, frozenset(), (), fn.options)
 
 
 def run_unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -214,7 +214,7 @@ def run_unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[
 def _run_loaded(
     step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], load: Callable[..., Any]
 ) -> Any:
-    call = Invocation.of(step, step.programs, None, tuple(args), dict(kwargs))
+    call = Invocation.read_new(step, step.programs, None, tuple(args), dict(kwargs))
     plan = call.plan()[0]
     return caller(step._load(mesh, plan, (), load).entry)(call.served(plan))
 

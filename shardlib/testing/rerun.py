@@ -59,7 +59,7 @@ class Reruns:
     def __init__(self, step: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step, self.call = step, (args, kwargs)
         self.eps = 0.0
-        self.tracker = MutationTracker(Invocation.of(step, step.programs, None, args, kwargs).look)
+        self.tracker = MutationTracker(Invocation.read_new(step, step.programs, None, args, kwargs).look)
         self.reached = {id(x): x for x in self.tracker.before.tensors}  # tensors besides the arguments
         self.tensors = dict(self._named_tensors(args, kwargs, self.tracker.before))
         self.before = {name: copy_full(x) for name, x in self.tensors.items()}

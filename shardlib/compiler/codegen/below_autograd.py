@@ -1,4 +1,4 @@
-"""Where programs run: below autograd and below autocast. Both have acted already, while the function was traced."""
+"""Runs programs below autograd and autocast: both have acted already, while the function was traced."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _BOTH = reduce(or_, (torch.DispatchKeySet(getattr(torch.DispatchKey, name)) for 
 
 
 def run_below(function: Callable[..., T], *args: Any) -> T:
-    """Call a program: its ops run as they are written."""
+    """Calls a program, whose ops run as written."""
     if any_autocast():
         with exclude_keys(_BOTH):
             return function(*args)
-    try:  # mostly no autocast is on: then there is a guard that costs less, above all where it is made already
+    try:  # without autocast a cheaper guard suffices, and an idle one can be reused
         guard = _idle.pop()
     except IndexError:
         guard = below_autograd()
@@ -33,4 +33,4 @@ def run_below(function: Callable[..., T], *args: Any) -> T:
     return out
 
 
-_idle: list[AbstractContextManager[None]] = []  # guards that nobody is in
+_idle: list[AbstractContextManager[None]] = []  # guards that are not entered

@@ -1,8 +1,8 @@
-"""Program -> straight-line Python source over plain tensors, for some devices of the mesh.
+"""Generates straight-line Python source over plain tensors from a program, for some devices of the mesh.
 
 For one device the source is that device's program. For all devices of a virtual mesh it is one function that runs
-segment by segment between collectives, device after device; a value that is provably the same on several devices is
-computed once and shared, and not written over then. All else stands in the program.
+segment by segment between collectives, device after device. A value that is provably equal on several devices is
+computed once and shared, and not written over.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shardlib.compiler.codegen.op_callables import callable_of
 from shardlib.compiler.codegen.profiler_ranges import op_label, ranged
 from shardlib.compiler.program.buffers import owners_in, read_only
@@ -29,16 +27,14 @@ from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_traits import returns_list
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import OpOverload, schema_of
-from shardlib.sharding.mesh.axis import Axis, Coords, first_replicas, member_coords
-from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.mesh.axis import Axis, Coords, first_replicas, group_size, member_coords
 
 
 @dataclass
 class Source:
     """Generated code: `text` defines `program(pieces, leaves)`, run in `namespace`.
 
-    `pieces` are those of each input of the program; `leaves` are those of the call, and `numbers` says which of them
-    are read.
+    `pieces` holds the shards of each input, `leaves` the leaves of the call, and the code reads those in `numbers`.
     """
 
     text: str
@@ -53,12 +49,12 @@ class Source:
 
 @dataclass
 class Generator:
-    """Writes the source for `devices`; `collective` writes what one collective is on this runtime."""
+    """Writes the source for `devices`."""
 
     program: Program
     devices: Sequence[Coords]
     share: bool = True
-    ranges: bool = False  # steps are ranges of a profiler
+    ranges: bool = False  # wrap steps in ranges of the profiler
     namespace: dict[str, Any] = field(default_factory=lambda: {"math": math})
 
     def __post_init__(self) -> None:
@@ -67,23 +63,22 @@ class Generator:
             everything = None if self.share else primes(self._mesh_axes())
             self.varies = varying(self.program, everything)
         self._names: dict[tuple[Var, tuple[int, ...]], str] = {}
-        self._names_on = {id(coords): dict[Var, str]() for coords in self.devices}  # which live as long as this does
+        self._names_on = {id(coords): dict[Var, str]() for coords in self.devices}  # by the id of coords
         self._places: dict[Primes, tuple[frozenset[int], frozenset[int]]] = {}  # see `_places_along`
         self._taken: dict[str, int] = {"pieces": 1, "leaves": 1, "program": 1, "float": 1, "math": 1}
         self._numbers: dict[int, str] = {}  # leaf of the call -> its name
         self._bound: dict[Any, str] = {}
         self.lines: list[str] = []
-        self.flying: dict[tuple[Var, ...], list[str]] = {}  # what starts together -> how it is waited for
+        self.flying: dict[tuple[Var, ...], list[str]] = {}  # results of a message -> the lines that wait for it
         self._shared = self._shared_reads() if self.varies else {}
         self._owner = owners_in(self.program) if self._shared else {}
         self._segments = 0
         self.read_only = read_only(self.program)
 
     def _shared_reads(self) -> dict[Var, float]:
-        """Memory that is read once for several devices, and the last segment in which it is: nothing is written over it
-        until then.
+        """Maps memory that several devices share to the last segment that reads it; no step may write over it before.
 
-        Up to the next collective one device runs after the other, so that is what others of them may still read.
+        Within a segment devices run one after the other, so a later one may still read what an earlier one has read.
         """
         owner = owners_in(self.program)
         shared: dict[Var, float] = {} if self.share else dict.fromkeys(self.program.inputs, math.inf)
@@ -97,12 +92,12 @@ class Generator:
         return shared
 
     def _over(self, step: Compute) -> tuple[int | None, ...]:
-        """The operands whose memory results take here."""
+        """Returns the operands whose memory results can take on these devices."""
         if not self._shared or not step.over:
             return step.over
         roots = (None if k is None else self._owner.get(step.args[k], step.args[k]) for k in step.over)
-        here = zip(step.over, roots, strict=True)
-        over = tuple(k if x is not None and self._shared.get(x, -1) < self._segments else None for k, x in here)
+        pairs = zip(step.over, roots, strict=True)
+        over = tuple(k if x is not None and self._shared.get(x, -1) < self._segments else None for k, x in pairs)
         return over if any(k is not None for k in over) else ()
 
     def _mesh_axes(self) -> Iterable[Axis]:
@@ -115,40 +110,40 @@ class Generator:
     # Names ----------------------------------------------------------------------------------------------------------
 
     def name(self, var: Var, coords: Coords) -> str:
-        """The identifier of `var` on the device at `coords`."""
-        here = self._names_on.get(id(coords), {})
-        if (known := here.get(var)) is not None:
-            return known
+        """Returns the identifier of `var` on the device at `coords`."""
+        names = self._names_on.get(id(coords), {})
+        if (name := names.get(var)) is not None:
+            return name
         key = (var, tuple(a.coord(coords) for a in self.varies.get(var, ())))
-        if (known := self._names.get(key)) is None:
+        if (name := self._names.get(key)) is None:
             base = re.sub(r"\W", "_", var.name)
             if not base.isidentifier() or keyword.iskeyword(base):
                 base = f"v_{base}"
             if key[1]:
                 base += "_d" + "".join(map(str, key[1]))
-            known = self._names[key] = self.fresh(base)
-        here[var] = known
-        return known
+            name = self._names[key] = self.fresh(base)
+        names[var] = name
+        return name
 
     def fresh(self, base: str) -> str:
-        """An identifier that nothing else uses."""
+        """Returns an unused identifier."""
         base = re.sub(r"\W", "_", base)
         n = self._taken.get(base, 0)
         self._taken[base] = n + 1
         return self.fresh(f"{base}_{n}") if n else base
 
     def bind(self, value: Any, hint: str) -> str:
-        """A global name for an object that has no literal."""
+        """Returns a global name for an object that has no literal."""
         key = id(value)
-        if (known := self._bound.get(key)) is None:
-            known = self._bound[key] = self.fresh(hint)
-            self.namespace[known] = value
-        return known
+        if (name := self._bound.get(key)) is None:
+            name = self._bound[key] = self.fresh(hint)
+            self.namespace[name] = value
+        return name
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def generate(self, communicate: Callable[[Generator, Start], None]) -> Source:
-        """The source; `communicate` writes what starts together, and says in `flying` how it is waited for."""
+        """Returns the source; `communicate` writes a message's start, and puts the lines that wait into `flying`."""
         segment: list[Step] = []
         for step in self.program.steps:
             if isinstance(step, Start):
@@ -162,7 +157,7 @@ class Generator:
         return Source(self._render(), self.namespace, tuple(self._numbers))
 
     def _segment(self, steps: Sequence[Step]) -> None:
-        """Steps between collectives, device after device; what several devices share once, and freed by the last."""
+        """Writes the steps between collectives, device after device; shared values are computed once, freed last."""
         units = [one for s in steps for one in ([Free((v,)) for v in s.vars] if isinstance(s, Free) else [s])]
         runs_on = [self._runs_on(unit) for unit in units]
         for d, coords in enumerate(self.devices):
@@ -171,13 +166,13 @@ class Generator:
                     self._step(unit, coords)
 
     def _runs_on(self, step: Step) -> frozenset[int]:
-        """Returns the devices, by position, for which a step is written: of those that do the same, the first one, or,
-        for a `Free`, the last."""
+        """Returns the devices, by position, for which a step is written: the first of equal ones; for a `Free` the
+        last."""
         places = self._places_along(self._axes(step))
         return places[1] if isinstance(step, Free) else places[0]
 
     def _places_along(self, axes: Primes) -> tuple[frozenset[int], frozenset[int]]:
-        """Returns the first, and the last, of the devices at each place along these axes."""
+        """Returns the first and the last device at each place along these axes."""
         if (places := self._places.get(axes)) is None:
             at = [tuple(a.coord(coords) for a in axes) for coords in self.devices]
             last = {place: d for d, place in enumerate(at)}
@@ -186,7 +181,7 @@ class Generator:
         return places
 
     def _axes(self, step: Step) -> Primes:
-        """Returns the axes on which what a step does differs."""
+        """Returns the axes along which devices run a step differently."""
         about = step.vars if isinstance(step, Free) else makes(step) or tuple(reads(step))
         different = {self.varies.get(v, ()) for v in about}
         return different.pop() if len(different) == 1 else primes(itertools.chain.from_iterable(different))
@@ -229,20 +224,18 @@ class Generator:
             return repr(x)
         return self.bind(x, "number" if isinstance(x, complex) else str(x).replace("torch.", ""))
 
-    def _number(self, given: Scalar) -> str:
-        if given.leaf not in self._numbers:
-            base = re.sub(r"\W", "_", given.name)
-            self._numbers[given.leaf] = self.fresh(base if base.isidentifier() else f"n_{base}")
-        return self._numbers[given.leaf]
+    def _number(self, scalar: Scalar) -> str:
+        if scalar.leaf not in self._numbers:
+            base = re.sub(r"\W", "_", scalar.name)
+            self._numbers[scalar.leaf] = self.fresh(base if base.isidentifier() else f"n_{base}")
+        return self._numbers[scalar.leaf]
 
     def members(self, step: Collective) -> list[list[Coords]]:
-        """The groups of a collective among the generated devices, each as its members' coordinates in group order.
+        """Returns the groups of a collective among the devices, each as its members' coordinates in group order.
 
-        Groups whose source and result are the same values are listed once.
+        Groups with equal sources and results are listed once.
         """
-        n = 1
-        for a in step.axes:
-            n *= a.size
+        n = group_size(step.axes)
         group = set(primes(step.axes))
         varying = dict.fromkeys((*self.varies.get(step.source, ()), *self.varies.get(step.out, ())))
         rest = tuple(a for a in varying if a not in group)
@@ -254,7 +247,7 @@ class Generator:
     def _render(self) -> str:
         lines = ["def program(pieces, leaves=()):"]
         for i, var in enumerate(self.program.inputs):
-            first: dict[str, int] = {}  # the devices whose pieces differ
+            first: dict[str, int] = {}  # name -> first device with that shard
             for d, coords in enumerate(self.devices):
                 first.setdefault(self.name(var, coords), d)
             if len(first) == len(self.devices):
@@ -262,8 +255,8 @@ class Generator:
             else:
                 lines += [f"    {name} = pieces[{i}][{d}]" for name, d in first.items()]
         for var, tensor in self.program.captured:
-            here = _captured(tensor, self.program.mesh)
-            self.namespace |= {self.name(var, c): here for c in self.devices}
+            placed = tensor.to(self.program.mesh.device)  # once, not at every call
+            self.namespace |= {self.name(var, c): placed for c in self.devices}
         results = []
         for out in self.program.outputs:
             if isinstance(out, Var):
@@ -277,11 +270,6 @@ class Generator:
         ending = f"    return ({', '.join(results)}{',' if results else ''})"
         lines += [f"    {name} = leaves[{leaf}]" for leaf, name in self._numbers.items()]
         return "\n".join([*lines, *(f"    {line}" for line in self.lines), ending, ""])
-
-
-def _captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """A tensor that the function closes over, or wrote down, where the mesh's are: copied once, not at every call."""
-    return tensor.to(mesh.device)
 
 
 def _short(target: Any) -> str:

@@ -1,8 +1,8 @@
-"""Collectives as `CommDebugMode` counts them: those of the plan, once for each call, whatever carries them.
+"""Reports the collectives of a plan to `CommDebugMode`, once for each call, on every transport.
 
-Torch's mode counts ops of c10d as they are dispatched. Programs move their pieces in shared memory, in bundles or
-inside one process, and ranks say more to each other than the plan shows (the greeting of a turn). So a program runs
-where the mode does not look, and tells it afterwards.
+Torch's mode counts dispatched ops of c10d. Programs send through shared memory, in bundles or inside one process, and
+ranks exchange messages that are not in the plan (the greeting of a turn). So a program runs hidden from the mode, and
+reports its collectives afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPS = {
 
 
 def counted(run: Callable[..., Any], collectives: Sequence[Collective]) -> Callable[..., Any]:
-    """`run`, which runs these collectives; modes that count are told."""
+    """Wraps `run` so that it reports its collectives to modes that count."""
     if not collectives:
         return run
 
@@ -45,7 +45,7 @@ def counted(run: Callable[..., Any], collectives: Sequence[Collective]) -> Calla
 
 
 class _Ran:
-    """A collective that has run, as a mode sees an op that it calls."""
+    """A collective that has run, in the form in which a mode sees an op."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective

@@ -1,8 +1,8 @@
-"""This rank's program on `torch.distributed`.
+"""Runs this rank's program on `torch.distributed`.
 
-A collective is started where its source is ready and finished where its result is first read, so that it runs under the
-arithmetic in between. Before the first run the ranks compare their programs; when a collective fails, the ranks that
-are gone are named.
+A collective starts when its source is ready and finishes when its result is first read, so it overlaps with the
+arithmetic in between. Before the first run the ranks compare their programs. If a collective fails, the error names the
+dead ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardlib.compiler.codegen.below_autograd import run_below
 from shardlib.compiler.codegen.codegen import Generator, Source
 from shardlib.compiler.codegen.comm_debug import counted
-from shardlib.compiler.codegen.profiler_ranges import Function, label, ranged, watched
+from shardlib.compiler.codegen.profiler_ranges import Runner, label, ranged, watched
 from shardlib.compiler.program.steps import TIERS, Collective, Program, Start
 from shardlib.core.errors import CollectiveError
 from shardlib.core.source_lines import format_file_line
@@ -36,9 +36,7 @@ from shardlib.tensor.tensor_meta import short_dtype
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
-_SETTINGS = ("SHARDLIB_OPS", "SHARDLIB_CHECK")  # what decides how a program is run, and what is sent beside it
-
-Runner = Callable[[Sequence[Sequence[torch.Tensor]]], tuple[Any, ...]]
+_SETTINGS = ("SHARDLIB_OPS", "SHARDLIB_CHECK")  # variables that all ranks must agree on
 
 _START: dict[str, Callable[..., Any]] = {
     "all_reduce": all_reduce.start,
@@ -55,12 +53,12 @@ _START_MANY: dict[str, Callable[..., Any]] = {
 
 
 def source(program: Program, mesh: Mesh, *, ranges: bool = False) -> Source:
-    """The Python function of this rank."""
+    """Generates the Python function of this rank."""
     return Generator(program, [mesh.coords(mesh.rank)], ranges=ranges).generate(_communicate)
 
 
 def _communicate(g: Generator, start: Start) -> None:
-    """Start one message, and say how it is finished."""
+    """Writes the start of one message, and the lines that finish it."""
     (coords,) = g.devices
     bundle, first = start.moves, start.first
     if first.kind in TIERS:
@@ -92,7 +90,7 @@ def _communicate(g: Generator, start: Start) -> None:
 
 
 def _copy(g: Generator, c: Collective, coords: Coords, start: Start) -> None:
-    """A copy between tiers of memory, in which no other rank takes part."""
+    """Writes a copy between tiers of memory, without other ranks."""
     begin, out = g.bind(getattr(offload, c.kind), c.kind), g.name(c.out, coords)
     flying = g.fresh(f"{out}_flying")
     g.lines.append(f"{flying} = {begin}({g.name(c.source, coords)})")
@@ -101,7 +99,7 @@ def _copy(g: Generator, c: Collective, coords: Coords, start: Start) -> None:
 
 @cache
 def _counted(start: Callable[..., Any]) -> Callable[..., Any]:
-    """A start over torch: the library in shared memory counts its own, and all ranks count alike."""
+    """Counts starts over torch, as the shared-memory library counts its own, so that all ranks count alike."""
 
     def begin(*args: Any, **kwargs: Any) -> Any:
         CURRENT_TURN[3] += 1
@@ -115,23 +113,23 @@ def _in_range(g: Generator, start: Callable[..., Any], name: str) -> Callable[..
 
 
 def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Runner:
-    """The program as a function of this rank's local inputs; compares the ranks' programs first.
+    """Returns the program as a function of this rank's local inputs; the ranks compare their programs first.
 
-    With `late` that is done by the first call. It is done again when torch.distributed is started anew.
+    With `late` they do so at the first call. They do so again if torch.distributed is restarted.
     """
     constants = (f"{var.name} = a constant with the digest {rank_checks.digest(x):x}" for var, x in program.captured)
     text = "\n".join([plan.listing(format_file_line), f"on {mesh}", *constants])
     digest = hashlib.sha256(text.encode()).hexdigest()
     collectives = [f"{c.kind} of {short_dtype(c.source.dtype)}[{c.source.layout}]" for c in program.collectives]
     turn = Turn("\n".join([plan.name, *collectives]), digest)
-    function: Function | None = None
+    function: Runner | None = None
     numbers: tuple[int, ...] = ()
     gloo: list[groups.GroupHandle] = []
-    of: object = None
+    world: object = None
 
     def prepare() -> None:
-        nonlocal function, numbers, gloo, of
-        mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
+        nonlocal function, numbers, gloo, world
+        mesh.device_mesh  # noqa: B018 - starts torch.distributed if it is not running
         settings = "\n".join(f"{name}={os.environ.get(name, '')!r}" for name in _SETTINGS)
         compare_programs(
             mesh, hashlib.sha256(f"{digest}\n{settings}".encode()).hexdigest(), f"{plan.name}\n{text}\n{settings}"
@@ -142,7 +140,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         gloo = [group for group in handles if group.may_use_gloo]
         generated = source(program, mesh)
         function = watched(generated.compile(), lambda: source(program, mesh, ranges=True).compile())
-        numbers, of = generated.numbers, dist.group.WORLD
+        numbers, world = generated.numbers, dist.group.WORLD
 
     def run(
         pieces: Sequence[Sequence[torch.Tensor]],
@@ -150,7 +148,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         after: CallTime | None = None,
         lineage: int = 0,
     ) -> tuple[Any, ...]:
-        if of is not dist.group.WORLD:
+        if world is not dist.group.WORLD:
             prepare()
         assert function is not None
         if not collectives:

@@ -1,4 +1,4 @@
-"""What is called for an op on pieces: the fastest way to it, that holds where pieces lie in memory as they like."""
+"""Chooses the callable for an op on shards: the fastest that is right for any strides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAST: Mapping[str, Any] = {
 
 
 def _resolved(target: Any) -> Callable[..., Any]:
-    """The op with its results conjugated where it only marked them so: bytes do not carry such a bit along."""
+    """Returns the op with lazy conjugation resolved: bytes that are sent do not carry the bit."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         out = target(*args, **kwargs)
@@ -30,7 +30,7 @@ def _resolved(target: Any) -> Callable[..., Any]:
 
 
 def _trimmed(target: Any) -> Callable[..., Any]:
-    """The op with its result in memory of its own size, as plans count it."""
+    """Returns the op with its result in memory of just its size, as plans count it."""
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         out: torch.Tensor = target(*args, **kwargs)
@@ -40,12 +40,12 @@ def _trimmed(target: Any) -> Callable[..., Any]:
 
 
 def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of a local shard as another dtype; it may have other strides than the whole tensor that was traced."""
+    """Views a local shard as another dtype; its strides may differ from those of the traced tensor."""
     return _packed(x).view(dtype)
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
-    """x in order, without gaps; of nothing, too, strides may say otherwise."""
+    """Returns x contiguous; strides of an empty tensor count, too."""
     last = x.dim() == 0 or x.stride(-1) == 1
     return x if last and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
@@ -55,12 +55,12 @@ def _copied_as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_complex(x: torch.Tensor) -> torch.Tensor:
-    """Pairs as complex numbers; a shard may be spread out, or lie in memory in another order."""
+    """Views pairs as complex numbers; a shard may have any strides."""
     return torch.view_as_complex(_packed(x))
 
 
 def _as_real(x: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs; a bit may say that they are still to be conjugated."""
+    """Views complex numbers as pairs, after resolving a lazy conjugation."""
     return torch.view_as_real(x.resolve_conj())
 
 
@@ -68,7 +68,7 @@ _PAIRS = {"view_as_complex": _as_complex, "view_as_real": _as_real}
 
 
 def _dense(target: Any) -> Callable[..., Any]:
-    """An op whose kernel may read memory in order: a shard is a slice, and `contiguous()` is no step."""
+    """Makes operands contiguous for an op whose kernel may ignore strides: a shard may be a slice."""
 
     def dense(x: Any) -> Any:
         if isinstance(x, list | tuple):
@@ -79,10 +79,10 @@ def _dense(target: Any) -> Callable[..., Any]:
 
 
 def callable_of(target: Any) -> Any:
-    """The cheapest callable for an op: torch's C functions parse arguments faster than `torch.ops` does.
+    """Returns the cheapest callable for an op: torch's C functions parse arguments faster than `torch.ops` does.
 
-    The two take the same arguments, and but for `reduction` mean the same where one is left out; where torch has no
-    function of that name, the op itself is called.
+    Both take the same arguments, with equal defaults but for `reduction`. If torch has no function of that name, the op
+    itself is called.
     """
     return _callable_of(target) if isinstance(target, OpOverload) else target
 
@@ -101,7 +101,7 @@ def _callable_of(target: OpOverload) -> Any:
     if has_trait(target, "overallocates"):
         return _trimmed(target)
     if any(a.name == "reduction" for a in schema.arguments):
-        return target  # left out, it is no reduction to torch's own function, and a mean to the op
+        return target  # the default is no reduction in torch's own function, and a mean in the op
     name = schema.name.removeprefix("aten::")
     if has_trait(target, "may_set_lazy_bit"):
         return _resolved(target)

@@ -1,9 +1,7 @@
-"""A program's steps as ranges of `torch.profiler`, with the user's modules and lines.
+"""Shows a program's steps as ranges of `torch.profiler`, with the user's modules and lines.
 
-An op is `mm in layers.0.up at train.py:12`, a collective `all_reduce[data] 1.5 kB at train.py:12`.
-
-A program that is profiled is another text than the one that runs otherwise, so that ranges cost nothing where nobody
-looks; it is made when a profiler first runs over it.
+An op is `mm in layers.0.up at train.py:12`, a collective `all_reduce[data] 1.5 kB at train.py:12`. The profiled program
+has a source of its own, generated when a profiler first runs, so ranges cost nothing without one.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from shardlib.core.source_lines import format_path_line
 from shardlib.core.text_tables import format_si
 from shardlib.core.torch_private import is_profiling
 
-Function = Callable[..., tuple[Any, ...]]  # of the inputs' pieces and the leaves of a call
+Runner = Callable[..., tuple[Any, ...]]  # takes the inputs' shards and the leaves of a call, for its numbers
 
 
-def watched(plain: Function, make: Callable[[], Function]) -> Function:
-    """`plain` while no profiler runs, what `make()` returns, made once, while one does."""
+def watched(plain: Runner, make: Callable[[], Runner]) -> Runner:
+    """Returns a function that runs `plain`, or, under a profiler, the result of `make()`, which is called once."""
     ranged = cache(make)
 
     def run(pieces: Sequence[Any], leaves: Sequence[Any] = ()) -> tuple[Any, ...]:
@@ -35,7 +33,7 @@ def watched(plain: Function, make: Callable[[], Function]) -> Function:
 
 
 def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`fn` in a range of that name."""
+    """Wraps `fn` in a range of that name."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with profiler.record_function(name):
@@ -47,12 +45,12 @@ def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 def op_label(op: str, step: Compute) -> str:
     """`mm in layers.0.up at train.py:12`; `mm, backward of train.py:12`."""
     inside = next((x.path or x.kind for x in reversed(step.inside)), "")
-    origin = f"{', backward of' if step.backward else ' at'} {format_path_line(step.line)}"
-    return f"{op}{f' in {inside}' if inside else ''}{origin}"
+    where = f"{', backward of' if step.backward else ' at'} {format_path_line(step.line)}"
+    return f"{op}{f' in {inside}' if inside else ''}{where}"
 
 
 def label(bundle: Sequence[Collective]) -> str:
-    """What starts together: `all_reduce[data] 1.5 kB at train.py:12, train.py:14`."""
+    """Labels a message: `all_reduce[data] 1.5 kB at train.py:12, train.py:14`."""
     first = bundle[0]
     lines = ", ".join(dict.fromkeys(("backward of " if c.backward else "") + format_path_line(c.line) for c in bundle))
     return f"{first.kind}[{' '.join(map(str, first.axes))}] {format_si(sum(c.bytes for c in bundle), 'B')} at {lines}"

@@ -1,7 +1,4 @@
-"""All devices of a mesh in this process.
-
-Collectives are plain tensor arithmetic on the members' local tensors; see `shardlib.ops`.
-"""
+"""Runs all devices of a mesh in this process; collectives are plain arithmetic on the members' local tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +11,14 @@ import torch
 from shardlib.compiler.codegen.below_autograd import run_below
 from shardlib.compiler.codegen.codegen import Generator, Source
 from shardlib.compiler.codegen.comm_debug import counted
-from shardlib.compiler.codegen.profiler_ranges import Function, label, ranged, watched
+from shardlib.compiler.codegen.profiler_ranges import Runner, label, ranged, watched
 from shardlib.compiler.program.steps import Collective, Program, Start
 from shardlib.ops import offload
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.sharding.mesh.mesh import Mesh
 
-Runner = Callable[..., tuple[Any, ...]]  # of the inputs' pieces, and of the leaves of the call, for its numbers
-
 _SHARED: dict[str, Callable[..., Any]] = {"all_reduce": all_reduce.reference, "all_gather": all_gather.reference}
-_APART: dict[str, Callable[..., Any]] = {
+_SEPARATE: dict[str, Callable[..., Any]] = {
     "reduce_scatter": reduce_scatter.reference,
     "all_to_all": all_to_all.reference,
     "ppermute": ppermute.reference,
@@ -33,13 +28,13 @@ _APART: dict[str, Callable[..., Any]] = {
 
 
 def source(program: Program, mesh: Mesh, *, share: bool = True, ranges: bool = False) -> Source:
-    """One Python function for the whole mesh; `share=False` computes every device's every value."""
+    """Generates one Python function for the whole mesh; `share=False` computes every value on every device."""
     return Generator(program, mesh.all_coords(), share, ranges).generate(_communicate)
 
 
 def load(program: Program, mesh: Mesh, *, share: bool = True) -> Runner:
-    """The program as a function of every input's local tensors (one per device), returning every output's."""
-    function: Function = source(program, mesh, share=share).compile()
+    """Returns the program as a function from every input's local tensors (one per device) to every output's."""
+    function: Runner = source(program, mesh, share=share).compile()
     function = watched(function, lambda: source(program, mesh, share=share, ranges=True).compile())
     return counted(partial(run_below, function), program.collectives)
 
@@ -50,7 +45,7 @@ def _communicate(g: Generator, start: Start) -> None:
 
 
 def _collective(g: Generator, step: Collective) -> None:
-    function = (_SHARED | _APART)[step.kind]
+    function = (_SHARED | _SEPARATE)[step.kind]
     if step.kind in _SHARED and not g.share:
         function = _own(function)
     if g.ranges:
@@ -62,7 +57,7 @@ def _collective(g: Generator, step: Collective) -> None:
         args = [f"[{', '.join(sources)}]"]
         for key, value in step.params.items():
             member = [g.literal(value, c) for c in group]
-            # Sizes of the whole group are the same for each member, its own sizes are given as a list over members.
+            # A parameter of the group is passed once, a member's own parameter as a list over members.
             args.append(f"{key}={member[0]}" if key in _COMMON[step.kind] else f"{key}=[{', '.join(member)}]")
         if step.kind in ("all_reduce", "reduce_scatter"):
             args.append(f"kind={step.reduce!r}")
@@ -72,12 +67,12 @@ def _collective(g: Generator, step: Collective) -> None:
 
 @cache
 def _own(reference: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    """The collective with a tensor of its own for every member: each may be overwritten."""
+    """Returns the collective with a separate tensor for every member, which may be written over."""
 
-    def apart(*args: Any, **params: Any) -> list[torch.Tensor]:
+    def separate(*args: Any, **params: Any) -> list[torch.Tensor]:
         return [out.clone() for out in reference(*args, **params)]
 
-    return apart
+    return separate
 
 
 _COMMON: dict[str, tuple[str, ...]] = {

@@ -1,9 +1,12 @@
-"""Which values devices may have in part: where groups of rows are cut, as a mixture's experts are, a device makes the
-rows of its own groups, and what works row by row goes on with these. Whatever the others hold there is never read.
+"""Marks values that a device may hold in the rows of its own groups only, as of its own experts in a mixture.
+
+A grouped product with sharded groups computes the rows of the device's groups. Ops that work row by row go on with
+these rows. The other rows are never read, so they may hold anything.
 
     first product -> silu, mul, + bias -> second product -> * weight of the route -> (sum over the devices) -> combine
 
-What begins with a grouped product is marked here (`Value.rows`, `Op.owns`); whether groups are cut is decided later.
+Chains that begin with a grouped product are marked here (`Value.rows`, `Op.owns`). Propagation decides later whether
+groups are sharded.
 """
 
 from __future__ import annotations
@@ -19,24 +22,23 @@ from shardlib.rules.rule import OWNED, Rule
 _OWNER = "owner"  # the factor of groups, in rules of ops that have none
 
 
-def mark(graph: Graph) -> None:
-    """Mark values of which rows of own groups are enough, and the ops that may have no more."""
+def mark_group_rows(graph: Graph) -> None:
+    """Marks values whose own rows suffice on each device, and the ops that may compute no more."""
     for op in graph.ops:
         if op.rule is None or op.constant or op.manual or op.constrains:
             continue
         if op.rule.groups is not None:
-            _begin(op, op.rule)
+            _mark_product(op, op.rule)
         elif any(x.rows for x in op.operands):
-            _go_on(op, op.rule)
+            _mark_row_by_row(op, op.rule)
 
 
-def _begin(op: Op, rule: Rule) -> None:
-    """Of a grouped product."""
+def _mark_product(op: Op, rule: Rule) -> None:
     assert rule.groups is not None
     factor, along, ends = rule.groups.factor, rule.groups.along, op.operands[rule.groups.ends]
     dims = [next((d for d, dim in enumerate(labels) if along in dim), None) for labels in rule.operands]
-    known = zip(op.operands, dims, strict=True)
-    reads = frozenset(i for i, (x, d) in enumerate(known) if d is not None and x.rows == Rows(ends, d))
+    pairs = enumerate(zip(op.operands, dims, strict=True))
+    reads = frozenset(i for i, (x, d) in pairs if d is not None and x.rows == Rows(ends, d))
     for x, labels in zip(op.results, rule.results, strict=True):
         if x is not None and factor not in {f for dim in labels for f in dim}:
             x.rows = Rows(ends, next(d for d, dim in enumerate(labels) if along in dim))
@@ -44,16 +46,15 @@ def _begin(op: Op, rule: Rule) -> None:
     op.rule = replace(rule, reduce={f: OWNED if f == factor else kind for f, kind in rule.reduce.items()})
 
 
-def _go_on(op: Op, rule: Rule) -> None:
-    """Of what works row by row."""
+def _mark_row_by_row(op: Op, rule: Rule) -> None:
     rows = next(x.rows for x in op.operands if x.rows)
     reads = frozenset(i for i, x in enumerate(op.operands) if x.rows == rows)
     (row, *others) = {rule.operands[i][rows.dim] for i in reads}
     dims = [None if x is None else _only(labels, row) for x, labels in zip(op.results, rule.results, strict=True)]
-    made = [(x, d) for x, d in zip(op.results, dims, strict=True) if x is not None]
-    if others or not row or not _by_row(op, rule, row) or any(d is None or _counts(x) for x, d in made):
+    results = [(x, d) for x, d in zip(op.results, dims, strict=True) if x is not None]
+    if others or not row or not _works_by_row(op, rule, row) or any(d is None or _may_index(x) for x, d in results):
         return
-    for x, d in made:
+    for x, d in results:
         assert d is not None
         x.rows = Rows(rows.ends, d)
     if not rule.transparent:
@@ -63,18 +64,18 @@ def _go_on(op: Op, rule: Rule) -> None:
 
 
 def _only(labels: tuple[tuple[str, ...], ...], row: tuple[str, ...]) -> int | None:
-    """The dim that is `row`, and no other has a part of it."""
+    """Returns the dim that consists of the factors `row`, if no other dim has any of them."""
     having = [d for d, dim in enumerate(labels) if set(dim) & set(row)]
     return having[0] if len(having) == 1 and labels[having[0]] == row else None
 
 
-def _counts(x: Value) -> bool:
-    """Whether its numbers may be places, which have to be right wherever they are."""
+def _may_index(x: Value) -> bool:
+    """True if a value may hold indices, which must be valid in every row."""
     return not (x.dtype.is_floating_point or x.dtype == torch.bool)
 
 
-def _by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:
-    """Whether a row of the results needs the same row of the operands only, and no other row can make the op fail."""
+def _works_by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:
+    """True if a row of the results needs the same row of the operands only, and no other row can make the op fail."""
     tags = getattr(op.target, "tags", ())
     plain = torch.Tag.pointwise in tags or torch.Tag.reduction in tags or has_trait(op.target, "moves_data")
     tied = {*rule.whole, *rule.local_factors, *rule.reduce, *(f for tie in _ties(rule) for f in tie)}

@@ -1,7 +1,7 @@
-"""The traced graph as the compiler reads it: ops with their rules, over values.
+"""The graph of the compiler: ops with their rules, over values.
 
-FX nodes with several results and their `getitem`s become one `Op` with several result `Value`s. A value is *constant*
-when it depends on no input: constants never take part in decisions, they are sliced, or made again in pieces, for free.
+An FX node with several results and its `getitem`s become one `Op` with several result `Value`s. A value is *constant*
+if it depends on no input. Constants take no part in decisions: devices slice them, or compute their shards, for free.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardlib.rules.rule import Call, Meta, Rule
 
 @dataclass(frozen=True)
 class Rows:
-    """What lies along `dim` of a value is in groups: behind the last of each is `ends`."""
+    """Rows of a value lie in groups along `dim`; `ends` holds the end of each group."""
 
     ends: Value
     dim: int
@@ -36,9 +36,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Owns:
-    """That an op may make the rows of its device's groups alone, where `factor`, which counts groups, is cut.
+    """Allows an op to compute only the rows of its device's groups, if `factor`, which counts groups, is sharded.
 
-    Of the operands `reads` it then needs no others. An op that `begins` with whole operands does less work so.
+    It then needs only these rows of the operands `reads`. An op that `begins` has whole operands, and saves work.
     """
 
     factor: str
@@ -49,8 +49,7 @@ class Owns:
 
 @dataclass(frozen=True)
 class Ordered:
-    """That an op may have its factors `rows` in an order of each device's own, which the sort `name` makes; `plain` is
-    its rule where it has not."""
+    """Allows each device to order an op's factors `rows` by itself, by the sort `name`; `plain` is the rule without."""
 
     name: str
     rows: tuple[str, ...]
@@ -59,7 +58,7 @@ class Ordered:
 
 @dataclass(eq=False)
 class Value:
-    """One tensor of the program."""
+    """One tensor of the graph."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,14 +66,14 @@ class Value:
     op: Op | None  # None for inputs and captured tensors
     index: int = 0
     constant: bool = False
-    manual: bool = False  # what one device holds, inside a shard_map body: it has a local shape and no layout
+    manual: bool = False  # a device's tensor inside a shard_map body: its shape is local, it has no layout
     readers: list[tuple[Op, int]] = field(default_factory=list)  # (op, operand position)
     is_output: bool = False
-    like: Value | None = None  # the input whose gradient it is; of a constant, whose form it has
-    again: bool = False  # what is gathered of it is not kept from one pass to the next
-    rows: Rows | None = None  # it may be there in the rows of own groups only
-    counted: str | None = None  # rows of a sort, of which each device may count its own
-    times: int = 1  # how many it stands for
+    like: Value | None = None  # the input whose gradient this is; a constant has the form of this input
+    again: bool = False  # the backward pass gathers it again
+    rows: Rows | None = None  # devices may hold only the rows of their own groups
+    counted: str | None = None  # counts rows of this sort, of which each device may count its own
+    times: int = 1  # how many values of the whole graph it represents
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +88,7 @@ class Value:
 
 @dataclass(eq=False)
 class Op:
-    """One call of an ATen (or shardlib, or custom) op, with its rule; `rule is None` means: it runs replicated."""
+    """One call of an ATen, shardlib or custom op, with its rule; without a rule it runs replicated."""
 
     name: str
     call: Call
@@ -103,7 +102,7 @@ class Op:
     owns: Owns | None = None
     ordered: Ordered | None = None
     target: Any = None
-    times: int = 1  # how many it stands for, in a graph that has one layer in place of many
+    times: int = 1  # how many ops of the whole graph it represents, in a folded graph
 
     def __post_init__(self) -> None:
         self.target = self.call.target
@@ -111,18 +110,18 @@ class Op:
 
     @cached_property
     def manual(self) -> bool:
-        """Whether this is per-device code: an op inside a shard_map body, or one of the body's two doors."""
+        """True for per-device code: an op inside a shard_map body, or at its entry or exit."""
         return _is_manual(self.target) or any(v.manual for v in self.operands)
 
     @cached_property
     def constant(self) -> bool:
-        """Whether all that it makes is constant; a check, which makes nothing, is not."""
+        """True if the op has results, and all of them are constant."""
         results = [r for r in self.results if r is not None]
         return bool(results) and all(r.constant for r in results)
 
     @cached_property
     def constrains(self) -> bool:
-        """Whether it says where its operand lives."""
+        """True for `shard`: the op fixes a layout."""
         return has_trait(self.target, "constrains")
 
     @property
@@ -144,11 +143,11 @@ class Graph:
 
     @property
     def size(self) -> int:
-        """How many ops it has, or stands for."""
+        """The number of ops, or of ops that a folded graph represents."""
         return sum(op.times for op in self.ops)
 
     def by_use(self) -> list[Value]:
-        """Inputs and captured tensors, as ops come to read them: nothing shall depend on the order of arguments."""
+        """Returns inputs and captured tensors in the order of their first readers, not of the arguments."""
         read = dict.fromkeys(v for op in self.ops for v in op.operands if v.op is None)
         return list(read | dict.fromkeys((*self.inputs, *(value for value, _ in self.captured))))
 
@@ -160,22 +159,22 @@ class Graph:
 
 
 def viewed(value: Value) -> Value:
-    """What a value is a view of, or itself."""
+    """Returns the value that this one is a view of, or itself."""
     while value.op is not None and value.op.transparent:
         (value,) = value.op.operands
     return value
 
 
 def is_zero(value: Value) -> bool:
-    """Whether a value is known to be nothing but zeros."""
+    """True if a value is known to be all zeros."""
     return is_all(value, 0)
 
 
 def is_all(value: Value, number: int) -> bool:
-    """Whether a value is known to be nothing but this number."""
+    """True if every element of a value is known to be this number."""
     op = viewed(value).op
-    found: object = None if op is None else get_fill_value(op.node)
-    return type(found) in (int, float) and found == number
+    fill: object = None if op is None else get_fill_value(op.node)
+    return type(fill) in (int, float) and fill == number
 
 
 def _meta(val: Any) -> Meta | None:
@@ -183,7 +182,7 @@ def _meta(val: Any) -> Meta | None:
 
 
 def build(gm: fx.GraphModule) -> Graph:
-    """Read a normalized FX graph; looks up every op's rule."""
+    """Builds the graph of a simplified FX graph; looks up every op's rule."""
     values: dict[fx.Node, Value] = {}
     inputs: list[Value] = []
     captured: list[tuple[Value, torch.Tensor]] = []
@@ -193,7 +192,7 @@ def build(gm: fx.GraphModule) -> Graph:
     for node in gm.graph.nodes:
         val = node.meta.get("val")
         if node.op == "placeholder":
-            constant = bool(node.meta.get("constant"))  # what every process has whole, and that needs no gradient
+            constant = bool(node.meta.get("constant"))  # whole in every process, and needs no gradient
             value = values[node] = Value(node.name, tuple(val.shape), val.dtype, None, constant=constant)
             inputs.append(value)
         elif node.op == "get_attr":
@@ -223,8 +222,9 @@ def build(gm: fx.GraphModule) -> Graph:
 
 
 def _note_like(node: fx.Node, values: dict[fx.Node, Value]) -> None:
-    value, of = values[node], node.meta.get("like" if values[node].constant else "gradient of")
-    source = values.get(of) if of is not None else None
+    value = values[node]
+    like = node.meta.get("like" if value.constant else "gradient of")
+    source = values.get(like) if like is not None else None
     free = source is not None and not (source.constant or source.manual or value.manual)
     value.like = source if free and source is not None and source.shape == value.shape else None
 
@@ -251,7 +251,7 @@ def _op(node: fx.Node, val: Any, values: dict[fx.Node, Value]) -> Op:
     inside = any(v.manual for v in operands) or _is_manual(node.target)
     rule = None if inside else rule_for(call)
     op = Op(node.name, call, rule, tuple(operands), (), node, node.meta.get("line"), bool(node.meta.get("backward")))
-    # A creation op reads at most the shape and dtype of its operand: its result is as constant as a literal.
+    # A creation op reads at most the shape and dtype of its operand, so its result is constant.
     creation = (
         is_creation(node.target)
         and rule is not None
@@ -282,7 +282,7 @@ def is_creation(target: Any) -> bool:
 
 @cache
 def is_door(target: Any) -> bool:
-    """Whether a tensor enters or leaves a shard_map body."""
+    """True if a tensor enters or leaves a shard_map body."""
     return has_trait(target, "enters_body") or has_trait(target, "leaves_body")
 
 
@@ -293,37 +293,32 @@ def _kind(target: Any) -> str:
 
 @cache
 def _is_manual(target: Any) -> bool:
-    """Whether an op belongs to shard_map bodies, whatever its operands are."""
+    """True if an op always belongs to a shard_map body."""
     return has_trait(target, "per_device") or is_door(target)
 
 
 def _refuse_random(ops: Iterable[Op]) -> None:
-    """Draws whose numbers do not belong to places in a tensor would differ between devices that hold the same."""
+    """Refuses draws whose numbers are not keyed by element: devices with the same shard would draw different ones."""
     if random := [op for op in ops if _draws(op)]:
-        places = Counter(f"{op.target} at {op.line}" for op in random)
+        places, count = Counter(f"{op.target} at {op.line}" for op in random), len(random)
         raise ShardingError(
-            f"the program draws random numbers by ops that cannot be sharded, in {_counted(len(random), 'place')}",
+            f"the program draws random numbers by ops that cannot be sharded, in {count} place{'s' * (count != 1)}",
             [place if n == 1 else f"{place} ({n} times)" for place, n in places.items()],
             rule="a number is drawn from its element's place in the whole tensor; these ops draw one after the other",
             remedy="draw them outside and pass them in, or make them of uniform and normal numbers",
         )
 
 
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
-
-
 def _draws(op: Op) -> bool:
-    """Whether a call draws random numbers."""
-    if _is_manual(op.target) or has_trait(op.target, "draws_key"):  # the tag keeps these from being merged
+    if _is_manual(op.target) or has_trait(op.target, "draws_key"):  # the tag only keeps torch from merging them
         return False
     return may_draw_random(op.call.target, op.call.args, op.call.kwargs)
 
 
 def _refuse_collectives(ops: Iterable[Op]) -> None:
-    found = [f"{op.target} at {op.line}" for op in ops if getattr(op.target, "namespace", "") in PER_RANK]
-    if found:
-        raise collectives_error(found)
+    collectives = [f"{op.target} at {op.line}" for op in ops if getattr(op.target, "namespace", "") in PER_RANK]
+    if collectives:
+        raise collectives_error(collectives)
 
 
 def _refuse_captured(op: Op) -> None:

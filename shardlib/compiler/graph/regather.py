@@ -1,4 +1,4 @@
-"""Which inputs are gathered for every pass anew, rather than kept whole from the forward to the backward one."""
+"""Marks inputs that the backward pass gathers again, rather than keeping them gathered from the forward pass on."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Regather = Literal["auto", "always", "never"]
 WAYS: tuple[str, ...] = get_args(Regather)
 
 
-def mark(graph: Graph, way: Regather, said: Collection[Value]) -> None:
-    """Mark them, with their views and casts: all, none, or those of which it is `said` and what checkpoints read."""
+def mark_regathered(graph: Graph, way: Regather, annotated: Collection[Value]) -> None:
+    """Marks such inputs with their views and casts: all, none, or (auto) the `annotated` and those of checkpoints."""
     if way == "never" or not any(op.backward for op in graph.ops):
         return
-    again = set(graph.inputs) if way == "always" else {*said, *_read_twice(graph)}
+    again = set(graph.inputs) if way == "always" else {*annotated, *_read_twice(graph)}
     for value in graph.values() if again else ():
         value.again = not value.constant and origin(value) in again
 
 
 def origin(value: Value) -> Value:
-    """What a value is a view of, a part, or another form element by element (a cast): made again at no great cost."""
+    """Returns the value behind views, slices, casts and pointwise ops of one operand, which are cheap to repeat."""
     while (op := value.op) is not None and len(op.operands) == 1 and not op.constrains and not op.manual:
         (operand,) = op.operands
         tags = getattr(op.target, "tags", ())
@@ -37,20 +37,20 @@ def origin(value: Value) -> Value:
 
 
 def _read_twice(graph: Graph) -> Iterator[Value]:
-    """The inputs of what the backward pass runs a second time: of ops that make, or read, what is there twice.
+    """Yields the inputs of ops that the backward pass repeats, as checkpoints do.
 
-    The last op inside a checkpoint is not run again, but what it reads is made again.
+    The last op inside a checkpoint is not repeated, but its operands are recomputed, so its inputs count, too.
     """
-    known: dict[Hashable, Op] = {}
+    forward: dict[Hashable, Op] = {}
     first: dict[Value, Value] = {}
     for op in graph.ops:
         operands = tuple(first.get(x, x) for x in op.operands)
         key = op.call.key, operands
         if not op.backward:
-            known.setdefault(key, op)
-        elif (before := known.get(key)) is not None:
+            forward.setdefault(key, op)
+        elif (before := forward.get(key)) is not None:
             first |= {x: y for x, y in zip(op.results, before.results, strict=True) if x is not None and y is not None}
     twice = {x for x in first.values() if x.op is not None and not x.op.transparent and not x.constant}
-    for op in known.values() if twice else ():
+    for op in forward.values() if twice else ():
         if any(x is not None and viewed(x) in twice for x in (*op.operands, *op.results)):
             yield from (x for x in map(origin, op.operands) if x.op is None)

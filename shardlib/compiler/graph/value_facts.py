@@ -1,4 +1,4 @@
-"""What is known of a value's numbers before there are any: a range, places, rows that are alike."""
+"""Facts about a value's numbers that the graph proves: a range, indices, equal rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardlib.rules.iteration_space import arg
 
 _aten = torch.ops.aten
 _RANGES = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
-EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that hold any number of what there is
+EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that hold any index exactly
 
 
 def uncast(x: Value) -> Value:
-    """What a value is a view of, of the same shape, or the same numbers in another dtype that holds them."""
+    """Returns the value behind views of the same shape and casts to dtypes that hold its numbers."""
     while (op := x.op) is not None and len(op.operands) == 1 and op.operands[0].shape == x.shape:
         if not (op.transparent or has_trait(op.target, "copies")) or x.dtype not in EXACT:
             break
@@ -28,22 +28,18 @@ def uncast(x: Value) -> Value:
 
 
 def is_range(x: Value) -> bool:
-    """Whether a value is 0, 1, 2 ..., along one dim."""
+    """True if a value is 0, 1, 2 ..., along one dim."""
     op, count = x.op, math.prod(x.shape)
     while op is not None and op.transparent and max(x.shape, default=0) == count:
         (x,) = op.operands
         op = x.op
-    if (
-        op is None
-        or math.prod(x.shape) != count
-        or op.target not in (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
-    ):
+    if op is None or math.prod(x.shape) != count or op.target not in _RANGES:
         return False
     return (arg(op.call, "start", 0), arg(op.call, "step", 1)) == (0, 1)
 
 
-def is_place(x: Value, *, or_clamped: bool = False) -> bool:
-    """Whether whole numbers are places that an op has found, so that none is below 0; or are `clamped` there."""
+def is_index(x: Value, *, or_clamped: bool = False) -> bool:
+    """True if a value holds indices that an op returned (of topk, say), so that none is negative; or is clamped so."""
     while (op := x.op) is not None and not x.dtype.is_floating_point:
         if op.transparent or has_trait(op.target, "copies"):
             (x,) = op.operands
@@ -56,12 +52,12 @@ def is_place(x: Value, *, or_clamped: bool = False) -> bool:
     return False
 
 
-def alike(x: Value, dim: int) -> bool:
-    """Whether all rows of a constant are the same."""
+def has_equal_rows(x: Value, dim: int) -> bool:
+    """True if all rows of a constant along `dim` are equal."""
     while x.constant and x.op is not None and x.op.transparent:
         assert x.op.rule is not None
         dims, row = x.op.rule.operands[0], x.op.rule.results[0][dim]
-        if not any({*of} & {*row} for of in dims):  # expanded
+        if not any({*factors} & {*row} for factors in dims):  # expanded
             return True
         if row not in dims:
             return False

@@ -1,4 +1,4 @@
-"""Planning one layer in place of many that are alike: a short graph for a long one, and its program written out."""
+"""Layer folding: plans a short graph that has one layer in place of many equal ones, and unrolls its program."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What the two inner layers of a short graph came to, compared step by step: each has to read of its own layer and of
-its neighbors what the other reads of its own. Then any layer between them is the same once more."""
+"""Compares the steps of the two inner layers of a short graph.
+
+Relative to its own layer, each must read equal items. Then every layer between them can repeat their steps.
+"""
 
 from __future__ import annotations
 
@@ -17,37 +19,37 @@ from shardlib.compiler.program.nested_args import rebuild
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, reads
 from shardlib.primitives.random.keys import COUNTER
 
-# Where reasons and notes name an op or a value: `x is [4@t], mm needs [4]`, `mm needs of x ...`, `part of mm`.
+# Ops and values in reasons and notes: `x is [4@t], mm needs [4]`, `mm needs of x ...`, `part of mm`.
 _NAMED = re.compile(r"(?:^part of |^|, (?=[\w.]+ needs )|(?<= needs of ))([A-Za-z_][\w.]*)")
 
 
-class For(NamedTuple):
-    """A step, and what it is for."""
+class OwnedStep(NamedTuple):
+    """A step, and the op, value or result that it belongs to."""
 
-    of: Op | Value | int
+    owner: Op | Value | int
     step: Step
 
 
 @dataclass(frozen=True)
 class Block:
-    """Steps that follow each other, all for one layer, or all for none."""
+    """Successive steps of one layer, or of none."""
 
     layer: Layer
-    steps: tuple[For, ...]
+    steps: tuple[OwnedStep, ...]
 
 
 class Spot(NamedTuple):
-    """Which variable of a layer: the number of those that are made for the same part of it."""
+    """The place of a variable in its layer: the part that it belongs to, and its rank there."""
 
     part: Any
     number: int
 
 
-class Compared:
-    """A program of a short graph, its steps by layer, and the variables of every layer.
+class LayeredProgram:
+    """A program of a short graph, with its steps and variables by layer.
 
-    `pairs` are the blocks of the two inner layers that stand side by side, by the number of the first; `stays` says, of
-    each step of the near one, which variables it reads that are one for all layers.
+    `pairs` are adjacent blocks of the two inner layers, by the index of the first. `stays` tells for each step of the
+    near layer which of its operands are shared by all layers.
     """
 
     def __init__(self, folded: Folded, program: Program, parts: Sequence[Part]) -> None:
@@ -55,7 +57,7 @@ class Compared:
         self.blocks = list(_blocks(folded, program, parts))
         self.pairs = dict(_pairs(self.blocks, self.near, self.far))
         self.inputs = dict(zip(folded.graph.inputs, program.inputs, strict=True))
-        self.spot: dict[Var, tuple[int, Spot]] = {}  # the layer of a variable, and which it is there
+        self.spot: dict[Var, tuple[int, Spot]] = {}  # the layer of a variable, and its place there
         self.at: dict[tuple[int, Spot], Var] = {}
         self._find_spots()
         self.stays: dict[Step, tuple[bool, ...]] = {}
@@ -64,9 +66,9 @@ class Compared:
     def _find_spots(self) -> None:
         numbers: Counter[tuple[int, Any]] = Counter()
 
-        def note(var: Var, layer: Layer, of: Op | Value | int) -> None:
+        def note(var: Var, layer: Layer, owner: Op | Value | int) -> None:
             if layer is not None:
-                part = self.folded.part(of)
+                part = self.folded.part(owner)
                 spot = Spot(part, numbers[layer, part])
                 numbers[layer, part] += 1
                 self.spot[var], self.at[layer, spot] = (layer, spot), var
@@ -74,40 +76,40 @@ class Compared:
         for value, var in self.inputs.items():
             note(var, self.folded.layer(value), value)
         for block in self.blocks:
-            for of, step in block.steps:
-                for var in made_by(step):
+            for owner, step in block.steps:
+                for var in started(step):
                     own = var.value if block.layer is None and self.folded.is_handed_out(var.value) else None
-                    note(var, block.layer if own is None else self.folded.layer(own), of if own is None else own)
+                    note(var, block.layer if own is None else self.folded.layer(own), owner if own is None else own)
 
     def layer(self, var: Var) -> Layer:
         return self.spot[var][0] if var in self.spot else None
 
-    # Whether the inner layers are alike ------------------------------------------------------------------------------
+    # Comparing the inner layers --------------------------------------------------------------------------------------
 
     def is_steady(self) -> bool:
-        """Whether the near layer came to the same as the far one, each time next to it."""
+        """True if the near layer has the same steps as the far one, in adjacent blocks."""
         inner = sum(block.layer in (self.near, self.far) for block in self.blocks)
-        handed = [v for b in self.blocks if b.layer is None for mine in b.steps for v in made_by(mine.step)]
-        given = [v for v in (*self.program.inputs, *handed) if self.layer(v) == self.near]
+        handed = [v for b in self.blocks if b.layer is None for mine in b.steps for v in started(mine.step)]
+        external = [v for v in (*self.program.inputs, *handed) if self.layer(v) == self.near]
         return (
             2 * len(self.pairs) == inner
-            and all(self._are_alike(v, self.following(v)) for v in given)
-            and all(self._match(near, far) for near, far in self.pairs.values())
+            and all(self._are_alike(v, self.following(v)) for v in external)
+            and all(self._is_equal_block(near, far) for near, far in self.pairs.values())
             and all(self._returns_alike(i) for i in range(len(self.program.outputs)))
-            and all(self._sees_all(block.layer, mine) for block in self.blocks for mine in block.steps)
+            and all(self._reads_neighbors(block.layer, mine) for block in self.blocks for mine in block.steps)
         )
 
-    def _match(self, near: Block, far: Block) -> bool:
+    def _is_equal_block(self, near: Block, far: Block) -> bool:
         same = zip(near.steps, far.steps, strict=False)
-        return len(near.steps) == len(far.steps) and all(self._same(a, b) for a, b in same)
+        return len(near.steps) == len(far.steps) and all(self._is_equal_step(a, b) for a, b in same)
 
-    def _same(self, a: For, b: For) -> bool:
-        """Whether a step of the near layer is the same as one of the far layer, seen from each."""
+    def _is_equal_step(self, a: OwnedStep, b: OwnedStep) -> bool:
+        """True if a step of the near layer equals one of the far layer, relative to their layers."""
         mine, theirs = reads(a.step), reads(b.step)
         if (
-            self.folded.part(a.of) != self.folded.part(b.of)
+            self.folded.part(a.owner) != self.folded.part(b.owner)
             or len(mine) != len(theirs)
-            or _told(a.step) != _told(b.step)
+            or _constants(a.step) != _constants(b.step)
         ):
             return False
         stays = [x is y and self.layer(x) not in (self.near, self.far) for x, y in zip(mine, theirs, strict=True)]
@@ -115,32 +117,32 @@ class Compared:
         if renamed(_note(a.step), self._next_name) != _note(b.step):
             return False
         moves = all(stay or self._moves(x, y) for x, y, stay in zip(mine, theirs, stays, strict=True))
-        return moves and all(map(self._are_alike, made_by(a.step), made_by(b.step)))
+        return moves and all(map(self._are_alike, started(a.step), started(b.step)))
 
     def _moves(self, x: Var, y: Var) -> bool:
-        """Whether one variable is for the near layer what another is for the far one."""
+        """True if one variable is to the near layer what another is to the far one."""
         return self.layer(x) in self.folded.kept[:3] and self.following(x) is y
 
     def _are_alike(self, a: Var, b: Var | None) -> bool:
-        """Whether two variables have the same form, and stand at the same place."""
+        """True if two variables have the same form, and the same place in successive layers."""
         if b is None or self.following(a) is not b:
             return False
         return (a.layout, a.dtype, a.shape, a.placement, a.host) == (b.layout, b.dtype, b.shape, b.placement, b.host)
 
     def following(self, var: Var) -> Var | None:
-        """What stands in the next layer of the short graph where a variable does in its own."""
+        """Returns the variable at the same place in the next layer of the short graph."""
         layer, spot = self.spot.get(var, (None, None))
         if spot is None or layer not in self.folded.kept[:3]:
             return None
         return self.at.get((self.folded.kept[self.folded.kept.index(layer) + 1], spot))
 
     def _next_name(self, name: str) -> str:
-        """What is called so in the near layer, in the far one."""
-        layer = self.folded.layer(self.items[name]) if name in self.items else None
-        if layer not in self.folded.kept[:3]:
+        """Returns the name of the same item in the next layer of the short graph."""
+        kept, layer = self.folded.kept, self.folded.layer(self.items[name]) if name in self.items else None
+        if layer not in kept[:3]:
             return name
-        there = self.folded.in_layer(self.items[name], self.folded.kept[self.folded.kept.index(layer) + 1])
-        return there.name if isinstance(there, Op | Value) else name
+        item = self.folded.in_layer(self.items[name], kept[kept.index(layer) + 1])
+        return item.name if isinstance(item, Op | Value) else name
 
     def _returns_alike(self, i: int) -> bool:
         if self.folded.layer(i) != self.near:
@@ -150,37 +152,39 @@ class Compared:
         )
         return isinstance(mine, Var) and isinstance(theirs, Var) and self._moves(mine, theirs)
 
-    def _sees_all(self, layer: Layer, mine: For) -> bool:
-        """Whether a step of an outer layer reads of no inner one but that beside it; and one of no layer of none, or of
-        all of them what its op reads, in order."""
-        read, of = reads(mine.step), mine.of
-        if layer is None and any(self.layer(v) is not None for v in made_by(mine.step)):
-            if not (isinstance(of, Op) and isinstance(mine.step, Compute)):
+    def _reads_neighbors(self, layer: Layer, mine: OwnedStep) -> bool:
+        """True if a step of an outer layer reads of no inner layer but its neighbor.
+
+        A step without a layer must read of no inner layer, or exactly its op's operands, of all layers.
+        """
+        read, op = reads(mine.step), mine.owner
+        if layer is None and any(self.layer(v) is not None for v in started(mine.step)):
+            if not (isinstance(op, Op) and isinstance(mine.step, Compute)):
                 return False
-            if [v and v.value for v in mine.step.outs] != [*of.results]:  # it hands out all that it makes
+            if [v and v.value for v in mine.step.outs] != [*op.results]:  # it hands out all its results
                 return False
         inner = {self.layer(x) for x in read} & {self.near, self.far}
         if layer is not None or not inner:
             first, _, _, last = self.folded.kept
             return not (self.far in inner and layer == first) and not (self.near in inner and layer == last)
-        if not (isinstance(of, Op) and isinstance(mine.step, Compute)) or [x.value for x in read] != [*of.operands]:
+        if not (isinstance(op, Op) and isinstance(mine.step, Compute)) or [x.value for x in read] != [*op.operands]:
             return False
-        found = dict(zip(of.operands, read, strict=True))
-        near = [value for value in found if self.folded.layer(value) == self.near]
-        there = (self.folded.short[self.folded.in_layer(value, self.far)] for value in near)
-        return all(found.get(y) is self.following(found[x]) for x, y in zip(near, there, strict=True))
+        var = dict(zip(op.operands, read, strict=True))
+        near = [value for value in var if self.folded.layer(value) == self.near]
+        far = (self.folded.short[self.folded.in_layer(value, self.far)] for value in near)
+        return all(var.get(y) is self.following(var[x]) for x, y in zip(near, far, strict=True))
 
 
 def _blocks(folded: Folded, program: Program, parts: Sequence[Part]) -> Iterator[Block]:
-    """The steps of a program, by layer."""
+    """Groups the steps of a program by layer."""
     steps = iter(program.steps)
-    each = ((folded.layer(part.of), For(part.of, next(steps))) for part in parts for _ in range(part.steps))
-    for layer, some in groupby(each, key=lambda of: of[0]):
-        yield Block(layer, tuple(mine for _, mine in some))
+    by_layer = ((folded.layer(part.of), OwnedStep(part.of, next(steps))) for part in parts for _ in range(part.steps))
+    for layer, group in groupby(by_layer, key=lambda pair: pair[0]):
+        yield Block(layer, tuple(mine for _, mine in group))
 
 
 def _pairs(blocks: Sequence[Block], near: int, far: int) -> Iterator[tuple[int, tuple[Block, Block]]]:
-    """Blocks of the near and the far layer, in this order, that stand side by side, by the number of the first."""
+    """Yields adjacent blocks of the near and the far layer, in this order, by the index of the first."""
     i = 0
     while i + 1 < len(blocks):
         a, b = blocks[i : i + 2]
@@ -190,8 +194,8 @@ def _pairs(blocks: Sequence[Block], near: int, far: int) -> Iterator[tuple[int, 
         i += 1
 
 
-def made_by(step: Step) -> tuple[Var, ...]:
-    """What comes into being with a step, if only in flight."""
+def started(step: Step) -> tuple[Var, ...]:
+    """Returns the variables that a step makes, or sends on their way."""
     if isinstance(step, Compute):
         return step.made
     return step.outs if isinstance(step, Start) else ()
@@ -205,15 +209,14 @@ def _note(step: Step) -> str:
     return step.note if isinstance(step, Compute) else ""
 
 
-def _told(step: Step) -> Any:
-    """All that a step is told, but for its variables."""
+def _constants(step: Step) -> Any:
+    """Returns everything about a step but its variables."""
     if isinstance(step, Compute):
         args = rebuild((step.args, step.kwargs), lambda x: Var if isinstance(x, Var) else x)
         if (at := COUNTER.get(step.target)) is not None:
             args = (*args[0][:at], None, *args[0][at + 1 :]), args[1]
         outs = [v is None for v in step.outs]
-        said = step.line, step.backward, step.flops, step.work, step.over, step.copies
-        return step.target, args, outs, said
+        return step.target, args, outs, step.line, step.backward, step.flops, step.work, step.over, step.copies
     if isinstance(step, Start):
         return [(c.kind, c.axes, c.params, c.bytes, c.reduce, c.line, c.backward) for c in step.moves]
     return Wait

@@ -1,4 +1,4 @@
-"""What was decided about a folded graph, of the whole: layers that were left out have what stands for them decided."""
+"""Spreads the decisions about a folded graph to the whole: layers that were left out repeat their representative's."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ def spread(
     doors: Mapping[Op, FixedLayout],
     sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
 ) -> Propagated:
-    """The decisions about the short graph, as those about the whole."""
+    """Returns the decisions about the whole graph, after those about the short one."""
     graph, near = folded.whole, short.flood
-    loose = {key: dims for mine, dims in near.loose.items() for key, _ in _all(folded, mine)}
+    loose = {key: dims for mine, dims in near.loose.items() for key, _ in _represented(folded, mine)}
     met = {
         key: tuple(p and (folded.seen(p[0], folded.layer(mine), layer), p[1]) for p in places)
         for mine, places in near.met.items()
-        for key, layer in _all(folded, mine)
+        for key, layer in _represented(folded, mine)
     }
     whole = flood(graph, fixed, outputs, doors, loose, met)
     whole.sends = partial(sends, whole)
     leaves = _leaves(folded, graph, near, whole)
-    asked = whole.wants
+    requests = whole.wants
     whole.wants = {
-        leaf: [next((own for own in asked.get(leaf, ()) if own.axis == want.axis), want) for want in near.wants[mine]]
+        leaf: [
+            next((own for own in requests.get(leaf, ()) if own.axis == want.axis), want) for want in near.wants[mine]
+        ]
         for leaf, mine in leaves.items()
         if mine in near.wants
     }
@@ -52,21 +54,23 @@ def spread(
         whole.value[twin], whole.twins[twin], whole.copies[twin] = whole.value[seen], whole.twins[seen], key
     units = short.search.problem.units
 
-    def stands_for(member: Member) -> Member:
-        near_member: Member = folded.standing(member) if isinstance(member, Value) else folded.stands_for(member)[0]
+    def representative(member: Member) -> Member:
+        near_member: Member = (
+            folded.representative_value(member) if isinstance(member, Value) else folded.representative(member)[0]
+        )
         return near_member
 
     problem = Problem(graph, whole, mesh)
 
     def start(member: Member) -> Order:
-        mine = stands_for(member)
+        mine = representative(member)
         return _with_slots(short.search.order(mine), units.unit[mine], problem.units.unit[member], leaves)
 
     return propagated(Search(problem, start), doors, outputs)
 
 
-def _all(folded: Folded, mine: Any) -> Iterator[tuple[Any, Layer]]:
-    """All that something of the short graph is or stands for, each with the layer for which it does."""
+def _represented(folded: Folded, mine: Any) -> Iterator[tuple[Any, Layer]]:
+    """Yields the item of the whole behind one of the short graph, and those that it represents, with their layers."""
     yield folded.original[mine], None
     if folded.layer(mine) == folded.near:
         for layer in folded.left_out:
@@ -74,20 +78,20 @@ def _all(folded: Folded, mine: Any) -> Iterator[tuple[Any, Layer]]:
 
 
 def _leaves(folded: Folded, graph: Graph, near: Propagation, whole: Propagation) -> dict[DimFactor, DimFactor]:
-    """For the leaves of the whole those of the short graph that they are, or that stand for them."""
-    found: dict[DimFactor, DimFactor] = {}
+    """Maps the dim factors of the whole to those of the short graph that represent them."""
+    short: dict[DimFactor, DimFactor] = {}
     for op in graph.ops:
-        mine = folded.stands_for(op)[0]
+        mine = folded.representative(op)[0]
         for name, leaves in whole.labels.get(op, {}).items():
-            found.update(zip(leaves, near.labels[mine].get(name, ()), strict=False))
+            short.update(zip(leaves, near.labels[mine].get(name, ()), strict=False))
     for value in graph.values():
         if value in whole.value:
-            found.update(zip(whole.leaves(value), near.leaves(folded.standing(value)), strict=False))
-    return found
+            short.update(zip(whole.leaves(value), near.leaves(folded.representative_value(value)), strict=False))
+    return short
 
 
 def _with_slots(order: Order, mine: DecisionUnit, unit: DecisionUnit, leaves: Mapping[DimFactor, DimFactor]) -> Order:
-    """A choice of one unit for another, which may have its slots in another order."""
+    """Translates a choice of one unit to another, whose slots may have another order."""
     places = {leaf: slot for slot, leaf in enumerate(mine.slots)}
     slots = {places.get(leaves.get(leaf, -1), slot): slot for slot, leaf in enumerate(unit.slots)}
     slots |= {~theirs: ~slot for theirs, slot in slots.items()}

@@ -1,8 +1,8 @@
-"""The layers of a graph: stretches of ops that it repeats, each reading of its neighbors what all others do of theirs.
+"""Finds the layers of a graph: repeated stretches of ops that read alike of their neighbors.
 
-What a forward pass repeats is a run of ops, as is what the backward pass repeats, and the update of the parameters. A
-layer is an equal part of each: its ops forward and backward, the inputs that they read, the results that they make.
-Backward runs go through the layers the other way round; so layers are told by who reads whom, not by who comes first.
+The forward pass, the backward pass and the update of the parameters each repeat a run of ops. A layer is an equal part
+of each: its ops forward and backward, the inputs that they read, the results that they make. Backward runs go through
+the layers in reverse, so layers are matched by who reads whom, not by position.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.primitives.random.keys import COUNTER
 from shardlib.sharding.placement import FixedLayout
 
-_LEAST = 6  # layers that a run repeats
-_PERIODS = 256  # lengths of a layer that are tried
-_WIDEST = 4  # repeats of one run that may be a layer of another
+_LEAST = 6  # fewest repeats in a run
+_PERIODS = 256  # most lengths of a layer that are tried
+_WIDEST = 4  # most repeats of one run that make a layer of another
 
-Item = Op | Value | int  # an op; an input, or what an op hands out to layers; or a result by its position
+Item = Op | Value | int  # an op; an input, or a value that an op hands out to layers; or a result by its position
 
 
 class Place(NamedTuple):
-    """Which layer something belongs to, and which part of it, the same in every layer."""
+    """The layer of an item, and its part there, the same in every layer."""
 
     part: Hashable
     layer: int
@@ -36,10 +36,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers that are alike, from `first` up to `last`, and where everything in them is; nothing else has a place.
+    """Equal layers, from `first` up to `last`, and the places of all items in them; other items have no place.
 
-    What has a place reads what has none, or of its own layer and the two beside it. It is read by such, and by ops that
-    collect it from all layers.
+    An item with a place reads items without one, or items of its own layer and its two neighbors. Its readers are in
+    these layers, too, or collect it from all layers.
     """
 
     places: Mapping[Item, Place]
@@ -54,77 +54,76 @@ class Layers:
         return {place: item for item, place in self.places.items()}
 
     def place(self, value: Value) -> Place | None:
-        """That of a value: its own, or that of the op that makes it."""
+        """Returns the place of a value, or of its producer."""
         return self.places.get(value) or (self.places.get(value.op) if value.op is not None else None)
 
     def value(self, value: Value, layer: int) -> Value:
-        """What stands in another layer where `value` does in its own."""
+        """Returns the value at the same place in another layer."""
         place = self.place(value)
         assert place is not None, f"{value} is of a layer"
         item = self.items[place._replace(layer=layer)]
         if isinstance(item, Op):
-            found = item.results[value.index]
-            assert found is not None
-            return found
+            result = item.results[value.index]
+            assert result is not None
+            return result
         assert isinstance(item, Value)
         return item
 
 
 class _Run(NamedTuple):
-    """A stretch of ops: from `start` on, `times` as many as a `period`."""
+    """A stretch of ops from `start` on: `times` repeats of `period` ops."""
 
     start: int
     period: int
     times: int
 
 
-def layers(
+def find_layers(
     graph: Graph,
     fixed: Mapping[Value, FixedLayout],
     outputs: Mapping[int, FixedLayout],
     doors: Mapping[Op, FixedLayout],
 ) -> Layers | None:
-    """The layers of a graph, alike in what is fixed of them, too; None where nothing is repeated often enough."""
-    looks = [_look(op) for op in graph.ops]
+    """Returns the layers of a graph, equal in their annotations, too; None if nothing is repeated often enough."""
     number: dict[Hashable, int] = {}
-    row = np.array([number.setdefault(x, len(number)) for x in looks], dtype=np.int64)
+    row = np.array([number.setdefault(_op_key(op), len(number)) for op in graph.ops], dtype=np.int64)
     runs = _runs(row)
-    return _Search(graph, runs, fixed, outputs, doors).found() if runs else None
+    return _Search(graph, runs, fixed, outputs, doors).layers() if runs else None
 
 
-def _look(op: Op) -> Hashable:
-    """What ops of alike layers have in common, apart from what they read."""
+def _op_key(op: Op) -> Hashable:
+    """Returns everything that equal ops of equal layers share, but for their operands."""
     owns = None if op.owns is None else (op.owns.factor, op.owns.reads, op.owns.begins)
     ordered = None if op.ordered is None else op.ordered.rows
-    made = tuple([r and (r.again, r.is_output, r.constant, r.manual, r.rows and r.rows.dim) for r in op.results])
-    return _told(op), op.call.results, op.line, op.backward, owns, ordered, made
+    results = tuple([r and (r.again, r.is_output, r.constant, r.manual, r.rows and r.rows.dim) for r in op.results])
+    return _call_key(op), op.call.results, op.line, op.backward, owns, ordered, results
 
 
-def _told(op: Op) -> Hashable:
-    """What an op is told; each draw of random numbers has its own counter."""
+def _call_key(op: Op) -> Hashable:
+    """Returns the key of a call, without the counter of a random draw."""
     if (at := COUNTER.get(op.target)) is None:
         return op.call.key
     return replace(op.call, args=(*op.call.args[:at], None, *op.call.args[at + 1 :])).key
 
 
 def _runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Run]:
-    """Disjoint stretches that go on as they began, the longest first."""
+    """Returns disjoint periodic stretches, the longest first."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for i, x in enumerate(row.tolist()):
         if x in last:
             distances[i - last[x]] += 1
         last[x] = i
-    found: list[_Run] = []
+    candidates: list[_Run] = []
     for period, _ in distances.most_common(_PERIODS):
         differs = np.flatnonzero(row[period:] != row[:-period])
         ends = np.concatenate([[-1], differs, [len(row) - period]])
         for before, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
             if (count := (end - before - 1) // period + 1) >= _LEAST:
-                found.append(_Run(before + 1, period, count))
+                candidates.append(_Run(before + 1, period, count))
     taken = np.zeros(len(row), dtype=bool)
     runs: list[_Run] = []
-    for run in sorted(found, key=lambda r: (-r.period * r.times, r.period)):
+    for run in sorted(candidates, key=lambda r: (-r.period * r.times, r.period)):
         stretch = slice(run.start, run.start + run.period * run.times)
         if not taken[stretch].any():
             taken[stretch] = True
@@ -133,7 +132,7 @@ def _runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Run]:
 
 
 class _Search:
-    """Which layer every repeat of every run is, and between which of them all read alike."""
+    """Finds the layer of every repeat of every run, and the range of layers that read alike."""
 
     def __init__(
         self,
@@ -145,47 +144,48 @@ class _Search:
     ) -> None:
         self.graph, self.runs = graph, [*runs]
         self.fixed, self.outputs, self.doors = fixed, outputs, doors
-        self.at: dict[Op, tuple[int, int, int]] = {}  # run, place in it, repeat
+        self.at: dict[Op, tuple[int, int, int]] = {}  # run, position in it, repeat
         for r, run in enumerate(runs):
             self._place(r, run)
-        self.ways: dict[int, tuple[int, int]] = {0: (1, 0)}  # of a run: its repeats are layers `sign * repeat + offset`
-        self.given = {*graph.inputs}
-        self.inputs: dict[Value, Place] = {}  # and what ops of no layer hand out, those that are of a layer
+        self.ways: dict[int, tuple[int, int]] = {
+            0: (1, 0)
+        }  # run -> (sign, offset): its repeats are layers `sign * repeat + offset`
+        self.graph_inputs = {*graph.inputs}
+        self.inputs: dict[Value, Place] = {}  # inputs of layers: of the graph, or handed out by ops without a layer
 
     def _place(self, r: int, run: _Run) -> None:
         for i in range(run.period * run.times):
             self.at[self.graph.ops[run.start + i]] = r, i % run.period, i // run.period
 
-    def found(self) -> Layers | None:
+    def layers(self) -> Layers | None:
         self._join()
         low, high = self._covered()
         self.ways = {r: way for r, way in self.ways.items() if self._ends(r)[0] <= low and high <= self._ends(r)[1]}
         looked_at = (low + (high - low) * n // 4 for n in (2, 1, 3)) if low < high else ()
         alike = (self._alike(low, high, middle) for middle in looked_at)
-        first, last = next((found for found in alike if found[1] - found[0] >= _LEAST), (0, 0))
-        if first == last:
+        if (ends := next(((a, b) for a, b in alike if b - a >= _LEAST), None)) is None:
             return None
+        first, last = ends
         places: dict[Item, Place] = {op: self._op(op) for op in self.at if self._is_inside(op)}
-        places = {x: place for x, place in [*places.items(), *self.inputs.items()] if first <= place.layer < last}
-        found = Layers(places, first, last)
-        results = self._results(found)
-        return None if results is None else Layers({**places, **results}, first, last)
+        places = {x: place for x, place in (places | self.inputs).items() if first <= place.layer < last}
+        results = self._results(Layers(places, first, last))
+        return None if results is None else Layers(places | results, first, last)
 
     def _op(self, op: Op) -> Place:
-        r, q, j = self.at[op]
-        sign, offset = self.ways[r]
-        return Place((r, q), sign * j + offset)
+        run, position, repeat = self.at[op]
+        sign, offset = self.ways[run]
+        return Place((run, position), sign * repeat + offset)
 
     def _ends(self, r: int) -> tuple[int, int]:
-        """The layers that a run has."""
+        """Returns the range of layers of a run."""
         sign, offset = self.ways[r]
         ends = offset, sign * (self.runs[r].times - 1) + offset
         return min(ends), max(ends) + 1
 
     def _covered(self) -> tuple[int, int]:
-        """The longest range of layers of which runs have most."""
+        """Returns the range of layers that most ops cover, the longest of these."""
         ends = {r: self._ends(r) for r in self.ways}
-        marks = sorted({end for of in ends.values() for end in of})
+        marks = sorted({end for pair in ends.values() for end in pair})
         ranges = [
             (sum(self.runs[r].period for r, (a, b) in ends.items() if a <= low and high <= b), high - low, low)
             for low, high in itertools.pairwise(marks)
@@ -202,17 +202,17 @@ class _Search:
     # Runs that belong together --------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Find the layers of every run that reads, or is read by, one whose layers are known."""
+        """Finds the layers of every run that is connected to one whose layers are known."""
         self._take_inputs(0)
         while True:
-            met = defaultdict[int, list[tuple[int, int]]](list)  # repeats of runs, and layers they have to do with
+            met = defaultdict[int, list[tuple[int, int]]](list)  # run -> (repeat, layer) pairs that are connected
             for op, (r, _, j) in self.at.items():
                 for value in op.operands:
-                    here, there = r in self.ways, self._layer(value)
+                    is_placed, layer = r in self.ways, self._layer(value)
                     source = self.at.get(value.op) if value.op is not None else None
-                    if not here and there is not None:
-                        met[r].append((j, there))
-                    elif here and there is None and source is not None and source[0] not in self.ways:
+                    if not is_placed and layer is not None:
+                        met[r].append((j, layer))
+                    elif is_placed and layer is None and source is not None and source[0] not in self.ways:
                         met[source[0]].append((source[2], self._op(op).layer))
             for r, pairs in met.items():
                 widened, phase, way = _way(pairs)
@@ -223,7 +223,7 @@ class _Search:
                 return
 
     def _widen(self, r: int, times: int, phase: int) -> None:
-        """Take several repeats of a run as one, the first so many of them left out: where others go layer by layer."""
+        """Merges `times` repeats of a run into one, after leaving out the first `phase` repeats."""
         if times == 1:
             return
         run = self.runs[r]
@@ -238,23 +238,25 @@ class _Search:
         return self._op(value.op).layer if value.op is not None and self._is_inside(value.op) else None
 
     def _take_inputs(self, r: int) -> None:
-        """Inputs of which every repeat of a run reads its own are of its layer."""
+        """Assigns inputs to layers, if every repeat of a run reads its own."""
         for q in range(self.runs[r].period):
             repeats = list(self._repeats(r, q))
             for i in range(len(repeats[0][1].operands)):
                 read = [op.operands[i] for _, op in repeats]
-                if len({*read}) == len(read) and all(map(self._is_given, read)):
+                if len({*read}) == len(read) and all(map(self._may_be_input, read)):
                     for (_, op), value in zip(repeats, read, strict=True):
                         self.inputs.setdefault(value, Place((r, q, i), self._op(op).layer))
 
-    def _is_given(self, value: Value) -> bool:
-        """Whether a value may be of one layer though no op of it makes it: an input, or one of several results."""
-        return value in self.given or (value.op is not None and value.op not in self.at and len(value.op.results) > 1)
+    def _may_be_input(self, value: Value) -> bool:
+        """True for an input of the graph, or one of several results of an op without a layer."""
+        return value in self.graph_inputs or (
+            value.op is not None and value.op not in self.at and len(value.op.results) > 1
+        )
 
     # Layers that are alike ------------------------------------------------------------------------------------------
 
     def _alike(self, low: int, high: int, middle: int) -> tuple[int, int]:
-        """The range of layers around one that are like it."""
+        """Returns the range of layers around `middle` that equal it."""
         differing = {*self._differing(low, high, middle)}
         if middle in differing:
             return middle, middle
@@ -262,7 +264,7 @@ class _Search:
         return max(first, low), min((x for x in differing if x > middle), default=high)
 
     def _differing(self, low: int, high: int, middle: int) -> Iterator[int]:
-        """The layers in which something is otherwise than in one."""
+        """Yields the layers that differ from `middle`."""
         for r in self.ways:
             for q in range(self.runs[r].period):
                 ops = {self._op(op).layer: op for _, op in self._repeats(r, q)}
@@ -280,21 +282,21 @@ class _Search:
             if middle not in mine:
                 yield from mine
                 continue
-            alike = self._look(mine[middle])
+            alike = self._input_key(mine[middle])
             yield from {*range(low, high)} - mine.keys()
             for layer, value in mine.items():
-                if self._look(value) != alike:
+                if self._input_key(value) != alike:
                     yield layer
 
     def _reads(self, op: Op, layer: int) -> Hashable:
-        """What an op reads, what its values belong to, seen from its layer, and who collects what it makes."""
-        made = [r for r in op.results if r is not None]
-        ends = [r.rows.ends for r in made if r.rows is not None]
+        """Returns an op's operands, the owners of its results, seen from its layer, and the readers without a layer."""
+        results = [r for r in op.results if r is not None]
+        ends = [r.rows.ends for r in results if r.rows is not None]
         ends += [] if op.owns is None else [op.owns.ends]
         seen = tuple([self._seen(v, layer) for v in (*op.operands, *ends)])
-        likes = tuple([r.like and self._seen(r.like, layer) for r in made])
-        said = tuple([_said(self.fixed.get(r)) for r in made]), _said(self.doors.get(op))
-        return seen, likes, said, tuple([tuple(self._outside(r)) for r in made])
+        likes = tuple([r.like and self._seen(r.like, layer) for r in results])
+        fixed = tuple([_fixed_key(self.fixed.get(r)) for r in results]), _fixed_key(self.doors.get(op))
+        return seen, likes, fixed, tuple([tuple(self._outside(r)) for r in results])
 
     def _seen(self, value: Value, layer: int) -> Hashable:
         place = self.inputs.get(value)
@@ -305,38 +307,38 @@ class _Search:
         away = place.layer - layer
         return (place.part, away, 0 if value in self.inputs else value.index) if -1 <= away <= 1 else value
 
-    def _look(self, value: Value) -> Hashable:
+    def _input_key(self, value: Value) -> Hashable:
         like = value.like and self._seen(value.like, self.inputs[value].layer)
-        said = _said(self.fixed.get(value))
+        fixed = _fixed_key(self.fixed.get(value))
         form = value.shape, value.dtype, value.constant, value.again, value.is_output
-        return form, like, said, value.op, value.rows, len(value.readers), tuple(self._outside(value))
+        return form, like, fixed, value.op, value.rows, len(value.readers), tuple(self._outside(value))
 
     def _outside(self, value: Value) -> Iterator[Op]:
-        """The ops of no layer that read a value."""
+        """Returns the readers of a value that have no layer."""
         return (op for op, _ in value.readers if not self._is_inside(op))
 
     def _is_inside(self, op: Op) -> bool:
         return op in self.at and self.at[op][0] in self.ways
 
-    def _results(self, found: Layers) -> dict[Item, Place] | None:
-        """The places of the results of a program; None where layers have other ones."""
+    def _results(self, layers: Layers) -> dict[Item, Place] | None:
+        """Returns the places of the program's results; None if layers have unequal ones."""
         places: dict[Item, Place] = {}
         times: Counter[tuple[Place, int]] = Counter()
-        said: dict[Hashable, dict[int, Hashable]] = defaultdict(dict)
+        fixed: dict[Hashable, dict[int, Hashable]] = defaultdict(dict)
         for i, value in enumerate(self.graph.outputs):
-            place = found.place(value) if isinstance(value, Value) else None
+            place = layers.place(value) if isinstance(value, Value) else None
             if place is not None:
                 index = 0 if value in self.inputs else value.index
                 part = ("result", place.part, index, times[place, index])
                 times[place, index] += 1
                 places[i] = Place(part, place.layer)
-                said[part][place.layer] = _said(self.outputs.get(i))
-        alike = all(len(of) == len(found) and len({*of.values()}) == 1 for of in said.values())
+                fixed[part][place.layer] = _fixed_key(self.outputs.get(i))
+        alike = all(len(keys) == len(layers) and len({*keys.values()}) == 1 for keys in fixed.values())
         return places if alike else None
 
 
 def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int]]:
-    """How many repeats of a run are a layer, how many stand in front of the first, and which layers these then are."""
+    """Votes on how many repeats of a run make a layer, how many come before the first, and the (sign, offset) then."""
     votes: Counter[tuple[int, int, tuple[int, int]]] = Counter()
     for wide in range(1, _WIDEST + 1):
         for phase in range(wide):
@@ -347,6 +349,6 @@ def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int]]:
     return max(votes, key=lambda way: (votes[way], -way[0]))
 
 
-def _said(fixed: FixedLayout | None) -> Hashable:
-    """What is fixed, whoever says so."""
+def _fixed_key(fixed: FixedLayout | None) -> Hashable:
+    """Returns a fixed layout, without its source."""
     return fixed and (fixed.layout, fixed.names, fixed.open, fixed.exact)

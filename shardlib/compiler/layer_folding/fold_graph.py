@@ -1,8 +1,8 @@
-"""A graph with fewer layers, which stands for one with many: all in the middle are alike, and one is there for them.
+"""Folds a graph: a short graph with four equal layers represents a whole graph with many.
 
-Of the layers that are alike the outer two stay at each end, so that the inner ones of these have a neighbor on both
-sides that is as any other. What is between is left out, and what it read or made is read and made by who is next to it.
-One layer then counts for all that are left out (`times`): decisions cost what they cost in the whole.
+The outer two layers stay at each end, so that the inner ones have ordinary neighbors on both sides. The layers between
+them are left out; the two inner layers read each other's values in their place. The near one of these counts for all
+that are left out (`times`), so decisions cost what they cost in the whole.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Owns, Rows, Value
-from shardlib.compiler.layer_folding.find_layers import Item, Layers, Place, layers
+from shardlib.compiler.layer_folding.find_layers import Item, Layers, Place, find_layers
 from shardlib.sharding.placement import FixedLayout
 
 WORTH = 400  # ops that are left out, or it is not worth it
-Layer = int | None  # None: of no layer, or as it is in the short graph
+Layer = int | None  # None: no layer, or the item's own layer in the short graph
 
 
 @dataclass
 class Folded:
-    """`graph` is the short one, of `whole`; `original` says what its ops, values and results (by position) are there.
+    """The short `graph` of `whole`; `original` maps its ops, values and results (by position) to those of the whole.
 
-    `near` is the layer that counts for those left out, `far` the one behind them.
+    `near` is the layer that represents those left out, `far` the one behind them.
     """
 
     whole: Graph
     layers: Layers
     graph: Graph = field(init=False)
     original: dict[Item, Item] = field(default_factory=dict)
-    short: dict[Item, Any] = field(default_factory=dict)  # the other way round
-    twins: dict[Value, Item] = field(default_factory=dict)  # what stands apart in the whole: what of
+    short: dict[Item, Any] = field(default_factory=dict)  # the inverse of `original`
+    twins: dict[Value, Item] = field(default_factory=dict)  # values in other factors -> their items in the whole
 
     def __post_init__(self) -> None:
         whole = self.whole
@@ -59,7 +59,7 @@ class Folded:
 
     @property
     def kept(self) -> tuple[int, int, int, int]:
-        """The layers of the short graph, as they follow each other."""
+        """The four layers of the short graph, in order."""
         return self.near - 1, self.near, self.far, self.far + 1
 
     @property
@@ -67,51 +67,52 @@ class Folded:
         return range(self.near + 1, self.far)
 
     def layer(self, item: Item) -> Layer:
-        """The layer of something of the short graph."""
+        """Returns the layer of an item of the short graph."""
         place = self.place(self.original[item])
         return place and place.layer
 
     def place(self, item: Item) -> Place | None:
-        """Where something of the whole is."""
+        """Returns the place of an item of the whole."""
         return self.layers.place(item) if isinstance(item, Value) else self.layers.places.get(item)
 
     def part(self, item: Item) -> Hashable:
-        """Which part of its layer something of the short graph is."""
+        """Returns the part of its layer that an item of the short graph is."""
         theirs = self.original[item]
         place = self.place(theirs)
         assert place is not None
         return place.part, theirs.index if isinstance(theirs, Value) and theirs not in self.layers.places else 0
 
     def in_layer(self, item: Item, layer: int) -> Item:
-        """What stands in another layer of the whole where something of the short graph does in its own."""
+        """Returns the item of the whole at the same place of another layer as an item of the short graph."""
         theirs = self.original[item]
         if isinstance(theirs, Value):
             return self.layers.value(theirs, layer)
         return self.layers.items[self.layers.places[theirs]._replace(layer=layer)]
 
-    def where(self, of: Layer, theirs: Layer, layer: Layer) -> Layer:
-        """The layer, in the whole, of what layer `of` of the short graph has of `theirs`, if `of` is `layer` there."""
+    def where(self, own: Layer, theirs: Layer, layer: Layer) -> Layer:
+        """Returns the whole's layer of an item that layer `own` reads from layer `theirs`, if `own` becomes `layer`."""
         if layer is None:
             between: dict[tuple[Layer, Layer], Layer] = {(self.near, self.far): self.near + 1}
             between[self.far, self.near] = self.far - 1
-            return between.get((of, theirs), theirs)
+            return between.get((own, theirs), theirs)
         return layer + self.kept.index(theirs) - 1 if theirs in self.kept[:3] else theirs
 
-    def seen(self, x: Any, of: Layer, layer: Layer) -> Any:
-        """What layer `of` of the short graph sees as `x`, in the whole: as it is there (None), or seen from `layer`."""
+    def seen(self, x: Any, own: Layer, layer: Layer) -> Any:
+        """Returns the item of the whole that layer `own` of the short graph reads as `x`, if `own` becomes `layer`."""
         theirs = self.layer(x)
-        to = self.where(of, theirs, layer)
+        to = self.where(own, theirs, layer)
         return self.original[x] if to == theirs or to is None else self.in_layer(x, to)
 
-    def twin(self, of: Item) -> Value:
-        """A value of the whole in other factors: what stands apart for an input, a constraint, a door or a result."""
-        value = self.whole.outputs[of] if isinstance(of, int) else of.operands[0] if isinstance(of, Op) else of
-        found = Value(value.name, value.shape, value.dtype, None)
-        self.twins[found] = of
-        return found
+    def twin(self, item: Item) -> Value:
+        """Makes a value in other factors for an input, a `shard`, a shard_map operand or a result of the whole."""
+        value = self.whole.outputs[item] if isinstance(item, int) else item
+        value = value.operands[0] if isinstance(value, Op) else value
+        twin = Value(value.name, value.shape, value.dtype, None)
+        self.twins[twin] = item
+        return twin
 
-    def stands_for(self, item: Item) -> tuple[Any, Layer]:
-        """What of the short graph is something of the whole, or stands for it, then with its layer."""
+    def representative(self, item: Item) -> tuple[Any, Layer]:
+        """Returns the short graph's item for one of the whole, with the layer if this was left out."""
         if self.stays(item):
             return self.short[item], None
         place = self.place(item)
@@ -121,70 +122,72 @@ class Folded:
         return self.short[self.layers.items[place._replace(layer=self.near)]], place.layer
 
     def is_handed_out(self, value: Value | None) -> bool:
-        """Whether an op of no layer makes a value of the short graph for one of them."""
+        """True if an op without a layer makes this value of the short graph for a layer."""
         theirs = None if value is None else self.original.get(value)
         return isinstance(theirs, Value) and theirs.op is not None and theirs in self.layers.places
 
-    def standing(self, value: Value) -> Value:
-        """What is a value of the whole in the short graph, or stands for it."""
+    def representative_value(self, value: Value) -> Value:
+        """Returns the short graph's value for one of the whole."""
         if value.op is None or value in self.layers.places:
-            found = self.stands_for(value)[0]
+            short = self.representative(value)[0]
         else:
-            found = self.stands_for(value.op)[0].results[value.index]
-        assert isinstance(found, Value)
-        return found
+            short = self.representative(value.op)[0].results[value.index]
+        assert isinstance(short, Value)
+        return short
 
     def stays(self, item: Item) -> bool:
-        """Whether something of the whole graph is in the short one."""
+        """True if an item of the whole is in the short graph."""
         place = self.place(item)
         return place is None or place.layer not in self.left_out
 
-    def of(self, said: Mapping[Any, FixedLayout]) -> dict[Any, FixedLayout]:
-        """What is fixed of the whole, of what is left of it."""
-        return {mine: said[theirs] for mine, theirs in self.original.items() if theirs in said}
+    def restrict(self, fixed: Mapping[Any, FixedLayout]) -> dict[Any, FixedLayout]:
+        """Restricts what is fixed in the whole graph to the short one."""
+        return {mine: fixed[theirs] for mine, theirs in self.original.items() if theirs in fixed}
 
     def _times(self, item: Item) -> int:
         place, many = self.place(item), 1 if isinstance(item, int) else item.times
         return many * (1 + len(self.left_out)) if place is not None and place.layer == self.near else many
 
     def _value(self, value: Value, reader: Op | Value | None) -> Value:
-        """What stands for a value of the whole: where it is left out, for its reader, that of the next layer."""
+        """Returns the short graph's value for one of the whole; for one left out, that of the reader's neighbor."""
         place = self.layers.place(value)
         if place is not None and place.layer in self.left_out:
             is_next = reader is not None and self.layer(reader) == self.near
             value = self.layers.value(value, self.far if is_next else self.near)
         if value not in self.short:
             assert value.op is None, f"{value} is made before it is read"
-            made = self.short[value] = Value(
+            copy = self.short[value] = Value(
                 value.name, value.shape, value.dtype, None, constant=value.constant, manual=value.manual,
                 is_output=value.is_output, again=value.again, times=self._times(value),
             )  # fmt: skip
-            self.original[made] = value
-        found = self.short[value]
-        assert isinstance(found, Value)
-        return found
+            self.original[copy] = value
+        short = self.short[value]
+        assert isinstance(short, Value)
+        return short
 
     def _op(self, op: Op) -> Op:
-        made = Op(op.name, op.call, op.rule, (), (), op.node, op.line, op.backward, times=self._times(op))
-        made.ordered = op.ordered
-        self.short[op], self.original[made] = made, op
-        made.operands = tuple(self._value(v, made) for v in op.operands)
-        for i, v in enumerate(made.operands):
-            if self.layer(made) is not None or self.stays(op.operands[i]):  # what is collected of all is read once
-                v.readers.append((made, i))
+        copy = Op(op.name, op.call, op.rule, (), (), op.node, op.line, op.backward, times=self._times(op))
+        copy.ordered = op.ordered
+        self.short[op], self.original[copy] = copy, op
+        copy.operands = tuple(self._value(v, copy) for v in op.operands)
+        for i, v in enumerate(copy.operands):
+            if self.layer(copy) is not None or self.stays(
+                op.operands[i]
+            ):  # an op that collects from all layers reads once
+                v.readers.append((copy, i))
         if op.owns is not None:
-            made.owns = Owns(op.owns.factor, self._value(op.owns.ends, made), op.owns.reads, op.owns.begins)
-        made.results = tuple(
+            copy.owns = Owns(op.owns.factor, self._value(op.owns.ends, copy), op.owns.reads, op.owns.begins)
+        copy.results = tuple(
             r and (Value(
-                r.name, r.shape, r.dtype, made, r.index, r.constant, r.manual,
+                r.name, r.shape, r.dtype, copy, r.index, r.constant, r.manual,
                 is_output=r.is_output, again=r.again, counted=r.counted, times=self._times(r),
             ) if self.stays(r) else None)
             for r in op.results
         )  # fmt: skip
-        for mine, theirs in zip(made.results, op.results, strict=True):
+        for mine, theirs in zip(copy.results, op.results, strict=True):
             if mine is not None and theirs is not None:
                 self.short[theirs], self.original[mine] = mine, theirs
-        return made
+        return copy
 
 
 def fold(
@@ -193,9 +196,9 @@ def fold(
     outputs: Mapping[int, FixedLayout],
     doors: Mapping[Op, FixedLayout],
 ) -> Folded | None:
-    """A short graph for one that repeats itself; None where it would hardly be shorter."""
-    if len(graph.ops) < WORTH or (found := layers(graph, fixed, outputs, doors)) is None:
+    """Returns a short graph for one that repeats itself; None if it would hardly be shorter."""
+    if len(graph.ops) < WORTH or (layers := find_layers(graph, fixed, outputs, doors)) is None:
         return None
-    left_out = range(found.first + 2, found.last - 2)
-    fewer = sum(isinstance(x, Op) and place.layer in left_out for x, place in found.places.items())
-    return Folded(graph, found) if fewer >= WORTH else None
+    left_out = range(layers.first + 2, layers.last - 2)
+    fewer = sum(isinstance(x, Op) and place.layer in left_out for x, place in layers.places.items())
+    return Folded(graph, layers) if fewer >= WORTH else None

@@ -15,8 +15,8 @@ from shardlib.compiler.program.sym_int import (
     apart,
     axes_of,
     everywhere,
-    here,
     local_size,
+    local_value,
     of_member,
     offset,
     product,
@@ -257,7 +257,7 @@ def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: 
     def sent(coords: Coords, i: int, j: int) -> int:
         sender, receiver = (member_coords(coords, group, m) for m in (i, j))
         (a, b), (c, d) = shard_range(have, before, sender), shard_range(want, after, receiver)
-        return max(0, min(b, d) - max(a, c)) * int(here(post, coords))
+        return max(0, min(b, d) - max(a, c)) * int(local_value(post, coords))
 
     others, members = {*before, *after, *axes_of(post)}, range(group_size(group))
     return [[tabulate(partial(sent, i=i, j=j), others, group) for j in members] for i in members]

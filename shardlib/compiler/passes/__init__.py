@@ -51,10 +51,12 @@ def run_passes(
     *,
     ahead: str | None = None,
     draft: bool = False,
+    report: Callable[[str, Program], None] = lambda stage, program: None,
     peak: Callable[[Program], int] = peak_bytes,
 ) -> Program:
     """The program after all passes, checked after each, and verified after the last, unless it is a `draft`, of which
-    only figures are wanted. `peak` says how many bytes are in use at once where it runs.
+    only figures are wanted. `peak` says how many bytes are in use at once where it runs. `report` takes the module name
+    of each pass and its program, but for drafts.
 
     Raises `ProgramError` for what would be a fault of ours.
 
@@ -71,8 +73,10 @@ def run_passes(
     @cache
     def passed(way: _Way) -> Program:
         result = program
-        for after in _passed(program, way, hosted):
+        for stage, after in _passed(program, way, hosted):
             result = after if draft or after is result else check(after)
+            if not draft:
+                report(stage, result)
         if not draft:
             verify(result)  # every message's sizes, on every kind of device
         return result
@@ -102,8 +106,8 @@ class _Way(NamedTuple):
     without: Collection[Any] = frozenset()
 
 
-def _passed(program: Program, way: _Way, hosted: Hosted) -> Iterator[Program]:
-    """What each pass makes."""
+def _passed(program: Program, way: _Way, hosted: Hosted) -> Iterator[tuple[str, Program]]:
+    """Runs each pass; yields the name of its module and its program."""
     how = way.how
     told: dict[Any, Callable[[Program], Program]] = {
         row_overlap.parts: partial(
@@ -116,7 +120,7 @@ def _passed(program: Program, way: _Way, hosted: Hosted) -> Iterator[Program]:
     for one in PASSES:
         if one not in way.without:
             program = told.get(one, one)(program)
-            yield program
+            yield one.__module__.rpartition(".")[2], program
 
 
 def _settled(program: Program, how: Schedule, hosted: Hosted) -> Program:

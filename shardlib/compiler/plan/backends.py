@@ -1,6 +1,6 @@
-"""Which backend runs each collective and each attention of a program, and why: what the ops' `choose` say.
+"""Names the backend of each collective and attention, and the reason, as the ops' `choose` give it.
 
-Nothing is communicated to find out: what the ranks have not settled yet is said to be open.
+Nothing is communicated for that: if ranks have not agreed on a backend yet, the reason says so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COLLECTIVES: dict[str, Callable[..., Choice]] = {
 
 
 def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
-    """What runs a collective; None on an abstract mesh, which has no devices to choose for."""
+    """Returns the backend of a collective; None on an abstract mesh, which has no devices."""
     if mesh.kind == "abstract":
         return None
     transport, why = ("virtual", "") if mesh.kind == "virtual" else groups.transport(mesh, c.axes)
@@ -44,7 +44,7 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
 
 
 def of_attention(op: Op, mesh: Mesh) -> Choice | None:
-    """What computes an attention; None for other ops, and on an abstract mesh."""
+    """Returns the backend of an attention; None for other ops, and on an abstract mesh."""
     if op.target not in attention.OPS or mesh.kind == "abstract":
         return None
     with FakeTensorMode():
@@ -53,7 +53,7 @@ def of_attention(op: Op, mesh: Mesh) -> Choice | None:
             return torch.empty(x.shape, dtype=x.dtype, device=mesh.device) if isinstance(x, Meta) else x
 
         names = (a.name for a in schema_of(op.target).arguments)
-        given = {**dict(zip(names, map(tensor, op.call.args), strict=False)), **op.call.kwargs}
-        variant = Variant(**{name: x for name, x in given.items() if name in Variant._fields})
-        q, k = given["q"], given["k"]
-        return attention.choose(q, k, variant.explicit(q, k), bool(given.get("need_bias", False)))
+        arguments = {**dict(zip(names, map(tensor, op.call.args), strict=False)), **op.call.kwargs}
+        variant = Variant(**{name: x for name, x in arguments.items() if name in Variant._fields})
+        q, k = arguments["q"], arguments["k"]
+        return attention.choose(q, k, variant.explicit(q, k), bool(arguments.get("need_bias", False)))

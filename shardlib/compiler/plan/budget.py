@@ -1,4 +1,4 @@
-"""Budgets of plans: what is unexpected becomes an error, before anything runs."""
+"""Budgets of plans: a plan that exceeds one is an error, before anything runs."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _SHOWN = 20  # offenders of one error
 
 @dataclass(frozen=True)
 class Budget(ABC):
-    """What a plan must not exceed: an argument of `jit`, or a context around plans and calls."""
+    """A limit on plans: an argument of `jit`, or a context around plans and calls."""
 
-    what: ClassVar[str]  # `communication`
-    name: ClassVar[str]  # what it is called as an argument of `jit`, and in `shardlib`
+    subject: ClassVar[str]  # `communication`
+    name: ClassVar[str]  # its name as an argument of `jit`, and in `shardlib`
     remedy: ClassVar[str]
 
     @abstractmethod
     def exceeded(self, plan: Plan) -> tuple[Sequence[str], Sequence[object]]:
-        """What is exceeded, by how much; and what does so, all of it. Nothing where the plan keeps to the budget."""
+        """Returns the figures that exceed the budget, and all offenders; nothing if the plan keeps the budget."""
 
     def check(self, plan: Plan) -> None:
-        """Raise `ShardingError` naming all that breaks the budget."""
+        """Raises `ShardingError` with the offenders if the plan exceeds the budget."""
         facts, offenders = self.exceeded(plan)
         if not facts and not offenders:
             return
         more = [f"and {len(offenders) - _SHOWN} more"] if len(offenders) > _SHOWN else []
         raise ShardingError(
-            f"{plan.name} exceeds its {self.what} budget",
+            f"{plan.name} exceeds its {self.subject} budget",
             [*facts, *map(str, offenders[:_SHOWN]), *more],
             rule=f"{self.name}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields(self))})",
             remedy=self.remedy,
@@ -72,7 +72,7 @@ class CommBudget(Budget):
     max_bytes: float | None = None
     forbid: tuple[str, ...] = ()
 
-    what = "communication"
+    subject = "communication"
     name = "comm_budget"
     remedy = "annotate where values should live (plan.explain(collective) tells why), or raise the budget"
 
@@ -85,7 +85,7 @@ class CommBudget(Budget):
             )
 
     def exceeded(self, plan: Plan) -> tuple[Sequence[str], Sequence[object]]:
-        """All collectives where too much is sent, and those of a forbidden kind else."""
+        """Returns all collectives if the plan sends too much, else those of a forbidden kind."""
         if self.max_bytes is None or plan.comm_bytes <= self.max_bytes:
             return [], [c for c in plan.collectives if c.kind in self.forbid]
         fact = f"{plan.comm_bytes:,.0f} bytes are sent per device, the budget is {self.max_bytes:,.0f}"
@@ -94,9 +94,9 @@ class CommBudget(Budget):
 
 @dataclass(frozen=True)
 class RedundancyBudget(Budget):
-    """At most `max_flops` of a device, and `max_share` of its FLOPs, may be what other devices do identically.
+    """At most `max_flops` of a device, and `max_share` of its FLOPs, may repeat work of other devices.
 
-    An argument of `jit` (`redundancy_budget=`), or a context around plans and calls. What counts is `plan.redundant`.
+    An argument of `jit` (`redundancy_budget=`), or a context around plans and calls. `plan.redundant` is counted.
 
     Example:
         >>> import torch, shardlib as sl
@@ -113,7 +113,7 @@ class RedundancyBudget(Budget):
     max_share: float | None = None
     max_flops: float | None = None
 
-    what = "redundancy"
+    subject = "redundancy"
     name = "redundancy_budget"
     remedy = "cut a dim of the named ops over the named axes (an input, or sl.shard on a line), or raise the budget"
 
@@ -126,7 +126,7 @@ class RedundancyBudget(Budget):
             )
 
     def exceeded(self, plan: Plan) -> tuple[Sequence[str], Sequence[object]]:
-        """All redundant work, most first, where there is too much."""
+        """Returns all redundant work, most first, if there is too much."""
         twice = sum(r.flops for r in plan.redundant)
         share = twice / plan.flops if plan.flops else 0.0
         work = f"{format_si(twice, 'FLOP')} of {format_si(plan.flops, 'FLOP')} per device ({100 * share:.3g} %)"
@@ -138,11 +138,22 @@ class RedundancyBudget(Budget):
         return facts, [r for r in plan.redundant if r.flops] if facts else []
 
 
+def checked_budgets(comm_budget: CommBudget | None, redundancy_budget: RedundancyBudget | None) -> tuple[Budget, ...]:
+    """Returns the budgets that are given. Raises `ShardingError` for other objects."""
+    for budget, kind, example in (
+        (comm_budget, CommBudget, "max_bytes=..."),
+        (redundancy_budget, RedundancyBudget, "max_share=..."),
+    ):
+        if budget is not None and not isinstance(budget, kind):
+            raise ShardingError(f"{budget!r} is no budget", remedy=f"{kind.name}=sl.{kind.name}({example})")
+    return tuple(budget for budget in (comm_budget, redundancy_budget) if budget is not None)
+
+
 comm_budget = CommBudget
 redundancy_budget = RedundancyBudget
 _stack: ContextVar[tuple[Budget, ...]] = ContextVar("shardlib_budgets", default=())
 
 
 def current_budgets() -> tuple[Budget, ...]:
-    """The budgets of the `with` blocks that run now."""
+    """Returns the budgets of the enclosing `with` blocks."""
     return _stack.get()

@@ -1,7 +1,6 @@
-"""What one more annotation, another mesh or another version of a function changed: two plans, line by line.
+"""Compares two plans line by line: after one more annotation, on another mesh, or of another version of a function.
 
-Lines of source are the same where file and text are, so that a plan can be compared with one from before an edit that
-moved them.
+Source lines are equal if their file and text are, so that plans can be compared across an edit that moved lines.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from shardlib.core.text_tables import fold_names, format_si, format_table, strip
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
-Spot = tuple[str, str, int, bool]  # a line: its file and text, the how manieth of these it is, whether its backward
+Spot = tuple[str, str, int, bool]  # a line: its file, its text, its rank among equal texts, True if its backward
 
 
 @dataclass(frozen=True)
 class Total:
-    """A figure per device of both plans: bytes that are sent, FLOPs, how many of them are redundant, peak memory."""
+    """A figure per device of both plans: bytes sent, FLOPs, redundant FLOPs, or peak memory."""
 
     what: str
     unit: str
@@ -44,10 +43,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Moved:
-    """The collectives of one kind, over the same axes and of values that are called alike, of one line.
-
-    `times` and `bytes` of all of them, before and after.
-    """
+    """Collectives of one line, kind, axes and value name: their `times` and `bytes` in all, before and after."""
 
     kind: str
     axes: tuple[str, ...]
@@ -66,10 +62,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class LineDiff:
-    """A line of source whose FLOPs per device, or whose collectives, are not what they were.
-
-    `line` is where it stands after, or stood if it is gone.
-    """
+    """A source line whose FLOPs per device, or collectives, changed; `line` is its place after, or before if gone."""
 
     line: str
     text: str
@@ -86,10 +79,9 @@ class LineDiff:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What `plan.diff(other)` returns: true where something changed; `print` it, or take it as plain data.
+    """The result of `plan.diff(other)`: true if something changed; `print` it, or take it as plain data.
 
-    `inputs` and `outputs` are those with another layout, or that one plan has alone: (name, before, after), "" where
-    it is not there.
+    `inputs` and `outputs` lists those with another layout, or in one plan only: (name, before, after), "" if missing.
     """
 
     before: str
@@ -116,14 +108,14 @@ class PlanDiff:
         return "\n\n".join("\n".join(part) for part in parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The difference as plain data (JSON-ready)."""
+        """Returns the difference as plain data (JSON-ready)."""
         data: dict[str, Any] = _plain(asdict(self))
         return data
 
 
 @dataclass
 class _Costs:
-    """What one line of one plan costs."""
+    """The costs of one line of one plan."""
 
     line: Line | None = None
     flops: float = 0.0
@@ -131,12 +123,12 @@ class _Costs:
 
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
-    """What changed from one plan to the other."""
+    """Compares two plans."""
     old, new = _costs(before), _costs(after)
     changed = (_line(spot, old.get(spot, _Costs()), new.get(spot, _Costs())) for spot in {**new, **old})
     lines = tuple(x for x in changed if x.collectives or x.flops[0] != x.flops[1])
     was, now = before.to_dict(), after.to_dict()
-    inputs, outputs = (_placed(was[what], now[what]) for what in ("inputs", "outputs"))
+    inputs, outputs = (_placed(was[key], now[key]) for key in ("inputs", "outputs"))
     return PlanDiff(before.heading, after.heading, _totals(before, after), inputs, outputs, lines)
 
 
@@ -147,7 +139,7 @@ def _totals(before: Plan, after: Plan) -> tuple[Total, ...]:
         ("redundant", "FLOP", lambda plan: sum(r.flops for r in plan.redundant)),
         ("peak memory", "B", lambda plan: plan.peak_memory),
     )
-    return tuple(Total(what, unit, float(get(before)), float(get(after))) for what, unit, get in figures)
+    return tuple(Total(name, unit, float(get(before)), float(get(after))) for name, unit, get in figures)
 
 
 def _share(before: float, after: float) -> str:
@@ -157,7 +149,7 @@ def _share(before: float, after: float) -> str:
 
 
 def _costs(plan: Plan) -> dict[Spot, _Costs]:
-    """What every line costs, in program order."""
+    """Returns the costs of every line, in program order."""
     program = plan.compiled.program
     computed = [(s.line, s.backward) for s in program.steps if isinstance(s, Compute)]
     spots = _spots([*computed, *((c.line, c.backward) for c in program.collectives)])
@@ -166,26 +158,26 @@ def _costs(plan: Plan) -> dict[Spot, _Costs]:
         if isinstance(step, Compute) and step.flops:
             mine = costs[spots[step.line, step.backward]]
             mine.line, mine.flops = step.line, mine.flops + step.flops
-    for c, told in zip(program.collectives, plan.collectives, strict=True):
+    for c, planned in zip(program.collectives, plan.collectives, strict=True):
         mine = costs[spots[c.line, c.backward]]
         mine.line = c.line
-        mine.moved[told.kind, told.axes, strip_numbers(told.value)].append(told.bytes)
+        mine.moved[planned.kind, planned.axes, strip_numbers(planned.value)].append(planned.bytes)
     return dict(costs)
 
 
 def _spots(lines: Iterable[tuple[Line | None, bool]]) -> dict[tuple[Line | None, bool], Spot]:
-    """The key of every line: lines of one text are counted down the file."""
-    whose: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
-    known = dict.fromkeys(lines)
-    for line, _ in known:
+    """Returns the key of every line: equal texts are ranked by line number."""
+    numbers_by_text: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    distinct = dict.fromkeys(lines)
+    for line, _ in distinct:
         if line is not None:
-            whose[line.file, line.text].add(line.lineno)
-    ranks = {(*key, n): i for key, numbers in whose.items() for i, n in enumerate(sorted(numbers))}
+            numbers_by_text[line.file, line.text].add(line.lineno)
+    ranks = {(*key, n): i for key, numbers in numbers_by_text.items() for i, n in enumerate(sorted(numbers))}
     return {
         (line, backward): ("", "", 0, backward)
         if line is None
         else (line.file, line.text, ranks[line.file, line.text, line.lineno], backward)
-        for line, backward in known
+        for line, backward in distinct
     }
 
 
@@ -207,7 +199,7 @@ def _placed(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[tuple[
 
 
 def _plain(x: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
+    """Turns tuples into lists, for JSON."""
     if isinstance(x, dict):
         return {k: _plain(v) for k, v in x.items()}
     return [_plain(y) for y in x] if isinstance(x, tuple) else x

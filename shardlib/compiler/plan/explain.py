@@ -1,4 +1,4 @@
-"""Why: a collective or a value, as a chain back to the annotations."""
+"""Explains a collective or a layout, as a chain back to the annotations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VIEWS = (RESHAPE, PERMUTE, NARROW, CAT)
 
 @dataclass(frozen=True)
 class Explainer:
-    """Finds reasons in what the stages recorded."""
+    """Finds reasons in the records of the stages."""
 
     compiled: Compiled
     naming: Naming
@@ -33,7 +33,7 @@ class Explainer:
     # One line -------------------------------------------------------------------------------------------------------
 
     def ends(self, c: Collective) -> tuple[Var, Var]:
-        """What a collective moves, and what that becomes: not the rows in which they go."""
+        """Returns a collective's operand and result, before and after the views that lay out its rows."""
         before, after = c.source, c.out
         while before.layout is None and before in self._viewed:
             before = self._viewed[before]
@@ -43,12 +43,12 @@ class Explainer:
 
     @cached_property
     def _viewed(self) -> dict[Var, Var]:
-        """What the views in front of collectives, and behind them, are of; or what ranges are part of."""
+        """Maps views around collectives to their operands."""
         return {step.made[0]: step.operands[0] for step in self._reshards}
 
     @cached_property
     def _views(self) -> dict[Var, Var]:
-        return {of: step.made[0] for step in self._reshards for of in step.operands}
+        return {operand: step.made[0] for step in self._reshards for operand in step.operands}
 
     @cached_property
     def _reshards(self) -> list[Compute]:
@@ -56,32 +56,32 @@ class Explainer:
         return [step for step in steps if step.note == "reshard" and step.made]
 
     def subject(self, c: Collective) -> str:
-        """What a collective moves."""
+        """Returns the name of the value that a collective moves."""
         if isinstance(c.because, Inside) and c.because.what:
             return c.because.what
         before, _ = self.ends(c)
         if before.value is not None:
             return self.naming.var(before)
-        what = c.reduce if c.kind in _REDUCTIONS else "pieces"
-        return f"{c.because.op.name}'s {what}" if isinstance(c.because, Inside) else c.source.name
+        part = c.reduce if c.kind in _REDUCTIONS else "pieces"
+        return f"{c.because.op.name}'s {part}" if isinstance(c.because, Inside) else c.source.name
 
     def why(self, c: Collective) -> str:
-        """Why a collective is there, in a few words."""
+        """Returns the reason of a collective in a few words."""
         if isinstance(c.because, Inside):
             op, factors = c.because.op, c.because.factors
             labels = self.compiled.propagated.flood.labels[op]
             names = [self.naming.leaf(x) for factor in factors for x in labels.get(factor, ())]
             over = " ".join(names or factors)
             reduced = c.kind in _REDUCTIONS
-            what = f"{c.reduce} over {over}" if reduced else f"{over} {c.because.how}"
-            return f"{what}, inside {self.naming.call(op, 2)}"
+            action = f"{c.reduce} over {over}" if reduced else f"{over} {c.because.how}"
+            return f"{action}, inside {self.naming.call(op, 2)}"
         reader = self._reader(c)
         if not reader:
             return c.reason
         if c.kind in _REDUCTIONS:
-            over = self._summed(c)
+            over = self._summed_dims(c)
             return f"{c.reduce} over {over}; {reader}" if over else reader
-        moved, spared = self._moved(c), self._spared(c)
+        moved, spared = self._moved_dims(c), self._spared_sum(c)
         return (f"{moved}: {reader}" if moved else reader) + spared
 
     def _reader(self, c: Collective) -> str:
@@ -91,12 +91,12 @@ class Explainer:
         if isinstance(reader, Op):
             verb = "asked for" if reader.constrains else "read"
             return f"{verb} by {self.naming.call(reader, 2)}"
-        if reader is None:  # of an argument that is in other pieces than the rest
+        if reader is None:  # an argument whose shards have other sizes than those of the program
             return "as all that has this dim"
         return f"returned as {self.compiled.traced.result_names[reader]}"
 
-    def _spared(self, c: Collective) -> str:
-        """What an op that gathers rows saves: all that it gathers, and the sum of its result, in bytes on the wire."""
+    def _spared_sum(self, c: Collective) -> str:
+        """Compares the bytes that an op gathers with those of the sum of its result, which it saves."""
         op, axes = c.because.by if isinstance(c.because, Asked) else None, {p for a in c.axes for p in a.primes()}
         unit = self.compiled.propagated.units.unit.get(op) if isinstance(op, Op) else None
         if unit is None or not unit.spares or c.kind != "all_gather":
@@ -104,16 +104,16 @@ class Explainer:
         program, cuts = self.compiled.program, self.compiled.propagated.unit_cut(unit)
         if axes & {a for slot in unit.spares for a in cuts[slot]}:
             return ""
-        asked = [x for x in program.collectives if isinstance(x.because, Asked) and x.because.by is op]
-        rows = sum(x.bytes for x in asked if x.kind == c.kind and x.axes == c.axes)
+        requested = [x for x in program.collectives if isinstance(x.because, Asked) and x.because.by is op]
+        rows = sum(x.bytes for x in requested if x.kind == c.kind and x.axes == c.axes)
         result = next(v for step in program.steps for v in makes(step) if v.value in unit.ops[0].results)
         assert result.layout is not None
         n, whole = group_size(c.axes), result.layout.max_local_numel() * result.dtype.itemsize
-        sum_bytes = format_si(2 * whole * (n - 1) / n, "B")
-        return f"; rows and indices are {format_si(rows, 'B')}, a sum of the result {sum_bytes}"
+        summed = 2 * whole * (n - 1) / n
+        return f"; rows and indices are {format_si(rows, 'B')}, a sum of the result {format_si(summed, 'B')}"
 
-    def _moved(self, c: Collective) -> str:
-        """Which dims lose the axes and which get them: `embed whole`, `tensor from heads to seq`."""
+    def _moved_dims(self, c: Collective) -> str:
+        """Names the dims that lose the axes and those that get them: `embed whole`, `tensor from heads to seq`."""
         before, after = self.ends(c)
         if before.layout is None or after.layout is None:
             return ""
@@ -136,22 +136,22 @@ class Explainer:
         return out
 
     @cached_property
-    def _made_of(self) -> dict[Var, list[Var]]:
+    def _operands_of(self) -> dict[Var, list[Var]]:
         program = self.compiled.program
-        made = {out: list(reads(step)) for step in program.steps for out in makes(step)}
-        return made | {c.out: [c.source] for c in program.collectives}
+        operands = {out: list(reads(step)) for step in program.steps for out in makes(step)}
+        return operands | {c.out: [c.source] for c in program.collectives}
 
     def origin(self, c: Collective) -> Value | None:
-        """The value that a contraction or reduction left pending, before anything linear was done to it."""
+        """Returns the contraction's or reduction's result that became a partial sum, before any linear op on it."""
         var = c.source
-        while (operands := self._made_of.get(var)) is not None:
-            owing = [v for v in operands if v.layout is not None and v.layout.pending]
-            if not owing:
+        while (operands := self._operands_of.get(var)) is not None:
+            partial = [v for v in operands if v.layout is not None and v.layout.pending]
+            if not partial:
                 return var.value
-            var = owing[0]
+            var = partial[0]
         return None
 
-    def _summed(self, c: Collective) -> str:
+    def _summed_dims(self, c: Collective) -> str:
         value = self.origin(c)
         op = None if value is None else value.op
         units, propagated = self.compiled.propagated.units, self.compiled.propagated
@@ -168,7 +168,7 @@ class Explainer:
         return " ".join(dict.fromkeys(over))
 
     def reason(self, c: Collective) -> str:
-        """The layouts that forced a collective, and why they are what they are."""
+        """Returns the layouts that forced a collective, and its reason."""
         before, after = self.ends(c)
         if before.layout is None or after.layout is None:
             return self.why(c)
@@ -178,7 +178,7 @@ class Explainer:
     # Chains ---------------------------------------------------------------------------------------------------------
 
     def collective(self, c: Collective) -> str:
-        """What moved, why, who made it and who reads it, and what decided both."""
+        """Explains a collective: its value, reason, producer and reader, and the decisions about both."""
         axes = " ".join(map(str, c.axes))
         lines = [f"{c.kind}[{axes}] of {self.subject(c)}: {format_si(c.bytes, 'B')} on the wire per device"]
         if c.line:
@@ -190,14 +190,14 @@ class Explainer:
             lines += [f"  from {self.naming.typed(before)}", f"  to   {self.naming.typed(after)}"]
         lines.append(f"  because {self.why(c)}")
         value = before.value
-        made = [v.op for v in (self.origin(c), value) if v is not None]
-        makers = [c.because.op, *made] if isinstance(c.because, Inside) else made
+        producers = [v.op for v in (self.origin(c), value) if v is not None]
+        producers = [c.because.op, *producers] if isinstance(c.because, Inside) else producers
         reader = c.because.by if isinstance(c.because, Asked) else None
-        said: set[Op] = set()
-        for verb, ops in (("made by", makers), ("read by", [reader])):
+        explained: set[Op] = set()
+        for verb, ops in (("made by", producers), ("read by", [reader])):
             for op in ops:
-                if isinstance(op, Op) and op not in said:
-                    said.add(op)
+                if isinstance(op, Op) and op not in explained:
+                    explained.add(op)
                     lines += [f"  {line}" for line in self._op(op, verb)]
         if value is not None and value.op is None:
             lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, before)]
@@ -207,7 +207,7 @@ class Explainer:
         return "\n".join(lines)
 
     def value(self, v: Value, var: Var) -> str:
-        """Each cut of a value: which annotation asked for it, and what it won against."""
+        """Explains each sharded dim of a value: the annotation that requested it, and the alternatives."""
         lines = [f"{self.naming.own(v)} is {self.naming.typed(var)}", *self._cuts(v, var)]
         if v.op is not None:
             lines += self._op(v.op, "made by")
@@ -225,16 +225,16 @@ class Explainer:
             flood.leaves(v) if v in flood.value else (), var.placement[0] if var.placement else (), strict=False
         ):
             for axis in axes:
-                asked = self._source(leaf, axis)
-                lines.append(f"{self.naming.leaf(leaf)} is cut over {axis}, asked for by {asked}")
+                source = self._source(leaf, axis)
+                lines.append(f"{self.naming.leaf(leaf)} is cut over {axis}, asked for by {source}")
         if not lines and v in flood.value:
             wanted = [leaf for leaf in flood.leaves(v) if flood.wants.get(leaf)]
             lines = [] if wanted else ["whole: no annotation reaches its dims"]
         return lines
 
     def _source(self, leaf: DimFactor, axis: Axis) -> str:
-        wants = self.compiled.propagated.flood.wants.get(leaf, ())
-        return next((w.source for w in wants if w.axis in axis.primes()), "the reduction that lands there")
+        requests = self.compiled.propagated.flood.wants.get(leaf, ())
+        return next((w.source for w in requests if w.axis in axis.primes()), "the reduction that lands there")
 
     def _op(self, op: Op, verb: str) -> Iterator[str]:
         where = f"  at {format_path_line(op.line)}  {op.line.text}" if op.line else ""
@@ -259,14 +259,14 @@ class Explainer:
             cuts = f"{axis} cuts {decision.winner} here ({decision.units} alike)"
             yield f"{cuts}; estimated, with all that it touches{paid}:"
             for name, seconds, first in decision.alternatives:
-                source = self._asked(unit, first[0], axis) if first else "no device does less"
+                source = self._requester(unit, first[0], axis) if first else "no device does less"
                 yield f"  {name}: {seconds * 1e6:.1f} us, {source}"
             if near := near_tie(search, op, axis):
                 now = f"the program takes {near[1] * 1e6:.4g} us with it, {search.seconds * 1e6:.4g} us as it is"
                 yield f"  a near-tie with {near[0]}: {now}"
 
-    def _asked(self, unit: DecisionUnit, slot: int, axis: str) -> str:
-        wants = self.compiled.propagated.flood.wants.get(unit.slots[slot], ())
-        asked = next((f"asked for by {w.source}" for w in wants if w.axis.name == axis), "")
+    def _requester(self, unit: DecisionUnit, slot: int, axis: str) -> str:
+        requests = self.compiled.propagated.flood.wants.get(unit.slots[slot], ())
+        request = next((f"asked for by {w.source}" for w in requests if w.axis.name == axis), "")
         lender = unit.lends.get(slot)
-        return asked or ("" if lender is None else f"lent by {self.naming.leaf(unit.slots[lender])}")
+        return request or ("" if lender is None else f"lent by {self.naming.leaf(unit.slots[lender])}")

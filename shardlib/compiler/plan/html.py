@@ -1,4 +1,4 @@
-"""A plan as a table for notebooks: plain HTML with its styles in place, which needs nothing and loads nothing."""
+"""Writes a plan as a table for notebooks: plain HTML with inline styles, which loads nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Section = tuple[str, Sequence[Row | Cells]]  # its title, and its lines
 _CELL = "padding:1px 12px 1px 0;text-align:left;white-space:pre;vertical-align:top;border:none"
 _TITLE = f"{_CELL};font-weight:bold;padding-top:8px"
 _SENDS = "background:rgba(255,183,3,.25)"  # a collective
-_QUIET = "color:gray"  # whose line it is
+_QUIET = "color:gray"  # a source line
 
 
 def page(heading: str, sections: Sequence[Section], totals: Sequence[Cells], notes: Sequence[str]) -> str:
-    """One table: the sections one below the other, then the totals, and notes that stand across.
+    """Returns one table: the sections, then the totals, then notes over the whole width.
 
     Example:
         >>> text = page("f on data=2", [("inputs", [("x<y", "f32[4]")])], [("total", "0")], [])
@@ -49,7 +49,7 @@ def _line(line: Row | Cells, width: int) -> str:
 
 
 def _row(cells: Sequence[str], width: int, style: str) -> str:
-    """A row; its last cell reaches as far as the table."""
+    """Returns a row; its last cell spans the rest of the table."""
     *first, last = (html.escape(cell) for cell in cells)
     parts = [f'<td style="{style}">{cell}</td>' for cell in first]
     return f'<tr>{"".join(parts)}<td style="{style}" colspan="{width - len(first)}">{last}</td></tr>'

@@ -1,8 +1,8 @@
-"""What values and dims are called when they are printed: the user's names, wherever they can be known.
+"""Names of values and dims in printed plans: the user's own names where possible.
 
-An input is called as the function calls it (`params.layers[0].wq`). The last value that a source line computes has the
-name that the line assigns; any other value has the name of its node in the graph. A dim has the logical name that some
-annotation gave it, or gave the dim that it is a part of.
+An input has the function's name for it (`params.layers[0].wq`). The last value of a source line has the name that the
+line assigns; any other value has the name of its node in the graph. A dim has the logical name of an annotation, of
+this dim or of the one that it is a part of.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Naming:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Short names of the inputs, in order."""
+        """The short names of the inputs, in order."""
         full = [name for name, _ in self.compiled.inputs]
         short = Counter(shorten(name) for name in full)
         return tuple(name if short[shorten(name)] > 1 else shorten(name) for name in full)
@@ -59,14 +59,14 @@ class Naming:
         return names
 
     def value(self, value: Value) -> str:
-        """The name of a value; a view is called what it is a view of."""
+        """Returns the name of a value; a view has the name of its base."""
         seen = self.compiled.propagated.flood.twins.get(value, value)
         while seen.op is not None and (seen.op.transparent or seen.op.constrains):
             seen = seen.op.operands[0]
         return self._names.get(seen, seen.name)
 
     def own(self, value: Value) -> str:
-        """The name of a value, views included."""
+        """Returns a value's own name, also of a view."""
         return self._names.get(value, value.name)
 
     def var(self, var: Var) -> str:
@@ -75,18 +75,18 @@ class Naming:
         return self.value(var.value) + ("" if var.part is None else " ({} of {})".format(*var.part))
 
     def call(self, op: Op, limit: int = 4) -> str:
-        """An op as a call on named values, at most `limit` of them; an annotation as the user wrote it."""
+        """Writes an op as a call on named values, at most `limit` of them; an annotation as the user wrote it."""
         if op.constrains:
             return f"shard({self.value(op.operands[0])}, {str(op.node.args[1])!r})"
         operands = [self.value(v) for v in op.operands[:limit]] + ["..."] * (len(op.operands) > limit)
         return f"{op_name(op)}({', '.join(operands)})"
 
     def find(self, name: str) -> Value | None:
-        """The value of that name: an input's (long or short), one given here, or the graph's own."""
-        for known, (long, value) in zip(self.inputs, self.compiled.inputs, strict=True):
-            if name in (known, long):
+        """Returns the value of a name: an input's (long or short), a printed one, or the graph's own."""
+        for short, (long, value) in zip(self.inputs, self.compiled.inputs, strict=True):
+            if name in (short, long):
                 return value
-        by_name = {known: value for value, known in self._names.items()}
+        by_name = {own: value for value, own in self._names.items()}
         if name in by_name:
             return by_name[name]
         return next((v for v in self.compiled.graph.values() if v.name == name), None)
@@ -95,7 +95,7 @@ class Naming:
 
     @cached_property
     def _groups(self) -> dict[tuple[DimFactor, ...], str]:
-        """Names of runs of leaves: what one annotated factor became; a major part of it shares its name."""
+        """Names of runs of dim factors that one annotated factor was split into; a major part shares the name."""
         flood = self.compiled.propagated.flood
         whole: dict[tuple[DimFactor, ...], str] = {(leaf,): name for leaf, name in flood.names.items()}
         parts: dict[tuple[DimFactor, ...], tuple[int, str]] = {}
@@ -117,7 +117,7 @@ class Naming:
         return {run: name for run, (_, name) in parts.items()} | whole
 
     def dims(self, var: Var) -> tuple[Named, ...]:
-        """The dims of a variable as named factors; neighbors that have no name melt."""
+        """Returns the dims of a variable as named factors; unnamed neighbors are merged."""
         assert var.layout is not None
         value, flood = var.value, self.compiled.propagated.flood
         if value is None or value.constant or var.placement is None or value not in flood.value:
@@ -151,24 +151,24 @@ class Naming:
         """`f32[batch=8@data, (heads=4@tensor 32)] +tensor`."""
         if var.layout is None:
             return ""
-        said = lambda name, f: f"{name}={f}" if name else str(f)
-        return f"{short_dtype(var.dtype)}[{', '.join(self._dims(var, said))}]{_pending(var)}"
+        show = lambda name, f: f"{name}={f}" if name else str(f)
+        return f"{short_dtype(var.dtype)}[{', '.join(self._dims(var, show))}]{_partial_sums(var)}"
 
     def spec(self, var: Var) -> str:
-        """`mm_3[batch@data heads@tensor] +tensor`: the same in a spec's words."""
+        """`mm_3[batch@data heads@tensor] +tensor`, in the notation of specs."""
         if var.layout is None:
             return self.var(var)
-        said = lambda name, f: str(f) if name is None else str(f).replace(str(f.size), name, 1)
-        return f"{self.var(var)}[{' '.join(self._dims(var, said))}]{_pending(var)}"
+        show = lambda name, f: str(f) if name is None else str(f).replace(str(f.size), name, 1)
+        return f"{self.var(var)}[{' '.join(self._dims(var, show))}]{_partial_sums(var)}"
 
-    def _dims(self, var: Var, said: Callable[[str | None, Factor], str]) -> Iterator[str]:
-        """Every dim in words, of several factors in parentheses."""
+    def _dims(self, var: Var, show: Callable[[str | None, Factor], str]) -> Iterator[str]:
+        """Writes every dim; several factors stand in parentheses."""
         for dim in self.dims(var):
-            words = " ".join(said(name, f) for name, f in dim)
+            words = " ".join(show(name, f) for name, f in dim)
             yield words if len(dim) == 1 else f"({words})"
 
     def leaf(self, leaf: DimFactor) -> str:
-        """A class of dims: its name, or its size."""
+        """Returns the name of a dim factor, or its size."""
         return self._groups.get((leaf,), str(self.compiled.propagated.flood.dims.size(leaf)))
 
 
@@ -177,13 +177,13 @@ def _melt(factors: Iterable[Factor]) -> tuple[Factor, ...]:
     return Layout((tuple(merged),)).canonical.dims[0]
 
 
-def _pending(var: Var) -> str:
+def _partial_sums(var: Var) -> str:
     assert var.layout is not None
     return "".join(f" {p}" for p in var.layout.pending)
 
 
 def _runs(leaves: Sequence[DimFactor], factors: Sequence[Factor], size_of: object) -> Iterator[tuple[DimFactor, ...]]:
-    """The leaves of each factor of a dim."""
+    """Yields the dim factors of each annotated factor of a dim."""
     assert callable(size_of)
     rest = list(leaves)
     for f in factors:
@@ -199,17 +199,17 @@ _ASSIGNMENT = re.compile(r"(\w+)\s*(?::[^=]+)?=(?!=)")
 
 
 def _assigned(ops: Sequence[Op]) -> Iterator[tuple[str, Value]]:
-    """Names that source lines assign, with the value that the line computes last; forward code only."""
+    """Yields names that source lines assign, with the last value of the line; forward code only."""
     for op, after in zip_longest(ops, ops[1:]):
         same = after is not None and after.line == op.line and after.backward == op.backward
         if same or op.line is None or op.backward or "lambda" in op.line.text:
             continue
-        found = _ASSIGNMENT.match(op.line.text)
+        assignment = _ASSIGNMENT.match(op.line.text)
         value = op.results[0] if len(op.results) == 1 else None
         while value is not None and value.op is not None and (value.op.transparent or value.op.constrains):
             value = value.op.operands[0]
-        if found and value is not None and value.op is not None and value.op.line == op.line:
-            yield found[1], value
+        if assignment and value is not None and value.op is not None and value.op.line == op.line:
+            yield assignment[1], value
 
 
 def op_name(op: Op) -> str:

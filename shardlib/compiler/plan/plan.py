@@ -1,4 +1,4 @@
-"""The plan: what a function became on a mesh, to be read before it runs."""
+"""The plan: the program of a function on a mesh, to be read before it runs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from shardlib.sharding.placement import FactorNames
 class PlannedCollective:
     """One collective of a plan.
 
-    `bytes` go on the wire per device (ring algorithms); `value` is what moves; `line` is the user's source line, or,
-    where `backward`, the line whose gradient this is; `reason` names the layouts that forced it, and why they are so;
-    `backend` is what runs it, and why ("" on an abstract mesh).
+    `bytes` go on the wire per device (ring algorithms). `value` names the tensor that moves. `line` is the user's
+    source line, or, if `backward`, the line that this gradient belongs to. `reason` names the layouts that forced it,
+    and their reader. `backend` names the backend, and why it was chosen ("" on an abstract mesh).
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Plan:
         self.name, self.mesh = compiled.traced.name, compiled.mesh
 
     def __copy__(self) -> Plan:
-        return self  # nothing changes it
+        return self  # plans are immutable
 
     def __deepcopy__(self, _: Any) -> Plan:
         return self
@@ -114,15 +114,15 @@ class Plan:
 
     @cached_property
     def flops(self) -> float:
-        """Floating-point operations in one call, of the device that does most: two for a multiply-add, one for a
-        pointwise result."""
+        """Floating-point operations in one call, on the busiest device: two for a multiply-add, one for a pointwise
+        result."""
         return flops.flops(self.compiled.program)
 
     @cached_property
     def redundant(self) -> tuple[Redundant, ...]:
-        """What several devices do identically, by op, line and axes; most FLOPs first, then most bytes.
+        """Work that several devices do identically, by op, line and axes; most FLOPs first, then most bytes.
 
-        The plan's text says so where it is 5 % of the FLOPs or more.
+        The plan's text reports it from 5 % of the FLOPs on.
 
         Example:
             >>> import torch, shardlib as sl
@@ -147,7 +147,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> LowerBound:
-        """How far the decisions are from the best of all, by the estimate that they are made by; worked out when asked.
+        """The gap between the decisions and the best possible ones, by the solver's own estimate; computed on demand.
 
         Example:
             >>> import torch, shardlib as sl
@@ -167,7 +167,7 @@ class Plan:
 
     @property
     def replicated_ops(self) -> tuple[str, ...]:
-        """Ops that run on every device with whole operands, for want of a rule; nobody minds those of one element."""
+        """Ops that run on every device with whole operands, because they have no rule; single elements do not count."""
         ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual and op.target is not PRINT)
         large = (op for op in ops if any(x is not None and math.prod(x.shape) > 1 for x in (*op.operands, *op.results)))
         return tuple(f"{op.target} at {format_path_line(op.line)}" for op in large)
@@ -192,24 +192,25 @@ class Plan:
         return tuple(self._aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
 
     def layout_of(self, what: str | Value) -> Layout:
-        """The layout of an input (`"params['w']"` or `"params.w"`), an output (`"result[0]"`) or a value of the
+        """Returns the layout of an input (`"params['w']"` or `"params.w"`), an output (`"result[0]"`) or a value of the
         program, by the name that the plan prints. Raises KeyError for any other name."""
         layout = self._var(what).layout
         assert layout is not None
         return layout
 
     def explain(self, what: str | PlannedCollective | int) -> str:
-        """Why a value lives where it does, or a collective (or the i-th) is there: a chain back to annotations.
+        """Explains the layout of a value, or a collective (or the i-th), as a chain back to annotations.
 
         Raises KeyError for a name that is none of the plan's, IndexError past the last collective.
         """
         if isinstance(what, PlannedCollective):
             what = self.collectives.index(what)
         if isinstance(what, int):
-            found = self.compiled.program.collectives
-            if not -len(found) <= what < len(found):
-                raise IndexError(f"{self.name} has no collective {what}: it has {len(found) or 'none'}, counted from 0")
-            return self._explainer.collective(found[what])
+            collectives = self.compiled.program.collectives
+            if not -len(collectives) <= what < len(collectives):
+                count = len(collectives) or "none"
+                raise IndexError(f"{self.name} has no collective {what}: it has {count}, counted from 0")
+            return self._explainer.collective(collectives[what])
         var = self._var(what)
         value = var.value if var.value is not None else self._naming.find(what)
         assert value is not None
@@ -236,7 +237,7 @@ class Plan:
             yield from makes(step)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What changed from this plan to another one, in bytes, FLOPs, memory and layouts, line by line.
+        """Compares this plan with another one, in bytes, FLOPs, memory and layouts, line by line.
 
         Example:
             >>> import torch, shardlib as sl
@@ -253,11 +254,11 @@ class Plan:
         return diff(self, other)
 
     def simulate(self, machine: Machine | str | None = None, *, fused: bool = False) -> Simulated:
-        """What one call would take on `machine` (an `sl.Machine`, its text, or None: that of the mesh): seconds,
-        exposed communication, utilization, memory over time. An estimate; nothing runs.
+        """Estimates one call on `machine` (an `sl.Machine`, its text, or None: the machine of the mesh).
 
-        `fused` counts calls element by element that follow each other as one kernel, as a compiler would make them.
-        Raises `ShardingError` where the machine has links for axes that the mesh has not.
+        The result has seconds, exposed communication, utilization and memory over time; nothing runs. `fused` counts
+        successive pointwise calls as one kernel, as a compiler would make them. Raises `ShardingError` if the machine
+        has links for axes that the mesh does not have.
 
         Example:
             >>> import torch, shardlib as sl
@@ -273,7 +274,7 @@ class Plan:
     # Forms ----------------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """Totals per kind of collective, axis and backend; why these backends; arithmetic and memory."""
+        """Returns totals per kind of collective, axis and backend, the reasons for the backends, FLOPs and memory."""
         rows, lines = totals(self)
         return "\n".join([*format_table(rows), *lines])
 
@@ -299,7 +300,7 @@ class Plan:
         return page(self.heading, [inputs, (_PROGRAM, rows.program()), outputs], *totals(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data (JSON-ready)."""
+        """Returns the plan as plain data (JSON-ready)."""
         return {
             "name": self.name,
             "mesh": dict(self.mesh.axes),
@@ -315,10 +316,7 @@ class Plan:
         }
 
     def listing(self, where: Callable[[Line | None], str] = format_path_line) -> str:
-        """The program that runs, step by step, as text: plans with one listing are the same.
-
-        `where` writes its lines of source.
-        """
+        """Returns the program's text, step by step; equal plans have equal listings. `where` formats source lines."""
         return show(self.compiled.program, where)
 
     @property
@@ -336,7 +334,7 @@ class Plan:
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
 
     def _aligned(self, var: Var) -> FactorNames:
-        """A name for each factor of a variable's layout: those that the layout's shortest form keeps apart."""
+        """Returns a name for each factor of a variable's canonical layout."""
         assert var.layout is not None
         out = []
         for dim, named in zip(var.layout.dims, self._naming.dims(var), strict=True):

@@ -1,7 +1,7 @@
-"""What several devices do identically: the steps whose results do not differ along some mesh axis.
+"""Redundant work: steps whose results do not differ along some mesh axis, so that several devices do them identically.
 
-Where values may differ is read off the program that runs (`compiler/program/replication`), so this holds for what any
-stage decided: an axis left unused, arguments that are whole, an op without a rule.
+The final program says along which axes values differ (`compiler/program/replication`), so every cause counts: an axis
+left unused, whole arguments, an op without a rule.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardlib.core.source_lines import format_path_line
 from shardlib.core.text_tables import format_si
 from shardlib.sharding.mesh.axis import Axis, group_size
 
-WORTH = 0.05  # the share of a plan's FLOPs from which its text says that they are redundant
+WORTH = 0.05  # the least share of a plan's FLOPs that its text reports
 
 
 @dataclass(frozen=True)
 class Redundant:
-    """Calls of one op at one line that `copies` devices make on the same numbers, those along `axes`.
+    """Calls of one op at one line that `copies` devices along `axes` make on the same numbers.
 
-    `flops` are what one device would not do if each did its part, `bytes` what it would not hold of their results: a
-    share of 1 - 1 / copies. Both are sums over `times` calls; the results need not be there at once. `line` is the
-    user's source line, or, where `backward`, the line whose gradient this is.
+    `flops` and `bytes` (of results) are those that one device would save if each did its part: a share of
+    1 - 1 / copies. Both are sums over `times` calls; the results need not be live at once. `line` is the user's source
+    line, or, if `backward`, the line that this gradient belongs to.
     """
 
     op: str
@@ -50,18 +50,17 @@ class Redundant:
 
 
 def redundant(program: Program) -> tuple[Redundant, ...]:
-    """By op, line and axes, what devices do identically; most FLOPs first, then most bytes.
+    """Lists work that devices do identically, by op, line and axes; most FLOPs first, then most bytes.
 
-    What an op of unknown cost does counts as bytes only. Values that collectives bring are not counted: a plan lists
-    these collectives.
+    An op of unknown cost counts by its bytes only. Results of collectives do not count, since a plan lists these.
     """
-    found: defaultdict[tuple[Any, ...], list[tuple[float, int]]] = defaultdict(list)
+    work: defaultdict[tuple[Any, ...], list[tuple[float, int]]] = defaultdict(list)
     for step, axes in _repeated(program):
         held = sum(v.nbytes for v in step.made if step.copies or v not in step.shown)
         if step.flops or held:
-            found[_called(step), format_path_line(step.line), step.backward, axes].append((step.flops, held))
+            work[_op_of(step), format_path_line(step.line), step.backward, axes].append((step.flops, held))
     records = []
-    for (op, line, backward, axes), costs in found.items():
+    for (op, line, backward, axes), costs in work.items():
         copies = group_size(axes)
         flops, held = (sum(cost) * (1 - 1 / copies) for cost in zip(*costs, strict=True))
         records.append(Redundant(op, line, backward, flops, round(held), copies, tuple(map(str, axes)), len(costs)))
@@ -69,7 +68,7 @@ def redundant(program: Program) -> tuple[Redundant, ...]:
 
 
 def sentence(records: Sequence[Redundant], flops: float) -> str:
-    """The line of a plan that says so; empty where it is less than 5 % of the plan's FLOPs.
+    """Returns the line of a plan on redundant work; empty below 5 % of the plan's FLOPs.
 
     Example:
         >>> mm = Redundant("mm", "model.py:12", False, flops=56e6, bytes=12_000_000, copies=8, axes=("tensor",))
@@ -83,25 +82,25 @@ def sentence(records: Sequence[Redundant], flops: float) -> str:
         return ""
     most, held = records[0], sum(r.bytes for r in records)
     where = f"{most.op} {'in the backward of' if most.backward else 'at'} {most.line} ({' '.join(most.axes)})"
-    work = f"{format_si(twice, 'FLOP')} of {format_si(flops, 'FLOP')} per device"
-    return f"redundant: {work}, {format_si(held, 'B')} of results; most in {where}"
+    share = f"{format_si(twice, 'FLOP')} of {format_si(flops, 'FLOP')} per device"
+    return f"redundant: {share}, {format_si(held, 'B')} of results; most in {where}"
 
 
 def _repeated(program: Program) -> Iterator[tuple[Compute, tuple[Axis, ...]]]:
-    """The calls whose results are the same on several devices, and the axes along which they are."""
+    """Yields calls with equal results on several devices, and the axes along which they are equal."""
     differ = varying(program)
     everywhere = [p for name in program.mesh.axis_names for p in program.mesh.axis(name).primes()]
     for step in program.steps:
         if isinstance(step, Compute) and step.made:
-            # All results of a call differ where its operands do. Pieces of one value are not the same one, though
-            # their numbers may be: those of a constant.
+            # All results of a call differ where its operands do. Shards of one value count as different, though their
+            # numbers may be equal, as in a constant.
             layouts = [v.layout for v in step.made if v.layout is not None]
             apart = {*differ[step.made[0]], *primes(a for x in layouts for a in (*x.axes, *x.pending_axes))}
             if alike := [p for p in everywhere if p not in apart]:
                 yield step, Axis.merge(alike)
 
 
-def _called(step: Compute) -> str:
-    """The op that a call is of, or stands in for."""
+def _op_of(step: Compute) -> str:
+    """Returns the name of the graph's op that a call belongs to."""
     op = next((v.value.op for v in step.made if v.value is not None and v.value.op is not None), None)
     return called(step) if op is None else op_name(op)

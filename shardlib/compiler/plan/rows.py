@@ -1,4 +1,4 @@
-"""What a plan's text and its page show, in rows of cells."""
+"""Rows of cells for a plan's text and its HTML page."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from shardlib.primitives.debug_print import OP as PRINT
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
-_OPS = 4  # of those that are run again
-_LONG = 8  # values of one message that are listed one by one
+_OPS = 4  # rematerialized ops that are named
+_LONG = 8  # most values of one message that are listed one by one
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Rows:
         return fold_names(rows)
 
     def program(self) -> list[Row]:
-        """Steps under the user's lines and sections; repeats are folded."""
+        """Lists steps under the user's lines and sections; repeats are folded."""
         rows: list[Row] = []
         heading, section = "", cast("tuple[str, ...]", ())
         listed: set[Op] = set()
-        for step in self._told():
+        for step in self._shown_steps():
             if (cells := self._cells(step, listed)) is None:
                 continue
             at = step.first if isinstance(step, Start) else step
@@ -73,8 +73,8 @@ class Rows:
             rows.append(Row(cells, 1))
         return fold_rows(rows)
 
-    def _told(self) -> Iterator[Compute | Collective | Start]:
-        """Calls, and collectives where they start; long messages as a whole."""
+    def _shown_steps(self) -> Iterator[Compute | Collective | Start]:
+        """Yields calls, and collectives where they start; a long message is one step."""
         for step in self.compiled.program.steps:
             if isinstance(step, Start):
                 yield from [step] if len(step.moves) > _LONG else step.moves
@@ -82,25 +82,24 @@ class Rows:
                 yield step
 
     def _cells(self, step: Compute | Collective | Start, listed: set[Op]) -> tuple[str, ...] | None:
-        """A step as a reader wants to see it; None for what does not matter: views, pointwise ops, constants, and more
-        forms of what is `listed`."""
+        """Returns the row of a step; None for views, pointwise ops, constants, and ops that are `listed` already."""
         if isinstance(step, Start):
             first, *_, last = step.moves
-            what = f"! {first.kind}[{' '.join(map(str, first.axes))}] of {len(step.moves)} values, one message"
-            whose = f"{self.explainer.subject(first)} ... {self.explainer.subject(last)}"
-            return what, whose, format_si(sum(c.bytes for c in step.moves), "B"), f"{self.explainer.why(first)} ..."
+            message = f"! {first.kind}[{' '.join(map(str, first.axes))}] of {len(step.moves)} values, one message"
+            values = f"{self.explainer.subject(first)} ... {self.explainer.subject(last)}"
+            return message, values, format_si(sum(c.bytes for c in step.moves), "B"), f"{self.explainer.why(first)} ..."
         if isinstance(step, Collective) and step.kind in TIERS:
             return f"! {step.kind} {self.naming.var(step.source)}", self.naming.typed(step.out), "", "offloaded"
         if isinstance(step, Collective):
-            what = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self.explainer.subject(step)}"
+            message = f"! {step.kind}[{' '.join(map(str, step.axes))}] {self.explainer.subject(step)}"
             _, after = self.explainer.ends(step)
-            return what, self.naming.typed(after), format_si(step.bytes, "B"), self.explainer.why(step)
+            return message, self.naming.typed(after), format_si(step.bytes, "B"), self.explainer.why(step)
         if step.target is PRINT:
             names = [self.naming.var(v) for v in reads(step)]
             return f"  debug_print({', '.join([repr(step.args[0]), *names])})", "", "", "by the first device"
         var = next((v for v in step.outs if v is not None and v.value is not None), None)
         op = var.value.op if var is not None and var.value is not None else None
-        if var is None or var.value is None or op is None or op in listed or not _matters(op) or op.constant:
+        if var is None or var.value is None or op is None or op in listed or not _is_shown(op) or op.constant:
             return None
         listed.add(op)
         note = "" if op.rule is not None or op.manual else "no rule: runs replicated"
@@ -109,15 +108,14 @@ class Rows:
         return f"  {self.naming.own(var.value)} = {self.naming.call(op)}", self.naming.typed(var), "", note
 
 
-def _matters(op: Op) -> bool:
-    """What a reader wants to see: not views, not pointwise arithmetic, not constants."""
+def _is_shown(op: Op) -> bool:
     if op.transparent or op.constrains or is_creation(op.target) or has_trait(op.target, "moves_data"):
         return False
     return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())
 
 
 def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The table of a plan's collectives by kind, axes and backend, and lines on all else that it costs."""
+    """Returns the table of a plan's collectives by kind, axes and backend, and lines on its other costs."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
     reasons: dict[str, None] = {}
@@ -141,13 +139,13 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
     if (halves := plan.compiled.halves) is not None:
         n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
         lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {format_si(held, 'B')}")
-    lines += filter(None, [_again(plan), _stopped(plan)])
+    lines += filter(None, [_recomputed(plan), _stopped(plan)])
     lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(plan.replicated_ops).items()]
     return rows, lines
 
 
 def _stopped(plan: Plan) -> str:
-    """How far the decisions are from a lower bound, where the search for them was not given the time to end."""
+    """Reports the gap to a lower bound, if the search ran out of time."""
     search = plan.compiled.search
     if search is None or not search.effort.stopped:
         return ""
@@ -158,21 +156,23 @@ def _stopped(plan: Plan) -> str:
     )
 
 
-def _again(plan: Plan) -> str:
-    """What is made again for the backward pass, and what that costs."""
-    if (made := plan.compiled.recomputed) is None:
+def _recomputed(plan: Plan) -> str:
+    """Reports values that the backward pass recomputes, and the cost."""
+    if (again := plan.compiled.recomputed) is None:
         return ""
-    waits = f"{made.moved} value{'s wait' if made.moved > 1 else ' waits'} in the host's memory" if made.moved else ""
-    if not made.values:
-        return f"{made.said}: {waits or 'nothing is made again'}"
-    ops = [f"{op} x {n}" for op, n in Counter(made.ops).most_common(_OPS)]
-    ops += ["..."] if len(made.ops) > _OPS else []
-    freed = f"{made.values} values ({', '.join(ops)}), {format_si(made.nbytes, 'B')} less"
-    cost = f"{format_si(made.flops, 'FLOP')} more"
-    n = made.collectives
-    sent = f", {n} collective{'s' * (n != 1)} more ({format_si(made.sent, 'B')})" if n else ""
-    more, kept = "", made.kept_peak
+    waits = (
+        f"{again.moved} value{'s wait' if again.moved > 1 else ' waits'} in the host's memory" if again.moved else ""
+    )
+    if not again.values:
+        return f"{again.said}: {waits or 'nothing is made again'}"
+    ops = [f"{op} x {n}" for op, n in Counter(again.ops).most_common(_OPS)]
+    ops += ["..."] if len(again.ops) > _OPS else []
+    freed = f"{again.values} values ({', '.join(ops)}), {format_si(again.nbytes, 'B')} less"
+    cost = f"{format_si(again.flops, 'FLOP')} more"
+    n = again.collectives
+    sent = f", {n} collective{'s' * (n != 1)} more ({format_si(again.sent, 'B')})" if n else ""
+    more, kept = "", again.kept_peak
     if kept is not None and plan.peak_memory > kept:
         more = f"; the peak is higher for it, {format_si(plan.peak_memory, 'B')} instead of {format_si(kept, 'B')}"
     more += waits and f"; {waits}"
-    return f"{made.said}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"
+    return f"{again.said}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"

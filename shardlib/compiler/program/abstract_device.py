@@ -1,4 +1,4 @@
-"""One device, on which steps run on tensors without values: what they make, in its shapes, strides and dtypes."""
+"""One device that runs steps on tensors without values: only shapes, strides and dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Local(NamedTuple):
-    """A tensor as one device has it, without values; `own` is whether it shows no memory of an operand."""
+    """One device's tensor, without values; `own` is True if it views no operand's memory."""
 
     shape: Shape
     stride: tuple[int, ...]
@@ -37,18 +37,18 @@ class Local(NamedTuple):
         return Local(tuple(shape), tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))), dtype)
 
     @staticmethod
-    def of(x: Tensor, operands: Collection[int]) -> Local:
+    def result(x: Tensor, operands: Collection[int]) -> Local:
         return Local(tuple(x.shape), x.stride(), x.dtype, memory_of(x.untyped_storage()) not in operands)
 
 
 class Device:
-    """What one device of a mesh holds."""
+    """The tensors that one device of a mesh holds."""
 
     def __init__(self, mesh: Mesh, coords: Coords) -> None:
         self.coords = dict.fromkeys(mesh.axes, 0) | dict(coords)
-        self.known: dict[Var, Local | None] = {}  # None: nobody knows its shape
-        self._made: dict[Any, tuple[Local | None, ...]] = {}
-        self._pieces: dict[tuple[int, torch.dtype], tuple[Layout, Local]] = {}  # by the id of a layout, which is kept
+        self.known: dict[Var, Local | None] = {}  # None: its shape is unknown
+        self._results: dict[Any, tuple[Local | None, ...]] = {}
+        self._shards: dict[tuple[int, torch.dtype], tuple[Layout, Local]] = {}  # by the id of the layout
 
     def __str__(self) -> str:
         return " ".join(f"{name}={i}" for name, i in self.coords.items()) or "the one device"
@@ -57,64 +57,64 @@ class Device:
         self.known[var] = x
 
     def held(self, var: Var) -> Local | None:
-        """What it holds of a variable: as it was made here, or else as its layout says."""
+        """Returns the local tensor of a variable: as computed here, else after its layout."""
         x = self.known.get(var)
         if x is None and var not in self.known:
-            x = self.known[var] = None if var.layout is None else self.piece(var)
+            x = self.known[var] = None if var.layout is None else self.shard(var)
         return x
 
-    def piece(self, var: Var) -> Local:
-        """What a variable's layout says."""
+    def shard(self, var: Var) -> Local:
+        """Returns the local tensor after a variable's layout."""
         assert var.layout is not None, f"{var} has a layout"
         key = id(var.layout), var.dtype
-        if (known := self._pieces.get(key)) is None:
-            made = Local.dense(var.layout.local_shape(self.coords), var.dtype)
-            known = self._pieces[key] = var.layout, made
-        return known[1]
+        if (cached := self._shards.get(key)) is None:
+            local = Local.dense(var.layout.local_shape(self.coords), var.dtype)
+            cached = self._shards[key] = var.layout, local
+        return cached[1]
 
     def compute(self, step: Compute) -> Sequence[Local | None]:
-        """What a call makes; None of what nobody knows. Raises what torch refuses it by: one of `REFUSALS`."""
-        if None in [self.held(v) for v in step.operands] or (not step.operands and _acts(step.target)):
+        """Returns the results of a call, None where they are unknown. Raises torch's own errors, `REFUSALS`."""
+        if None in [self.held(v) for v in step.operands] or (not step.operands and _may_act(step.target)):
             return [None] * len(step.outs)
-        known, here = self.known, self.here
+        known, local = self.known, self.local
         args: tuple[Any, ...] = tuple(
-            [x if (kind := type(x)) in _SAME else known[x] if kind is Var else here(x) for x in step.args]
+            [x if (kind := type(x)) in _SAME else known[x] if kind is Var else local(x) for x in step.args]
         )
-        kwargs = here(step.kwargs) if step.kwargs else ()
+        kwargs = local(step.kwargs) if step.kwargs else ()
         key = id(step.target), args, kwargs  # a program keeps what it calls
-        if (made := self._made.get(key)) is None:
-            made = self._made[key] = makes(step.target, args, kwargs)
-        return made or [None] * len(step.outs)
+        if (results := self._results.get(key)) is None:
+            results = self._results[key] = results_of(step.target, args, kwargs)
+        return results or [None] * len(step.outs)
 
     def collective(self, step: Collective) -> Local | None:
-        """What a collective makes. Raises `ProgramError` where it is told of sizes that this device does not hold."""
+        """Returns the result of a collective. Raises `ProgramError` if its sizes are not those of the device."""
         source = self.held(step.source)
         if source is None:
             return None
-        told = rebuild(step.params, lambda x: x.at(self.coords) if isinstance(x, Sym) else x)
+        params = rebuild(step.params, lambda x: x.at(self.coords) if isinstance(x, Sym) else x)
         at, n = group_position(self.coords, step.axes), group_size(step.axes)
-        return Local.dense(tuple(_RESULT[step.kind](source.shape, told, at, n)), source.dtype)
+        return Local.dense(tuple(_RESULT[step.kind](source.shape, params, at, n)), source.dtype)
 
-    def here(self, x: Any) -> Any:
-        """Arguments as they are on this device, as a key: numbers with their types, lists and dicts as tuples."""
+    def local(self, x: Any) -> Any:
+        """Returns arguments on this device as a key: numbers with their types, lists and dicts as tuples."""
         kind = type(x)
         if kind is Var:
             return self.held(x)
         if kind in _SAME:
             return x
         if kind is tuple or kind is list:
-            return tuple(map(self.here, x))
+            return tuple(map(self.local, x))
         if kind is Sym:
             return x.at(self.coords)
-        return frozen(x.hint if isinstance(x, Scalar) else x, self.here)
+        return frozen(x.hint if isinstance(x, Scalar) else x, self.local)
 
 
-def frozen(x: Any, here: Callable[[Any], Any]) -> Any:
-    """An argument as a key: lists and dicts as tuples of what `here` says of what is in them, numbers with types."""
+def frozen(x: Any, local: Callable[[Any], Any]) -> Any:
+    """Returns an argument as a key: lists and dicts as tuples of `local` items, numbers with their types."""
     if isinstance(x, tuple | list):
-        return tuple(map(here, x))
+        return tuple(map(local, x))
     if isinstance(x, dict):
-        return tuple((k, here(y)) for k, y in x.items())
+        return tuple((k, local(y)) for k, y in x.items())
     return _Number(x, type(x)) if isinstance(x, bool | float) else x
 
 
@@ -126,22 +126,21 @@ class _Number(NamedTuple):
     kind: type  # 1, 1.0 and True are equal
 
 
-_MADE: BoundedCache[Any, tuple[Local | None, ...]] = BoundedCache(1 << 12)
+_RESULTS: BoundedCache[Any, tuple[Local | None, ...]] = BoundedCache(1 << 12)
 
 
-def makes(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
-    """What an op makes of arguments that are frozen, as tensors without values; nothing where torch cannot say."""
+def results_of(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
+    """Returns the results of an op on frozen arguments, as tensors without values; () if torch has no meta kernel."""
     key = (target, args, kwargs, torch.get_default_dtype())
-    if (made := _MADE.get(key)) is None:
-        made = _MADE[key] = _made(*key[:3])
-    return made
+    if (results := _RESULTS.get(key)) is None:
+        results = _RESULTS[key] = _run_on_meta(*key[:3])
+    return results
 
 
-def _made(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
-
+def _run_on_meta(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
     operands: set[int] = set()
 
-    def given(x: Any) -> Any:
+    def thawed(x: Any) -> Any:
         if isinstance(x, Local):
             tensor = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
             operands.add(memory_of(tensor.untyped_storage()))
@@ -149,53 +148,53 @@ def _made(target: Any, args: Any, kwargs: Any) -> tuple[Local | None, ...]:
         if isinstance(x, _Number):
             return x.value
         if isinstance(x, tuple):
-            return [given(y) for y in x]
+            return [thawed(y) for y in x]
         return torch.device("meta") if isinstance(x, torch.device) else x
 
     try:
-        out = target(*map(given, args), **{k: given(x) for k, x in kwargs})
-    except NotImplementedError:  # no kernel for tensors without values: nothing is known of its results
+        out = target(*map(thawed, args), **{k: thawed(x) for k, x in kwargs})
+    except NotImplementedError:  # no meta kernel
         return ()
     if has_trait(target, "device_shapes"):
         return ()
     every = out if isinstance(out, tuple | list) else (out,)
-    return tuple(Local.of(x, operands) if isinstance(x, Tensor) else None for x in every)
+    return tuple(Local.result(x, operands) if isinstance(x, Tensor) else None for x in every)
 
 
-def _acts(target: Any) -> bool:
-    """Whether an op may do something though it gets no tensor: draw a number, print a text."""
-    known = isinstance(target, OpOverload) and target.namespace == "aten"
-    return not known or torch.Tag.nondeterministic_seeded in target.tags
+def _may_act(target: Any) -> bool:
+    """True if an op without tensor operands may have a side effect: draw a number, print a text."""
+    is_aten = isinstance(target, OpOverload) and target.namespace == "aten"
+    return not is_aten or torch.Tag.nondeterministic_seeded in target.tags
 
 
-# What each kind of collective makes on one member: of its shape, what it is told, its position, and their number.
+# The result's shape of each kind of collective on one member: of its shape, parameters, position, and member count.
 
 
-def _expect(what: str, have: object, said: object) -> None:
-    if have != said:
-        raise ProgramError(f"{what} {have}, and it is told {said}")
+def _expect(subject: str, have: object, expected: object) -> None:
+    if have != expected:
+        raise ProgramError(f"{subject} {have}, and it is told {expected}")
 
 
 def _with(shape: Shape, dim: int, n: int) -> Shape:
     return (*shape[:dim], n, *shape[dim + 1 :])
 
 
-def _all_gather(shape: Shape, told: Mapping[str, Any], at: int, n: int) -> Shape:
-    dim, sizes = told["dim"], told["sizes"]
+def _all_gather(shape: Shape, params: Mapping[str, Any], at: int, n: int) -> Shape:
+    dim, sizes = params["dim"], params["sizes"]
     _expect("it has so many members:", n, len(sizes))
     _expect("a piece has the length", shape[dim], sizes[at])
     return _with(shape, dim, sum(sizes))
 
 
-def _reduce_scatter(shape: Shape, told: Mapping[str, Any], at: int, n: int) -> Shape:
-    dim, sizes = told["dim"], told["sizes"]
+def _reduce_scatter(shape: Shape, params: Mapping[str, Any], at: int, n: int) -> Shape:
+    dim, sizes = params["dim"], params["sizes"]
     _expect("it has so many members:", n, len(sizes))
     _expect("the whole has the length", shape[dim], sum(sizes))
     return _with(shape, dim, sizes[at])
 
 
-def _all_to_all(shape: Shape, told: Mapping[str, Any], at: int, n: int) -> Shape:
-    split, splits, concat, concats = (told[f"{x}_{y}"] for x in ("split", "concat") for y in ("dim", "sizes"))
+def _all_to_all(shape: Shape, params: Mapping[str, Any], at: int, n: int) -> Shape:
+    split, splits, concat, concats = (params[f"{x}_{y}"] for x in ("split", "concat") for y in ("dim", "sizes"))
     _expect("it has so many members:", n, len(splits))
     if not concats:  # who sends how much to whom
         _expect("a piece has the length", shape[split], sum(splits[at]))
@@ -206,23 +205,23 @@ def _all_to_all(shape: Shape, told: Mapping[str, Any], at: int, n: int) -> Shape
     return _with(_with(shape, split, splits[at]), concat, joined)
 
 
-def _ppermute(shape: Shape, told: Mapping[str, Any], at: int, n: int) -> Shape:
-    source = {dst: src for src, dst in told["pairs"]}
-    if any(not 0 <= i < n for pair in told["pairs"] for i in pair) or len(source) < len(told["pairs"]):
-        raise ProgramError(f"it is told to send by {told['pairs']} among {n} members")
-    if "shapes" not in told:
+def _ppermute(shape: Shape, params: Mapping[str, Any], at: int, n: int) -> Shape:
+    source = {dst: src for src, dst in params["pairs"]}
+    if any(not 0 <= i < n for pair in params["pairs"] for i in pair) or len(source) < len(params["pairs"]):
+        raise ProgramError(f"it is told to send by {params['pairs']} among {n} members")
+    if "shapes" not in params:
         return shape
-    _expect("a piece has the shape", list(shape), list(told["shapes"][at]))
-    return tuple(told["shapes"][source.get(at, at)])
+    _expect("a piece has the shape", list(shape), list(params["shapes"][at]))
+    return tuple(params["shapes"][source.get(at, at)])
 
 
-# What ops raise of arguments: a kernel for tensors without values may be stricter than the one that will run.
+# What ops raise for bad arguments: a meta kernel may be stricter than the kernel that will run.
 REFUSALS = (RuntimeError, IndexError, TypeError, ValueError, AssertionError, ArithmeticError)
 _RESULT: Mapping[str, Callable[[Shape, Mapping[str, Any], int, int], Shape]] = {
-    "all_reduce": lambda shape, told, at, n: shape,
+    "all_reduce": lambda shape, params, at, n: shape,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "ppermute": _ppermute,
-    **dict.fromkeys(TIERS, lambda shape, told, at, n: shape),
+    **dict.fromkeys(TIERS, lambda shape, params, at, n: shape),
 }

@@ -1,8 +1,8 @@
-"""Which values share memory, and how much of it is in use at once.
+"""Finds values that share memory, and counts the bytes in use at once.
 
-A view shows the memory of what it views, an in-place result that of the operand it writes over. An input's memory is
-there all the time; other memory from the step that makes it, or the message that brings it, until a `Free` of the last
-value that shows it. What an op allocates inside, and the buffers of collectives, are not counted.
+A view shares the memory of its operand, an in-place result that of the operand it writes over. An input's memory is in
+use all the time. Other memory is in use from the step that allocates it, or the message that brings it, until a `Free`
+of the last value in it. Temporaries inside an op, and the buffers of collectives, are not counted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shardlib.core.aten.op_traits import may_return_view
 
 
 def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
-    """For every value of known memory, the value that first had that memory.
+    """Maps every value to the value that first had its memory.
 
-    A permutation may hand on what it is given, and a reshape copy what it shows, other than the plan says: only what is
-    `exact` takes them at their word.
+    At run time a permutation may pass its operand on, and a reshape may copy, though the program says otherwise. Only
+    `exact` takes the program at its word.
     """
     owner: dict[Var, Var] = {}
     for step in steps:
@@ -45,14 +45,14 @@ _OWNERS: weakref.WeakKeyDictionary[Program, Mapping[Var, Var]] = weakref.WeakKey
 
 
 def owners_in(program: Program) -> Mapping[Var, Var]:
-    """The same of a program, once: passes ask for it, and those who check between them."""
-    if (found := _OWNERS.get(program)) is None:
-        found = _OWNERS[program] = owners(program.steps)
-    return found
+    """Returns the `owners` in a program, computed once."""
+    if (owner := _OWNERS.get(program)) is None:
+        owner = _OWNERS[program] = owners(program.steps)
+    return owner
 
 
 def last_reads(steps: Iterable[Step]) -> dict[Var, int]:
-    """Where each variable is last read, or made if nobody reads it; what a message carries, until it is waited for."""
+    """Maps each variable to the step that last needs it: its last reader, its maker, or the wait for its message."""
     last: dict[Var, int] = {}
     flying: dict[Var, tuple[Var, ...]] = {}
     for i, step in enumerate(steps):
@@ -65,7 +65,7 @@ def last_reads(steps: Iterable[Step]) -> dict[Var, int]:
 
 
 def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
-    """Owners whose memory an op may, or may not, have kept or handed on to its results, and these."""
+    """Returns owners of memory that an op might share with its results: operands and results of such ops."""
     return {
         owner.get(v, v)
         for step in steps
@@ -75,13 +75,13 @@ def blurred(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
 
 
 def handed_on(steps: Iterable[Step], owner: Mapping[Var, Var]) -> set[Var]:
-    """Owners whose memory a permutation may show to other devices of the process as it is."""
+    """Returns owners of memory that a permutation may pass to other devices of the process without a copy."""
     moves = (c for step in steps if isinstance(step, Start) for c in step.moves)
     return {owner.get(c.source, c.source) for c in moves if c.kind == "ppermute"}
 
 
 def read_only(program: Program) -> set[Var]:
-    """What is gathered and never written over, nor shown by a result: all devices may read the same memory."""
+    """Returns gathered values that are neither written over nor returned: all devices may read the same memory."""
     owner = owners_in(program)
     over = (step.args[k] for step in program.steps if isinstance(step, Compute) for k in step.over if k is not None)
     seen = {owner.get(v, v) for v in (*program.results, *over)} | blurred(program.steps, owner)
@@ -98,7 +98,7 @@ _ALIVE: weakref.WeakKeyDictionary[Program, Sequence[int]] = weakref.WeakKeyDicti
 
 
 def alive(program: Program, *, host: bool = False) -> Sequence[int]:
-    """Bytes in use on the fullest device, or in its host's memory, while each step runs."""
+    """Returns the bytes in use on the fullest device, or in its host's memory, while each step runs."""
     if host:
         return [total for total, _ in _in_use(program, host=True)]
     if (levels := _ALIVE.get(program)) is None:
@@ -107,15 +107,15 @@ def alive(program: Program, *, host: bool = False) -> Sequence[int]:
 
 
 def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapping[Var, int]]]:
-    """The same, with how many values that are not freed show the memory of each owner."""
+    """Yields for each step the bytes in use, and for each owner how many live values share its memory."""
     owner = owners(program.steps, exact=True)
     names: Counter[Var] = Counter()
-    seen = dict.fromkeys((*program.inputs, *(v for v, _ in program.captured)))  # in an order that is none of addresses'
+    seen = dict.fromkeys((*program.inputs, *(v for v, _ in program.captured)))  # ordered
     total = sum(v.nbytes for v in seen if v.host == host)
     names.update([*seen])
     for step in program.steps:
-        made = step.outs if isinstance(step, Start) else makes(step)
-        new = [v for v in made if v.host == host and v not in seen]
+        outs = step.outs if isinstance(step, Start) else makes(step)
+        new = [v for v in outs if v.host == host and v not in seen]
         seen.update(dict.fromkeys(new))
         for var in new:
             root = owner[var]
@@ -131,18 +131,18 @@ def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapp
 
 
 def peak_bytes(program: Program) -> int:
-    """The most bytes that are in use at once, arguments and results included."""
+    """Returns the most bytes in use at once, arguments and results included."""
     return max(alive(program), default=sum(v.nbytes for v in program.given if not v.host))
 
 
 def largest(program: Program) -> list[Var]:
-    """What is in use where most is, the largest memory first."""
+    """Returns the values in use at the peak, the largest first."""
     peak = peak_bytes(program)
     names = next((dict(names) for total, names in _in_use(program) if total == peak), dict.fromkeys(program.given, 1))
     return sorted((v for v, n in names.items() if n and not v.host), key=lambda v: -v.nbytes)
 
 
 def host_bytes(program: Program) -> int:
-    """The most bytes that are in use at once in the host's memory."""
+    """Returns the most bytes in use at once in the host's memory."""
     is_used = bool(program.copied) or any(v.host for v in program.inputs)
     return max(alive(program, host=True), default=0) if is_used else 0

@@ -1,4 +1,4 @@
-"""The arithmetic of a program: of the device that does most of it."""
+"""Counts the arithmetic of a program, for the busiest device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shardlib.compiler.program.sym_int import Sym, apart, everywhere, most
 
 
 def flops(program: Program) -> float:
-    """Floating-point operations of the device that does most: it need not be the one that does most of each step."""
-    alike = 0.0
-    shared: defaultdict[Sym, float] = defaultdict(float)  # for each unit of work
+    """Counts the floating-point operations of the busiest device, which need not be the busiest in each step."""
+    alike = 0.0  # equal on all devices
+    shared: defaultdict[Sym, float] = defaultdict(float)  # per unit of work
     for step in program.steps:
         if isinstance(step, Compute):
             if step.work is None:

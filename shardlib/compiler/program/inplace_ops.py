@@ -1,4 +1,4 @@
-"""Ops that can write their results over operands: which over which, and what is called then."""
+"""Ops that can write their results over operands, and their in-place forms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardlib.ops.adam import ADAM, adam
 
 
 def takes(step: Compute) -> tuple[tuple[int, ...], ...]:
-    """For each result the operands, by position, whose memory it may have, the best first; empty if none has any."""
+    """Returns for each result the operands, by position, whose memory it may take, the best first."""
     return _takes(step.target, len(step.outs), bool(step.kwargs))
 
 
@@ -30,7 +30,7 @@ def _takes(target: Any, results: int, named: bool) -> tuple[tuple[int, ...], ...
 
 
 def written(step: Compute, over: tuple[int | None, ...]) -> tuple[Callable[..., Any], list[Any]]:
-    """What writes the results of a step over these operands, and its arguments."""
+    """Returns the callable, and its arguments, that writes the results of a step over these operands."""
     args = list(step.args)
     if step.target is ADAM:
         return _adam(over), args
@@ -46,7 +46,7 @@ def _adam(over: tuple[int | None, ...]) -> Callable[..., Any]:
 
 
 def in_place_form(target: Any) -> Any:
-    """The op that writes a result over the first operand, place by place; None if there is none."""
+    """Returns the op that writes a result over the first operand, element by element, or None."""
     by_place = torch.Tag.pointwise in getattr(target, "tags", ()) or has_trait(target, "writes_by_index")
     if not by_place and target not in ADDED.values():
         return None

@@ -1,5 +1,4 @@
-"""What steps do to the layouts of values: which axes a message goes over, cuts, joins and settles, and what a call
-leaves pending."""
+"""Checks the layouts around each step: a message shards, joins or reduces its axes, a call passes partial sums on."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _SUMS = {"sum": "sum", "owned": "sum"}  # what settles what is pending so
 
 
 def message_faults(mesh: Mesh, c: Collective) -> Iterator[str]:
-    """Faults of a collective's group, which is parts of mesh axes that do not overlap; and of what its results are said
-    to be, after what it is of."""
+    """Yields faults of a collective: its group must be disjoint parts of mesh axes, its result's layout must follow."""
     primes, moves = _primes(c.axes), c.kind in TIERS
     if c.kind not in _KINDS:
         yield "is of no kind that is known"
@@ -35,11 +33,13 @@ def message_faults(mesh: Mesh, c: Collective) -> Iterator[str]:
 
 
 def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
-    """What is written over has the form of the result. A sum that an operand owes is owed by every result, but where
-    nothing of it is read; what a result owes comes from what is cut, or owed, of an operand, or from a number that
-    differs by device."""
-    told = [a for x in syms(step) for a in x.axes]
-    if told and any(mesh.axes.get(a.name) != a.axis_size for a in told):
+    """Yields faults of a call.
+
+    An operand that is written over has the form of the result. A partial sum of an operand is one of every result,
+    unless the op reads no values. A new partial sum comes from a sharded operand, or a number that differs by device.
+    """
+    varying = [a for x in syms(step) for a in x.axes]
+    if varying and any(mesh.axes.get(a.name) != a.axis_size for a in varying):
         yield "reads a number that differs along an axis which is none of the mesh's"
     may = takes(step) if step.over else ()
     for i, k in enumerate(step.over):
@@ -51,48 +51,51 @@ def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
     layouts = [x for v in step.operands if (x := _layout(v)) is not None]
     if len(layouts) < len(step.operands):
         return
-    owed = {p for x in layouts if x.pending for p in _primes(x.pending_axes)}
+    pending = {p for x in layouts if x.pending for p in _primes(x.pending_axes)}
     for v in step.made:
         layout = _layout(v)
-        left = {*_primes(layout.pending_axes)} if layout is not None and layout.pending else set[Axis]()
-        if layout is None or left == owed:
+        pending_after = {*_primes(layout.pending_axes)} if layout is not None and layout.pending else set[Axis]()
+        if layout is None or pending_after == pending:
             continue
-        if not owed <= left:
-            yield f"leaves {v} pending over {_named(left)}, and operands are over {_named(owed)}"
-        elif fresh := left - owed - {*_primes(told), *(p for x in layouts for p in _primes(x.axes))}:
+        if not pending <= pending_after:
+            yield f"leaves {v} pending over {_named(pending_after)}, and operands are over {_named(pending)}"
+        elif fresh := pending_after - pending - {*_primes(varying), *(p for x in layouts for p in _primes(x.axes))}:
             yield f"leaves {v} pending over {_named(fresh)}, along which nothing differs"
 
 
 def _layout(v: Var) -> Layout | None:
-    """How a value is cut over the mesh. Nobody knows of what a local form makes, or the body of a shard_map, whose
-    values have the layout of one device; a program that was read does not say which these are."""
+    """Returns how a value is sharded over the mesh, or None if that is unknown.
+
+    It is unknown for intermediates of local forms and for values of shard_map bodies, which have the layout of one
+    device. A program that was read from text does not mark the latter, so replicated values count as unknown there.
+    """
     if v.layout is None or (v.value.manual if v.value is not None else v.layout.is_replicated):
         return None
     return v.layout
 
 
 def _fits(v: Var, x: Var) -> bool:
-    """Whether a value has room in the memory of another, element by element."""
+    """True if a value fits into the memory of another, element by element."""
     if v.layout is None or x.layout is None or v.layout is x.layout:
         return v.dtype == x.dtype
     return v.dtype == x.dtype and v.layout.shape == x.layout.shape
 
 
 def _pending(c: Collective, source: Layout, out: Layout) -> Iterator[str]:
-    """What is reduced was pending so, and all else still is."""
-    owed, left = ({*_primes(x.pending_axes)} for x in (source, out))
+    """Yields faults where a reduction reduces anything but partial sums over its axes, or other ones get lost."""
+    before, after = ({*_primes(x.pending_axes)} for x in (source, out))
     settles = {*_primes(c.axes)} if c.kind in _SETTLE else set()
-    if owed - settles != left:
-        yield f"leaves pending over {_named(left)} what was pending over {_named(owed)}"
-    elif settles - owed:
-        yield f"reduces over {_named(settles)} what is pending over {_named(owed)}"
+    if before - settles != after:
+        yield f"leaves pending over {_named(after)} what was pending over {_named(before)}"
+    elif settles - before:
+        yield f"reduces over {_named(settles)} what is pending over {_named(before)}"
     for p in source.pending:
         if not settles.isdisjoint(_primes(p.axes)) and _SUMS.get(p.kind, p.kind) != c.reduce:
             yield f"reduces by {c.reduce} what is pending by {p.kind}"
 
 
 def _cut(c: Collective, source: Layout, out: Layout) -> Iterator[str]:
-    """A gather joins pieces over its axes, in their order, a scatter makes such; nobody else changes who is cut."""
+    """Yields faults where anything but a gather joins shards, or anything but a scatter makes new ones."""
     before, after, over = ([*_primes(x)] for x in (source.axes, out.axes, c.axes))
     more, fewer = {*after} - {*before}, {*before} - {*after}
     joins = {*over} if c.kind == "all_gather" else set()

@@ -1,4 +1,4 @@
-"""What stands in the nested tuples, lists and dicts that are the arguments of a call."""
+"""Walks and rebuilds the nested tuples, lists and dicts that are the arguments of a call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MANY = 16
 
 
 def is_plain(x: tuple[Any, ...] | list[Any]) -> bool:
-    """Whether all that is in it are plain numbers or texts; of sizes, one for each of 512 members, most are equal."""
+    """True if a sequence holds only plain numbers or texts; a quick path serves long lists of equal sizes."""
     if len(x) > MANY and type(x[0]) is int and x.count(x[0]) == len(x):
         return True
     return PLAIN.issuperset(map(type, x))
 
 
 def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """All instances of `kind`, which is no plain number or text, in nested tuples, lists and dicts."""
+    """Yields all instances of `kind`, which is no plain number or text, in nested tuples, lists and dicts."""
     if isinstance(x, kind):
         yield x
     elif isinstance(x, dict):
@@ -32,7 +32,7 @@ def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 
 def found(args: tuple[Any, ...], kinds: tuple[type, ...]) -> list[Any]:
-    """The same of arguments, most of which are such themselves, or plain."""
+    """Lists the `leaves` of arguments; fast where most are leaves themselves, or plain."""
     every = []
     for x in args:
         if (kind := type(x)) in kinds:
@@ -43,7 +43,7 @@ def found(args: tuple[Any, ...], kinds: tuple[type, ...]) -> list[Any]:
 
 
 def rebuild(x: Any, change: Callable[[Any], Any]) -> Any:
-    """`x` with `change` applied to what stands in nested tuples, lists and dicts, lists of plain numbers excepted."""
+    """Applies `change` to the leaves of nested tuples, lists and dicts; lists of plain numbers stay as they were."""
     if isinstance(x, tuple | list):
         return x if is_plain(x) else type(x)(rebuild(y, change) for y in x)
     if isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""On which mesh axes the local values of a program may differ between devices: elsewhere they are computed once."""
+"""Finds the mesh axes along which local values differ between devices; along others they are computed once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Primes = tuple[Axis, ...]
 
 
 def varying(program: Program, everything: Primes | None = None) -> dict[Var, Primes]:
-    """The prime parts of axes that each variable may differ on; `everything`, if given, for every variable."""
+    """Maps each variable to the prime parts of axes along which it may differ; `everything` overrides them all."""
     varies: dict[Var, Primes] = {}
     for var in program.inputs:
         if everything is not None:
@@ -39,12 +39,11 @@ def varying(program: Program, everything: Primes | None = None) -> dict[Var, Pri
 
 
 def _values(step: Step) -> Iterable[Var]:
-    """The operands whose values count: of what a tensor is filled with, a number, none does."""
+    """Returns the operands whose values matter: none of an op that fills a tensor with a number."""
     filled = isinstance(step, Compute) and has_trait(step.target, "creates") and has_trait(step.target, "fills")
     return () if filled else reads(step)
 
 
 def primes(axes: Iterable[Axis]) -> Primes:
-    """The prime parts of axes, each once, in order."""
-    found = {p for a in axes for p in a.primes()}
-    return tuple(sorted(found, key=lambda a: (a.name, a.pre)))
+    """Returns the prime parts of axes, each once, in order."""
+    return tuple(sorted({p for a in axes for p in a.primes()}, key=lambda a: (a.name, a.pre)))

@@ -1,7 +1,7 @@
 """The per-device program: steps over local tensors.
 
-One program serves every device of the mesh: whatever differs by device is a `Sym`, evaluated when code is generated. A
-collective names mesh axes, not ranks. All of it is frozen: a pass makes another program.
+One program serves every device of the mesh: a number that differs by device is a `Sym`, evaluated when code is
+generated. A collective names mesh axes, not ranks. Programs and steps are frozen: a pass makes another program.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from shardlib.sharding.mesh.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class Var:
-    """One local tensor: `layout` says its local shape on every device; `value` is what it is a piece of.
+    """One local tensor: its `layout` gives the local shape on every device; it is a shard of `value`.
 
-    What only the local form of a rule knows has no layout, but the `shape` of the fullest device that was looked at.
-    `host`: it lives in the host's memory. `part`: it is the first, second, ... of so many parts of it.
+    An intermediate of a rule's local form has no layout, but the `shape` of the fullest device that was looked at.
+    `host`: the tensor lives in the host's memory. `part` is (i, n) if it holds part i of n of the shard's rows.
     """
 
     name: str
     layout: Layout | None
     dtype: torch.dtype
     value: Value | None = None
-    placement: Any = None  # (cut, what is owed)
+    placement: Any = None  # (sharding, partial sums)
     shape: tuple[int, ...] | None = None
     host: bool = False
     part: tuple[int, int] | None = None
 
     @lazy_property
     def numel(self) -> int:
-        """Elements on the fullest device; 0 while nobody knows the shape."""
+        """Elements on the fullest device; 0 if the shape is unknown."""
         if self.layout is not None:
             return self.layout.max_local_numel()
         return 0 if self.shape is None else math.prod(self.shape)
@@ -58,17 +58,17 @@ class Var:
         return f"%{self.name}"
 
 
-_OURS = ("aten", "prims", "shardlib")  # namespaces of ops that do what they say
+_OURS = ("aten", "prims", "shardlib")  # namespaces whose schemas can be trusted
 
 
 @dataclass(frozen=True, eq=False)
 class Compute:
     """One call of an op on local tensors.
 
-    `flops` are those of the device that does most of it; where devices do not do the same, each does its part of
-    `work`, a number that differs by device. `over`: for each result the operand, by position, whose memory it takes
-    (empty: none takes any). `copies`: a view that is none, since the strides of its operand do not allow one. `inside`:
-    the modules that it belongs to.
+    `flops` are those of the busiest device; if devices do unequal work, each does its part of `work`, a number that
+    differs by device. `over` gives for each result the operand, by position, whose memory it takes (empty: none does).
+    `copies` marks a view that copies, since the strides of its operand do not allow a view. `inside` are the modules
+    that the call belongs to.
     """
 
     target: Any
@@ -86,7 +86,7 @@ class Compute:
 
     @lazy_property
     def told(self) -> tuple[Var | Sym, ...]:
-        """The variables, and the numbers that differ by device, among its arguments, in order."""
+        """The variables and the `Sym`s among its arguments, in order."""
         return tuple(found((*self.args, *self.kwargs.values()) if self.kwargs else self.args, (Var, Sym)))
 
     @lazy_property
@@ -96,17 +96,17 @@ class Compute:
 
     @lazy_property
     def made(self) -> tuple[Var, ...]:
-        """The results that somebody may read."""
+        """The results that are tensors."""
         return tuple([v for v in self.outs if v is not None])
 
     @lazy_property
     def overwritten(self) -> dict[Var | None, Var]:
-        """The operands whose memory results take, by these."""
+        """Maps results to the operands whose memory they take."""
         return {out: self.args[k] for out, k in zip(self.outs, self.over, strict=False) if k is not None}
 
     @lazy_property
     def is_pure(self) -> bool:
-        """Whether a call does nothing but to make values, the same ones each time; of others' ops nobody knows."""
+        """True if a call has no side effects and always computes the same; foreign ops count as impure."""
         if not self.made or not isinstance(self.target, OpOverload):
             return bool(self.made)
         drawn = torch.Tag.nondeterministic_seeded in self.target.tags
@@ -114,27 +114,27 @@ class Compute:
 
     @lazy_property
     def shown(self) -> Mapping[Var | None, Var]:
-        """The operands whose memory results have, taken or shown, by these."""
+        """Maps results to the operands whose memory they take or view."""
         if is_view(self.target):
             return dict.fromkeys(self.made, self.operands[0])
         return self.overwritten if self.over else {}
 
     @lazy_property
     def owes(self) -> bool:
-        """Whether a sum is pending in what it reads or makes."""
+        """True if an operand or a result is a partial sum."""
         return any(v.layout is not None and v.layout.pending for v in (*self.operands, *self.made))
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Why a value moves: an op, a result by its number, or the program as a whole (None) wants it elsewhere."""
+    """The reader that needs a value elsewhere: an op, a result by its position, or the whole program (None)."""
 
     by: Op | int | None
 
 
 @dataclass(frozen=True, eq=False)
 class Inside:
-    """Why an op communicates by itself: its local form does, over these factors; `what` it moves, and `how`."""
+    """The op whose local form communicates, over these factors; `what` it moves, and `how`."""
 
     op: Op
     factors: tuple[str, ...]
@@ -144,10 +144,10 @@ class Inside:
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """One communication: `kind` over `axes` on local tensor `source`; or, over none, a copy to another tier of memory.
+    """One communication: `kind` over `axes` on local tensor `source`; without axes, a copy to another tier of memory.
 
-    `params` are the op's arguments (dims, and per-member sizes, which may be `Sym`s); `bytes` go on the wire per
-    device; `reason` says which layouts forced it.
+    `params` are the op's arguments (dims, and per-member sizes, which may be `Sym`s). `bytes` go on the wire per
+    device. `reason` names the layouts that forced it.
     """
 
     kind: str
@@ -173,7 +173,7 @@ class Collective:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """Collectives of one kind over one group begin, as one message: their results are in flight."""
+    """Collectives of one kind over one group begin as one message; their results are in flight."""
 
     moves: tuple[Collective, ...]
 
@@ -183,32 +183,32 @@ class Start:
 
     @lazy_property
     def outs(self) -> tuple[Var, ...]:
-        """What is in flight then."""
+        """The results, in flight until the `Wait`."""
         return tuple([c.out for c in self.moves])
 
     @lazy_property
     def sources(self) -> tuple[Var, ...]:
-        """What is sent."""
+        """The tensors that are sent."""
         return tuple([c.source for c in self.moves])
 
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """What began together is there: all results of one `Start`."""
+    """All results of one `Start` have arrived."""
 
     outs: tuple[Var, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Free:
-    """Nobody reads these again."""
+    """These variables are not read again."""
 
     vars: tuple[Var, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """A result that would show memory of somebody else gets its own."""
+    """A result that would view memory of another tensor gets its own."""
 
     source: Var
     out: Var
@@ -221,10 +221,10 @@ Step = Compute | Start | Wait | Free | Copy
 class Program:
     """Steps in order; inputs and captured tensors as local variables; outputs (a variable, or a constant).
 
-    `donated` are the positions of inputs whose memory may be overwritten; `replaced`, of those that a call overwrites
-    itself: their memory only has the output, by position, that comes to stand there. `varies` says where inputs differ
-    of which no layout does. So many results, `owned` (None: all), show no memory of arguments, captured tensors or each
-    other.
+    `donated` are positions of inputs whose memory may be overwritten. `replaced` maps positions of inputs to outputs
+    that become their new values; only these may take their memory. `varies` gives the mesh axes along which inputs
+    without a layout differ. The first `owned` results (None: all) view no memory of arguments, captured tensors or
+    each other.
     """
 
     mesh: Mesh
@@ -239,7 +239,7 @@ class Program:
 
     @lazy_property
     def collectives(self) -> tuple[Collective, ...]:
-        """All between devices, in the order in which they start."""
+        """All collectives between devices, in the order in which they start."""
         return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind not in TIERS)
 
     @lazy_property
@@ -258,7 +258,7 @@ class Program:
         return (v for v in self.outputs if isinstance(v, Var))
 
     def with_vars(self, other: Mapping[Var, Var]) -> Program:
-        """The same with other variables in place of some."""
+        """Returns the program with some variables replaced."""
         if not other:
             return self
         return replace(
@@ -275,7 +275,7 @@ TIERS = ("to_host", "to_device")  # kinds of copies between tiers of memory
 
 
 def together(c: Collective) -> tuple[Start, Wait]:
-    """A collective that is waited for at once."""
+    """Returns the steps of a collective that is waited for at once."""
     return Start((c,)), Wait((c.out,))
 
 
@@ -306,12 +306,12 @@ _MAKES: Mapping[type, Callable[[Any], tuple[Var, ...]]] = {
 
 
 def reads(step: Step | Collective) -> tuple[Var, ...]:
-    """What a step reads, or a collective by itself."""
+    """Returns the variables that a step, or a single collective, reads."""
     return _READS[type(step)](step)
 
 
 def makes(step: Step | Collective) -> tuple[Var, ...]:
-    """What is there when a step is done, and was not before."""
+    """Returns the variables that can be read after a step, and not before."""
     return _MAKES[type(step)](step)
 
 
@@ -323,25 +323,25 @@ def syms(step: Step) -> Iterator[Sym]:
 
 
 def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
-    """The step with other variables in place of some."""
-    known, changes = other.keys(), dict[str, Any]()
+    """Returns the step with some variables replaced."""
+    replaced, changes = other.keys(), dict[str, Any]()
 
     def get(v: Var) -> Var:
         return other.get(v, v)
 
     if isinstance(step, Compute):
-        if not known.isdisjoint(step.made):
+        if not replaced.isdisjoint(step.made):
             changes["outs"] = tuple(v and get(v) for v in step.outs)
-        if not known.isdisjoint(step.operands):
+        if not replaced.isdisjoint(step.operands):
             args, kwargs = rebuild((step.args, step.kwargs), lambda x: get(x) if isinstance(x, Var) else x)
             changes |= {"args": args, "kwargs": kwargs}
         return replace(step, **changes) if changes else step
     if isinstance(step, Start):
-        if known.isdisjoint(step.outs) and known.isdisjoint(step.sources):
+        if replaced.isdisjoint(step.outs) and replaced.isdisjoint(step.sources):
             return step
         return Start(tuple(replace(c, source=get(c.source), out=get(c.out)) for c in step.moves))
     if isinstance(step, Wait):
-        return step if known.isdisjoint(step.outs) else Wait(tuple(map(get, step.outs)))
+        return step if replaced.isdisjoint(step.outs) else Wait(tuple(map(get, step.outs)))
     if isinstance(step, Free):
-        return step if known.isdisjoint(step.vars) else Free(tuple(map(get, step.vars)))
+        return step if replaced.isdisjoint(step.vars) else Free(tuple(map(get, step.vars)))
     return Copy(get(step.source), get(step.out))

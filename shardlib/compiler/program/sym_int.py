@@ -29,13 +29,13 @@ _OF_AXES: Mapping[str, Callable[[Coords, tuple[Axis, ...], int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sym:
-    """A whole number on every device: an operation and what it is of.
+    """An integer that may differ by device: an operation and its arguments.
 
-    * `size` and `offset` of n elements that are cut over axes (args: axes, n);
+    * `size` and `offset` of n elements that are sharded over axes (args: axes, n);
     * `group_position` along axes (axes, 0), and `at`, one number for each position (axes, numbers);
     * `+ - * // ==` of two numbers or Syms.
 
-    It prints as `parse` reads it.
+    `parse` reads its text.
 
     Example:
         >>> start = offset(10, [Axis("data", 4)]) * 2 + 1
@@ -50,16 +50,16 @@ class Sym:
 
     @property
     def axes(self) -> frozenset[Axis]:
-        """The axes along which it may differ."""
+        """The axes along which the number may differ."""
         if self.op in _ARITHMETIC:
             return frozenset(a for x in self.args if isinstance(x, Sym) for a in x.axes)
         return frozenset(self.args[0])
 
     def at(self, coords: Coords) -> Any:
-        """The number on the device at `coords`."""
+        """Returns the number on the device at `coords`."""
         a, b = self.args
         if (function := _ARITHMETIC.get(self.op)) is not None:
-            return function(here(a, coords), here(b, coords))
+            return function(local_value(a, coords), local_value(b, coords))
         if self.op == "at":
             return b[group_position(coords, a)]
         return _OF_AXES[self.op](coords, a, b)
@@ -96,8 +96,8 @@ class Sym:
         return f"position({names})" if self.op == "position" else f"{self.op}({b}@{names})"
 
 
-def here(n: Any, coords: Coords) -> Any:
-    """A number, or what a Sym is on the device at `coords`."""
+def local_value(n: Any, coords: Coords) -> Any:
+    """Returns the number of a Sym on the device at `coords`; another argument is returned unchanged."""
     return n.at(coords) if isinstance(n, Sym) else n
 
 
@@ -106,30 +106,30 @@ def axes_of(n: Sym | int) -> frozenset[Axis]:
 
 
 def local_size(size: int, axes: Sequence[Axis]) -> Sym | int:
-    """How many of `size` elements cut over `axes` a device holds: an int where all hold the same."""
-    axes = Axis.merge(axes)  # parts of one mesh axis cut as one
+    """Returns how many of `size` elements sharded over `axes` a device holds: an int if all hold the same."""
+    axes = Axis.merge(axes)  # parts of one mesh axis shard as one
     if is_even(size, axes):
         return size // group_size(axes)
-    return _told(size, axes)[1] if isinstance(size, UnchunkedSize) else Sym("size", (axes, size))
+    return _placed_span(size, axes)[1] if isinstance(size, UnchunkedSize) else Sym("size", (axes, size))
 
 
 def offset(size: int, axes: Sequence[Axis]) -> Sym | int:
-    """The global index of a device's first element."""
+    """Returns the global index of a device's first element."""
     axes = Axis.merge(axes)
     if not axes:
         return 0
-    return _told(size, axes)[0] if isinstance(size, UnchunkedSize) else Sym("offset", (axes, size))
+    return _placed_span(size, axes)[0] if isinstance(size, UnchunkedSize) else Sym("offset", (axes, size))
 
 
 @lru_cache(maxsize=4096)
-def _told(size: UnchunkedSize, axes: tuple[Axis, ...]) -> tuple[Sym | int, Sym | int]:
-    """Where what a device holds begins, and how much it is, of a size that says it."""
+def _placed_span(size: UnchunkedSize, axes: tuple[Axis, ...]) -> tuple[Sym | int, Sym | int]:
+    """Returns a device's offset and length, of a dim whose shards have chosen sizes."""
     first = tabulate(lambda c: shard_range(size, axes, c)[0], axes)
     return first, tabulate(lambda c: _length(shard_range(size, axes, c)), axes)
 
 
 def place_in(axes: Sequence[Axis]) -> Sym | int:
-    """The position of a device along `axes`, major first."""
+    """Returns the position of a device along `axes`, major first."""
     return Sym("position", (tuple(axes), 0)) if axes else 0
 
 
@@ -141,7 +141,7 @@ def product(factors: Sequence[Sym | int]) -> Sym | int:
 
 
 def of_member(n: Any, group: Sequence[Axis], i: int) -> Any:
-    """What n is on member `i` of the group along `group` that a device is in."""
+    """Returns n on member `i` of a device's own group along `group`."""
     return tabulate(lambda c: n.at(member_coords(c, group, i)), n.axes, group) if isinstance(n, Sym) else n
 
 
@@ -170,7 +170,7 @@ def table(axes: Sequence[Axis], values: Sequence[Any]) -> Any:
 
 @lru_cache(maxsize=4096)
 def most(n: Sym) -> int:
-    """What it is on the device where it is largest.
+    """Returns the number on the device where it is largest.
 
     Example:
         >>> most(product([local_size(10, [Axis("data", 4)]), 3]))
@@ -180,13 +180,13 @@ def most(n: Sym) -> int:
 
 
 def apart(axes: Iterable[Axis], group: Iterable[Axis] = ()) -> tuple[Axis, ...]:
-    """Axes that do not overlap and cover what these do, but for what is in `group`."""
+    """Returns disjoint axes that cover the same parts as `axes`, without the parts in `group`."""
     primes = {p for a in axes for p in a.primes()} - {p for a in group for p in a.primes()}
     return Axis.merge(sorted(primes, key=lambda a: (a.name, a.pre)))
 
 
 def everywhere(axes: Sequence[Axis], group: Sequence[Axis] = ()) -> Iterator[dict[str, int]]:
-    """A device for every position along `axes`, in order, which is the first one of a group along `group`."""
+    """Yields a device for every position along `axes`, in order: the first one along `group`."""
     origin = {a.name: 0 for a in (*axes, *group)}
     for at in itertools.product(*(range(a.size) for a in axes)):
         coords = dict(origin)
@@ -199,7 +199,7 @@ _TOKEN = re.compile(r"\s*(-?\d+|//|==|[-+*()@\[\]]|\w+(?::\(\d+\)\d+)?(?:·\w+(?
 
 
 def parse(text: str, mesh: Mapping[str, int]) -> Sym | int:
-    """Read what a Sym prints; `mesh` are the sizes of the mesh's axes. Raises ValueError for another text."""
+    """Reads the text of a Sym; `mesh` are the sizes of the mesh's axes. Raises ValueError for another text."""
     tokens = _TOKEN.findall(text)
     if re.sub(r"\s", "", text) != "".join(tokens):
         raise ValueError(f"{text!r} is no number of a program")
@@ -232,14 +232,14 @@ def parse(text: str, mesh: Mapping[str, int]) -> Sym | int:
             n = 0 if token == "position" else int(next(feed))
             if token != "position":
                 expect("@")
-            found = Sym(token, (axes(), n))
+            result = Sym(token, (axes(), n))
             expect(")")
-            return found
+            return result
         return int(token)
 
-    found = number(next(feed))
+    result = number(next(feed))
     expect("")
-    return found
+    return result
 
 
 def _axis(text: str, mesh: Mapping[str, int]) -> Axis:

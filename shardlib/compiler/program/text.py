@@ -1,4 +1,4 @@
-"""Programs as text: a line for every step, and back.
+"""Writes programs as text, a line for every step, and reads them back.
 
 ```
 mesh data=2, tensor=2
@@ -11,8 +11,8 @@ free y
 return s, 3
 ```
 
-A value says its layout, or, where there is none, the shape of the fullest device (`f32<3, 2>`). A number of the call is
-`$` and its leaf. What a program says of lines, reasons and graphs is not in the text, nor are captured tensors' values.
+The type of a value shows its layout, or without one the shape on the fullest device (`f32<3, 2>`). A number of the call
+is `$` and its leaf. Lines, reasons and graph values are not in the text, nor are the values of captured tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardlib.tensor.tensor_meta import short_dtype
 
 
 def show(program: Program, where: Callable[[Line | None], str] | None = None) -> str:
-    """The program's text; `where` writes the lines of source that its steps come from."""
+    """Returns the program's text; `where` formats the source line of each step."""
     lines = [f"mesh {', '.join(f'{name}={n}' for name, n in program.mesh.axes.items())}"]
     for i, var in enumerate(program.inputs):
         varies = f" varies [{_axes(axes)}]" if (axes := program.varies.get(var)) is not None else ""
@@ -51,12 +51,12 @@ def show(program: Program, where: Callable[[Line | None], str] | None = None) ->
     for step in program.steps:
         line = step.line if isinstance(step, Compute) else step.first.line if isinstance(step, Start) else None
         lines.append(show_step(step) + (f"  # {where(line)}" if where is not None and line is not None else ""))
-    owned = "" if program.owned is None else f" owned {program.owned}"
-    return "\n".join([*lines, f"return {', '.join(map(_value, program.outputs))}{owned}"])
+    count = "" if program.owned is None else f" owned {program.owned}"
+    return "\n".join([*lines, f"return {', '.join(map(_value, program.outputs))}{count}"])
 
 
 def show_step(step: Step) -> str:
-    """One step's line."""
+    """Returns one step's line."""
     if isinstance(step, Compute):
         outs = ", ".join("_" if v is None else _typed(v) for v in step.outs)
         over = f" over {', '.join('_' if k is None else step.args[k].name for k in step.over)}" if step.over else ""
@@ -76,8 +76,8 @@ def show_step(step: Step) -> str:
 
 
 def _move(c: Collective) -> str:
-    told = ", ".join(f"{k}: {_value(v)}" for k, v in c.params.items())
-    return f"{_typed(c.out)} = {c.source.name} {{{told}}} {c.bytes!r} B"
+    params = ", ".join(f"{k}: {_value(v)}" for k, v in c.params.items())
+    return f"{_typed(c.out)} = {c.source.name} {{{params}}} {c.bytes!r} B"
 
 
 def _typed(var: Var) -> str:
@@ -101,7 +101,7 @@ def _value(x: Any) -> str:
     if isinstance(x, Var):
         return x.name
     if isinstance(x, Scalar):
-        return x.text(lambda given: f"${given.leaf}")
+        return x.text(lambda number: f"${number.leaf}")
     if isinstance(x, tuple | list):
         return f"[{', '.join(map(_value, x))}]"
     if isinstance(x, set | frozenset):
@@ -111,17 +111,18 @@ def _value(x: Any) -> str:
 
 
 def _named(x: Any) -> str:
-    """What has no literal: an object by its type, a function or a class by its name; the same in all processes."""
-    of = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
-    return f"{of.__module__}.{of.__qualname__}"
+    """Returns the name of a function or class, or of an object's class; the same in all processes."""
+    named = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
 def parse(text: str, captured: Mapping[str, torch.Tensor] | None = None) -> Program:
-    """The program that prints so, on an abstract mesh; `captured` are the tensors that it captures, by name (without
-    one, zeros). Raises ValueError for another text.
+    """Reads a program's text, on an abstract mesh; `captured` are the captured tensors by name (default: zeros).
+
+    Raises ValueError for another text.
     """
     try:
         return _Reader(captured or {}).read(text)
@@ -135,7 +136,7 @@ _TYPED = re.compile(r"(?P<name>[^\s:,]+): (?P<dtype>\w+)(?P<shape>\[.*\]|<.*>)")
 
 class _Reader:
     def __init__(self, captured: Mapping[str, torch.Tensor]) -> None:
-        self.given = captured
+        self.captured = captured
         self.vars: dict[str, Var] = {}
         self.mesh: Mapping[str, int] = {}
 
@@ -146,7 +147,7 @@ class _Reader:
         donated: set[int] = set()
         varies: dict[Var, tuple[Axis, ...]] = {}
         replaced: dict[int, int] = {}
-        outputs, owned = "", None
+        outputs, own_count = "", None
         for line in filter(None, (_before(line, "  # ").strip() for line in text.splitlines())):
             word, _, rest = line.partition(" ")
             if word == "mesh":
@@ -161,16 +162,16 @@ class _Reader:
             elif word == "captured":
                 var = self.make(rest)
                 shape = var.shape or () if var.layout is None else var.layout.shape
-                captured.append((var, self.given.get(var.name, torch.zeros(shape, dtype=var.dtype))))
+                captured.append((var, self.captured.get(var.name, torch.zeros(shape, dtype=var.dtype))))
             elif word == "return":
                 outputs, number = self.match(r"(.*?)(?: owned (\d+))?", rest)
-                owned = None if number is None else int(number)
+                own_count = None if number is None else int(number)
             else:
                 steps.append(self.step(line))
         results = tuple(map(self.value, _split(outputs)))
         mesh = Mesh.abstract(dict(self.mesh))
-        given = tuple(inputs), tuple(captured)
-        return Program(mesh, tuple(steps), *given, results, frozenset(donated), varies, owned, replaced)
+        tensors = tuple(inputs), tuple(captured)
+        return Program(mesh, tuple(steps), *tensors, results, frozenset(donated), varies, own_count, replaced)
 
     def step(self, line: str) -> Step:
         word, _, rest = line.partition(" ")
@@ -180,8 +181,8 @@ class _Reader:
                 tuple(self.move(kind, self.axes(axes), reduce.strip() or "sum", m) for m in moves.split(" | "))
             )
         if word in ("wait", "free"):
-            found = tuple(self.vars[name] for name in rest.split(", "))
-            return Wait(found) if word == "wait" else Free(found)
+            variables = tuple(self.vars[name] for name in rest.split(", "))
+            return Wait(variables) if word == "wait" else Free(variables)
         if word == "copy":
             out, source = self.match(r"(.*) = (\S+)", rest)
             return Copy(self.vars[source], self.make(out))
@@ -191,36 +192,43 @@ class _Reader:
         call = _before(line, "  ; ")
         notes = line[len(call) :].removeprefix("  ; ")
         flops, work, copies = self.match(r"(?:(\S+) flop(?: of (.*?))?)?(?:, )?(copies)?", notes)
-        outs, over, target, given = self.match(r"(?:(.*?)(?: over (.*?))? = )?([\w.:<>]+)\((.*)\)", call)
-        items = [_keyword(x) for x in _split(given)]
+        outs, over, target, arguments = self.match(r"(?:(.*?)(?: over (.*?))? = )?([\w.:<>]+)\((.*)\)", call)
+        items = [_keyword(x) for x in _split(arguments)]
         args = tuple(self.value(x) for name, x in items if not name)
         kwargs = {name: self.value(x) for name, x in items if name}
-        made = tuple(None if x == "_" else self.make(x) for x in _split(outs or ""))
+        results = tuple(None if x == "_" else self.make(x) for x in _split(outs or ""))
         names = [x.name if isinstance(x, Var) else "" for x in args]
         places = tuple(None if x == "_" else names.index(x) for x in _split(over or ""))
         part = None if work is None else sym_int.parse(work, self.mesh)
         if isinstance(part, int):
             raise ValueError(f"{work} is the same work on every device: {line}")
         return Compute(
-            _op(target), args, kwargs, made, flops=float(flops or 0), over=places, copies=copies is not None, work=part
+            _op(target),
+            args,
+            kwargs,
+            results,
+            flops=float(flops or 0),
+            over=places,
+            copies=copies is not None,
+            work=part,
         )
 
     def move(self, kind: str, axes: tuple[Axis, ...], reduce: str, text: str) -> Collective:
-        out, source, told, nbytes = self.match(r"(.*) = (\S+) \{(.*)\} (\S+) B", text)
-        params = {k: self.value(v) for k, v in (x.split(": ", 1) for x in _split(told))}
-        made = self.make(out, host=kind == "to_host")
-        return Collective(kind, axes, self.vars[source], made, params, ast.literal_eval(nbytes), reduce)
+        out, source, params_text, nbytes = self.match(r"(.*) = (\S+) \{(.*)\} (\S+) B", text)
+        params = {k: self.value(v) for k, v in (x.split(": ", 1) for x in _split(params_text))}
+        result = self.make(out, host=kind == "to_host")
+        return Collective(kind, axes, self.vars[source], result, params, ast.literal_eval(nbytes), reduce)
 
     def match(self, pattern: str, text: str) -> tuple[Any, ...]:
-        if (found := re.fullmatch(pattern, text)) is None:
+        if (match := re.fullmatch(pattern, text)) is None:
             raise ValueError(f"{text!r} is no step of a program")
-        return found.groups()
+        return match.groups()
 
     def make(self, text: str, *, host: bool = False) -> Var:
-        if (found := _TYPED.fullmatch(text)) is None:
+        if (match := _TYPED.fullmatch(text)) is None:
             raise ValueError(f"{text!r} says no name and type")
-        name, dtype, inside = found["name"], _DTYPES[found["dtype"]], found["shape"][1:-1]
-        if found["shape"][0] == "[":
+        name, dtype, inside = match["name"], _DTYPES[match["dtype"]], match["shape"][1:-1]
+        if match["shape"][0] == "[":
             var = Var(name, Layout.parse(inside, self.mesh), dtype, host=host)
         else:
             shape = None if inside == "?" else tuple(map(int, _split(inside)))
@@ -229,8 +237,8 @@ class _Reader:
         return var
 
     def axes(self, text: str) -> tuple[Axis, ...]:
-        found = (parse_axis(x) for x in text.split())
-        return tuple(Axis(name, size or self.mesh[name], pre, self.mesh[name]) for name, pre, size in found)
+        parts = (parse_axis(x) for x in text.split())
+        return tuple(Axis(name, size or self.mesh[name], pre, self.mesh[name]) for name, pre, size in parts)
 
     def value(self, text: str) -> Any:
         if text in self.vars:
@@ -265,12 +273,12 @@ def _op(text: str) -> Any:
 
 
 def _keyword(text: str) -> tuple[str, str]:
-    found = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", text)
-    return (found[1], found[2]) if found else ("", text)
+    match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", text)
+    return (match[1], match[2]) if match else ("", text)
 
 
 def _split(text: str) -> list[str]:
-    """Its parts between commas that stand in no bracket and no quotes."""
+    """Splits at commas outside of brackets and quotes."""
     return list(_parts(text)) if text.strip() else []
 
 
@@ -288,7 +296,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _bare(text: str) -> Iterator[tuple[int, str]]:
-    """The characters that stand in no quotes, with their places."""
+    """Yields the characters outside of quotes, with their positions."""
     quote, escaped = "", False
     for i, c in enumerate(text):
         if quote:
@@ -301,12 +309,12 @@ def _bare(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _before(text: str, mark: str) -> str:
-    """What stands before a mark that is in no quotes."""
+    """Returns the text before a mark that is outside of quotes."""
     return next((text[:i] for i, _ in _bare(text) if text.startswith(mark, i)), text)
 
 
 def _scalar(text: str) -> Scalar:
-    """Read an expression over the call's numbers. What they were when it was traced is not in it."""
+    """Reads an expression over the call's numbers; their traced values are not in the text."""
 
     def read(node: ast.expr) -> Any:
         if isinstance(node, ast.Name):
@@ -318,18 +326,18 @@ def _scalar(text: str) -> Scalar:
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute):
                 return Scalar(getattr(math, node.func.attr), tuple(map(read, node.args)), hint=1.0)
-            (given,) = node.args
-            if isinstance(given, ast.Constant):
-                return float(str(given.value))
-            inside = read(given)
+            (argument,) = node.args
+            if isinstance(argument, ast.Constant):
+                return float(str(argument.value))
+            inside = read(argument)
             if isinstance(node.func, ast.Name) and node.func.id == "abs":
                 return Scalar(operator.abs, (inside,), hint=1)
             is_power = inside.op is operator.pow and inside.hint == 1 and type(inside.hint) is int
             return Scalar(operator.pow, inside.args, hint=1.0) if is_power else Scalar(float, (inside,), hint=1.0)
         return ast.literal_eval(node)
 
-    found: Scalar = read(ast.parse(text.replace("$", "leaf_"), mode="eval").body)
-    return found
+    scalar: Scalar = read(ast.parse(text.replace("$", "leaf_"), mode="eval").body)
+    return scalar
 
 
 _BINARY: Mapping[type, Any] = {

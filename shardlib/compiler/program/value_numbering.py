@@ -1,4 +1,4 @@
-"""Which variables of a program hold the same value: the same op on the same values makes the same."""
+"""Value numbering: finds variables that hold the same value, because the same op computed them of the same values."""
 
 from __future__ import annotations
 
@@ -9,32 +9,28 @@ from shardlib.compiler.program.nested_args import rebuild
 from shardlib.compiler.program.steps import TIERS, Compute, Copy, Program, Start, Var
 
 
-class Alike:
-    """Tells what holds the same value, as one variable after the other is made.
+class ValueNumbers:
+    """Takes one step after the other, and maps each variable to the `first` that holds its value.
 
-    `first` has for each of them the first one that is known to hold its value: a key of what made it names these, so
-    that it stays short however much went before.
+    The key of a step names the first variables of its operands, so it does not grow with the steps before.
     """
 
     def __init__(self) -> None:
         self.first: dict[Var, Var] = {}
-        self._made: dict[Hashable, tuple[Var | None, ...]] = {}
+        self._results: dict[Hashable, tuple[Var | None, ...]] = {}
 
-    def note(self, outs: tuple[Var | None, ...], *what: Any) -> None:
-        """Variables that `what` makes: the same ones each time."""
-        key = frozen(rebuild(what, lambda x: self.first.get(x, x) if isinstance(x, Var) else x))
-        before = self._made.setdefault(key, outs)
+    def note(self, outs: tuple[Var | None, ...], *parts: Any) -> None:
+        """Notes the results of a step that is described by `parts`: equal parts give equal values."""
+        key = frozen(rebuild(parts, lambda x: self.first.get(x, x) if isinstance(x, Var) else x))
+        before = self._results.setdefault(key, outs)
         for out, same in zip(outs, before, strict=True):
             if out is not None:
                 self.first[out] = out if same is None else self.first.get(same, same)
 
 
 def firsts(program: Program) -> dict[Var, Var]:
-    """For each variable that a step makes, the first one that is known to hold its value.
-
-    What is not pure, as draws of keys are not, makes another one each time.
-    """
-    alike = Alike()
+    """Maps each variable that a step makes to the first one that holds its value; impure steps make new values."""
+    alike = ValueNumbers()
     for step in program.steps:
         if isinstance(step, Compute):
             alike.note(step.outs, step.target, step.args, dict(step.kwargs), *([] if step.is_pure else [id(step)]))
@@ -50,7 +46,7 @@ def firsts(program: Program) -> dict[Var, Var]:
 
 
 def frozen(x: Any) -> Hashable:
-    """Arguments as a key that tells apart what ops do."""
+    """Returns arguments as a key, equal only if ops treat them alike."""
     if isinstance(x, dict):
         return tuple((k, frozen(v)) for k, v in x.items())
     if isinstance(x, tuple | list):

@@ -1,8 +1,8 @@
-"""Seconds of a collective: a latency for every hop, and its bytes over the slowest link (alpha-beta model).
+"""Estimates the seconds of a collective: a latency per hop, and its bytes over the slowest link (alpha-beta model).
 
-Of the algorithms that bring the same result the cheapest is taken, as NCCL does. All groups of a mesh communicate at
-once, so devices share the network cards of their node. Source: Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH" (2005), for rings, trees and exchanges; by node, as in NCCL.
+The cheapest algorithm is chosen, as in NCCL. All groups of a mesh communicate at once, so devices share the network
+cards of their node. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH" (2005), for rings, trees and exchanges; by node, as in NCCL.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardlib.sharding.mesh.machine import Span
 
 
 class Transfer(NamedTuple):
-    """How a message travels: by which algorithm, in how many seconds, and whether it leaves the node."""
+    """The algorithm of a message, its seconds, and True if it leaves the node (`far`)."""
 
     algorithm: str
     seconds: float
@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
 
 
 def transfer(kind: str, wire: float, span: Span) -> Transfer:
-    """The cheapest way for a collective of which each device sends `wire` bytes by a ring.
+    """Returns the cheapest algorithm for a collective in which each device would send `wire` bytes by a ring.
 
     Example:
         >>> from shardlib import Machine, Mesh
@@ -48,7 +48,7 @@ def _ring(wire: float, s: Span) -> float:
 
 
 def _both(wire: float, s: Span) -> float:
-    """A ring there and back: what it sends is twice that of one way."""
+    """Twice round the ring: reduce, then broadcast."""
     return 2 * _ring(wire / 2, s)
 
 
@@ -60,12 +60,12 @@ def _tree(wire: float, s: Span) -> float:
 
 
 def _by_node(wire: float, s: Span) -> float:
-    """Between nodes first, each member with its like, then inside (or the other way round, to reduce)."""
+    """Between nodes first, each member with its counterparts, then inside (for a reduction the other way round)."""
     if s.near == 1 or s.far == 1:
         return math.inf
-    piece = wire / (s.size - 1)
-    outside = (s.far - 1) * (s.outer.latency + piece / s.shared)
-    return outside + (s.near - 1) * (s.inner.latency + s.far * piece / s.inner.bandwidth)
+    shard = wire / (s.size - 1)
+    outside = (s.far - 1) * (s.outer.latency + shard / s.shared)
+    return outside + (s.near - 1) * (s.inner.latency + s.far * shard / s.inner.bandwidth)
 
 
 def _sum_by_node(wire: float, s: Span) -> float:
@@ -73,14 +73,14 @@ def _sum_by_node(wire: float, s: Span) -> float:
 
 
 def _exchange(wire: float, s: Span) -> float:
-    """A message from each to each: those to other nodes share the cards, those inside go beside them."""
-    piece = wire / (s.size - 1)
-    inside = s.inner.latency + (s.near - 1) * piece / s.inner.bandwidth
-    return inside if s.far == 1 else max(inside, s.outer.latency + (s.size - s.near) * piece / s.shared)
+    """A message from each member to each; those to other nodes share the cards, those inside overlap with them."""
+    shard = wire / (s.size - 1)
+    inside = s.inner.latency + (s.near - 1) * shard / s.inner.bandwidth
+    return inside if s.far == 1 else max(inside, s.outer.latency + (s.size - s.near) * shard / s.shared)
 
 
 def _pass(wire: float, s: Span) -> float:
-    """From each to one other, which is farther away for some."""
+    """A message from each member to one other, in another node for some."""
     return s.inner.latency + wire / s.inner.bandwidth if s.far == 1 else s.outer.latency + wire / s.shared
 
 

@@ -1,4 +1,4 @@
-"""What a program does a second time: calls of the backward pass on the same values as one of the forward pass."""
+"""Finds recomputation: calls of the backward pass that repeat one of the forward pass on the same values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardlib.compiler.program.value_numbering import firsts
 
 
 def recomputed(program: Program) -> set[Compute]:
-    """The calls that run again, in a checkpoint or because `remat` says so.
+    """Returns the calls that run again, in a checkpoint or by `remat`.
 
     Example:
         >>> import torch, shardlib as sl

@@ -1,7 +1,7 @@
-"""Seconds of one call on a device: of its arithmetic and functions, or of the memory that it touches, as more is.
+"""Estimates the seconds of one call on a device: the maximum over its arithmetic and its memory traffic.
 
-A row for every family of ops that touches other memory than all of its operands and results. FLOPs are the program's
-own (`Compute.flops`), `functions` counts the others. Source: Williams, Waterman and Patterson, "Roofline" (2009).
+There is a row for every family of ops that touches other memory than all of its operands and results. FLOPs are the
+program's own (`Compute.flops`). Source: Williams, Waterman and Patterson, "Roofline" (2009).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ def _whole(step: Compute) -> float:
     return float(sum(v.nbytes for v in (*dict.fromkeys(step.operands), *step.made)))
 
 
-def _looked_up(step: Compute) -> float:
-    """Of the first operand only as much is read as there is in the results."""
+def _lookup_bytes(step: Compute) -> float:
+    """Reads as much of the first operand as there is in the results."""
     written = sum(v.nbytes for v in step.made)
     return float(2 * written + sum(v.nbytes for v in step.operands[1:]))
 
 
-def _picked(step: Compute) -> float:
-    """One number of the first operand is read for each of the second."""
+def _picked_bytes(step: Compute) -> float:
+    """Reads one number of the first operand for each of the second."""
     first, *others = step.operands
-    picked = first.dtype.itemsize * others[0].nbytes / others[0].dtype.itemsize
-    return picked + sum(v.nbytes for v in (*others, *step.made))
+    read = first.dtype.itemsize * others[0].nbytes / others[0].dtype.itemsize
+    return read + sum(v.nbytes for v in (*others, *step.made))
 
 
 def _shaped_as(operand: int) -> Callable[[Compute], float]:
-    """Of one operand only the shape is read."""
+    """Reads only the shape of one operand."""
     return lambda step: _whole(step) - step.operands[operand].nbytes
 
 
 def _added_to(step: Compute) -> float:
-    """In place, only what is written is touched, and read before; else all of the operand is copied, too."""
+    """Reads and writes the updated elements; out of place, the operand is copied, too."""
     return float(3 * sum(v.nbytes for v in step.operands[1:])) + (0.0 if step.over else _whole(step))
 
 
@@ -53,10 +53,10 @@ def _nothing(step: Compute) -> float:
     return 0.0
 
 
-# What a call touches, by the name of its op; others touch all their operands and results.
+# The bytes that a call touches, by the name of its op; other ops touch all their operands and results.
 BYTES: Mapping[str, Callable[[Compute], float]] = {
-    **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _looked_up),
-    **dict.fromkeys(("nll_loss", "nll_loss_forward", "nll_loss2d", "nll_loss2d_forward"), _picked),
+    **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _lookup_bytes),
+    **dict.fromkeys(("nll_loss", "nll_loss_forward", "nll_loss2d", "nll_loss2d_forward"), _picked_bytes),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _shaped_as(1)),
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _shaped_as(0)),
     **dict.fromkeys(("slice_scatter", "select_scatter", "index_put", "index_add", "index_copy", "scatter"), _added_to),
@@ -66,7 +66,7 @@ BYTES: Mapping[str, Callable[[Compute], float]] = {
 
 
 def touched(step: Compute) -> float:
-    """Bytes of a device's memory that a call reads and writes; 0 for a view."""
+    """Returns the bytes of a device's memory that a call reads and writes; 0 for a view."""
     if is_view(step.target) and not step.copies:
         return 0.0
     return BYTES.get(op_name(step.target), _whole)(step)
@@ -74,15 +74,15 @@ def touched(step: Compute) -> float:
 
 @functools.cache
 def _largest(count: int) -> float:
-    """The expected largest of so many standard normal variables: the mean of its quantiles."""
+    """Returns the expected maximum of `count` standard normal variables, as the mean of its quantiles."""
     quantiles = ((i + 0.5) / 1000 for i in range(1000))
     return fmean(NormalDist().inv_cdf(q ** (1 / count)) for q in quantiles)
 
 
 def slowest(machine: Machine, count: int) -> Machine:
-    """The machine as so many devices have it, all of which wait for the slowest: that is its device.
+    """Returns the machine with the slowest of `count` devices, for which the others wait.
 
-    It takes longer by the largest of `count` normal variables, as is expected.
+    The device is slower by the expected maximum of `count` normal variables.
 
     Example:
         >>> h100 = Machine.preset("h100")
@@ -98,15 +98,17 @@ def slowest(machine: Machine, count: int) -> Machine:
 
 
 def seconds(step: Compute, cost: Cost, device: Device) -> float:
-    """Seconds of a call: launched while the one before runs; or, where the device is its own host, before it does
-    anything itself, be it no more than a view."""
+    """Returns the seconds of a call.
+
+    A device with a host overlaps launches with the call before. One that is its own host adds the launch to each call.
+    """
     busy = arithmetic(step, device) * tiled(step, device.tile) + evaluated(step, device.tile) / device.special
     work = max(busy, cost.bytes / device.bandwidth)
     return max(work, device.launch if cost.launched else 0.0) if device.overlaps else work + device.launch
 
 
 def arithmetic(step: Compute, device: Device) -> float:
-    """Seconds of its FLOPs at the rate of the dtype that most bytes of its operands have."""
+    """Returns the seconds of a call's FLOPs, at the rate of the dtype of its largest operand."""
     floats = [v for v in step.operands or step.made if v.dtype.is_floating_point or v.dtype.is_complex]
     if not floats or not step.flops:
         return 0.0
@@ -115,36 +117,35 @@ def arithmetic(step: Compute, device: Device) -> float:
 
 
 class Cost(NamedTuple):
-    """Bytes of memory that a call touches, and whether it is launched by itself."""
+    """The bytes that a call touches, and True if it is launched as a kernel of its own."""
 
     bytes: float
     launched: bool
 
 
 def fused(program: Program) -> dict[Compute, Cost]:
-    """What every call costs where a compiler makes one kernel of calls element by element that follow each other.
+    """Returns the cost of every call, if a compiler fuses successive pointwise calls into one kernel.
 
-    A reduction may end such a kernel. What a kernel makes is read by its own calls for nothing, and written only if
-    others read it.
+    A reduction may end such a kernel. A kernel reads its own results for free, and writes those that others read.
     """
     kernel: dict[Compute, int] = {}
-    made: dict[Var, int] = {}  # by which kernel
-    epoch = 0  # a kernel ends where something else runs
+    producer: dict[Var, int] = {}  # value -> its kernel
+    epoch = 0  # any other step ends a kernel
     for step in program.steps:
         if isinstance(step, Compute) and _by_element(step):
             kernel[step] = epoch
-            made |= dict.fromkeys(step.made, epoch)
+            producer |= dict.fromkeys(step.made, epoch)
             epoch += _tagged(step, torch.Tag.reduction)
         elif not isinstance(step, Free) and not _is_free(step):
             epoch += 1
     readers = Counter(program.results)  # of other kernels
     for step in program.steps:
         own = kernel.get(step) if isinstance(step, Compute) else None
-        readers.update(v for v in reads(step) if v in made and made[v] != own)
+        readers.update(v for v in reads(step) if v in producer and producer[v] != own)
     held = plain(program)
     seen: set[int] = set()
     for step, number in kernel.items():
-        outside = [v for v in dict.fromkeys(step.operands) if made.get(v) != number]
+        outside = [v for v in dict.fromkeys(step.operands) if producer.get(v) != number]
         nbytes = sum(v.nbytes for v in (*outside, *(v for v in step.made if readers[v])))
         held[step] = Cost(float(nbytes), number not in seen)
         seen.add(number)
@@ -152,7 +153,7 @@ def fused(program: Program) -> dict[Compute, Cost]:
 
 
 def plain(program: Program) -> dict[Compute, Cost]:
-    """What every call costs, each a kernel of its own."""
+    """Returns the cost of every call as a kernel of its own."""
     calls = ((step, touched(step)) for step in program.steps if isinstance(step, Compute))
     return {step: Cost(held, bool(held or step.flops)) for step, held in calls}
 
@@ -166,7 +167,7 @@ def _tagged(step: Compute, tag: torch.Tag) -> bool:
 
 
 def _is_free(step: Step) -> bool:
-    """Whether nothing runs: a view, or a message that starts."""
+    """True if a step runs no kernel: a view, or the start of a message."""
     return isinstance(step, Start) or (isinstance(step, Compute) and touched(step) == 0)
 
 

@@ -1,4 +1,4 @@
-"""What a simulation says: seconds, what is exposed, memory, utilization, the critical path; as text, as pictures."""
+"""The results of a simulation: seconds, exposed communication, memory, utilization, critical path; text and plots."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardlib.sharding.mesh.machine import Machine
 
 @dataclass(frozen=True)
 class Utilization:
-    """Shares of the time in which a device at its peak rate, without a pause, would have done the FLOPs.
+    """Shares of the time that a device would need for the FLOPs at its peak rate.
 
-    `model` counts what the model asks for (6 FLOPs a parameter and token, and attention), `hardware` also what is done
-    a second time (8 FLOPs a parameter and token under full recomputation). Source: Chowdhery et al., "PaLM" (2022).
+    `model` counts the model's FLOPs (6 per parameter and token, and attention), `hardware` also recomputed ones (8 per
+    parameter and token under full recomputation). Source: Chowdhery et al., "PaLM" (2022).
     """
 
     model: float
@@ -31,7 +31,7 @@ class Utilization:
 
 
 class Simulated:
-    """One call of a program on a machine, by its clock: an estimate. Nothing was measured, and nothing ran.
+    """An estimate of one call of a program on a machine; nothing ran or was measured.
 
     Example:
         >>> import torch, shardlib as sl
@@ -96,7 +96,7 @@ class Simulated:
                 event.seconds
             )
         longest = sorted(ways.items(), key=lambda way: -way[1])[:_SHOWN]
-        rows += [("critical path" if i == 0 else "", f"{clock(s)} {what}") for i, (what, s) in enumerate(longest)]
+        rows += [("critical path" if i == 0 else "", f"{clock(s)} {label}") for i, (label, s) in enumerate(longest)]
         width = max(len(head) for head, _ in rows)
         head = f"{self.name} on {self.program.mesh}, machine {self.machine}: simulated, not measured"
         return "\n".join([head, *(f"  {name:<{width}}  {text}" for name, text in rows)])

@@ -1,8 +1,8 @@
-"""How many functions a call works out: exponentials, logarithms and the like, which take many steps of arithmetic.
+"""Counts the special functions of a call: exponentials, logarithms and the like.
 
-GPUs have few units for them, CPUs sum series: where memory is fast they decide what a call takes. A row for every op
-that needs some, for each element; what is made of results that are there (`tanh_backward`) needs none, and roots and
-quotients keep up with memory.
+GPUs have few units for them, and CPUs sum series, so with fast memory they dominate. There is a row for every op that
+evaluates some per element. Ops on earlier results (`tanh_backward`) evaluate none, and roots and quotients are as fast
+as memory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _ONE = (
 _TWO = ("softplus", "log_sigmoid_forward", "logaddexp", "logaddexp2", "gelu_backward")
 _THREE = ("mish", "mish_backward")
 
-# Of each element of the largest operand or result, by the name of the op.
+# Functions per element of the largest operand or result, by the name of the op.
 PER_ELEMENT: Mapping[str, int] = {
     **dict.fromkeys(_ONE, 1),
     **dict.fromkeys(_TWO, 2),
     **dict.fromkeys(_THREE, 3),
 }
-# How many products of queries and keys, or of as many elements, attention does; it takes an exponential of each score.
+# Matrix products of the size of queries times keys in attention, which also evaluates an exponential per score.
 PRODUCTS: Mapping[str, int] = {"attention": 2, "attention_backward": 5}
-_QUERIES: Mapping[str, int] = {"attention": 0, "attention_backward": 2}  # where they stand; keys are next to them
+_QUERIES: Mapping[str, int] = {"attention": 0, "attention_backward": 2}  # the position of queries; keys follow
 
 
 def evaluated(step: Compute, tile: int) -> float:
-    """How many functions a call works out on the fullest device, where attention works on so many keys at once.
+    """Counts the functions of a call on the fullest device; attention works on tiles of `tile` keys.
 
     Example:
         >>> import torch, shardlib as sl
@@ -56,8 +56,7 @@ def evaluated(step: Compute, tile: int) -> float:
 
 
 def tiled(step: Compute, tile: int) -> float:
-    """The arithmetic that a call does for each FLOP that counts: where a query of attention sees some of the keys, the
-    tile in which that ends is worked out as a whole.
+    """Returns the FLOPs that a call runs per counted FLOP: masked attention computes its last tile of keys as a whole.
 
     Example:
         >>> import torch, shardlib as sl
@@ -72,24 +71,24 @@ def tiled(step: Compute, tile: int) -> float:
     if name not in PRODUCTS or tile == 1 or not (scores := _scores(step, name)):
         return 1.0
     q, k = (_shape(step.args[_QUERIES[name] + i]) for i in range(2))
-    seen = scores / math.prod(q[:3])  # by a query, on average
+    seen = scores / math.prod(q[:3])  # keys per query, on average
     return max(1.0, min(k[2], seen + tile / 2) / seen) if k else 1.0
 
 
 def _scores(step: Compute, name: str) -> float:
-    """How many pairs of a query and a key attention looks at; 0 where nobody knows."""
+    """Counts the pairs of a query and a key in attention; 0 if unknown."""
     q = _shape(step.args[_QUERIES[name]])
     return step.flops / (2 * PRODUCTS[name] * q[3]) if q and step.flops else 0.0
 
 
 @cache
 def op_name(target: Any) -> str:
-    """The name of an op without namespace, overload and the mark of writing in place."""
+    """Returns the name of an op without namespace, overload and in-place underscore."""
     return schema_of(target).name.rpartition("::")[2].rstrip("_") if isinstance(target, OpOverload) else ""
 
 
 def _is_product(exponent: Any) -> bool:
-    """Whether a power is made of products and roots."""
+    """True if a power is computed by products and roots."""
     return isinstance(exponent, int | float) and float(2 * exponent).is_integer() and abs(exponent) <= _POWER
 
 
@@ -97,7 +96,7 @@ _POWER = 3
 
 
 def _shape(v: Var) -> tuple[int, ...]:
-    """On the fullest device, which is the one at the origin; of no dims while nobody knows."""
+    """Returns the shape on the fullest device, the one at the origin; () if unknown."""
     if v.layout is None:
         return v.shape or ()
     return v.layout.local_shape({axis.name: 0 for axis in v.layout.axes})

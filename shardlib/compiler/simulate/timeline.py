@@ -1,8 +1,8 @@
-"""A program walked step by step on the clock of a machine: what runs when, and what waits for what.
+"""Walks a program step by step on the clock of a machine.
 
-One device stands for all, the fullest and the slowest. Its calls run in order on one stream; messages run in order on
-a stream for each link (inside the node, between nodes, to the host's memory), begin where they start in the program,
-and end what waits for them.
+One device represents all, the fullest and the slowest. Its calls run in order on one stream. Messages run in order on a
+stream per link (inside the node, between nodes, to the host's memory). A message begins at its `Start`; its `Wait`
+blocks the calls until it ends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ STREAMS = COMPUTE, NEAR, FAR, HOST
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """What a stream does from `start` to `end` (seconds); `after` is what it waited for last."""
+    """One call or message on a stream, from `start` to `end` (seconds), that began when event `after` had ended."""
 
     stream: str
     name: str
     start: float
     end: float
     step: Step
-    after: Event | None = field(default=None, repr=False)  # which has one, too, back to the first
+    after: Event | None = field(default=None, repr=False)  # a chain back to the first event
 
     @property
     def seconds(self) -> float:
@@ -46,8 +46,8 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Events in the order of the program; `memory` are bytes in use from a second on; `waits`, by message, seconds that
-    calls waited for it."""
+    """Events in program order; `memory` pairs a time with the bytes in use from then on; `waits` are seconds that calls
+    waited for each message."""
 
     events: tuple[Event, ...]
     waits: Mapping[Start, float]
@@ -63,11 +63,11 @@ class Timeline:
         return max((e.end for e in self.events), default=0.0)
 
     def busy(self, stream: str) -> float:
-        """Seconds in which a stream does something."""
+        """Returns the seconds in which a stream is busy."""
         return sum(e.seconds for e in self.events if e.stream == stream)
 
     def critical(self) -> tuple[Event, ...]:
-        """The chain of events, each of which waited for the one before, that ends last."""
+        """Returns the chain of events that ends last; each waited for the one before."""
         chain: list[Event] = []
         event = max(self.events, key=lambda e: e.end, default=None)
         while event is not None:
@@ -77,14 +77,14 @@ class Timeline:
 
 
 def refuse_other_axes(program: Program, machine: Machine) -> None:
-    """Raise `ShardingError` where the machine has links for axes that the program's mesh has not."""
+    """Raises `ShardingError` if the machine has links for axes that the program's mesh does not have."""
     if faults := machine.faults(program.mesh.axes):
         remedy = "name axes of the mesh in Machine(links={...})"
         raise ShardingError(f"{program.mesh} cannot be simulated on this machine", faults, remedy=remedy)
 
 
 def timeline(program: Program, machine: Machine, *, fused: bool = False) -> Timeline:
-    """The program on a machine; `fused`: calls element by element are kernels that a compiler made of several."""
+    """Runs a program on the clock of a machine; `fused` treats successive pointwise calls as one kernel."""
     return _Clock(program, machine, fused).run()
 
 
@@ -139,7 +139,7 @@ class _Clock:
         self.flying |= dict.fromkeys(step.outs, event)
 
     def _add(self, stream: str, name: str, step: Step, seconds: float) -> Event:
-        """The next event of a stream: behind its last one, and behind what calls have waited for so far."""
+        """Adds an event to a stream, after its last one and after the messages that calls have waited for."""
         before = [e for e in (self.last.get(stream), self.last.get(COMPUTE), self.waited) if e is not None]
         after = max(before, key=lambda e: e.end, default=None)
         start = 0.0 if after is None else after.end
@@ -149,10 +149,10 @@ class _Clock:
 
     @property
     def now(self) -> float:
-        """When the next call may run."""
+        """The time at which the next call can run."""
         return max((e.end for e in (self.last.get(COMPUTE), self.waited) if e is not None), default=0.0)
 
 
 def called(step: Compute) -> str:
-    """The name of what a step runs."""
+    """Returns the name of a step's op."""
     return str(getattr(step.target, "__name__", step.target)).split(".")[0].strip("_")

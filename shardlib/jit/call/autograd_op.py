@@ -1,4 +1,4 @@
-"""A jitted call as an op of autograd: its forward and its backward program, the two halves of one joint program."""
+"""A jitted call as an op of autograd: the two halves of one joint program are its forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.compiler.codegen import Runner
+from shardlib.compiler.codegen.profiler_ranges import Runner
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.batched_grad import loop_over_batches
@@ -27,7 +27,7 @@ from shardlib.tensor.local_shards import split_into_shards
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 
-_FEW = 8  # of what an error lists
+_FEW = 8  # most gradients that an error lists
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,39 @@ class Backward:
     needs: tuple[frozenset[int], ...]
     layouts: tuple[Layout, ...]
     dtypes: tuple[torch.dtype, ...]
-    gradients: tuple[str, ...]  # what they are called
-    read: tuple[tuple[int, str], ...]  # leaves that are read as they are, by their names
+    gradients: tuple[str, ...]  # their names
+    read: tuple[tuple[int, str], ...]  # leaves that the backward program reads, with their names
     again: Again
 
 
 def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, again: Again) -> Backward:
-    """Make the second half of a plan's program callable."""
+    """Makes the second half of a plan's program callable."""
     after = plan.compiled.traced.after
     program = halves.backward
     last = program.inputs[len(halves.saved) :]
     layouts = tuple(v.layout for v in last if v.layout is not None)
     assert len(layouts) == len(after.cotangents), "a cotangent is a value of the program"
     count = len(program.outputs)
-    found = tuple(forms(program.outputs, mesh, plan.output_names[-count:], plan.compiled.traced.strides[-count:]))
+    gradient_forms = tuple(
+        forms(program.outputs, mesh, plan.output_names[-count:], plan.compiled.traced.strides[-count:])
+    )
     leaves = tuple(leaf for leaf, _ in after.gradients)
     dtypes = tuple(v.dtype for v in last)
     needs = tuple(a | b for a, b in zip(halves.needs, after.reached, strict=True))
     names = plan.compiled.traced.result_names
     gradients = tuple(names[at] for _, at in after.gradients)
-    called = dict(zip(plan.compiled.traced.input_leaves, plan.compiled.traced.input_names, strict=True))
-    read = tuple((leaf, called[leaf]) for leaf in after.read)
-    return Backward(plan.name, runner, leaves, found, after.cotangents, needs, layouts, dtypes, gradients, read, again)
+    input_names = dict(zip(plan.compiled.traced.input_leaves, plan.compiled.traced.input_names, strict=True))
+    read = tuple((leaf, input_names[leaf]) for leaf in after.read)
+    rest = after.cotangents, needs, layouts, dtypes, gradients, read, again
+    return Backward(plan.name, runner, leaves, gradient_forms, *rest)
 
 
 def run(entry: Entry, then: Backward, leaves: list[Any]) -> Any:
-    """Call the forward program; its results have a history that leads through the backward program."""
+    """Calls the forward program; its results have a history that leads through the backward program."""
     call = _Call(entry, then, leaves)
-    with torch.enable_grad():  # what has a history, the trace knows
-        found = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
-    out = [next(found) if isinstance(x, Tensor) else x for x in call.out]
+    with torch.enable_grad():  # the trace knows which results have a history
+        tensors = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
+    out = [next(tensors) if isinstance(x, Tensor) else x for x in call.out]
     for i in entry.after.within:
         out[i]._within = entry.name
     return finished(entry, leaves, out)
@@ -98,8 +101,8 @@ class _Apply(torch.autograd.Function):
         ctx.after = (current().moment(),) if ctx.mesh.kind == "distributed" else ()
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]
         ctx.plain = [isinstance(call.leaves[i], ShardedTensor) for i in then.leaves]
-        ctx.there = [[p is not None for p in pieces] for pieces in saved]
-        # Saved as autograd saves: freed by the first backward pass, and guarded against writes in between.
+        ctx.present = [[p is not None for p in pieces] for pieces in saved]
+        # Autograd frees saved tensors after the first backward pass, and refuses writes in between.
         plain = {memory_of(x.untyped_storage()): x for x in call.leaves if type(x) in (Tensor, torch.nn.Parameter)}
         pieces = [p for value in saved for p in value if p is not None]
         held = {memory_of(p.untyped_storage()) for p in pieces}
@@ -118,41 +121,41 @@ class _Apply(torch.autograd.Function):
     @loop_over_batches
     def backward(ctx: Any, *grads: Any) -> Any:
         then, mesh = ctx.then, ctx.mesh
-        given = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
+        present = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
         if torch.is_grad_enabled():
-            return None, *_differentiable(ctx, given, grads)
+            return None, *_differentiable(ctx, present, grads)
         _refuse_written(then, ctx.read)
         rest = iter(ctx.saved_tensors)
-        pieces: list[Sequence[Any]] = [[next(rest) if there else None for there in value] for value in ctx.there]
+        pieces: list[Sequence[Any]] = [[next(rest) if saved else None for saved in value] for value in ctx.present]
         for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
             pieces.append(_cotangent(grads[at], layout, dtype, mesh))
         origin = result_origin(ctx.origin, (grads[at] for at in ctx.where)) if ctx.origin else 0
-        found = then.runner(pieces, ctx.numbers, *ctx.after, *([origin] if origin else ()))
-        gradients = list(_gradients(then.forms, found, ctx.plain))
+        raw = then.runner(pieces, ctx.numbers, *ctx.after, *([origin] if origin else ()))
+        gradients = list(_gradients(then.forms, raw, ctx.plain))
         record_origin(origin, (x for x, sharded in zip(gradients, ctx.plain, strict=True) if sharded))
         if not keeps_graph():
             ctx.noted = None
-        return None, *(x if needs & given else None for x, needs in zip(gradients, then.needs, strict=True))
+        return None, *(x if needs & present else None for x, needs in zip(gradients, then.needs, strict=True))
 
 
-def _differentiable(ctx: Any, given: set[int], grads: Sequence[Any]) -> list[Any]:
-    """The gradients, with a history: of a program that runs the function again."""
+def _differentiable(ctx: Any, present: set[int], grads: Sequence[Any]) -> list[Any]:
+    """Returns the gradients with a history, from a program that runs the function again."""
     then = ctx.then
-    _ = ctx.saved_tensors  # torch says so where a pass before this one has freed them
+    _ = ctx.saved_tensors  # torch raises its error if an earlier pass has freed them
     if ctx.noted is None:
         raise RuntimeError(
             f"Trying to backward through {then.name} a second time, whose arguments are freed: "
             "say retain_graph=True in the first pass"
         )
     _refuse_written(then, ctx.read)
-    reached = [k for k, needs in enumerate(then.needs) if needs & given and ctx.needs_input_grad[k + 1]]
-    cotangents = {then.cotangents[i]: grads[ctx.where[i]] for i in sorted(given)}
-    called = [then.gradients[k] for k in reached][:_FEW]
+    reached = [k for k, needs in enumerate(then.needs) if needs & present and ctx.needs_input_grad[k + 1]]
+    cotangents = {then.cotangents[i]: grads[ctx.where[i]] for i in sorted(present)}
+    names = [then.gradients[k] for k in reached][:_FEW]
     out: list[Any] = [None] * len(then.leaves)
     if reached:
         with ctx.mesh:
-            found = then.again.gradients(ctx.noted, [then.leaves[k] for k in reached], cotangents, called)
-        for k, x in zip(reached, found, strict=True):
+            gradients = then.again.gradients(ctx.noted, [then.leaves[k] for k in reached], cotangents, names)
+        for k, x in zip(reached, gradients, strict=True):
             out[k] = x
     return out
 
@@ -161,17 +164,17 @@ Versions = list[tuple[weakref.ref[Tensor], int] | None]
 
 
 def _versions(then: Backward, leaves: list[Any]) -> Versions:
-    """How often what the backward pass reads was written to; None for tensors of inference mode, which do not count."""
-    ref = weakref.ref  # whoever holds no leaf writes to none
+    """Returns the versions of leaves that the backward pass reads; None for tensors of inference mode, without one."""
+    ref = weakref.ref  # a dead leaf is not written to
     return [None if (x := leaves[leaf]).is_inference() else (ref(x), version_of(x)) for leaf, _ in then.read]
 
 
-def _refuse_written(then: Backward, known: Versions) -> None:
-    """Raise torch's error for tensors that were written to since: pieces have what is saved, one device had not."""
+def _refuse_written(then: Backward, versions: Versions) -> None:
+    """Raises torch's error for tensors that were written to since, as one device would."""
     wrong = [
-        f"{name}, {typeof(x)}, is at version {version_of(x)}; expected version {said[1]} instead"
-        for (_, name), said in zip(then.read, known, strict=True)
-        if said is not None and (x := said[0]()) is not None and version_of(x) != said[1]
+        f"{name}, {typeof(x)}, is at version {version_of(x)}; expected version {saved[1]} instead"
+        for (_, name), saved in zip(then.read, versions, strict=True)
+        if saved is not None and (x := saved[0]()) is not None and version_of(x) != saved[1]
     ]
     if wrong:
         raise WrittenError(
@@ -183,11 +186,11 @@ def _refuse_written(then: Backward, known: Versions) -> None:
 
 
 def refused(entry: Entry, leaves: list[Any]) -> Any:
-    """Call a program whose results nobody can go back through; whoever does gets torch's reason."""
+    """Calls a program whose results have no gradient; `backward()` through them raises torch's reason."""
     after = entry.after
     out = results(entry, leaves)[0]
-    given = _Refused.apply(entry.name, after.why, leaves[after.root], *(out[i] for i in after.refused))  # type: ignore[no-untyped-call]
-    for i, x in zip(after.refused, given, strict=True):
+    marked = _Refused.apply(entry.name, after.why, leaves[after.root], *(out[i] for i in after.refused))  # type: ignore[no-untyped-call]
+    for i, x in zip(after.refused, marked, strict=True):
         out[i] = x
     return finished(entry, leaves, out)
 
@@ -218,7 +221,7 @@ def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, mesh: Mesh) -> Seq
     return relayout(grad.detach(), layout)._locals  # type: ignore[arg-type]
 
 
-def _gradients(forms: Sequence[Form | None], found: Sequence[Any], sharded: Sequence[bool]) -> Iterator[Any]:
-    for form, pieces, stays in zip(forms, found, sharded, strict=True):
+def _gradients(forms: Sequence[Form | None], raw: Sequence[Any], sharded: Sequence[bool]) -> Iterator[Any]:
+    for form, pieces, stays in zip(forms, raw, sharded, strict=True):
         assert form is not None, "a gradient is a tensor"
         yield wrap(form, pieces) if stays else pieces[0]

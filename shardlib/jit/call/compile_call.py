@@ -1,4 +1,4 @@
-"""One call that no program is ready for: the function is traced and planned, and what it leaves behind is put right."""
+"""Traces and plans a call that has no program yet, and undoes the trace's side effects."""
 
 from __future__ import annotations
 
@@ -38,16 +38,15 @@ from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import FixedLayout
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
-_ATTEMPTS = 6  # at tracing a function whose effects are being found out
+_ATTEMPTS = 6  # most traces of a function whose effects have not settled
 
-
-# A cache that grows by a token is another shape in each step.
+# A cache that grows by a token has another shape in each step.
 _GENERATES = 'in generate(), cache_implementation="static" keeps the shapes of what is cached; else '
 
 
 @dataclass
 class Invocation:
-    """One call of a function on a mesh: `key`, `leaves` and `state` are what was read of it last."""
+    """One call of a function on a mesh; `key`, `leaves` and `state` are those of the last reading."""
 
     function: Function
     mesh: Mesh
@@ -57,15 +56,15 @@ class Invocation:
     state: State
     key: Any
     leaves: list[Any]
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # what the function runs in while it is traced
-    read_at: int = -2  # how often somebody had begun to trace when it was read
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # wraps the trace
+    read_at: int = -2  # the count of traces at the last reading
 
     @staticmethod
-    def of(
+    def read_new(
         function: Function, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Invocation:
-        """The call, read, on the current mesh; `own` is the object whose method it is of."""
-        begun = _begun()
+        """Reads a call on the current mesh; `own` is the object of a method."""
+        begun = _traces_begun()
         state = State(own, programs.changing)
         key, leaves = function.read_call(current_mesh(), programs, state, args, kwargs)
         call = Invocation(function, key[0], programs, args, kwargs, state, key, leaves, read_at=begun)
@@ -75,32 +74,31 @@ class Invocation:
         return call
 
     def read(self) -> None:
-        """Read it anew."""
-        self.read_at = _begun()
+        """Reads the call again."""
+        self.read_at = _traces_begun()
         self.state = State(self.state.own, self.programs.changing)
         self.key, self.leaves = self._read(self.state)
 
     @without_function_modes
     def look(self) -> Snapshot:
-        """All that it finds, place by place."""
-        found = Snapshot(self.state.own, self.programs.changing)
-        self._read(found)
-        flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, found)
-        return found
+        """Returns all objects that the call finds, place by place."""
+        snapshot = Snapshot(self.state.own, self.programs.changing)
+        self._read(snapshot)
+        flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, snapshot)
+        return snapshot
 
     def _read(self, state: State) -> tuple[Any, list[Any]]:
         return self.function.read_call(self.mesh, self.programs, state, self.args, self.kwargs)
 
     @skip_dynamo
     def plan(self, *, runs: bool = True) -> tuple[Plan, list[Any]]:
-        """Its plan, and what that knows by identity; afterwards the call is as a trace leaves it, if it `runs`.
+        """Returns the plan, and the objects that it identifies; if the call `runs`, the trace's effects stay.
 
-        The key of a call whose program is for this once is None.
+        The key of a call whose program serves only this call is None.
         """
         with self.programs.lock:
-            known = self.programs.plans.find(self.key, self.leaves)
-            if known is not None:
-                return known[0]
+            if (match := self.programs.plans.find(self.key, self.leaves)) is not None:
+                return match[0]
             refuse_nested()
             with compiling():
                 if compiling.count > self.read_at + 1:  # another thread may have traced since
@@ -114,7 +112,7 @@ class Invocation:
             changed = programs.changing.compare(watch.before.values)
             numbers, logs = watch.can_be_given(changed), watch.before.grown(changed)
             read = watch.before.read_logs()
-            if numbers or logs or read:  # what the caller changes is known, too
+            if numbers or logs or read:  # the caller changed these between calls
                 programs.changing.add(numbers, logs=logs, no_logs=read)
                 self.read()
                 watch = MutationTracker(self.look)
@@ -125,7 +123,7 @@ class Invocation:
                     left = self._left(watch, plan)
                     late = watch.late(left)
                     if left.leaked or keeps_numbers(plan.compiled.traced.outlived):
-                        watch.restore()  # a number that stays outside is no number of the trace
+                        watch.restore()  # a number that outlives the trace must not be symbolic
                         plan = self._compile(watch, exact=True)
                         left = self._left(watch, plan)
                         late = watch.late(left)
@@ -142,10 +140,10 @@ class Invocation:
                 refuse_kept(name, plan.compiled.traced.outlived)
             is_known = watch.learn(programs.changing)
             programs.asks |= plan.compiled.traced.asked
-            found = self.state
+            before = self.state
             if left is not watch.before or programs.asks:
                 self.read()
-            if not watch.is_moved(name, found, self.state) and is_known:
+            if not watch.is_moved(name, before, self.state) and is_known:
                 break
             if attempt == _ATTEMPTS:
                 watch.restore()
@@ -154,7 +152,13 @@ class Invocation:
                     rule="a jitted function finds the same tensors in the same order before and after a trace",
                     remedy="hold them in a list, and change its items; or pass them as arguments",
                 )
-        served = plan.compiled.traced.served
+        return self._keep(watch, plan, left, modes, runs)
+
+    def _keep(
+        self, watch: MutationTracker, plan: Plan, left: Snapshot, modes: Any, runs: bool
+    ) -> tuple[Plan, list[Any]]:
+        """Keeps a plan for calls with this key, and notes why the function was compiled again."""
+        programs, served = self.programs, plan.compiled.traced.served
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
         after = left if watch.leaves(left) else watch.look()
         unrepeated = watch.unrepeated(after)
@@ -162,10 +166,10 @@ class Invocation:
         if programs.last is not None:
             self._note(difference(programs.last, now))
         programs.last = now
-        programs.changing.grads |= plan.compiled.traced.looked  # there was none: so the key says, either way
-        if self.key[1] != modes or unrepeated:  # such effects are those of a trace
+        programs.changing.grads |= plan.compiled.traced.looked  # the key then says whether there is a `.grad`
+        if self.key[1] != modes or unrepeated:  # a program cannot repeat such effects
             self.key = None
-            was = [x for x, _ in watch.before.numbers.values()]  # one that stays may be no number any more
+            was = [x for x, _ in watch.before.numbers.values()]  # the function may have replaced a number
             self.leaves[len(self.leaves) - len(self.state.numbers) :] = was
         if unrepeated and not runs:
             watch.restore()
@@ -173,8 +177,10 @@ class Invocation:
         return plan, self.state.kept
 
     def _left(self, watch: MutationTracker, plan: Plan) -> Snapshot:
-        """What is there when a function is traced: what was there before, if the function had changed nothing when it
-        returned, and what ran since, hooks of a backward pass aside, has not changed how the call reads."""
+        """Returns the objects after a trace: the snapshot from before if nothing changed, and the call reads alike.
+
+        Hooks of a backward pass may change objects after the function has returned.
+        """
         if watch.is_still and not plan.compiled.traced.after.gradients and not self.programs.changing.anything:
             key, leaves = self.key, self.leaves
             self.read()
@@ -183,7 +189,7 @@ class Invocation:
         return watch.look()
 
     def served(self, plan: Plan) -> list[Any]:
-        """The leaves with which its program runs, once there is one."""
+        """Returns the leaves with which the program runs."""
         leaves = plan.compiled.traced.served.completed(self.leaves)
         if leaves is None:
             raise ShardingError(
@@ -194,7 +200,7 @@ class Invocation:
         return leaves
 
     def _note(self, changes: Mapping[str, Change]) -> None:
-        """Note why it is compiled again; say it when that happens again and again."""
+        """Notes why the function is compiled again; warns if that happens again and again."""
         programs = self.programs
         programs.retraces.append(listed([f"{subject}{change.text}" for subject, change in changes.items()]))
         del programs.retraces[:-PROGRAMS]
@@ -219,7 +225,7 @@ class Invocation:
         function = self.function
         counted = tuple(x for x in self.state.tensors if not x.is_inference())
         clock = StageClock()
-        # What is traced is not written to.
+        # A trace does not write to the tensors that it reads.
         with preserved_versions(counted), watch.cut(self.state), show_progress(function.name, clock):
             compiled = compile_program(
                 function.fn,
@@ -234,7 +240,7 @@ class Invocation:
                 exact=exact or self.state.rates,
                 watch=watch,
                 donate=function.donate,
-                keeping=function.keeping,
+                options=function.options,
                 tracer=tracer(self.key, self.leaves),
                 before=self._before(),
                 clock=clock,
@@ -253,18 +259,18 @@ class Invocation:
         return Plan(compiled)
 
     def _before(self) -> Iterator[Compiled]:
-        """The programs that are there for this mesh and these modes, the last one first."""
+        """Yields earlier programs for this mesh and these modes, the last one first."""
         for key, plans in reversed(self.programs.plans.items()):
             if key[:2] == self.key[:2]:
                 yield from (plan.compiled for (plan, _), _ in reversed(plans))
 
     def _placed(self, leaf: Any) -> FixedLayout | None:
-        """Where a leaf lives by itself."""
+        """Returns the layout of a leaf that is placed already."""
         return FixedLayout.at(leaf.sharding, leaf._form.names) if isinstance(leaf, ShardedTensor) else None
 
 
-def _begun() -> int:
-    """How often somebody has begun to trace, for who reads a call now; -2 while somebody traces."""
+def _traces_begun() -> int:
+    """Returns how many traces have begun; -2 during a trace, when readings are not reliable."""
     return -2 if compiling.thread else compiling.count
 
 
@@ -281,7 +287,7 @@ def _refuse_effects(name: str, compiled: Compiled) -> None:
 
 @contextmanager
 def _undone(watch: MutationTracker) -> Iterator[None]:
-    """What raises leaves nothing behind."""
+    """Restores objects if the body raises."""
     done = False
     try:
         yield

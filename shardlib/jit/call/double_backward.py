@@ -1,8 +1,7 @@
-"""A call whose gradient is differentiated again: its function runs once more, inside a program that gives the
-gradients, and has gradients itself.
+"""Differentiates the gradient of a call again: its function runs once more, inside a differentiable program of the
+gradients.
 
-So nothing is kept of a call that it does not hold anyway: its arguments as they were, and of buffers that it writes to
-and computes with, the pieces that they had before.
+A call keeps only its arguments, and the former shards of buffers that it both reads and writes.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class How:
-    """Which results have cotangents, by position, and under which autocast (device, dtype) the function ran."""
+    """The positions of results with cotangents, and the autocast (device, dtype) under which the function ran."""
 
     results: tuple[int, ...]
     autocast: tuple[tuple[str, Any], ...]
 
 
 def pull_of(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The gradients of `fn` by what is `wanted`, as a function."""
+    """Makes a function that returns the gradients of `fn` with respect to `wanted`."""
 
     def pull(args: Any, kwargs: Any, wanted: list[Tensor], cotangents: list[Tensor], how: How) -> list[Any]:
         with autocast(how.autocast):
@@ -59,15 +58,15 @@ def pull_of(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def autocast(said: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
+def autocast(dtypes: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
     with ExitStack() as stack:
-        for device, dtype in said:
+        for device, dtype in dtypes:
             stack.enter_context(torch.autocast(device, dtype))
         yield
 
 
 class Function(Protocol):
-    """A jitted function whose calls run again: `pull` is the jitted `pull_of` it."""
+    """A jitted function whose calls run again; `pull` is its jitted `pull_of`."""
 
     name: str
     static: frozenset[int | str]
@@ -80,11 +79,11 @@ class Function(Protocol):
 
 @dataclass(frozen=True)
 class Again:
-    """How the calls of one program, under a `key`, run again; `tree` is the structure of their arguments, the first of
-    which may be the `method`'s own object.
+    """Runs calls of one program, under a `key`, again.
 
-    `counted` are the leaves on which its results depend; of those that it writes to, `computed` are. `draws` are the
-    numbers of the generators that it draws from. `names` are those of the tensors that it found beside its arguments.
+    `tree` is the structure of the arguments; for a `method` the first is its object. The results depend on the leaves
+    `counted`, and on `computed` ones, which the call also writes. `draws` are the numbers of its generators. `names`
+    are the names of tensors that it found beside its arguments.
     """
 
     function: Function
@@ -99,17 +98,17 @@ class Again:
     names: tuple[str, ...] = ()
 
     @staticmethod
-    def of(function: Function, call: Invocation | None, entry: Entry, halves: Halves) -> Again:
-        """Those of a call, which is read by now; of none, no call runs again."""
-        known = (*depended_on(entry, halves), generators_of(halves))
+    def for_calls(function: Function, call: Invocation | None, entry: Entry, halves: Halves) -> Again:
+        """Makes it for the calls like `call`; for None, calls cannot run again."""
+        facts = (*depended_on(entry, halves), generators_of(halves))
         if call is None:
-            return Again(function, None, None, None, False, entry, *known)
+            return Again(function, None, None, None, False, entry, *facts)
         tree = pytree.tree_structure(wrapped(call.args, call.kwargs, function.static))
-        found = call.state.own is not None, entry, *known, tuple(call.state.names)
-        return Again(function, call.programs, call.key, tree, *found)
+        is_method, names = call.state.own is not None, tuple(call.state.names)
+        return Again(function, call.programs, call.key, tree, is_method, entry, *facts, names)
 
     def note(self, leaves: list[Any]) -> Noted:
-        """What of a call will be needed, before it runs."""
+        """Saves the data of a call that is about to run."""
         before = {}
         for leaf in self.computed:
             x = leaves[leaf]
@@ -117,29 +116,30 @@ class Again:
         return Noted(leaves, before, torch.get_rng_state() if self.draws else None)
 
     def gradients(
-        self, noted: Noted, wanted: Sequence[int], cotangents: Mapping[int, Any], called: Sequence[str]
+        self, noted: Noted, wanted: Sequence[int], cotangents: Mapping[int, Any], names: Sequence[str]
     ) -> list[Any]:
-        """The gradients by the leaves that are `wanted`, with a history; `called` is what they are called."""
-        what = f"the gradient of {self.function.name} is differentiated again (create_graph=True)"
+        """Returns the gradients of the leaves `wanted`, with a history; `names` are the gradients' names."""
+        event = f"the gradient of {self.function.name} is differentiated again (create_graph=True)"
         leaves = noted.leaves
         with self._as_found(leaves):
-            self._refuse(what, leaves, noted, called)
+            self._refuse(event, leaves, noted, names)
             return self._differentiated(noted, wanted, cotangents)
 
     def _differentiated(self, noted: Noted, wanted: Sequence[int], cotangents: Mapping[int, Any]) -> list[Any]:
         leaves = noted.leaves
         args: list[Any] = list(leaves[: self.tree.num_leaves])
-        for given in self.entry.inputs:
-            if given.leaf < len(args) and type(x := args[given.leaf]) is not ShardedTensor:
+        for entry_input in self.entry.inputs:
+            leaf = entry_input.leaf
+            if leaf < len(args) and type(x := args[leaf]) is not ShardedTensor:
                 alias = x.view_as(x) if x.requires_grad else x
-                args[given.leaf] = place_tracked(alias, FixedLayout.at(given.layout), self.entry.mesh)
+                args[leaf] = place_tracked(alias, FixedLayout.at(entry_input.layout), self.entry.mesh)
         by = [args[i] if i < len(args) else leaves[i] for i in wanted]
         how = How(tuple(cotangents), autocast_of(self.key[1]))
         with self._as_then(noted, leaves), _without_hooks(leaves[i] for i in wanted):
-            found = self.function.pull(*self._arguments(args), by, list(cotangents.values()), how)
+            gradients = self.function.pull(*self._arguments(args), by, list(cotangents.values()), how)
         return [
             x.full_tensor() if isinstance(x, ShardedTensor) and type(leaves[i]) is not ShardedTensor else x
-            for x, i in zip(found, wanted, strict=True)
+            for x, i in zip(gradients, wanted, strict=True)
         ]
 
     def _arguments(self, leaves: Sequence[Any]) -> Arguments:
@@ -147,14 +147,14 @@ class Again:
         args = tuple(x.value if isinstance(x, Static) else x for x in args)
         return args, {k: x.value if isinstance(x, Static) else x for k, x in kwargs.items()}
 
-    def _refuse(self, what: str, leaves: list[Any], noted: Noted, called: Sequence[str]) -> None:
+    def _refuse(self, event: str, leaves: list[Any], noted: Noted, gradients: Sequence[str]) -> None:
         after = self.entry.after
         if self.key is None or after.rebound or after.grads or after.data or after.takes or self.draws - {0}:
             why = (
                 "draws from generators of its own" if self.draws - {0} else "changes more than tensors that it is given"
             )
-            raise ShardingError(what, [*called], rule=f"it runs again for that, and it {why}", remedy=_INSIDE)
-        names = {given.leaf: given.name for given in self.entry.inputs}
+            raise ShardingError(event, [*gradients], rule=f"it runs again for that, and it {why}", remedy=_INSIDE)
+        names = {x.leaf: x.name for x in self.entry.inputs}
         wrong = [
             f"{names[i]}, {typeof(x)}, is at version {version_of(x)}; expected version {version} instead"
             for i, version in noted.versions.items()
@@ -162,22 +162,22 @@ class Again:
         ]
         if wrong:
             raise WrittenError(
-                f"{what}, and what it was called with has been modified by an inplace operation",
+                f"{event}, and what it was called with has been modified by an inplace operation",
                 wrong,
                 rule="a call runs again for its second derivative, with what it was given",
                 remedy="write to it after backward(), as optimizer.step() does; or call again",
             )
         if not self._is_same(leaves):
             raise ShardingError(
-                f"{what}, but it would be another call now",
-                [*called],
+                f"{event}, but it would be another call now",
+                [*gradients],
                 rule="a call runs again for its second derivative: flags, modes and modules are as they were",
                 remedy=f"change train(), eval() and requires_grad, and call zero_grad(), after it; or {_INSIDE}",
             )
 
     @contextmanager
     def _as_then(self, noted: Noted, leaves: list[Any]) -> Iterator[None]:
-        """What the call wrote to, and what it drew from, is as it was before it, and then as it is now again."""
+        """Restores written tensors and the generator to their state before the call, and back afterwards."""
         written = {leaf: leaves[leaf] for leaf, _ in self.entry.after.written}
         now = {leaf: x.detach().clone() for leaf, x in written.items()}
         generator = torch.get_rng_state()
@@ -193,7 +193,7 @@ class Again:
 
     @contextmanager
     def _as_found(self, leaves: list[Any]) -> Iterator[None]:
-        """Modules hold the parameters and buffers that the call found: `functional_call` has given theirs back."""
+        """Puts the parameters and buffers that the call found into modules: `functional_call` has restored others."""
         if self.key is None or self._is_same(leaves):
             yield
             return
@@ -201,7 +201,7 @@ class Again:
         then = dict(zip(self.names, leaves[self.tree.num_leaves :], strict=False))
         others = {id(x): then[name] for name, x in zip(state.names, state.tensors, strict=True) if name in then}
         modules = [x for x in (*state.kept, state.own) if isinstance(x, nn.Module)]
-        dicts: list[dict[str, Any]] = [found for x in modules for found in (getattr(x, k) for k in MODULE_DICTS[:2])]
+        dicts: list[dict[str, Any]] = [getattr(x, k) for x in modules for k in MODULE_DICTS[:2]]
         before = [(held, k, x) for held in dicts for k, x in held.items() if others.get(id(x), x) is not x]
         try:
             for held, k, x in before:
@@ -212,22 +212,22 @@ class Again:
                 held[k] = x
 
     def _read(self, leaves: list[Any]) -> tuple[State, Any, list[Any]]:
-        """What a call with these arguments would find now; its key, and its leaves."""
-        given = self._arguments(list(leaves[: self.tree.num_leaves]))
-        state = State(given[0][0] if self.method else None, self.programs.changing)
-        return state, *self.function.read_call(self.entry.mesh, self.programs, state, *given)
+        """Returns the state, the key and the leaves that a call with these arguments would have now."""
+        args, kwargs = self._arguments(list(leaves[: self.tree.num_leaves]))
+        state = State(args[0] if self.method else None, self.programs.changing)
+        return state, *self.function.read_call(self.entry.mesh, self.programs, state, args, kwargs)
 
     def _is_same(self, leaves: list[Any]) -> bool:
-        """Whether a call with these arguments is the same one still; `.grad` may have come since, or gone."""
+        """True if a call with these arguments would be the same; `.grad` may have been set or cleared since."""
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         for around in (None, tensors):
             with _without_grads(around or ()), autocast(autocast_of(self.key[1])):
-                _, key, found = self._read(leaves)
-            if key == self.key and len(found) <= len(leaves):
+                _, key, now = self._read(leaves)
+            if key == self.key and len(now) <= len(leaves):
                 return all(
-                    found[i] is leaves[i] if isinstance(leaves[i], Tensor) else found[i] == leaves[i]
+                    now[i] is leaves[i] if isinstance(leaves[i], Tensor) else now[i] == leaves[i]
                     for i in self.counted
-                    if i < len(found)
+                    if i < len(now)
                 )
         return False
 
@@ -240,7 +240,7 @@ class Noted:
         self.versions: dict[int, int] = {}
 
     def finish(self, counted: Sequence[int]) -> None:
-        """After it ran."""
+        """Notes versions after the call."""
         tensors = ((i, x) for i in counted if isinstance(x := self.leaves[i], Tensor))
         self.versions = {i: version_of(x) for i, x in tensors if not x.is_inference()}
 
@@ -252,8 +252,10 @@ def _write(tensors: Mapping[int, Tensor], values: Mapping[int, Tensor]) -> None:
 
 
 def depended_on(entry: Entry, halves: Halves) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leaves that a program reads, but those that only become values of what it writes; and of all that it writes
-    to, those among them."""
+    """Returns the leaves that a program's results depend on, without and with those that it also writes.
+
+    A leaf whose value only goes into a written tensor does not count.
+    """
     program = halves.joint
     first = entry.own if not entry.after.written else min(at for _, at in entry.after.written)
     last = len(entry.outputs)
@@ -269,7 +271,7 @@ def depended_on(entry: Entry, halves: Halves) -> tuple[tuple[int, ...], tuple[in
 
 
 def generators_of(halves: Halves) -> frozenset[int]:
-    """The numbers of the generators from which a program draws its keys; 0 is torch's own."""
+    """Returns the numbers of the generators from which a program draws keys; 0 is torch's own."""
     calls = (s for s in halves.joint.steps if isinstance(s, Compute) and has_trait(s.target, "draws_key"))
     return frozenset(int(s.args[0]) if s.args else 0 for s in calls)
 
@@ -288,7 +290,7 @@ def _without_grads(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(tensors: Iterator[Tensor]) -> Iterator[None]:
-    """Hooks run where gradients go on: outside."""
+    """Removes hooks meanwhile: they run outside, on the final gradients."""
     hooks = [pair for x in tensors for pair in hooks_of(x).values()]
     for own, _ in hooks:
         own.clear()

@@ -1,7 +1,7 @@
-"""One call of a compiled function: its pieces in, its results out, and what it does to memory beside.
+"""Runs one call of a compiled function: gathers shards, wraps results, and applies effects.
 
-Writes to arguments are results of the program: they are applied when it has run. So are `.grad`s that it sets. An
-argument in `donate_argnums` gives its memory up, where nobody else holds it.
+Writes to arguments, and `.grad`s, are results of the program, and are applied after it has run. An argument in
+`donate_argnums` gives up its memory if nothing else refers to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.compiler.codegen import Runner
+from shardlib.compiler.codegen.profiler_ranges import Runner
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.nested_args import leaves as values_in
 from shardlib.compiler.program.steps import Compute, Program, Var
@@ -42,8 +42,8 @@ from shardlib.tensor.tensor_meta import Form
 class Entry:
     """A program that is ready to run, for one key.
 
-    Its outputs are the results of the function, then what `after` lists, then `saved` values. `gather` takes the pieces
-    of its inputs from leaves, `wrap` makes tensors of its outputs, and `build` what the function returns.
+    Its outputs are the results of the function, then those that `after` lists, then `saved` values. `gather` takes the
+    shards of inputs from leaves, `wrap` makes tensors of outputs, and `build` the function's return value.
     """
 
     name: str
@@ -55,29 +55,29 @@ class Entry:
     wrap: Callable[[Sequence[Any]], list[Any]]
     build: Callable[[list[Any]], Any]
     after: ExtraOutputs
-    own: int  # the first of them that the function itself returns
-    returned: int  # with what it keeps
+    own: int  # how many outputs the function itself returns
+    returned: int  # own outputs and mutation outputs
     kept: tuple[Any, ...] = ()
-    made_of: Callable[[list[Any]], int] | None = None  # on ranks, the origin of what a call makes
+    made_of: Callable[[list[Any]], int] | None = None  # on ranks, the origin of a call's results
     away: frozenset[int] = frozenset()  # the outputs that are in the host's memory
 
     @functools.cached_property
     def donates(self) -> bool:
-        return any(given.donated or given.replaced for given in self.inputs)
+        return any(x.donated or x.replaced for x in self.inputs)
 
     @functools.cached_property
     def acts(self) -> bool:
-        """Whether a call does more than to return values."""
+        """True if a call has effects."""
         return bool(self.donates or self.after.writes or self.after.rebound)
 
     @functools.cached_property
     def arrays(self) -> list[tuple[int, int]]:
-        """Where the memory of the numpy arrays that the function holds begins and ends."""
+        """The bounds of the memory of numpy arrays that the function holds."""
         return list(map(array_bounds, find_arrays(self.kept)))
 
 
 def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequence[Any] = ()) -> Entry:
-    """Make a program callable: a plan's own, or the forward half of it."""
+    """Makes a program callable: a plan's own, or the forward half of it."""
     traced = plan.compiled.traced
     inputs = []
     for i, (leaf, name, var) in enumerate(zip(traced.input_leaves, traced.input_names, program.inputs, strict=False)):
@@ -87,14 +87,14 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         )
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
-    same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # and live in one place
+    same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # with one layout
     return Entry(
         plan.name,
         mesh,
         runner,
         tuple(inputs),
         outputs,
-        gatherer([(given.leaf, given.layout) for given in inputs], mesh, [given.away for given in inputs]),
+        gatherer([(x.leaf, x.layout) for x in inputs], mesh, [x.away for x in inputs]),
         wrapper(outputs),
         _with_leaves(builder(traced.out_tree, same), traced.after.leaves),
         traced.after,
@@ -109,12 +109,12 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
 def _origins(plan: Plan, program: Program, inputs: Sequence[Input]) -> Callable[[list[Any]], int]:
     read = (x for s in program.steps if isinstance(s, Compute) for x in values_in((s.args, s.kwargs), Scalar))
     numbers = sorted({leaf for x in read for leaf in x.leaves()})
-    what = hash_texts(plan.name, *plan.compiled.traced.result_names)
-    return origins(what, [given.leaf for given in inputs], numbers)
+    name_digest = hash_texts(plan.name, *plan.compiled.traced.result_names)
+    return origins(name_digest, [x.leaf for x in inputs], numbers)
 
 
 def _with_leaves(build: Callable[[list[Any]], Any], leaves: Sequence[tuple[int, bool]]) -> Callable[[list[Any]], Any]:
-    """`build`, and at some results a history begins."""
+    """Returns `build` with some results turned into leaves of autograd."""
     if not leaves:
         return build
 
@@ -130,10 +130,10 @@ def _with_leaves(build: Callable[[list[Any]], Any], leaves: Sequence[tuple[int, 
 def forms(
     outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any], strides: Sequence[tuple[int, ...] | None]
 ) -> Iterator[Form | None]:
-    """What the results of a program are as ShardedTensors, with the strides that they have on one device."""
+    """Yields the forms of a program's results as ShardedTensors, with the strides that they have on one device."""
     device = torch.empty(0, device=mesh.device).device
-    for out, called, said in zip(outputs, names, strides, strict=False):
-        yield Form.intern(_layout(out), mesh, out.dtype, device, called, said) if isinstance(out, Var) else None
+    for out, name, stride in zip(outputs, names, strides, strict=False):
+        yield Form.intern(_layout(out), mesh, out.dtype, device, name, stride) if isinstance(out, Var) else None
 
 
 def _layout(var: Var) -> Layout:
@@ -145,7 +145,7 @@ def _layout(var: Var) -> Layout:
 
 
 def caller(entry: Entry) -> Callable[[list[Any]], Any]:
-    """A function that calls the program on the leaves of a call."""
+    """Returns a function that calls the program on the leaves of a call."""
     if entry.acts:
         return lambda leaves: finished(entry, leaves, results(entry, leaves)[0])
     gather, runner, wrap, build = entry.gather, entry.runner, entry.wrap, entry.build
@@ -162,7 +162,7 @@ def caller(entry: Entry) -> Callable[[list[Any]], Any]:
 
 
 def finished(entry: Entry, leaves: list[Any], out: list[Any]) -> Any:
-    """What the function returns, given its results and what it keeps, which is put in its place."""
+    """Applies mutations of objects, and returns the function's return value."""
     if entry.after.rebound:
         with compiling.lock:
             rebind(entry.after.rebound, leaves, out)
@@ -171,7 +171,7 @@ def finished(entry: Entry, leaves: list[Any], out: list[Any]) -> Any:
 
 
 def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
-    """The function's own results by leaf, then what it keeps; and the pieces that are saved for the backward pass."""
+    """Runs the program; returns own results and mutation outputs, and the shards saved for the backward pass."""
     after = entry.after
     if after.written:
         changed = {leaf for leaf, _ in after.written}
@@ -196,7 +196,7 @@ def results(entry: Entry, leaves: list[Any]) -> tuple[list[Any], Sequence[Any]]:
 
 
 def _kept_from_writes(entry: Entry, leaves: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
-    """What the backward pass will read is as it was before the call writes to plain arguments."""
+    """Copies saved shards that the call is about to write over in plain arguments."""
     written = {memory_of(leaves[leaf].untyped_storage()) for leaf, _ in entry.after.written if _is_plain(leaves[leaf])}
     if not written:
         return saved
@@ -217,36 +217,37 @@ def _is_plain(x: Any) -> bool:
 
 
 def _apply(entry: Entry, leaves: Sequence[Any], out: Sequence[Any], pieces: Sequence[Pieces]) -> None:
-    """Write to arguments what the function wrote to them, and set their gradients."""
+    """Applies writes to arguments, and sets their gradients."""
     with torch.no_grad():
-        written = {given.leaf: pieces[i] for i, given in enumerate(entry.inputs) if given.replaced}
+        written = {x.leaf: pieces[i] for i, x in enumerate(entry.inputs) if x.replaced}
         for leaf, at in entry.after.written:
             into, value = leaves[leaf], out[at]
             if at in entry.away and _is_alike(into, value) and store_on_host(into, stored_shards(value), value._origin):
                 torch.autograd.graph.increment_version(into)
                 continue
             if type(into) is ShardedTensor and type(into._locals) is Gone:
-                continue  # it was donated: nobody reads it again
+                continue  # donated: it is not read again
             if _is_written(into, value, written.get(leaf)):
                 torch.autograd.graph.increment_version(into)
             else:
                 into.detach().copy_(value if type(into) is ShardedTensor else value._locals[0])
         taken = [
-            (leaf, what, leaves[of] if what == "grad" else leaves[of].detach()) for leaf, what, of in entry.after.takes
+            (leaf, attribute, leaves[source] if attribute == "grad" else leaves[source].detach())
+            for leaf, attribute, source in entry.after.takes
         ]
         taken += [(leaf, "data", _as_kind(leaves[leaf], out[at])) for leaf, at in entry.after.data]
-        for leaf, what, value in taken:
-            setattr(leaves[leaf], what, value)
-        for leaf, there in entry.after.grads:
-            leaves[leaf].grad = None if there is None else _as_kind(leaves[leaf], out[there])
+        for leaf, attribute, value in taken:
+            setattr(leaves[leaf], attribute, value)
+        for leaf, position in entry.after.grads:
+            leaves[leaf].grad = None if position is None else _as_kind(leaves[leaf], out[position])
 
 
-def _is_written(into: torch.Tensor, value: ShardedTensor, there: Pieces | None) -> bool:
-    """Whether a tensor has a value already: the program wrote it there, or its pieces can be the tensor's own."""
+def _is_written(into: torch.Tensor, value: ShardedTensor, target: Pieces | None) -> bool:
+    """True if a tensor needs no copy: the program wrote the value in place, or the tensor takes over its shards."""
     if type(into) is not ShardedTensor:
-        if there is None or value._locals[0] is not there[0] or into.is_inference():
+        if target is None or value._locals[0] is not target[0] or into.is_inference():
             return False
-        return bool(memory_of(there[0].untyped_storage()) == memory_of(into.untyped_storage()))
+        return bool(memory_of(target[0].untyped_storage()) == memory_of(into.untyped_storage()))
     if not _is_alike(into, value):
         return False
     view_aliases.assign_shards(into, *(_settled(value._locals),) * 2, value._origin)
@@ -254,14 +255,14 @@ def _is_written(into: torch.Tensor, value: ShardedTensor, there: Pieces | None) 
 
 
 def _is_alike(into: ShardedTensor, value: ShardedTensor) -> bool:
-    """Whether the pieces of a value can be those of a tensor."""
+    """True if the tensor can take over the value's shards."""
     if into.is_inference() or into.__dict__.get("_path"):
         return False
     return (into._form.layout.canonical, into.dtype) == (value._form.layout.canonical, value.dtype)
 
 
 def _settled(pieces: Pieces) -> Pieces:
-    """Pieces that keep no more memory alive than they show."""
+    """Copies shards that are small views of larger memory."""
     for x in pieces:
         if x.untyped_storage().nbytes() != x.numel() * x.itemsize:
             own = {id(y): y.clone(memory_format=torch.contiguous_format) for y in pieces}
@@ -269,5 +270,5 @@ def _settled(pieces: Pieces) -> Pieces:
     return pieces
 
 
-def _as_kind(of: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
-    return value if type(of) is ShardedTensor else value._locals[0].clone()
+def _as_kind(like: torch.Tensor, value: ShardedTensor) -> torch.Tensor:
+    return value if type(like) is ShardedTensor else value._locals[0].clone()

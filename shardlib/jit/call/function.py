@@ -1,4 +1,4 @@
-"""A function as `jit` is given it: its specs, which arguments are static or donated, and how one call of it is read."""
+"""A function with its options for `jit`, and the reading of its calls into keys and leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.compiler.memory_options import Keeping
+from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.numpy_bridge import ArrayTensors, convert_arrays
@@ -23,15 +23,15 @@ from shardlib.jit.call.program_cache import Programs
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
-# What a tensor says of itself is read without a look for its `__torch_function__`: that takes half the time.
+# Skips the dispatch to `__torch_function__` when tensors' attributes are read, which takes half the time.
 _PlainAttributes = torch.DisableTorchFunctionSubclass
 
 
 class Function:
     """`static` and `donate` are positions and names of arguments."""
 
-    goes_back = False  # whether a call whose results cannot be differentiated is refused at once
-    only_returns = False  # whether a call that writes, or draws random numbers, is refused at once
+    goes_back = False  # refuse at once a call whose results cannot be differentiated
+    only_returns = False  # refuse at once a call that writes, or draws random numbers
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class Function:
         out_specs: Any,
         static: frozenset[int | str],
         donate: frozenset[int | str],
-        keeping: Keeping,
+        options: MemoryOptions,
     ) -> None:
         self.name: str = name_of(fn)
         self.fn, self.in_specs, self.out_specs = fn, in_specs, out_specs
         self.static, self.donate = by_position_and_name(fn, static), by_position_and_name(fn, donate)
-        self.keeping = keeping
+        self.options = options
 
     @functools.cached_property
     def _closure(self) -> Closure:
@@ -54,33 +54,33 @@ class Function:
     def read_call(
         self, mesh: Mesh | None, programs: Programs, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
-        """The key of a call and its leaves; what comes with it is added to `state`.
+        """Returns the key of a call and its leaves; adds the objects that it finds to `state`.
 
-        The key begins with the mesh: where none is given, that on which all that the call finds lives.
+        The key begins with the mesh; if none is given, with the mesh of the tensors that the call finds.
         """
         leaves: list[Any] = []
-        known: list[Any] = [None if kwargs else len(args)]
+        key: list[Any] = [None if kwargs else len(args)]
         if self.static:
             args, kwargs = wrapped(args, kwargs, self.static)
         with _PlainAttributes():
-            read((args, kwargs) if kwargs else args, leaves, known, state)
+            read((args, kwargs) if kwargs else args, leaves, key, state)
             modes = ambient(state)
-            self._closure.read(state, known)
+            self._closure.read(state, key)
         count = len(leaves)
         leaves += state.tensors
         if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
-            known += twins(leaves[:count], state.tensors).items()
-        if "keys" in vars(state):  # which of them they are
+            key += twins(leaves[:count], state.tensors).items()
+        if "keys" in vars(state):  # tensors as keys of dicts: their positions among the leaves
             at = {id(x): i for i, x in enumerate(leaves)}
             state.kept.extend(x for x in state.keys if id(x) not in at)
-            known.append(tuple(at.get(id(x), -id(x)) for x in state.keys))
+            key.append(tuple(at.get(id(x), -id(x)) for x in state.keys))
         if programs.asks:
-            known.append(tuple(map(at_home, leaves)))
+            key.append(tuple(map(at_home, leaves)))
         if not state.quick:
             leaves += [x for x, _ in state.numbers.values()]
-        return (mesh or self._found(leaves), modes, tuple(known)), leaves
+        return (mesh or self._mesh_of(leaves), modes, tuple(key)), leaves
 
-    def _found(self, leaves: list[Any]) -> Mesh:
+    def _mesh_of(self, leaves: list[Any]) -> Mesh:
         values = map(innermost, leaves)
         meshes: list[Mesh] = list(dict.fromkeys(x.mesh for x in values if isinstance(x, ShardedTensor)))
         if len(meshes) != 1:
@@ -93,9 +93,9 @@ class Function:
         return meshes[0]
 
     def with_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with tensors for numpy's arrays, but for the static ones."""
-        said, shown = f"an argument of {self.name}", ArrayTensors()
+        """Replaces numpy arrays among the arguments by tensors, but for static ones."""
+        label, shown = f"an argument of {self.name}", ArrayTensors()
         return (
-            tuple(x if i in self.static else convert_arrays(x, said, shown) for i, x in enumerate(args)),
-            {k: x if k in self.static else convert_arrays(x, said, shown) for k, x in kwargs.items()},
+            tuple(x if i in self.static else convert_arrays(x, label, shown) for i, x in enumerate(args)),
+            {k: x if k in self.static else convert_arrays(x, label, shown) for k, x in kwargs.items()},
         )

@@ -1,13 +1,12 @@
-"""What each call does with its leaves and results, written out as Python: loops over them would take longer.
+"""Generates Python for the leaves and results of a call, which is faster than loops over them.
 
-All of it is made once for a program, and run in each call.
+The functions are generated once per program, and run in each call.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ Pieces = tuple[torch.Tensor, ...]
 def gatherer(
     inputs: Sequence[tuple[int, Layout]], mesh: Mesh, away: Sequence[bool] = ()
 ) -> Callable[[list[Any]], list[Pieces]]:
-    """From the leaves of a call to the pieces of each input: which leaf it is, its layout, and whether it is `away`."""
+    """Returns a function from the leaves of a call to the shards of each input (leaf, layout); some are `away`."""
 
     def cut(x: torch.Tensor, i: int) -> Pieces:
         return tuple(split_into_shards(place_scalar(x.detach(), mesh), inputs[i][1], mesh))
@@ -40,7 +39,7 @@ def gatherer(
 
 
 def origins(program: int, tensors: Sequence[int], numbers: Sequence[int]) -> Callable[[list[Any]], int]:
-    """From the leaves of a call on ranks to the origin of its results: which are tensors, and which are numbers."""
+    """Returns a function from the leaves of a call on ranks to the origin of its results."""
     parts = [f"(x._origin if type(x := leaves[{leaf}]) is kind else sample(x))" for leaf in tensors]
     parts += [f"((x := leaves[{leaf}]) == x and x)" for leaf in numbers]  # a NaN has another hash each time
     names = {
@@ -57,14 +56,14 @@ def _unknown(x: Any) -> int:
 
 
 def wrapper(forms: Sequence[Form | None]) -> Callable[[Sequence[Any]], list[Any]]:
-    """From the pieces of each output, of which there may be more behind them, to ShardedTensors."""
+    """Returns a function from the shards of outputs, and possibly more, to ShardedTensors."""
     parts = [f"raw[{i}]" if form is None else f"wrap(form_{i}, raw[{i}])" for i, form in enumerate(forms)]
     names = {f"form_{i}": form for i, form in enumerate(forms)}
     return _function(f"lambda raw: [{', '.join(parts)}]", {"wrap": wrap, **names})
 
 
 def builder(tree: pytree.TreeSpec, same: Mapping[int, int]) -> Callable[[list[Any]], Any]:
-    """`tree_unflatten`, written out for the plain containers that results mostly are; leaf `i` is leaf `same[i]`."""
+    """Returns `tree_unflatten` for this tree, generated for plain containers; leaf `i` is leaf `same[i]`."""
     names: dict[str, Any] = {}
     places = [same.get(i, i) for i in range(tree.num_leaves)]
     leaves = iter(places)
@@ -86,15 +85,10 @@ def builder(tree: pytree.TreeSpec, same: Mapping[int, int]) -> Callable[[list[An
 
 
 def _is_plain(tree: pytree.TreeSpec) -> bool:
-    """Whether all nodes are dicts, tuples and lists."""
+    """True if all nodes are dicts, tuples and lists."""
     return tree.is_leaf() or (tree.type in (dict, tuple, list) and all(map(_is_plain, tree.children())))
 
 
 def _function(text: str, names: dict[str, Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = eval(text, names)
-    return made
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    index: int
+    function: Callable[..., Any] = eval(text, names)
+    return function

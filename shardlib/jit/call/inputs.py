@@ -1,4 +1,4 @@
-"""The inputs of a program, and which of them give their memory up."""
+"""The inputs of a program, and the ones that give up their memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shardlib.tensor.view_aliases import Memory
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a program: which leaf of the call it is, its layout, and what makes its memory ours to reuse.
+    """One input of a program: its leaf of the call, its layout, and the fate of its memory.
 
-    Its memory is `donated`, or the program itself writes there what is `replaced`; or it is `away`, on the host.
-    `firsts` are the devices of this process that hold different pieces, each with the number of devices that hold it.
+    The memory is `donated`, or `replaced`: the program writes the new value there. `away`: the input is on the host.
+    `firsts` pairs the first device of this process with each shard and the number of devices that hold it.
     """
 
     leaf: int
@@ -39,33 +39,32 @@ class Input:
 def donate(
     inputs: Sequence[Input], leaves: list[Any], pieces: list[tuple[torch.Tensor, ...]], mesh: Mesh
 ) -> list[ShardedTensor]:
-    """Copy what would be written over but is held by somebody else as well; returns the tensors that are given up.
+    """Copies shards that would be written over but are referred to elsewhere; returns the tensors that are given up.
 
-    A piece may be a view of a plain tensor, a second name of another piece, or still in the hands of whoever called
-    `to_local`. Whoever holds it must not see it change, so only memory that nobody else refers to is overwritten.
-    Writes to a plain tensor show in all that share its memory, on one device, too: what replaces it is written there.
+    A shard may be a view of a plain tensor, an alias of another shard, or in use by a caller of `to_local`. Only memory
+    without other references may be overwritten. A write to a plain tensor shows in all its aliases, as on one device.
     """
     gone: list[ShardedTensor] = []
     base = measure_sole_owner()
-    counts = Counter(id(leaves[given.leaf]) for given in inputs)
-    for i, given in enumerate(inputs):
-        if not given.donated and not given.replaced:
+    counts = Counter(id(leaves[x.leaf]) for x in inputs)
+    for i, x in enumerate(inputs):
+        if not x.donated and not x.replaced:
             continue
-        leaf = leaves[given.leaf]
-        if given.replaced:
-            if not _is_at_home(leaf, pieces, i, given.firsts, base):
-                pieces[i] = _copied(pieces[i], given, mesh)
-        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and is_sole_owner(pieces, i, given.firsts, 2, base):
+        leaf = leaves[x.leaf]
+        if x.replaced:
+            if not _may_overwrite(leaf, pieces, i, x.firsts, base):
+                pieces[i] = _copied(pieces[i], x, mesh)
+        elif type(leaf) is ShardedTensor and counts[id(leaf)] == 1 and is_sole_owner(pieces, i, x.firsts, 2, base):
             gone.append(leaf)
         else:
-            pieces[i] = _copied(pieces[i], given, mesh)
+            pieces[i] = _copied(pieces[i], x, mesh)
     return gone
 
 
-def _is_at_home(
+def _may_overwrite(
     leaf: torch.Tensor, pieces: ShardTuples, i: int, firsts: tuple[tuple[int, int], ...], base: Counts
 ) -> bool:
-    """Whether what is written to these pieces shows in `leaf`, in its views and aliases, and in nothing else."""
+    """True if a write to these shards shows in `leaf`, its views and aliases, and nowhere else."""
     if leaf.is_inference():
         return False
     if type(leaf) is not ShardedTensor:
@@ -76,14 +75,14 @@ def _is_at_home(
     return not leaf.__dict__.get("_path") and is_sole_owner(pieces, i, firsts, 2 + (memory is not None), base)
 
 
-def _copied(pieces: tuple[torch.Tensor, ...], given: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
-    first = first_replicas(mesh.own_coords(), given.layout.axes)
-    made = {i: pieces[i].clone(memory_format=torch.contiguous_format) for i in dict.fromkeys(first)}
-    return tuple(made[i] for i in first)
+def _copied(pieces: tuple[torch.Tensor, ...], x: Input, mesh: Mesh) -> tuple[torch.Tensor, ...]:
+    first = first_replicas(mesh.own_coords(), x.layout.axes)
+    copies = {i: pieces[i].clone(memory_format=torch.contiguous_format) for i in dict.fromkeys(first)}
+    return tuple(copies[i] for i in first)
 
 
 class Gone(tuple[Any, ...]):
-    """The pieces of a tensor that was donated."""
+    """Replaces the shards of a donated tensor; reading them is an error."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Jitted methods: the programs of each object's, which go with the object."""
+"""Jitted methods: each object has programs of its own, which are freed with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardlib.jit.call.program_cache import Programs
 
 
 class Function(Protocol):
-    """A jitted function, as its methods use it: `own` is the object whose programs these are."""
+    """The parts of a jitted function that its methods use; `own` is the object that owns the programs."""
 
     name: str
     fn: Any
@@ -49,7 +49,7 @@ class Method(Bound):
 
     @property
     def retraces(self) -> list[str]:
-        """Why it was compiled again, each time."""
+        """The reason of each compilation after the first."""
         return self.programs.retraces
 
     def __repr__(self) -> str:
@@ -57,26 +57,26 @@ class Method(Bound):
 
 
 class Methods:
-    """Programs by object; an object is not kept."""
+    """Programs by object, with weak references to the objects."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Any], Programs]] = {}
+        self._programs: dict[int, tuple[weakref.ref[Any], Programs]] = {}
         self._lock = threading.Lock()
 
     def programs_of(self, instance: Any) -> Programs | None:
-        """The programs of one object's method; None where nobody can see it go."""
-        known = self._of.get(id(instance))
-        if known is None or known[0]() is not instance:
+        """Returns the programs of one object's method; None if the object allows no weak references."""
+        entry = self._programs.get(id(instance))
+        if entry is None or entry[0]() is not instance:
             try:
-                gone = weakref.ref(instance, functools.partial(_drop, self._of, id(instance)))
+                gone = weakref.ref(instance, functools.partial(_drop, self._programs, id(instance)))
             except TypeError:  # it has slots
                 return None
-            with self._lock:  # of threads that come first together, one makes them
-                known = self._of.get(id(instance))
-                if known is None or known[0]() is not instance:
-                    known = self._of[id(instance)] = gone, Programs()
-        return known[1]
+            with self._lock:  # another thread may have been first
+                entry = self._programs.get(id(instance))
+                if entry is None or entry[0]() is not instance:
+                    entry = self._programs[id(instance)] = gone, Programs()
+        return entry[1]
 
 
-def _drop(of: dict[int, Any], number: int, _: object) -> None:
-    of.pop(number, None)
+def _drop(programs: dict[int, Any], number: int, _: object) -> None:
+    programs.pop(number, None)

@@ -1,4 +1,4 @@
-"""The programs and plans that a jitted function keeps, and what it has seen of its calls."""
+"""The programs and plans that a jitted function keeps, and facts about its earlier calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from shardlib.frontend.guards.recompile_reasons import Seen
 from shardlib.frontend.side_effects.mutable_places import Changing
 from shardlib.jit.call.execute import Entry
 
-PROGRAMS = 64  # that a function keeps
-PLANS = 8
+PROGRAMS, PLANS = 64, 8  # most that a function keeps
 
 T = TypeVar("T")
 _NONE: list[Any] = []
@@ -23,7 +22,7 @@ _NONE: list[Any] = []
 
 @dataclass(frozen=True)
 class Ready:
-    """A program that can run, and how to call it on the leaves of a call: its results may have a history."""
+    """A program that can run; `call` takes the leaves of a call, and its results may have a history."""
 
     entry: Entry
     call: Callable[[list[Any]], Any]
@@ -31,9 +30,9 @@ class Ready:
 
 
 class Kept(OrderedDict[Any, list[tuple[T, Served]]], Generic[T]):
-    """At most `limit` items under keys; those under one key differ by the numbers that they are for.
+    """At most `limit` items under keys; those under one key serve different numbers.
 
-    Where another one comes, one of the key goes that was longest without a new one: finding costs no bookkeeping.
+    Beyond the limit, an item is dropped from the key whose newest item is the oldest; `find` does no bookkeeping.
     """
 
     def __init__(self, limit: int) -> None:
@@ -41,16 +40,16 @@ class Kept(OrderedDict[Any, list[tuple[T, Served]]], Generic[T]):
         self.limit = limit
 
     def find(self, key: Any, leaves: list[Any]) -> tuple[T, list[Any]] | None:
-        """What serves a call, and the leaves with which it does."""
+        """Returns an item that serves a call, and the leaves for it."""
         item: T
         served: Served
-        for item, served in reversed(self.get(key, _NONE)):  # the last one knows best what the function itself changes
-            if (given := served.leaves(leaves)) is not None:
-                return item, given
+        for item, served in reversed(self.get(key, _NONE)):  # the newest knows most of the function's own changes
+            if (completed := served.leaves(leaves)) is not None:
+                return item, completed
         return None
 
     def keep(self, key: Any, item: T, served: Served) -> None:
-        """A new item, for the calls that a program serves; none under None."""
+        """Adds an item for the calls that it serves; the key None is not kept."""
         if key is None:
             return
         self.setdefault(key, []).append((item, served))
@@ -67,18 +66,18 @@ class Programs:
 
     def __init__(self) -> None:
         self.entries: Kept[Ready] = Kept(PROGRAMS)
-        self.plans: Kept[tuple[Plan, list[Any]]] = Kept(PLANS)  # with what their keys know by identity
+        self.plans: Kept[tuple[Plan, list[Any]]] = Kept(PLANS)  # with the objects that their keys identify
         self.lock = threading.RLock()  # while compiling
         self.last: Seen | None = None
         self.retraces: list[str] = []
         self.reasons: Counter[str] = Counter()
-        self.asks = False  # where arguments lie in memory
+        self.asks = False  # the function asks where arguments lie in memory
         self.changing = Changing(grads=False)
         self.transformed: Any = None  # calls inside transforms of torch.func
 
     @property
     def noted(self) -> tuple[Seen | None, list[str], Counter[str]]:
-        """What is known of former compilations, to be put back if one was for nothing."""
+        """The record of earlier compilations, to be restored if one was for nothing."""
         return self.last, [*self.retraces], Counter(self.reasons)
 
     @noted.setter

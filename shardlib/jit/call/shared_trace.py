@@ -1,6 +1,6 @@
-"""One trace for meshes that differ in their sizes alone: most functions do the same on all of them.
+"""Shares one trace between meshes that differ only in their sizes.
 
-Who asks for the current mesh may do something else on another one; its trace serves one mesh.
+The trace of a function that reads the current mesh serves that mesh only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _traces: ContextVar[Kept[tuple[Mesh, Traced]] | None] = ContextVar("shardlib_tra
 
 @contextmanager
 def one_trace() -> Iterator[None]:
-    """Inside, a call that is planned on several meshes is traced once, if it can be."""
+    """Inside, a call that is planned on several meshes is traced once, if possible."""
     token = _traces.set(Kept(PLANS))
     try:
         yield
@@ -34,36 +34,36 @@ def one_trace() -> Iterator[None]:
 
 
 def is_one_trace() -> bool:
-    """Whether calls are planned for one mesh after the other on purpose."""
+    """True inside `one_trace`: calls are planned for one mesh after the other on purpose."""
     return _traces.get() is not None
 
 
 def tracer(key: Any, leaves: list[Any]) -> Callable[..., Traced]:
-    """What traces the call with this key and these leaves: `trace`, or what gives what that gave on another mesh."""
+    """Returns the tracer of a call: `trace`, or one that reuses the trace of another mesh."""
     traces = _traces.get()
     return trace if traces is None or key is None else partial(_traced, traces, key, leaves)
 
 
 def _traced(traces: Kept[tuple[Mesh, Traced]], key: Any, leaves: list[Any], *args: Any, **how: Any) -> Traced:
     mesh, *rest = key
-    known = tuple(mesh.axes), frozenset(mesh.rules.items()), mesh.kind, mesh.device, mesh.strict, *rest
-    found = traces.find(known, leaves)
-    if found is not None and found[0][0] != mesh:  # one of this mesh was not right, so it is traced again
-        return replace(found[0][1], graph=_copied(found[0][1].graph))
-    asked = mesh_queries.value
+    mesh_key = tuple(mesh.axes), frozenset(mesh.rules.items()), mesh.kind, mesh.device, mesh.strict, *rest
+    match = traces.find(mesh_key, leaves)
+    if match is not None and match[0][0] != mesh:  # a second trace on one mesh means that the first was wrong
+        return replace(match[0][1], graph=_copied(match[0][1].graph))
+    count = mesh_queries.value
     traced: Traced = trace(*args, **how)
-    if asked == mesh_queries.value:
-        traces.keep(known, (mesh, replace(traced, graph=_copied(traced.graph), outlived=())), traced.served)
+    if count == mesh_queries.value:
+        traces.keep(mesh_key, (mesh, replace(traced, graph=_copied(traced.graph), outlived=())), traced.served)
     return traced
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, of nodes of its own: later stages write to it."""
+    """Copies a graph with its nodes, which later stages change."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, nodes))
     for node, copy in [*nodes.items(), (gm.graph.output_node(), graph.output_node())]:
         copy.name = node.name
         copy.meta = {k: nodes.get(x, x) if isinstance(x, fx.Node) else x for k, x in node.meta.items()}
     (kind,) = type(gm).__bases__  # each graph module has a class of its own
-    made: fx.GraphModule = kind(gm, graph)
-    return made
+    copy_module: fx.GraphModule = kind(gm, graph)
+    return copy_module

@@ -1,4 +1,4 @@
-"""What a jitted call refuses to be called with: dual tensors, tensors on other devices than the mesh's."""
+"""Refuses arguments of jitted calls: dual tensors, tensors on other devices than the mesh's."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
 def refuse_others_than_functions(fn: Any) -> None:
-    """Refuse what is no function for jit, or makes objects."""
-    said: dict[Any, tuple[str, str]] = {
+    """Refuses objects that `jit` cannot wrap, and classes."""
+    refused: dict[Any, tuple[str, str]] = {
         staticmethod: ("a staticmethod", "put @staticmethod above @sl.jit"),
         classmethod: ("a classmethod", "jit a function of tensors, and call it in the classmethod"),
         type: (f"a class, {getattr(fn, '__name__', '')}", "jit an object of it, or one of its methods"),
         torch.Tensor: ("a tensor", "pass the function: sl.jit(f)(x), not sl.jit(f(x))"),
     }
-    for kind, (what, remedy) in said.items():
+    for kind, (name, remedy) in refused.items():
         if isinstance(fn, kind):
-            raise ShardingError(f"jit is given {what}", rule="jit takes a function of tensors", remedy=remedy)
+            raise ShardingError(f"jit is given {name}", rule="jit takes a function of tensors", remedy=remedy)
     if not callable(fn):
         raise ShardingError(f"jit is given {fn!r}", rule="jit takes a function of tensors")
 
 
 def refuse_tangents(name: str, leaves: Sequence[Any]) -> None:
-    """Refuse dual tensors, whose tangents a program would drop."""
+    """Refuses dual tensors, whose tangents a program would drop."""
     wrong = [x for x in leaves if isinstance(x, torch.Tensor) and get_tangent(x) is not None]
     if wrong:
         raise ShardingError(
@@ -43,22 +43,22 @@ def refuse_tangents(name: str, leaves: Sequence[Any]) -> None:
 
 
 def refuse_other_devices(plan: Plan, mesh: Mesh, leaves: list[Any]) -> None:
-    """Every tensor must be where the mesh's devices are; numbers on the CPU are brought there."""
+    """Refuses tensors on other devices than the mesh's; numbers on the CPU are moved."""
     traced = plan.compiled.traced
-    there = torch.device(mesh.device).type
+    device = torch.device(mesh.device).type
     wrong = [
         f"{name} of shape {list(leaves[i].shape)} is on {leaves[i].device}"
         for i, name in zip(traced.input_leaves, traced.input_names, strict=True)
-        if i >= 0 and leaves[i].device.type != there
+        if i >= 0 and leaves[i].device.type != device
         if isinstance(leaves[i], ShardedTensor) or not is_cpu_scalar(leaves[i])
     ]
     if wrong:
-        meta = all(leaves[i].device.type in (there, "meta") for i in traced.input_leaves if i >= 0)
+        meta = all(leaves[i].device.type in (device, "meta") for i in traced.input_leaves if i >= 0)
         raise ShardingError(
-            f"{plan.name} runs on {mesh}, whose devices are {there}",
+            f"{plan.name} runs on {mesh}, whose devices are {device}",
             wrong,
             rule="arguments live on the devices of the mesh",
             remedy="meta tensors have no values: plan with them (step.plan(...))"
             if meta
-            else f"x.to({there!r}) first, or Mesh(..., device=...)",
+            else f"x.to({device!r}) first, or Mesh(..., device=...)",
         )

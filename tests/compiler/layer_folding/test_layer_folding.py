@@ -24,17 +24,17 @@ LAYERS, D = 8, 256
 def folding(least: float) -> Iterator[list[int]]:
     """Graphs are folded if so many ops are left out; the numbers of layers that were left out, each time it held."""
     seen: list[int] = []
-    written, worth = expand_program._Unroller.written, fold_graph.WORTH
+    written, worth = expand_program._Unroller.unrolled, fold_graph.WORTH
 
     def noted(self: Any) -> Any:
         seen.append(len(self.folded.left_out))
         return written(self)
 
-    fold_graph.WORTH, expand_program._Unroller.written = least, noted
+    fold_graph.WORTH, expand_program._Unroller.unrolled = least, noted
     try:
         yield seen
     finally:
-        fold_graph.WORTH, expand_program._Unroller.written = worth, written
+        fold_graph.WORTH, expand_program._Unroller.unrolled = worth, written
 
 
 def compare(plan: Callable[[], sl.Plan]) -> list[int]:

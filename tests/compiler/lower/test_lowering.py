@@ -18,7 +18,7 @@ from shardlib.compiler.lower.builder import Builder
 from shardlib.compiler.lower.emit_reshard import Mover
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.steps import Compute, Start, Var, makes
-from shardlib.compiler.program.sym_int import Sym, here, local_size, of_member, offset, parse, product, tabulate
+from shardlib.compiler.program.sym_int import Sym, local_size, local_value, of_member, offset, parse, product, tabulate
 from shardlib.compiler.program.text import parse as parse_program
 from shardlib.compiler.program.text import show
 from shardlib.compiler.program.verify import verify
@@ -93,7 +93,7 @@ def test_a_table_covers_parts_of_axes_and_members_see_each_other() -> None:
     for c in COORDS:
         assert rank.at(c) == 10 * c["a"] + c["b"]
         for i in range(4):
-            assert here(of_member(rank, [A], i), c) == 10 * i + c["b"]
+            assert local_value(of_member(rank, [A], i), c) == 10 * i + c["b"]
     assert tabulate(lambda c: c["a"] * 0 + 7, [A]) == 7
     assert of_member(tabulate(lambda c: c["a"], [A]), [A], 3) == 3
 

@@ -576,11 +576,11 @@ def test_a_record_that_may_be_read_is_told_with_the_remedy() -> None:
 
 @pytest.fixture
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An item for each program that is decided."""
-    found: list[int] = []
-    decide = compiling._decided
-    monkeypatch.setattr(compiling, "_decided", lambda *args: (found.append(1), decide(*args))[1])
-    return found
+    """Holds an item for each program that is decided and lowered."""
+    programs: list[int] = []
+    lower = compiling._lower
+    monkeypatch.setattr(compiling, "_lower", lambda *args: (programs.append(1), lower(*args))[1])
+    return programs
 
 
 class Chooses:

@@ -23,7 +23,7 @@ from shardlib.compiler.lower.builder import Builder
 from shardlib.compiler.lower.emit import Emitter
 from shardlib.compiler.lower.local_forms.local_builder import LocalForm
 from shardlib.compiler.program.steps import Var
-from shardlib.compiler.program.sym_int import here
+from shardlib.compiler.program.sym_int import local_value
 from shardlib.core.context import single_device
 from shardlib.rules.local_forms.halo import fetch, give_back, length, overlap, reframe
 from shardlib.rules.rule import Call, Rule
@@ -81,7 +81,7 @@ class Ring:
         one = [int(c.bytes) // 8] * self.n
         shapes = c.params.get("shapes")
         if shapes is not None:
-            one = [math.prod(here(n, at) for n in shape) for shape, at in zip(shapes, self.devices, strict=True)]
+            one = [math.prod(local_value(n, at) for n in shape) for shape, at in zip(shapes, self.devices, strict=True)]
         return [one[source] for source, _ in c.params["pairs"]]
 
 

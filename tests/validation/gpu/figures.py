@@ -106,8 +106,8 @@ def ring_of(direction: str) -> str:
     return f"{direction}, the last of 4 ranks of a causal ring, 16k, hd128: beside one call"
 
 
-def peak_of(keeping: str) -> str:
-    return f"the same step, {keeping}: peak, planned over measured"
+def peak_of(options: str) -> str:
+    return f"the same step, {options}: peak, planned over measured"
 
 
 def wait_of(program: str) -> str:
@@ -164,7 +164,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("steps", STEP, "eager's loss"),
     Figure("steps", STEP_SIMULATED),
     Figure("steps", EAGER_PEAK),
-    *(Figure("steps", peak_of(keeping), f"within {100 * PEAK_OFF:.0f} %") for keeping in KEEPING),
+    *(Figure("steps", peak_of(options), f"within {100 * PEAK_OFF:.0f} %") for options in KEEPING),
     *(Figure("waits", wait_of(name), f"<= {LONGEST_WAIT}x, the step <= {LONGEST_STEP}x") for name in WAITS),
     *(Figure("sanitizer", f"compute-sanitizer {tool}: attention", "0 errors") for tool in TOOLS),
     *(Figure("sanitizer", f"compute-sanitizer {tool}: collectives", "0 errors") for tool in ("memcheck", "synccheck")),

@@ -50,10 +50,10 @@ def steps(run: Recorder) -> None:
         plan = ours.plan(*arguments)
         run.attempt(STEP_SIMULATED, "", functools.partial(_simulated, plan, seconds), seconds=40)
         run.attempt(EAGER_PEAK, "", functools.partial(_eager_peak, contestants["eager"], eager, optimizers[0]))
-        for keeping, how in zip(KEEPING, _keeping(plan, 0.97 if small else 0.7), strict=True):
+        for options, how in zip(KEEPING, _keeping(plan, 0.97 if small else 0.7), strict=True):
             jitted = sl.jit(step, **how)
             case = functools.partial(_held, jitted, arguments, plan, contestants["ours"])
-            run.attempt(peak_of(keeping), "", case, seconds=90)
+            run.attempt(peak_of(options), "", case, seconds=90)
         if not small:
             for name, call in contestants.items():
                 _profiled(name, call)

@@ -19,8 +19,8 @@ from shardlib.compiler.program.sym_int import (
     apart,
     axes_of,
     everywhere,
-    here,
     local_size,
+    local_value,
     of_member,
     offset,
     place_in,
@@ -129,13 +129,13 @@ class LocalForm:
     def calc(self, function: Callable[..., Any], *values: Any) -> Any:
         """Worked out at once, so that what is alike everywhere is no symbol, and nothing is worked out twice."""
         axes = [a for v in values if isinstance(v, Sym) for a in v.axes]
-        return tabulate(lambda c: function(*(here(v, c) for v in values)), axes) if axes else function(*values)
+        return tabulate(lambda c: function(*(local_value(v, c) for v in values)), axes) if axes else function(*values)
 
     def values(self, value: Any, factor: str) -> list[set[Any]]:
         axes = Axis.merge(self.axes(factor))
         out: list[set[Any]] = [set() for _ in range(self.ways(factor))]
         for coords in everywhere(apart((*axes, *axes_of(value)))):
-            out[group_position(coords, axes)].add(here(value, coords))
+            out[group_position(coords, axes)].add(local_value(value, coords))
         return out
 
     def shares(self, factor: str) -> list[int]:
@@ -264,4 +264,4 @@ class LocalForm:
 def _most(shape: Sequence[Sym | int]) -> int:
     """Elements on the fullest device."""
     axes = apart(a for n in shape for a in axes_of(n))
-    return max(math.prod(int(here(n, c)) for n in shape) for c in everywhere(axes))
+    return max(math.prod(int(local_value(n, c)) for n in shape) for c in everywhere(axes))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shardlib.compiler.lower.local_forms import emit_halo
-from shardlib.compiler.program.abstract_device import REFUSALS, Local, frozen, makes
+from shardlib.compiler.program.abstract_device import REFUSALS, Local, frozen, results_of
 from shardlib.compiler.program.steps import Var
-from shardlib.compiler.program.sym_int import Sym, apart, everywhere, here, of_member, place_in, table
+from shardlib.compiler.program.sym_int import Sym, apart, everywhere, local_value, of_member, place_in, table
 from shardlib.core.aten.op_names import FILLED, PAD, SLICE, VIEW
 from shardlib.core.aten.op_traits import has_trait, returns_list
 from shardlib.core.errors import ShardingError
@@ -46,8 +46,11 @@ def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kw
             axes, runs = apart([*differ, *(a for n in asked for a in n.axes)]), []
             for at in everywhere(axes):
                 coords = {**local.origin, **at}
-                given = [x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else here(x, at) for x in flat]
-                told = [here(n, coords) for n in asked]
+                given = [
+                    x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else local_value(x, at)
+                    for x in flat
+                ]
+                told = [local_value(n, coords) for n in asked]
                 key, device = repr((given, told)), tuple(coords.values())
                 if key not in kinds:
                     if device not in on:
@@ -124,7 +127,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _told(self, n: Sym | int) -> int:
         if isinstance(n, Sym):
             self.asked[n] = None
-        return int(here(n, self.coords))
+        return int(local_value(n, self.coords))
 
     def new(self, x: Local) -> Tensor:
         """A tensor that is there from now on."""
@@ -146,8 +149,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return {k: self.noted(y) for k, y in x.items()}
         return self.local.device if isinstance(x, torch.device) else x
 
-    def here(self, x: Any) -> Any:
-        return self.held[x.n] if isinstance(x, _Ref) else frozen(x, self.here)
+    def local_value(self, x: Any) -> Any:
+        return self.held[x.n] if isinstance(x, _Ref) else frozen(x, self.local_value)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if schema_of(op).is_mutable:
@@ -155,7 +158,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in op.tags and not has_trait(op, "per_device"):
             raise self.fault("draws random numbers", [str(op)], "draw them outside, and pass them to the op")
         args, kwargs = self.noted(args), self.noted(kwargs or {})
-        made: Sequence[Local | None] = makes(op, self.here(args), self.here(kwargs))
+        made: Sequence[Local | None] = results_of(op, self.local_value(args), self.local_value(kwargs))
         if not made:
             made, self.guesses = self._unknown(op), True
         out = [None if x is None else self.new(x) for x in made] if schema_of(op).returns else []
@@ -177,7 +180,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _shape(local: LocalForm, coords: Coords, result: int) -> tuple[int, ...]:
     """What a device has of a result."""
-    return tuple(math.prod(here(local.size(f), coords) for f in dim) for dim in local.rule.results[result])
+    return tuple(math.prod(local_value(local.size(f), coords) for f in dim) for dim in local.rule.results[result])
 
 
 def _fault(local: LocalForm, what: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from shardlib.compiler.program.steps import Collective, Compute, Program, Step, Var, Wait
-from shardlib.compiler.program.sym_int import axes_of, here
+from shardlib.compiler.program.sym_int import axes_of, local_value
 from shardlib.core.aten.op_names import CAT, NARROW, RESHAPE, SELECT, SPLIT, VIEW
 from shardlib.sharding.mesh.axis import Coords, group_size, member_coords
 
@@ -90,7 +90,7 @@ def _number(n: Any, move: Collective, i: int, program: Program) -> int:
     names = {a.name for a in move.axes}
     if any(a.name not in names for a in axes_of(n)):
         return -1
-    return int(here(n, _at(move, i, program)))
+    return int(local_value(n, _at(move, i, program)))
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Found:
     def number(self, n: Any, at: Coords) -> int:
         if any(a.name not in self.names for a in axes_of(n)):
             raise _UnknownError
-        return int(here(n, at))
+        return int(local_value(n, at))
 
 
 def _dim(step: Compute, at: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from shardlib.compiler.passes.split_backward import gives
 from shardlib.compiler.program.steps import Collective, Compute, Program, Start, Step, Var, reads
 from shardlib.compiler.program.sym_int import Sym
-from shardlib.compiler.program.verify import Found, Run
+from shardlib.compiler.program.verify import Measured, Run
 from shardlib.core.torch_private import OpOverload, without_modes
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Labels, Meta, Path, Rule
@@ -55,7 +55,7 @@ class Cutter:
 
     def __init__(self, program: Program, n: int) -> None:
         self.n = n
-        self.device, self.uneven = Run(program, {}, Found()), _uneven(program)
+        self.device, self.uneven = Run(program, {}, Measured()), _uneven(program)
         self.around: dict[Var, list[Step]] = defaultdict(list)
         for step in program.steps:
             for v in dict.fromkeys((*reads(step), *gives(step))):

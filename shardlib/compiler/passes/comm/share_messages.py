@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, reads, swapped
-from shardlib.compiler.program.value_numbering import Alike
+from shardlib.compiler.program.value_numbering import ValueNumbers
 
 
 def share_messages(program: Program) -> Program:
@@ -14,7 +14,7 @@ def share_messages(program: Program) -> Program:
     result keeps its own."""
     if sum(c.source.layout is None for c in program.collectives) < 2:
         return program
-    alike, same, returned = Alike(), dict[Var, Var](), {*program.results}
+    alike, same, returned = ValueNumbers(), dict[Var, Var](), {*program.results}
     for step in program.steps:
         if isinstance(step, Compute):
             if any(v.layout is None for v in step.made) and step.is_pure:

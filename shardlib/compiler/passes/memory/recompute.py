@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from shardlib.compiler.memory_options import WORDS, Keeping
+from shardlib.compiler.memory_options import WORDS, MemoryOptions
 from shardlib.compiler.passes.memory import remat_policies
 from shardlib.compiler.passes.memory.budget_programs import Finish
 from shardlib.compiler.passes.memory.memory_budget import LAST_RESORT, PROGRAMS, within
@@ -47,28 +47,34 @@ class Recomputed:
 
 
 def recompute(
-    program: Program, keeping: Keeping, finish: Finish, trial: Finish, absent: Callable[[str], bool], *, moves: bool
+    program: Program,
+    options: MemoryOptions,
+    finish: Finish,
+    trial: Finish,
+    absent: Callable[[str], bool],
+    *,
+    moves: bool,
 ) -> tuple[Program, frozenset[Var], Recomputed | None]:
-    """The program that makes again what `keeping` says, the values that are to wait in the host's memory, and what that
+    """The program that makes again what `options` says, the values that are to wait in the host's memory, and what that
     takes; `finish` are the passes behind this one, `trial` those with which a budget is tried. A budget `moves` values
     unless the schedule names some.
 
     Raises `ShardingError` for names of nothing, but for those that are `absent`, and for a budget that cannot be kept.
     """
-    if keeping.remat == "none" and keeping.memory is None:
+    if options.remat == "none" and options.memory is None:
         return program, frozenset(), None
     crossing, moved = Crossing.of(program), frozenset[Var]()
-    if keeping.memory is not None:
-        said, fixed = f"memory={keeping.memory:,} B", crossing.weights if keeping.regather == "never" else frozenset()
-        may_move = movable(program) if moves and keeping.schedule.saved is None else ()
+    if options.memory is not None:
+        said, fixed = f"memory={options.memory:,} B", crossing.weights if options.regather == "never" else frozenset()
+        may_move = movable(program) if moves and options.schedule.saved is None else ()
         machine = Machine.convert(program.mesh.machine)
-        programs = LAST_RESORT if keeping.planning == "best" else PROGRAMS
-        dropped, moved = within(crossing, keeping.memory, finish, machine, fixed, may_move, trial, programs)
+        programs = LAST_RESORT if options.planning == "best" else PROGRAMS
+        dropped, moved = within(crossing, options.memory, finish, machine, fixed, may_move, trial, programs)
     else:
-        said, dropped = f"remat={keeping.remat!r}", frozenset(_by_name(crossing, keeping, absent))
+        said, dropped = f"remat={options.remat!r}", frozenset(_by_name(crossing, options, absent))
     again = remade(crossing, dropped)
     told = _told(said, crossing, dropped, again)
-    if keeping.memory is None and dropped:
+    if options.memory is None and dropped:
         told = replace(told, kept_peak=peak_bytes(finish(program, None, ())))
     return again, moved, replace(told, moved=len(moved))
 
@@ -86,16 +92,16 @@ def warn_of_a_higher_peak(name: str, told: Recomputed, peak: int) -> None:
         )
 
 
-def _by_name(crossing: Crossing, keeping: Keeping, absent: Callable[[str], bool]) -> set[Var]:
+def _by_name(crossing: Crossing, options: MemoryOptions, absent: Callable[[str], bool]) -> set[Var]:
     """What any of the words and names gives up."""
-    said = [keeping.remat] if isinstance(keeping.remat, str) else keeping.remat
+    said = [options.remat] if isinstance(options.remat, str) else options.remat
     dropped = set[Var]()
     for word, policy in (("full", remat_policies.full), ("attention", remat_policies.attention)):
         dropped |= policy(crossing) if word in said else set()
     names = [name for name in said if name not in WORDS]
     if names and any(crossing.back):
         dropped |= remat_policies.named(crossing, names, absent)
-    if keeping.regather == "never":
+    if options.regather == "never":
         return dropped - crossing.weights
     return dropped | (crossing.weights - {*crossing.held}) if dropped else dropped
 

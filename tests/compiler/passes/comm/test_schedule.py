@@ -28,7 +28,7 @@ from tests.validation.benchmarks.schedule import trained, unscheduled, w1_plan
 )
 def test_a_schedule_is_read_as_it_prints(how: sl.Schedule) -> None:
     assert sl.Schedule.parse(str(how)) == how
-    assert sl.jit(torch.relu, schedule=str(how)).keeping.schedule == how
+    assert sl.jit(torch.relu, schedule=str(how)).options.schedule == how
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import shardlib as sl
 from shardlib import Mesh, ShardingError
 from shardlib.compiler import run_passes as finish
-from shardlib.compiler.memory_options import Keeping
+from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.passes.memory.budget_programs import Candidates, Choice
 from shardlib.compiler.passes.memory.layer_bounds import boundaries
 from shardlib.compiler.passes.memory.memory_budget import within
@@ -274,7 +274,7 @@ def test_a_module_takes_what_jit_takes() -> None:
         sl.parallelize(model, memory=f"{budget} B")
         sl.parallelize(model, schedule="Schedule(prefetch=0)")
         found = model.forward.plan(batch())
-        assert model.forward.keeping == Keeping(memory=budget, schedule=sl.Schedule(prefetch=0))
+        assert model.forward.options == MemoryOptions(memory=budget, schedule=sl.Schedule(prefetch=0))
         assert found.peak_memory <= budget < plain.peak_memory
         assert found.compiled.recomputed.values
         model(batch()).square().mean().backward()
@@ -532,7 +532,7 @@ def lowered(
 ) -> tuple[Program, Any]:
     """A program in front of the passes, and what they are."""
     found: list[Any] = []
-    take = lambda program, keeping, finish, *_, **__: found.append((program, finish)) or (program, frozenset(), None)
+    take = lambda program, options, finish, *_, **__: found.append((program, finish)) or (program, frozenset(), None)
     with Mesh(axes or {"data": 4}, machine=machine), mock.patch.object(finish, "recompute", take):
         sl.jit(fn, in_specs=specs).plan(*args)
     return found[-1]
@@ -645,9 +645,9 @@ def test_small_steps_down_are_as_good_as_large_ones() -> None:
         loss.backward()
         return loss.detach()
 
-    def planned(**keeping: Any) -> sl.Plan:
+    def planned(**options: Any) -> sl.Plan:
         with Mesh(data=2, machine="h100"):
-            return sl.jit(step, **keeping).plan(sl.parallelize(Model(), {}, strategy="fsdp"), batch())
+            return sl.jit(step, **options).plan(sl.parallelize(Model(), {}, strategy="fsdp"), batch())
 
     free = planned()
     before, seconds = free.simulate(), 0.0
@@ -687,9 +687,9 @@ def test_less_memory_takes_no_less_time(build: Any, layers: int) -> None:
 def test_a_budget_that_is_there_changes_nothing_of_two_halves() -> None:
     """Saved values are views of one: who counts them one by one finds more than there is."""
 
-    def planned(**keeping: Any) -> sl.Plan:
+    def planned(**options: Any) -> sl.Plan:
         with Mesh(data=4, machine="h100"):
-            model = sl.parallelize(Model(), {}, strategy="fsdp", **keeping)
+            model = sl.parallelize(Model(), {}, strategy="fsdp", **options)
         plan: sl.Plan = model.forward.plan(batch().requires_grad_())
         return plan
 
@@ -751,7 +751,7 @@ def test_a_name_that_is_nearly_one(said: str, near: str) -> None:
 
 def test_a_word_in_a_list_is_the_word() -> None:
     for said in (["full"], ["full", "full"]):
-        assert sl.jit(_tanhs, remat=said).keeping == sl.jit(_tanhs, remat="full").keeping
+        assert sl.jit(_tanhs, remat=said).options == sl.jit(_tanhs, remat="full").options
     wrong = sl.jit(torch.func.grad(_tanhs), in_specs=(None, "b@data _"), remat=["full", "tan", "attention", "mm2"])
     with sl.Mesh(data=2), pytest.raises(ShardingError, match=r"\* 'tan' is none.*\n  \* 'mm2' is none.*\nRule"):
         wrong.plan([torch.empty(8, 8)] * 2, torch.empty(4, 8))
@@ -807,7 +807,7 @@ def test_a_unit_in_other_letters(memory: str, meant: str) -> None:
 
 def test_units() -> None:
     sizes = ["1kB", "1 KiB", "1.5MB", "2 TiB", 7]
-    found = [sl.jit(lambda x: x, memory=size).keeping.memory for size in sizes]
+    found = [sl.jit(lambda x: x, memory=size).options.memory for size in sizes]
     assert found == [1000, 1024, 1_500_000, 2 << 40, 7]
 
 
