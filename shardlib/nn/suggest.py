@@ -279,15 +279,9 @@ def _reasons(
     graph: Graph, propagation: Propagation, weights: Mapping[str, Value], kind: _Kind
 ) -> Iterator[tuple[str, tuple[bool, str]]]:
     """Yields for every weight of a kind whether its contracted dim is sharded, and the reason in words."""
-    own = {
-        name: {propagation.dims.find(x) for x in propagation.leaves(weights[name])} & kind.factors
-        for name in kind.parts
-    }
-    once = {
-        name
-        for name in own
-        if sum(propagation.dims.find(x) in own[name] for x in propagation.leaves(weights[name])) == 1
-    }
+    find, factors_of = propagation.dims.find, propagation.leaves
+    own = {name: {find(x) for x in factors_of(weights[name])} & kind.factors for name in kind.parts}
+    once = {name for name in own if sum(find(x) in own[name] for x in factors_of(weights[name])) == 1}
     rows: dict[str, Value] = {}
     for op, at, name in _reads(graph, weights):
         if name in once and not op.backward and (value := _summed_over(op, at, own[name], propagation)) is not None:
