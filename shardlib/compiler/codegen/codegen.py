@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from shardlib.compiler.codegen.op_callables import callable_of
 from shardlib.compiler.codegen.profiler_ranges import op_label, ranged
 from shardlib.compiler.program.buffers import owners_in, read_only
@@ -28,6 +30,7 @@ from shardlib.core.aten.op_traits import returns_list
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import OpOverload, schema_of
 from shardlib.sharding.mesh.axis import Axis, Coords, first_replicas, group_size, member_coords
+from shardlib.sharding.mesh.mesh import Mesh
 
 
 @dataclass
@@ -255,7 +258,7 @@ class Generator:
             else:
                 lines += [f"    {name} = pieces[{i}][{d}]" for name, d in first.items()]
         for var, tensor in self.program.captured:
-            placed = tensor.to(self.program.mesh.device)  # once, not at every call
+            placed = _place_captured(tensor, self.program.mesh)
             self.namespace |= {self.name(var, c): placed for c in self.devices}
         results = []
         for out in self.program.outputs:
@@ -270,6 +273,11 @@ class Generator:
         ending = f"    return ({', '.join(results)}{',' if results else ''})"
         lines += [f"    {name} = leaves[{leaf}]" for leaf, name in self._numbers.items()]
         return "\n".join([*lines, *(f"    {line}" for line in self.lines), ending, ""])
+
+
+def _place_captured(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Copies a tensor of the function to the mesh's device, once and not at every call."""
+    return tensor.to(mesh.device)
 
 
 def _short(target: Any) -> str:

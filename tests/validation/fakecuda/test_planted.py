@@ -110,7 +110,7 @@ PLANTED: dict[str, tuple[Callable[[], Plant], Callable[[], Seen], str]] = {
         "makes the host wait for values",
     ),
     "a captured tensor on the CPU": (
-        lambda: mock.patch("shardlib.compiler.codegen.codegen._captured", lambda tensor, mesh: tensor),
+        lambda: mock.patch("shardlib.compiler.codegen.codegen._place_captured", lambda tensor, mesh: tensor),
         lambda: seen_in(lambda x: x + torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7]), ("_@data _",), (6, 8)),
         "device",  # "two different devices", or "to be on the same device"
     ),
