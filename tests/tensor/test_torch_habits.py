@@ -351,7 +351,7 @@ def test_libraries_see_which_tensors_share_memory(name):
         assert 0 not in ids.values()
     x = next(module.parameters())
     assert (x.untyped_storage().nbytes(), x.storage().size()) == (64, 16)
-    assert "has no storage, of which .tolist is asked" in refusal(lambda: x.untyped_storage().tolist())
+    assert "has no storage, and .tolist is read" in refusal(lambda: x.untyped_storage().tolist())
 
 
 def test_accelerate_drops_no_parameter(tmp_path):

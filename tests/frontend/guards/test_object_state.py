@@ -756,7 +756,7 @@ def test_methods_do_not_keep_their_objects() -> None:
     del model
     gc.collect()
     assert gone() is None
-    assert not Model.step.methods._of
+    assert not Model.step.methods._programs
 
 
 def test_a_bound_method_is_itself_in_an_argument_and_a_closure() -> None:

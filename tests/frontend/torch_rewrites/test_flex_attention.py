@@ -267,7 +267,7 @@ def test_a_score_that_is_only_hidden_is_a_mask(score: Callable[..., Tensor], kno
     with sl.Mesh(data=2, seq=2):
         step = sl.jit(attend, in_specs="b@data h s@seq e")
         sl.check(step, Q, K, V)
-        assert ("attention" in step.plan(Q, K, V).listing()) == known
+        assert ("shardlib.attention" in step.plan(Q, K, V).listing()) == known
 
 
 def test_memory_as_the_query() -> None:

@@ -241,7 +241,7 @@ def counting() -> Iterator[list[Call]]:
         return call
 
     tables = [{kind: noting(kind, f) for kind, f in t.items()} for t in (virtual._SHARED, virtual._SEPARATE)]
-    with mock.patch.object(virtual, "_SHARED", tables[0]), mock.patch.object(virtual, "_APART", tables[1]):
+    with mock.patch.object(virtual, "_SHARED", tables[0]), mock.patch.object(virtual, "_SEPARATE", tables[1]):
         yield calls
 
 
