@@ -206,7 +206,7 @@ ALL_REDUCE = r"rank (\d) is in all_reduce of f32\[.*\+x\] of "
 ALL_GATHER = ALL_REDUCE.replace("all_reduce", "all_gather").replace(r"\+x", "@x")
 DIFFERENT: dict[Callable[[int], Any], str] = {
     same_function_backward: ALL_REDUCE
-    + r"the backward of <lambda> as called in place \d+\.\d+, called at .*_ranks.py:",
+    + r"the backward of <lambda> as called in place \d+\.\d+, called at .*test_turns.py:",
     two_programs_on_one_line: ALL_REDUCE + r"<lambda>, called at .* \[[0-9a-f]{16}\]",
     other_tensors: ALL_REDUCE + "<lambda>" + ORIGIN,
     other_tensors_outside: ALL_REDUCE + "sum" + ORIGIN,
