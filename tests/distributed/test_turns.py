@@ -201,7 +201,7 @@ def other_rates_outside(rank: int) -> Any:
     return step(torch.ones(4, 4))
 
 
-ORIGIN = r" with tensors of origin [0-9a-f]+, called at .*_ranks.py:\d+"
+ORIGIN = r" with tensors of origin [0-9a-f]+, called at .*test_turns.py:\d+"
 ALL_REDUCE = r"rank (\d) is in all_reduce of f32\[.*\+x\] of "
 ALL_GATHER = ALL_REDUCE.replace("all_reduce", "all_gather").replace(r"\+x", "@x")
 DIFFERENT: dict[Callable[[int], Any], str] = {
