@@ -96,7 +96,7 @@ def _typed(value: Value) -> str:
 
 
 def _decision_lines(graph: Graph, propagated: Propagated) -> Iterable[str]:
-    propagation = propagated.flood
+    propagation = propagated.propagation
     for value in graph.inputs:
         factors = zip(propagation.leaves(value), propagated.input_cut(value), strict=True)
         dims = [_sharded(str(propagation.dims.size(factor)), axes) for factor, axes in factors]

@@ -111,7 +111,7 @@ def propose_specs(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Returns specs and reasons by weight; leaves out weights that share a factor class with a `decided` one."""
     compiled = _compiled(module, Mesh.abstract(mesh.axes, machine=mesh.machine), example, more)
-    propagation, graph = compiled.propagated.flood, compiled.graph
+    propagation, graph = compiled.propagated.propagation, compiled.graph
     names = [x.name for x in list_named(module) if x.tensor.is_floating_point()]
     inputs = zip(compiled.traced.input_leaves, graph.inputs, strict=True)
     weights = {names[i]: value for i, value in inputs if 0 <= i < len(names)}

@@ -11,7 +11,7 @@ from shardlib.compiler.layer_folding.fold_graph import Folded, Layer
 from shardlib.compiler.propagate import Propagated, propagated
 from shardlib.compiler.propagate.decision_units import DecisionUnit
 from shardlib.compiler.propagate.dim_factors import DimFactor
-from shardlib.compiler.propagate.propagate_axes import flood
+from shardlib.compiler.propagate.propagate_axes import spread_annotations
 from shardlib.compiler.propagate.propagation import Assignment, Message, Propagation
 from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.search import Search
@@ -31,23 +31,23 @@ def spread(
     sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
 ) -> Propagated:
     """Returns the decisions about the whole graph, after those about the short one."""
-    graph, near = folded.whole, short.flood
+    graph, near = folded.whole, short.propagation
     loose = {key: dims for mine, dims in near.loose.items() for key, _ in _represented(folded, mine)}
     met = {
         key: tuple(p and (folded.seen(p[0], folded.layer(mine), layer), p[1]) for p in places)
         for mine, places in near.met.items()
         for key, layer in _represented(folded, mine)
     }
-    whole = flood(graph, fixed, outputs, doors, loose, met)
+    whole = spread_annotations(graph, fixed, outputs, doors, loose, met)
     whole.sends = partial(sends, whole)
     leaves = _leaves(folded, graph, near, whole)
-    requests = whole.wants
-    whole.wants = {
+    requests = whole.requests
+    whole.requests = {
         leaf: [
-            next((own for own in requests.get(leaf, ()) if own.axis == want.axis), want) for want in near.wants[mine]
+            next((own for own in requests.get(leaf, ()) if own.axis == want.axis), want) for want in near.requests[mine]
         ]
         for leaf, mine in leaves.items()
-        if mine in near.wants
+        if mine in near.requests
     }
     for twin, key in folded.twins.items():
         seen = whole.apart[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib.compiler.lower.local_forms.count_comm import Senders
+from shardlib.compiler.lower.count_comm import Senders
 from shardlib.compiler.lower.lowering import Part, lower, lower_in_parts
 from shardlib.compiler.program.steps import Program
 

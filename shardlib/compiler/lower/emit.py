@@ -27,8 +27,8 @@ _LITTLE = 8  # times as much is another order of work
 class Emitter:
     """Writes ops of the graph as steps of the program."""
 
-    def __init__(self, builder: Builder, flood: Propagation) -> None:
-        self.builder, self.flood = builder, flood
+    def __init__(self, builder: Builder, propagation: Propagation) -> None:
+        self.builder, self.propagation = builder, propagation
         self.noted: list[Noted] = []  # what belongs to a sort
 
     def op(
@@ -63,7 +63,7 @@ class Emitter:
         counted = next((r.counted for r in op.results if r is not None and r.counted), None)
         name = counted if op.ordered is None else op.ordered.name
         if name is not None:
-            labels, rows = self.flood.labels[op], None if op.ordered is None else op.ordered.rows
+            labels, rows = self.propagation.labels[op], None if op.ordered is None else op.ordered.rows
             cut = {labels[f][k]: axes for (f, k), axes in assignment.items() if axes and (rows is None or f in rows)}
             self.noted.append(Noted(name, cut, rows is not None))
 
@@ -79,10 +79,10 @@ class Emitter:
         return rule.flops * most(work) / math.prod(sizes), work
 
     def factors(self, op: Op, names: Sequence[str]) -> list[OpFactor]:
-        return [(n, k) for n in names for k in range(len(self.flood.labels[op][n]))]
+        return [(n, k) for n in names for k in range(len(self.propagation.labels[op][n]))]
 
     def leaf_size(self, op: Op, x: OpFactor) -> int:
-        return self.flood.dims.size(self.flood.labels[op][x[0]][x[1]])
+        return self.propagation.dims.size(self.propagation.labels[op][x[0]][x[1]])
 
     def label_size(self, op: Op, label: str, assignment: Assignment) -> Sym | int:
         return product([local_size(self.leaf_size(op, x), assignment.get(x, ())) for x in self.factors(op, [label])])

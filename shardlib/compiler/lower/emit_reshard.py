@@ -175,7 +175,7 @@ class Mover:
 
 
 def _in_order(places: Places, dim: Dim, axes: Axes) -> bool:
-    """Whether these are all of a dim as it is, on every device: what follows each other is one range."""
+    """Returns whether these are all of a dim as it is, on every device: what follows each other is one range."""
     for c in everywhere(apart(axes)):
         n = sum(b - a for a, b in held_ranges(dim, c))
         if places(c) != ([(0, n)] if n else []):

@@ -56,9 +56,9 @@ def lower_in_parts(graph: Graph, propagated: Propagated, mesh: Mesh) -> tuple[Pr
 class Lowering:
     def __init__(self, graph: Graph, propagated: Propagated, mesh: Mesh) -> None:
         self.graph, self.p = graph, propagated
-        self.flood, self.units = propagated.flood, propagated.units
+        self.propagation, self.units = propagated.propagation, propagated.units
         self.builder = Builder(mesh)
-        self.emitter = Emitter(self.builder, self.flood)
+        self.emitter = Emitter(self.builder, self.propagation)
         self.values = Values(self.emitter)
         self.constants = self.values.constants
         self.sums = PartialSums(self.values, graph, propagated)
@@ -83,10 +83,10 @@ class Lowering:
         for value, tensor in self.graph.captured:
             self.builder.captured.append((self.constants.whole(value), tensor))
         for value in self.graph.inputs:
-            if value in self.flood.apart and self.sums.readers[value]:
+            if value in self.propagation.apart and self.sums.readers[value]:
                 self.values.reader = None
                 self._begun.append((value, len(self.builder.steps)))
-                self.values.as_(self.flood.apart[value], value, self.p.input_cut(value))
+                self.values.as_(self.propagation.apart[value], value, self.p.input_cut(value))
         for op in self.graph.ops:
             if not op.constant and not op.transparent:
                 for reader, waiting in self.between.turn(op):
@@ -119,7 +119,7 @@ class Lowering:
         if op.constrains:
             result = op.results[0]
             assert result is not None
-            said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
+            said, cut = self.propagation.apart.get(result, result), self.propagation.fixed[result][0]
             self.values.as_(op.operands[0], said, cut)
             if said is not result:
                 self.values.as_(said, result, cut)
@@ -190,7 +190,7 @@ class Lowering:
         return frozenset(i for i, form in forms.items() if axes and form is not None and {*form[1].axes} == {*axes})
 
     def _own_rows(self, op: Op, i: int, assignment: Assignment) -> Var:
-        factors = value_factors(self.flood, op, i, operand=True)
+        factors = value_factors(self.propagation, op, i, operand=True)
         return self.values.own.get(op.operands[i], tuple(assignment.get(x, ()) if x else () for x in factors))
 
     def _made(self, value: Value, form: Placement) -> Var:
@@ -219,7 +219,7 @@ class Lowering:
         if form is None or slots is None:
             return
         cuts, i = self.p.unit_cut(self.units.unit[reader]), reader.operands.index(value)
-        factors = value_factors(self.flood, reader, i, operand=True)
+        factors = value_factors(self.propagation, reader, i, operand=True)
         want = tuple(cuts[slots[x]] if x in slots else () for x in factors)
         more = [b[len(a) :] for a, b in zip(form[0], want, strict=True) if b[: len(a)] == a]
         if len(more) == len(want) and {a for axes in more for a in axes} <= {*form[1].axes}:
@@ -229,7 +229,8 @@ class Lowering:
         """No rule: whole operands, the plain op, whole results."""
         args, kwargs = substitute(op.node, list(map(self.values.whole, op.operands)))
         outs = [
-            None if r is None else self.values.make(r, (((),) * len(self.flood.leaves(r)), SETTLED)) for r in op.results
+            None if r is None else self.values.make(r, (((),) * len(self.propagation.leaves(r)), SETTLED))
+            for r in op.results
         ]
         self.builder.compute(op.target, args, kwargs | more, outs, "no rule: runs replicated")
 
@@ -258,13 +259,13 @@ class Lowering:
             if value.constant:
                 var = self.constants.get(value, self._door_dims(op))
             else:
-                var = self.values.as_(value, self.flood.apart.get(op, value), self.flood.doors[op][0])
+                var = self.values.as_(value, self.propagation.apart.get(op, value), self.propagation.doors[op][0])
             self.values.have[result][(), SETTLED] = var
             return
         operands = [self.constants.get(v, ()) if v.constant else self.values.have[v][(), SETTLED] for v in op.operands]
         if has_trait(op.target, "leaves_body"):
             assert result is not None
-            said, cut = self.flood.apart.get(result, result), self.flood.fixed[result][0]
+            said, cut = self.propagation.apart.get(result, result), self.propagation.fixed[result][0]
             out = self.values.make(said, (cut, SETTLED))
             self.builder.compute(ALIAS, (operands[0],), {}, [out])
             if said is not result:
@@ -295,7 +296,7 @@ class Lowering:
                     )
                 )
             return self.constants.get(value, tuple(dims))
-        cut = tuple([assignment.get(x, ()) if x else () for x in value_factors(self.flood, op, i, operand=True)])
+        cut = tuple([assignment.get(x, ()) if x else () for x in value_factors(self.propagation, op, i, operand=True)])
         return self.values.native(value, cut, owed) if owed else self.values.get(value, cut)
 
     def _at(self, op: Op | None, reader: Op | int) -> None:
@@ -311,13 +312,13 @@ class Lowering:
         self._at(value.op, i)
         self._there(viewed(value))
         self.values.own.settle(value)
-        if i in self.flood.outputs:
-            return self.values.as_(value, self.flood.apart.get(i, value), self.flood.outputs[i][0])
-        annotated = self.flood.fixed.get(value) if value.op is not None else None
+        if i in self.propagation.outputs:
+            return self.values.as_(value, self.propagation.apart.get(i, value), self.propagation.outputs[i][0])
+        annotated = self.propagation.fixed.get(value) if value.op is not None else None
         if value.constant:
             said = self.p.outputs.get(i) or (annotated and annotated[1])
             dims = () if said is None else tuple(tuple((f.size, f.axes) for f in dim) for dim in said.layout.dims)
             return self.constants.get(value, dims)
         if annotated is not None:
-            return self.values.get(self.flood.apart.get(value, value), annotated[0])
+            return self.values.get(self.propagation.apart.get(value, value), annotated[0])
         return self.values.get(value, self.values.natural(value))

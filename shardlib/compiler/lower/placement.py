@@ -32,14 +32,14 @@ Placement = tuple[FactorAxes, Owed]  # one layout of a value: its cut, and what 
 class Placements:
     """The placements of the values of one program."""
 
-    def __init__(self, flood: Propagation, mesh: Mesh) -> None:
-        self.flood = flood
+    def __init__(self, propagation: Propagation, mesh: Mesh) -> None:
+        self.propagation = propagation
         self._order = {name: i for i, name in enumerate(mesh.axis_names)}
         self._layouts: dict[Any, Layout] = {}
 
     def result_form(self, op: Op, i: int, assignment: Assignment, owed: Owed) -> Placement:
         assert op.rule is not None
-        factors = value_factors(self.flood, op, i, operand=False)
+        factors = value_factors(self.propagation, op, i, operand=False)
         cut = tuple([assignment.get(x, ()) if x else () for x in factors])
         axes = list(owed.axes)
         kind = owed.kind
@@ -64,10 +64,10 @@ class Placements:
         if value.constant or value.manual:
             return tuple(((n, ()),) for n in value.shape)
         axes = iter(cut)
-        return tuple(tuple([(n, next(axes)) for n in sizes]) for sizes in self.flood.sizes(value))
+        return tuple(tuple([(n, next(axes)) for n in sizes]) for sizes in self.propagation.sizes(value))
 
     def layout(self, value: Value, cut: FactorAxes, owed: Owed = SETTLED, sizes: Sequence[int] | None = None) -> Layout:
-        what = value.shape if value.constant or value.manual else self.flood.sizes(value)
+        what = value.shape if value.constant or value.manual else self.propagation.sizes(value)
         key = what, cut, owed, None if sizes is None else tuple(sizes)
         if (known := self._layouts.get(key)) is None:  # layers have the same ones
             known = self._layouts[key] = written(self.dims(value, cut), owed, key[3])

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.lower.arguments import substitute
+from shardlib.compiler.lower.count_comm import Senders
 from shardlib.compiler.lower.emit import Emitter
-from shardlib.compiler.lower.local_forms.count_comm import Senders
 from shardlib.compiler.program.steps import Var
 from shardlib.compiler.propagate.decision_units import may_cut
 from shardlib.compiler.propagate.pinned import shared_out, write_down
@@ -65,12 +65,12 @@ class Constants:
                 args, kwargs = substitute(op.node, [self._operand(v, ()) for v in op.operands])
                 self.builder.compute(op.target, args, kwargs, outs)
             return layout.is_replicated
-        flood = Propagation()
-        if (assignment := _assigned(op, index, layout, flood)) is None:
+        propagation = Propagation()
+        if (assignment := _assigned(op, index, layout, propagation)) is None:
             return False
-        if self._senders.messages(flood, op, assignment):
+        if self._senders.messages(propagation, op, assignment):
             return False
-        emitter = Emitter(self.builder, flood)
+        emitter = Emitter(self.builder, propagation)
 
         def cut(labels: tuple[tuple[str, ...], ...]) -> LocalDims:
             factors = ([*emitter.factors(op, names)] for names in labels)
@@ -94,19 +94,19 @@ class Constants:
         return self._operand(value.op.operands[0], dims)
 
 
-def _assigned(op: Op, index: int, layout: Layout, flood: Propagation) -> Assignment | None:
-    """What cuts the factors of an op whose result is cut as `layout` says, on leaves that `flood` then has; None where
+def _assigned(op: Op, index: int, layout: Layout, propagation: Propagation) -> Assignment | None:
+    """Returns what shards the factors of an op whose result has `layout`, on leaves that `propagation` gets; None where
     the op cannot run so."""
-    rule, dims = op.rule, flood.dims
+    rule, dims = op.rule, propagation.dims
     assert rule is not None
     labels = {name: dims.new(size) for name, size in rule.sizes.items()}
     raw = [[leaf for name in names for leaf in labels[name]] for names in rule.results[index]]
     parts = write_down(dims, raw, layout)
-    flood.labels[op] = {name: tuple(dims.leaves(found)) for name, found in labels.items()}
-    flood.whole[op] = frozenset(rule.whole).union(
+    propagation.labels[op] = {name: tuple(dims.leaves(found)) for name, found in labels.items()}
+    propagation.whole[op] = frozenset(rule.whole).union(
         *(pair for tie in (rule.rounds, rule.follows) for pair in tie.items())
     )
-    factor = {leaf: (name, k) for name, found in flood.labels[op].items() for k, leaf in enumerate(found)}
+    factor = {leaf: (name, k) for name, found in propagation.labels[op].items() for k, leaf in enumerate(found)}
     assignment: dict[OpFactor, Axes] = {}
     for groups, factors in zip(parts, layout.dims, strict=True):
         if groups is None:  # a dim of nothing may be made of whatever
@@ -115,7 +115,7 @@ def _assigned(op: Op, index: int, layout: Layout, flood: Propagation) -> Assignm
             continue
         for group, one in zip(groups, factors, strict=True):
             for leaf, axes, _ in shared_out(dims, group, one):
-                if axes and not may_cut(flood, op, factor[leaf]):
+                if axes and not may_cut(propagation, op, factor[leaf]):
                     return None
                 assignment |= {factor[leaf]: axes} if axes else {}
     return assignment

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.lower.emit import Emitter
 from shardlib.compiler.lower.emit_reshard import Mover
-from shardlib.compiler.lower.partial_sums.expert_rows import OwnRows
+from shardlib.compiler.lower.own_rows import OwnRows
 from shardlib.compiler.lower.placement import SETTLED, Owed, Placement, Placements, written
 from shardlib.compiler.lower.sharded_constants import Constants
 from shardlib.compiler.program.steps import Asked, Var
@@ -26,8 +26,8 @@ class Values:
     """The forms of every value of a program that is being written; `reader` is who asks for them."""
 
     def __init__(self, emitter: Emitter) -> None:
-        self.emitter, self.flood, self.builder = emitter, emitter.flood, emitter.builder
-        self.forms = Placements(emitter.flood, emitter.builder.mesh)
+        self.emitter, self.propagation, self.builder = emitter, emitter.propagation, emitter.builder
+        self.forms = Placements(emitter.propagation, emitter.builder.mesh)
         self.mover = Mover(emitter.builder)
         self.prices = reshard.Prices.for_mesh(emitter.builder.mesh)
         self.have: dict[Value, dict[Placement, Var]] = defaultdict(dict)
@@ -52,10 +52,10 @@ class Values:
         """What a view's operand must be for its result to be `want`, as nearly as the view allows."""
         assignment = {
             x: axes
-            for x, axes in zip(value_factors(self.flood, op, 0, operand=False), want, strict=True)
-            if x is not None and axes and x[0] not in self.flood.whole[op]
+            for x, axes in zip(value_factors(self.propagation, op, 0, operand=False), want, strict=True)
+            if x is not None and axes and x[0] not in self.propagation.whole[op]
         }
-        factors = value_factors(self.flood, op, 0, operand=True)
+        factors = value_factors(self.propagation, op, 0, operand=True)
         return assignment, tuple([assignment.get(x, ()) if x else () for x in factors])
 
     def get(self, value: Value, want: FactorAxes) -> Var:
@@ -74,7 +74,7 @@ class Values:
         """The value, complete, on every device."""
         if value.constant:
             return self.constants.get(value, ())
-        return self.get(value, ((),) * len(self.flood.leaves(value)))
+        return self.get(value, ((),) * len(self.propagation.leaves(value)))
 
     def as_(self, value: Value, target: Value, cut: FactorAxes) -> Var:
         """`value` in a cut of `target`, the same tensor under another annotation: with other factors, or pieces."""
@@ -84,15 +84,15 @@ class Values:
                     self.get(value, cut)
                 self.move(target, *self._cheapest(value, cut, target), value)
         elif target is not value:
-            near = self.flood.across(cut, target, value, pieces=True)
+            near = self.propagation.across(cut, target, value, pieces=True)
             if not self._crossed(value, target, near, cut):
-                self.have[target][self.flood.across(near, value, target), SETTLED] = self.get(value, near)
+                self.have[target][self.propagation.across(near, value, target), SETTLED] = self.get(value, near)
         return self.get(target, cut)
 
     def _crossed(self, value: Value, target: Value, near: FactorAxes, cut: FactorAxes) -> bool:
         """Make `target` in other factors of what `value` is cut in, where that costs less than to make these whole."""
         starts = {form[0]: None for form in self.have[value]} or {self.natural(value): None}
-        sizes = self.flood.sizes(value), self.flood.sizes(target)
+        sizes = self.propagation.sizes(value), self.propagation.sizes(target)
         ways = [
             reshard.plan_refactor_exchanges(sizes[0], value.dtype.itemsize, near, src, sizes[1], cut) for src in starts
         ]
@@ -105,7 +105,7 @@ class Values:
         if price >= self.price(value, near):
             return False
         var, dims = self.get(value, via), [*self.forms.dims(value, via)]
-        there = [*self.forms.dims(target, self.flood.across(near, value, target))]
+        there = [*self.forms.dims(target, self.propagation.across(near, value, target))]
         reason = self._reason(target, (via, SETTLED), (cut, SETTLED), value)
         for step in steps:
             dims[step.dim] = there[step.dim] = step.after
@@ -116,12 +116,14 @@ class Values:
         return True
 
     def _repieced(self, a: Value, b: Value) -> bool:
-        """Whether two forms of a tensor have the same factors, and some of them in other pieces."""
-        dims = zip(self.flood.value[a], self.flood.value[b], strict=True)
-        return self.flood.value[a] != self.flood.value[b] and all(self.flood.alike(x, y) for x, y in dims)
+        """Returns whether two forms of a tensor have the same factors, and some of them in other pieces."""
+        dims = zip(self.propagation.value[a], self.propagation.value[b], strict=True)
+        return self.propagation.value[a] != self.propagation.value[b] and all(
+            self.propagation.alike(x, y) for x, y in dims
+        )
 
     def _ready_cheaply(self, value: Value, want: FactorAxes) -> bool:
-        """Whether a view that exists already reaches `want` for less than its operand does."""
+        """Returns whether a view that exists already reaches `want` for less than its operand does."""
         forms = [form for form in self.have[value] if not form[1]]
         if not forms:
             return False
@@ -143,8 +145,8 @@ class Values:
     def _cheapest(
         self, value: Value, want: FactorAxes, target: Value | None = None
     ) -> tuple[Placement, tuple[reshard.RouteStep, ...]]:
-        sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
-        into = None if target is None else self.flood.sizes(target)
+        sizes, itemsize = self.propagation.sizes(value), value.dtype.itemsize
+        into = None if target is None else self.propagation.sizes(target)
         options = [
             (form, reshard.plan_route(sizes, itemsize, form[0], want, form[1].axes, form[1].kind, into, self.prices))
             for form in self.have[value]
@@ -212,9 +214,9 @@ class Values:
     def pulled(self, op: Op, cut: FactorAxes) -> Assignment | None:
         """The assignment of a view that leaves its operand in `cut`."""
         assignment: dict[OpFactor, Axes] = {}
-        for x, axes in zip(value_factors(self.flood, op, 0, operand=True), cut, strict=True):
+        for x, axes in zip(value_factors(self.propagation, op, 0, operand=True), cut, strict=True):
             if axes:
-                if x is None or x[0] in self.flood.whole[op]:
+                if x is None or x[0] in self.propagation.whole[op]:
                     return None
                 assignment[x] = axes
         return assignment
@@ -239,7 +241,7 @@ class Values:
         self.native(value, *form)
         cut, owed = form
         axes = tuple(a for a in owed.axes if any(a in mine for mine in want))
-        sizes, itemsize = self.flood.sizes(value), value.dtype.itemsize
+        sizes, itemsize = self.propagation.sizes(value), value.dtype.itemsize
         hops = reshard.plan_route(sizes, itemsize, cut, want, axes, owed.kind, prices=self.prices)
         self.move(value, form, hops)
         self.have[value] = dict([list(self.have[value].items())[-1]])
@@ -247,19 +249,22 @@ class Values:
     def natural(self, value: Value) -> FactorAxes:
         """As it was made, or as an annotation says that it is; a pending sum goes to the factors that want its axes:
         gradients land like parameters."""
-        if value in self.flood.fixed:
-            return self.flood.fixed[value][0]
+        if value in self.propagation.fixed:
+            return self.propagation.fixed[value][0]
         if value.op is not None and value.op.transparent and not self.have[value]:
             assignment = self.pulled(value.op, self.natural(value.op.operands[0]))
             if assignment is None:
-                return ((),) * len(self.flood.leaves(value))
+                return ((),) * len(self.propagation.leaves(value))
             return self.forms.result_form(value.op, 0, assignment, SETTLED)[0]
         (cut, owed), *_ = self.have[value]
         complete = [form for form in self.have[value] if not form[1]]
         if complete:
             return complete[0][0]
-        wants = self.flood.wants
-        leaves = [([w.axis for w in wants.get(x, ())], self.flood.dims.size(x)) for x in self.flood.leaves(value)]
+        requests = self.propagation.requests
+        leaves = [
+            ([w.axis for w in requests.get(x, ())], self.propagation.dims.size(x))
+            for x in self.propagation.leaves(value)
+        ]
         return settled(cut, owed.axes, leaves)
 
     def _typed(self, value: Value, cut: FactorAxes, owed: Owed) -> str:

@@ -42,7 +42,7 @@ def _scaled_operand(step: Compute, scaled: dict[Var, Compute], uses: Counter[Var
 
 
 def _scales(step: Compute) -> bool:
-    """Whether this multiplies a floating tensor by a Python number."""
+    """Returns whether this multiplies a floating tensor by a Python number."""
     if not has_trait(step.target, "multiplies") or len(step.args) != 2:
         return False
     x, c = step.args

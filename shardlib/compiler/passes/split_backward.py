@@ -116,5 +116,6 @@ def gives(step: Step) -> tuple[Var, ...]:
 
 
 def stays(step: Step) -> bool:
-    """Whether a step belongs to where it is, whoever reads it: draws of keys, and what may be there for its effect."""
+    """Returns whether a step belongs to where it is, whoever reads it: draws of keys, and what may be there for its
+    effect."""
     return isinstance(step, Compute) and not step.is_pure

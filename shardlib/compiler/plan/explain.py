@@ -69,7 +69,7 @@ class Explainer:
         """Returns the reason of a collective in a few words."""
         if isinstance(c.because, Inside):
             op, factors = c.because.op, c.because.factors
-            labels = self.compiled.propagated.flood.labels[op]
+            labels = self.compiled.propagated.propagation.labels[op]
             names = [self.naming.leaf(x) for factor in factors for x in labels.get(factor, ())]
             over = " ".join(names or factors)
             reduced = c.kind in _REDUCTIONS
@@ -161,7 +161,7 @@ class Explainer:
         cuts = propagated.unit_cut(units.unit[op])
         kept = {label for labels in op.rule.results[value.index] for label in labels}
         over = [
-            self.naming.leaf(propagated.flood.labels[op][label][k])
+            self.naming.leaf(propagated.propagation.labels[op][label][k])
             for (label, k), slot in units.op_slots[op].items()
             if label not in kept and axes & set(cuts[slot])
         ]
@@ -202,7 +202,7 @@ class Explainer:
         if value is not None and value.op is None:
             lines += [f"  {self.subject(c)} is {line}" for line in self._cuts(value, before)]
         if isinstance(reader, int):
-            fixed = self.compiled.propagated.flood.outputs.get(reader)
+            fixed = self.compiled.propagated.propagation.outputs.get(reader)
             lines += [f"  the result is fixed by {fixed[1].source}"] if fixed else []
         return "\n".join(lines)
 
@@ -211,29 +211,31 @@ class Explainer:
         lines = [f"{self.naming.own(v)} is {self.naming.typed(var)}", *self._cuts(v, var)]
         if v.op is not None:
             lines += self._op(v.op, "made by")
-        elif v not in self.compiled.propagated.flood.fixed and v in self.compiled.propagated.units.unit:
+        elif v not in self.compiled.propagated.propagation.fixed and v in self.compiled.propagated.units.unit:
             lines.append("inferred together with its readers")
             lines += [f"  {line}" for op, _ in v.readers[:1] for line in self._op(op, "read by")]
         return "\n  ".join(lines)
 
     def _cuts(self, v: Value, var: Var) -> list[str]:
-        flood = self.compiled.propagated.flood
-        if v in flood.fixed:
-            return [f"fixed by {flood.fixed[v][1].source}"]
+        propagation = self.compiled.propagated.propagation
+        if v in propagation.fixed:
+            return [f"fixed by {propagation.fixed[v][1].source}"]
         lines = []
         for leaf, axes in zip(
-            flood.leaves(v) if v in flood.value else (), var.placement[0] if var.placement else (), strict=False
+            propagation.leaves(v) if v in propagation.value else (),
+            var.placement[0] if var.placement else (),
+            strict=False,
         ):
             for axis in axes:
                 source = self._source(leaf, axis)
                 lines.append(f"{self.naming.leaf(leaf)} is cut over {axis}, asked for by {source}")
-        if not lines and v in flood.value:
-            wanted = [leaf for leaf in flood.leaves(v) if flood.wants.get(leaf)]
+        if not lines and v in propagation.value:
+            wanted = [leaf for leaf in propagation.leaves(v) if propagation.requests.get(leaf)]
             lines = [] if wanted else ["whole: no annotation reaches its dims"]
         return lines
 
     def _source(self, leaf: DimFactor, axis: Axis) -> str:
-        requests = self.compiled.propagated.flood.wants.get(leaf, ())
+        requests = self.compiled.propagated.propagation.requests.get(leaf, ())
         return next((w.source for w in requests if w.axis in axis.primes()), "the reduction that lands there")
 
     def _op(self, op: Op, verb: str) -> Iterator[str]:
@@ -266,7 +268,7 @@ class Explainer:
                 yield f"  a near-tie with {near[0]}: {now}"
 
     def _requester(self, unit: DecisionUnit, slot: int, axis: str) -> str:
-        requests = self.compiled.propagated.flood.wants.get(unit.slots[slot], ())
+        requests = self.compiled.propagated.propagation.requests.get(unit.slots[slot], ())
         request = next((f"asked for by {w.source}" for w in requests if w.axis.name == axis), "")
         lender = unit.lends.get(slot)
         return request or ("" if lender is None else f"lent by {self.naming.leaf(unit.slots[lender])}")

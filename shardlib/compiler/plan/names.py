@@ -60,7 +60,7 @@ class Naming:
 
     def value(self, value: Value) -> str:
         """Returns the name of a value; a view has the name of its base."""
-        seen = self.compiled.propagated.flood.twins.get(value, value)
+        seen = self.compiled.propagated.propagation.twins.get(value, value)
         while seen.op is not None and (seen.op.transparent or seen.op.constrains):
             seen = seen.op.operands[0]
         return self._names.get(seen, seen.name)
@@ -96,17 +96,17 @@ class Naming:
     @cached_property
     def _groups(self) -> dict[tuple[DimFactor, ...], str]:
         """Names of runs of dim factors that one annotated factor was split into; a major part shares the name."""
-        flood = self.compiled.propagated.flood
-        whole: dict[tuple[DimFactor, ...], str] = {(leaf,): name for leaf, name in flood.names.items()}
+        propagation = self.compiled.propagated.propagation
+        whole: dict[tuple[DimFactor, ...], str] = {(leaf,): name for leaf, name in propagation.names.items()}
         parts: dict[tuple[DimFactor, ...], tuple[int, str]] = {}
         fixed: list[tuple[Sequence[Sequence[DimFactor]], FixedLayout]] = [
-            (flood.value[v], f) for v, (_, f) in flood.fixed.items()
+            (propagation.value[v], f) for v, (_, f) in propagation.fixed.items()
         ]
-        for i, (_, f) in flood.outputs.items():
-            fixed.append((flood.value[self.compiled.graph.outputs[i]], f))
+        for i, (_, f) in propagation.outputs.items():
+            fixed.append((propagation.value[self.compiled.graph.outputs[i]], f))
         for dims, f in fixed:
             for leaves, factors, names in zip(dims, f.layout.dims, f.names, strict=True):
-                for run, name in zip(_runs(leaves, factors, flood.dims.size), names, strict=False):
+                for run, name in zip(_runs(leaves, factors, propagation.dims.size), names, strict=False):
                     if not name or not run:
                         continue
                     whole.setdefault(run, name)
@@ -119,18 +119,18 @@ class Naming:
     def dims(self, var: Var) -> tuple[Named, ...]:
         """Returns the dims of a variable as named factors; unnamed neighbors are merged."""
         assert var.layout is not None
-        value, flood = var.value, self.compiled.propagated.flood
-        if value is None or value.constant or var.placement is None or value not in flood.value:
+        value, propagation = var.value, self.compiled.propagated.propagation
+        if value is None or value.constant or var.placement is None or value not in propagation.value:
             return tuple(tuple((None, f) for f in dim) for dim in var.layout.dims)
         cut = iter(var.placement[0])
         return tuple(
-            self._dim([(leaf, Factor(flood.dims.size(leaf), next(cut))) for leaf in leaves])
-            for leaves in flood.value[value]
+            self._dim([(leaf, Factor(propagation.dims.size(leaf), next(cut))) for leaf in leaves])
+            for leaves in propagation.value[value]
         )
 
     def _dim(self, parts: Sequence[tuple[DimFactor, Factor]]) -> Named:
         out: list[tuple[str | None, Factor]] = []
-        same = self.compiled.propagated.flood.same
+        same = self.compiled.propagated.propagation.same
         i = 0
         while i < len(parts):
             for j in range(len(parts), i, -1):
@@ -169,7 +169,7 @@ class Naming:
 
     def leaf(self, leaf: DimFactor) -> str:
         """Returns the name of a dim factor, or its size."""
-        return self._groups.get((leaf,), str(self.compiled.propagated.flood.dims.size(leaf)))
+        return self._groups.get((leaf,), str(self.compiled.propagated.propagation.dims.size(leaf)))
 
 
 def _melt(factors: Iterable[Factor]) -> tuple[Factor, ...]:

@@ -11,7 +11,7 @@ from shardlib.compiler.propagate.decision_units import DecisionUnit, Units
 from shardlib.compiler.propagate.fused_weights import Met
 from shardlib.compiler.propagate.fused_weights import met as find_met
 from shardlib.compiler.propagate.pinned import Key
-from shardlib.compiler.propagate.propagate_axes import flood
+from shardlib.compiler.propagate.propagate_axes import spread_annotations
 from shardlib.compiler.propagate.propagation import Assignment, AxisRequest, Message, Propagation
 from shardlib.compiler.propagate.relax_cuts import Loose, matter
 from shardlib.compiler.propagate.solver.effort import Effort, Planning
@@ -33,9 +33,9 @@ _OFFER = "an offer: nothing else would use it there"
 
 @dataclass(frozen=True)
 class Propagated:
-    """The result of propagation: factors and requests (`flood`), units that choose together, and the decisions."""
+    """The result: `propagation` has factors and requests, `units` choose together, and `search` has the decisions."""
 
-    flood: Propagation
+    propagation: Propagation
     units: Units
     search: Search
     doors: Mapping[Op, FixedLayout]
@@ -52,15 +52,15 @@ class Propagated:
 
     def given(self, value: Value) -> tuple[Value, FactorAxes]:
         """An input as it is given, and its cut."""
-        given = self.flood.apart.get(value, value)
-        return given, self.flood.fixed[given][0] if given in self.flood.fixed else self.input_cut(value)
+        given = self.propagation.apart.get(value, value)
+        return given, self.propagation.fixed[given][0] if given in self.propagation.fixed else self.input_cut(value)
 
     def input_cut(self, value: Value) -> FactorAxes:
         """The cut of an input: as annotated, or as inferred."""
-        if value in self.flood.fixed:
-            return self.flood.fixed[value][0]
+        if value in self.propagation.fixed:
+            return self.propagation.fixed[value][0]
         if value not in self.units.unit:
-            return ((),) * len(self.flood.leaves(value))
+            return ((),) * len(self.propagation.leaves(value))
         cuts = self.search.cut(value)
         return tuple(() if s is None else cuts[s] for s in self.units.value_slots[value])
 
@@ -85,24 +85,24 @@ def propagate(
     effort = Effort.of(planning, len(graph.ops))
     effort.share = _FIRST
 
-    def flooded(loose: Loose, met: Met) -> Propagation:
-        return flood(graph, fixed, outputs, doors, loose, met)
+    def spread(loose: Loose, met: Met) -> Propagation:
+        return spread_annotations(graph, fixed, outputs, doors, loose, met)
 
-    def begin(flooded: Propagation, start: Callable[[Op | Value], Order] | None = None) -> Search:
-        flooded.hidden, flooded.sends = hidden(graph, mesh), partial(sends, flooded)
-        search = Search(Problem(graph, flooded, mesh), start, effort)
+    def begin(propagation: Propagation, start: Callable[[Op | Value], Order] | None = None) -> Search:
+        propagation.hidden, propagation.sends = hidden(graph, mesh), partial(sends, propagation)
+        search = Search(Problem(graph, propagation, mesh), start, effort)
         search.minimize(search.domains(search.problem.groups))
         return search
 
-    search = begin(flooded({}, {}))
+    search = begin(spread({}, {}))
     effort.share = _OTHER
-    if (met := find_met(search.problem.flood, graph)) and not effort.stops():
-        search = better(search, begin(flooded({}, met)))
-    now, loose = search.problem.flood, dict[Key, frozenset[int]]()
+    if (met := find_met(search.problem.propagation, graph)) and not effort.stops():
+        search = better(search, begin(spread({}, met)))
+    now, loose = search.problem.propagation, dict[Key, frozenset[int]]()
     if now.tight and matter(now, graph) and not effort.stops():
         while now.tight.keys() - loose.keys():
             loose |= now.tight
-            now = flooded(loose, now.met)
+            now = spread(loose, now.met)
         search = better(search, begin(now))
     first = search.state
     effort.share = _PARTED
@@ -121,9 +121,9 @@ def propagated(search: Search, doors: Mapping[Op, FixedLayout], outputs: Mapping
     problem = search.problem
     for leaf, name in search.offers:
         for member in [leaf for leaf, family in problem.families.items() if family == leaf]:
-            wants = problem.flood.wants.setdefault(member, [])
-            wants += [
-                AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(want.axis != a for want in wants)
+            requests = problem.propagation.requests.setdefault(member, [])
+            requests += [
+                AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(want.axis != a for want in requests)
             ]
 
     def part(member: Op | Value) -> object:
@@ -131,4 +131,4 @@ def propagated(search: Search, doors: Mapping[Op, FixedLayout], outputs: Mapping
         return None if kind is None else search.choices[kind]
 
     units = problem.coarse.apart(part) if len(search.variables()) > len(problem.groups) else problem.coarse
-    return Propagated(problem.flood, units, search, doors, outputs)
+    return Propagated(problem.propagation, units, search, doors, outputs)

@@ -1,9 +1,9 @@
-"""Where pieces end that nobody has chosen: beside those of what they are read from, or go to.
+"""Aligns the shards of dims that no annotation fixes with the shards of the dims that they are read from.
 
-A padded dim, a slice, what windows make: each has another size than the dim that it is made of, so its chunks would be
-elsewhere, the further along the dim the more, and whole pieces would move where a border has to. So a leaf that is in
-no input, result or annotation is cut where the leaf is that it comes from (`AlignedSize`), unless the fullest device
-then has much more than in chunks.
+The result of a pad, a slice or a window op has another size than its operand. Chunks of both sizes end at different
+elements, and the distance grows along the dim: whole shards would move where a halo suffices. So a factor that is in
+no input, result or annotation is sharded where its source is (`AlignedSize`), unless the fullest device would then hold
+much more than its chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FULLER = 1.5  # how many times as much as in chunks a device may hold
 
 @dataclass(frozen=True)
 class Place:
-    """Element s of `base`, a size that is cut as it is, lies beside `scale * s + shift` of a leaf."""
+    """Element s of `base`, a size that is sharded in chunks, lies beside element `scale * s + shift` of a factor."""
 
     base: int
     scale: Fraction = Fraction(1)
@@ -44,7 +44,7 @@ class _Tie:
 
 
 def align(graph: Graph, f: Propagation) -> None:
-    """Give every leaf that is free the pieces of those that it is tied to."""
+    """Gives every free factor the shards of the factors that it is tied to."""
     ties: dict[DimFactor, list[_Tie]] = defaultdict(list)
     for op in graph.ops:
         for leaf, tie in _ties(op, f):
@@ -71,7 +71,7 @@ def align(graph: Graph, f: Propagation) -> None:
 
 
 def _ties(op: Op, f: Propagation) -> Iterator[tuple[DimFactor, _Tie]]:
-    """Both ways round, what lies beside what along the leaves of an op's factors."""
+    """Yields the ties between the factors of an op, in both directions."""
     if op.rule is None or op.constant or op not in f.labels:
         return
     labels = f.labels[op]
@@ -112,7 +112,7 @@ def _bound(graph: Graph, f: Propagation) -> set[DimFactor]:
 
 
 def _found(size: int, ties: Sequence[_Tie], places: dict[DimFactor, Place]) -> Place | None:
-    """Where a leaf of so many elements lies best, beside leaves that have their places."""
+    """Returns the best place of a factor with `size` elements beside factors that have places, if any tie has one."""
     settled = all(tie.other in places for tie in ties)
     groups: dict[tuple[int, Fraction], list[tuple[Fraction, Fraction, int]]] = defaultdict(list)
     for tie in ties:
@@ -132,7 +132,7 @@ def _found(size: int, ties: Sequence[_Tie], places: dict[DimFactor, Place]) -> P
 
 
 def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
-    """The first and last place from which the way to all points, each counted by its weight, is shortest."""
+    """Returns the first and the last weighted median of points, given as (place, weight)."""
     points.sort()
     whole, seen = sum(n for _, n in points), 0
     for i, (at, n) in enumerate(points):
@@ -143,9 +143,9 @@ def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
 
 
 def _taken(f: Propagation, leaf: DimFactor, place: Place) -> Place:
-    """The place that a leaf gets: this one, unless devices would hold too much."""
+    """Takes a place for a factor, or its own chunks where some device would hold too much; returns the one taken."""
     size, base = f.dims.size(leaf), place.base
-    axes = Axis.merge(w.axis for w in f.wants.get(leaf, ()))
+    axes = Axis.merge(w.axis for w in f.requests.get(leaf, ()))
     if place == Place(size) or not axes or not size or not base:
         return place if place == Place(size) or not axes else Place(size)
     aligned = AlignedSize(size, base, place.scale, place.shift)

@@ -132,7 +132,8 @@ def build_units(graph: Graph, f: Propagation) -> Units:
 
 
 def may_cut(f: Propagation, op: Op, factor: OpFactor) -> bool:
-    """Whether `op` can run with the factor cut: its local form, if it asks for offsets, needs one contiguous range."""
+    """Returns whether `op` can run with the factor cut: its local form, if it asks for offsets, needs one contiguous
+    range."""
     assert op.rule is not None
     label, k = factor
     owner = op.owns is not None and label == op.owns.factor
@@ -140,8 +141,8 @@ def may_cut(f: Propagation, op: Op, factor: OpFactor) -> bool:
 
 
 def _reads_less(read: tuple[Value, ...]) -> bool:
-    """Whether the operands of some ops may be less to gather than to sum up their results, which takes twice the bytes
-    of these."""
+    """Returns whether the operands of some ops may be less to gather than to sum up their results, which takes twice
+    the bytes of these."""
     others = dict.fromkeys(o for v in read for o, _ in v.readers if v in _gathered(o))
     return sum(v.nbytes for v in read) < 2 * sum(r.nbytes for o in others for r in o.results if r is not None)
 

@@ -87,7 +87,7 @@ class Dims:
 
     @property
     def chosen(self) -> bool:
-        """Whether any class has chosen pieces."""
+        """Returns whether any class has chosen pieces."""
         return bool(self._pieces)
 
     def choose(self, leaf: DimFactor, pieces: ShardSizes, rank: int) -> None:
@@ -142,7 +142,7 @@ class Dims:
         return True
 
     def _refinable(self, left: Sequence[DimFactor], right: Sequence[DimFactor]) -> bool:
-        """Whether there is a list of leaves that both can be split into."""
+        """Returns whether there is a list of leaves that both can be split into."""
         chain = sorted(self._bounds(left) | self._bounds(right))
         if any(y % x for x, y in pairwise(chain)):
             return False
@@ -175,7 +175,7 @@ class Dims:
         return bounds
 
     def _fits(self, leaves: Sequence[DimFactor], chain: Sequence[int]) -> bool:
-        """Whether the locks of `leaves` allow splits at all of `chain`'s boundaries."""
+        """Returns whether the locks of `leaves` allow splits at all of `chain`'s boundaries."""
         inner = 1
         for leaf in reversed(leaves):
             outer = inner * self.size(leaf)

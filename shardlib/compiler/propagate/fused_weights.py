@@ -1,8 +1,8 @@
-"""Values that meet an input in other factors than it is cut in: gradients of three weights in one, beside moments.
+"""Gives values the factors of the sharded input that they meet: gradients of a fused weight, beside its moments.
 
-`[3f, d]` cut over 4 devices has a piece that ends inside one of the three, so that what ops make of the three has other
-factors than the weight. An op that reads both could cut none. Such a value may have the factors of the input from where
-it is made: then it is summed to where the input is, in place of the input, and all that belongs to it, being moved.
+Shards of `[3f, d]` over 4 devices end inside one of the three weights, so the values computed from the three have
+other factors than the fused weight. An op that reads both could shard neither. Such a value may take the factors of
+the input where it is computed: then it is reduced into the input's layout, and the input does not move.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def met(f: Propagation, graph: Graph) -> Met:
 
 
 def _places(names: Sequence[str], known: Mapping[str, Place | None]) -> tuple[Place | None, ...]:
-    """Which dims of inputs the dims of a value are; nothing where one is none."""
+    """Returns the input dim that each dim of a value is; empty if some dim is none."""
     places = tuple(known.get(name) if name else None for name in names)
     return places if any(places) and all(p or not name for p, name in zip(places, names, strict=True)) else ()
 
@@ -57,7 +57,7 @@ def _differs(f: Propagation, value: Value, places: Sequence[Place | None]) -> bo
 
 
 def _may(f: Propagation, value: Value, places: Sequence[Place | None]) -> bool:
-    """Whether nobody has said of a value that it is cut in other factors."""
+    """Returns whether no annotation pins the value to other factors."""
     if value not in f.fixed:
         return True
     dims, whole = f.fixed[value][1].layout.dims, [()]

@@ -1,9 +1,8 @@
-"""What is fixed, on leaves: layouts are written down and locked, and read again when no leaf is split any more."""
+"""Writes fixed layouts down on factors of dims, locks these, and reads the layouts again once no factor is split."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.dim_factors import DimFactor, Dims, shares
@@ -27,7 +26,7 @@ def twin_of(f: Propagation, value: Value) -> Value:
 
 
 def set_apart(f: Propagation, key: Key, value: Value, fx: FixedLayout, parts: Parts) -> None:
-    """Where the pieces of a fixed layout are not those of the classes of its dims, give it a value of its own."""
+    """Gives a fixed layout a value of its own where its shards differ from those of the factors of its dims."""
     dims = []
     for d, (groups, factors) in enumerate(zip(parts, fx.layout.dims, strict=True)):
         dim: list[DimFactor] = []
@@ -48,7 +47,7 @@ def set_apart(f: Propagation, key: Key, value: Value, fx: FixedLayout, parts: Pa
 def shared_out(
     dims: Dims, group: Sequence[DimFactor], factor: Factor
 ) -> Iterator[tuple[DimFactor, tuple[Axis, ...], int]]:
-    """The leaves of a factor that is fixed: what cuts each, and its size as the factor has it."""
+    """Yields the dim factors of a fixed layout's factor, each with its mesh axes and its size in that layout."""
     leaves = dims.leaves(group)
     primes = [p for a in factor.axes for p in a.primes()]
     pieces = factor.size if isinstance(factor.size, ShardSizes) else None
@@ -84,7 +83,7 @@ def write_down(dims: Dims, raw: list[list[DimFactor]], layout: Layout) -> Parts:
 
 
 def settle(f: Propagation, fixed: FixedLayout, parts: Parts, asked: list[tuple[DimFactor, AxisRequest]]) -> FactorAxes:
-    """The fixed layout on the final leaves; records names, and in `asked` what it wants."""
+    """Returns the fixed layout on the final factors; records names, and in `asked` the axes that it requests."""
     cut: list[tuple[Axis, ...]] = []
     for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
         assert groups is not None, f"{fixed.source}: dim {d} is not made of its own factors"
@@ -98,23 +97,8 @@ def settle(f: Propagation, fixed: FixedLayout, parts: Parts, asked: list[tuple[D
     return tuple(cut)
 
 
-def turned(
-    f: Propagation, asked: Mapping[int, Sequence[tuple[DimFactor, AxisRequest]]]
-) -> dict[DimFactor, tuple[Axis, ...]]:
-    """For leaves that are annotated in several orders of their axes: that of the largest tensor with another order."""
-    turned: dict[DimFactor, tuple[Axis, ...]] = {}
-    for _, wants in sorted(asked.items(), key=lambda of: -of[0]):
-        said: dict[tuple[DimFactor, str], list[Axis]] = defaultdict(list)
-        for leaf, want in wants:
-            said[leaf, want.source].append(want.axis)
-        for (leaf, _), axes in said.items():
-            if axes != [w.axis for w in f.wants[leaf] if w.axis in axes]:
-                turned.setdefault(leaf, tuple(axes))
-    return turned
-
-
 def opened(f: Propagation, dims: tuple[tuple[DimFactor, ...], ...], cut: FactorAxes, fixed: FixedLayout) -> FactorAxes:
-    """Give open dims what their classes want, as far as the tensor has not used it already."""
+    """Gives open dims the axes that their factors request, unless the tensor uses them in another dim."""
     if not any(fixed.open):
         return cut
     used = {a for axes in cut for a in axes}
@@ -122,7 +106,7 @@ def opened(f: Propagation, dims: tuple[tuple[DimFactor, ...], ...], cut: FactorA
     out = []
     for (d, leaf), axes in zip(flat, cut, strict=True):
         if fixed.open[d]:
-            for want in f.wants.get(f.same.get(leaf, leaf), ()):
+            for want in f.requests.get(f.same.get(leaf, leaf), ()):
                 ways = want.axis.size
                 for a in axes:
                     ways *= a.size

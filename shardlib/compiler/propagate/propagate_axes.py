@@ -1,4 +1,4 @@
-"""Annotations flood through the rules: which leaves every dim has, and which mesh axes each class of leaves wants.
+"""Spreads annotations through the rules: which factors every dim has, and which mesh axes each factor requests.
 
 What is fixed (annotations, placed arguments, output specs) is written down first and locks its factors; then every op's
 rule unifies the dims of its operands and results, forward and backward code alike. What comes out says, for every op,
@@ -19,14 +19,14 @@ from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.align_chunks import align
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.fused_weights import Met
-from shardlib.compiler.propagate.pinned import Key, Parts, opened, set_apart, settle, turned, twin_of, write_down
+from shardlib.compiler.propagate.pinned import Key, Parts, opened, set_apart, settle, twin_of, write_down
 from shardlib.compiler.propagate.propagation import AxisRequest, Propagation
 from shardlib.compiler.propagate.relax_cuts import Loose, tight, wanted
 from shardlib.sharding.chunks import ShardSizes
 from shardlib.sharding.placement import FixedLayout
 
 
-def flood(
+def spread_annotations(
     graph: Graph,
     fixed: Mapping[Value, FixedLayout],
     outputs: Mapping[int, FixedLayout],
@@ -34,13 +34,13 @@ def flood(
     loose: Loose = MappingProxyType({}),
     met: Met = MappingProxyType({}),
 ) -> Propagation:
-    """Run the flood.
+    """Spreads the annotations through all ops.
 
     `fixed` holds inputs with specs and results of constraints, `outputs` the output specs, `doors` the specs of
     arguments of shard_map bodies. Dims of inputs and outputs that are `loose` stand apart as they are fixed. Values
     that inputs are `met` by have the factors of these, whatever the factors of the ops that make them.
     """
-    work = _Flooding(graph, fixed, outputs, doors, loose)
+    work = _Spreading(graph, fixed, outputs, doors, loose)
     work.f.met = met
     for value, places in met.items():
         work.raw[value] = [work.dims(p[0])[p[1]] if p else [] for p in places]
@@ -55,8 +55,9 @@ def flood(
     return work.f
 
 
-class _Flooding:
-    """A flood that runs: `raw` are the leaves of values, which may still be split; `labels` those of ops' factors."""
+class _Spreading:
+    """The state while annotations spread: `raw` has the factors of values, which may still be split, `labels` those of
+    ops."""
 
     def __init__(
         self,
@@ -148,11 +149,10 @@ class _Flooding:
             else:
                 f.doors[key] = (cut, fx)
         # The largest tensor says which axis is major: it would cost most to cut it in another order.
-        for _, wants in sorted(asked.items(), key=lambda of: -of[0]):
-            for leaf, want in wants:
-                have = f.wants.setdefault(leaf, [])
+        for _, requests in sorted(asked.items(), key=lambda of: -of[0]):
+            for leaf, want in requests:
+                have = f.requests.setdefault(leaf, [])
                 have += [want] if all(w.axis != want.axis for w in have) else []
-        f.turned |= turned(f, asked)
 
     def open(self) -> None:
         """Give open dims what their classes want."""
@@ -211,7 +211,7 @@ class _Flooding:
 
 
 def _chosen(sizes: Sequence[int], said: FixedLayout | None, d: int) -> bool:
-    """Whether somebody chose the pieces of a dim; it may be that they are chunks."""
+    """Returns whether somebody chose the pieces of a dim; it may be that they are chunks."""
     if any(isinstance(n, ShardSizes) for n in sizes):
         return True
     cut = said is not None and any(factor.axes for factor in said.layout.dims[d])
@@ -232,7 +232,7 @@ def _relate(f: Propagation) -> None:
 
 
 def _follow(f: Propagation) -> None:
-    """Who wants a factor cut wants those cut that follow it, and those that it follows."""
+    """Copies the requests of a factor to the factors that follow it, and to those that it follows."""
     tied: dict[DimFactor, dict[DimFactor, None]] = {}
     for op, labels in f.labels.items():
         assert op.rule is not None
@@ -241,12 +241,12 @@ def _follow(f: Propagation) -> None:
                 a, b = (labels[x][0] for x in pair)
                 tied.setdefault(a, {})[b] = None
                 tied.setdefault(b, {})[a] = None
-    queue = [leaf for leaf in tied if leaf in f.wants]
+    queue = [leaf for leaf in tied if leaf in f.requests]
     while queue:
         leaf = queue.pop()
         for other in tied[leaf]:
-            have = f.wants.setdefault(other, [])
-            new = [w for w in f.wants[leaf] if all(w.axis != h.axis for h in have)]
+            have = f.requests.setdefault(other, [])
+            new = [w for w in f.requests[leaf] if all(w.axis != h.axis for h in have)]
             if new:
                 have += new
                 queue.append(other)

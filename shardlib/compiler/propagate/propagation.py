@@ -1,4 +1,4 @@
-"""What is known once annotations have flooded through the rules: leaves, classes, what they want, what is fixed."""
+"""The state of propagation: the factors of every dim, the mesh axes that they request, and the fixed layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = tuple[str, tuple[Axis, ...], float]  # its kind, along which axes, and
 
 @dataclass
 class AxisRequest:
-    """One mesh axis (a prime part) that a class wants, and the annotation that asked for it; or it was `offered`."""
+    """One mesh axis (a prime part) that a factor requests, and the annotation it comes from; or it was `offered`."""
 
     axis: Axis
     source: str
@@ -28,7 +28,7 @@ class AxisRequest:
 
 @dataclass
 class Propagation:
-    """The result of flooding; see the fields."""
+    """The factors, requests and fixed layouts that annotations lead to through the rules of ops; see the fields."""
 
     dims: Dims = field(default_factory=Dims)
     value: dict[Value, tuple[tuple[DimFactor, ...], ...]] = field(default_factory=dict)  # leaves per dim
@@ -36,10 +36,7 @@ class Propagation:
         default_factory=dict
     )  # leaves per factor of the op's rule
     whole: dict[Op, frozenset[str]] = field(default_factory=dict)  # factors that must not be cut here
-    wants: dict[DimFactor, list[AxisRequest]] = field(default_factory=dict)
-    turned: dict[DimFactor, tuple[Axis, ...]] = field(
-        default_factory=dict
-    )  # another order of these axes that is annotated
+    requests: dict[DimFactor, list[AxisRequest]] = field(default_factory=dict)
     names: dict[DimFactor, str] = field(default_factory=dict)
     fixed: dict[Value, tuple[FactorAxes, FixedLayout]] = field(
         default_factory=dict
@@ -92,7 +89,7 @@ class Propagation:
         return tuple(out)
 
     def alike(self, a: Sequence[DimFactor], b: Sequence[DimFactor]) -> bool:
-        """Whether two dims have the same factors, in whatever pieces."""
+        """Returns whether two dims have the same factors, in whatever pieces."""
         return [self._kin(x) for x in a] == [self._kin(x) for x in b]
 
     def _kin(self, leaf: DimFactor) -> DimFactor:

@@ -1,8 +1,8 @@
-"""Cuts that stand in the way: what comes in or goes out is cut in factors that ops inside take apart otherwise.
+"""Relaxes annotations of inputs and outputs whose shards do not fit the factors that ops inside the program use.
 
-Three weights in one, `[d, 3f@t]`, are split in three inside, and 12 heads of 64 columns do not go into 8 pieces of 96.
-Such a dim may stand apart as it is annotated, while inside another factor wants its axes: then it is exchanged once,
-where it comes in or goes out, in place of what it leads to at every op between.
+A fused weight `[d, 3f@t]` is split in three inside, and 12 heads of 64 columns do not fit 8 shards of 96. Such a dim
+may keep its annotation outside, while another factor requests its axes inside. Then it is exchanged once, at the input
+or output, instead of at every op between.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def tight(f: Propagation, said: Mapping[Key, tuple[Value, FixedLayout]]) -> Loos
 
 
 def matter(f: Propagation, graph: Graph) -> bool:
-    """Whether cuts that stand in the way are there for arithmetic: in some op, or in all if none has other dims,
-    nothing else is annotated to be cut by their axes. Where something is, as FSDP's batch, such a dim is stored in
-    pieces and made whole anyway."""
+    """Returns whether cuts that stand in the way are there for arithmetic: in some op, or in all if none has other
+    dims, nothing else is annotated to be cut by their axes. Where something is, as FSDP's batch, such a dim is stored
+    in pieces and made whole anyway."""
     cuts: dict[DimFactor, set[Axis]] = {}
     beside: set[DimFactor] = set()
     for key, dims in f.tight.items():
@@ -65,7 +65,7 @@ def matter(f: Propagation, graph: Graph) -> bool:
     for labels in f.labels.values() if cuts else ():
         here = {leaf for leaves in labels.values() for leaf in leaves}
         if mine := here & cuts.keys():
-            others = {w.axis for x in here - mine for w in f.wants.get(x, ()) if not w.offered}
+            others = {w.axis for x in here - mine for w in f.requests.get(x, ()) if not w.offered}
             free = any(not cuts[leaf] <= others for leaf in mine)
             if free and here - beside:
                 return True
@@ -92,7 +92,7 @@ def wanted(
 
 
 def _room(size: int, axes: Sequence[Axis]) -> int:
-    """How many of the axes, major first, may cut a factor."""
+    """Returns how many of the axes, major first, a factor of this size has room for."""
     return sum(n <= size for n in accumulate((a.size for a in axes), operator.mul))
 
 

@@ -22,23 +22,19 @@ from shardlib.compiler.simplify.basic import (
     forget_totals,
     forget_values,
     free_draws,
-    free_scalars,
     leave_out_empty,
     merge_repeated,
     no_vectors,
     one_permute,
-    reduce_once,
 )
 from shardlib.compiler.simplify.drop_likes import free_likes
 from shardlib.compiler.simplify.gather.equal_bags import even_bags
 from shardlib.compiler.simplify.gather.stack_gathers import look_up_at_once
 from shardlib.compiler.simplify.gather.table_gather import look_up_aligned
-from shardlib.compiler.simplify.movement.conv_padding import convolve_padded
 from shardlib.compiler.simplify.movement.fft_dims import dim_by_dim
 from shardlib.compiler.simplify.movement.reverse_scan import scan_from_behind
 from shardlib.compiler.simplify.movement.slice_gradients import join_slices, range_of_one
 from shardlib.compiler.simplify.movement.splice import join_moves
-from shardlib.compiler.simplify.movement.strided_gradients import add_back
 from shardlib.compiler.simplify.row_sums import know_sums_of_scores
 from shardlib.compiler.simplify.value_ranges import know_counts
 from shardlib.core.aten.schemas import written_arguments
@@ -52,14 +48,10 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     fill_by_masks,
     leave_out_empty,
     drop_identities,
-    free_scalars,
     one_permute,
     merge_repeated,  # before reshapes are composed: it tells which copies are shared
-    reduce_once,
-    convolve_padded,
     drop_dead,
     no_vectors,
-    add_back,
     even_bags,
     look_up_aligned,
     dim_by_dim,

@@ -48,14 +48,6 @@ def leave_out_empty(gm: fx.GraphModule) -> None:
                 node.target, node.args, node.kwargs = aten.clone.default, (*full,), {}
 
 
-def free_scalars(gm: fx.GraphModule) -> None:
-    """The 1 that a backward pass starts from is a constant: it does not need the loss that it looks like."""
-    for node in gm.graph.nodes:
-        if node.target is aten.ones_like.default and node.meta["val"].dim() == 0:
-            val = node.meta["val"]
-            node.target, node.args, node.kwargs = aten.full.default, ([], 1), {"dtype": val.dtype, "device": val.device}
-
-
 def one_permute(gm: fx.GraphModule) -> None:
     """`t` and `transpose` are `permute`, which is as fast; a permutation of a permutation is one, or none."""
     for node in gm.graph.nodes:
@@ -184,26 +176,6 @@ def merge_repeated(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(first)
 
 
-def reduce_once(gm: fx.GraphModule) -> None:
-    """A mean that keeps its dims, and one that does not, are one: a variance takes the mean that is there already."""
-    returned = _returned(gm)
-    known: dict[Any, fx.Node] = {}
-    for node in gm.graph.nodes:
-        if not _reduces(node.target) or not isinstance(node.meta["val"], torch.Tensor):
-            continue
-        source, *rest = node.args
-        dims = rest.pop(0) if rest and node.target not in _OF_ALL else node.kwargs.get("dim")
-        rank = source.meta["val"].dim()
-        over = {d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
-        others = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
-        what = node.target.overloadpacket, bool(node.meta.get("backward")), source, frozenset(over)
-        first = known.setdefault((*what, _key(rest[1:]), _key(others)), node)
-        if first is not node and node not in returned:
-            with gm.graph.inserting_before(node):
-                same = call(gm, node, aten.reshape.default, first, list(node.meta["val"].shape))
-            node.replace_all_uses_with(same)
-
-
 def drop_dead(gm: fx.GraphModule) -> None:
     """Nodes without readers go; a call's key stays, since drawing it moves a generator on, and so do checks."""
     for node in reversed(gm.graph.nodes):
@@ -228,7 +200,6 @@ def free_draws(gm: fx.GraphModule) -> None:
 _LOSS_BACKWARDS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 _LOSSES = _LOSS_BACKWARDS | {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 MEAN, SUM = 1, 2
-_OF_ALL = {aten.mean.default, aten.sum.default}
 
 
 def _is_one(node: fx.Node) -> bool:
@@ -246,7 +217,7 @@ _IDENTITIES: dict[Any, Callable[[fx.Node], bool]] = {
 
 
 def _returns_operand(node: fx.Node) -> bool:
-    """Whether a node's values are those of its operand, if shape and dtype are."""
+    """Returns whether a node's values are those of its operand, if shape and dtype are."""
     test = _IDENTITIES.get(node.target)
     return has_trait(node.target, "is_alias") or has_trait(node.target, "copies") or (test is not None and test(node))
 
@@ -288,21 +259,14 @@ def _is_random(target: Any) -> bool:
 
 @cache
 def _is_free(target: Any) -> bool | None:
-    """Whether an op does no arithmetic; None of one that draws random numbers."""
+    """Returns whether an op does no arithmetic; None of one that draws random numbers."""
     if _is_random(target):
         return None
     return target is operator.getitem or is_view(target) or has_trait(target, "keeps_order")
 
 
-@cache
-def _reduces(target: Any) -> bool:
-    """Whether an op reduces some dims, said second, or all of them, to one or to nothing."""
-    names = [a.name for a in schema_of(target).arguments] if isinstance(target, OpOverload) else []
-    return target in _OF_ALL or names[1:3] == ["dim", "keepdim"]
-
-
 def _is_check(target: Any) -> bool:
-    """Whether an op is there for the error that it may raise: it makes nothing."""
+    """Returns whether an op is there for the error that it may raise: it makes nothing."""
     return isinstance(target, OpOverload) and not schema_of(target).returns
 
 

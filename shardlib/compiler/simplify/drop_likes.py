@@ -45,7 +45,8 @@ def free_likes(gm: fx.GraphModule) -> None:
 
 
 def _is_like(node: fx.Node) -> bool:
-    """Whether it takes a dtype and a device, if no shape, of its operand, and reads no tensor for its numbers."""
+    """Returns whether it takes a dtype and a device, if no shape, of its operand, and reads no tensor for its
+    numbers."""
     if node.target in _ONES or node.target in _EMPTY:
         return True
     fills = has_trait(node.target, "fills") and (has_trait(node.target, "metadata_only") or node.target in _FULL)

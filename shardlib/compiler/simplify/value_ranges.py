@@ -102,7 +102,7 @@ class Ranges:
 
 
 def _finds(target: Any) -> bool:
-    """Whether the second result of an op says where the first was found."""
+    """Returns whether the second result of an op says where the first was found."""
     results: Sequence[Any] = schema_of(target).returns if isinstance(target, OpOverload) else ()
     return len(results) == 2 and results[1].name == "indices"
 

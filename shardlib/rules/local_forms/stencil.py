@@ -38,7 +38,6 @@ class Reach:
     made: Callable[[Range], Range]  # the results that it makes of that
     lies: Callable[[str], tuple[str, Reads]] | None = None  # by the results' factor, which one lies where in the other
     dim: int | None = None  # the dim of operands that is read; None: where the source stands
-    framed: bool = False  # also where nothing cuts it
 
     @staticmethod
     def around(word: str, source: str, size: int, before: int, after: int) -> Reach:
@@ -181,7 +180,7 @@ class Stencil:
 
     def form(self, local: Local) -> Callable[..., Any]:
         """What a device runs, as a function of the op's arguments."""
-        here = {f: r for f, r in self.reach.items() if r.framed or any(map(local.axes, {f, r.source} - {""}))}
+        here = {f: r for f, r in self.reach.items() if any(map(local.axes, {f, r.source} - {""}))}
         alike = local.rule.local_factors - self.reach.keys() - self.sources.keys()
         thin = {f for f in alike if may_be_empty(local, f)}
         run = self.run or (lambda _, given, __: local.call.target(**given))

@@ -33,14 +33,12 @@ def _stencil(call: Call, reads: str, weight: Shape, sizes: tuple[Shape, Shape], 
     """Of what is made of dims `reads` of space: from which `sizes` to which, a dim."""
     dims, reach, back = len(weight) - 2, {}, _is_transposed(call) == (reads == "i")
     stride, padding, dilation = (each(arg(call, name), dims) for name in ("stride", "padding", "dilation"))
-    behind = each(arg(call, "after", padding), dims)
     for k, (size, count) in enumerate(zip(*sizes, strict=True)):
         source, made = (f"{'h' if size == count else name}{k}" for name in (reads, "o" if reads == "i" else "i"))
         if count != 1:
             window = Window(weight[2 + k], stride[k], padding[k], dilation[k])
             where = source * (size != 1), size, count
-            framed = padding[k] != behind[k] or padding[k] < 0  # other zeros behind than in front, or less than none
-            reach[made] = Reach.sliding(window, *where, back=back, every=every, dim=2 + k, framed=framed)
+            reach[made] = Reach.sliding(window, *where, back=back, every=every, dim=2 + k)
     return Stencil(reach, **how)
 
 
@@ -80,8 +78,8 @@ def _convolved(local: Local, given: dict[str, Any], begins: Mapping[int, int]) -
 
 
 def _inside(given: dict[str, Any], begins: Mapping[int, int]) -> dict[str, Any]:
-    """The arguments for operands of which some dims are framed: there zeros stand around them already."""
-    for name in given.keys() & {"padding", "output_padding", "after"}:
+    """Arguments without padding in dims whose operands were extended with zeros or halos already."""
+    for name in given.keys() & {"padding", "output_padding"}:
         around = each(given[name], len(given["weight"].shape) - 2)
         given[name] = [0 if 2 + k in begins else n for k, n in enumerate(around)]
     return given
@@ -142,7 +140,5 @@ def _plain(x: Any, weight: Any, bias: Any, *args: Any) -> Any:
 ROWS: dict[str, RuleFn | str] = {
     "convolution": _forward,
     "convolution_backward": _backward,
-    "shardlib::convolve": _forward,
-    "shardlib::convolve_backward": _backward,
 }
 DECOMPOSED = {"_convolution": _plain}

@@ -196,15 +196,6 @@ def test_an_input_that_is_placed_by_a_shard_is_whole_for_nobody() -> None:
     assert str(plan.layout_of("x")) == str(plan.layout_of("result")) == "64@data, 128"
 
 
-def test_every_op_may_take_the_order_of_axes_that_its_largest_operand_has() -> None:
-    """What moves between the two orders is the vector between two weights, not one of these."""
-    specs = (None, sl.P(None, ("tensor", "data")), sl.P(("data", "tensor"), None))
-    shapes = [(1, 64), (64, 1024), (1024, 64)]
-    with sl.Mesh.abstract(data=2, tensor=2):
-        plan = sl.jit(lambda x, a, b: x @ a @ b, in_specs=specs).plan(*(torch.empty(s, device="meta") for s in shapes))
-    assert [(c.kind, c.bytes) for c in plan.collectives] == [("ppermute", 1024.0), ("all_reduce", 64 * 4 * 2 * 3 / 4)]
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_inputs_are_held_for_a_backward_pass_only(backward: bool) -> None:
     def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

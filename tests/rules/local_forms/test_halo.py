@@ -58,8 +58,8 @@ class Ring:
         rule = Rule((LABELS,), (LABELS,), {"h": size})
         call = Call(aten.log_sigmoid_forward.default, (), {}, (), ())  # an op whose results have any shape
         op = Op("x", call, rule, (), (), fx.Graph().placeholder("x"), None, False)
-        flood = SimpleNamespace(labels={op: {"h": ["h"]}}, dims=SimpleNamespace(size=lambda _: size))
-        self.local = LocalForm(Emitter(self.builder, flood), op, {("h", 0): axes}, (), {})
+        propagation = SimpleNamespace(labels={op: {"h": ["h"]}}, dims=SimpleNamespace(size=lambda _: size))
+        self.local = LocalForm(Emitter(self.builder, propagation), op, {("h", 0): axes}, (), {})
         self.cut = Layout(((Factor(size, axes),), (Factor(1),)))
 
     def by_device(self, ranges: Ranges) -> list[Any]:

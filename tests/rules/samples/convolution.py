@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from shardlib.ops.convolve import CONVOLVE
 from tests.helpers.prover import Sample
 from tests.rules.samples.make import f
 
@@ -26,21 +25,16 @@ def conv(
     transposed: bool = False,
     bias: bool = False,
     mask: tuple[bool, bool, bool] = (True, True, True),
-    after: tuple[int, ...] | None = None,
 ) -> Iterator[Sample]:
-    """A convolution and its backward; `after` are the zeros behind where they are not those in front."""
+    """A convolution and its backward."""
     n = len(x) - 2
     s, p, d, o = ([v] * n if isinstance(v, int) else list(v) for v in (stride, padding, dilation, output_padding))
     given, w = f(*x), f(*weight)
     channels = weight[1] * groups if transposed else weight[0]
     settings = (s, p, d, transposed, o, groups)
-    name, op = "convolution", aten.convolution.default
-    if after is not None:
-        settings = (s, p, d, False, list(after), groups)
-        name, op = "shardlib::convolve", CONVOLVE
-    yield name, (given, w, f(channels) if bias else None, *settings), {}
-    grad = torch.randn_like(op(given, w, None, *settings))
-    yield f"{name}_backward", (grad, given, w, [channels] if bias else None, *settings, list(mask)), {}
+    yield "convolution", (given, w, f(channels) if bias else None, *settings), {}
+    grad = torch.randn_like(aten.convolution.default(given, w, None, *settings))
+    yield "convolution_backward", (grad, given, w, [channels] if bias else None, *settings, list(mask)), {}
 
 
 def convolution_1d() -> Iterator[Sample]:
@@ -74,7 +68,6 @@ def convolution_weights() -> Iterator[Sample]:
     yield from conv((1, 1, 11), (1, 1, 3), 2, padding=1, mask=(False, True, False))
     yield from conv((1, 1, 10), (2, 1, 3), 3, padding=2, dilation=2, bias=True, mask=(False, True, True))
     yield from conv((1, 1, 6, 5), (2, 1, 3, 2), padding=(2, 0), bias=True, mask=(False, False, True))
-    yield from conv((1, 6, 5), (4, 3, 2), groups=2, padding=(-1,), after=(3,), mask=(False, True, False))
 
 
 def convolution_channels() -> Iterator[Sample]:
@@ -83,15 +76,6 @@ def convolution_channels() -> Iterator[Sample]:
     yield from conv((2, 3, 4), (6, 1, 3), padding=1, groups=3, bias=True)
     yield from conv((1, 6, 4), (4, 3, 2), groups=2, mask=(False, True, True))
     yield from conv((1, 6, 3), (6, 2, 3), padding=1, groups=3, bias=True, mask=(True, False, True))
-
-
-def convolution_with_other_ends() -> Iterator[Sample]:
-    """Causal, and with less than nothing behind or in front; one dim of two; by channels."""
-    yield from conv((2, 3, 7), (3, 1, 4), padding=3, groups=3, bias=True, after=(0,))
-    yield from conv((1, 1, 9), (1, 1, 3), 2, padding=(1,), after=(-2,))
-    yield from conv((1, 1, 8), (1, 1, 2), padding=(-1,), dilation=2, after=(3,), bias=True)
-    yield from conv((1, 1, 8, 5), (1, 1, 2, 2), padding=(-1, 1), after=(-1, 0))
-    yield from conv((2, 2, 5, 4), (2, 2, 3, 2), padding=(1, 0), after=(1, 1), bias=True)
 
 
 def convolution_transposed() -> Iterator[Sample]:
@@ -112,6 +96,5 @@ SAMPLES: tuple[Callable[[], Iterator[Sample]], ...] = (
     convolution_3d,
     convolution_weights,
     convolution_channels,
-    convolution_with_other_ends,
     convolution_transposed,
 )

@@ -303,7 +303,7 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
 
 
 def _nothing(run: _Run, call: _Made) -> bool:
-    """Whether a call gives what it is given: a slice of all, no padding."""
+    """Returns whether a call gives what it is given: a slice of all, no padding."""
     if run.guesses:
         return False
     if call.op is SLICE:

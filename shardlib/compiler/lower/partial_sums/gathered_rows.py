@@ -80,7 +80,7 @@ class LookedUp:
     """Which ops take looked-up rows as they are: `passed`."""
 
     def __init__(self, branching: Branching) -> None:
-        self.branching, self.values, self.flood = branching, branching.values, branching.flood
+        self.branching, self.values, self.propagation = branching, branching.values, branching.propagation
         self.passed: dict[Op, Passed] = {}
         self._waiting: dict[Value, Any] = {}  # rows that nobody has read yet
 
@@ -100,7 +100,7 @@ class LookedUp:
             del self._waiting[source]
 
     def _joins(self, op: Op) -> bool:
-        """Whether all that an op does is to put what is looked up side by side, which nobody else reads."""
+        """Returns whether all that an op does is to put what is looked up side by side, which nobody else reads."""
         if len(op.operands) == 1 or not has_trait(op.target, "moves_data"):
             return False
         return all(x in self._waiting and len(x.readers) == 1 and not x.is_output for x in op.operands)
@@ -233,7 +233,7 @@ class LookedUp:
         return Passed(assignment, forms, Owed(axes, OWNED)) if stays else None
 
     def _writes_there(self, op: Op, forms: Mapping[int, Placement], rows: Any) -> bool:
-        """Whether an op writes values to the rows that they are of, where these are cut alike."""
+        """Returns whether an op writes values to the rows that they are of, where these are cut alike."""
         looks = None if op.rule is None else op.rule.looks
         if looks is None or rows is None or [*forms] != [looks.values]:
             return False
@@ -241,7 +241,7 @@ class LookedUp:
         return self._rows(op) == rows and self.branching.decided(op, i) == forms[i][0]
 
     def _puts_there(self, op: Op, forms: Mapping[int, Placement], region: _Region) -> bool:
-        """Whether an op puts single rows among those of the devices that hold them."""
+        """Returns whether an op puts single rows among those of the devices that hold them."""
         found = {} if op.rule is None else {held.value: held for held in op.rule.held}
         return all(
             i in found
@@ -264,7 +264,7 @@ class LookedUp:
         axes = Axis.merge(self.branching.p.assignment(op).get((held.factor, 0), ()))
         if not axes:
             return None
-        first, *rest = map(self.flood.dims.size, self.flood.labels[op][held.factor])
+        first, *rest = map(self.propagation.dims.size, self.propagation.labels[op][held.factor])
         ends = itertools.accumulate(shard_sizes(first, axes))
         return _Holder(tuple(axes), next(i for i, end in enumerate(ends) if held.block // math.prod(rest) < end))
 
@@ -274,7 +274,9 @@ class LookedUp:
         assert op.rule.looks is not None
         rows, indices, values = op.rule.looks
         cuts = self.branching.p.assignment(op)
-        leaves = [(leaf, cuts.get((f, k), ())) for f in rows for k, leaf in enumerate(self.flood.labels[op].get(f, ()))]
+        leaves = [
+            (leaf, cuts.get((f, k), ())) for f in rows for k, leaf in enumerate(self.propagation.labels[op].get(f, ()))
+        ]
         labels = op.rule.results[0] if values is None else op.rule.operands[values]
         value = op.results[0] if values is None else op.operands[values]
         assert value is not None
@@ -284,7 +286,8 @@ class LookedUp:
 
 
 def _is_pointwise(op: Op) -> bool:
-    """Whether an op goes element by element, and takes what others have, too: no device divides integers by zero."""
+    """Returns whether an op goes element by element, and takes what others have, too: no device divides integers by
+    zero."""
     pointwise = op.target.namespace == "aten" and torch.Tag.pointwise in op.target.tags
     return pointwise and not has_trait(op.target, "raises_on_values")
 
@@ -329,7 +332,7 @@ def _common(rows: Iterable[Any]) -> Any:
 
 
 def _keeps_zeros(op: Op) -> bool:
-    """Whether a pointwise op makes zeros of nothing but zeros, of whatever signs."""
+    """Returns whether a pointwise op makes zeros of nothing but zeros, of whatever signs."""
     dims, shape = itertools.count(), [2] * len(op.operands)
     plain = (int, float, bool, str, torch.Tensor, type(None))
 

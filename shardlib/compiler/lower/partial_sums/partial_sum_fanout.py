@@ -37,7 +37,7 @@ class Branching:
     """Which ops take operands that several read as pending sums: `passed`, with the operands that are such."""
 
     def __init__(self, values: Values, graph: Graph, propagated: Propagated) -> None:
-        self.values, self.flood, self.p = values, values.flood, propagated
+        self.values, self.propagation, self.p = values, values.propagation, propagated
         self.order = {op: i for i, op in enumerate(graph.ops)}
         self.passed: dict[Op, frozenset[int]] = {}
         self._seen: set[Value] = set()
@@ -137,7 +137,7 @@ class Branching:
         return frozenset(on), assignment, owing[on[0]][1]
 
     def _in_groups(self, op: Op) -> bool:
-        """Whether an op has rows of own groups: the groups are cut here."""
+        """Returns whether an op has rows of own groups: the groups are cut here."""
         if op.owns is None or op not in self.p.units.op_slots:
             return False
         slot = self.p.units.op_slots[op].get((op.owns.factor, 0))
@@ -156,9 +156,9 @@ class Branching:
     def decided(self, op: Op, i: int) -> FactorAxes:
         """The cut in which an op was to have an operand."""
         if op.rule is None or op not in self.p.units.unit:
-            return ((),) * len(self.flood.leaves(op.operands[i]))
+            return ((),) * len(self.propagation.leaves(op.operands[i]))
         assignment = self.p.assignment(op)
-        return tuple((x and assignment.get(x)) or () for x in value_factors(self.flood, op, i, operand=True))
+        return tuple((x and assignment.get(x)) or () for x in value_factors(self.propagation, op, i, operand=True))
 
     def _price(self, found: _Branches) -> float:
         """Seconds to add up what is to be added up."""
@@ -172,7 +172,7 @@ class Branching:
         return seconds
 
     def seconds(self, value: Value, form: Placement, want: FactorAxes) -> float:
-        sizes, (cut, owed) = self.flood.sizes(value), form
+        sizes, (cut, owed) = self.propagation.sizes(value), form
         hops = reshard.plan_route(
             sizes, value.dtype.itemsize, cut, want, owed.axes, owed.kind, prices=self.values.prices
         )
@@ -183,7 +183,7 @@ class Branching:
         besides = 0.0
         for i, value in enumerate(op.operands):
             if i not in linear and not value.constant:
-                factors = value_factors(self.flood, op, i, operand=True)
+                factors = value_factors(self.propagation, op, i, operand=True)
                 now = tuple((x and assignment.get(x)) or () for x in factors)
                 before = self.decided(op, i)
                 while value.op is not None and value.op.transparent:  # before it is expanded, say
@@ -199,12 +199,12 @@ def fitting(values: Values, op: Op, cuts: Mapping[int, FactorAxes]) -> Assignmen
     pairs = [
         (x, axes)
         for i, cut in cuts.items()
-        for x, axes in zip(value_factors(values.flood, op, i, operand=True), cut, strict=True)
+        for x, axes in zip(value_factors(values.propagation, op, i, operand=True), cut, strict=True)
     ]
     assignment = {x: axes for x, axes in pairs if x is not None and axes}
     # A factor that one addend has cut must be cut the same way in all.
     fits = all(
-        not axes if x is None else assignment.get(x, ()) == axes and (not axes or may_cut(values.flood, op, x))
+        not axes if x is None else assignment.get(x, ()) == axes and (not axes or may_cut(values.propagation, op, x))
         for x, axes in pairs
     )
     taken = [a for axes in assignment.values() for axis in axes for a in axis.primes()]
@@ -228,12 +228,12 @@ def _widest(on: Sequence[int], roots: Sequence[Value], least: Mapping[Value, int
 
 
 def _may_pass(op: Op, i: int) -> bool:
-    """Whether an op is linear in an operand, with others or by itself."""
+    """Returns whether an op is linear in an operand, with others or by itself."""
     return op.rule is not None and i in {i for together in op.rule.linear for i in together}
 
 
 def linear(op: Op, on: Sequence[int]) -> bool:
-    """Whether an op is linear in some of its operands; zeros are whatever one likes."""
+    """Returns whether an op is linear in some of its operands; zeros are whatever one likes."""
     if op.rule is None or op.manual or op.constrains:
         return False
     zeros = {i for i, x in enumerate(op.operands) if is_zero(x)}
@@ -250,6 +250,6 @@ def readers(value: Value) -> Iterator[tuple[Op, int]]:
 
 
 def returned(value: Value) -> bool:
-    """Whether a value, or a view of it, is a result."""
+    """Returns whether a value, or a view of it, is a result."""
     views = (op.results[0] for op, _ in value.readers if op.transparent)
     return value.is_output or any(returned(view) for view in views if view is not None)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 
 from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero, viewed
 from shardlib.compiler.lower.partial_sums.partial_sum_fanout import Branching, fitting, share
@@ -47,8 +46,6 @@ class PartialSums:
             branches = self.branching.passed.get(op) == linear
             if several and not branches:
                 continue
-            self._meet([op.operands[i] for i in sorted(linear)])
-            forms = [values.owing(op.operands[i]) for i in sorted(linear)]
             if len({form[1] for form in forms if form}) > 1:
                 continue
             cuts = {i: form[0] for i, form in zip(sorted(linear), forms, strict=True) if form}
@@ -77,18 +74,6 @@ class PartialSums:
         own = self.values.own.forms[value] or self.values.own.forms[viewed(value)]
         return self.readers[value] - (self.rows[value] if own else 0)
 
-    def _meet(self, operands: Sequence[Value]) -> None:
-        """Where some of these pending sums were scattered already, the others are, too."""
-        values = self.values
-        forms = [(x, form) for x in operands if (form := values.owing(x)) is not None]
-        first, (cut, owed) = min(forms, key=lambda known: len(known[1][1].axes))
-        for x, (mine, all_owed) in forms:
-            more = [b[len(a) :] for a, b in zip(mine, cut, strict=False) if b[: len(a)] == a]
-            left = {*all_owed.axes} - {axis for axes in more for axis in axes}
-            same = values.flood.value[x] == values.flood.value[first] and len(more) == len(cut)
-            if same and all_owed != owed and (left, all_owed.kind) == ({*owed.axes}, owed.kind):
-                values.scatter(x, cut)
-
     def _saved(self, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> float | None:
         """Seconds saved if a sum passes; None if it may not: that takes no growth, no other kind of reduction on
         top, and no more reshards of other operands, or arithmetic that is done more often, than it saves."""
@@ -99,14 +84,14 @@ class PartialSums:
             return 0.0  # what it costs to add these up is no reason to add up others
         most = sum(min(x.nbytes, viewed(x).nbytes) for x in (op.operands[i] for i in linear))
         made = sum(r.nbytes for r in op.results if r is not None)
-        if made > most and not self._cast_terms(op):
+        if made > most:
             return None
         decided = self.p.assignment(op)
         prices: list[float] = []
         besides = 0.0
         for i, value in enumerate(op.operands):
             if not value.constant:
-                factors = value_factors(self.values.flood, op, i, operand=True)
+                factors = value_factors(self.values.propagation, op, i, operand=True)
                 now, then = (tuple((x and way.get(x)) or () for x in factors) for way in (assignment, decided))
                 if i in linear:
                     prices.append(self.values.price(value, then))
@@ -116,91 +101,7 @@ class PartialSums:
         more = work(op, self.values.prices) * (share(op, assignment) - share(op, decided))
         if besides:
             return saved - besides if saved - besides > max(more, 0.0) else None
-        return None if more > max(saved, 0.0) and not self._meets(op) else saved
-
-    def _meets(self, op: Op) -> bool:
-        """Whether a sum that passes may be added to others behind, so that all are one."""
-        while len(op.results) == 1 and (top := op.results[0]) is not None and self.readers[top] == 1:
-            if (found := _reader(top)) is None:
-                return False
-            reader, i = found
-            if reader.rule is None:
-                return False
-            if _adds(reader):
-                return any(viewed(x) in self._may_owe for j, x in enumerate(reader.operands) if j != i)
-            if not any(i in together for together in reader.rule.linear):
-                return False
-            op = reader
-        return False
-
-    def _cast_terms(self, op: Op) -> bool:
-        """Whether an op makes a wider number of a sum, and enough others that do are added to it: then one sum of wide
-        numbers is less than all sums of narrow ones."""
-        if not has_trait(op.target, "copies"):
-            return False
-        (source,), (top,) = op.operands, op.results
-        while (
-            top is not None
-            and self.readers[top] == 1
-            and [reader for reader, _ in top.readers if _adds(reader)]
-            and not top.is_output
-        ):
-            (top,) = next(reader.results for reader, _ in top.readers)
-        assert top is not None
-        casts = [x for x in _terms(top) if x.op is not None and x.op.target is op.target]
-        operands = [x.op.operands[0] for x in casts if x.op is not None]
-        narrow = [x for x in operands if x.dtype == source.dtype and self.readers[x] == 1 and self._will_owe(x)]
-        return sum(x.nbytes for x in narrow) >= top.nbytes
-
-    @cached_property
-    def _may_owe(self) -> set[Value]:
-        """The values that are made as pending sums, or by ops that are linear in one."""
-        found: set[Value] = set()
-        for op in self.branching.order:
-            if op.rule is not None and not (op.constant or op.transparent):
-                passed = any(viewed(op.operands[i]) in found for together in op.rule.linear for i in together)
-                found.update(r for r in op.results if r is not None and (passed or self._will_owe(r)))
-        return found
-
-    def _will_owe(self, value: Value) -> bool:
-        """Whether a value is made as a pending sum."""
-        op = viewed(value).op
-        if op is None or op not in self.p.units.unit:
-            return False
-        cuts, slots = self.p.unit_cut(self.p.units.unit[op]), self.p.units.op_slots[op]
-        made = value_factors(self.values.flood, op, viewed(value).index, operand=False)
-        assert op.rule is not None
-        return any(
-            cuts[s] and x not in made and op.rule.owed(viewed(value).index, x[0]) == "sum" for x, s in slots.items()
-        )
-
-
-def _reader(value: Value) -> tuple[Op, int] | None:
-    """Who reads a value that is read once, views looked through."""
-    for op, i in value.readers:
-        if op.constant:
-            continue
-        if not op.transparent:
-            return op, i
-        (shown,) = op.results
-        if shown is not None and (found := _reader(shown)) is not None:
-            return found
-    return None
-
-
-def _adds(op: Op) -> bool:
-    return has_trait(op.target, "commutes") and has_trait(op.target, "takes_alpha")
-
-
-def _terms(value: Value) -> Iterator[Value]:
-    """What is added up to make a value."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if value.op is not None and _adds(value.op):
-            todo += value.op.operands
-        else:
-            yield value
+        return None if more > max(saved, 0.0) else saved
 
 
 def _reader_counts(graph: Graph, p: Propagated, *, rows: bool = False) -> Mapping[Value, int]:

@@ -18,7 +18,7 @@ class Regrouping:
         self.waiting: dict[Value, Op] = {}
 
     def waits(self, op: Op) -> bool:
-        """Whether an op need not be lowered yet."""
+        """Returns whether an op need not be lowered yet."""
         if not self._adds(op) or sum(self._pending(x) is None for x in op.operands) != 1:
             return False
         (result,) = op.results
@@ -42,8 +42,8 @@ class Regrouping:
                 yield first
 
     def _adds(self, op: Op) -> bool:
-        """Whether it is the sum of two tensors like its result."""
-        flood = self.values.flood
+        """Returns whether it is the sum of two tensors like its result."""
+        propagation = self.values.propagation
         if (
             op.rule is None
             or op.owns is not None
@@ -56,9 +56,9 @@ class Regrouping:
         return (
             result is not None
             and len(op.operands) == 2
-            and result not in flood.fixed
+            and result not in propagation.fixed
             and all(x.dtype == result.dtype and not x.constant and not x.manual for x in op.operands)
-            and all(flood.value[x] == flood.value[result] for x in op.operands)
+            and all(propagation.value[x] == propagation.value[result] for x in op.operands)
         )
 
     def _pending(self, value: Value) -> object:

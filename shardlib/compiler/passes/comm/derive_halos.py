@@ -137,7 +137,7 @@ def repeats(step: Compute) -> Sequence[int]:
 
 
 def _in_blocks(one: Dim, other: Dim, n: int) -> bool:
-    """Whether a device has n elements of a dim for each that it has of another one."""
+    """Returns whether a device has n elements of a dim for each that it has of another one."""
     if not any(f.axes for f in (*one, *other)):
         return True
     *outer, (last, inner) = itertools.zip_longest(one, other, fillvalue=Factor(1))

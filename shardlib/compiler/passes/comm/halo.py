@@ -68,7 +68,7 @@ class Border:
         return replace(self, root=root, shape=shape, ranges=ranges, parts=(part,))
 
     def is_read_where_it_arrives(self, readers: Sequence[Step], program: Program) -> bool:
-        """Whether whoever gets nothing takes nothing of it: the zeros that such devices have mean nothing."""
+        """Returns whether whoever gets nothing takes nothing of it: the zeros that such devices have mean nothing."""
         (move,), ((at, *_),) = self.moves, self.parts
         others = set(range(group_size(move.axes))) - {*self.sends.values()}
         for step in readers:

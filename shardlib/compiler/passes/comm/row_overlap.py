@@ -161,7 +161,7 @@ class _Writer:
         return [Start((part,)), Wait((out,))]
 
     def _is(self, part: Step, outs: Sequence[Var | None], whole: Sequence[Var | None], way: Way) -> bool:
-        """Whether a step makes parts of what is made as a whole, as torch says."""
+        """Returns whether a step makes parts of what is made as a whole, as torch says."""
         made: Sequence[Local | None] = ()
         if isinstance(part, Start):
             made = [self.device.moved(part.first)]

@@ -144,7 +144,7 @@ class Candidates:
         return {o: None for v in largest(program) if (o := original(v.name, self.owner)) is not None}
 
     def is_worth(self, choice: Choice, ahead: str) -> bool:
-        """Whether a program is faster than the best, be it within the budget or not."""
+        """Returns whether a program is faster than the best, be it within the budget or not."""
         return self.best is None or self.trial(choice, ahead).seconds < self.tried[self.best].seconds
 
     @cached_property

@@ -64,7 +64,7 @@ def _form(v: Var | None) -> Hashable:
 
 
 def _contracts(step: Step) -> bool:
-    """Whether most of a step's work is a product."""
+    """Returns whether most of a step's work is a product."""
     tags = getattr(getattr(step, "target", None), "tags", ())
     return not (torch.Tag.pointwise in tags or torch.Tag.reduction in tags)
 

@@ -94,7 +94,7 @@ def trips(program: Program, crossing: Crossing, owner: Owner) -> dict[Var, Trip]
 
 
 def is_copy(step: Step) -> bool:
-    """Whether a step brings a value to the host's memory, or back."""
+    """Returns whether a step brings a value to the host's memory, or back."""
     if isinstance(step, Start):
         return step.first.kind in TIERS
     return isinstance(step, Wait) and any(v.name.endswith((".host", ".back")) for v in step.outs)

@@ -76,7 +76,7 @@ class _Again:
         self.steps.append(step)
 
     def _gone(self, v: Var) -> bool:
-        """Whether there is no such value any more, in this turn."""
+        """Returns whether there is no such value any more, in this turn."""
         return v not in self.again and self.c.owner.get(v, v) in self.dropped and not self.c.back[self.c.maker[v]]
 
     def _make(self, wanted: Collection[Var]) -> None:

@@ -79,8 +79,8 @@ def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool
 
 
 def is_absent(objects: Iterable[object], name: str) -> bool:
-    """Whether a name is of some module among these objects, or of an op, though a program lacks it: not all modules
-    train, and evaluation makes less."""
+    """Returns whether a name is of some module among these objects, or of an op, though a program lacks it: not all
+    modules train, and evaluation makes less."""
     modules = [x for x in objects if isinstance(x, nn.Module)]
     if all(m.training for m in modules):
         return False
@@ -158,7 +158,7 @@ def _before(crossing: Crossing, owner: Var) -> Iterator[Step]:
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Whether a name, or its end behind a dot, is what a pattern says."""
+    """Returns whether a name, or its end behind a dot, is what a pattern says."""
     text = ".*".join(map(re.escape, pattern.split("*")))
     return re.fullmatch(rf"(.*\.)?{text}", name) is not None
 

@@ -85,7 +85,7 @@ def _borrowed(program: Program, memory: _Memory) -> list[Var]:
 
 
 def alike(x: Var, y: Var) -> bool:
-    """Whether two values fill the same memory."""
+    """Returns whether two values fill the same memory."""
     return x.layout is not None and (x.layout, x.dtype, _shape(x)) == (y.layout, y.dtype, _shape(y))
 
 

@@ -96,5 +96,5 @@ class Crossing:
 
 
 def is_repeatable(step: Step) -> bool:
-    """Whether a step may be done again."""
+    """Returns whether a step may be done again."""
     return step.is_pure and not step.over if isinstance(step, Compute) else isinstance(step, Start)

@@ -125,7 +125,8 @@ class _State:
         return found
 
     def is_good(self, i: int, chain: Chain, late: set[int], place: Mapping[int, int]) -> bool:
-        """Whether nobody reads memory that is written over by then, and the end keeps no more than is written there."""
+        """Returns whether nobody reads memory that is written over by then, and the end keeps no more than is written
+        there."""
         steps = self.program.steps
         for j, _, k in chain:
             step = steps[j]
@@ -152,7 +153,7 @@ class _State:
 
 
 def _is_safe(step: Step) -> bool:
-    """Whether a step cannot fail because of values or of other ranks, and does nothing but to compute some."""
+    """Returns whether a step cannot fail because of values or of other ranks, and does nothing but to compute some."""
     tags = getattr(getattr(step, "target", None), "tags", ())
     if not isinstance(step, Compute) or not step.made or torch.Tag.nondeterministic_seeded in tags:
         return False

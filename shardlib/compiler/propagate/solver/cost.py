@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,7 +110,7 @@ class Estimate:
         prices = self.prices
         for p in self.problem.passed[kind]:
             local = p.bytes / math.prod(group_size(cut[i]) for i in p.slots)
-            around, wanted = cut[p.slot], self.problem.slots[kind][p.slot].wants
+            around, wanted = cut[p.slot], self.problem.slots[kind][p.slot].requests
             beside = tuple(a for a in cut[p.beside] if a in wanted and a not in around)
             passed, held = group_size(around), group_size(beside)
             total += local * (p.pieces(passed) / prices.rate(around) + (held - 1) / held / prices.rate(beside))
@@ -124,7 +124,7 @@ class Estimate:
         total = 0.0
         for sender in self.problem.senders[kind]:
             assignment = {factor: cut[slot] for factor, slot in sender.slots if cut[slot]}
-            messages = self.problem.flood.sends(sender.op, assignment)
+            messages = self.problem.propagation.sends(sender.op, assignment)
             total += sender.times * sum(self.prices.comm_seconds(axes, nbytes, how) for how, axes, nbytes in messages)
         return total
 
@@ -134,15 +134,6 @@ class Estimate:
         works = [self.work(kind, choices[kind]) for kind in kinds]
         moved = sum([self._weighed(i, choices, weights) for i in self._touched(kinds)])
         return sum(mine for mine, _ in works) + moved + sum(mine for _, mine in works) * weights.sent
-
-    def cheaper(self, kinds: Sequence[Kind], choices: Choices, now: float, weights: Weights) -> bool:
-        """Whether that is less than `now`, as far as one has to look."""
-        left = now - sum(mine + sent * weights.sent for mine, sent in (self.work(k, choices[k]) for k in kinds))
-        for i in self._touched(kinds):
-            if left <= 0:
-                return False
-            left -= self._weighed(i, choices, weights)
-        return left > 0
 
     def around(self, kinds: Variable, choices: Choices) -> float:
         """Seconds of what is sent by the ops of some kinds, and of the reshards of values beside them."""
@@ -268,24 +259,6 @@ class Estimate:
         factor = weights.sent * (weights.hidden if moves.record.hidden else 1.0)
         weighed = costs if factor == 1.0 else np.asarray(np.rint(costs * (factor / GRAIN)) * GRAIN)
         return Table(tuple(v[0] for v in along), weighed, tuple(merged[v][1] for v in along))
-
-    def alike(self, free: Free, at_once: float) -> Iterator[dict[Variable, Order]]:
-        """For every value that is shared by variables with more than `at_once` choices together, and every layout of
-        it: the least work of each of them with which all its ends are in that layout, if there is one."""
-        weights, owner = Weights(), {kind: variable for variable in free for kind in variable}
-        for i, moves in enumerate(self.moves):
-            variables = dict.fromkeys(owner[k] for k in moves.kinds if k in owner)
-            if math.prod(len(self._merged(i, v, *free[v])[0]) for v in variables) <= at_once:
-                continue
-            able: dict[int, dict[Variable, Order]] = defaultdict(dict)
-            for v in variables:
-                domain, at = free[v]
-                for n in sorted(at.tolist(), key=self._works(v, domain, weights).__getitem__):
-                    choice = domain.orders[n]
-                    ends = {s for k in v if k in moves.places for s in moves.states(k, self._class(i, k, choice))}
-                    if len(ends) == 1:
-                        able[ends.pop()].setdefault(v, choice)
-            yield from able.values()
 
     def whole(self, choices: Choices) -> tuple[float, float]:
         """Seconds of arithmetic and of communication, with what nobody decides."""

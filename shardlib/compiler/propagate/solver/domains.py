@@ -45,7 +45,7 @@ Offers = frozenset[Offer]
 
 
 class Domains:
-    """The domains of all variables of a problem, by the axes that are offered to dims or withheld from them.
+    """The domains of all variables of a problem, by the axes that are offered to dims.
 
     `contested` are the mesh axes that several dims want of which one can take them, `grouping` those that shard groups
     of rows. Where nothing contradicts annotations they are followed; where something does, an axis may stay unused.
@@ -55,22 +55,20 @@ class Domains:
         self.problem = problem
         rivals = {name: self._rivals(name) for name in problem.atoms}
         disputed = {name for name, roles in rivals.items() if roles} | set(_contradicted(problem))
-        self.contested = disputed | {a.name for roles in rivals.values() for role in roles for a in role.wants}
-        self.grouping = set(_grouping(problem.flood)) - self.contested
+        self.contested = disputed | {a.name for roles in rivals.values() for role in roles for a in role.requests}
+        self.grouping = set(_grouping(problem.propagation)) - self.contested
         self._memo: dict[object, Domain] = {}
         self._cut_memo: dict[tuple[Kind, Order], Cuts] = {}
 
     def cut(self, kind: Kind, choice: Order) -> Cuts:
-        """The axes on every slot of a kind under `choice` (one entry per mesh axis, in mesh order; and one of
-        slots whose axes are turned round)."""
+        """Returns the axes on every slot of a kind under `choice`, which has one entry per mesh axis, in mesh order."""
         key = (kind, choice)
         if (known := self._cut_memo.get(key)) is not None:
             return known
         roles = self.problem.slots[kind]
         axes: list[list[Axis]] = [[] for _ in roles]
         beside = self.problem.beside[kind]
-        *orders, turned = choice
-        for name, order in zip(self.problem.mesh.axis_names, orders, strict=True):
+        for name, order in zip(self.problem.mesh.axis_names, choice, strict=True):
             atoms = self.problem.atoms[name]
             offered = {~slot for slot in order if slot < 0}
             if order and self._takes_minor(roles[max(order[0], ~order[0])], order[0] < 0, atoms):
@@ -81,50 +79,50 @@ class Domains:
                     fit = {
                         i
                         for i in both | beside[slot]
-                        if (i in offered or atom in roles[i].wants) and roles[i].size >= group_size(axes[i]) * atom.size
+                        if (i in offered or atom in roles[i].requests)
+                        and roles[i].size >= group_size(axes[i]) * atom.size
                     }
                     if both <= fit:
                         for i in fit:
                             axes[i].append(atom)
                         break
-        stand = [role.turned * (i in turned) + role.wants for i, role in enumerate(roles)]
+        requested = [role.requests for role in roles]
         result = tuple(
             tuple(sorted(mine, key=lambda a: order.index(a) if a in order else len(order)))
-            for order, mine in zip(stand, axes, strict=True)
+            for order, mine in zip(requested, axes, strict=True)
         )
         self._cut_memo[key] = result
         return result
 
     @staticmethod
     def _takes_minor(role: Role, offered: bool, atoms: Sequence[Axis]) -> bool:
-        """Whether a slot that may not have all of an axis takes its minor part: only that can be exchanged at once."""
-        alone = offered and role.size < group_size(atoms) and not {*atoms} & {*role.wants}
+        """Returns whether a slot that may not have all of an axis takes its minor part: only that can be exchanged at
+        once."""
+        alone = offered and role.size < group_size(atoms) and not {*atoms} & {*role.requests}
         return bool({*role.lent} & {*atoms}) or alone
 
-    def candidates(self, kind: Kind, name: str, offers: Offers, withheld: Offers) -> list[int]:
+    def candidates(self, kind: Kind, name: str, offers: Offers) -> list[int]:
         """The slots that may take a mesh axis; ~s for a slot s to which it is offered."""
         problem, leaves = self.problem, self.problem.members[kind][0].slots
         slots = problem.candidates[kind].get(name, [])
-        if withheld:
-            slots = [s for s in slots if (problem.families[leaves[s]], name) not in withheld]
         if not offers:
             return slots
         atoms, roles = problem.atoms[name], problem.slots[kind]
         able = {s for s, leaf in enumerate(leaves) if (problem.families[leaf], name) in offers}
         able |= {s for s, lender in problem.members[kind][0].lends.items() if lender in able}
-        offered = [s for s in sorted(able) if not {*atoms} <= {*roles[s].wants}]
+        offered = [s for s in sorted(able) if not {*atoms} <= {*roles[s].requests}]
         wanting = {*slots, *offered}
         offered = [s for s in offered if problem.rounds[kind].get(s, s) in wanting]
         return [*(s for s in slots if s not in offered), *(~s for s in offered)]
 
-    def of(self, variable: Variable, offers: Offers, withheld: Offers) -> Domain:
+    def of(self, variable: Variable, offers: Offers) -> Domain:
         """A choice for each way in which a variable can be sharded: some order of its slots on every mesh axis.
 
         Of an order only those count that take a part of the axis, and the first. Where there are many orders, those
         remain that cut the leaves of a dim one after another, and of these fewer slots count, down to two.
         """
         kind, problem = variable[0], self.problem
-        slots = {name: tuple(self.candidates(kind, name, offers, withheld)) for name in problem.atoms}
+        slots = {name: tuple(self.candidates(kind, name, offers)) for name in problem.atoms}
         idle = tuple(all(self._may_idle(k, name, slots[name], offers) for k in variable) for name in problem.atoms)
         key = kind, tuple(slots.values()), idle
         if (domain := self._memo.get(key)) is None:
@@ -133,7 +131,7 @@ class Domains:
 
     def _ways(self, kind: Kind, slots: Mapping[str, Sequence[int]], idle: Sequence[bool]) -> Iterable[Order]:
         cut = self.cut
-        nothing: Order = tuple(() for _ in (*slots, "turned round"))
+        nothing: Order = tuple(() for _ in slots)
         ways: dict[object, Order] = {cut(kind, nothing): nothing}
         for a, (name, some) in enumerate(slots.items()):
             longest = min(len(some), len(self.problem.atoms[name]) + 1)
@@ -152,14 +150,10 @@ class Domains:
             ways = {}
             for way in tried:
                 ways.setdefault(cut(kind, way), way)
-        for i, role in enumerate(self.problem.slots[kind]):
-            for *orders, turned in list(ways.values()) if role.turned else ():
-                way = (*orders, (*turned, i))
-                ways.setdefault(cut(kind, way), way)
         return ways.values()
 
     def _one_after_another(self, kind: Kind, slots: Sequence[int]) -> bool:
-        """Whether slots that are leaves of one dim come from the major to the minor one, and without a gap.
+        """Returns whether slots that are leaves of one dim come from the major to the minor one, and without a gap.
 
         Leaves that one tensor has in one order and another in the other come in the order of their slots.
         """
@@ -171,8 +165,8 @@ class Domains:
         return all(ordered.get((of[i], of[j]), True) for i, j in itertools.pairwise(places))
 
     def _may_idle(self, kind: Kind, name: str, slots: Sequence[int], offers: Offers) -> bool:
-        """Whether a kind may leave an axis unused. Attention on a sharded sequence never does: the whole sequence
-        may not fit on a device."""
+        """Returns whether a kind may leave an axis unused. Attention on a sharded sequence never does: the whole
+        sequence may not fit on a device."""
         unit = self.problem.members[kind][0]
         if not {*unit.rounds.values(), *unit.lends.values()}.isdisjoint(max(s, ~s) for s in slots):
             return False
@@ -195,16 +189,16 @@ class Domains:
 
 
 def _contradicted(problem: Problem) -> Iterator[str]:
-    """Mesh axes that some annotation keeps off a class which wants them elsewhere."""
-    flood, graph = problem.flood, problem.graph
-    fixed = [(value, cut) for value, (cut, _) in flood.fixed.items()]
-    fixed += [(flood.apart.get(i, graph.outputs[i]), cut) for i, (cut, _) in flood.outputs.items()]
+    """Yields the mesh axes that some annotation leaves out of a factor which requests them elsewhere."""
+    propagation, graph = problem.propagation, problem.graph
+    fixed = [(value, cut) for value, (cut, _) in propagation.fixed.items()]
+    fixed += [(propagation.apart.get(i, graph.outputs[i]), cut) for i, (cut, _) in propagation.outputs.items()]
     for value, cut in fixed:
-        for leaf, axes in zip(flood.leaves(value), cut, strict=True):
-            yield from (w.axis.name for w in flood.wants.get(leaf, ()) if w.axis not in axes and not w.offered)
+        for leaf, axes in zip(propagation.leaves(value), cut, strict=True):
+            yield from (w.axis.name for w in propagation.requests.get(leaf, ()) if w.axis not in axes and not w.offered)
 
 
-def _grouping(flood: Propagation) -> Iterator[str]:
+def _grouping(propagation: Propagation) -> Iterator[str]:
     """Mesh axes that shard groups of rows: for the sake of their products, and what is beside these may stay whole."""
-    for leaf in (x for owners in flood.owners.values() for x in owners):
-        yield from (w.axis.name for w in flood.wants.get(leaf, ()))
+    for leaf in (x for owners in propagation.owners.values() for x in owners):
+        yield from (w.axis.name for w in propagation.requests.get(leaf, ()))

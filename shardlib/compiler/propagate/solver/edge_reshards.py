@@ -207,10 +207,6 @@ class Moves:
             self._states[kind].append(states)
         return number
 
-    def states(self, kind: Kind, number: int) -> tuple[int, ...]:
-        """The states of a kind's ends in one of its classes."""
-        return self._states[kind][number]
-
     def at(self, classes: tuple[int, ...]) -> float:
         """Seconds of all reshards, with a class for every kind."""
         inside = len(classes) <= _DIMS and all(n < size for n, size in zip(classes, self._costs.shape, strict=True))
@@ -219,7 +215,8 @@ class Moves:
 
     @property
     def _is_large(self) -> bool:
-        """Whether an array of all costs would be too large; a value may have readers of more kinds than it has dims."""
+        """Returns whether an array of all costs would be too large; a value may have readers of more kinds than it has
+        dims."""
         return math.prod(map(len, self._states.values())) > _LARGEST or len(self.kinds) > _DIMS
 
     def costs(self, classes: Sequence[Numbers]) -> Costs:

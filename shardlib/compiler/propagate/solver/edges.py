@@ -57,8 +57,8 @@ class Record:
 class Records:
     """Finds the records of a graph, whose units are of some `kind`."""
 
-    def __init__(self, flood: Propagation, units: Units, kind: Mapping[DecisionUnit, Kind]) -> None:
-        self.flood, self.units, self.kind = flood, units, kind
+    def __init__(self, propagation: Propagation, units: Units, kind: Mapping[DecisionUnit, Kind]) -> None:
+        self.propagation, self.units, self.kind = propagation, units, kind
         self.slots = {k: unit.slots for unit, k in kind.items()}
         self.directions: dict[Value, set[bool]] = defaultdict(set)  # in which roots are read: forward, backward
 
@@ -69,7 +69,7 @@ class Records:
 
     def of(self, graph: Graph) -> Iterable[tuple[Record, int]]:
         """What moves between units: each root value, who makes it, and who reads it in which cut; and how often."""
-        f = self.flood
+        f = self.propagation
         readers, sources = self._ends(graph)
         joins: dict[Value, tuple[End, ...]] = {}
         merged = self._meeting_sums(graph, sources, readers, joins)
@@ -96,7 +96,7 @@ class Records:
 
     def _given_apart(self) -> Iterable[tuple[Record, int]]:
         """The inputs that are given in other factors than they have inside."""
-        f = self.flood
+        f = self.propagation
         for value, twin in f.apart.items():
             if isinstance(value, Value) and twin in f.fixed:
                 cut = f.fixed[twin][0]
@@ -132,7 +132,7 @@ class Records:
         The sum of two has the sources of both, and the addition among its `joins`. Of those that meet behind something
         complete, `(x + a) + b`, the first has them all, and the readers.
         """
-        f, u = self.flood, self.units
+        f, u = self.propagation, self.units
         reads: Counter[Value] | None = None
         merged: set[Value] = set()
         first: dict[Value, tuple[Value, tuple[int | None, ...]]] = {}  # behind something complete, of an addition
@@ -197,9 +197,9 @@ class Records:
                 others = [v for i, v in enumerate(op.operands) if i not in terms and not v.constant]
                 if result.nbytes > root.nbytes or any(v.dtype.is_floating_point for v in others):
                     continue
-                factors = value_factors(self.flood, op, terms[0], operand=True)
+                factors = value_factors(self.propagation, op, terms[0], operand=True)
                 at = dict(zip(factors, positions, strict=True))
-                there = tuple(at.get(x) if x else None for x in value_factors(self.flood, op, 0, operand=False))
+                there = tuple(at.get(x) if x else None for x in value_factors(self.propagation, op, 0, operand=False))
                 through[result] = tuple(_seen(s, there) for s in (*through.get(root, ()), *sources.get(root, ())))
                 late.add(root)
         return through, late
@@ -208,7 +208,7 @@ class Records:
         self, graph: Graph, readers: dict[Value, dict[End, None]]
     ) -> dict[Value, tuple[tuple[Axis, ...], ...]]:
         """What results that nobody places want to be cut by; where one is fixed, it is one more reader."""
-        f = self.flood
+        f = self.propagation
         returned: dict[Value, tuple[tuple[Axis, ...], ...]] = {}
         for i, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or value.constant:
@@ -218,22 +218,22 @@ class Records:
                 readers[root][self._fixed(f.outputs[i][0], f.apart.get(i, value), value)] = None
             else:
                 readers[root]  # it is read, if by nobody inside
-                returned[root] = tuple(tuple(w.axis for w in f.wants.get(x, ())) for x in f.leaves(root))
+                returned[root] = tuple(tuple(w.axis for w in f.requests.get(x, ())) for x in f.leaves(root))
         return returned
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> End:
         if (known := self.units.read.get((op, i))) is not None:
             return self._end(self.units.unit[op], *known)
-        n = len(self.flood.leaves(root))
+        n = len(self.propagation.leaves(root))
         if op.constrains:
             result = op.results[0]
             assert result is not None
-            return self._fixed(self.flood.fixed[result][0], result, value)
-        if op in self.flood.doors:
-            return self._fixed(self.flood.doors[op][0], self.flood.apart.get(op, value), value)
+            return self._fixed(self.propagation.fixed[result][0], result, value)
+        if op in self.propagation.doors:
+            return self._fixed(self.propagation.doors[op][0], self.propagation.apart.get(op, value), value)
         if op.rule is None:
             return End(None, cut=((),) * n)
-        slots = op_cut_slots(self.units, op, value_factors(self.flood, op, i, operand=True))
+        slots = op_cut_slots(self.units, op, value_factors(self.propagation, op, i, operand=True))
         out: list[int | None] = [None] * n
         for slot, position in zip(slots, positions, strict=True):
             if position is not None:
@@ -246,7 +246,7 @@ class Records:
 
     def _fixed(self, cut: FactorAxes, said: Value, value: Value) -> End:
         """Who takes `value` as it is said, in `cut` of the factors of `said`; on the leaves of its root."""
-        f, (root, positions) = self.flood, self.units.root(value)
+        f, (root, positions) = self.propagation, self.units.root(value)
         near, n = _onto_root(f.across(cut, said, value), positions, len(f.leaves(root))), len(f.leaves(root))
         if f.value[value] != f.value[said] and positions == (*range(n),):
             return End(None, cut=near, into=(f.sizes(said), cut), dims=f.sizes(value))
@@ -260,7 +260,7 @@ class Records:
         return End(None, cut=near, into=(tuple(own for own, _ in into), tuple(a for _, axes in into for a in axes)))
 
     def _source(self, op: Op, index: int, result: Value) -> End:
-        f, u = self.flood, self.units
+        f, u = self.propagation, self.units
         if (known := u.made.get((op, index))) is not None:
             return self._end(u.unit[op], *known)
         if result in f.fixed or op.rule is None:
@@ -271,16 +271,16 @@ class Records:
         return self._end(u.unit[op], *known)
 
     def _input(self, value: Value) -> End:
-        if value in self.flood.fixed or value not in self.units.unit:
-            return End(None, cut=((),) * len(self.flood.leaves(value)))
+        if value in self.propagation.fixed or value not in self.units.unit:
+            return End(None, cut=((),) * len(self.propagation.leaves(value)))
         return self._end(self.units.unit[value], self.units.value_slots[value])
 
     def _owes(self, end: End) -> bool:
-        """Whether an annotation may make a partial sum of what an end makes."""
+        """Returns whether an annotation may make a partial sum of what an end makes."""
         if end.kind is None:
             return False
         leaves = self.slots[end.kind]
-        return any(leaves[s] in self.flood.wants for s in end.pending)
+        return any(leaves[s] in self.propagation.requests for s in end.pending)
 
     def _adds(self, op: Op) -> bool:
         rule = op.rule

@@ -43,7 +43,7 @@ class Effort:
         return Effort(_WORDS[planning] if isinstance(planning, str) else planning)
 
     def stops(self) -> bool:
-        """Whether nothing more shall be looked at."""
+        """Returns whether nothing more shall be looked at."""
         stops = self.spent >= self.limit * self.share
         self.stopped = self.stopped or stops
         return stops

@@ -4,7 +4,7 @@ It is the minimum of the same costs, with every op deciding alone, or less where
 that is too large counts nothing, and one that would become too large on the way is minimized in parts (`tables`).
 
 It covers the choices that decisions have: a dim takes axes that an annotation or an offer gave it, in the factors that
-the flood found. What cutting another dim could do is not bounded: 0 % above it says that the search is good, not that
+propagation found. What cutting another dim could do is not bounded: 0 % above it says that the search is good, not that
 nobody could plan better.
 """
 

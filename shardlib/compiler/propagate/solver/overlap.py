@@ -38,7 +38,7 @@ def _is_given(value: Value) -> bool:
 
 
 def _ahead(values: Collection[Value], begins: dict[Op, float], prices: Prices) -> Iterator[Value]:
-    """Those whose bytes take no longer than the arithmetic in front of their first reader."""
+    """Yields the values whose bytes take no longer than the arithmetic in front of their first reader."""
     for value in values:
         first = min((begins[op] for op, _ in value.readers), default=0.0)
         if value.nbytes / prices.fastest <= first:
@@ -61,6 +61,7 @@ def _behind(graph: Graph, begins: dict[Op, float], end: float, prices: Prices) -
 
 
 def _passes(op: Op, late: Collection[Value]) -> bool:
-    """Whether an op makes of each element one of a gradient that nobody reads before the backward pass is over."""
+    """Returns whether an op makes of each element one of a gradient that nobody reads before the backward pass is
+    over."""
     by_element = torch.Tag.pointwise in getattr(op.target, "tags", ()) or op.transparent
     return by_element and all(r in late for r in op.results)

@@ -37,16 +37,15 @@ class Role:
     """What the decisions need to know of a class: classes of one role (the heads of every layer) are treated alike."""
 
     size: int
-    wants: tuple[Axis, ...]
+    requests: tuple[Axis, ...]
     name: str | None
-    lent: tuple[Axis, ...] = ()  # those of its wants that another slot of the unit lends it
-    turned: tuple[Axis, ...] = ()  # another order in which some of its wants may stand
+    lent: tuple[Axis, ...] = ()  # those of its requests that another slot of the unit lends it
 
 
-# Slots in order of precedence for one mesh axis, empty: the axis stays unused; or those whose axes are turned round.
-# Slot ~s is slot s that takes the axis though no annotation asked for it.
+# Slots in order of precedence for one mesh axis; empty: the axis stays unused. Slot ~s is slot s that takes the axis
+# though no annotation requests it.
 Choice = tuple[int, ...]
-Order = tuple[Choice, ...]  # a choice for every mesh axis, and one of slots that are turned round
+Order = tuple[Choice, ...]  # a choice for every mesh axis
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,10 @@ class Problem:
     of these; `alike` says how many units of that kind there are.
     """
 
-    def __init__(self, graph: Graph, flood: Propagation, mesh: Mesh) -> None:
-        self.graph, self.flood, self.mesh, self.prices = graph, flood, mesh, Prices.for_mesh(mesh)
+    def __init__(self, graph: Graph, propagation: Propagation, mesh: Mesh) -> None:
+        self.graph, self.propagation, self.mesh, self.prices = graph, propagation, mesh, Prices.for_mesh(mesh)
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
-        self.coarse = build_units(graph, flood)
+        self.coarse = build_units(graph, propagation)
         self._role_memo: dict[DimFactor, Role] = {}
         self.looks = look(graph, _NEAR)
         whole = self._find_kinds(self.coarse)
@@ -157,7 +156,7 @@ class Problem:
         self.beside = [_beside(m[0]) for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
         self.records, self.settled = Counter[Record](), Counter[Record]()
-        for record, times in Records(flood, self.units, self.kind).of(graph):
+        for record, times in Records(propagation, self.units, self.kind).of(graph):
             (self.records if record.kinds else self.settled)[record] += times
         alike = [_alike(m) for m in self.members]
         self.compute = [self._compute(m) for m in alike]
@@ -168,7 +167,7 @@ class Problem:
         """Units that share every decision: with members that look the same, of the same roles and pins, on the same
         slots."""
         described: dict[DecisionUnit, set[object]] = defaultdict(set)
-        fixed = self.flood.fixed
+        fixed = self.propagation.fixed
         for op in self.graph.ops:
             unit = units.unit.get(op)
             if unit is not None and unit.slots:
@@ -208,7 +207,7 @@ class Problem:
     def ordered(self) -> dict[tuple[DimFactor, DimFactor], bool]:
         """Two leaves of one dim, the major one first: whether nothing is between them."""
         pairs: dict[tuple[DimFactor, DimFactor], bool] = {}
-        for dim in {dim for dims in self.flood.value.values() for dim in dims}:
+        for dim in {dim for dims in self.propagation.value.values() for dim in dims}:
             for (i, a), (j, b) in combinations(enumerate(dim), 2):
                 pairs[a, b] = pairs.get((a, b), False) or j == i + 1
         return pairs
@@ -222,19 +221,19 @@ class Problem:
     def _role(self, leaf: DimFactor) -> Role:
         role = self._role_memo.get(leaf)
         if role is None:
-            f = self.flood
-            wants = tuple(w.axis for w in f.wants.get(leaf, ()) if not w.offered)
-            role = Role(f.dims.size(leaf), wants, f.names.get(leaf), turned=f.turned.get(leaf, ()))
+            f = self.propagation
+            requests = tuple(w.axis for w in f.requests.get(leaf, ()) if not w.offered)
+            role = Role(f.dims.size(leaf), requests, f.names.get(leaf))
             self._role_memo[leaf] = role
         return role
 
     def _roles(self, unit: DecisionUnit) -> list[Role]:
-        """The roles of a unit's slots; one that others lend to wants what they want, after its own."""
+        """Returns the roles of a unit's slots; a slot that borrows has its lender's requests after its own."""
         roles = [self._role(leaf) for leaf in unit.slots]
         for slot, lender in unit.lends.items():
             mine = roles[slot]
-            lent = tuple(a for a in roles[lender].wants if a not in mine.wants)
-            roles[slot] = replace(mine, wants=mine.wants + lent, lent=lent)
+            lent = tuple(a for a in roles[lender].requests if a not in mine.requests)
+            roles[slot] = replace(mine, requests=mine.requests + lent, lent=lent)
         return roles
 
     def _candidates(self, kind: Kind) -> dict[str, list[int]]:
@@ -245,7 +244,7 @@ class Problem:
             wanting = [
                 i
                 for i, role in enumerate(slots)
-                if any(axis in atoms and axis in slots[rounds.get(i, i)].wants for axis in role.wants)
+                if any(axis in atoms and axis in slots[rounds.get(i, i)].requests for axis in role.requests)
             ]
             if wanting := self._requested_slots(kind, wanting, atoms):
                 out[name] = wanting
@@ -289,7 +288,7 @@ class Problem:
                 for i, value in enumerate(values):
                     if value is None or value.constant:
                         continue
-                    slots = op_cut_slots(self.units, op, value_factors(self.flood, op, i, operand=operand))
+                    slots = op_cut_slots(self.units, op, value_factors(self.propagation, op, i, operand=operand))
                     cut = tuple(s for s in slots if s is not None)
                     for slot in unit.rounds.keys() & set(cut):
                         n, beside = count * op.times, unit.rounds[slot]
@@ -312,4 +311,4 @@ class Problem:
             yield Sender(op, tuple(self.units.op_slots[op].items()), times)
 
     def _leaf_sizes(self, op: Op) -> Iterable[tuple[int, ...]]:
-        return (tuple(map(self.flood.dims.size, leaves)) for leaves in self.flood.labels[op].values())
+        return (tuple(map(self.propagation.dims.size, leaves)) for leaves in self.propagation.labels[op].values())

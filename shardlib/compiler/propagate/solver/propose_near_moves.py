@@ -1,5 +1,7 @@
-"""Dims beside one that is cut, but that an op has whole or adds up, however little it works (channels, while tokens are
-mixed): cut there instead, the op runs alone, and what is cut moves twice, piece by piece."""
+"""Proposes dims beside a sharded one that some op needs whole or reduces, such as the channels where tokens are mixed.
+
+Sharded there instead, the op needs no communication, and its operand is resharded once before and once after it.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,35 @@ SMALL = 8  # times smaller is what nobody minds to have whole
 
 
 def beside_moves(ops: Collection[Op], search: Search, atoms: Sequence[Axis]) -> Mapping[DimFactor, float]:
-    """Such dims of some ops, and the seconds in which is sent what then only moves."""
-    gain, moving, flood = defaultdict[DimFactor, float](float), _of_pieces(search, atoms), search.problem.flood
+    """Returns such dims of some ops, each with the seconds of the messages that a reshard would replace."""
+    gain, moving, propagation = (
+        defaultdict[DimFactor, float](float),
+        _of_pieces(search, atoms),
+        search.problem.propagation,
+    )
     for op in ops:
         if op in search.problem.units.unit:
             read, sent = _sent(op, search, atoms, moving)
-            for leaf in free(op, flood, atoms, read) if sent and read else ():
-                gain[search.problem.families[leaf]] += sent * flood.times(op, leaf)
+            for leaf in free(op, propagation, atoms, read) if sent and read else ():
+                gain[search.problem.families[leaf]] += sent * propagation.times(op, leaf)
     return gain
 
 
 def _of_pieces(search: Search, atoms: Sequence[Axis]) -> set[Value]:
-    """What something goes into that is cut over an axis where it lies. All else (a function of whole weights) may be
-    whole, or cut otherwise, and nothing is sent for it."""
+    """Returns the values computed from a tensor that is placed in shards over the axis. All others, such as a function
+    of whole weights, may be whole or sharded otherwise without any message."""
     found: set[Value] = set()
     for value in search.problem.graph.values():
         comes = value.op is not None and not found.isdisjoint(value.op.operands)
-        is_placed = value.op is None or value in search.problem.flood.fixed
+        is_placed = value.op is None or value in search.problem.propagation.fixed
         if comes or (is_placed and any(a in atoms for axes in _lies(search, value) for a in axes)):
             found.add(value)
     return found
 
 
 def _sent(op: Op, search: Search, atoms: Sequence[Axis], moving: Collection[Value]) -> tuple[list[int], float]:
-    """The large operands that are cut over an axis where they are made, and would move, and seconds for those that the
-    op has otherwise and for sums that it owes."""
+    """Returns the large operands that are made in shards over the axis and would move, and the seconds of the messages
+    for operands that the op takes in other layouts and for partial sums that it makes."""
     units, prices, sent, cut, most = search.problem.units, search.problem.prices, 0.0, list[int](), 0
     cuts = search.cut(op)
     for i, value in enumerate(op.operands):
@@ -63,10 +69,10 @@ def _sent(op: Op, search: Search, atoms: Sequence[Axis], moving: Collection[Valu
 
 
 def _lies(search: Search, root: Value) -> Sequence[Sequence[Axis]]:
-    """How a value is cut where it is made."""
-    flood, units = search.problem.flood, search.problem.units
-    if root in flood.fixed:
-        return flood.fixed[root][0]
+    """Returns how a value is sharded where it is made."""
+    propagation, units = search.problem.propagation, search.problem.units
+    if root in propagation.fixed:
+        return propagation.fixed[root][0]
     if root not in units.unit:
         return ()
     cuts = search.cut(root)
@@ -74,7 +80,7 @@ def _lies(search: Search, root: Value) -> Sequence[Sequence[Axis]]:
 
 
 def _travels(value: Value) -> bool:
-    """Whether a sum may go on through who reads it, views looked through."""
+    """Returns whether a sum may go on through who reads it, views looked through."""
     return any(
         any(map(_travels, filter(None, reader.results)))
         if reader.transparent
@@ -83,20 +89,18 @@ def _travels(value: Value) -> bool:
     )
 
 
-def free(
-    op: Op, flood: Propagation, atoms: Sequence[Axis], read: Sequence[int] | None = None, *, partly: bool = False
-) -> set[DimFactor]:
-    """The dims of what an op makes that may be cut over an axis, or `partly`, and do not want it; those of all results
-    and of what it reads at the places `read`, if these are given."""
+def free(op: Op, propagation: Propagation, atoms: Sequence[Axis], read: Sequence[int] | None = None) -> set[DimFactor]:
+    """Returns the dims of what an op makes that may be sharded over an axis and do not request it; those of all results
+    and of the operands at the positions `read`, if these are given."""
     assert op.rule is not None
     results = [labels for labels, r in zip(op.rule.results, op.results, strict=True) if r is not None]
     names = [{f for dim in labels for f in dim} for labels in (*results, *(op.rule.operands[i] for i in read or ()))]
     kept = set[str]().union(*names) if read is None else set.intersection(*names)
-    found, least = set(), min(a.size for a in atoms) if partly else group_size(atoms)
+    found, least = set(), group_size(atoms)
     for label in kept:
-        for k, leaf in enumerate(flood.labels[op].get(label, ())):
-            wanted = {want.axis for want in flood.wants.get(leaf, ())}
-            enough = flood.dims.size(leaf) >= least
-            if enough and wanted.isdisjoint(atoms) and may_cut(flood, op, (label, k)):
+        for k, leaf in enumerate(propagation.labels[op].get(label, ())):
+            wanted = {want.axis for want in propagation.requests.get(leaf, ())}
+            enough = propagation.dims.size(leaf) >= least
+            if enough and wanted.isdisjoint(atoms) and may_cut(propagation, op, (label, k)):
                 found.add(leaf)
     return found

@@ -10,7 +10,7 @@ each, until nothing improves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -34,12 +34,10 @@ _JOINED = 1 << 21  # and of those that are made of several on the way
 
 @dataclass(frozen=True)
 class State:
-    """What is decided, and the dims that may take an axis which nobody asked for, or that may not though somebody
-    did."""
+    """The decisions, and the dims that may take an axis which no annotation requests."""
 
     choices: Choices
     offers: frozenset[Offer] = frozenset()
-    withheld: frozenset[Offer] = frozenset()
 
 
 class Search:
@@ -53,10 +51,11 @@ class Search:
         self.effort = Effort() if effort is None else effort
         self.solves = 0  # minima that were sought
         self._priced: dict[Estimate, int] = {}  # ways from layout to layout, when last counted
-        flood = problem.flood
-        wants = [(problem.families.get(leaf, leaf), w) for leaf, wants in flood.wants.items() for w in wants]
-        self.offers: frozenset[Offer] = frozenset((leaf, w.axis.name) for leaf, w in wants if w.offered)
-        self.withheld: frozenset[Offer] = frozenset()
+        propagation = problem.propagation
+        requests = [
+            (problem.families.get(leaf, leaf), w) for leaf, requests in propagation.requests.items() for w in requests
+        ]
+        self.offers: frozenset[Offer] = frozenset((leaf, w.axis.name) for leaf, w in requests if w.offered)
         self.choices: Choices = [self.domain((kind,)).orders[0] for kind in range(len(problem.members))]
         if start is not None:
             self.choices = [start(problem.first(kind)) for kind in range(len(problem.members))]
@@ -64,11 +63,11 @@ class Search:
 
     @property
     def state(self) -> State:
-        return State(self.choices, self.offers, self.withheld)
+        return State(self.choices, self.offers)
 
     @state.setter
     def state(self, state: State) -> None:
-        self.choices, self.offers, self.withheld = state.choices, state.offers, state.withheld
+        self.choices, self.offers = state.choices, state.offers
 
     @property
     def seconds(self) -> float:
@@ -77,8 +76,8 @@ class Search:
 
     @property
     def has_choice(self) -> bool:
-        """Whether parts of a unit may be better apart."""
-        return bool(self.allowed.contested or self.offers or self.problem.flood.turned)
+        """Returns whether parts of a unit may be better apart."""
+        return bool(self.allowed.contested or self.offers)
 
     def order(self, member: Op | Value) -> Order:
         """The choice of a member, for every mesh axis."""
@@ -100,11 +99,11 @@ class Search:
 
     def candidates(self, kind: Kind, name: str) -> list[int]:
         """The slots that may take a mesh axis; ~s for a slot s to which it is offered."""
-        return self.allowed.candidates(kind, name, self.offers, self.withheld)
+        return self.allowed.candidates(kind, name, self.offers)
 
     def domain(self, variable: Variable) -> Domain:
         """A choice for each way in which a variable can be sharded now."""
-        return self.allowed.of(variable, self.offers, self.withheld)
+        return self.allowed.of(variable, self.offers)
 
     def settle(self, variables: Iterable[Variable]) -> None:
         """Take for every variable the choice of its domain that shards as its present one, or the first."""
@@ -142,8 +141,8 @@ class Search:
 
     def minimize(self, whole: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
         """Find the least estimate of all variables at once or, if that is too much to write down, by local moves until
-        nothing improves or the effort is spent: of one axis, of each variable, of all that share a value, which are put
-        alike, and of all that is around each variable, those first that cost most."""
+        nothing improves or the effort is spent: of one axis, of each variable, and of all variables around each, those
+        first that cost most."""
         last: dict[Variable, Choices] = {}  # the choices around it with which nothing could be improved
         kinds = [kind for variable in whole for kind in variable]
         least = _LEAST * self.estimate.cost(kinds, self.choices, self.weights)
@@ -152,7 +151,6 @@ class Search:
         moves: tuple[Callable[[], list[bool | None]], ...] = (
             lambda: [self.improve(self._on_axis(a, whole), allowed) for a in axes],
             lambda: [self.improve({variable: domain}, allowed) for variable, domain in whole.items()],
-            lambda: [self._try(some, allowed) for some in self.estimate.alike(whole, _AT_ONCE)],
             lambda: [self._improve_around(v, whole, allowed, last, least, nearby) for v in self._by_cost(whole)],
         )
         while self.improve(whole, allowed) is None:
@@ -270,18 +268,6 @@ class Search:
             return False
         self.choices = tried
         return True
-
-    def _try(self, some: Mapping[Variable, Order], allowed: Callable[[Choices], bool]) -> bool:
-        """Choose so for some variables if that is better."""
-        tried, kinds = list(self.choices), [kind for variable in some for kind in variable]
-        for variable, choice in some.items():
-            for kind in variable:
-                tried[kind] = choice
-        now = self.estimate.cost(kinds, self.choices, self.weights)
-        if self.estimate.cheaper(kinds, tried, now, self.weights) and allowed(tried):
-            self.choices = tried
-            return True
-        return False
 
 
 def better(a: Search, b: Search) -> Search:

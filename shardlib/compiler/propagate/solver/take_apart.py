@@ -50,7 +50,7 @@ def hide_messages(search: Search) -> None:
     """Decide once more as if messages that arithmetic can hide cost little, and keep that if the whole program then
     takes markedly less."""
     before, estimate = search.choices, search.estimate
-    if not search.problem.flood.hidden or search.effort.stops():
+    if not search.problem.propagation.hidden or search.effort.stops():
         return
     seconds = estimate.unhidden(before)
     if seconds <= estimate.whole(before)[0] * TIE:

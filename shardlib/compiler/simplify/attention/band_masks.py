@@ -82,7 +82,7 @@ def _told(
 
 
 def _is_undefined(values: Values | None) -> bool:
-    """Whether some sums with -inf are NaN."""
+    """Returns whether some sums with -inf are NaN."""
     return values is not None and bool((values.numbers.isnan() | values.numbers.isposinf()).any())
 
 

@@ -128,7 +128,7 @@ class Apart:
 
 
 def _are_alike(mask: fx.Node, *parts: Any) -> bool:
-    """Whether all are tensors of one dtype: what is left of others would add up in another one."""
+    """Returns whether all are tensors of one dtype: what is left of others would add up in another one."""
     return all(isinstance(x, fx.Node) and x.meta["val"].dtype == mask.meta["val"].dtype for x in parts)
 
 

@@ -54,10 +54,10 @@ def short(made: Values) -> Values:
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two are the same to the bit: 0.0 is not -0.0."""
+    """Returns whether two are the same to the bit: 0.0 is not -0.0."""
     return torch.equal(a, b) and (not a.is_floating_point() or torch.equal(a.signbit(), b.signbit()))
 
 
 def is_large(shape: torch.Size) -> bool:
-    """Whether there are too many to be worked out."""
+    """Returns whether there are too many to be worked out."""
     return shape.numel() > _LARGE

@@ -151,7 +151,7 @@ LOOKUPS = {
 
 
 def has_form(node: Any) -> bool:
-    """Whether there is one node for what some such nodes do."""
+    """Returns whether there is one node for what some such nodes do."""
     tags, args = getattr(node.target, "tags", ()), node.args
     if not all(isinstance(x, _LEAVES) for x in flat((args, node.kwargs))):
         return False
@@ -164,7 +164,7 @@ _LEAVES = fx.Node | int | float | torch.dtype | torch.layout | torch.device | No
 
 
 def _puts(x: Node, indices: list[Node], rows: Node, adds: bool = False) -> bool:
-    """Whether rows, one for each index, are added."""
+    """Returns whether rows, one for each index, are added."""
     (index,), x, rows = indices, x.meta["val"], rows.meta["val"]
     shape = (*index.meta["val"].shape, *x.shape[1:])
     return adds and _is_index(index) and rows.shape == shape and x.dtype == rows.dtype

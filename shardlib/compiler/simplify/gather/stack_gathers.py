@@ -40,7 +40,8 @@ def look_up_at_once(gm: fx.GraphModule) -> None:
 
 
 def _cut(gm: fx.GraphModule, needed: set[Family]) -> bool:
-    """Whether devices have some of the tables, or of what is looked up in them: otherwise every part is where it is.
+    """Returns whether devices have some of the tables, or of what is looked up in them: otherwise every part is where
+    it is.
 
     Arguments say it of what is made of them. Where nothing is, whatever has the size of a stack and is cut there
     decides, as annotations do that are on the way.

@@ -73,7 +73,7 @@ def _shape(x: Node) -> torch.Size | None:
 
 
 def _stays_whole(x: Node, dim: int) -> bool:
-    """Whether a dim is one of an argument that is said not to be cut there."""
+    """Returns whether a dim is one of an argument that is said not to be cut there."""
     x = origin(x)
     return x is not None and bool(x.meta.get("fixed")) and dim not in x.meta["cut"]
 

@@ -24,7 +24,7 @@ class _Slices:
     whole: fx.Node
 
     def fits(self, other: _Slices) -> bool:
-        """Whether the sum of both has such a form."""
+        """Returns whether the sum of both has such a form."""
         a, b = self.whole.meta["val"], other.whole.meta["val"]
         if (self.dim, a.shape, a.dtype) != (other.dim, b.shape, b.dtype):
             return False

@@ -75,13 +75,13 @@ _NEAR = 8  # times smaller than a size is what it may differ from one that is ne
 
 
 def _continues(form: _Splice, node: fx.Node, then: _Splice | None, user: fx.Node) -> bool:
-    """Whether a user of a node takes ranges of it along the dim along which it was made."""
+    """Returns whether a user of a node takes ranges of it along the dim along which it was made."""
     return then is not None and then.dim == form.dim and user.meta["val"].dtype == node.meta["val"].dtype
 
 
 def _takes_half(form: _Splice, size: int) -> bool:
-    """Whether it reads at least half of each source that has quite another size than it makes, and so may be cut where
-    it is not: of less, a slice alone may be the best that can be sent."""
+    """Returns whether it reads at least half of each source that has quite another size than it makes, and so may be
+    cut where it is not: of less, a slice alone may be the best that can be sent."""
     taken: Counter[fx.Node] = Counter()
     for r in form.ranges:
         if r.source is not None:
@@ -91,8 +91,8 @@ def _takes_half(form: _Splice, size: int) -> bool:
 
 
 def _moves(form: _Splice, shape: torch.Size) -> bool:
-    """Whether writes move most of a tensor elsewhere. Where one stays in its place, it may be written to there; and
-    what is written part by part need not wait for the last."""
+    """Returns whether writes move most of a tensor elsewhere. Where one stays in its place, it may be written to there;
+    and what is written part by part need not wait for the last."""
     at = itertools.accumulate((r.stop - r.start for r in form.ranges), initial=0)
     kept = [r.source for begin, r in zip(at, form.ranges, strict=False) if r.start == begin and not r.mirrored]
     most = max((r.stop - r.start for r in form.ranges if r.source is not None), default=0)

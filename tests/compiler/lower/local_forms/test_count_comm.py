@@ -26,7 +26,7 @@ def estimated(plan: Plan) -> tuple[float, int]:
         for kind, senders in enumerate(search.problem.senders)
         for sender in senders
         for cut in [search.estimate.cut(kind, search.choices[kind])]
-        for _, _, nbytes in search.problem.flood.sends(sender.op, {x: cut[s] for x, s in sender.slots if cut[s]})
+        for _, _, nbytes in search.problem.propagation.sends(sender.op, {x: cut[s] for x, s in sender.slots if cut[s]})
     ]
     return sum(nbytes * times for nbytes, times in found), sum(times for _, times in found)
 

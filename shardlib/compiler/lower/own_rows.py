@@ -29,7 +29,7 @@ class OwnRows:
     """Such values of a program that is being written; in all other rows there is anything."""
 
     def __init__(self, values: Values) -> None:
-        self.values, self.flood = values, values.flood
+        self.values, self.propagation = values, values.propagation
         self.forms: dict[Value, dict[Placement, Var]] = defaultdict(dict)
 
     def form(self, value: Value) -> Placement | None:
@@ -54,7 +54,7 @@ class OwnRows:
         self._seen(value)
         if (known := self.forms[value].get((want, form[1]))) is not None:
             return known
-        sizes, prices = self.flood.sizes(value), self.values.prices
+        sizes, prices = self.propagation.sizes(value), self.values.prices
         hops = reshard.plan_route(sizes, value.dtype.itemsize, form[0], want, prices=prices)
         return self.values.move(value, form, hops, forms=self.forms)
 
@@ -93,15 +93,15 @@ class OwnRows:
         assert value.op is not None
         ends, dim, emitter = value.rows.ends, value.rows.dim, self.values.emitter
         form = LocalForm(emitter, value.op, {}, (), {})
-        leaves, at = self.flood.value[value], sum(map(len, self.flood.value[value][:dim]))
+        leaves, at = self.propagation.value[value], sum(map(len, self.propagation.value[value][:dim]))
         if ends.counted is not None:
             rows = {x: cut[at + k] for k, x in enumerate(leaves[dim]) if cut[at + k]}
             emitter.noted.append(Noted(ends.counted, rows, rows=True))
         mask = others(
             form,
             self.values.whole(ends),
-            [(self.flood.dims.size(x), cut[at + k]) for k, x in enumerate(leaves[dim])],
-            [(self.flood.dims.size(x), axes * (k == 0)) for k, x in enumerate(self.flood.owners[ends])],
+            [(self.propagation.dims.size(x), cut[at + k]) for k, x in enumerate(leaves[dim])],
+            [(self.propagation.dims.size(x), axes * (k == 0)) for k, x in enumerate(self.propagation.owners[ends])],
             own=ends.counted is not None,
         )
         for _ in range(dim + 1, len(value.shape)):

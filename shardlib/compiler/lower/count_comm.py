@@ -31,29 +31,31 @@ class Senders:
         self.mesh = mesh
         self._known: dict[Any, tuple[Message, ...]] = {}
 
-    def messages(self, flood: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+    def messages(self, propagation: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         """What `op` sends, message by message, if its factors are cut as in `assignment`."""
         rule = op.rule
         if rule is None or rule.local is None or not any(f in rule.local_factors for f, _ in assignment):
             return ()
-        sizes = tuple([(f, *map(flood.dims.size, leaves)) for f, leaves in flood.labels[op].items()])
+        sizes = tuple([(f, *map(propagation.dims.size, leaves)) for f, leaves in propagation.labels[op].items()])
         key = id(rule), sizes, tuple(assignment.items())
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._found(rule, key, flood, op, assignment)
+            known = self._known[key] = self._found(rule, key, propagation, op, assignment)
         return known
 
-    def _found(self, rule: Rule, key: Any, flood: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+    def _found(
+        self, rule: Rule, key: Any, propagation: Propagation, op: Op, assignment: Assignment
+    ) -> tuple[Message, ...]:
         if text_of(op.target):
-            return self._asked(flood, op, assignment)
+            return self._asked(propagation, op, assignment)
         key = *key, self.mesh, torch.get_default_dtype(), tuple([v.dtype for v in op.operands])
         if (known := _ANSWERS.get(key)) is None:
-            known = _ANSWERS[key] = rule, self._asked(flood, op, assignment)
+            known = _ANSWERS[key] = rule, self._asked(propagation, op, assignment)
         return known[1]
 
-    def _asked(self, flood: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+    def _asked(self, propagation: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         assert op.rule is not None
         builder = Builder(self.mesh)
-        emitter = Emitter(builder, flood)
+        emitter = Emitter(builder, propagation)
         form = LocalForm(emitter, op, assignment, (), {})
         operands = [
             Var(builder.name(v.name), form.layout(labels), v.dtype, v)
