@@ -63,8 +63,8 @@ class EffectError(ShardingError):
     """A function has side effects, or returns values that its arguments do not determine."""
 
 
-class KeptError(NoProgramError):
-    """A function keeps tensors that it computes, such as in a cache; they were removed again."""
+class SideEffectError(NoProgramError):
+    """A function changes objects in a way that no call can repeat, or keeps traced tensors; the trace is undone."""
 
 
 class NoStorageError(ShardingError, NotImplementedError):

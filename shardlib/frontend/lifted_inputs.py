@@ -26,7 +26,7 @@ from shardlib.core.tree_paths import children_with_keys, flatten_with_path
 from shardlib.frontend.guards.attributes import attributes, own
 from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.result_objects import Carried
+from shardlib.frontend.results import Carried
 from shardlib.frontend.retarget_device import placed
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.tensor.hooks import tensor_hooks
@@ -91,12 +91,12 @@ class Lifted:
         )
 
     def stand_in(self, x: Tensor) -> Tensor:
-        """What ops of the trace compute with in the place of a tensor."""
+        """Returns the tensor that ops of the trace compute with in place of another."""
         return self._stand_ins.get(id(x), x)
 
     @staticmethod
     def current() -> Lifted | None:
-        """That of the trace that is going on here."""
+        """Returns the instance of the running trace; None outside a trace."""
         return _current.get()
 
     def stand_ins(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -104,7 +104,7 @@ class Lifted:
         return ((x, self._stand_ins[id(x)]) for x in self.state.tensors)
 
     def is_own(self, x: Tensor) -> bool:
-        """Whether a tensor is of this trace, or stands in it for an input."""
+        """Returns whether a tensor is of this trace, or stands in it for an input."""
         return isinstance(x, FakeTensor | ShardedTensor) or id(x) in self._stand_ins
 
     def returned(self, leaves: Sequence[Any]) -> list[Any]:
@@ -220,30 +220,31 @@ def refuse_changed_arguments(name: str, before: Contents, now: Any) -> None:
     )
 
 
-def taken_apart(tree: Any, known: Mapping[int, Any]) -> Any:
-    """A result whose objects that hold tensors are taken apart; those that were there before the call are `known`."""
+def flatten_result(result: Any, known: Mapping[int, Any]) -> tuple[list[tuple[Any, Any]], Any, list[str]]:
+    """Flattens a result into leaves, each with its path, and a tree; objects that hold tensors are taken apart.
 
-    def one(x: Any) -> Any:
-        is_new = not isinstance(x, Tensor) and known.get(id(x)) is not x and not isinstance(x, _LAZY)
-        held = is_new and any(_carries(y) for y in _inside(x).values())
-        return (Carried.of(x, known) if held else None) or x
+    Objects that were there before the call are `known`. The strings describe the objects that cannot be taken apart.
+    """
+    leaves, tree = flatten_with_path(result)
+    parts, opaque = list[Any](), list[str]()
+    for path, x in leaves:
+        is_new = not isinstance(x, Tensor) and known.get(id(x)) is not x
+        holding = [k for k, y in _inside(x).items() if _carries(y)] if is_new else []
+        is_lazy = is_new and isinstance(x, _LAZY)
+        carried = Carried.take_apart(x, known) if holding and not is_lazy else None
+        if carried is None and (holding or is_lazy):
+            tensors = f", with tensors in {', '.join(holding)}" if holding else ""
+            opaque.append(f"result{pytree.keystr(path)} is a {type(x).__name__}{tensors}")
+        parts.append(carried or x)
+    return *flatten_with_path(pytree.tree_unflatten(parts, tree)), opaque
 
-    return pytree.tree_map(one, tree)
 
-
-def refuse_carriers(leaves: Sequence[tuple[str, Any]], known: Mapping[int, Any]) -> None:
-    """Refuse results that would carry values of the trace out, where nobody puts the real ones in their place."""
-    wrong = [
-        f"result{path} is a {type(x).__name__}" + (f", with tensors in {', '.join(held)}" if held else "")
-        for path, x in leaves
-        if not isinstance(x, Tensor)
-        and known.get(id(x)) is not x
-        and ((held := [k for k, y in _inside(x).items() if _carries(y)]) or isinstance(x, _LAZY))
-    ]
-    if wrong:
+def refuse_opaque(opaque: Sequence[str]) -> None:
+    """Refuses results that would carry values of the trace out, where no call puts the real ones in their place."""
+    if opaque:
         raise ShardingError(
             "the traced function returns objects that jit cannot look into",
-            wrong,
+            opaque,
             rule="a result is a pytree, or an object that pickle can take apart",
             remedy="move a class out of the function that defines it; return list(...) of a generator",
         )
@@ -253,7 +254,7 @@ _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map
 
 
 def _inside(x: Any) -> dict[str, Any]:
-    """What an object holds that is no pytree: attributes, items, what a function closes over."""
+    """Returns what an object holds that is no pytree: attributes, items, closure variables."""
     nothing = isinstance(x, type | types.ModuleType | types.FunctionType)  # globals are not a function's own
     inside = {} if nothing else dict(attributes(x))
     if isinstance(x, set | frozenset | list | deque):
@@ -271,7 +272,7 @@ def _inside(x: Any) -> dict[str, Any]:
 
 
 def _carries(x: Any, depth: int = 4) -> bool:
-    """Whether values of the trace, or its numbers, are anywhere in something."""
+    """Returns whether an object holds values or numbers of the trace, at some depth."""
     if isinstance(x, Tensor) or is_given(x):
         return isinstance(x, FakeTensor) or is_given(x)
     if isinstance(x, type | types.ModuleType) or depth == 0:

@@ -35,7 +35,6 @@ from shardlib.core.torch_private import (
     memory_of,
     pytree,
 )
-from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.epilogue import Epilogue
 from shardlib.frontend.functionalize import functionalize
 from shardlib.frontend.gradient_tags import noted
@@ -45,6 +44,7 @@ from shardlib.frontend.guards.number_guards import Served
 from shardlib.frontend.guards.number_inputs import NotExpressionsError, Numbers
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import set_aside
+from shardlib.frontend.hazards import numpy_args
 from shardlib.frontend.hazards.default_dtype import given_back, refuse_other_default
 from shardlib.frontend.hazards.dtype_checks import refuse_kernels
 from shardlib.frontend.hazards.escaped_values import outlived
@@ -57,7 +57,7 @@ from shardlib.frontend.hazards.unsupported import refusal, refuse_absent, refuse
 from shardlib.frontend.hazards.user_errors import mistake
 from shardlib.frontend.hazards.value_inspection import logged
 from shardlib.frontend.lazy_graph_module import lazily
-from shardlib.frontend.lifted_inputs import Contents, Lifted, refuse_carriers, refuse_changed_arguments, taken_apart
+from shardlib.frontend.lifted_inputs import Contents, Lifted, flatten_result, refuse_changed_arguments, refuse_opaque
 from shardlib.frontend.results import refuse_attributes, repeated, strides_of
 from shardlib.frontend.retarget_device import is_here, move
 from shardlib.frontend.reuse.loop_replay import other_ways
@@ -65,7 +65,6 @@ from shardlib.frontend.reuse.python_loops import Loops
 from shardlib.frontend.reuse.subgraph_reuse import Once
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.torch_flags import switched
-from shardlib.frontend.torch_rewrites import numpy_args
 from shardlib.frontend.torch_rewrites.attention import AttentionCapture
 from shardlib.frontend.torch_rewrites.averaged_model import averaging
 from shardlib.frontend.torch_rewrites.composites import Composites
@@ -233,7 +232,7 @@ def _trace(
                     around,
                     plain_types(call.state.type_spaces),
                 ):
-                    found, tree = flatten_with_path(taken_apart(opened(called_inside(fn, a, k)), known))
+                    found, tree, opaque = flatten_result(opened(called_inside(fn, a, k)), known)
                     if loops is not None:
                         loops.interrupt()
                     chance.refuse_draws(lines.fallback.function)
@@ -252,7 +251,7 @@ def _trace(
             standing = {id(x): (names[i], call.arguments[i], x) for i, x in zip(where, inputs, strict=True)}
             made = ((f"result{pytree.keystr(path)}", None, x) for path, x in found if isinstance(x, FakeTensor))
             refuse_attributes([*standing.values(), *(each for each in made if id(each[2]) not in standing)])
-            refuse_carriers([(pytree.keystr(path), leaf) for path, leaf in found], known)
+            refuse_opaque(opaque)
             returned = lifted.returned([leaf for _, leaf in found])
             own = [f"result{pytree.keystr(path)}" for path, _ in found]
             if watch is not None:

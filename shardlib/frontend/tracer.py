@@ -35,7 +35,7 @@ from shardlib.frontend.guards.number_inputs import scalar_of
 from shardlib.frontend.hazards.collectives import refuse_collective
 from shardlib.frontend.hazards.constant_values import answer, examples
 from shardlib.frontend.hazards.unsupported import refuse_ghost, refuse_unseen
-from shardlib.frontend.reuse.op_meta_cache import Repeated
+from shardlib.frontend.op_meta_cache import Repeated
 
 _DEVICE = torch.ops.prim.device.default
 _ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default

@@ -25,8 +25,8 @@ from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.context import is_tracing, paused_gc, skip_dynamo
 from shardlib.core.torch_private import HAS_STEPPED, LAST_RATES, WARNS_OF_ORDER, has_step_hooks, init_group
 from shardlib.eager.placement_autograd import place_like
+from shardlib.frontend.guards.mutable_places import Item
 from shardlib.frontend.guards.number_inputs import is_given
-from shardlib.frontend.side_effects.mutable_places import Item
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.grad_scaler_state import NoScaleError, awaited, begin
 from shardlib.jit.shard import shard
@@ -99,7 +99,7 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
         optimizers = [x for x in call.state.kept if isinstance(x, torch.optim.Optimizer)]
         scalers = [x for x in call.state.kept if isinstance(x, torch.amp.GradScaler)]
         if not optimizers and not scalers:
-            return call.plan(runs=runs)
+            return call.plan()
         groups = [id(group) for x in optimizers for group in x.param_groups]
         call.programs.changing.add((group, _RATE) for group in groups)
         call.programs.changing.rates.update((group, name) for group in groups for name in (_RATE, *_MOMENTA))
@@ -113,7 +113,7 @@ def plan(call: Invocation, *, runs: bool = True) -> tuple[Plan, list[Any]]:
                     begin(lacking.scaler, lacking.device, undo)
                 call.around = partial(_hidden, [x for x in optimizers if created[id(x)]], scalers)
                 call.read()
-                planned = call.plan(runs=runs)
+                planned = call.plan()
                 idle = _idle(planned[0], call.leaves)
                 for p, entries in itertools.chain.from_iterable(created.values()):
                     if all(id(x) in idle for x in entries.values() if isinstance(x, Tensor)):

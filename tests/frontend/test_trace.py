@@ -16,7 +16,7 @@ from shardlib.compiler.simplify import verify
 from shardlib.core import torch_private
 from shardlib.core.call_scalar import replace_by_hints
 from shardlib.core.errors import ShardingError
-from shardlib.frontend.reuse import op_meta_cache
+from shardlib.frontend import op_meta_cache
 from shardlib.frontend.trace import trace
 from shardlib.jit.global_random import plain_program
 from shardlib.ops.constraint import constrain

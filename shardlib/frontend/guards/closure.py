@@ -1,4 +1,4 @@
-"""What a function closes over, as it is now: the variables that its code reads, and the code of all that is found."""
+"""Reads what a function closes over now: the variables of its code, and of all code that these lead to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardlib.frontend.guards.object_state import State
 
 
 class Closure:
-    """Reads what a function, and all code that it and its arguments lead to, closes over."""
+    """Reads the variables of a function, and of all code that it and its arguments lead to."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
@@ -20,28 +20,28 @@ class Closure:
         self._reached = Reached()
         self._first = self._reached.of(self._own, None)
 
-    def read(self, state: State, known: list[Any]) -> None:
-        """Add tensors to `state`, facts to `known`; what was read before, of the arguments, is in `state`."""
+    def read(self, state: State, facts: list[Any]) -> None:
+        """Adds tensors to `state` and key facts to `facts`; `state` already holds those of the arguments."""
         state.is_read = True
         if not self._own:
-            state.named("self", self.fn, known)
+            state.named("self", self.fn, facts)
         if not self._first.is_current():
             self._first = self._reached.of(self._own, None)
-        _add(self._first, state, known)
-        follow(self._reached, self._first, state, known)
+        _add(self._first, state, facts)
+        follow(self._reached, self._first, state, facts)
 
 
-def follow(reached: Reached, reach: Reach | None, state: State, known: list[Any]) -> None:
-    """Add what all code that was found closes over, and all that this leads to; `reach` is what was read of it."""
+def follow(reached: Reached, reach: Reach | None, state: State, facts: list[Any]) -> None:
+    """Adds the variables of all code in `state`, and of the code that these lead to, after those of `reach`."""
     done = 0
     while done < len(state.code):
         reach = reached.of(islice(state.code.values(), done, None), reach)
         done = len(state.code)
-        _add(reach, state, known)
+        _add(reach, state, facts)
 
 
-def _add(reach: Reach, state: State, known: list[Any]) -> None:
-    known.append(reach)
+def _add(reach: Reach, state: State, facts: list[Any]) -> None:
+    facts.append(reach)
     if reach.exact:
         state.exact = True
     if reach.rates:
@@ -51,4 +51,4 @@ def _add(reach: Reach, state: State, known: list[Any]) -> None:
     state.type_spaces.update(reach.type_spaces)
     state.logs, state.read_names = reach.logs, reach.reads
     for name, get, holder, key in reach.variables:
-        state.named(name, get(), known, holder, key)
+        state.named(name, get(), facts, holder, key)

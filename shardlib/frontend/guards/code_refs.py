@@ -20,8 +20,7 @@ from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.plain_types import has_own_type
 from shardlib.core.source_lines import is_internal
 from shardlib.frontend.guards.attributes import content, own
-from shardlib.frontend.guards.bytecode import ATTRIBUTE, ITEM, READS, instructions
-from shardlib.frontend.guards.name_literals import words
+from shardlib.frontend.guards.bytecode import ATTRIBUTE, ITEM, READS, instructions, words
 from shardlib.frontend.guards.users_code import is_users
 
 Getter = Callable[[], Any]
@@ -299,7 +298,7 @@ def _uses(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 _WHOLE = frozenset({"vars", "__dict__", "getattr", "__getattribute__", "attrgetter", "repr", "locals", "globals"})
 _NO_READS = ("LOAD_CONST", "LOAD_CLOSURE")
-_APPENDING = ("append", "extend", "add", "appendleft", "extendleft", "insert")
+_APPENDING = ("append", "extend", "insert")
 
 
 def _spelt(code: types.CodeType) -> Iterator[str]:

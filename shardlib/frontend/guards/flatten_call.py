@@ -91,44 +91,44 @@ def is_number(leaf: Any) -> bool:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def read(items: Iterable[Any], leaves: list[Any], known: list[Any], state: State) -> None:
-    """Append the leaves of all `items` to `leaves`, and what a program depends on to `known`."""
+def read(items: Iterable[Any], leaves: list[Any], facts: list[Any], state: State) -> None:
+    """Append the leaves of all `items` to `leaves`, and what a program depends on to `facts`."""
     for x in items:
         kind = type(x)
         if kind is ShardedTensor:
             leaves.append(x)
             own = x.__dict__
-            known.append(own["_form"])
+            facts.append(own["_form"])
             if len(own) > OWN or x.requires_grad or x.grad is not None:
-                state.argument(x, known, len(leaves) - 1)
+                state.argument(x, facts, len(leaves) - 1)
         elif kind is tuple or kind is list:
-            known += (kind, len(x))
-            read(x, leaves, known, state)
+            facts += (kind, len(x))
+            read(x, leaves, facts, state)
         elif kind is dict:
-            known += (kind, tuple(x), tuple(map(type, x)))  # 1 and True are equal
-            read(x.values(), leaves, known, state)
+            facts += (kind, tuple(x), tuple(map(type, x)))  # 1 and True are equal
+            read(x.values(), leaves, facts, state)
         elif kind is float or kind is int:
             leaves.append(x)
-            known.append(kind)
+            facts.append(kind)
         elif kind is str or kind is bool or x is None:
             leaves.append(x)
-            known += (kind, x)
+            facts += (kind, x)
         elif kind is Static:
             leaves.append(x)
-            known.append(Static)
-            state.fact(x.value, known)
+            facts.append(Static)
+            state.fact(x.value, facts)
         elif isinstance(x, torch.Tensor):
             leaves.append(x)
-            state.argument(x, known, len(leaves) - 1)
+            state.argument(x, facts, len(leaves) - 1)
         elif (node := node_type(x)) in pytree.SUPPORTED_NODES or is_container(x):
             children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
-            known += (kind, len(children))
-            state.fact(context, known)
-            read(children, leaves, known, state)
+            facts += (kind, len(children))
+            state.fact(context, facts)
+            read(children, leaves, facts, state)
         else:
             leaves.append(x)
-            known.append(kind)
-            state.object(x, known, len(leaves) - 1)
+            facts.append(kind)
+            state.object(x, facts, len(leaves) - 1)
 
 
 def twins(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, int]:

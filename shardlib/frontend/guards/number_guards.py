@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardlib.core.call_scalar import Scalar, is_same_number
-from shardlib.frontend.side_effects.host_scalars import Hosted
+from shardlib.frontend.guards.host_scalars import Hosted
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from shardlib.core.call_scalar import OPERATIONS, Scalar
 from shardlib.core.fake_tensors import make_shape_env
 from shardlib.core.mode_restore import PersistentFunctionMode
 from shardlib.core.torch_private import Source
+from shardlib.frontend.guards.host_scalars import Hosted
 from shardlib.frontend.guards.number_guards import Served, sources
-from shardlib.frontend.side_effects.host_scalars import Hosted
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

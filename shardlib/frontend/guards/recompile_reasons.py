@@ -1,4 +1,4 @@
-"""Why a function is compiled again: what two calls differ in, in words, and what would help."""
+"""Says why a function is compiled again: how two calls differ, and what would help."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from shardlib.core.errors import public
 from shardlib.frontend.guards.code_refs import Reach
 from shardlib.frontend.guards.flatten_call import FlatCall, Static, is_number, is_tensor, names_of
+from shardlib.frontend.guards.place_names import name_of, settled
 from shardlib.frontend.guards.torch_modes import NAMES
 from shardlib.frontend.guards.value_kinds import Held
-from shardlib.frontend.side_effects.place_names import name_of, settled
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.tensor_meta import short_dtype
 
@@ -34,23 +34,23 @@ class RetraceWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a snapshot `told`, place by place; `roots` and `tensors` say what its places are called."""
+    """The values that a snapshot describes, place by place; `roots` and `tensors` name the places."""
 
-    told: Sequence[tuple[tuple[Any, ...], Any, Held | None]]
+    described: Sequence[tuple[tuple[Any, ...], Any, Held | None]]
     roots: Sequence[str]
     tensors: Sequence[tuple[Any, ...]]
 
     @cached_property
     def by_name(self) -> Mapping[tuple[Any, ...], Sequence[Held]]:
-        """Keys that are tensors are called as these are: their numbers are those of one call."""
-        found: dict[tuple[Any, ...], list[Held]] = {}
-        for at, value, words in self.told:
-            found.setdefault(settled(at, self.roots, self.tensors), []).append(words or (repr(value), None))
-        return found
+        """Maps names to values; a key that is a tensor has the name of that tensor, which holds in all calls."""
+        values: dict[tuple[Any, ...], list[Held]] = {}
+        for at, value, words in self.described:
+            values.setdefault(settled(at, self.roots, self.tensors), []).append(words or (repr(value), None))
+        return values
 
 
 class Change(NamedTuple):
-    """What a sentence says of its subject, and what to do about it."""
+    """The rest of a sentence about its subject, and a remedy."""
 
     text: str
     remedy: str
@@ -58,18 +58,16 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """One call as a reader sees it: `held` is what it found, `left` what its trace left behind, by name; `unrepeated`
-    what only a trace can change, `inputs` numbers at which it did not look."""
+    """Describes one call to a reader: `held` are the values that it reached, by name, and `inputs` the names of the
+    numbers whose values its trace did not read."""
 
     mesh: Any
     ambient: tuple[Any, ...]
     tree: Any
     leaves: Mapping[str, str]
     held: Holdings
-    left: Holdings
     roots: Sequence[str]
-    known: tuple[Any, ...]
-    unrepeated: Sequence[str]
+    facts: tuple[Any, ...]
     inputs: Collection[tuple[Any, ...]]
 
 
@@ -79,11 +77,9 @@ def seen(
     key: Any,
     looked: Collection[int],
     before: Snapshot,
-    after: Snapshot,
-    unrepeated: Sequence[str],
 ) -> Seen:
-    """A call in words, between two snapshots; numbers count where the function looked at them."""
-    mesh, modes, known = key
+    """Describes a call; numbers count where the function looked at them."""
+    mesh, modes, facts = key
     roots = call.state.roots
     leaves = call.leaves
     names = names_of(fn, call, range(len(leaves)))
@@ -94,12 +90,12 @@ def seen(
     inputs = {
         settled(at, roots, before.places) for i, (_, at) in enumerate(before.numbers.values(), first) if i not in looked
     }
-    held, left = (Holdings(x.told, roots, x.places) for x in (before, after))
-    return Seen(mesh, modes, call.tree, words, held, left, roots, known, unrepeated, inputs)
+    held = Holdings(before.described, roots, before.places)
+    return Seen(mesh, modes, call.tree, words, held, roots, facts, inputs)
 
 
 def difference(old: Seen, new: Seen) -> dict[str, Change]:
-    """What changed: a sentence by its subject."""
+    """Returns the changes between two calls: the rest of a sentence, by its subject."""
     if old.mesh != new.mesh:
         return {"the mesh": Change(f" was {old.mesh}, is {new.mesh}", "give each mesh a jitted function of its own")}
     modes = [(n, a, b) for n, a, b in zip(NAMES, old.ambient, new.ambient, strict=True) if a != b]
@@ -117,40 +113,38 @@ def difference(old: Seen, new: Seen) -> dict[str, Change]:
     for name in (*new.leaves, *old.leaves):
         if name.endswith(".grad") and (name in old.leaves) != (name in new.leaves):
             changes[name] = Change(f": {'a tensor -> None' if name in old.leaves else 'None -> a tensor'}", _GRADIENT)
-    a, b = next(((a, b) for a, b in zip(old.known, new.known, strict=False) if a != b), (None, None))
+    a, b = next(((a, b) for a, b in zip(old.facts, new.facts, strict=False) if a != b), (None, None))
     if isinstance(a, Reach) and isinstance(b, Reach) and (replaced := b.replaced(a)):
         return changes | dict.fromkeys(replaced, Change(" is another function now", _ANOTHER))
-    if old.unrepeated:
-        return changes | dict.fromkeys(old.unrepeated, Change(" was changed by the function itself", _EFFECT))
     other = "what the function closes over, or its arguments hold"
     held = dict(_holdings(old, new))
-    told = {name.partition(", read in ")[0] for name in held if name not in changes}
-    changes = {name: change for name, change in changes.items() if name not in told}
-    found = changes | held | changes or {other: Change(" is another", _NUMBER)}  # in this order
-    return dict(sorted(found.items(), key=lambda item: _follows(*item)))
+    described = {name.partition(", read in ")[0] for name in held if name not in changes}
+    changes = {name: change for name, change in changes.items() if name not in described}
+    sentences = changes | held | changes or {other: Change(" is another", _NUMBER)}  # in this order
+    return dict(sorted(sentences.items(), key=lambda item: _follows(*item)))
 
 
 def _follows(name: str, change: Change) -> bool:
-    """Whether it is what a change brings along, mostly: a gradient, something new."""
+    """Returns whether a change mostly follows from another one: a gradient, a new place."""
     return name.endswith(".grad") or change.text in (_NEW, _GONE)
 
 
 def listed(sentences: Sequence[str]) -> str:
-    """A few of them, and how many more there are."""
+    """Joins the first few sentences, and says how many more there are."""
     more = f" and {len(sentences) - _FEW} more" if len(sentences) > _FEW else ""
     return "; ".join(sentences[:_FEW]) + more
 
 
 def _structure(old: Sequence[str], new: Sequence[str]) -> str:
-    """Which leaves of the arguments there are only now, or are no more."""
+    """Lists the leaves of the arguments that are new or gone."""
     more, less = ([name for name in a if name not in b] for a, b in ((new, old), (old, new)))
     text = ", ".join([f"with {listed(more)}"] * bool(more) + [f"without {listed(less)}"] * bool(less))
     return f": now {text}" if text else ""
 
 
 def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
-    """What is otherwise in variables and objects; of what was replaced, is new or gone, not what is in it."""
-    was_there, is_there = old.left.by_name, new.held.by_name
+    """Yields the changes in variables and objects; not those inside an object that was replaced, is new or gone."""
+    was_there, is_there = old.held.by_name, new.held.by_name
     whole = {at for at in {**is_there, **was_there} if at and bool(was_there.get(at)) != bool(is_there.get(at))}
     for at in dict.fromkeys((*is_there, *was_there)):
         a, b = list(was_there.get(at, ())), list(is_there.get(at, ()))
@@ -158,7 +152,7 @@ def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
         if a == b or (at in old.inputs and at in new.inputs) or is_inside:
             continue
         name = name_of(at, new.roots) if at else "a hook"
-        where = _read_at(new.known, at)
+        where = read_at(new.facts, at)
         if not a or not b:
             yield name + where, Change(_NEW if b else _GONE, _ANOTHER)
             continue
@@ -172,14 +166,14 @@ def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
             yield name + where, Change(f": {was} -> {now}", remedy)
 
 
-def _read_at(known: Sequence[Any], at: tuple[Any, ...]) -> str:
-    """The line on which the function reads a variable."""
+def read_at(facts: Sequence[Any], at: tuple[Any, ...]) -> str:
+    """Returns the line on which the function reads a variable, as text; `facts` are those of a call's key."""
     if not at or isinstance(at[0], int):
         return ""
     root, _, attribute = at[0].partition(".")  # of a class
     attribute = attribute or (at[2] if at[1:2] == (".",) else "")
-    found = (x.line(root, attribute) for x in known if isinstance(x, Reach))
-    code, line = next(filter(None, found), (None, 0))
+    lines = (x.line(root, attribute) for x in facts if isinstance(x, Reach))
+    code, line = next(filter(None, lines), (None, 0))
     return f", read in {code.co_name} at {Path(code.co_filename).name}:{line}" if code else ""
 
 
@@ -213,10 +207,6 @@ _RECORD = (
 _SETTING = (
     "hold what a scheduler changes as a tensor, which it fills (lr=torch.tensor(0.1), foreach=False); or call "
     "opt.step() behind the jitted function, which then returns the loss"
-)
-_EFFECT = (
-    "change it outside, or hold it as numbers, texts, tensors and tuples, lists and dicts of them: calls repeat what "
-    "happens to these, and trace what else happens"
 )
 _GRADIENT = "set gradients to None before every call (zero_grad does), or never"
 _ANOTHER = "make it once, outside the loop, and keep it"

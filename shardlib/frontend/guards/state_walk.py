@@ -1,4 +1,4 @@
-"""What is found of a call's state: the tensors beside its arguments, each once, with their places, and the rest."""
+"""Holds the state that a call reaches: the tensors beside its arguments, each once, with their places, and facts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.strided_only import refuse_unstrided
-from shardlib.frontend.side_effects.mutable_places import Changing, Place
-from shardlib.frontend.side_effects.place_names import name_of
+from shardlib.frontend.guards.mutable_places import Changing, Place
+from shardlib.frontend.guards.place_names import name_of
 
 _NOTHING_CHANGES = Changing()
 
@@ -27,10 +27,10 @@ class _Own(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, of: Any, owner: type) -> T:
-        made: T = self.make()
-        of.__dict__[self.name] = made
-        return made
+    def __get__(self, instance: Any, owner: type) -> T:
+        value: T = self.make()
+        instance.__dict__[self.name] = value
+        return value
 
 
 NEAR, DEPTH = 12, 64  # objects within objects: so deep one looks into all of them, and so deep
@@ -77,52 +77,52 @@ class ReachedState:
         self.code: dict[int, Any] = {}
 
     def is_far(self, depth: int) -> bool:
-        """Whether one does not look into something at this depth; it is taken to be looked into otherwise."""
+        """Returns whether the walk skips objects at this depth; it counts the object as read otherwise."""
         self._far += depth >= NEAR
         return depth >= DEPTH or self._far > FEW
 
     @property
     def names(self) -> list[str]:
-        """What each tensor is called: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
+        """Names each tensor: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
         return list(map(self.name, self.places))
 
     @property
     def leaf_names(self) -> list[str]:
-        """What each of `leaves` is called."""
+        """Names each of `leaves`."""
         return [*self.names, *(self.name(at) for _, at in self.numbers.values())]
 
     @property
     def leaves(self) -> list[Any]:
-        """What is an input beside the arguments: tensors, then numbers."""
+        """Lists the inputs beside the arguments: tensors, then numbers."""
         return [*self.tensors, *(x for x, _ in self.numbers.values())]
 
     def name(self, place: tuple[Any, ...]) -> str:
-        """What a place is called."""
+        """Returns the name of a place."""
         return name_of(place, self.roots, self.places)
 
     def runs(self, code: Any) -> None:
         """A function or a class that the call may run."""
         self.code.setdefault(id(code), code)
 
-    def _identity(self, x: Any, known: list[Any]) -> None:
+    def _identity(self, x: Any, facts: list[Any]) -> None:
         if x is self.own:
-            known.append("self")
+            facts.append("self")
             return
-        known.append(id(x))
+        facts.append(id(x))
         self.kept.append(x)
 
-    def _again(self, x: Any, known: list[Any]) -> bool:
-        """Whether `x` was looked into before: then it counts by its number."""
+    def _again(self, x: Any, facts: list[Any]) -> bool:
+        """Returns whether the walk has been in `x`, which then counts by its number."""
         number = self._visited.get(id(x))
         if number is not None:
-            known.append(number)
+            facts.append(number)
             return True
         self._visited[id(x)] = len(self._visited)
         return False
 
 
 def plain_form(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a program is for, of a plain tensor. Raises `ShardingError` for one that has no shape yet."""
+    """Returns the facts about a plain tensor that a program is for. Raises `ShardingError` if it has no shape yet."""
     if nn.parameter.is_lazy(x):
         raise ShardingError(
             f"a jitted function is called with parameters that have no shape yet ({type(x).__name__})",

@@ -1,4 +1,4 @@
-"""What kind of thing an object is to a call's key: a plain value, a container, who it is, or what is in it."""
+"""Classifies objects for the key of a call: plain values, containers, objects that count by identity or content."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import hashlib
 import sys
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
@@ -18,7 +19,7 @@ Held = tuple[str, Any]
 
 
 def held(x: Any) -> Held:
-    """What a reader is told of something that is held; and, where it counts by who it is, who."""
+    """Describes a value to a reader; with its identity or digest, if it counts by that."""
     kind = type(x)
     if kind in PLAIN or of_numpy(x) == "generic":
         return repr(x), None
@@ -34,22 +35,21 @@ def held(x: Any) -> Held:
 
 
 def is_its_own(x: Any) -> bool:
-    """Whether `x` is equal to nothing else, or may change: it may be another one, inside, next time."""
+    """Returns whether `x` is equal to no other object, or may change."""
     hashes: Any = type(x).__hash__
     return hashes is None or hashes is object.__hash__
 
 
 def is_closed(x: Any) -> bool:
-    """Whether `x` is of a type that is not written in Python, may change, and shows nothing of it: a queue, a hash, a
-    generator of numpy's."""
+    """Returns whether `x` may change without showing it: a queue, a hash, a generator of numpy's."""
     kind: Any = type(x)
     shows = kind.__dictoffset__ or any("__slots__" in vars(k) for k in kind.__mro__)
-    known = kind.__module__.partition(".")[0] in ("torch", "builtins", "_thread") or kind is array.array
-    return not (shows or known or callable(x)) and not of_numpy(x) and is_its_own(x)
+    is_known = kind.__module__.partition(".")[0] in ("torch", "builtins", "_thread") or kind is array.array
+    return not (shows or is_known or callable(x)) and not of_numpy(x) and is_its_own(x)
 
 
 def is_object(x: Any) -> bool:
-    """Whether `x` is a user's object, or an optimizer: its attributes count."""
+    """Returns whether the attributes of `x` count: it is a user's object, or an optimizer."""
     kind = type(x)
     named = kind.__module__
     library = named.partition(".")[0] in _LIBRARIES and not named.startswith(_OPEN)
@@ -58,8 +58,10 @@ def is_object(x: Any) -> bool:
 
 @functools.lru_cache(1 << 12)
 def may_read(kind: Any, name: Any) -> bool:
-    """Whether code of a library may read this attribute of an object: any of its own objects, and of one of the
-    user's, what it names in a class that the user's is made of."""
+    """Returns whether code of a library may read this attribute of an object.
+
+    It may read all of its own objects; of a user's object, the names in the base classes that it defines.
+    """
     if kind in (types.FunctionType, types.CellType, types.ModuleType) or issubclass(kind, type):
         return False
     bases = [base for base in kind.__mro__ if not is_users(base) and base.__module__ not in sys.builtin_module_names]
@@ -68,7 +70,7 @@ def may_read(kind: Any, name: Any) -> bool:
 
 
 def of_numpy(x: Any) -> str:
-    """Which class of numpy's an object is of: an array's, a number's, or none."""
+    """Returns 'ndarray' for an array of numpy's, 'generic' for a number of numpy's, else an empty string."""
     kind: Any = type(x)
     return _numpys(kind)
 
@@ -80,7 +82,7 @@ def _numpys(kind: Any) -> str:
 
 
 def digest(x: Any) -> bytes:
-    """What is in an array, or, of objects, who."""
+    """Hashes the elements of an array; those that are objects, by identity."""
     return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
 
 
@@ -106,6 +108,24 @@ _LIBRARIES = frozenset({"torch", "numpy", "builtins", "shardlib", "functools", "
 
 
 def is_of_parameters(x: Any) -> bool:
-    """Whether a container has parameters, or what an optimizer keeps of them: there may be many."""
+    """Returns whether a container, which may be long, holds parameters, or an optimizer's state of them."""
     first = next(iter(x.items() if isinstance(x, dict) else ((y,) for y in x)), ())
     return any(isinstance(y, torch.Tensor) and y.requires_grad and y.is_leaf for y in first)
+
+
+_call_counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # calls; times emptied
+
+
+def emptied(cache: Any) -> int:
+    """The number of times, as far as anybody has looked: then it counts from 0 again."""
+    info = cache.cache_info()
+    calls, (before, times) = info.hits + info.misses, _call_counts.get(cache, (0, 0))
+    if calls != before:
+        times += calls < before
+        _call_counts[cache] = calls, times
+    return times
+
+
+def is_cache(x: Any) -> bool:
+    """Returns whether `x` is what `functools.cache` makes of a function."""
+    return isinstance(x, functools._lru_cache_wrapper)

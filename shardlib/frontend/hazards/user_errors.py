@@ -21,7 +21,7 @@ from shardlib.core.errors import NoProgramError, ShardingError
 from shardlib.core.source_lines import error_line, user_line
 from shardlib.core.torch_private import FAKES_LOG
 from shardlib.frontend.hazards.fake_tensor_gaps import OnOneDevice, tried
-from shardlib.frontend.torch_rewrites.numpy_args import taken_for_array
+from shardlib.frontend.hazards.numpy_args import taken_for_array
 
 _KINDS = (TypeError, IndexError, ValueError, OverflowError, AssertionError, RuntimeError)
 _TORCH = str(Path(torch.__file__).parent)

@@ -1,4 +1,4 @@
-"""What Python asks of a value while a function is traced: its text, its bytes, its address.
+"""Answers or refuses Python's questions about a value of a trace: its text, its bytes, its address.
 
 A value of a trace has a type and no numbers. Printing shows the type; what would need the bytes is refused.
 """
@@ -23,7 +23,7 @@ _HANDLE_ERROR = Slot("logging.Handler.handleError")
 
 
 def is_traced(x: Any) -> bool:
-    """Whether `x` is a value of a trace, also inside a torch.func transform."""
+    """Returns whether `x` is a value of a trace, also inside a torch.func transform."""
     return isinstance(innermost(x), FakeTensor)
 
 
@@ -52,33 +52,28 @@ def logged() -> Iterator[None]:
 
 
 def pickled(x: Tensor, *_: Any) -> None:
-    """Refuse to write a value of a trace to a file."""
-    if is_traced(x):
-        raise ShardingError(
-            f"the traced function saves a tensor, {typeof(x)}",
-            [str(user_line(sys._getframe(1)))],
-            rule="Python runs once, on shapes; the values of tensors are known only when the program runs",
-            remedy="return the tensor, and save it outside: torch.save(step(x), path)",
-        )
+    """Refuses to write a value of a trace to a file."""
+    remedy = "return the tensor, and save it outside: torch.save(step(x), path)"
+    _refuse(x, "saves a tensor", remedy, rule="the values of tensors are known only when the program runs")
 
 
 def exported(x: Tensor, **_: Any) -> None:
-    """Refuse to hand out the memory of a value of a trace."""
-    if is_traced(x):
-        raise ShardingError(
-            f"the traced function hands out the memory of a tensor by DLPack, {typeof(x)}",
-            [str(user_line(sys._getframe(1)))],
-            rule="Python runs once, on shapes; a tensor has memory only when the program runs",
-            remedy="return the tensor, and hand it out outside; what needs memory is an op: torch.library.custom_op",
-        )
+    """Refuses to hand out the memory of a value of a trace."""
+    remedy = "return the tensor, and hand it out outside; what needs memory is an op: torch.library.custom_op"
+    _refuse(x, "hands out the memory of a tensor by DLPack", remedy)
 
 
 def located(x: Tensor) -> None:
-    """Refuse to say where a value of a trace is."""
+    """Refuses to say where a value of a trace is."""
+    remedy = "compare tensors by `is`; code that needs memory is an op: torch.library.custom_op"
+    _refuse(x, "asks for the address of a tensor", remedy)
+
+
+def _refuse(x: Tensor, action: str, remedy: str, rule: str = "a tensor has memory only when the program runs") -> None:
     if is_traced(x):
         raise ShardingError(
-            f"the traced function asks for the address of a tensor, {typeof(x)}",
-            [str(user_line(sys._getframe(1)))],
-            rule="Python runs once, on shapes; a tensor has memory only when the program runs",
-            remedy="compare tensors by `is`; code that needs memory is an op: torch.library.custom_op",
+            f"the traced function {action}, {typeof(x)}",
+            [str(user_line(sys._getframe(2)))],
+            rule=f"Python runs once, on shapes; {rule}",
+            remedy=remedy,
         )

@@ -31,8 +31,8 @@ from shardlib.core.torch_private import (
     saved_hooks_forbidden,
     without_transforms,
 )
+from shardlib.frontend.copy_nodes import alike
 from shardlib.frontend.functionalize import COPIED_VIEWS, body_writes, functionalize
-from shardlib.frontend.reuse.copy_nodes import alike
 from shardlib.frontend.reuse.loop_captures import Closures, is_followed, refuse_lost, stand_in
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
 from shardlib.frontend.torch_rewrites.decompositions import DECOMPOSITIONS

@@ -26,8 +26,8 @@ from shardlib.core.torch_private import (
     version_of,
     without_transforms,
 )
+from shardlib.frontend.copy_nodes import alike
 from shardlib.frontend.lifted_inputs import Lifted
-from shardlib.frontend.reuse.copy_nodes import alike
 
 
 class Closures(PersistentFunctionMode):

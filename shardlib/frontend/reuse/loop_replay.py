@@ -22,8 +22,8 @@ from shardlib.core.batched_grad import batch_all_outputs
 from shardlib.core.errors import NoDerivativeError, WrittenError
 from shardlib.core.source_lines import replayed
 from shardlib.core.torch_private import TransformType, depth_of_batches, is_wrapped, transforms, version_of
+from shardlib.frontend.copy_nodes import Copy
 from shardlib.frontend.hazards.escaped_values import HeldByHistory
-from shardlib.frontend.reuse.copy_nodes import Copy
 
 
 class NotOnceError(Exception):

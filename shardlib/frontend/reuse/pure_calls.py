@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
 from shardlib.core.torch_private import PYTHON_MODULES, TENSOR_HOOKS, OpOverload, schema_of
-from shardlib.frontend.reuse.op_meta_cache import BY_VALUES, OWN
+from shardlib.frontend.op_meta_cache import BY_VALUES, OWN
 from shardlib.ops.constraint import constrain
 
 _KINDS = ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_nested", "is_quantized")

@@ -35,10 +35,10 @@ from shardlib.core.torch_private import (
     set_slot,
     transforms,
 )
+from shardlib.frontend.copy_nodes import node_of, shows
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.hazards.memory_queries import GRAD_FN
-from shardlib.frontend.reuse.copy_nodes import node_of, shows
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
 from shardlib.frontend.reuse.pure_calls import has_hooks, is_of_torch, last_node, only_computes
 from shardlib.frontend.reuse.recorded_round import Env, Round

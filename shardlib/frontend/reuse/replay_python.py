@@ -22,13 +22,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from shardlib.core.torch_private import INTO_FUNCTION, OpOverload, function_modes, saved_hooks, transforms
+from shardlib.frontend.copy_nodes import alike
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.state_walk import plain_form
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.guards.value_kinds import PLAIN, QUICK
 from shardlib.frontend.hazards.memory_queries import ASKED, user_is_asking
 from shardlib.frontend.results import refuse_attributes
-from shardlib.frontend.reuse.copy_nodes import alike
 from shardlib.frontend.reuse.loop_replay import NotOnceError
 from shardlib.frontend.side_effects.mutation_values import itself
 from shardlib.tensor.sharded_tensor import ShardedTensor

@@ -14,14 +14,14 @@ from shardlib.frontend.guards.closure import follow as follow_code
 from shardlib.frontend.guards.code_refs import Reached
 from shardlib.frontend.guards.flatten_call import read
 from shardlib.frontend.guards.mappings import opened
-from shardlib.frontend.guards.module_equality import Alike, Read
 from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.guards.value_kinds import PLAIN, is_object
 from shardlib.frontend.reuse.loop_replay import Body, NotOnceError, owner
+from shardlib.frontend.reuse.module_equality import Alike, Read
 from shardlib.frontend.reuse.replay_python import Following, Recording
-from shardlib.frontend.side_effects.compare_values import is_value
+from shardlib.frontend.side_effects.mutation_outputs import is_value
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.primitives.random.keys import is_key
 

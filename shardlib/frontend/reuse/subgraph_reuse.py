@@ -27,12 +27,12 @@ from shardlib.core.source_lines import Line
 from shardlib.core.torch_private import IS_PARAMETER, function_modes, pytree, running_node, saved_hooks
 from shardlib.frontend.guards.code_refs import Reached
 from shardlib.frontend.guards.mappings import opened
-from shardlib.frontend.guards.module_equality import Alike, Read, noted
 from shardlib.frontend.guards.torch_modes import is_of_traces
 from shardlib.frontend.guards.value_kinds import PLAIN
 from shardlib.frontend.results import refuse_attributes
 from shardlib.frontend.reuse.loop_body import trace_body
 from shardlib.frontend.reuse.loop_replay import NotOnceError, only_gradients
+from shardlib.frontend.reuse.module_equality import Alike, Read, noted
 from shardlib.frontend.reuse.replay_python import Asking, OtherError, Recording
 from shardlib.frontend.reuse.subgraph import (
     REACHED,

@@ -1,4 +1,4 @@
-"""Who holds something (a cell, a container, a class, a module, an object): given other values, or what it had."""
+"""Gives a holder (a cell, a container, a class, a module, an object) another value, or the one that it had."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import torch
 
 from shardlib.core.torch_private import MODULE_DICTS
 from shardlib.frontend.guards.attributes import own
+from shardlib.frontend.guards.mutable_places import Item
 from shardlib.frontend.guards.value_kinds import of_numpy
-from shardlib.frontend.side_effects.mutable_places import Item
 
 if TYPE_CHECKING:
-    from shardlib.frontend.side_effects.mutable_places import Place
+    from shardlib.frontend.guards.mutable_places import Place
     from shardlib.frontend.side_effects.snapshot import Snapshot
 
-GONE = object()  # what a holder has that has nothing
+GONE = object()  # stands for no value
 ALL = object()  # the key of all items of a container
 _CONTAINERS = (list, deque, dict, set)
-FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # hold what they hold
+FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # cannot be given other items
 
 
 def put_back(owner: Any, place: Place, before: Snapshot) -> None:
-    """Give a holder what it had at one of its places."""
+    """Gives a holder what it had at one of its places."""
     old = before.copies[place[0]] if place[1] is ALL else before.values.get(place, GONE)
     put(owner, place[1], old)
 
 
 def _drop(owner: Any, key: Any) -> None:
-    """Take what a holder has."""
+    """Takes a value away from a holder."""
     if isinstance(owner, types.CellType):
         del owner.cell_contents
     elif isinstance(owner, type | types.ModuleType) or _is_slot(owner, key):
@@ -43,9 +43,9 @@ def _drop(owner: Any, key: Any) -> None:
 
 
 def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
-    """Give a holder (a cell, a list, a dict, a class, a module, an object) another value, or, if `GONE`, none.
+    """Gives a holder another value, or, if that is `GONE`, none.
 
-    `among` is the dict of a `torch.nn.Module` where it is to be; with `ALL`, a container gets all its items.
+    `among` is the dict of a `torch.nn.Module` that is to hold it. With the key `ALL`, a list gets all its items.
     """
     if key is ALL:
         _refill(owner, value)
@@ -73,7 +73,7 @@ def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
 
 
 def can_put(owner: Any, key: Any) -> bool:
-    """Whether a holder has this key, and another value under it is what is found there then."""
+    """Returns whether a holder has this key, and shows another value under it once it is put there."""
     while isinstance(key, Item):
         key = key.key
     if isinstance(owner, FIXED):
@@ -87,17 +87,17 @@ def can_put(owner: Any, key: Any) -> bool:
 
 
 def is_by_tensor(key: Any) -> bool:
-    """Whether it is that of a dict's item by a tensor (what an optimizer has of a parameter), known by its id."""
+    """Returns whether a key stands for a tensor in a dict, such as a parameter in the state of an optimizer."""
     return isinstance(key, tuple) and isinstance(key[0], type) and issubclass(key[0], torch.Tensor)
 
 
 def tensor_of(owner: dict[Any, Any], key: Any) -> Any:
-    """The tensor by which a dict has such an item."""
+    """Returns the tensor that is this key of a dict."""
     return next((x for x in owner if id(x) == key[1]), GONE)
 
 
 def _item(space: dict[Any, Any], key: Any) -> Any:
-    """What a dict has it by."""
+    """Returns the key of a dict that a place names."""
     if is_by_tensor(key) and not isinstance(key[1], torch.Tensor):
         return tensor_of(space, key)
     return key[1] if isinstance(key, tuple) else key
@@ -110,7 +110,7 @@ def _is_slot(owner: Any, key: Any) -> bool:
 
 
 def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
-    """The dict in which a holder has a name."""
+    """Returns the dict in which a holder has a name."""
     if isinstance(key, tuple) and isinstance(owner, dict):
         return owner  # an item; what is called by a text is an attribute
     inside = own(owner)
@@ -120,14 +120,14 @@ def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
 
 
 def among(owner: Any, key: Any) -> str:
-    """In which dict of a `torch.nn.Module` a name is: its parameters, its buffers; elsewhere in none."""
+    """Returns the name of the dict of a `torch.nn.Module` that has this key, such as `_buffers`; else ""."""
     if not isinstance(owner, torch.nn.Module):
         return ""
     return next((name for name in MODULE_DICTS if key in own(owner).get(name, ())), "")
 
 
 def refill(x: Any, old: Any) -> None:
-    """Give a container, or an array, the items that it had."""
+    """Gives a container, or an array, the items that it had."""
     if not isinstance(x, _CONTAINERS):
         x[... if of_numpy(x) else slice(None)] = old
     elif is_refilled(x, old):
@@ -135,10 +135,15 @@ def refill(x: Any, old: Any) -> None:
 
 
 def is_refilled(x: Any, old: Any) -> bool:
-    """Whether a container has other items than it had, or in another order; a copy of a set has one of its own."""
+    """Returns whether a container has other items than it had, or has them in another order."""
     if isinstance(x, set):
         return {id(y) for y in x} != {id(y) for y in old}
     return len(x) != len(old) or any(a is not b for a, b in zip(_items(x), _items(old), strict=True))
+
+
+def is_reordered(x: Any, old: Any) -> bool:
+    """Returns whether the keys of a dict are in another order than if new ones had been added."""
+    return [*x][: len(old)] != [*old] if not any(isinstance(k, torch.Tensor) for k in x) else False
 
 
 def _items(x: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Values of a trace that a function keeps outside: found, taken away again, refused."""
+"""Finds values of a trace that a function keeps outside, takes them away, and refuses them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardlib.core.errors import KeptError, NoProgramError
+from shardlib.core.errors import NoProgramError, SideEffectError
 from shardlib.core.torch_private import FakeTensor
 from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.side_effects.containers import put_back, refill
 from shardlib.tensor.sharded_tensor import typeof
 
 if TYPE_CHECKING:
-    from shardlib.frontend.side_effects.mutable_places import Place
+    from shardlib.frontend.guards.mutable_places import Place
     from shardlib.frontend.side_effects.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
 class Leak:
-    """A value of a trace that was found outside: who holds it, where, what that is called, and the value."""
+    """A value of a trace outside: its holder, the place, the name of the place, and the value."""
 
     owner: Any
     place: Place
@@ -33,7 +33,7 @@ class Leak:
 
     @property
     def remedy(self) -> str:
-        """What to do instead."""
+        """Returns advice for this holder."""
         if isinstance(self.owner, list):
             return "bind a new list to an attribute, self.history = self.history + [x]; or write to a tensor, h[i] = x"
         if isinstance(self.owner, dict) and "__builtins__" not in self.owner:
@@ -44,29 +44,24 @@ class Leak:
 
     @property
     def is_cached(self) -> bool:
-        """Whether its holder computes it again when it is not there."""
-        return is_cached(self.owner, self.place[1])
-
-
-def is_cached(owner: Any, key: Any) -> bool:
-    """Whether a holder's attribute is a `cached_property`."""
-    return isinstance(key, str) and isinstance(
-        inspect.getattr_static(type(owner), key, None), functools.cached_property
-    )
+        """Returns whether a `cached_property` of its holder computes the value again when it is missing."""
+        key = self.place[1]
+        attribute = inspect.getattr_static(type(self.owner), key, None) if isinstance(key, str) else None
+        return isinstance(attribute, functools.cached_property)
 
 
 def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
-    """Values of a trace are none of this world: whoever holds one gets back what he had.
+    """Gives every holder of a value of the trace what it held before.
 
-    Returns those that nobody may have kept: not in a `functools.cache` or a `cached_property`.
+    Returns the values that may not be kept: all but those in a `functools.cache` or a `cached_property`.
     """
     misses = {id(cache): count for cache, count in before.caches}
     filled = [cache for cache, count in after.caches if misses.get(id(cache)) != count and _holds_trace(cache)]
     for cache in filled:
         cache.cache_clear()  # it counts from 0 again, and may come to what it was
     before.caches = [(cache, count) for cache, count in before.caches if all(cache is not x for x in filled)]
-    known = {id(x) for x in before.tensors}
-    leaks = [leak for leak in after.leaks if id(leak.value) not in known]
+    own = {id(x) for x in before.tensors}
+    leaks = [leak for leak in after.leaks if id(leak.value) not in own]
     for leak in leaks:
         if id(leak.owner) in before.copies:
             refill(leak.owner, before.copies[id(leak.owner)])
@@ -76,7 +71,7 @@ def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
 
 
 def _holds_trace(cache: Any) -> bool:
-    """Whether some result that a `functools.cache` keeps is of a trace: a tensor, or a number."""
+    """Returns whether a `functools.cache` keeps a tensor or a number of a trace."""
     held, seen = [cache], 0
     while held and seen < 10_000:
         x = held.pop()
@@ -89,9 +84,9 @@ def _holds_trace(cache: Any) -> bool:
 
 
 def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:
-    """Refuse values of a trace that a function keeps."""
+    """Raises `SideEffectError` for values of a trace that a function keeps."""
     if leaks:
-        raise KeptError(
+        raise SideEffectError(
             f"{name} keeps tensors that it computes while it is traced",
             [f"{leak.name} has become a value of the trace, {typeof(leak.value)}" for leak in leaks],
             rule="a jitted function runs once, on shapes: its tensors have no values, and leave it only as results",
@@ -100,7 +95,7 @@ def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:
 
 
 def refuse_late(name: str, places: Sequence[str]) -> None:
-    """Refuse what a backward pass changes: a program is traced with its call, and may go back often, or never."""
+    """Raises `NoProgramError` for changes by a backward pass, which may run often or never after one call."""
     if places:
         raise NoProgramError(
             f"{name} changes what is no tensor when its results are differentiated, in a hook or a custom gradient",

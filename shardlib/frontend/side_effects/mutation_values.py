@@ -1,8 +1,7 @@
-"""What each call puts where the function left another value: the parts of that value, and the places."""
+"""Describes the values that each call binds, part by part, and binds them."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,9 @@ from shardlib.tensor.view_aliases import note_view
 
 @dataclass(frozen=True)
 class Result:
-    """A value that the program computes: output `at`. Plain, on this device, where a plain tensor was.
+    """A value that the program computes: output `at`. It is `plain`, on this device, where a plain tensor was.
 
-    One that is put where a ShardedTensor was lives as that did, in the form `home`; `was` is that, by its leaf, if it
-    is one of the call.
+    In the place of a ShardedTensor it lives in the form `home`, as that did; `was` is the leaf of that tensor.
     """
 
     at: int
@@ -30,7 +28,7 @@ class Result:
     home: Form | None
     was: int | None = None
 
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
+    def evaluate(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
         return out[self.at] if self.plain is None else out[self.at]._locals[0].to(self.plain, copy=True)
 
 
@@ -40,14 +38,13 @@ class Own:
 
     at: int
 
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
+    def evaluate(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
         return leaves[self.at]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A view of one of the call's own tensors, leaf `at`: where in its memory. Of a ShardedTensor it is output `value`,
-    unless it is all of it."""
+    """A view of one of the call's own tensors, leaf `at`. A part of a ShardedTensor is output `value`."""
 
     at: int
     size: tuple[int, ...]
@@ -55,7 +52,7 @@ class Shown:
     offset: int
     value: int | None
 
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
+    def evaluate(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
         whole = leaves[self.at].detach()
         where = self.size, self.stride, self.offset + whole.storage_offset()
         if type(whole) is not ShardedTensor:
@@ -72,18 +69,18 @@ class Computed:
 
     scalar: Scalar
 
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
+    def evaluate(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
         return self.scalar.value(leaves)
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Anything else that is a value: the same in every call of this program."""
+    """Any other value: the same in every call of this program."""
 
     value: Any
 
-    def of(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
-        return copy.copy(self.value) if isinstance(self.value, set) else self.value
+    def evaluate(self, leaves: Sequence[Any], out: Sequence[Any]) -> Any:
+        return self.value
 
 
 Part = Result | Own | Shown | Computed | Rest
@@ -98,8 +95,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A place that has another value after each call: who holds it, under which key (of a module's dict `among`), and
-    the leaves of the value; or the place, by number, whose value is this one, too."""
+    """A place that has another value after each call: its holder, the key, and the leaves of the value.
+
+    `among` is the dict of a module that has the key. `same` is the earlier mutation that binds the same object.
+    """
 
     owner: Callable[[], Any]
     key: Any
@@ -110,14 +109,14 @@ class Mutation:
 
 
 def rebind(places: Sequence[Mutation], leaves: Sequence[Any], out: Sequence[Any]) -> None:
-    """Put the values of one call where they belong."""
-    made: dict[Any, Any] = {}  # one tensor stays one, wherever it is put
+    """Binds the values of one call to their places."""
+    values_of_parts: dict[Any, Any] = {}  # one tensor stays one, wherever it is put
     values: list[Any] = []
     for place in places:
         for part in place.parts:
-            if isinstance(part, Result | Shown) and part not in made:
-                made[part] = part.of(leaves, out)
-        flat = [made[p] if isinstance(p, Result | Shown) else p.of(leaves, out) for p in place.parts]
+            if isinstance(part, Result | Shown) and part not in values_of_parts:
+                values_of_parts[part] = part.evaluate(leaves, out)
+        flat = [values_of_parts[p] if isinstance(p, Result | Shown) else p.evaluate(leaves, out) for p in place.parts]
         values.append(values[place.same] if place.same >= 0 else pytree.tree_unflatten(flat, place.tree))
     for place, value in zip(places, values, strict=True):
         by = place.key[1] if isinstance(place.key, tuple) else None
@@ -126,5 +125,5 @@ def rebind(places: Sequence[Mutation], leaves: Sequence[Any], out: Sequence[Any]
 
 
 def itself(x: Any) -> Any:
-    """What refers to an object, with it: `partial(itself, x)` is as a weak reference, and keeps it."""
+    """Returns its argument: `partial(itself, x)` is called like a weak reference, and keeps the object."""
     return x

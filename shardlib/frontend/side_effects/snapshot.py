@@ -1,4 +1,4 @@
-"""State with every place that was read: what is compared before and after a function is traced, and put back."""
+"""Records every place that a function reaches, to compare it before and after a trace and to put it back."""
 
 from __future__ import annotations
 
@@ -14,21 +14,32 @@ import torch
 from torch import nn
 
 from shardlib.core.torch_private import FakeTensor
-from shardlib.frontend.guards.lru_caches import is_cache
+from shardlib.frontend.guards.mutable_places import NUMBERS, Changing, Facts, Place, items
 from shardlib.frontend.guards.number_inputs import is_given
 from shardlib.frontend.guards.object_state import LENGTH, State
-from shardlib.frontend.guards.value_kinds import CONTAINERS, PLAIN, QUICK, Held, held, is_object, may_read, of_numpy
+from shardlib.frontend.guards.value_kinds import (
+    CONTAINERS,
+    PLAIN,
+    QUICK,
+    Held,
+    held,
+    is_cache,
+    is_object,
+    may_read,
+    of_numpy,
+)
 from shardlib.frontend.side_effects.leaks import Leak
-from shardlib.frontend.side_effects.mutable_places import NUMBERS, Changing, Facts, Place, items
 
 LARGE = 1 << 26  # bytes of an array; larger ones are not copied, so what a function that raises wrote there stays
 
 
 class Snapshot(State):
-    """`found` is what is known of each place, `values` what was there, `called` its name in parts; `owners` are the
-    holders, `copies` their items where they are containers, by their ids. `told` is what a reader is told, by names:
-    plain values as they are, of all else words. `leaks` are values of a trace, `leaked` whether a number of one is
-    among them."""
+    """A `State` that keeps all places.
+
+    By place: `found` are facts about its value, `values` the value itself, `called` its name in parts. By id: `owners`
+    are the holders, `copies` the items of those that are containers. `described` tells the values to a reader, by name:
+    a plain value, or words. `leaks` are values of a trace; `leaked` says that a number of one is among them.
+    """
 
     def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
         super().__init__(own, changing)
@@ -38,24 +49,24 @@ class Snapshot(State):
         self.called: dict[Place, tuple[Any, ...]] = {}
         self.owners: dict[int, Any] = {}
         self.copies: dict[int, Any] = {}
-        self.told: list[tuple[tuple[Any, ...], Any, Held | None]] = []
+        self.described: list[tuple[tuple[Any, ...], Any, Held | None]] = []
         self.leaks: list[Leak] = []
         self.leaked = False
         self._log = False  # whether one is being read
         self.caches: list[tuple[Any, int]] = []  # each with the number of results that it had to compute
 
     def text(self, place: Place) -> str:
-        """What a place is called."""
+        """Returns the name of a place."""
         return self.name(self.called[place])
 
     def changed(self, before: Snapshot) -> dict[Place, Facts]:
-        """The places that hold something else than before, or are new, with what they hold."""
+        """Returns the places that are new or hold another value than before, with the facts about it."""
         if self is before:
             return {}
         return {place: now for place, now in self.found.items() if before.found.get(place) != now}
 
     def is_like(self, before: Snapshot) -> bool:
-        """Whether every place holds what it held, and they are in the same order; a container may have other items."""
+        """Returns whether every place holds what it held, in the same order; a container may have other items."""
         if self.leaked or self.leaks or self.caches != before.caches or self.found != before.found:
             return False
         pairs = zip(self.values.items(), before.values.items(), strict=False)
@@ -64,35 +75,35 @@ class Snapshot(State):
         )
 
     def places_of(self, x: Any) -> list[Place]:
-        """The places that hold an object."""
+        """Returns the places that hold an object."""
         return self._held_at.get(id(x), [])
 
     @functools.cached_property
     def _held_at(self) -> dict[int, list[Place]]:
-        """The places of each object, by its id."""
-        found: dict[int, list[Place]] = defaultdict(list)
+        """Maps the id of each object to its places."""
+        places: dict[int, list[Place]] = defaultdict(list)
         for place, x in self.values.items():
-            found[id(x)].append(place)
-        return found
+            places[id(x)].append(place)
+        return places
 
     def is_log(self, container: int) -> bool:
-        """Whether the code only appends to what this container is called, wherever it is held."""
+        """Returns whether the code only appends to the names of this list, and reads none of them."""
         return bool(self.logs and (names := self._names_of(container))) and self.logs.issuperset(names)
 
     def grown(self, changed: Iterable[Place]) -> dict[int, Any]:
-        """The containers whose lengths are among what the caller has changed, and that the code does not read."""
-        found = {place[0] for place in changed if place[1] is LENGTH}
-        return {i: self.owners[i] for i in found if self._names_of(i) and not self._is_read(i)}
+        """Returns the lists whose lengths the caller has `changed` and that the code does not read."""
+        containers = {place[0] for place in changed if place[1] is LENGTH}
+        return {i: self.owners[i] for i in containers if self._names_of(i) and not self._is_read(i)}
 
     def read_logs(self) -> set[int]:
-        """What was not read when it became a log, and is read by the code that is there now."""
+        """Returns the logs that the code, which may be other code than before, reads now."""
         return set(filter(self._is_read, self.changing.logs))
 
     def _is_read(self, container: int) -> bool:
         return not self.read_names.isdisjoint([*self._names_of(container), "*"]) or self._is_of_library(container)
 
     def _is_of_library(self, container: int) -> bool:
-        """Whether it is part of what code of libraries reads, which nobody goes through."""
+        """Returns whether code of a library may read a list, or a container or an object that holds it."""
         todo, seen = [container], {container}
         for inner in todo:
             for holder, key in self._held_at.get(inner, []):
@@ -106,92 +117,92 @@ class Snapshot(State):
         return False
 
     def _names_of(self, container: int) -> list[str]:
-        """What a container whose methods give nothing back is called, wherever it is held."""
-        if type(self.owners.get(container)) not in (list, set, deque):
+        """Returns the names of a list, wherever it is held."""
+        if type(self.owners.get(container)) is not list:
             return []
         held = [self.called[place] for place in self._held_at.get(container, [])]
         return [next((x for x in reversed(at) if isinstance(x, str)), "").rpartition(".")[2] for at in held]
 
-    def _marks(self, x: torch.Tensor, known: list[Any]) -> None:
+    def _marks(self, x: torch.Tensor, facts: list[Any]) -> None:
         self.owners[id(x)] = x
-        super()._marks(x, known)
+        super()._marks(x, facts)
 
-    def object(self, x: Any, known: list[Any], leaf: int) -> None:
-        self.told.append(((leaf,), None, held(x)))
-        super().object(x, known, leaf)
+    def object(self, x: Any, facts: list[Any], leaf: int) -> None:
+        self.described.append(((leaf,), None, held(x)))
+        super().object(x, facts, leaf)
 
-    def named(self, name: str, x: Any, known: list[Any], holder: Any = None, key: Any = None) -> None:
+    def named(self, name: str, x: Any, facts: list[Any], holder: Any = None, key: Any = None) -> None:
         self.owners[id(holder)] = holder
-        super().named(name, x, known, holder, key)
+        super().named(name, x, facts, holder, key)
 
-    def _attribute(self, owner: int, name: Any, x: Any, known: list[Any], depth: int) -> None:
-        start, place, at = len(known), (owner, name), self._at
+    def _attribute(self, owner: int, name: Any, x: Any, facts: list[Any], depth: int) -> None:
+        start, place, at = len(facts), (owner, name), self._at
         if (kind := type(x)) in QUICK and not (kind in NUMBERS and place in self.changing.numbers):  # most are
-            facts = name, kind, x if kind is not float else x.hex()
-            known += facts
+            entry = name, kind, x if kind is not float else x.hex()
+            facts += entry
             if not self._log:
-                self.found[place] = facts
+                self.found[place] = entry
             self.values[place], self.called[place] = x, at
             if name is not LENGTH:
-                self.told.append((at, x, None))
+                self.described.append((at, x, None))
             return
         if kind in _EMPTY and not x and not self._log and not self.changing.is_noted(id(x)):  # modules have many
             inner = (number := id(x)), LENGTH
-            known += (name, kind, *_NONE_IN_IT)
+            facts += (name, kind, *_NONE_IN_IT)
             self.found[place], self.found[inner] = (kind, number), _NONE_IN_IT
             self.values[place], self.values[inner] = x, 0
             self.called[place] = self.called[inner] = at
             self.owners[number], (self.copies[number], words) = x, _EMPTY[kind]
-            self.told.append((at, None, words))
+            self.described.append((at, None, words))
             return
-        super()._attribute(owner, name, x, known, depth)
+        super()._attribute(owner, name, x, facts, depth)
         deep = kind not in PLAIN and (isinstance(x, _DEEP) or is_object(x))
         if not self._log:
-            self.found[place] = (type(x), *_who(x)) if deep or kind is MethodType else tuple(known[start:])
+            self.found[place] = (type(x), *_identity_of(x)) if deep or kind is MethodType else tuple(facts[start:])
         self.values[place], self.called[place] = x, at
         if kind is tuple or kind is list:
             self.values.update(items(place, x))
         if name is not LENGTH:
-            self.told.append((at, None, held(x)))
+            self.described.append((at, None, held(x)))
         if isinstance(x, FakeTensor):
             self.leaks.append(Leak(self.owners.get(owner), place, self.name(at), x))
         elif is_cache(x):
             self.caches.append((x, x.cache_info().misses))
 
-    def _value(self, x: Any, known: list[Any], depth: int) -> None:
+    def _value(self, x: Any, facts: list[Any], depth: int) -> None:
         if is_given(x):
             self.leaked = True
-        super()._value(x, known, depth)
+        super()._value(x, facts, depth)
 
-    def _container(self, x: Any, known: list[Any], depth: int, place: Place | None = None) -> None:
+    def _container(self, x: Any, facts: list[Any], depth: int, place: Place | None = None) -> None:
         self.owners[id(x)] = x
         if isinstance(x, _CHANGING):
             self.copies[id(x)] = _copied(x)
         outside, self._log = self._log, self._log or id(x) in self.changing.logs
-        super()._container(x, known, depth, place)
+        super()._container(x, facts, depth, place)
         self._log = outside
 
-    def _object(self, x: Any, known: list[Any], depth: int) -> None:
+    def _object(self, x: Any, facts: list[Any], depth: int) -> None:
         if isinstance(x, bytearray | array.array) or (of_numpy(x) == "ndarray" and x.flags.writeable):
             self.owners[id(x)] = x
             if getattr(x, "nbytes", 0) <= LARGE:
                 self.copies[id(x)] = copy.copy(x)
-        super()._object(x, known, depth)
+        super()._object(x, facts, depth)
 
-    def _again(self, x: Any, known: list[Any]) -> bool:
+    def _again(self, x: Any, facts: list[Any]) -> bool:
         self.owners[id(x)] = x
-        return super()._again(x, known)
+        return super()._again(x, facts)
 
 
-def _who(x: Any) -> tuple[int, ...]:
-    """What has places of its own counts by identity where it is held; a method is made anew whenever it is read."""
+def _identity_of(x: Any) -> tuple[int, ...]:
+    """Returns the identity of an object; that of a method, which is made anew for each read, is its two parts."""
     return (id(x.__func__), id(x.__self__)) if type(x) is MethodType else (id(x),)
 
 
 _CHANGING = (list, dict, set, deque)
 _DEEP = (nn.Module, *CONTAINERS)
 EMPTY = OrderedDict, dict, list  # kinds of containers that are often empty
-# What they hold then, and words for it.
+# An empty copy of each kind, and words for it.
 _EMPTY: dict[Any, tuple[Any, Held]] = {kind: (kind(), held(kind())) for kind in (*EMPTY, set)}
 _NONE_IN_IT = (LENGTH, int, 0)
 

@@ -1,19 +1,19 @@
-"""Other tensors in the places where a function finds some, for a while; in a tuple, this is another tuple."""
+"""Puts other tensors, for a while, in the places where a function finds some; a tuple is replaced by another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib.frontend.guards.mutable_places import Item, Place
 from shardlib.frontend.side_effects.containers import FIXED, is_by_tensor, put, refill
-from shardlib.frontend.side_effects.mutable_places import Item, Place
 from shardlib.frontend.side_effects.snapshot import Snapshot
 
 
 class Substitution:
-    """`places`, with what stands there; what stands for `tuples`, and these, by their ids.
+    """`places` maps each place to its stand-in; `tuples` maps the id of a tuple to its stand-in and itself.
 
-    `before` is what was found before. With `keys`, those of dicts and items of sets may be others, by `put_keys`.
+    With `keys`, keys of dicts and items of sets may be replaced, too, by `put_keys`.
     """
 
     def __init__(self, before: Snapshot, *, keys: bool = False) -> None:
@@ -22,7 +22,7 @@ class Substitution:
         self.tuples: dict[int, tuple[Any, Any]] = {}
 
     def put(self, x: Any, instead: Any) -> bool:
-        """Let something stand wherever another thing is held; whether it can."""
+        """Puts a stand-in wherever an object is held; returns whether all holders can hold another one."""
         places = self.before.places_of(x)
         if not places or not all(map(self._can_hold, places)):
             return False
@@ -31,7 +31,7 @@ class Substitution:
         return True
 
     def put_keys(self, instead: Mapping[int, Any]) -> None:
-        """The same of the keys of dicts (an optimizer's parameters) and of sets, by ids; when all else stands."""
+        """Replaces keys of dicts (an optimizer's parameters) and items of sets, by id; called after `put`."""
         for number in self.before.copies:
             owner = self.before.owners[number]
             if isinstance(owner, dict | set) and not instead.keys().isdisjoint(map(id, owner)):
@@ -39,12 +39,12 @@ class Substitution:
                 refill(owner, dict(zip(keys, owner.values(), strict=True)) if isinstance(owner, dict) else set(keys))
 
     def again(self) -> None:
-        """Put what stands somewhere there once more."""
+        """Puts all stand-ins in their places once more."""
         for place, x in self.places.items():
             put(*self._holder(place), x)
 
     def end(self, now: Mapping[Place, Any]) -> None:
-        """Give back what was there, where that stands `now`."""
+        """Gives the places what they held, where a stand-in is in them `now`."""
         for place, x in self.places.items():
             if now.get(place) is x:
                 put(*self._holder(place), self.before.values[place])
@@ -60,14 +60,14 @@ class Substitution:
         return owner is not None and not isinstance(owner, FIXED) and (self.keys or not is_by_tensor(key))
 
     def _holder(self, place: Place) -> tuple[Any, Any]:
-        """Who holds what is at a place, and under which key."""
+        """Returns the holder of a place, and the key."""
         owner, key = place
         if isinstance(key, Item):
             return self.before.values[owner, key.key], key.index
         return self.before.owners.get(owner), key
 
     def _stand(self, place: Place, x: Any) -> None:
-        """Let something else stand at a place; in a tuple, this is another tuple."""
+        """Puts a stand-in at a place; in a tuple, by another tuple."""
         owner, key = self._holder(place)
         if isinstance(owner, set):
             return
@@ -76,7 +76,7 @@ class Substitution:
             self.places[place] = x
             return
         held, _ = self.tuples.get(id(owner), (owner, owner))
-        made = (*held[:key], x, *held[key + 1 :])
-        self.tuples[id(owner)] = made, owner
+        replaced = (*held[:key], x, *held[key + 1 :])
+        self.tuples[id(owner)] = replaced, owner
         for around in self.before.places_of(owner):
-            self._stand(around, made)
+            self._stand(around, replaced)

@@ -16,9 +16,9 @@ from shardlib.core.call_scalar import is_same_number, replace_by_hints
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ValueNeededError
 from shardlib.core.source_lines import user_line
+from shardlib.frontend.guards.host_scalars import Contents, Copies, Hosted, copied, filled
 from shardlib.frontend.guards.number_inputs import Numbers, is_given, scalar_of
 from shardlib.frontend.side_effects.containers import put_back
-from shardlib.frontend.side_effects.host_scalars import Contents, Copies, Hosted, copied, filled
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.tensor.sharded_tensor import typeof
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +18,20 @@ from shardlib.compiler.pipeline import Compiled, compile_program
 from shardlib.compiler.plan.plan import Plan
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.context import compiling, skip_dynamo
-from shardlib.core.errors import EffectError, NoProgramError, ShardingError
+from shardlib.core.errors import EffectError, NoProgramError, ShardingError, SideEffectError
 from shardlib.core.mode_restore import without_function_modes
 from shardlib.core.source_lines import caller_at
 from shardlib.core.stage_clock import StageClock, show_progress
 from shardlib.core.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.guards.recompile_reasons import OFTEN, Change, RetraceWarning, difference, listed, seen
+from shardlib.frontend.guards.recompile_reasons import OFTEN, Change, RetraceWarning, difference, listed, read_at, seen
 from shardlib.frontend.hazards.escaped_values import keeps_numbers, refuse_kept
 from shardlib.frontend.hazards.grad_reads import LookedAtGradientError
 from shardlib.frontend.hazards.threads import refuse_nested
 from shardlib.frontend.side_effects.leaks import refuse_late, refuse_leaks
 from shardlib.frontend.side_effects.mutations import MutationTracker
+from shardlib.frontend.side_effects.refused_effects import refuse_effects
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.jit.call.function import Function
 from shardlib.jit.call.program_cache import PROGRAMS, Programs
@@ -91,8 +93,8 @@ class Invocation:
         return self.function.read_call(self.mesh, self.programs, state, self.args, self.kwargs)
 
     @skip_dynamo
-    def plan(self, *, runs: bool = True) -> tuple[Plan, list[Any]]:
-        """Returns the plan, and the objects that it identifies; if the call `runs`, the trace's effects stay.
+    def plan(self) -> tuple[Plan, list[Any]]:
+        """Returns the plan, and the objects that it identifies; all effects of the trace are undone.
 
         The key of a call whose program serves only this call is None.
         """
@@ -103,9 +105,9 @@ class Invocation:
             with compiling():
                 if compiling.count > self.read_at + 1:  # another thread may have traced since
                     self.read()
-                return self._plan(runs)
+                return self._plan()
 
-    def _plan(self, runs: bool) -> tuple[Plan, list[Any]]:
+    def _plan(self) -> tuple[Plan, list[Any]]:
         name, programs, modes = self.function.name, self.programs, self.key[1]
         for attempt in itertools.count():
             watch = MutationTracker(self.look)
@@ -132,47 +134,42 @@ class Invocation:
                 self.read()
                 continue
             left_behind = watch.undo(left)
-            if left_behind:
-                watch.restore()
-            refuse_leaks(name, left_behind)
             with _undone(watch):
+                refuse_leaks(name, left_behind)
                 refuse_late(name, late if plan.compiled.traced.after.gradients else ())
                 refuse_kept(name, plan.compiled.traced.outlived)
+                after = left if watch.leaves(left) else watch.look()
+                effects = watch.unsupported(after)
+                mine = [x for x in effects if not any(text.startswith(after.name(x.place)) for text in late)]
+                refuse_effects(name, mine, after.name, partial(read_at, self.key[2]))
             is_known = watch.learn(programs.changing)
             programs.asks |= plan.compiled.traced.asked
-            before = self.state
+            tensors = [*map(id, self.state.tensors)]
             if left is not watch.before or programs.asks:
                 self.read()
-            if not watch.is_moved(name, before, self.state) and is_known:
+            if tensors == [*map(id, self.state.tensors)] and is_known:
                 break
             if attempt == _ATTEMPTS:
                 watch.restore()
-                raise ShardingError(
+                raise SideEffectError(
                     f"{name} leaves what it finds in another order each time that it is traced",
+                    ["the submodules or attributes of an object change their order"],
                     rule="a jitted function finds the same tensors in the same order before and after a trace",
                     remedy="hold them in a list, and change its items; or pass them as arguments",
                 )
-        return self._keep(watch, plan, left, modes, runs)
+        return self._keep(watch, plan, modes, bool(late))
 
-    def _keep(
-        self, watch: MutationTracker, plan: Plan, left: Snapshot, modes: Any, runs: bool
-    ) -> tuple[Plan, list[Any]]:
+    def _keep(self, watch: MutationTracker, plan: Plan, modes: Any, is_late: bool) -> tuple[Plan, list[Any]]:
         """Keeps a plan for calls with this key, and notes why the function was compiled again."""
         programs, served = self.programs, plan.compiled.traced.served
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
-        after = left if watch.leaves(left) else watch.look()
-        unrepeated = watch.unrepeated(after)
-        now = seen(self.function.fn, call, self.key, served.asked, watch.before, after, unrepeated)
+        now = seen(self.function.fn, call, self.key, served.asked, watch.before)
         if programs.last is not None:
             self._note(difference(programs.last, now))
         programs.last = now
         programs.changing.grads |= plan.compiled.traced.looked  # the key then says whether there is a `.grad`
-        if self.key[1] != modes or unrepeated:  # a program cannot repeat such effects
+        if self.key[1] != modes or is_late:  # modes, or what another thread has changed since, count in one call
             self.key = None
-            was = [x for x, _ in watch.before.numbers.values()]  # the function may have replaced a number
-            self.leaves[len(self.leaves) - len(self.state.numbers) :] = was
-        if unrepeated and not runs:
-            watch.restore()
         programs.plans.keep(self.key, (plan, self.state.kept), served)
         return plan, self.state.kept
 

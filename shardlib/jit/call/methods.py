@@ -8,7 +8,7 @@ import weakref
 from typing import Any, Protocol
 
 from shardlib.compiler.plan.plan import Plan
-from shardlib.frontend.guards.bound_methods import Bound
+from shardlib.frontend.guards.attributes import Bound
 from shardlib.jit.call.program_cache import Programs
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shardlib.compiler.plan.plan import Plan
+from shardlib.frontend.guards.mutable_places import Changing
 from shardlib.frontend.guards.number_guards import Served
 from shardlib.frontend.guards.recompile_reasons import Seen
-from shardlib.frontend.side_effects.mutable_places import Changing
 from shardlib.jit.call.execute import Entry
 
 PROGRAMS, PLANS = 64, 8  # most that a function keeps

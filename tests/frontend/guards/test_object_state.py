@@ -502,19 +502,21 @@ def test_a_refused_call_changes_nothing() -> None:
 
     items, names, known, log = [1], {"a": 1}, {1}, Log()
 
-    def fn(x: Tensor, wrong: bool) -> Tensor:
+    def fn(x: Tensor, how: str) -> Tensor:
         items.append(2)
         names["b"] = 2
-        known.add(2)
         log.calls += 1
-        return x * float(x.sum()) if wrong else x
+        if how == "a set":
+            known.add(2)
+        return x * float(x.sum()) if how == "a value" else x
 
     step = sl.jit(fn)
-    with pytest.raises(ShardingError, match="needs the value"):
-        step(X, True)
-    assert (items, names, known, log.calls) == ([1], {"a": 1}, {1}, 0)
-    step(X, False)
-    assert (items, names, known, log.calls) == ([1, 2], {"a": 1, "b": 2}, {1, 2}, 1)
+    for how, words in (("a value", "needs the value"), ("a set", "known, read in fn at .*: the items of a set change")):
+        with pytest.raises(ShardingError, match=words):
+            step(X, how)
+        assert (items, names, known, log.calls) == ([1], {"a": 1}, {1}, 0)
+    step(X, "")
+    assert (items, names, known, log.calls) == ([1, 2], {"a": 1, "b": 2}, {1}, 1)
 
 
 def test_what_an_earlier_trace_left_in_a_hidden_place_is_refused() -> None:
@@ -1112,8 +1114,18 @@ def test_a_queue_of_tensors() -> None:
     m = Mutable()
     queue = [torch.ones(4), torch.zeros(4)]
     step = sl.jit(lambda x: x + queue.pop() + m.n)
+    with pytest.raises(ShardingError, match=r"queue, read in <lambda> at .*: items of a list are removed"):
+        step(X)
+    assert len(queue) == 2
+    held = types.SimpleNamespace(queue=queue)
+
+    def taken(x: Tensor) -> Tensor:
+        *held.queue, last = held.queue
+        return x + last + m.n
+
+    step = sl.jit(taken)
     same([step(X), step(X)], [X + m.n, X + 1 + m.n])
-    assert not queue
+    assert not held.queue
 
 
 # Odd objects ----------------------------------------------------------------------------------------------------------

@@ -34,16 +34,31 @@ def mesh() -> Iterator[Mesh]:
 NUMBERS: dict[str, Callable[[Any], Any]] = {
     "key": lambda n: {n: 1},
     "key of keys": lambda n: {(n, 1): 2},
+    "size": lambda n: torch.Size([n]),
+}
+OBJECTS: dict[str, Callable[[Any], Any]] = {
     "set": lambda n: {n},
     "frozen set": lambda n: frozenset([n]),
     "counter": lambda n: Counter([n]),
     "slice": lambda n: slice(n),
-    "size": lambda n: torch.Size([n]),
     "error": lambda n: ValueError(n),
     "array": lambda n: np.array([n, 1]),
     "product of an array": lambda n: np.arange(3) * n,
     "objects": lambda n: np.array([n, None]),
 }
+
+
+@pytest.mark.parametrize("keep", OBJECTS.values(), ids=OBJECTS)
+def test_objects_of_numbers_that_are_kept_are_refused(keep: Callable[[Any], Any]) -> None:
+    owner = types.SimpleNamespace(value=None)
+
+    def fn(x: Tensor, n: Any) -> Tensor:
+        owner.value = keep(n)
+        return x * n
+
+    with pytest.raises(ShardingError, match=r"\* owner.value, read in fn at .*: (?:another|a) .* is bound\n"):
+        sl.jit(fn)(torch.ones(4), 3)
+    assert owner.value is None
 
 
 @pytest.mark.parametrize("keep", NUMBERS.values(), ids=NUMBERS)

@@ -1,4 +1,4 @@
-"""What places are called: `net.head.weight`, `self.scales[0]`, `opt.state[net.head.weight]['step']`.
+"""Names places: `net.head.weight`, `self.scales[0]`, `opt.state[net.head.weight]['step']`.
 
 A place is a tuple of parts: a text, or `(key,)` for an item. Names are the same in all processes, so that ranks may
 compare what they call their variables: a key that is no plain value does not lend its address.
@@ -55,14 +55,14 @@ class Nth(int):
 
 
 class _Called(str):
-    """What a key is called that is no plain value."""
+    """The name of a key that is no plain value."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def key_name(k: Any, i: int, numbers: Mapping[int, int]) -> Any:
-    """What stands for the i-th key of a dict in a place; `numbers` are those of tensors, by their ids."""
+    """Returns the part of a place for the i-th key of a dict; `numbers` are those of tensors, by their ids."""
     kind = type(k)
     if kind is int or isinstance(k, torch.Tensor):
         number = numbers.get(k if kind is int else id(k))

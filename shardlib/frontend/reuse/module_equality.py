@@ -49,30 +49,30 @@ class Alike(State):
 
     def read(self, x: Any, given: Sequence[Any], reached: Reached) -> tuple[Any, ...]:
         """All facts about `x`, what it is `given`, and what the code of both closes over."""
-        known: list[Any] = []
-        self._value(x, known, 0)
-        read(given, [], known, self)
-        follow(reached, None, self, known)
-        return tuple(known)
+        facts: list[Any] = []
+        self._value(x, facts, 0)
+        read(given, [], facts, self)
+        follow(reached, None, self, facts)
+        return tuple(facts)
 
-    def _value(self, x: Any, known: list[Any], depth: int) -> None:
+    def _value(self, x: Any, facts: list[Any], depth: int) -> None:
         if is_given(x):
-            known.append(x.scalar)  # a number of the trace: which one
+            facts.append(x.scalar)  # a number of the trace: which one
         elif isinstance(x, contextvars.ContextVar):
-            known.append("now")
-            self._value(x.get(None), known, depth + 1)
+            facts.append("now")
+            self._value(x.get(None), facts, depth + 1)
         elif isinstance(x, random.Random) or (hasattr(type(x), "__next__") and not isinstance(x, type)):
             self.opaque = True
-        super()._value(x, known, depth)
+        super()._value(x, facts, depth)
 
-    def _object(self, x: Any, known: list[Any], depth: int) -> None:
+    def _object(self, x: Any, facts: list[Any], depth: int) -> None:
         self.unread |= is_closed(x)
-        super()._object(x, known, depth)
+        super()._object(x, facts, depth)
 
-    def _module(self, x: nn.Module, known: list[Any], depth: int) -> None:
-        if self._again(x, known):
+    def _module(self, x: nn.Module, facts: list[Any], depth: int) -> None:
+        if self._again(x, facts):
             return
-        known.append(type(x))
+        facts.append(type(x))
         self.runs(type(x))
         self.opaque |= type(x).__getattribute__ is not object.__getattribute__
         at = self.modules[id(x)] = self._at
@@ -85,10 +85,10 @@ class Alike(State):
             elif k in MODULE_DICTS:
                 for name, z in y.items():
                     self._at = (*at, ".", name)
-                    self._attribute(id(x), name, z, known, depth - 1)
+                    self._attribute(id(x), name, z, facts, depth - 1)
             elif whole or k == "training" or (reads is not None and (at, k) in reads):
                 self._at = (*at, ".", k)
-                self._attribute(id(x), k, y, known, depth)
+                self._attribute(id(x), k, y, facts, depth)
         self._at = at
 
 

@@ -23,7 +23,14 @@ from torch.fx.experimental.proxy_tensor import (
 
 from shardlib.core.fake_tensors import make_fake_like
 from shardlib.core.source_lines import modules
-from shardlib.core.torch_private import SLOT, FakeTensor, innermost, running_node, set_slot, without_transforms
+from shardlib.core.torch_private import (
+    SLOT,
+    FakeTensor,
+    innermost,
+    running_node,
+    set_slot,
+    without_transforms,
+)
 from shardlib.frontend.lifted_inputs import Lifted
 from shardlib.primitives.random.keys import Redrawn
 from shardlib.tensor.sharded_tensor import ShardedTensor

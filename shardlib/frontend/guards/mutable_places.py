@@ -1,4 +1,4 @@
-"""What changes where a function found it, as its programs know it from call to call."""
+"""Names the places that a function, or its caller, changes from call to call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SHORT = 64  # items of a tuple, or of a list, that are places
 
 @dataclass(frozen=True)
 class Item:
-    """The name of an item of a tuple, or of a list: which one, and what their holder has these under.
+    """The name of an item of a tuple or list: its index, and the key under which a holder has the tuple or list.
 
-    Whoever changes an item of a tuple puts another tuple in its place.
+    An item of a tuple changes when another tuple takes its place.
     """
 
     key: Any
@@ -27,7 +27,7 @@ class Item:
 
 
 def items(place: Place, x: Any) -> Iterator[tuple[Place, Any]]:
-    """The numbers in a tuple, or in a list, that is at a place; of a tuple, those in tuples in it, too."""
+    """Yields the numbers in the tuple or list at a place; for a tuple, also those in tuples inside."""
     if type(x) is tuple or type(x) is list:
         for i, y in enumerate(x[:SHORT]):
             at = place[0], Item(place[1], i)
@@ -38,7 +38,7 @@ def items(place: Place, x: Any) -> Iterator[tuple[Place, Any]]:
 
 
 def containing(place: Place) -> Iterator[Place]:
-    """The place, and those of the tuples and lists in which it is an item."""
+    """Yields the place, and those of the tuples and lists in which it is an item."""
     yield place
     while isinstance(place[1], Item):
         place = place[0], place[1].key
@@ -46,18 +46,18 @@ def containing(place: Place) -> Iterator[Place]:
 
 
 class Changing:
-    """`numbers`, which the function changes or its caller, are inputs; `holders`, the containers and tensors in which
-    the function changes something, count by identity.
+    """The `numbers` that the function or its caller changes are inputs of the program.
 
-    So do `logs`, to which it, or its caller, appends without its reading them: what is in them does not count. Nor does
-    a `.grad` as it is found, until some trace has looked at one (`grads`).
+    `holders` are the containers and tensors in which the function changes something. They count by identity. So do
+    `logs`, the lists that grow and that the function does not read: their items do not count. A `.grad` does not count
+    until some trace has looked at one (`grads`).
     """
 
     def __init__(self, *, grads: bool = True) -> None:
         self.grads = grads
         self.numbers: set[Place] = set()
         self.inside: set[Place] = set()  # tuples and lists that have some of them
-        self.rates: set[Place] = set()  # of them: what schedulers set, which optimizers of torch's take as they are
+        self.rates: set[Place] = set()  # numbers that schedulers set; torch's optimizers take them as inputs
         self.holders: set[int] = set()
         self.logs: dict[int, Any] = {}  # which are kept, so that nothing else has their ids
         self._seen: dict[Place, Any] = {}  # numbers, when the function was last traced
@@ -67,11 +67,11 @@ class Changing:
         return bool(self.numbers or self.holders or self.logs)
 
     def is_noted(self, container: int) -> bool:
-        """Whether a container counts in another way than by what is in it."""
+        """Returns whether a container counts by identity instead of by its items."""
         return container in self.holders or container in self.logs
 
     def compare(self, values: Mapping[Place, Any]) -> set[Place]:
-        """Places, none of `numbers`, with other numbers than when such a place was last traced; these are noted."""
+        """Notes all numbers; returns the places, not in `numbers`, whose numbers differ from the last trace."""
         was, now = self._seen, {place: x for place, x in values.items() if type(x) in NUMBERS}
         self._seen = (was if len(was) < MANY else {}) | now
         return {p for p, x in now.items() if type(was.get(p)) is type(x) and was[p] != x and p not in self.numbers}
@@ -83,7 +83,7 @@ class Changing:
         logs: Mapping[int, Any] = _NONE,
         no_logs: Iterable[int] = (),
     ) -> None:
-        """Note more of it; what is read now, is no log."""
+        """Notes more changes; the lists `no_logs` are read now."""
         for i in no_logs:
             del self.logs[i]
         for place in numbers:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardlib.core.call_scalar import Scalar, is_same_number
-from shardlib.frontend.side_effects.mutable_places import NUMBERS
+from shardlib.frontend.guards.mutable_places import NUMBERS
 
 
 @dataclass(frozen=True)
