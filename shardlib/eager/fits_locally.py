@@ -48,7 +48,7 @@ def fit_locally(rule: Rule, operands: Sequence[Form]) -> LocalFit | None:
     sharded = [name for name, (dim, _) in parts.items() if _is_sharded(dim)]
     kept = [{name for dim in labels for name in dim} for labels in rule.results] if sharded else []
     for name in sharded:
-        if name in rule.whole or name in rule.local_factors or name in rule.rounds:
+        if name in rule.whole or name in rule.local.factors or name in rule.ties.ring:
             return None
         for names in kept:
             if name not in names:

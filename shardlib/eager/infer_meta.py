@@ -64,7 +64,7 @@ class _LazyMeta(Meta):
         return int(self.__dict__["dims"])
 
     @property
-    def at_hand(self) -> bool:
+    def is_shape_known(self) -> bool:
         return "shape" in self.__dict__
 
     def __getattr__(self, name: str) -> Any:  # of unset attributes only

@@ -1,99 +1,84 @@
-"""`torch.distributed.checkpoint`: what it asks of tensors, whole state dicts, and copies for saving in the background.
+"""`torch.distributed.checkpoint`: planning per tensor, whole state dicts, and copies for asynchronous saving.
 
-The latter two know DTensors by their type, and take every other tensor for a plain one.
+Torch recognizes DTensors by their type in the latter two, and takes every other tensor for a plain one.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from shardlib.core.private_names import Slot
 from shardlib.core.torch_private import FILL_STATE_DICT, GATHER_STATE_DICT, STAGED_COPY, STAGED_MEMORY, pytree
 from shardlib.eager.placement_autograd import place_like
+from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.tensor.host_offload import stored_shards
 from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
 from shardlib.tensor.tensor_meta import Form
 
 
-def _planner(_: Any) -> None:
-    """Tensors that know their boxes plan for themselves. (Late: the boxes are written in the planner's types.)"""
-    import shardlib.integrations.checkpoint_chunks  # noqa: F401
+def _restore_layouts(slot: Slot) -> None:
+    """Patches a function of torch that fills a flat state dict with whole values, and keeps only DTensors' layouts."""
 
-
-def _state_dict(_: Any) -> None:
-    """`full_state_dict=True`: plain tensors out; plain tensors in, laid out as those that they replace."""
-    gather = GATHER_STATE_DICT.value
-
-    @functools.wraps(gather)
-    def gathered(state_dict: Any, **how: Any) -> Any:
-        return gather(pytree.tree_map_only(ShardedTensor, lambda x: x.detach().full_tensor(), state_dict), **how)
-
-    GATHER_STATE_DICT.value = gathered
-    for slot in FILL_STATE_DICT:
-        slot.value = _placing(slot.value)
-
-
-def _placing(distribute: Callable[..., None]) -> Callable[..., None]:
-    """One of torch's functions that fill a flat state dict with values of whole ones, and keep the type of DTensors."""
-
-    @functools.wraps(distribute)
-    def placing(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    @replaces(slot)
+    def fill(original: Callable[..., None], full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         before = {name: x for name, x in local.items() if isinstance(x, ShardedTensor)}
-        distribute(full, local, *args, **kwargs)
+        original(full, local, *args, **kwargs)
         for name, x in before.items():
             now = local.get(name)
             if isinstance(now, torch.Tensor) and not isinstance(now, ShardedTensor):
                 local[name] = place_like(now, x)
 
-    return placing
+
+def _on_cpu(x: ShardedTensor, shards: tuple[torch.Tensor, ...]) -> ShardedTensor:
+    old = x._form
+    form = Form.intern(old.layout, old.mesh, old.dtype, torch.device("cpu"), old.names, old.strides, old.offset)
+    return wrap(form, shards)
 
 
-def _stager() -> None:
-    """Copies on the CPU that training does not change, of the pieces; pieces that devices share stay shared."""
-    offload = STAGED_COPY.value
+@when_imported("torch.distributed.checkpoint.planner")
+def _patch_planner(_: Any) -> None:
+    """Gives `ShardedTensor` the planner's methods, whose module imports types of the planner."""
+    import shardlib.integrations.checkpoint_chunks  # noqa: F401
 
-    @functools.wraps(offload)
-    def offloaded(self: Any, x: torch.Tensor, memo: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+
+@when_imported("torch.distributed.checkpoint.state_dict")
+def _patch_state_dict(_: Any) -> None:
+    """`full_state_dict=True` returns plain tensors, and loads plain tensors in the layouts of those they replace."""
+
+    @replaces(GATHER_STATE_DICT)
+    def gather(original: Callable[..., Any], state_dict: Any, **options: Any) -> Any:
+        whole = pytree.tree_map_only(ShardedTensor, lambda x: x.detach().full_tensor(), state_dict)
+        return original(whole, **options)
+
+    for slot in FILL_STATE_DICT:
+        _restore_layouts(slot)
+
+
+@when_imported("torch.distributed.checkpoint.staging")
+def _patch_staging(_: Any) -> None:
+    """Copies shards to the CPU for saving while training continues; shared shards stay shared.
+
+    Blocking saves allocate the memory first, and copy later.
+    """
+
+    @replaces(STAGED_COPY)
+    def offload(original: Callable[..., Any], self: Any, x: torch.Tensor, memo: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, ShardedTensor):
-            copied: torch.Tensor = offload(self, x, memo, *args, **kwargs)
-            return copied
+            return original(self, x, memo, *args, **kwargs)
         out = _on_cpu(x, self.deepcopy_with_tensor_offload(stored_shards(x), memo, *args, **kwargs))
         memo[id(x)] = out
         return out
 
-    STAGED_COPY.value = offloaded
-
-
-def _staging(_: Any) -> None:
-    """The blocking way makes the memory first, and copies into it later."""
-    _stager()
-    create = STAGED_MEMORY.value
-
-    @functools.wraps(create)
-    def created(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces(STAGED_MEMORY)
+    def allocate(original: Callable[..., Any], state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten(state_dict)
-        rest = [None if isinstance(x, ShardedTensor) else x for x in leaves]
-        made = pytree.tree_leaves(create(pytree.tree_unflatten(rest, tree), *args, **kwargs))
+        plain = [None if isinstance(x, ShardedTensor) else x for x in leaves]
+        copies = pytree.tree_leaves(original(pytree.tree_unflatten(plain, tree), *args, **kwargs))
         whole = [
-            _on_cpu(x, tuple(p.cpu() for p in stored_shards(x))) if isinstance(x, ShardedTensor) else y
-            for x, y in zip(leaves, made, strict=True)
+            _on_cpu(x, tuple(shard.cpu() for shard in stored_shards(x))) if isinstance(x, ShardedTensor) else copy
+            for x, copy in zip(leaves, copies, strict=True)
         ]
         return pytree.tree_unflatten(whole, tree)
-
-    STAGED_MEMORY.value = created
-
-
-def _on_cpu(x: ShardedTensor, pieces: tuple[torch.Tensor, ...]) -> ShardedTensor:
-    form = x._form
-    there = Form.intern(form.layout, form.mesh, form.dtype, torch.device("cpu"), form.names, form.strides, form.offset)
-    return wrap(there, pieces)
-
-
-TAUGHT: dict[str, Callable[[Any], None]] = {
-    "torch.distributed.checkpoint.planner": _planner,
-    "torch.distributed.checkpoint.state_dict": _state_dict,
-    "torch.distributed.checkpoint.staging": _staging,
-}

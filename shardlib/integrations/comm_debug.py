@@ -1,53 +1,48 @@
-"""`CommDebugMode`, which counts collectives as torch dispatches them: programs tell it theirs."""
+"""`CommDebugMode`, which counts collectives as torch dispatches them: programs report theirs to it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from shardlib.core.context import is_tracing
+from shardlib.core.private_names import Slot
 from shardlib.core.torch_private import TRACKER_HOOKS
 from shardlib.distributed import comm_counting
+from shardlib.integrations.on_import import replaces, when_imported
+
+_MODE = "torch.distributed.tensor.debug.CommDebugMode"
 
 
-def _comm_mode(module: Any) -> None:
-    cls = module.CommDebugMode
-    enter, leave, dispatch = cls.__enter__, cls.__exit__, cls.__torch_dispatch__
+def _skip_in_traces(slot: Slot) -> None:
+    """Patches a hook on modules that tracks the current call, and leaves hooks on tensors: a trace is no call."""
 
-    @functools.wraps(enter)
-    def entering(self: Any) -> Any:
-        out = enter(self)
+    @replaces(slot)
+    def hook(original: Callable[..., None], *args: Any) -> None:
+        if not is_tracing():
+            original(*args)
+
+
+@when_imported("torch.distributed.tensor.debug")
+def _patch(_: Any) -> None:
+    @replaces(f"{_MODE}.__enter__")
+    def enter(original: Callable[..., Any], self: Any) -> Any:
+        out = original(self)
         comm_counting.add_counter(self)
         return out
 
-    @functools.wraps(leave)
-    def leaving(self: Any, *raised: Any) -> Any:
+    @replaces(f"{_MODE}.__exit__")
+    def leave(original: Callable[..., Any], self: Any, *raised: Any) -> Any:
         comm_counting.remove_counter(self)
-        return leave(self, *raised)
+        return original(self, *raised)
 
-    @functools.wraps(dispatch)
-    def dispatching(self: Any, *call: Any) -> Any:
+    @replaces(f"{_MODE}.__torch_dispatch__")
+    def dispatch(original: Callable[..., Any], self: Any, *call: Any) -> Any:
         token = comm_counting.handling.set((*comm_counting.handling.get(), self))
         try:
-            return dispatch(self, *call)
+            return original(self, *call)
         finally:
             comm_counting.handling.reset(token)
 
-    cls.__enter__, cls.__exit__, cls.__torch_dispatch__ = entering, leaving, dispatching
     for slot in TRACKER_HOOKS:
-        slot.value = _of_calls(slot.value)
-
-
-def _of_calls(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook on modules that follows where a call is, and leaves hooks of its own on tensors: a trace is no call."""
-
-    @functools.wraps(hook)
-    def called(*args: Any) -> None:
-        if not is_tracing():
-            hook(*args)
-
-    return called
-
-
-TAUGHT: dict[str, Callable[[Any], None]] = {"torch.distributed.tensor.debug": _comm_mode}
+        _skip_in_traces(slot)

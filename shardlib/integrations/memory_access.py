@@ -1,30 +1,29 @@
-"""Functions of torch's C++ that hand out a tensor's memory, or take it over, without asking its class."""
+"""Functions of torch's C++ that export a tensor's memory or replace it, whatever the tensor's class."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
+from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.ops.set_data import set_data
 from shardlib.primitives.per_device import value_of
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
-def _dlpack(module: Any) -> None:
-    export = module.to_dlpack
-
-    @functools.wraps(export)
-    def to_dlpack(x: Any) -> Any:
-        return x.__dlpack__() if isinstance(x, ShardedTensor) or is_tracing() else export(x)
-
-    module.to_dlpack = to_dlpack
+@when_imported("torch")
+@when_imported("torch.utils.dlpack")
+def _patch_dlpack(module: Any) -> None:
+    @replaces(f"{module.__name__}.to_dlpack")
+    def to_dlpack(original: Callable[..., Any], x: Any) -> Any:
+        return x.__dlpack__() if isinstance(x, ShardedTensor) or is_tracing() else original(x)
 
 
-def _data(module: Any) -> None:
-    """`x.data = y` gives a plain tensor the memory of another one, and a ShardedTensor has none."""
+@when_imported("torch")
+def _patch_data(module: Any) -> None:
+    """`x.data = y` gives a plain tensor the memory of `y`, which a ShardedTensor does not have."""
     data = module.Tensor.data
 
     def setter(self: Any, value: Any) -> None:
@@ -41,11 +40,3 @@ def _data(module: Any) -> None:
         data.__set__(self, value)
 
     module.Tensor.data = property(data.__get__, setter, doc=data.__doc__)
-
-
-def _torch(module: Any) -> None:
-    _dlpack(module)
-    _data(module)
-
-
-TAUGHT: dict[str, Callable[[Any], None]] = {"torch": _torch, "torch.utils.dlpack": _dlpack}

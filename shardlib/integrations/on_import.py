@@ -1,7 +1,8 @@
-"""Something to do to a module as soon as it is there: now, or right after somebody imports it."""
+"""Patches of modules, applied now or right after a program imports them, and of functions in them."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -9,30 +10,63 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-Teach = Callable[[Any], None]  # of the module
+from shardlib.core.private_names import Slot
 
-_waiting: dict[str, list[Teach]] = {}
+Patch = Callable[[Any], None]  # takes the module
+
+_waiting: dict[str, list[Patch]] = {}
 
 
-def when_imported(name: str, teach: Teach) -> None:
-    """Call `teach(module)` once: at once where the module is imported already, else when it is.
+def replaces(slot: Slot | str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the replacement of a function, which gets the original function and then the call's arguments.
 
     Example:
-        >>> when_imported("this", lambda module: print(module.d["N"]))
+        >>> import textwrap
+        >>> @replaces("textwrap.dedent")
+        ... def dedent(original, text):
+        ...     return original(text).upper()
+        >>> textwrap.dedent("  a")
+        'A'
+        >>> textwrap.dedent = textwrap.dedent.__wrapped__
+    """
+    slot = Slot(slot) if isinstance(slot, str) else slot
+    original = slot.value
+
+    def install(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        slot.value = call
+        return call
+
+    return install
+
+
+def when_imported(name: str) -> Callable[[Patch], Patch]:
+    """Decorates a patch of a module, which is called once: now if the module is imported, else right after its import.
+
+    Example:
+        >>> patch = when_imported("this")(lambda module: print(module.d["N"]))
         >>> import contextlib, io
         >>> with contextlib.redirect_stdout(io.StringIO()) as out:
         ...     import this
         >>> out.getvalue()[-2:]
         'A\\n'
     """
-    if name in sys.modules:
-        teach(sys.modules[name])
-    else:
-        _waiting.setdefault(name, []).append(teach)
+
+    def register(patch: Patch) -> Patch:
+        if name in sys.modules:
+            patch(sys.modules[name])
+        else:
+            _waiting.setdefault(name, []).append(patch)
+        return patch
+
+    return register
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules that somebody waits for as Python does, and has their loader call who waits."""
+    """Finds the modules that have waiting patches as Python does, and has their loaders apply the patches."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in _waiting:
@@ -44,10 +78,10 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            for teach in _waiting.pop(name, ()):
-                teach(module)
+            for patch in _waiting.pop(name, ()):
+                patch(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign] # of this one loader, of this one module
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign] # only this module has this loader
         return spec
 
 

@@ -1,11 +1,10 @@
-"""`save_pretrained` of transformers and peft: whole tensors go to the file, which plain code loads.
+"""`save_pretrained` of transformers and peft: the file holds whole tensors, which plain code loads.
 
-All ranks gather them, and the first one writes, unless the caller says who does.
+All ranks gather them, and rank 0 writes the file unless the caller passes `is_main_process`.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,60 +13,47 @@ from torch import nn
 
 from shardlib.core.torch_private import pytree
 from shardlib.distributed import world
+from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
-def _gathered(state: Any) -> Any:
-    """Plain tensors in the place of placed ones; one that has two names stays one."""
-    known: dict[int, Any] = {}
+def _gather(state: Any) -> Any:
+    """Replaces ShardedTensors by plain tensors; a tensor with two names stays one tensor."""
+    whole: dict[int, Any] = {}  # with the tensor itself, so that its id stays taken
 
     def full(x: Any) -> Any:
-        if id(x) not in known:
-            known[id(x)] = x, x.detach().full_tensor()
-        return known[id(x)][1]
+        if id(x) not in whole:
+            whole[id(x)] = x, x.detach().full_tensor()
+        return whole[id(x)][1]
 
     return pytree.tree_map_only(ShardedTensor, full, state)
 
 
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    """Its state, where parameters are themselves: those that are tied are one tensor."""
-    state: dict[str, Any] = module.state_dict(keep_vars=True)
-    return state
+def _patch_save(name: str, *, gathers: bool) -> None:
+    """Patches a `save_pretrained` method, which writes on rank 0, and with `gathers` whole tensors."""
 
-
-def _saving(save: Callable[..., Any], gathers: bool) -> Callable[..., Any]:
-    signature = inspect.signature(save)
-
-    @functools.wraps(save)
-    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @replaces(name)
+    def save_pretrained(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if any(type(x) is ShardedTensor for x in (*self.parameters(), *self.buffers())):
-            given = signature.bind(self, *args, **kwargs).arguments
-            if "is_main_process" not in given:
+            arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+            if "is_main_process" not in arguments:
                 kwargs["is_main_process"] = world.rank() == 0
-            if gathers and given.get("state_dict") is None:
-                kwargs["state_dict"] = _gathered(_state_of(self))
-        return save(self, *args, **kwargs)
-
-    return save_pretrained
+            if gathers and arguments.get("state_dict") is None:
+                kwargs["state_dict"] = _gather(self.state_dict(keep_vars=True))  # tied parameters stay one tensor
+        return original(self, *args, **kwargs)
 
 
-def _model(module: Any) -> None:
-    module.PreTrainedModel.save_pretrained = _saving(module.PreTrainedModel.save_pretrained, gathers=True)
+@when_imported("transformers.modeling_utils")
+def _patch_model(_: Any) -> None:
+    _patch_save("transformers.modeling_utils.PreTrainedModel.save_pretrained", gathers=True)
 
 
-def _adapters(module: Any) -> None:
-    """Of a state, only what is an adapter's is gathered."""
-    chosen = module.get_peft_model_state_dict
+@when_imported("peft.peft_model")
+def _patch_adapters(_: Any) -> None:
+    """Gathers only the parameters of the adapter."""
 
-    @functools.wraps(chosen)
-    def get_peft_model_state_dict(*args: Any, **kwargs: Any) -> Any:
-        return _gathered(chosen(*args, **kwargs))
+    @replaces("peft.peft_model.get_peft_model_state_dict")
+    def get_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _gather(original(*args, **kwargs))
 
-    module.get_peft_model_state_dict = get_peft_model_state_dict
-    module.PeftModel.save_pretrained = _saving(module.PeftModel.save_pretrained, gathers=False)
-
-
-TAUGHT: dict[str, Callable[[Any], None]] = {
-    "transformers.modeling_utils": _model,
-    "peft.peft_model": _adapters,
-}
+    _patch_save("peft.peft_model.PeftModel.save_pretrained", gathers=False)

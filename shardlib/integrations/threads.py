@@ -1,37 +1,26 @@
-"""Threads that a traced function starts, or gives work to: what they do to tensors of the trace, nobody would see."""
+"""Threads that a traced function starts or gives work to: the trace would not see what they do to its tensors."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from shardlib.frontend.hazards.threads import elsewhere
+from shardlib.integrations.on_import import replaces, when_imported
 
 
-def _thread(module: Any) -> None:
-    cls = module.Thread
-    start = cls.start
-
-    @functools.wraps(start)
-    def starting(self: Any) -> None:
+@when_imported("threading")
+def _patch_thread(_: Any) -> None:
+    @replaces("threading.Thread.start")
+    def start(original: Callable[..., None], self: Any) -> None:
         run = self.run
-        if (watched := elsewhere(run)) is not run:  # an attribute that leads back keeps the thread
+        if (watched := elsewhere(run)) is not run:  # a needless attribute would keep the thread alive by a cycle
             self.run = watched
-        start(self)
-
-    cls.start = starting
+        original(self)
 
 
-def _pool(module: Any) -> None:
-    cls = module.ThreadPoolExecutor
-    submit = cls.submit
-
-    @functools.wraps(submit)
-    def submitting(self: Any, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return submit(self, elsewhere(fn), *args, **kwargs)
-
-    cls.submit = submitting
-
-
-TAUGHT: dict[str, Callable[[Any], None]] = {"threading": _thread, "concurrent.futures.thread": _pool}
+@when_imported("concurrent.futures.thread")
+def _patch_pool(_: Any) -> None:
+    @replaces("concurrent.futures.thread.ThreadPoolExecutor.submit")
+    def submit(original: Callable[..., Any], self: Any, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return original(self, elsewhere(fn), *args, **kwargs)

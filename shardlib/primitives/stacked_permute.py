@@ -1,6 +1,6 @@
 """Rows of a tensor sent to other rows: what a `ppermute` is where the members' tensors are stacked.
 
-An op of its own, with a sharding rule (`rules/tensor_ops/flip_roll.py`): devices that hold a row each exchange them
+An op of its own, with a sharding rule (`rules/tensor_ops/rearrange.py`): devices that hold a row each exchange them
 directly.
 """
 

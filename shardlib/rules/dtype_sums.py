@@ -1,4 +1,4 @@
-"""Between which dtypes a pending sum may pass an op: where all terms of it, made the other dtype, add up to the sum."""
+"""Dtypes between which a partial sum may pass an op: the converted addends must add up to the converted sum."""
 
 from __future__ import annotations
 
@@ -10,43 +10,47 @@ from shardlib.core.aten.op_traits import has_trait
 from shardlib.rules.rule import Call, Rule
 
 
-def holds(new: torch.dtype, old: torch.dtype) -> bool:
-    """Whether a sum of numbers of dtype `old` is that of the same numbers in `new`.
+def can_hold_sum(new: torch.dtype, old: torch.dtype) -> bool:
+    """True if a sum of numbers of dtype `old` equals the sum of the same numbers in `new`.
 
-    Floating-point numbers need one as wide, by its range and its digits. Whole numbers wrap at their own width, and
-    truth values add up to an "or": these sums are nothing else.
+    A floating-point dtype needs one with at least its range and digits. Integers wrap at their own width, and booleans
+    add up to an "or", so their sums exist in no other dtype.
 
     Example:
-        >>> holds(torch.float32, torch.bfloat16), holds(torch.float32, torch.float64), holds(torch.float64, torch.int64)
-        (True, False, False)
+        >>> can_hold_sum(torch.float32, torch.bfloat16), can_hold_sum(torch.float32, torch.float64)
+        (True, False)
     """
-    if new == old or not adds(old) or not adds(new):
+    if new == old or not is_inexact(old) or not is_inexact(new):
         return new == old
     a, b = old.to_real(), new.to_real()
     return a == b or (min(a.itemsize, b.itemsize) > 1 and torch.promote_types(a, b) == b)
 
 
-def adds(dtype: torch.dtype) -> bool:
-    """Whether a dtype's numbers are floating-point ones, real or complex."""
+def is_inexact(dtype: torch.dtype) -> bool:
+    """True for floating-point and complex dtypes."""
     return dtype.is_floating_point or dtype.is_complex
 
 
-def fitted(rule: Rule, call: Call) -> Rule:
-    """The rule without the linear sets whose sums a result cannot hold, and without sums onto terms in float16, which
-    may be larger than their sum; what it would have to add up, or to choose from, in a dtype without arithmetic stays
-    whole."""
+def drop_inexact_sums(rule: Rule, call: Call) -> Rule:
+    """Removes from a rule the partial sums that the dtypes of its results cannot hold.
+
+    Sums onto terms in float16 go too, since an addend may overflow where the sum does not. A factor whose reduction
+    would need arithmetic that the dtype lacks stays whole.
+    """
     if not rule.linear and not rule.reduce:
         return rule
-    made = [m.dtype for i, m in enumerate(call.results) if m is not None and i not in rule.complete]
-    if any(dtype in MUTE for dtype in made):
+    dtypes = [m.dtype for i, m in enumerate(call.results) if m is not None and i not in rule.complete]
+    if any(dtype in NO_ARITHMETIC for dtype in dtypes):
         return replace(rule, whole=rule.whole | {f for f, kind in rule.reduce.items() if kind != "none"}, linear=())
     if has_trait(call.target, "casts_addends"):
         return rule
-    linear = tuple(s for s in rule.linear if all(holds(new, call.operands[i].dtype) for i in s for new in made))
-    onto = None if torch.float16 in made else rule.onto
+    linear = tuple(
+        s for s in rule.linear if all(can_hold_sum(new, call.operands[i].dtype) for i in s for new in dtypes)
+    )
+    onto = None if torch.float16 in dtypes else rule.onto
     return rule if (linear, onto) == (rule.linear, rule.onto) else replace(rule, linear=linear, onto=onto)
 
 
-# Dtypes without arithmetic.
-MUTE = {torch.uint16, torch.uint32, torch.uint64}
-MUTE |= {x for name, x in vars(torch).items() if name.startswith("float8_")}
+# Torch has no sums and comparisons in these dtypes.
+NO_ARITHMETIC = {torch.uint16, torch.uint32, torch.uint64}
+NO_ARITHMETIC |= {x for name, x in vars(torch).items() if name.startswith("float8_")}

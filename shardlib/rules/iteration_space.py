@@ -1,4 +1,4 @@
-"""Building blocks for rules that follow from shapes: an iteration space, and where a call's arguments sit."""
+"""Building blocks of rules that follow from shapes: the iteration space of a call, and access to its arguments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import schema_of
-from shardlib.rules.rule import Call, Local, Meta, Path, Reads, Rule
+from shardlib.rules.rule import Accesses, Call, Local, LocalCode, Meta, Path, Rule, Ties, WindowMap
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
 
 
 class Space:
-    """The iteration space of one call: hands out factors, and leaves out those of size 1.
+    """The iteration space of one call. It creates factors, but none for a dim of size 1.
 
     Example:
         >>> space = Space()
@@ -32,7 +32,7 @@ class Space:
         self.whole: set[str] = set()
 
     def dim(self, size: int, hint: str = "d", *, whole: bool = False) -> Dim:
-        """A new factor, as the label of a dim made of it alone."""
+        """Creates a factor, and returns the label of a dim that consists of it."""
         if size == 1:
             return ()
         name = hint if hint not in self.sizes else f"{hint}{len(self.sizes)}"
@@ -42,9 +42,9 @@ class Space:
         return (name,)
 
     def dims(self, shape: Sequence[int], hint: str = "d", *, whole: Iterable[int] = ()) -> list[Dim]:
-        """One new factor a dim; those at the positions `whole` must not be cut."""
-        kept = set(whole)
-        return [self.dim(n, hint, whole=i in kept) for i, n in enumerate(shape)]
+        """Creates a factor for each dim; those at the positions `whole` must not be sharded."""
+        fixed = set(whole)
+        return [self.dim(n, hint, whole=i in fixed) for i, n in enumerate(shape)]
 
     def rule(
         self,
@@ -55,12 +55,19 @@ class Space:
         linear: Iterable[Iterable[int]] = (),
         local: Callable[[Local], Any] | None = None,
         local_factors: Iterable[str] = (),
-        reads: Mapping[str, Reads] | None = None,
-        **rest: Any,
+        loose: Iterable[str] = (),
+        ones: Iterable[str] = (),
+        gathers: Iterable[str] = (),
+        windows: Mapping[str, WindowMap] | None = None,
+        **fields: Any,
     ) -> Rule:
-        """What is said of factors that must not be cut counts for nothing; `rest` are other fields of a `Rule`."""
-        cut_locally = frozenset(local_factors) - self.whole
-        others: dict[str, Any] = {name: frozenset(x) if name in _SETS else x for name, x in rest.items()}
+        """Builds the rule, without what `reduce`, the local form and `windows` say about factors that must stay whole.
+
+        `fields` are other fields of `Rule`, `Ties` and `Accesses`.
+        """
+        factors = frozenset(local_factors) - self.whole
+        windows = {i: window for i, window in (windows or {}).items() if not {i, window.by} & self.whole}
+        ties, accesses = ({f: fields.pop(f) for f in names if f in fields} for names in (_TIES, _ACCESSES))
         return Rule(
             operands=tuple(tuple(o) for o in operands),
             results=tuple(tuple(r) for r in results),
@@ -68,18 +75,20 @@ class Space:
             reduce={f: kind for f, kind in (reduce or {}).items() if f not in self.whole},
             whole=frozenset(self.whole),
             linear=tuple(frozenset(s) for s in linear),
-            local=local if cut_locally else None,
-            local_factors=cut_locally,
-            reads={i: r for i, r in (reads or {}).items() if not {i, r.by} & self.whole},
-            **others,
+            gathers=frozenset(gathers),
+            ties=Ties(**ties),
+            accesses=Accesses(windows=windows, **accesses),
+            local=LocalCode(local if factors else None, factors, frozenset(loose), frozenset(ones)),
+            **fields,
         )
 
 
-_SETS = ("loose", "gathers", "ones")  # the fields of a rule that are sets of factors, beside those above
+_TIES = ("ring", "follows", "lends")
+_ACCESSES = ("lookup", "blocks", "groups")
 
 
-def arg(call: Call, name: str, *lacking: Any) -> Any:
-    """An argument of the op, by its name in the schema, or its default; or what is said for ops that are `lacking` it.
+def arg(call: Call, name: str, *missing: Any) -> Any:
+    """The argument with this name in the op's schema, or its default; `missing` if the op has no such argument.
 
     Example:
         >>> import torch
@@ -90,24 +99,24 @@ def arg(call: Call, name: str, *lacking: Any) -> Any:
     for i, a in enumerate(schema_of(call.target).arguments):
         if a.name == name:
             return call.args[i] if i < len(call.args) else call.kwargs.get(name, a.default_value)
-    if not lacking:
+    if not missing:
         raise ShardingError(f"{call.target} has no argument {name!r}, which its rule reads")
-    return lacking[0]
+    return missing[0]
 
 
 def is_backward(call: Call) -> bool:
-    """Whether the op is a gradient's, by its name."""
+    """True if the op computes gradients, judging by its name."""
     return "backward" in schema_of(call.target).name
 
 
-def path(call: Call, name: str) -> Path:
-    """Where that argument sits."""
+def argument_path(call: Call, name: str) -> Path:
+    """The path of the argument with this name."""
     position = [a.name for a in schema_of(call.target).arguments].index(name)
     return (position,) if position < len(call.args) else (name,)
 
 
 def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
-    """Position and name of every argument that may be a tensor; None if some argument is a list of tensors."""
+    """Position and name of each argument that may be a tensor; None if an argument is a list of tensors."""
     return _tensor_arguments(schema_of(target))
 
 
@@ -123,72 +132,68 @@ def _tensor_arguments(schema: Any) -> list[tuple[int, str]] | None:
     return out
 
 
-def present(call: Call, count: int) -> list[int]:
-    """Which of the `count` tensor arguments of the op this call gives (others are None, or Python numbers)."""
+def present_operands(call: Call, count: int) -> list[int]:
+    """The positions, among the op's `count` tensor arguments, of those that are tensors in this call."""
     if len(call.operands) == count:
         return list(range(count))
-    where = tensor_arguments(call.target) or []
+    tensors = tensor_arguments(call.target) or []
     return [
         i
-        for i, (position, name) in enumerate(where)
+        for i, (position, name) in enumerate(tensors)
         if isinstance(call.args[position] if position < len(call.args) else call.kwargs.get(name), Meta)
     ]
 
 
-def axis(dim: int, rank: int) -> int:
-    """A dim counted from the front (scalars have one dim for this purpose)."""
+def normalize_dim(dim: int, rank: int) -> int:
+    """The dim, counted from the front. A scalar counts as having one dim."""
     return dim + max(rank, 1) if dim < 0 else dim
 
 
-def axes(dims: int | Sequence[int] | None, rank: int) -> list[int]:
-    """Reduced dims; None and an empty list mean all of them."""
+def normalize_dims(dims: int | Sequence[int] | None, rank: int) -> list[int]:
+    """The dims, sorted and counted from the front; None and an empty list mean all dims."""
     if isinstance(dims, int):
         dims = [dims]
-    return sorted({axis(d, rank) for d in dims}) if dims else list(range(rank))
+    return sorted({normalize_dim(d, rank) for d in dims}) if dims else list(range(rank))
 
 
 def result(call: Call, i: int = 0) -> Meta:
-    found = call.results[i]
-    if found is None:
+    meta = call.results[i]
+    if meta is None:
         raise ValueError(f"{call.target} has no tensor as result {i}")
-    return found
+    return meta
 
 
 def result_shape(call: Call, i: int = 0) -> tuple[int, ...]:
     return result(call, i).shape
 
 
-def shape_ints(prefix: Path, dims: Sequence[Dim]) -> Ints:
-    """A size argument that lists every dim of a value."""
-    return {(*prefix, i): (1, dim) for i, dim in enumerate(dims)}
+def size_arguments(call: Call, name: str, dims: Sequence[Dim]) -> Ints:
+    """The `ints` of the argument with this name, which lists the sizes of all dims of a value."""
+    return {(*argument_path(call, name), i): (1, dim) for i, dim in enumerate(dims)}
 
 
-def broadcast(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
-    """The labels of an operand of `shape` that is broadcast against a value labeled `dims`."""
+def broadcast_labels(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
+    """The labels of an operand of `shape` that broadcasts against a value with labels `dims`."""
     tail = dims[len(dims) - len(shape) :] if shape else []
     return [() if n == 1 else dim for dim, n in zip(tail, shape, strict=True)]
 
 
-def join(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of all of them together."""
+def broadcast_shapes(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The shape to which these shapes broadcast."""
     columns = itertools.zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
     return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
 
 
-def words(letter: str, count: int) -> str:
-    """Names for so many dims of a pattern."""
+def dim_names(letter: str, count: int) -> str:
+    """Names for `count` dims of a pattern: `d0 d1 d2`."""
     return " ".join(f"{letter}{i}" for i in range(count))
 
 
-def elements(call: Call, _: int) -> int:
-    """An operation for each element of the first operand: the arithmetic of ops that look at every one once."""
-    return numel(call.operands[0].shape)
+def count_elements(call: Call, _: int) -> int:
+    """The flops of an op that visits each element of its first operand once."""
+    return math.prod(call.operands[0].shape)
 
 
-def numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
-def largest(call: Call) -> int:
-    """The elements of the largest tensor of a call."""
-    return max((numel(m.shape) for m in (*call.operands, *call.results) if m is not None), default=0)
+def largest_numel(call: Call) -> int:
+    """The number of elements of the call's largest tensor."""
+    return max((math.prod(m.shape) for m in (*call.operands, *call.results) if m is not None), default=0)

@@ -1,10 +1,11 @@
-"""What a sharding rule is.
+"""Sharding rules of single op calls, and the values that they are made of.
 
-A rule names the *factors* of one op's iteration space and says, for every dim of every tensor operand and result, which
-factors it is made of (major first). A factor of an operand that a result lacks is a reduction and must be declared.
+A rule names the *factors* of one op's iteration space. For every dim of every tensor operand and result it lists the
+factors that the dim is made of, major first. A factor of an operand that a result lacks is a reduction and must be
+declared.
 
-Everything the compiler needs to run the op on shards is here: which factors may be cut, what the results then are,
-which integer arguments are sizes, and, where the plain op on local tensors is not enough, a `local` form of it.
+A rule holds all that the compiler needs to run the op on shards: which factors may be sharded, what the results then
+are, which integer arguments are sizes, and the op's local form where the plain op on local tensors is not enough.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.reshard import Prices
 
 Labels = tuple[tuple[str, ...], ...]  # per dim, the names of its factors, major first; () for a dim of size 1
-Path = tuple[int | str, ...]  # where an argument sits: (1, 0) is args[1][0]; ("size", 0) is kwargs["size"][0]
+Path = tuple[int | str, ...]  # to an argument: (1, 0) is args[1][0]; ("size", 0) is kwargs["size"][0]
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Meta:
         return len(self.shape)
 
     @property
-    def at_hand(self) -> bool:
-        """Whether reading the shape costs nothing: of a result, torch may have to be asked."""
+    def is_shape_known(self) -> bool:
+        """False if reading the shape asks torch to infer it."""
         return True
 
 
@@ -47,31 +48,31 @@ class Call:
     target: Any  # OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    operands: tuple[Meta, ...]  # the tensors among args, then kwargs, flattened in order, repeats kept
-    results: tuple[Meta | None, ...]  # one per output; None where the op returns no tensor
+    operands: tuple[Meta, ...]  # the tensors of args, then of kwargs, flattened in order, with repeats
+    results: tuple[Meta | None, ...]  # one per output; None for an output that is no tensor
 
     @cached_property
     def key(self) -> Hashable:
-        """The op and all that it is told, lists and dicts as tuples."""
-        return self.target, _frozen(self.args), _frozen(self.kwargs) if self.kwargs else None
+        """The op and its arguments, with lists and dicts as tuples."""
+        return self.target, _freeze(self.args), _freeze(self.kwargs) if self.kwargs else None
 
 
-def _frozen(x: Any) -> Hashable:
-    kind = type(x)
+def _freeze(value: Any) -> Hashable:
+    kind = type(value)
     if kind is tuple or kind is list:
-        return tuple([_frozen(y) for y in x])
-    return tuple([(k, _frozen(y)) for k, y in x.items()]) if isinstance(x, Mapping) else x
+        return tuple([_freeze(item) for item in value])
+    return tuple([(key, _freeze(item)) for key, item in value.items()]) if isinstance(value, Mapping) else value
 
 
-OWNED = "owned"  # how a value is pending of which each device has some rows only, and anything at the others
+OWNED = "owned"  # partial kind: each device holds the true values of some rows only, and garbage in the others
 
 
 class Groups(NamedTuple):
-    """A ragged dim: `factor` counts groups of what lies along `along`; operand `ends` says where each group ends: of
-    all rows, or of a device's `own`.
+    """A ragged dim: factor `factor` counts groups of consecutive rows, and the rows are factor `along`.
 
-    With `factor` cut, the op reads and makes the rows of its device's groups alone. Results that lack the factor are a
-    pending sum over it, zero at other rows; or, where `reduce` says `OWNED`, have anything there.
+    Operand `ends` holds where each group ends, counted in the global rows, or with `own` in the device's rows. With
+    `factor` sharded, the op reads and writes the rows of its device's groups only. Results that lack the factor are
+    then partial sums, zero in the other rows. Where `reduce` has kind `OWNED`, the other rows hold garbage.
     """
 
     factor: str
@@ -80,9 +81,11 @@ class Groups(NamedTuple):
     own: bool = False
 
 
-class Reads(NamedTuple):
-    """Element j of factor `by` reads elements `stride * j + low` to `stride * j + high` of another one, or is made of
-    them, or put there; so many of its `elements` do."""
+class WindowMap(NamedTuple):
+    """Element j of factor `by` reads or writes elements `stride * j + low` to `stride * j + high` of another factor.
+
+    `elements` counts the j for which this holds.
+    """
 
     by: str
     stride: int
@@ -91,18 +94,23 @@ class Reads(NamedTuple):
     elements: int
 
 
-class Looks(NamedTuple):
-    """Where `rows` of a table are cut, a device reads, or writes, only those that it has: of what the op returns, or of
-    operand `values`, the places at which operands `indices` name one of these."""
+class Lookup(NamedTuple):
+    """A lookup in a table: operands `indices` name its `rows`.
+
+    Where the rows are sharded, a device reads or writes only its own: in the result, or in operand `values`, only the
+    entries whose indices name one of these rows.
+    """
 
     rows: tuple[str, ...]
     indices: tuple[int, ...]
     values: int | None = None
 
 
-class Held(NamedTuple):
-    """One of the blocks of a dim, `block` of `factor`, which a single device has where that is cut: the op returns it,
-    or takes operand `value` for it, of which then nobody else reads anything."""
+class SingleBlock(NamedTuple):
+    """The op returns element `block` of `factor`, which one device holds where the factor is sharded.
+
+    With `value` set, the op writes that operand there instead, and no other device reads any of it.
+    """
 
     factor: str
     block: int
@@ -110,41 +118,82 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Ties:
+    """Factors whose sharding depends on that of others, as {factor: the other factor}.
+
+    * `ring`: {t: s}: `t` may be sharded only together with `s`, over the same mesh axes. The local form then sends the
+      shards of `t` around, so that every shard of `s` meets every shard of `t`. No result is partial over these axes.
+    * `follows`: {i: o}: `i` may be sharded only together with `o`, and a request for either one requests both. They are
+      one dim in two sizes, such as the input and the output of a convolution.
+    * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` requests. Attention so exchanges the
+      sharding of the sequence for one of the heads.
+    """
+
+    ring: Mapping[str, str] = field(default_factory=dict)
+    follows: Mapping[str, str] = field(default_factory=dict)
+    lends: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def required(self) -> dict[str, str]:
+        """The factors that may be sharded only together with another one."""
+        return {**self.ring, **self.follows}
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return [*self.ring.items(), *self.follows.items(), *self.lends.items()]
+
+
+@dataclass(frozen=True)
+class Accesses:
+    """Which elements of its operands the op reads or writes; every field is optional.
+
+    * `windows`: {i: which elements of `i` another factor reads}. The borders of shards that no annotation fixes follow
+      from it: aligned shards send little. It decides nothing else.
+    * `lookup`: the rows of a table.
+    * `blocks`: single elements of a factor.
+    * `groups`: the ragged dim of a grouped product.
+    """
+
+    windows: Mapping[str, WindowMap] = field(default_factory=dict)
+    lookup: Lookup | None = None
+    blocks: tuple[SingleBlock, ...] = ()
+    groups: Groups | None = None
+
+
+@dataclass(frozen=True)
+class LocalCode:
+    """The code that a device runs instead of the op while one of `factors` is sharded.
+
+    * `emit`: writes the code and returns the local results; None where the op itself always serves.
+    * `loose`: those of `factors` whose offset the code does not read, so that any of their sub-factors may be sharded.
+    * `ones`: the names of dims of size 1, which have no factor, for code that mentions them.
+    """
+
+    emit: Callable[[Local], Any] | None = None
+    factors: frozenset[str] = frozenset()
+    loose: frozenset[str] = frozenset()
+    ones: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Rule:
-    """How one call shards.
+    """The sharding rule of one call.
 
     * `operands`, `results`: labels per tensor, aligned with `Call.operands` and `Call.results`.
     * `sizes`: the size of every factor; factors of size 1 are left out everywhere.
-    * `reduce`: factor -> "sum", "max" or "min": cutting it leaves the results that lack it pending that way. "none"
-      leaves them complete: the op reads no values of that operand (`new_zeros`), or its `local` form reduces them
-      itself.
-    * `complete`: results that owe nothing, whatever is cut, or while a factor is (`(1, "c")`): they have nothing to do
-      with what the others add up.
-    * `whole`: factors that must not be cut.
-    * `linear`: each entry is a set of operand positions in which the op is jointly linear, so that pending sums on
-      exactly these operands may pass through it to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
-    * `onto`: the operand onto which is added what a cut factor makes a pending sum: it may owe that sum, too, and then
-      `local` takes what each device has of it (`Local.owes`).
+    * `reduce`: factor -> "sum", "max" or "min": sharding it makes the results that lack it partial in that way. "none"
+      leaves them complete: the op reads no values of that operand (`new_zeros`), or its local form reduces them.
+    * `complete`: results that are never partial, or not for one factor (`(1, "c")`).
+    * `whole`: factors that must not be sharded.
+    * `linear`: sets of operand positions. The op is jointly linear in each set, so partial sums on exactly these
+      operands pass through to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
+    * `onto`: the operand to which the op adds its partial sum. The operand may be a partial sum itself; then the local
+      form adds each device's own addend (`Local.has_partial`).
     * `ints`: integer arguments that are `k * product of local sizes of factors`: {path: (k, factors)}.
-    * `local`: the per-device form, used when one of `local_factors` is cut; returns the local results.
-    * `rounds`: {t: s}: `t` may be cut only together with `s`, over the same mesh axes; then `local` passes the pieces
-      of `t` round, so that every piece of `s` meets every piece of `t`, and no result owes anything over these axes.
-      Where `reads` says that this takes little of `t`, only that is passed (`near`).
-    * `follows`: {i: o}: `i` may be cut only together with `o`, and whoever wants one of them cut wants both: they are
-      one dim in two sizes (what goes into a convolution and what comes out), so cutting one nearly cuts the other.
-    * `reads`: {i: which of its elements those of another factor lie at}: where the one is cut, the other is best cut
-      beside that, so that little is sent. It decides nothing but where pieces end that nobody has chosen.
-    * `loose`: those of `local_factors` of which `local` asks no offset, so that any part of them may be cut.
-    * `lends`: {h: s}: for this op `h` may take over a mesh axis that only `s` wants (attention exchanges the cut of the
-      sequence for one of the heads).
-    * `gathers`: factors that may stay whole although somebody wants them cut: what is written to few places of a large
-      result may be less to gather than that result is to sum up.
-    * `ones`: the names of dims of size 1, which have no factor, for a local form that speaks of them.
-    * `groups`: the ragged dim of a grouped product.
-    * `looks`: which rows of a table the op reads or writes.
-    * `held`: which single blocks of a dim it reads or writes.
+    * `gathers`: factors that may stay unsharded against a request. Gathering what is written to a few places of a large
+      result may send less than summing that result.
     * `flops`: floating-point operations of the whole call.
-    * `transparent`: the result is a re-indexing of operand 0 without arithmetic or choice (view, transpose, expand).
+    * `transparent`: the result re-indexes operand 0, without arithmetic or choice (view, transpose, expand).
     """
 
     operands: tuple[Labels, ...]
@@ -156,87 +205,79 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     onto: int | None = None
     ints: Mapping[Path, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
-    local: Callable[[Local], Any] | None = None
-    local_factors: frozenset[str] = frozenset()
-    rounds: Mapping[str, str] = field(default_factory=dict)
-    lends: Mapping[str, str] = field(default_factory=dict)
-    follows: Mapping[str, str] = field(default_factory=dict)
-    reads: Mapping[str, Reads] = field(default_factory=dict)
-    loose: frozenset[str] = frozenset()
     gathers: frozenset[str] = frozenset()
-    ones: frozenset[str] = frozenset()
-    groups: Groups | None = None
-    looks: Looks | None = None
-    held: tuple[Held, ...] = ()
+    ties: Ties = Ties()
+    accesses: Accesses = Accesses()
+    local: LocalCode = LocalCode()
     flops: int = 0
     transparent: bool = False
 
-    def owed(self, result: int, factor: str) -> str | None:
-        """How a result must be reduced that has not this factor while it is cut: "sum", "max", "min", or not at all."""
+    def partial_kind(self, result: int, factor: str) -> str | None:
+        """The kind of partial result while a factor that the result lacks is sharded; None if it is complete."""
         kind = self.reduce.get(factor, "none")
         return None if kind == "none" or self.complete & {result, (result, factor)} else kind
 
-    def adds_up(self, cut: Iterable[str]) -> bool:
-        """Whether all that is made while these factors are cut adds up, if anything has to be reduced."""
-        return all(self.reduce.get(factor, "sum") in ("sum", "none") for factor in cut)
+    def adds_up(self, sharded: Iterable[str]) -> bool:
+        """True if all reductions over these sharded factors are sums."""
+        return all(self.reduce.get(factor, "sum") in ("sum", "none") for factor in sharded)
 
-    def near(self, factor: str, ways: int) -> int | None:
-        """How many elements a device gets of a factor that goes round among so many devices, if it needs no more than
-        half of what the others have: what it needs is held at once."""
-        if (read := self.reads.get(factor)) is None:
+    def window_length(self, factor: str, ways: int) -> int | None:
+        """The elements of a ring's factor that a device reads from others, where fetching them at once pays.
+
+        None where a device reads more than half of what the other `ways - 1` devices hold.
+        """
+        if (window := self.accesses.windows.get(factor)) is None:
             return None
-        few = read.high - read.low
-        return few if 2 * few * ways <= (ways - 1) * self.sizes[factor] else None
+        length = window.high - window.low
+        return length if 2 * length * ways <= (ways - 1) * self.sizes[factor] else None
 
 
 class Local(Protocol):
-    """What a `local` form writes its instructions with. Values are opaque; ints may be symbolic (they differ by
-    device).
+    """The builder that a local form writes its instructions with. Values are opaque.
 
-    Symbolic ints support `+ - * //` with ints and each other and `.eq(int)` (1 or 0), and may stand wherever an int
-    argument of an op may.
+    Ints may be symbolic, since they differ by device. A symbolic int supports `+ - * //` with ints and symbolic ints,
+    and `.eq(int)` (1 or 0). It may stand wherever an op takes an int argument.
     """
 
     rule: Rule
     call: Call  # the whole call, with global shapes
-    args: tuple[Any, ...]  # the call's arguments, tensors replaced by local values, `ints` made local
+    args: tuple[Any, ...]  # the call's arguments, with local values for tensors and local sizes for `ints`
     kwargs: dict[str, Any]
 
     @property
     def prices(self) -> Prices: ...
     def axes(self, factor: str) -> tuple[Axis, ...]:
-        """The mesh axes that cut `factor` here; () when it is whole."""
+        """The mesh axes that shard `factor`; () if it is whole."""
 
     def size(self, factor: str) -> Any:
         """This device's size of `factor`."""
 
-    def owes(self, operand: int, factor: str) -> bool:
-        """Whether an operand is a pending sum over the devices along `factor`."""
+    def has_partial(self, operand: int, factor: str) -> bool:
+        """True if an operand is a partial sum over the devices along `factor`."""
 
     def offset(self, factor: str) -> Any:
         """The global index of this device's first element of `factor`."""
 
-    def pieces(self, factor: str) -> list[tuple[Any, Any, int]]:
-        """The leaves of `factor`, major first: this device's size of each, its offset there, and the whole's size.
+    def extents(self, factor: str) -> list[tuple[Any, Any, int]]:
+        """This device's size and offset, and the global size, of each sub-factor of `factor`, major first.
 
-        A leaf that nothing cuts is part of the one before it.
+        A sub-factor that is not sharded is merged into the one before it.
         """
 
     def ways(self, factor: str) -> int:
-        """In how many pieces `factor` is cut: the members of the group over its axes, in order."""
+        """The number of devices that share `factor`."""
 
     def position(self, factor: str) -> Any:
-        """This device's place among the members of the group over `factor`'s axes."""
+        """This device's position among the devices that share `factor`."""
 
-    def of(self, value: Any, factor: str, member: Callable[[int], int]) -> Any:
-        """The symbolic int `value` as member `member(i)` of the group over `factor`'s axes has it; i is this device's
-        own position there."""
+    def on_member(self, value: Any, factor: str, member: Callable[[int], int]) -> Any:
+        """The symbolic int `value` as the device at position `member(i)` has it, where i is this device's position."""
 
     def calc(self, function: Callable[..., Any], *values: Any) -> Any:
-        """The symbolic value `function(*values)`: a function of symbolic values, which returns an int or several."""
+        """The symbolic value `function(*values)`. The function returns an int or several."""
 
     def values(self, value: Any, factor: str) -> list[set[Any]]:
-        """For each position in the group over `factor`'s axes, what a symbolic value is on the devices there."""
+        """The values that a symbolic int has, for each position among the devices that share `factor`."""
 
     def ppermute(
         self,
@@ -249,18 +290,18 @@ class Local(Protocol):
         holds: Callable[[int], int] = ...,
         parts: int = 1,
     ) -> Any:
-        """Send a local value along (source, destination) positions in the group over `factor`'s axes.
+        """Send a local value along (source, destination) positions among the devices that share `factor`.
 
-        A plan calls it `name`. Its dims are `labels`; member i sends what member `holds(i)` has of them, or one of
-        `parts` equal parts of that along `factor`.
+        A plan calls it `name`, and its dims are `labels`. Member i sends the shard of member `holds(i)`, or one of
+        `parts` equal parts of it along `factor`.
         """
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What torch code makes of local values and numbers: the local results, of the shapes and dtypes of pieces.
+        """Record torch code: returns the local results, with the shapes and dtypes of shards.
 
-        It is called with tensors without values, of the sizes that one device holds, on as many devices as differ; what
-        it computes is written down, and `psum` and the like communicate along factors. Raises `ShardingError` for code
-        that reads values, writes to tensors, or takes other steps on other devices.
+        The function is called with tensors without values, once for each distinct set of local sizes. Its ops are
+        recorded, and `psum` and the like communicate along factors. Raises `ShardingError` for code that reads values,
+        writes to tensors, or takes different steps on different devices.
         """
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,10 +21,10 @@ from torch import Tensor
 from shardlib.compiler.lower.local_forms.local_builder import BORDERS
 from shardlib.compiler.program.steps import Inside
 from shardlib.core.errors import ShardingError
-from shardlib.rules.dtype_sums import holds
-from shardlib.rules.notation import parse, reach
-from shardlib.rules.proof_cuts import cuts
+from shardlib.rules.dtype_sums import can_hold_sum
+from shardlib.rules.notation import parse, read_extent
 from shardlib.rules.table import overload_of, text_of
+from shardlib.rules.trial_shardings import trial_shardings
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.testing.run_one_op import RAISED, ROUNDING, Trial, is_close, list_tensors
@@ -81,7 +81,7 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
         )
     if wrong := list(label_faults(call)):
         raise _proof_error(call, "does not fit the call", wrong)
-    all_cuts = list(cuts(call.op.rule))
+    all_cuts = list(trial_shardings(call.op.rule))
     if len(all_cuts) == 1:
         raise _proof_error(
             call, "is not put to the test", ["no dim of this call may be sharded: they are whole, or of size 1"]
@@ -147,7 +147,7 @@ def _with_sign(call: Trial, sign: int, integers: bool) -> Trial | None:
 def _too_short_for_halos(call: Trial) -> Iterator[str]:
     """Yields factors whose halos are as long as the shards: every device has the whole dim, so halos prove nothing."""
     over, mesh = (Axis("a", 2),), Mesh.abstract(a=2)
-    for cut in cuts(call.rule, ways=(2,)):
+    for cut in trial_shardings(call.rule, ways=(2,)):
         if cut.axes and all(axes == over for axes in cut.axes.values()):
             try:
                 sent = call.program(cut, mesh).collectives
@@ -201,7 +201,7 @@ def _fake_faults(call: Trial) -> Iterator[str]:
 def result_faults(call: Trial, each: int = 1, *, values: bool = True) -> Iterator[str]:
     """Yields the faults of the results of every `each`-th cut."""
     orders = itertools.cycle([True, False] if call.takes_reversed_strides else [False])
-    for cut, is_reversed in zip(itertools.islice(cuts(call.rule), 0, None, each), orders, strict=False):
+    for cut, is_reversed in zip(itertools.islice(trial_shardings(call.rule), 0, None, each), orders, strict=False):
         try:
             yield from (f"{cut}: {fault}" for fault in call.find_faults(cut, is_reversed, values=values))
         except ShardingError as error:  # of a local form
@@ -215,7 +215,7 @@ def result_faults(call: Trial, each: int = 1, *, values: bool = True) -> Iterato
 def _has_custom_halo(call: Trial) -> bool:
     """True for a user's rule with a halo: the op itself runs on shard and halo."""
     rule = text_of(call.op.target)
-    return bool(rule) and any(reach(kind) for _, kind in parse(rule).notes)
+    return bool(rule) and any(read_extent(kind) for _, kind in parse(rule).notes)
 
 
 def linearity_faults(call: Trial) -> Iterator[str]:
@@ -238,7 +238,7 @@ def _useless_linear_sets(call: Trial) -> Iterator[str]:
     if text and len((rule := parse(text)).operands) == len(call.tensors):
         for members in (x for x in rule.linear if x not in call.rule.linear):
             pairs = [(call.tensors[i].dtype, x.dtype) for i in sorted(members) for x in list_tensors(call.results)]
-            for old, new in dict.fromkeys((old, new) for old, new in pairs if not holds(new, old)):
+            for old, new in dict.fromkeys((old, new) for old, new in pairs if not can_hold_sum(new, old)):
                 names = (str(dtype).removeprefix("torch.") for dtype in (old, new))
                 yield "{} says that sums may be pending, and a sum of {} is none in {}".format(_set(members), *names)
 

@@ -25,8 +25,8 @@ from shardlib.compiler.program.verify import verify
 from shardlib.core.context import tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
-from shardlib.rules.proof_cuts import Cut
 from shardlib.rules.rule import Labels, Rule
+from shardlib.rules.trial_shardings import TrialSharding
 from shardlib.sharding.chunks import shard_range
 from shardlib.sharding.layout import Factor, Layout, PartialSum
 from shardlib.sharding.mesh.axis import Coords
@@ -74,17 +74,17 @@ class Trial:
         assert self.op.rule is not None
         return self.op.rule
 
-    def layout(self, labels: Labels, cut: Cut, pending: Sequence[PartialSum] = ()) -> Layout:
+    def layout(self, labels: Labels, cut: TrialSharding, pending: Sequence[PartialSum] = ()) -> Layout:
         sizes = {**self.rule.sizes, **cut.pieces}
         dims = (tuple(Factor(sizes[f], cut.axes.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
         return Layout(tuple(dims), tuple(pending))
 
-    def pending(self, i: int, cut: Cut) -> list[PartialSum]:
+    def pending(self, i: int, cut: TrialSharding) -> list[PartialSum]:
         """Returns the partial sums of result i: over the axes of factors that are not in the result."""
         kept = {f for dim in self.rule.results[i] for f in dim}
         kept_axes = {a for f in kept for a in cut.axes.get(f, ())}
         read = {f for labels in self.rule.operands for dim in labels for f in dim}
-        reduced = [f for f in cut.axes if f in read - kept and self.rule.owed(i, f)]
+        reduced = [f for f in cut.axes if f in read - kept and self.rule.partial_kind(i, f)]
         sums = ((tuple(a for a in cut.axes[f] if a not in kept_axes), self.rule.reduce[f]) for f in reduced)
         return [PartialSum(axes, kind) for axes, kind in sums if axes]
 
@@ -104,7 +104,7 @@ class Trial:
             return False
         return [x.shape for x in results] == [x.shape for x in list_tensors(self.results)]
 
-    def program(self, cut: Cut, mesh: Mesh) -> Program:
+    def program(self, cut: TrialSharding, mesh: Mesh) -> Program:
         builder, op, rule = Builder(mesh), self.op, self.rule
         factors, sizes = {f: [f] for f in rule.sizes}, {**rule.sizes, **cut.pieces}
         propagation = SimpleNamespace(labels={op: factors}, dims=SimpleNamespace(size=sizes.__getitem__))
@@ -121,7 +121,7 @@ class Trial:
         builder.outputs += [out for out in outs if out is not None]
         return builder.finish()
 
-    def find_faults(self, cut: Cut, is_reversed: bool, *, values: bool = True) -> Iterator[str]:
+    def find_faults(self, cut: TrialSharding, is_reversed: bool, *, values: bool = True) -> Iterator[str]:
         """Yields faults of the results of one cut; `is_reversed` reverses the dims of shards in memory."""
         mesh = Mesh.abstract({a.name: a.axis_size for axes in cut.axes.values() for a in axes} or {"a": 1})
         devices, set_strides = mesh.all_coords(), _reverse_strides if is_reversed else lambda x: x

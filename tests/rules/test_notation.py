@@ -9,7 +9,7 @@ import torch
 
 from shardlib.core.errors import ShardingError
 from shardlib.rules import Call, Meta, Rule, pattern, rule, rule_for
-from shardlib.rules.notation import gradient, parse
+from shardlib.rules.notation import gradient_pattern, parse
 from tests.helpers.prover import call_of, check
 from tests.rules.rule_samples import f, s
 
@@ -52,7 +52,7 @@ def test_pattern_text(text: str, plain: str) -> None:
         ("m k, k n -> m n | {2}", "{2} names an operand, but there are 2"),
         (
             "m k, k n -> m n | k sum",
-            "'k sum' behind the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
+            "'k sum' after the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
         ),
         ("m [k, k n -> m n", "'[' in the term 'm [k' is not a name, `1`, `...` or `(a b)`"),
         ("... m ..., k -> m", "the term '... m ...' has more than one `...`"),
@@ -62,7 +62,7 @@ def test_pattern_text(text: str, plain: str) -> None:
         ("[a], [b] -> ...", "dims are named by `[a]` and by `[b]`: one argument names them"),
         (
             "b t -> b t | t:halo(-1)",
-            "'t:halo(-1)' behind the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
+            "'t:halo(-1)' after the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
         ),
         ("b t -> b | t:halo(1)", "`t:halo(1)` is of a dim that a result lacks: make that by an op of its own"),
         ("b (s t) -> b (s t) | t:halo(1)", "`t:halo(1)` is of a dim that is more than 't'"),
@@ -83,7 +83,7 @@ def test_pattern_text(text: str, plain: str) -> None:
         ("b t -> b o | o:windows(t, 2) t:none", "`o:windows(t,2)` says all of 'o', and there is `o:none`"),
         (
             "b t -> b o | o:windows(t)",
-            "'o:windows(t)' behind the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
+            "'o:windows(t)' after the bar is neither `factor:kind` nor a set of operands like `{0,1}`",
         ),
         ("m -> m | (m n):size(k)", "`(m n):size(k)` names a factor that no tensor has"),
         ("[_] -> ...", "`[_]` is what an argument names, and no `[dim]` says which argument"),
@@ -117,11 +117,11 @@ def test_pattern_that_does_not_fit(text: str, shapes: list[tuple[int, ...]], mes
     assert message in error.value.offenders
 
 
-def test_the_gradient_of_what_reads_around_has_no_pattern() -> None:
-    assert gradient("n c _, c -> n c _ | {0}", "0 1", of="0 1") == "n c _, n c _, c -> n c _, c | n:sum {0}"
-    assert gradient("b t -> b o _ | o:windows(t,4,2) {0}") == "b o _ -> b t | o:windows(t,4,2) {0}"
-    with pytest.raises(AssertionError, match="goes back"):
-        gradient("b t -> b t | t:halo(1)")
+def test_the_gradient_of_a_halo_has_no_pattern() -> None:
+    assert gradient_pattern("n c _, c -> n c _ | {0}", "0 1", wrt="0 1") == "n c _, n c _, c -> n c _, c | n:sum {0}"
+    assert gradient_pattern("b t -> b o _ | o:windows(t,4,2) {0}") == "b o _ -> b t | o:windows(t,4,2) {0}"
+    with pytest.raises(AssertionError, match="gradient of a halo"):
+        gradient_pattern("b t -> b t | t:halo(1)")
 
 
 def test_a_lost_factor_stays_whole_unless_the_rule_says_more() -> None:

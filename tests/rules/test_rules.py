@@ -286,7 +286,7 @@ def test_prover_catches_bytes_that_are_not_told() -> None:
             passed = local.ppermute(local.args[0], row, [(0, 1), (1, 0)], ((), ()), name="passed")
             return local.op(aten.prod.dim_int, passed, 1)
 
-        return dataclasses.replace(right, local=local)
+        return dataclasses.replace(right, local=dataclasses.replace(right.local, emit=local))
 
     wrong = check(s("prod.dim_int", f(3, 5), 1), planted)
     assert any("%passed = ppermute makes [3, 3] on a=0, %passed is [1, 1]: [1, 1]" in w for w in wrong)

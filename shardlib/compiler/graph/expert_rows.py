@@ -27,15 +27,19 @@ def mark_group_rows(graph: Graph) -> None:
     for op in graph.ops:
         if op.rule is None or op.constant or op.manual or op.constrains:
             continue
-        if op.rule.groups is not None:
+        if op.rule.accesses.groups is not None:
             _mark_product(op, op.rule)
         elif any(x.rows for x in op.operands):
             _mark_row_by_row(op, op.rule)
 
 
 def _mark_product(op: Op, rule: Rule) -> None:
-    assert rule.groups is not None
-    factor, along, ends = rule.groups.factor, rule.groups.along, op.operands[rule.groups.ends]
+    assert rule.accesses.groups is not None
+    factor, along, ends = (
+        rule.accesses.groups.factor,
+        rule.accesses.groups.along,
+        op.operands[rule.accesses.groups.ends],
+    )
     dims = [next((d for d, dim in enumerate(labels) if along in dim), None) for labels in rule.operands]
     pairs = enumerate(zip(op.operands, dims, strict=True))
     reads = frozenset(i for i, (x, d) in pairs if d is not None and x.rows == Rows(ends, d))
@@ -78,7 +82,7 @@ def _works_by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:
     """True if a row of the results needs the same row of the operands only, and no other row can make the op fail."""
     tags = getattr(op.target, "tags", ())
     plain = torch.Tag.pointwise in tags or torch.Tag.reduction in tags or has_trait(op.target, "moves_data")
-    tied = {*rule.whole, *rule.local_factors, *rule.reduce, *(f for tie in _ties(rule) for f in tie)}
+    tied = {*rule.whole, *rule.local.factors, *rule.reduce, *(f for tie in _ties(rule) for f in tie)}
     return (
         (plain or rule.transparent or is_view(op.target))
         and torch.Tag.nondeterministic_seeded not in tags
@@ -89,4 +93,4 @@ def _works_by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:
 
 
 def _ties(rule: Rule) -> list[tuple[str, str]]:
-    return [*rule.rounds.items(), *rule.follows.items(), *rule.lends.items()]
+    return rule.ties.pairs

@@ -65,7 +65,7 @@ _BACK = _Order(None, back=True)
 
 def mark_orders(graph: Graph) -> None:
     """Marks ops and values that each device may order by itself."""
-    if any(op.rule is not None and op.rule.groups is not None for op in graph.ops):
+    if any(op.rule is not None and op.rule.accesses.groups is not None for op in graph.ops):
         for op in graph.ops:
             if op.target in _SORTS and op.ordered is None and not (op.constant or op.manual):
                 _Region(graph, op).mark_orders()
@@ -139,7 +139,7 @@ class _Region:
                     raise DisorderError
                 if any(x.times or x.back for x in orders.values()) and op.target in (*_READS, *_WRITES):
                     self._at_places(op, op.rule, orders)
-                elif op.rule.groups is not None:
+                elif op.rule.accesses.groups is not None:
                     self._in_groups(op, op.rule, orders)
                 else:
                     self._by_row(op, op.rule, orders)
@@ -147,14 +147,14 @@ class _Region:
             raise DisorderError
 
     def _sorted(self, op: Op, *orders: _Order | None) -> None:
-        if (rule := rules.sorts(op.call)) is None or arg(op.call, "descending"):
+        if (rule := rules.local_sort_rule(op.call)) is None or arg(op.call, "descending"):
             raise DisorderError
-        self.rules[op] = rules.PLACES, rule
+        self.rules[op] = rules.ROW_FACTORS, rule
         self.orders |= {x: k for x, k in zip(op.results, orders, strict=True) if x is not None and k is not None}
 
     def _at_places(self, op: Op, rule: Rule, orders: Mapping[int, _Order]) -> None:
         """Follows a read or write at indices: either the table's rows or the entries are in the order."""
-        looks = rule.looks
+        looks = rule.accesses.lookup
         if looks is None or len(looks.rows) != 1 or len(looks.indices) != 1 or looks.indices[0] not in orders:
             raise DisorderError
         (table,), (at,) = looks.rows, (orders[i] for i in looks.indices)
@@ -177,7 +177,7 @@ class _Region:
             if (dim := _alone(rule.results[0], row)) is not None:
                 of_keys = op.target in _READS and viewed(op.operands[0]) is viewed(self.sort.operands[0])
                 self.orders[result] = _Order(dim, keys=of_keys and at.times == 1)
-        self.rules[op] = rules.PLACES, rules.at_places(rule, table, entries)
+        self.rules[op] = rules.ROW_FACTORS, rules.local_lookup_rule(rule, table, entries)
 
     def _all_in_order(
         self, op: Op, rule: Rule, row: tuple[str, ...], operands: Iterable[int], orders: Mapping[int, _Order]
@@ -243,13 +243,13 @@ class _Region:
         return dtype in EXACT and (dtype == keys.dtype or dtype != torch.int32 or is_index(keys))
 
     def _in_groups(self, op: Op, rule: Rule, orders: Mapping[int, _Order]) -> None:
-        assert rule.groups is not None
-        along = [dim for dims in rule.operands for dim in dims if rule.groups.along in dim]
-        ends = op.operands[rule.groups.ends]
+        assert rule.accesses.groups is not None
+        along = [dim for dims in rule.operands for dim in dims if rule.accesses.groups.along in dim]
+        ends = op.operands[rule.accesses.groups.ends]
         if ends in self.orders or ends.constant:
             raise DisorderError
         self._all_in_order(op, rule, along[0], range(len(op.operands)), orders)
-        self.rules[op], self.ends[op] = (along[0], rules.in_own_groups(rule)), ends
+        self.rules[op], self.ends[op] = (along[0], rules.own_groups_rule(rule)), ends
         for x, dims in zip(op.results, rule.results, strict=True):
             if x is not None and (dim := _alone(dims, along[0])) is not None:
                 self.orders[x] = _Order(dim)
@@ -283,9 +283,9 @@ class _Region:
             raise DisorderError
         self.counted[x] = None
         if op in self.summed:
-            if op.rule.looks is not None and not is_zero(op.operands[0]):
+            if op.rule.accesses.lookup is not None and not is_zero(op.operands[0]):
                 raise DisorderError
-            self.rules[op] = self.summed[op], rules.counts(op.rule, self.summed[op])
+            self.rules[op] = self.summed[op], rules.local_count_rule(op.rule, self.summed[op])
             return
         varying = [y for y in op.operands if not y.constant]
         if op in self.rules or not varying:
@@ -297,7 +297,7 @@ class _Region:
         """Requires that no other op reads these counts."""
         for x in self.counted:
             for op, i in x.readers:
-                is_end = op in self.ends and op.rule is not None and op.rule.groups is not None
+                is_end = op in self.ends and op.rule is not None and op.rule.accesses.groups is not None
                 if not (is_end and op.operands[i] is self.ends[op]) and not {*op.results} <= self.counted.keys():
                     raise DisorderError
 
@@ -314,17 +314,17 @@ def _alone(dims: Labels, row: tuple[str, ...]) -> int | None:
 
 def _goes_by_row(op: Op, rule: Rule, row: tuple[str, ...]) -> bool:
     """True if an op works on a shard of rows alone, with a reduction over shards where results lack the rows."""
-    ties = (*rule.rounds.items(), *rule.follows.items(), *rule.lends.items())
+    ties = rule.ties.pairs
     tied = {*rule.whole, *(f for tie in ties for f in tie)}
     kept = all({*row} <= {f for dim in dims for f in dim} for dims in rule.results)
-    if rule.looks is not None and {*row} & {*rule.looks.rows}:
+    if rule.accesses.lookup is not None and {*row} & {*rule.accesses.lookup.rows}:
         return False  # it reads rows by their position in the order, and devices have different ones there
     # A view keeps rows of one size. A lookup by indices in the rows reads, or adds, one row after the other.
-    looks = rule.looks is not None and (kept or all(rule.reduce.get(f) == "sum" for f in row))
+    looks = rule.accesses.lookup is not None and (kept or all(rule.reduce.get(f) == "sum" for f in row))
     free = looks or (kept and is_view(op.target))
     return (
         torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ())
-        and not {*row} & (tied if free else tied | rule.local_factors)
+        and not {*row} & (tied if free else tied | rule.local.factors)
         and (kept or all(rule.reduce.get(f) in ("sum", "max", "min") for f in row))
     )
 

@@ -34,7 +34,7 @@ class Senders:
     def messages(self, propagation: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         """What `op` sends, message by message, if its factors are cut as in `assignment`."""
         rule = op.rule
-        if rule is None or rule.local is None or not any(f in rule.local_factors for f, _ in assignment):
+        if rule is None or rule.local.emit is None or not any(f in rule.local.factors for f, _ in assignment):
             return ()
         sizes = tuple([(f, *map(propagation.dims.size, leaves)) for f, leaves in propagation.labels[op].items()])
         key = id(rule), sizes, tuple(assignment.items())

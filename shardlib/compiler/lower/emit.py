@@ -44,13 +44,13 @@ class Emitter:
             # All of them: beside an empty shard's 0, a -1 left over in a shape would mean nothing.
             size = product([self.label_size(op, n, assignment) for n in names])
             args, kwargs = put(args, kwargs, path, size * k)
-        tied = {*rule.rounds, *rule.follows}
+        tied = {*rule.ties.required}
         if op.owns is not None and not op.owns.begins:
             tied.add(op.owns.factor)  # the rows of others are worked on, too
         flops, work = self._share(op, rule, {x: axes for x, axes in assignment.items() if axes and x[0] not in tied})
-        if rule.local is not None and cut_labels & rule.local_factors:
+        if rule.local.emit is not None and cut_labels & rule.local.factors:
             before, steps = len(self.builder.steps), self.builder.steps
-            made = rule.local(LocalForm(self, op, assignment, args, kwargs))
+            made = rule.local.emit(LocalForm(self, op, assignment, args, kwargs))
             steps[before:] = _counted(steps[before:], op.target, flops, work, self.builder.first)
             for var, out in zip(made if isinstance(made, tuple | list) else [made], outs, strict=True):
                 if out is not None:
@@ -93,7 +93,7 @@ def _forbidden(rule: Rule, assignment: Assignment) -> Iterator[str]:
     axes: dict[str, list[Axis]] = {}
     for (f, _), over in assignment.items():
         axes.setdefault(f, []).extend(p for a in over for p in a.primes())
-    cut, tied = {f for f, over in axes.items() if over}, {**rule.rounds, **rule.follows}
+    cut, tied = {f for f, over in axes.items() if over}, rule.ties.required
     yield from (f"{f} is cut, and has to be whole" for f in sorted(cut & rule.whole))
     yield from (f"{f} is cut, and {tied[f]} is not" for f in sorted(cut & tied.keys()) if tied[f] not in cut)
     alone = [p for f in cut - tied.keys() for p in axes[f]]

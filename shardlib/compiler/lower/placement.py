@@ -49,7 +49,7 @@ class Placements:
                     raise AssertionError(
                         f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction"
                     )
-                if mine := op.rule.owed(i, x[0]):
+                if mine := op.rule.partial_kind(i, x[0]):
                     if axes and {kind, mine} == {"sum", OWNED}:
                         mine = OWNED  # until rows of others are 0
                     elif axes and kind != mine:

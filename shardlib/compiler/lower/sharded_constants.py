@@ -103,9 +103,7 @@ def _assigned(op: Op, index: int, layout: Layout, propagation: Propagation) -> A
     raw = [[leaf for name in names for leaf in labels[name]] for names in rule.results[index]]
     parts = write_down(dims, raw, layout)
     propagation.labels[op] = {name: tuple(dims.leaves(found)) for name, found in labels.items()}
-    propagation.whole[op] = frozenset(rule.whole).union(
-        *(pair for tie in (rule.rounds, rule.follows) for pair in tie.items())
-    )
+    propagation.whole[op] = frozenset(rule.whole).union(*rule.ties.required.items())
     factor = {leaf: (name, k) for name, found in propagation.labels[op].items() for k, leaf in enumerate(found)}
     assignment: dict[OpFactor, Axes] = {}
     for groups, factors in zip(parts, layout.dims, strict=True):

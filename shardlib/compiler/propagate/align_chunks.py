@@ -75,7 +75,7 @@ def _ties(op: Op, f: Propagation) -> Iterator[tuple[DimFactor, _Tie]]:
     if op.rule is None or op.constant or op not in f.labels:
         return
     labels = f.labels[op]
-    for name, (by, stride, low, high, count) in op.rule.reads.items():
+    for name, (by, stride, low, high, count) in op.rule.accesses.windows.items():
         if f.whole[op] & {name, by} or not (labels[name] and labels[by]):
             continue
         (x, *inner), (y, *others) = labels[name], labels[by]

@@ -109,16 +109,16 @@ def build_units(graph: Graph, f: Propagation) -> Units:
                 if may_cut(f, op, (label, k))
             ]
             first = {label for label, k in factors if k == 0}
-            tied = {**op.rule.rounds, **op.rule.follows}
+            tied = op.rule.ties.required
             kept = {(t, 0) for t, s in tied.items() if {t, s} <= first and t not in _made_whole(op)}
             factors = [x for x in factors if x[0] not in tied or x in kept]
-            lends = {h: s for h, s in op.rule.lends.items() if s in first and h not in f.whole[op]}
+            lends = {h: s for h, s in op.rule.ties.lends.items() if s in first and h not in f.whole[op]}
             factors += [(h, 0) for h in lends if f.labels[op].get(h) and (h, 0) not in factors]
             unit = DecisionUnit([f.labels[op][label][k] for label, k in factors], [op])
             slots = u.op_slots[op] = {x: i for i, x in enumerate(factors)}
             unit.rounds, unit.follows = (
                 {slots[t, 0]: slots[s, 0] for t, s in tie.items() if (t, 0) in kept}
-                for tie in (op.rule.rounds, op.rule.follows)
+                for tie in (op.rule.ties.ring, op.rule.ties.follows)
             )
             unit.lends = {slots[h, 0]: slots[s, 0] for h, s in lends.items() if (h, 0) in slots}
             if (read := tuple(dict.fromkeys(_gathered(op)))) and reads_less(read):
@@ -137,7 +137,7 @@ def may_cut(f: Propagation, op: Op, factor: OpFactor) -> bool:
     assert op.rule is not None
     label, k = factor
     owner = op.owns is not None and label == op.owns.factor
-    return label not in f.whole[op] and (k == 0 or not (owner or label in op.rule.local_factors - op.rule.loose))
+    return label not in f.whole[op] and (k == 0 or not (owner or label in op.rule.local.factors - op.rule.local.loose))
 
 
 def _reads_less(read: tuple[Value, ...]) -> bool:
@@ -157,12 +157,12 @@ def _gathered(op: Op) -> list[Value]:
 def _made_whole(op: Op) -> set[str]:
     """Followers that constants alone have: whole, each device takes of them what it needs, and nothing is sent."""
     assert op.rule is not None
-    if not op.rule.follows:
+    if not op.rule.ties.follows:
         return set()
     read = [(v, labels) for v, labels in zip(op.operands, op.rule.operands, strict=True) if not v.constant]
     made = [(v, labels) for v, labels in zip(op.results, op.rule.results, strict=True) if v is not None]
     live = {f for _, labels in (*read, *made) for dim in labels for f in dim}
-    return {t for t in op.rule.follows if t not in live}
+    return {t for t in op.rule.ties.follows if t not in live}
 
 
 def _add_root(u: Units, f: Propagation, value: Value) -> None:

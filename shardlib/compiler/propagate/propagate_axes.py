@@ -236,7 +236,7 @@ def _follow(f: Propagation) -> None:
     tied: dict[DimFactor, dict[DimFactor, None]] = {}
     for op, labels in f.labels.items():
         assert op.rule is not None
-        for pair in op.rule.follows.items():
+        for pair in op.rule.ties.follows.items():
             if not f.whole[op] & set(pair):
                 a, b = (labels[x][0] for x in pair)
                 tied.setdefault(a, {})[b] = None

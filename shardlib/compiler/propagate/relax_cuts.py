@@ -102,7 +102,7 @@ def picked(f: Propagation) -> set[DimFactor]:
     for op, labels in f.labels.items():
         rule = op.rule
         assert rule is not None
-        alone = [x for x in rule.local_factors if x not in rule.follows and rule.reduce.get(x) == "sum"]
+        alone = [x for x in rule.local.factors if x not in rule.ties.follows and rule.reduce.get(x) == "sum"]
         for x in (*f.whole[op], *alone):
             found.update(labels.get(x, ()))
     return found

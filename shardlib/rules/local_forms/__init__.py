@@ -1,1 +1,1 @@
-"""What ops do on a device's pieces where that is not the op itself."""
+"""Local forms: the code that devices run instead of an op whose dims are sharded."""

@@ -1,10 +1,10 @@
-"""Halos: what a device needs of a cut dim beyond its own piece, from its neighbors.
+"""Halos: elements of a sharded dim that a device reads beyond its own shard.
 
-A range is a pair of indices into the whole dim, and may differ by device. Pieces may be uneven, empty or shorter than a
-halo, so a device may need something of any other one: what is `shift` places away goes there in one `ppermute`, and
-nothing is sent that nobody needs. No device receives anything twice; a message costs what the fullest one takes.
+A range is a pair of indices into the whole dim, and may differ by device. Shards may be uneven, empty or shorter than a
+halo, so a device may need elements of any other device. The program sends one message per distance between devices, and
+only the elements that are needed. No device receives an element twice. A message costs as much as its fullest copy.
 
-Local forms call what is here. A dim is named by its label, of one factor at most: `()` is a dim that nobody cuts.
+Local forms call these functions. They name a dim by its label of at most one factor; `()` is a dim that is not sharded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from shardlib.primitives.body import group
 from shardlib.primitives.collectives import piece
-from shardlib.rules.local_forms.helpers import share
+from shardlib.rules.local_forms.helpers import shard_size
 
 aten = torch.ops.aten
 Range = tuple[int, int]  # [start, stop)
 
 
-def overlap(a: Range, b: Range) -> Range:
-    """What two ranges share; an empty range inside `a` where they share nothing.
+def intersect(a: Range, b: Range) -> Range:
+    """The intersection of two ranges; an empty range inside `a` if they are disjoint.
 
     Example:
-        >>> overlap((0, 5), (3, 9)), overlap((0, 5), (7, 9))
+        >>> intersect((0, 5), (3, 9)), intersect((0, 5), (7, 9))
         ((3, 5), (5, 5))
     """
     low = min(max(a[0], b[0]), a[1])
@@ -39,7 +39,7 @@ def length(r: Range) -> int:
     return r[1] - r[0]
 
 
-def extent(label: Sequence[str], size: int) -> Range:
+def shard_range(label: Sequence[str], size: int) -> Range:
     """The range of a dim of `size` that this device holds."""
     if not label:
         return 0, size
@@ -47,67 +47,70 @@ def extent(label: Sequence[str], size: int) -> Range:
     return offset, offset + n
 
 
-def held(label: Sequence[str], size: int) -> int:
-    """How much of a dim of `size` this device holds."""
-    return share(label[0]) if label else size
+def shard_length(label: Sequence[str], size: int) -> int:
+    """The number of elements of a dim of `size` that this device holds."""
+    return shard_size(label[0]) if label else size
 
 
 def fetch(
     x: Tensor, dim: int, label: Sequence[str], needs: Sequence[Range], name: str, have: Range | None = None
 ) -> list[Tensor]:
-    """Get some ranges of a dim, from whoever holds them: what one device sends another one is one message.
+    """Fetches ranges of a dim from the devices that hold them, with one message per pair of devices.
 
-    x is this device's piece of the dim, or range `have` of what needs count. A plan calls it `name`.
+    `x` is this device's shard of the dim, or covers range `have`. A plan calls the tensor `name`.
     """
-    mine = extent(label, x.shape[dim]) if have is None else have
-    if not (label and _cut(label)):
-        return [reframe(x, dim, mine, need) for need in needs]
+    mine = shard_range(label, x.shape[dim]) if have is None else have
+    if not (label and _is_sharded(label)):
+        return [crop_or_pad(x, dim, mine, need) for need in needs]
     ends = [n for need in needs for n in need]
     x = torch.ops.shardlib.manual_fetch(x, [*label], dim, mine, ends, name)
     return [*torch.split(x, [length(need) for need in needs], dim)] if len(needs) > 1 else [x]
 
 
-def give_back(x: Tensor, dim: int, label: Sequence[str], have: Range, size: int, name: str = "") -> Tensor:
-    """The transpose of fetching: addends for range `have` of a dim of `size` go home, and are added up there."""
-    mine = extent(label, size)
-    if label and _cut(label):
-        home: Tensor = torch.ops.shardlib.manual_give_back(x, [*label], dim, have, mine, name)
-        return home
-    return reframe(x, dim, have, mine)
+def add_to_owners(x: Tensor, dim: int, label: Sequence[str], have: Range, size: int, name: str = "") -> Tensor:
+    """Sends addends for range `have` of a dim of `size` to the devices that hold it, which add them up.
+
+    This is the transpose of `fetch`.
+    """
+    mine = shard_range(label, size)
+    if label and _is_sharded(label):
+        total: Tensor = torch.ops.shardlib.manual_give_back(x, [*label], dim, have, mine, name)
+        return total
+    return crop_or_pad(x, dim, have, mine)
 
 
-def reframe(x: Tensor, dim: int, have: Range, want: Range, fill: complex = 0) -> Tensor:
-    """What covers range `have` of a dim, as it covers `want`, without asking anybody."""
-    kept = overlap(have, want)
-    x = x.narrow(dim, kept[0] - have[0], length(kept))
-    before, after = (kept[0] - want[0], want[1] - kept[1]) if length(kept) else (length(want), 0)
-    return padded(x, [0, 0] * (x.dim() - 1 - dim) + [before, after], fill)
+def crop_or_pad(x: Tensor, dim: int, have: Range, want: Range, fill: complex = 0) -> Tensor:
+    """Crops or pads a tensor that covers range `have` of a dim, so that it covers `want`. Sends nothing."""
+    both = intersect(have, want)
+    x = x.narrow(dim, both[0] - have[0], length(both))
+    before, after = (both[0] - want[0], want[1] - both[1]) if length(both) else (length(want), 0)
+    return pad_constant(x, [0, 0] * (x.dim() - 1 - dim) + [before, after], fill)
 
 
-def padded(x: Tensor, pads: Sequence[int], fill: complex = 0) -> Tensor:
-    """`F.pad`, but for integers: that makes a float of `fill`."""
+def pad_constant(x: Tensor, pads: Sequence[int], fill: complex = 0) -> Tensor:
+    """`F.pad`, but for integers too: `F.pad` makes a float of `fill`."""
     out: Tensor = aten.constant_pad_nd.default(x, pads, fill)
     return out
 
 
-def _cut(label: Sequence[str]) -> bool:
+def _is_sharded(label: Sequence[str]) -> bool:
     return group("fetch", label)[2] > 1
 
 
-def exchanges(have: Sequence[set[Range]], need: Sequence[set[Range]]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Who sends to whom, by how many places it is further round the ring: the longest way first."""
+def match_senders(have: Sequence[set[Range]], need: Sequence[set[Range]]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """The (source, destination) pairs of each distance around the ring, the longest distance first."""
     n, pairs = len(have), set[tuple[int, int]]()
-    held = sorted((a, b, src) for src, theirs in enumerate(have) for a, b in theirs if a < b)
-    starts, reach = [a for a, *_ in held], [*accumulate((b for _, b, _ in held), max)]
-    for dst, mine in enumerate(need):
-        for low, high in mine:
+    shard_length = sorted((low, high, src) for src, ranges in enumerate(have) for low, high in ranges if low < high)
+    starts, last_stops = [low for low, *_ in shard_length], [*accumulate((high for _, high, _ in shard_length), max)]
+    for dst, ranges in enumerate(need):
+        for low, high in ranges:
             k = bisect_left(starts, high) - 1 if low < high else -1
-            while k >= 0 and reach[k] > low:
-                _, stop, src = held[k]
+            while k >= 0 and last_stops[k] > low:
+                _, stop, src = shard_length[k]
                 if stop > low and src != dst:
                     pairs.add((src, dst))
                 k -= 1
-    found: dict[int, list[tuple[int, int]]] = {}
+    by_distance: dict[int, list[tuple[int, int]]] = {}
     for src, dst in sorted(pairs):
-        found.setdefault((dst - src) % n, []).append((src, dst))
-    return sorted(found.items(), reverse=True)
+        by_distance.setdefault((dst - src) % n, []).append((src, dst))
+    return sorted(by_distance.items(), reverse=True)

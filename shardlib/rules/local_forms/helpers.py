@@ -1,4 +1,4 @@
-"""What `local` forms share: indices into a cut dim, shards that may be empty, and half precision."""
+"""Helpers of local forms: indices into a sharded dim, shards that may be empty, and half precision."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from shardlib.ops.checks import CHECK_INDEX
 from shardlib.primitives.body import group
 from shardlib.primitives.collectives import axis_index, piece, pmax, psum
 from shardlib.primitives.form_dims import FormDims
-from shardlib.rules.dtype_sums import MUTE
-from shardlib.rules.iteration_space import arg, axes, result_shape
+from shardlib.rules.dtype_sums import NO_ARITHMETIC
+from shardlib.rules.iteration_space import arg, normalize_dims, result_shape
 from shardlib.rules.rule import Call, Local
 
 aten = torch.ops.aten
 
 
-def cut(local: Local, factors: Iterable[str]) -> list[str]:
-    """Those of `factors` that are cut here."""
+def sharded_factors(local: Local, factors: Iterable[str]) -> list[str]:
+    """The factors among these that are sharded in this program."""
     return [f for f in factors if local.axes(f)]
 
 
-def located(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tensor]:
-    """An index into the cut dim `factor`, as this device's piece counts: `(index, outside)`.
+def locate_index(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tensor]:
+    """Converts an index into the sharded dim `factor` to one into this device's shard: returns `(index, outside)`.
 
-    `index` is 0 where the element lies on another device, or is that of the padding, and `outside` is True there.
+    Where the element lies on another device, or the index is `padding`, `index` is 0 and `outside` is True.
     """
     offset, size, _ = piece(factor)
     mine = index - offset
@@ -41,84 +41,84 @@ def located(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor, Tens
     return mine.masked_fill(outside, 0), outside
 
 
-def shares(factor: str) -> list[int]:
-    """How many elements each of the devices along a factor has."""
-    return _dims("shares", factor).shares(factor)
+def shard_sizes(factor: str) -> list[int]:
+    """The number of elements that each of the devices along a factor holds."""
+    return _form_dims("shares", factor).shares(factor)
 
 
-def share(factor: str) -> int:
-    """How many elements this device has, where it does not matter which."""
-    return _dims("share", factor).share(factor)
+def shard_size(factor: str) -> int:
+    """The number of elements that this device holds, for code that does not depend on their offset."""
+    return _form_dims("share", factor).share(factor)
 
 
-def place(factor: str) -> int:
-    """Which of the devices along a factor this one is."""
-    return _dims("place", factor).place(factor)
+def shard_index(factor: str) -> int:
+    """This device's position among the devices along a factor."""
+    return _form_dims("place", factor).place(factor)
 
 
-def _dims(what: str, factor: str) -> FormDims:
-    form = group(what, factor)[0].form
+def _form_dims(caller: str, factor: str) -> FormDims:
+    form = group(caller, factor)[0].form
     assert form is not None, "outside any local form"
     return form
 
 
-def torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:
-    """A local form that is torch code: `form(local, ...)` of the op's arguments, with pieces in place of tensors."""
+def from_torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:
+    """Makes a local form of torch code: `form(local, ...)` takes the op's arguments, with shards for tensors."""
 
     def run(local: Local) -> Any:
-        alone = {a.name for a in schema_of(local.call.target).arguments if a.kwarg_only}
-        named = {name: x for name, x in local.kwargs.items() if name in alone}
-        return local.run(partial(form, local), *positional(local), **named)
+        keyword_only = {a.name for a in schema_of(local.call.target).arguments if a.kwarg_only}
+        named = {name: x for name, x in local.kwargs.items() if name in keyword_only}
+        return local.run(partial(form, local), *positional_args(local), **named)
 
     return run
 
 
-def gathered(x: Tensor, factor: str, dim: int, total: int) -> Tensor:
-    """What all devices have, which may differ in size, next to each other along `dim`: `total` in all."""
+def gather_shards(x: Tensor, factor: str, dim: int, total: int) -> Tensor:
+    """Gathers the shards of all devices along `dim`; they may differ in size, and have `total` elements together."""
     whole: Tensor = torch.ops.shardlib.manual_gather(x, [factor], dim, total)
     return whole
 
 
-def checked(index: Tensor, n: int, low: int = 0, ignore: int | None = None) -> Tensor:
-    """An index into a dim of `n` elements; one that lies outside is an error when the program runs, as in torch."""
+def check_index(index: Tensor, n: int, low: int = 0, ignore: int | None = None) -> Tensor:
+    """Returns the index; the program raises torch's error for one outside of a dim of `n` elements."""
     CHECK_INDEX(index, low, n, ignore)
     return index
 
 
-def once(x: Tensor, factors: Iterable[str]) -> Tensor:
-    """x on the first of the devices that share `factors` and nothing on the others, so that it is counted once."""
+def keep_on_first(x: Tensor, factors: Iterable[str]) -> Tensor:
+    """`x` on the first of the devices along `factors`, and zeros on the others, so that their sum is `x`."""
     for factor in factors:
-        x = x.masked_fill(axis_index(factor) != 0, nothing(x.dtype))
+        x = x.masked_fill(axis_index(factor) != 0, neutral_addend(x.dtype))
     return x
 
 
 def may_be_empty(local: Local, factor: str) -> bool:
-    """Whether some device of the mesh holds nothing of `factor`."""
+    """True if some device of the mesh has an empty shard of `factor`."""
     size = local.size(factor)
     if isinstance(size, int):
         return size == 0
     lengths = {a.name: a.axis_size for a in local.axes(factor)}
     devices = itertools.product(*map(range, lengths.values()))  # 7 over (2 3) is 2 2 0 1 1 1
-    return any(size.at(dict(zip(lengths, at, strict=True))) == 0 for at in devices)
+    return any(size.at(dict(zip(lengths, coords, strict=True))) == 0 for coords in devices)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What code sums up, or compares, over dims that may be cut: the dims stay, with size 1.
+    """Reductions over dims that may be sharded. The dims stay, with size 1.
 
-    `factors` are what the dims are made of, `count` is how many elements the whole has in them; of the dims `risky` a
-    device may have nothing.
+    `factors` are the factors of the dims, and `count` is the global number of elements in them. A device's shard may be
+    empty along the dims `risky`. With `keepdim` False, `drop_dims` removes the dims.
     """
 
     dims: list[int]
     factors: tuple[str, ...]
     count: int
     risky: tuple[int, ...] = ()
-    kept: bool = True
+    keepdim: bool = True
 
     @staticmethod
-    def of(local: Local, dims: Iterable[int], operand: int = 0) -> Rows:
-        """Over these dims of an operand."""
+    def over(local: Local, dims: Iterable[int], operand: int = 0) -> Rows:
+        """Rows over dims of an operand."""
         labels = local.rule.operands[operand]
         dims = [d for d in dims if labels]  # a scalar has none
         factors = tuple(f for d in dims for f in labels[d])
@@ -126,15 +126,14 @@ class Rows:
         return Rows(dims, factors, count, tuple(d for d in dims if any(may_be_empty(local, f) for f in labels[d])))
 
     @staticmethod
-    def over(local: Local) -> Rows:
-        """Over the dims of operand 0 that `dim` names, or over all; the result has them with size 1, or not at all."""
+    def over_dim_argument(local: Local) -> Rows:
+        """Rows over the dims of operand 0 that the argument `dim` names, or over all dims."""
         rank = local.call.operands[0].rank
-        dims = axes(arg(local.call, "dim", None), rank)
-        return replace(Rows.of(local, dims), kept=len(result_shape(local.call)) == rank)
+        dims = normalize_dims(arg(local.call, "dim", None), rank)
+        return replace(Rows.over(local, dims), keepdim=len(result_shape(local.call)) == rank)
 
-    def left(self, x: Tensor) -> Tensor:
-        """x as the result has it: the dims may go."""
-        return x if self.kept else x.squeeze(self.dims)
+    def drop_dims(self, x: Tensor) -> Tensor:
+        return x if self.keepdim else x.squeeze(self.dims)
 
     def sum(self, x: Tensor) -> Tensor:
         return psum(x.sum(self.dims, keepdim=True) if self.dims else x, self.factors)  # type: ignore[no-any-return]
@@ -143,34 +142,35 @@ class Rows:
         return self.sum(x) / self.count
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean, x without it, and the mean square of that."""
+        """The mean, `x` minus the mean, and the variance."""
         mean = self.mean(x)
         centered = x - mean
         return mean, centered, self.mean(centered * centered)
 
     def max(self, x: Tensor) -> Tensor:
-        return pmax(self.held(x, worst(x.dtype, lowest=True)).amax(self.dims, keepdim=True), self.factors)  # type: ignore[no-any-return]
+        filled = self.fill_empty(x, neutral_extreme(x.dtype, lowest=True))
+        return pmax(filled.amax(self.dims, keepdim=True), self.factors)  # type: ignore[no-any-return]
 
-    def held(self, x: Tensor, value: float) -> Tensor:
-        """x with one element of `value` in every dim of which this device has nothing."""
+    def fill_empty(self, x: Tensor, value: float) -> Tensor:
+        """`x` with one element of `value` along each dim in which this device's shard is empty."""
         pads = [n for d in reversed(range(x.dim())) for n in (0, int(d in self.risky and x.shape[d] == 0))]
         return aten.constant_pad_nd.default(x, pads, value) if self.risky else x  # F.pad makes a float of `value`
 
 
-def nothing(dtype: torch.dtype) -> complex:
-    """What changes no number of this dtype that it is added to: of floats it is -0.0, since -0.0 + 0.0 is 0.0."""
+def neutral_addend(dtype: torch.dtype) -> complex:
+    """The number that changes no sum of this dtype: -0.0 for floats, since -0.0 + 0.0 is 0.0."""
     if dtype.is_complex:
         return complex(-0.0, -0.0)
     return -0.0 if dtype.is_floating_point else 0
 
 
-def adds_up(dtype: torch.dtype) -> bool:
-    """Whether torch adds values of this dtype, on all devices, to one of the same."""
-    return dtype not in MUTE and dtype != torch.bool
+def can_add(dtype: torch.dtype) -> bool:
+    """True if torch adds values of this dtype on all kinds of devices, and the sum has the same dtype."""
+    return dtype not in NO_ARITHMETIC and dtype != torch.bool
 
 
-def worst(dtype: torch.dtype, *, lowest: bool) -> float:
-    """The neutral element of a maximum (`lowest`) or a minimum."""
+def neutral_extreme(dtype: torch.dtype, *, lowest: bool) -> float:
+    """The neutral element of a maximum (`lowest`) or of a minimum."""
     if dtype.is_floating_point:
         return -math.inf if lowest else math.inf
     if dtype == torch.bool:
@@ -178,26 +178,26 @@ def worst(dtype: torch.dtype, *, lowest: bool) -> float:
     return torch.iinfo(dtype).min if lowest else torch.iinfo(dtype).max
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's kernels add up values of `dtype`."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's kernels sum values of `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def widely(form: Callable[..., Any], call: Call) -> Callable[..., Any]:
-    """`form` in the dtype in which torch's kernels add up: tensors are cast to it, results to their own."""
+def in_accumulation_dtype(form: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """Wraps `form`: casts tensors to the dtype in which torch's kernels sum, and results back to their own dtypes."""
     dtypes = [None if m is None else m.dtype for m in call.results]
-    acc = wide(next(filter(None, dtypes), torch.float32))
+    acc = accumulation_dtype(next(filter(None, dtypes), torch.float32))
 
     def run(*args: Any) -> Any:
-        found = form(*(x.to(acc) if isinstance(x, Tensor) else x for x in args))
-        if isinstance(found, Tensor):
-            return found.to(dtypes[0])
-        return tuple(None if dtype is None else x.to(dtype) for x, dtype in zip(found, dtypes, strict=True))
+        results = form(*(x.to(acc) if isinstance(x, Tensor) else x for x in args))
+        if isinstance(results, Tensor):
+            return results.to(dtypes[0])
+        return tuple(None if dtype is None else x.to(dtype) for x, dtype in zip(results, dtypes, strict=True))
 
     return run
 
 
-def positional(local: Local) -> list[Any]:
-    """The arguments of the call by position, with the schema's defaults; without those that are keyword-only."""
-    behind = schema_of(local.call.target).arguments[len(local.args) :]
-    return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in behind if not a.kwarg_only)]
+def positional_args(local: Local) -> list[Any]:
+    """The arguments of the call by position, with the schema's defaults, without keyword-only arguments."""
+    others = schema_of(local.call.target).arguments[len(local.args) :]
+    return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in others if not a.kwarg_only)]

@@ -1,6 +1,7 @@
-"""Rows in an order of each device's own: what a sort makes of a piece, what is read and written at the places that it
-tells, and products in groups that every device counts for itself. `shardlib/compiler/graph/local_sort.py` says where
-that is right.
+"""Rules for rows in an order of each device's own.
+
+A device sorts its shard alone, reads and writes rows at the positions that this sort returns, and multiplies them in
+groups that it counts itself. `shardlib/compiler/graph/local_sort.py` decides where this is right.
 """
 
 from __future__ import annotations
@@ -11,99 +12,90 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlib.rules.local_forms.helpers import positional
-from shardlib.rules.rule import Call, Labels, Local, Rule
-from shardlib.rules.tensor_ops.sort_topk import in_whole
+from shardlib.rules.local_forms.helpers import positional_args
+from shardlib.rules.local_forms.positions import Extents, to_global, to_local
+from shardlib.rules.rule import Call, Labels, Local, LocalCode, Rule
 
-_ROW, _ENTRY = "t", "k"  # the rows of a table, and how many places in the order each has
-PLACES = (_ROW,)  # the factors that are rows, where these are read, written or sorted
+_ROW, _ENTRY = "t", "k"  # the rows of a table, and the positions per row
+ROW_FACTORS = (_ROW,)  # the factors of the rows, in the rules of a sort and of a lookup
 
 
-def sorts(call: Call) -> Rule | None:
-    """The rule of a sort of one dim: every device sorts its piece."""
+def local_sort_rule(call: Call) -> Rule | None:
+    """The rule of a sort of one dim where each device sorts its shard."""
     shape = call.operands[0].shape
     if len(call.operands) != 1 or len(shape) != 1 or shape[0] < 2:
         return None
     labels: Labels = ((_ROW,),)
-    local = frozenset([_ROW])
-    results, sizes = (labels, labels), {_ROW: shape[0]}
-    return Rule((labels,), results, sizes, local=_sorted, local_factors=local, loose=local, flops=shape[0])
+    return Rule((labels,), (labels, labels), {_ROW: shape[0]}, local=_by_row(_sort_shard), flops=shape[0])
 
 
-def _sorted(local: Local) -> Any:
-    """Places are counted in the whole."""
-
-    def form(x: Tensor, places: Any, *how: Any, **named: Any) -> Any:
-        values, index = local.call.target(x, *how, **named)
-        return values, in_whole(index, places)
-
-    return local.run(form, local.args[0], local.pieces(_ROW), *local.args[1:], **local.kwargs)
+def _by_row(emit: Any) -> LocalCode:
+    return LocalCode(emit, factors=frozenset(ROW_FACTORS), loose=frozenset(ROW_FACTORS))
 
 
-def at_places(rule: Rule, table: str, entries: str) -> Rule:
-    """The rule of an op that reads, or writes, rows of a table (factor `table`) at places (`entries`) which all lie in
-    the piece that a device has: its own rule, where these are not known."""
+def _sort_shard(local: Local) -> Any:
+    """Sorts the shard; the positions count in the whole."""
+
+    def form(x: Tensor, extents: Extents, *options: Any, **named: Any) -> Any:
+        values, index = local.call.target(x, *options, **named)
+        return values, to_global(index, extents)
+
+    return local.run(form, local.args[0], local.extents(_ROW), *local.args[1:], **local.kwargs)
+
+
+def local_lookup_rule(rule: Rule, table: str, entries: str) -> Rule:
+    """The rule of a lookup whose positions (factor `entries`) all name rows (factor `table`) of the device's shard.
+
+    `rule` is the op's rule for arbitrary positions.
+    """
     times = rule.sizes[entries] // rule.sizes[table]
     both = {table: (_ROW,), entries: (_ROW, _ENTRY) if times > 1 else (_ROW,)}
-    kept = {f: n for f, n in rule.sizes.items() if f not in both}
-    names = {f: (f"_{f}",) for f in kept} | both
+    others = {f: n for f, n in rule.sizes.items() if f not in both}
+    names = {f: (f"_{f}",) for f in others} | both
 
-    def named(tensors: Sequence[Labels]) -> tuple[Labels, ...]:
+    def rename(tensors: Sequence[Labels]) -> tuple[Labels, ...]:
         return tuple(tuple(tuple(g for f in dim for g in names[f]) for dim in labels) for labels in tensors)
 
-    alone = {_ENTRY: times} if times > 1 else {}
-    local = frozenset([_ROW])
+    per_row = {_ENTRY: times} if times > 1 else {}
     return replace(
         rule,
-        operands=named(rule.operands),
-        results=named(rule.results),
-        sizes={f"_{f}": n for f, n in kept.items()} | {_ROW: rule.sizes[table]} | alone,
-        reduce={f"_{f}": kind for f, kind in rule.reduce.items() if f in kept},
-        whole=frozenset(f"_{f}" for f in rule.whole if f in kept) | alone.keys(),
+        operands=rename(rule.operands),
+        results=rename(rule.results),
+        sizes={f"_{f}": n for f, n in others.items()} | {_ROW: rule.sizes[table]} | per_row,
+        reduce={f"_{f}": kind for f, kind in rule.reduce.items() if f in others},
+        whole=frozenset(f"_{f}" for f in rule.whole if f in others) | per_row.keys(),
         onto=None,
-        local=_at_places,
-        local_factors=local,
-        loose=local,
+        local=_by_row(_look_up_in_shard),
+        accesses=replace(rule.accesses, lookup=None),
         gathers=frozenset(),
-        looks=None,
     )
 
 
-def _at_places(local: Local) -> Any:
-    """The op itself, at places as they are counted in the piece."""
+def _look_up_in_shard(local: Local) -> Any:
+    """Runs the op on the shard, with positions that count in it."""
 
-    def form(places: Any, *args: Any) -> Any:
-        def here(x: Any) -> Any:
-            return _in_piece(x, places) if isinstance(x, Tensor) else x
+    def form(extents: Extents, x: Any, *rest: Any) -> Any:
+        def localize(index: Any) -> Any:
+            return to_local(index, extents) if isinstance(index, Tensor) else index
 
-        x, *rest = args
         if isinstance(rest[0], int):  # a dim, and the index
-            return local.call.target(x, rest[0], here(rest[1]), *rest[2:])
-        return local.call.target(x, [*map(here, rest[0])], *rest[1:])
+            return local.call.target(x, rest[0], localize(rest[1]), *rest[2:])
+        return local.call.target(x, [*map(localize, rest[0])], *rest[1:])
 
-    return local.run(form, local.pieces(_ROW), *positional(local))
-
-
-def _in_piece(index: Tensor, places: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Where an element of the piece is in it, whose place in the whole is `index`."""
-    if len(places) == 1:
-        return index - places[0][1]
-    found, strides = None, [1]
-    for *_, whole in reversed(places[1:]):
-        strides.insert(0, strides[0] * whole)
-    for (size, first, whole), stride in zip(places, strides, strict=True):
-        at = index // stride % whole - first
-        found = at if found is None else found * size + at
-    assert found is not None
-    return found
+    return local.run(form, local.extents(_ROW), *positional_args(local))
 
 
-def in_own_groups(rule: Rule) -> Rule:
-    """The rule of a product in groups where each device has its own ends of groups, of the rows that it has."""
-    assert rule.groups is not None
-    return replace(rule, groups=rule.groups._replace(own=True), loose=rule.loose | {rule.groups.along})
+def own_groups_rule(rule: Rule) -> Rule:
+    """The rule of a product in groups whose operand `ends` counts the rows of each device alone."""
+    groups = rule.accesses.groups
+    assert groups is not None
+    return replace(
+        rule,
+        accesses=replace(rule.accesses, groups=groups._replace(own=True)),
+        local=replace(rule.local, loose=rule.local.loose | {groups.along}),
+    )
 
 
-def counts(rule: Rule, rows: Sequence[str]) -> Rule:
+def local_count_rule(rule: Rule, rows: Sequence[str]) -> Rule:
     """The rule of an op that counts rows, where each device counts its own."""
     return replace(rule, reduce={**rule.reduce, **dict.fromkeys(rows, "none")})

@@ -1,4 +1,4 @@
-"""Windows that slide along a dim: which inputs an output reads, and which outputs read an input."""
+"""Windows that slide along a dim: the inputs that an output reads, and the outputs that read an input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.rules.local_forms.halo import Range, length
-from shardlib.rules.rule import Reads
+from shardlib.rules.rule import WindowMap
 
 
 @dataclass(frozen=True)
@@ -27,31 +27,34 @@ class Window:
 
     @property
     def span(self) -> int:
-        """From the first input that an output reads to the last one."""
+        """The number of inputs from the first to the last one that an output reads."""
         return (self.kernel - 1) * self.dilation + 1
 
-    def laid(self, by: str, count: int) -> Reads:
-        """Where the `count` outputs, factor `by`, lie among the inputs."""
-        return Reads(by, self.stride, -self.padding, self.span - 1 - self.padding, count)
+    def window_map(self, by: str, count: int) -> WindowMap:
+        """The inputs that the `count` outputs (factor `by`) read."""
+        return WindowMap(by, self.stride, -self.padding, self.span - 1 - self.padding, count)
 
     def reads(self, outputs: Range) -> Range:
-        """What some outputs read, padding included; no outputs read one window in front of the first input."""
+        """The inputs that a range of outputs reads, padding included.
+
+        An empty range reads one window in front of the first input.
+        """
         low, high = outputs
         if low >= high:
             return -self.span, 0
         return low * self.stride - self.padding, (high - 1) * self.stride - self.padding + self.span
 
-    def over(self, outputs: Range, inputs: Range) -> Range:
-        """Outputs, those that are given among them, whose windows lie over all of the inputs, and one at least."""
+    def covering(self, outputs: Range, inputs: Range) -> Range:
+        """The smallest nonempty range of outputs that contains `outputs` and whose windows cover `inputs`."""
         low, high = inputs
         if low >= high:
             return -1, 0
         first, last = (low + self.padding) // self.stride, -(-(high + self.padding - self.span) // self.stride) + 1
-        least, most = outputs if length(outputs) else (first, first + 1)
-        return min(least, first), max(most, last)
+        low_output, high_output = outputs if length(outputs) else (first, first + 1)
+        return min(low_output, first), max(high_output, last)
 
     def readers(self, inputs: Range, count: int) -> Range:
-        """Those of `count` outputs that read some of the inputs."""
+        """The outputs, of `count`, that read any of the inputs."""
         low, high = inputs
         if low >= high:
             return 0, 0
@@ -61,7 +64,7 @@ class Window:
         return first, max(first, min(last + 1, count))
 
 
-def each(value: Any, dims: int) -> list[int]:
-    """An argument that is a number per dim, or one for all."""
+def per_dim(value: Any, dims: int) -> list[int]:
+    """An argument that is one number, or one per dim, as a number per dim."""
     values: Sequence[int] = [value] if isinstance(value, int) else list(value)
     return list(values) * dims if len(values) == 1 else list(values)

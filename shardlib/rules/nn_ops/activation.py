@@ -1,4 +1,4 @@
-"""Activations that torch does not tag as pointwise, and those that halve a dim."""
+"""Activations that torch does not tag as pointwise, and activations that halve a dim."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib.rules.notation import gradient
+from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.rule import RuleFn
 from shardlib.rules.tensor_ops.pointwise import pointwise
 
@@ -20,11 +20,11 @@ def _rrelu(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`rrelu_with_noise`, which writes the slopes into `noise`."""
+    """`rrelu_with_noise`, which writes the slopes to `noise`."""
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
-    drawn = torch.empty_like(x).uniform_(lower, upper, generator=generator)
-    noise.copy_(torch.where(x > 0, 1, drawn))
+    slopes = torch.empty_like(x).uniform_(lower, upper, generator=generator)
+    noise.copy_(torch.where(x > 0, 1, slopes))
     return x * noise
 
 
@@ -42,7 +42,7 @@ def _rrelu_in_place(x: torch.Tensor, noise: torch.Tensor, *rest: Any, **named: A
 def _log_sigmoid_out(
     x: torch.Tensor, *, output: torch.Tensor, buffer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Into a given tensor; nobody reads the buffer, which is for a gradient."""
+    """Leaves the buffer unchanged: it serves gradients, and out= ops have none."""
     return output.copy_(torch.nn.functional.logsigmoid(x)), buffer
 
 
@@ -50,7 +50,7 @@ _GLU = "[two dim] -> [dim] | two:whole"
 
 ROWS: dict[str, RuleFn | str] = {
     "glu": _GLU,
-    "glu_backward": gradient(_GLU, "0"),
+    "glu_backward": gradient_pattern(_GLU, "0"),
     "glu_jvp": "[dim], [two dim], [two dim] -> [dim] | two:whole",
     "glu_backward_jvp": "[two dim], [dim], [two dim], [dim], [two dim] -> [two dim] | two:whole",
     "hardswish": pointwise(),

@@ -1,18 +1,18 @@
-"""Attention: batch, heads and queries may be cut; keys only as the queries are, and then they go round
-(`rules/local_forms/ring_attention.py`), or, where a window shows few of them, a device gets those that its queries may
-see, and gives their gradients back. Where there are far more keys than queries (a cache), keys are cut alone: who has
-some looks at these, and what devices have seen is added up by its log-sum-exp.
+"""Attention: batch, heads and queries may be sharded, and keys in one of three ways.
 
-q is `[B, H, S, D]`, k and v `[B, KV, T, D]`; query head h reads key head `h // (H // KV)`, so heads are `(kv g)`.
-A device that holds a part is told where the part begins: causal masks, windows and ALiBi count places in the whole, and
-so does dropout, which draws for the elements of the whole.
+* As the queries are: the keys travel around the ring (`rules/local_forms/ring_attention.py`).
+* As the queries are, in a window: each device fetches the keys that its queries see, and returns their gradients.
+* Alone, where there are far more keys than queries (a cache): each device attends to its own keys, and the results are
+  merged by their log-sum-exp.
+
+q is `[B, H, S, D]`, k and v are `[B, KV, T, D]`. Query head h reads key head `h // (H // KV)`, so heads are `(kv g)`.
+The op takes the offset of a shard: causal masks, windows, ALiBi and dropout depend on positions in the whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,143 +22,148 @@ from shardlib.ops.attention.variant import Variant, whole_part
 from shardlib.primitives.collectives import piece, pmax, psum
 from shardlib.rules.iteration_space import arg, is_backward
 from shardlib.rules.local_forms import ring_attention
-from shardlib.rules.local_forms.halo import Range, fetch, give_back, length, overlap, reframe
-from shardlib.rules.local_forms.helpers import positional
+from shardlib.rules.local_forms.halo import Range, add_to_owners, crop_or_pad, fetch, intersect, length
+from shardlib.rules.local_forms.helpers import positional_args
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Reads, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn, WindowMap
 
 _Q, _O, _LSE = "b (kv g) s d", "b (kv g) s d", "b (kv g) s"
 _K = "b kv t d"
-_SCORES = ("b", "(kv g)", "s", "keys")  # a mask has all keys, also where k and v are cut
+_SCORES = ("b", "(kv g)", "s", "keys")  # a mask has all keys, also where k and v are sharded
 _OTHERS = f"~{' '.join(_SCORES)}, ~{' '.join(_SCORES)}, (kv g), two"  # mask, bias, alibi, key
 _SEQUENCE = ring_attention.SEQUENCE
-_FEW = 8  # keys for a query, from which on keys are cut without the queries
+_CACHE_RATIO = 8  # keys per query from which on keys are sharded without the queries
 
 
 def _rule(call: Call) -> Rule:
-    text = _backward(call) if is_backward(call) else f"{_Q}, {_K}, {_K}, {_OTHERS} -> {_O}, {_LSE} | {_local(call)}"
-    return replace(pattern(text, local=_placed, flops=_flops)(call), reads=_reads(call))
+    forward = f"{_Q}, {_K}, {_K}, {_OTHERS} -> {_O}, {_LSE} | {_notes(call)}"
+    text = _backward_text(call) if is_backward(call) else forward
+    return pattern(text, local=_attend, flops=_flops, windows=_key_windows(call))(call)
 
 
-def _reads(call: Call) -> dict[str, Reads]:
-    """Which keys a window shows a query."""
-    q, k, how = _read(call)
-    if not how.window or min(q[2], k[2]) < 2 or _alone(call):
+def _key_windows(call: Call) -> dict[str, WindowMap]:
+    """The keys that the window shows to each query."""
+    q, k, variant = _read_call(call)
+    if not variant.window or min(q[2], k[2]) < 2 or _shards_keys_alone(call):
         return {}
-    return {"t": Reads("s", 1, how.shift - how.window + 1, how.shift + (0 if how.causal else how.window - 1), q[2])}
+    last = variant.shift + (0 if variant.causal else variant.window - 1)
+    return {"t": WindowMap("s", 1, variant.shift - variant.window + 1, last, q[2])}
 
 
-def _read(call: Call) -> tuple[Sequence[int], Sequence[int], Variant]:
-    """The shapes of q and k, and what attention it is."""
+def _read_call(call: Call) -> tuple[Sequence[int], Sequence[int], Variant]:
+    """The shapes of q and k, and the variant of attention."""
     q, k = (arg(call, name).shape for name in "qk")
     return q, k, Variant(*(arg(call, name) for name in Variant._fields))
 
 
-def _backward(call: Call) -> str:
-    """The gradients of k and v add up over the queries and over the query heads that share a key head.
+def _backward_text(call: Call) -> str:
+    """The gradients of k and v are sums over the queries and over the query heads that share a key head.
 
-    That of the bias adds up over whatever the bias was broadcast along. All are linear in the gradients of o and lse.
+    The gradient of the bias is a sum over the dims along which the bias broadcasts. All are linear in the gradients of
+    o and lse.
     """
     bias = call.results[3]
     words = () if bias is None else _SCORES[4 - len(bias.shape) :]
-    kept = () if bias is None else tuple("1" if n == 1 else w for w, n in zip(words, bias.shape, strict=True))
+    dims = () if bias is None else tuple("1" if n == 1 else w for w, n in zip(words, bias.shape, strict=True))
     sums = "s:sum g:sum" if bias is None else "b:sum kv:sum s:sum g:sum"
     linear = "{0,1}" if isinstance(arg(call, "grad_lse"), Meta) else "{0}"
     return (
-        f"{_O}, {_LSE}, {_Q}, {_K}, {_K}, {_O}, {_LSE}, {_OTHERS} -> {_Q}, {_K}, {_K}, {' '.join(kept)} "
-        f"| {sums} {_local(call)} d:whole {linear}"
+        f"{_O}, {_LSE}, {_Q}, {_K}, {_K}, {_O}, {_LSE}, {_OTHERS} -> {_Q}, {_K}, {_K}, {' '.join(dims)} "
+        f"| {sums} {_notes(call)} d:whole {linear}"
     )
 
 
-def _local(call: Call) -> str:
-    """What changes with the place of a part. Heads that share keys are drawn for together: they must be neighbors.
+def _notes(call: Call) -> str:
+    """The notes on factors whose offset matters.
 
-    A sequence that is cut leaves three ways: the keys go round, or heads are cut instead, or the keys are gathered.
+    For a sharded sequence there are three ways: a ring, heads that take over the axes, or gathered keys. Dropout draws
+    for all heads that share keys at once, so these heads must be adjacent.
     """
-    if _alone(call):
+    if _shards_keys_alone(call):
         return "s:local keys:whole t:local " + ("t:sum" if is_backward(call) else "t:none")
-    notes, (_, k, how) = "s:local t:round(s) kv:lend(s) g:lend(s) keys:whole", _read(call)
-    if not how.dropout:
+    notes, (_, k, variant) = "s:local t:round(s) kv:lend(s) g:lend(s) keys:whole", _read_call(call)
+    if not variant.dropout:
         return notes
     return f"b:local kv:local {notes} " + ("g:local" if k[1] == 1 else "g:whole")
 
 
-def _alone(call: Call) -> bool:
-    """Whether keys are cut without the queries."""
-    q, k, how = _read(call)
-    return _FEW * q[2] <= k[2] and not how.dropout and not (is_backward(call) and call.results[3] is not None)
+def _shards_keys_alone(call: Call) -> bool:
+    q, k, variant = _read_call(call)
+    return (
+        _CACHE_RATIO * q[2] <= k[2] and not variant.dropout and not (is_backward(call) and call.results[3] is not None)
+    )
 
 
-def _placed(local: Local) -> Any:
-    """The op on a part of the whole, told where it begins."""
+def _attend(local: Local) -> Any:
+    """The op on a shard, with the offsets of the shard."""
+    call, args, offset = local.call, positional_args(local), local.offset
+    (q, k, _), first = _read_call(call), 7 if is_backward(call) else 3  # the position of the mask
+    last = first + len(Variant._fields)
+    tensors, variant, after = args[:first], Variant(*args[first:last]), args[last:]
+    if variant.dropout:
+        part = variant.part or whole_part(q, k, Variant(q_offset=variant.q_offset, k_offset=variant.k_offset))
+        head = offset("kv") * (q[1] // k[1] if k[1] else 1) + offset("g")
+        variant = variant._replace(part=[part[0] + offset("b"), part[1] + head, *part[2:]])
+    ways = local.ways("t")
+    window = local.rule.window_length("t", ways) if ways > 1 else None
+    if ways > 1 and window is None and not _shards_keys_alone(call):
+        ring = ring_attention.backward if is_backward(call) else ring_attention.forward
+        return ring(local, tensors, variant, *after)
+    variant = variant._replace(q_offset=variant.q_offset + offset("s"))
+    if ways > 1:
+        return local.run(partial(_own_keys if window is None else _window_keys, local), tensors, list(variant), after)
+    return local.op(call.target, *tensors, *variant, *after)
 
-    call, given, begin = local.call, positional(local), local.offset
-    (q, k, _), first = _read(call), 7 if is_backward(call) else 3  # where the mask stands
-    tensors, how, after = given[:first], Variant(*given[first : first + _MANY]), given[first + _MANY :]
-    if how.dropout:
-        part = how.part or whole_part(q, k, Variant(q_offset=how.q_offset, k_offset=how.k_offset))
-        head = begin("kv") * (q[1] // k[1] if k[1] else 1) + begin("g")
-        how = how._replace(part=[part[0] + begin("b"), part[1] + head, *part[2:]])
-    near = local.rule.near("t", local.ways("t")) if local.ways("t") > 1 else None
-    if local.ways("t") > 1 and near is None and not _alone(call):
-        return (ring_attention.backward if is_backward(call) else ring_attention.forward)(local, tensors, how, *after)
-    how = how._replace(q_offset=how.q_offset + begin("s"))
-    if local.ways("t") > 1:
-        return local.run(partial(_among if near is None else _nearby, local), tensors, list(how), after)
-    return local.op(call.target, *tensors, *how, *after)
 
-
-_MANY = len(Variant._fields)
-
-
-def _among(local: Local, tensors: Sequence[Any], given: Sequence[Any], after: Sequence[Any]) -> Any:
-    """The op on some of the keys; the results of all devices are weighted by what of the whole sum each has seen."""
+def _own_keys(local: Local, tensors: Sequence[Any], variant: Sequence[Any], after: Sequence[Any]) -> Any:
+    """The op on the device's own keys. The results of all devices are weighted by their shares of the softmax sum."""
     start, size, whole = piece("t")
-    found = local.call.target(*tensors, *_of_keys(Variant(*given), (start, start + size), whole), *after)
+    results = local.call.target(*tensors, *_for_keys(Variant(*variant), (start, start + size), whole), *after)
     if is_backward(local.call):
-        return found
-    o, lse = found
+        return results
+    o, lse = results
     top = pmax(lse, ["t"])
     share = (lse - top.masked_fill(top == -math.inf, 0)).exp()
-    seen, total = psum((o * share.unsqueeze(-1), share), ["t"])
-    rest = total.clamp(min=torch.finfo(total.dtype).tiny)  # a query may see no key
-    return (seen / rest.unsqueeze(-1)).to(o.dtype), top + total.log()
+    weighted, total = psum((o * share.unsqueeze(-1), share), ["t"])
+    divisor = total.clamp(min=torch.finfo(total.dtype).tiny)  # a query may see no key
+    return (weighted / divisor.unsqueeze(-1)).to(o.dtype), top + total.log()
 
 
-def _nearby(local: Local, tensors: Sequence[Any], given: Sequence[Any], after: Sequence[Any]) -> Any:
-    """The op on the keys that a device's queries may see. Gradients of keys go home, and are added up there."""
-    back, whole, how = is_backward(local.call), piece("t").whole, Variant(*given)
-    at = 2 if back else 0  # where q, k and v stand
+def _window_keys(local: Local, tensors: Sequence[Any], fields: Sequence[Any], after: Sequence[Any]) -> Any:
+    """The op on the keys that the device's queries may see; sums the gradients of keys on their owners."""
+    back, whole, variant = is_backward(local.call), piece("t").whole, Variant(*fields)
+    at = 2 if back else 0  # the position of q, k and v
     q, *keys = tensors[at : at + 3]
-    need = overlap((0, whole), how.keys(slice(0, q.shape[_SEQUENCE]), whole))
-    seen = [fetch(x, _SEQUENCE, ("t",), [need], name)[0] for x, name in zip(keys, "kv", strict=True)]
-    tensors = *tensors[: at + 1], *seen, *tensors[at + 3 :]
-    found = local.call.target(*tensors, *_of_keys(how, need, whole), *after)
+    need = intersect((0, whole), variant.keys(slice(0, q.shape[_SEQUENCE]), whole))
+    visible = [fetch(x, _SEQUENCE, ("t",), [need], name)[0] for x, name in zip(keys, "kv", strict=True)]
+    tensors = *tensors[: at + 1], *visible, *tensors[at + 3 :]
+    results = local.call.target(*tensors, *_for_keys(variant, need, whole), *after)
     if not back:
-        return found
-    dq, *grads, dbias = found
-    grads = [give_back(x, _SEQUENCE, ("t",), need, whole, name) for x, name in zip(grads, ("dk", "dv"), strict=True)]
-    if dbias is not None and how.bias is not None and how.bias.shape[-1] == whole:
-        dbias = reframe(dbias, dbias.dim() - 1, need, (0, whole))
+        return results
+    dq, *grads, dbias = results
+    grads = [
+        add_to_owners(x, _SEQUENCE, ("t",), need, whole, name) for x, name in zip(grads, ("dk", "dv"), strict=True)
+    ]
+    if dbias is not None and variant.bias is not None and variant.bias.shape[-1] == whole:
+        dbias = crop_or_pad(dbias, dbias.dim() - 1, need, (0, whole))
     return dq, *grads, dbias
 
 
-def _of_keys(how: Variant, some: Range, whole: int) -> Variant:
-    """The variant for some of all keys."""
-    masks = ((n, getattr(how, n)) for n in ("mask", "bias"))
-    cut = {n: x.narrow(-1, some[0], length(some)) for n, x in masks if x is not None and x.shape[-1] == whole}
-    return how._replace(**cut, k_offset=how.k_offset + some[0])
+def _for_keys(variant: Variant, keys: Range, whole: int) -> Variant:
+    """The variant for a range of all keys."""
+    masks = ((name, getattr(variant, name)) for name in ("mask", "bias"))
+    narrow = {name: x.narrow(-1, keys[0], length(keys)) for name, x in masks if x is not None and x.shape[-1] == whole}
+    return variant._replace(**narrow, k_offset=variant.k_offset + keys[0])
 
 
 def _flops(call: Call, _: int) -> int:
-    """Two operations a point for each of the products (2, and 5 for gradients), for the points that places leave to
-    see."""
-    q, k, how = _read(call)
-    return (5 if is_backward(call) else 2) * q[0] * q[1] * q[3] * _twice_area(q[2], k[2], how)
+    """Two operations for each visible pair of query and key, in each product (2, and 5 for gradients)."""
+    q, k, variant = _read_call(call)
+    return (5 if is_backward(call) else 2) * q[0] * q[1] * q[3] * _twice_area(q[2], k[2], variant)
 
 
 def _twice_area(s: int, t: int, variant: Variant) -> int:
-    """Twice the area of the plane of queries and keys that is seen, its edges taken as straight lines.
+    """Twice the visible area of the plane of queries and keys, whose edges are straight lines.
 
     Example:
         >>> _twice_area(8, 8, Variant()), _twice_area(8, 8, Variant(causal=True))
@@ -172,8 +177,8 @@ def _twice_area(s: int, t: int, variant: Variant) -> int:
 
 
 def _under(s: int, t: int, start: int) -> int:
-    """Twice the area under the line `start + x`, held between 0 and t, for x from 0 to s."""
-    first, last = min(max(-start, 0), s), min(max(t - start, 0), s)  # where the line leaves 0 and where it reaches t
+    """Twice the area under the line `start + x`, clamped to [0, t], for x from 0 to s."""
+    first, last = min(max(-start, 0), s), min(max(t - start, 0), s)  # the line passes 0, and t
     return (last - first) * (first + last + 2 * start) + 2 * t * (s - last)
 
 

@@ -1,7 +1,7 @@
-"""Batch and group normalization: statistics of the whole batch and space, also where these are cut.
+"""Batch and group normalization: statistics of the whole batch and space, also where these are sharded.
 
-A device adds up what it holds of every channel or group, and the sums travel. What reads no statistics of its own batch
-(evaluation, and its backward) passes the batch and the space as pointwise ops do.
+The devices exchange the sums of each channel or group. Ops that use no statistics of their own batch (evaluation, and
+its backward) are pointwise in the batch and the space.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from shardlib.core.torch_private import schema_of
-from shardlib.rules.iteration_space import arg, numel
-from shardlib.rules.local_forms.helpers import Rows, cut, may_be_empty, widely
+from shardlib.rules.iteration_space import arg
+from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype, may_be_empty, sharded_factors
 from shardlib.rules.nn_ops.norm import affine, layer_norm, layer_norm_terms
-from shardlib.rules.notation import gradient
+from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 
@@ -29,17 +29,20 @@ aten = torch.ops.aten
 
 
 def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool | None = None) -> RuleFn:
-    """Of channels `c`; `{saved}` is what only a call reads, or makes, that trains, as an argument says or `trains`."""
+    """The rule of a batch normalization with channels `c`.
+
+    `{saved}` in the text are values that only training reads or returns. `trains` is the mode of an op without a flag.
+    """
     backward = form is _backward
 
     def rule(call: Call) -> Rule:
         flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
         training = bool(arg(call, flag) if flag else trains)
         rows = "sum" if backward and not training else "none"
-        said = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
-        flops = lambda call, _: (8 if backward else 5) * numel(call.operands[0].shape)
+        notes = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
+        flops = lambda call, _: (8 if backward else 5) * math.prod(call.operands[0].shape)
         local = partial(_batch_local, form, training)
-        return pattern(f"{text.format(saved='c' if training else '_')} | {said}", local=local, flops=flops)(call)
+        return pattern(f"{text.format(saved='c' if training else '_')} | {notes}", local=local, flops=flops)(call)
 
     return rule
 
@@ -47,20 +50,20 @@ def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool
 def _batch_local(form: Callable[..., tuple[Tensor, ...]], training: bool, local: Local) -> Any:
     n, c, *space = local.rule.operands[0]
     batch = [f for d in (n, *space) for f in d]
-    if not (training and cut(local, batch)) and not any(may_be_empty(local, f) for f in (*batch, *c)):
-        return local.op(local.call.target, *local.args)  # the kernels refuse empty inputs, or crash
-    rows = Rows.of(local, [i for i in range(2 + len(space)) if i != 1])
-    unread = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
-    every = partial(form, rows if training else replace(rows, factors=()), unread, training)
-    wanted = widely(lambda *args: every(*args)[: len(local.call.results)], local.call)
-    return local.run(wanted, *local.args)
+    if not (training and sharded_factors(local, batch)) and not any(may_be_empty(local, f) for f in (*batch, *c)):
+        return local.op(local.call.target, *local.args)  # kernels refuse empty inputs, or crash
+    rows = Rows.over(local, [i for i in range(2 + len(space)) if i != 1])
+    unused = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
+    all_results = partial(form, rows if training else replace(rows, factors=()), unused, training)
+    run = in_accumulation_dtype(lambda *args: all_results(*args)[: len(local.call.results)], local.call)
+    return local.run(run, *local.args)
 
 
 _FLAGS = {"training", "train", "update"}
 
 
 def _forward(
-    rows: Rows, unread: Sequence[int], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
+    rows: Rows, unused: Sequence[int], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
     running = [_along(x, v) for v in rest if isinstance(v, Tensor)]
     momentum, eps = rest[-2:]
@@ -72,13 +75,13 @@ def _forward(
         mean, var = running
         centered = x - mean
     rstd = (var + eps).rsqrt()
-    saved = [mean.reshape(-1), rstd.reshape(-1)] if trains else [x.new_empty(n) for n in unread]
+    saved = [mean.reshape(-1), rstd.reshape(-1)] if trains else [x.new_empty(n) for n in unused]
     return affine(centered * rstd, _along(x, w), _along(x, b)), *saved, *(v.reshape(-1) for v in running)
 
 
-def _with_reserve(rows: Rows, unread: Any, trains: bool, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    out, mean, rstd, *running = _forward(rows, unread, trains, x, *args)
-    return out, mean, rstd, x.new_empty(0), *running  # the scratch tensor of some kernels is empty
+def _with_reserve(rows: Rows, unused: Any, trains: bool, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    out, mean, rstd, *running = _forward(rows, unused, trains, x, *args)
+    return out, mean, rstd, x.new_empty(0), *running  # an empty scratch tensor for some kernels
 
 
 def _backward(
@@ -96,7 +99,7 @@ def _backward(
 
 
 def _along(x: Tensor, c: Any) -> Any:
-    """What there is of every channel, shaped to go with the input."""
+    """A value per channel, shaped to broadcast against the input."""
     return None if c is None else c.reshape([1, -1, *[1] * (x.dim() - 2)])
 
 
@@ -104,14 +107,16 @@ def _along(x: Tensor, c: Any) -> Any:
 
 
 def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
-    """Of a group's statistics every device has its channels and space."""
+    """Each device sums its channels and space of a group."""
 
     def local(local: Local) -> Any:
-        call, within = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
-        if not cut(local, within) and not any(may_be_empty(local, f) for f in "ng" if f in local.rule.sizes):
+        call, summed = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
+        if not sharded_factors(local, summed) and not any(
+            may_be_empty(local, f) for f in "ng" if f in local.rule.sizes
+        ):
             return local.op(call.target, *local.args)
-        count = numel(call.operands[0].shape[1:]) // arg(call, "group")
-        return local.run(widely(form, call), Rows([2, 3], tuple(within), count), *local.args)
+        count = math.prod(call.operands[0].shape[1:]) // arg(call, "group")
+        return local.run(in_accumulation_dtype(form, call), Rows([2, 3], tuple(summed), count), *local.args)
 
     return pattern(text, local=local, flops=flops)
 
@@ -136,13 +141,12 @@ def _group_backward(
     return dx.reshape(shape), *(term.sum([0, 3]).reshape(c) for term in terms)
 
 
-# Ops that write to the running statistics although their schemas do not say so ----------------------------------------
+# Ops that write to the running statistics although their schemas do not declare it ------------------------------------
 
 
 def _native_batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """The forms whose schemas admit it."""
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)  # type: ignore[no-any-return]
     return _batch_norm_of(x, weight, bias, mean, var, training, momentum, eps)
@@ -151,12 +155,12 @@ def _native_batch_norm(
 def _batch_norm_of(
     x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """`_native_batch_norm_legit`; what an evaluation returns beside its result has another shape on every device."""
-    given = (x, weight, bias, mean, var)
+    """`_native_batch_norm_legit`; the further results of an evaluation depend on the kind of device."""
+    operands = (x, weight, bias, mean, var)
     if not training:
-        out = aten._native_batch_norm_legit_no_training(*given, momentum, eps)[0]
+        out = aten._native_batch_norm_legit_no_training(*operands, momentum, eps)[0]
         return out, mean.new_empty(0), mean.new_empty(0)
-    *results, new_mean, new_var = aten._native_batch_norm_legit_functional(*given, True, momentum, eps)
+    *results, new_mean, new_var = aten._native_batch_norm_legit_functional(*operands, True, momentum, eps)
     mean.copy_(new_mean)
     var.copy_(new_var)
     return tuple(results)
@@ -202,5 +206,5 @@ ROWS: dict[str, RuleFn | str] = {
     "native_batch_norm_backward": _batch_norm(f"{_TRAINED_BACKWARD} -> n c ..., c, c", _backward),
     "batch_norm_backward": _batch_norm(f"{_TRAINED_BACKWARD}, _ -> n c ..., c, c", _backward),
     "native_group_norm": _group_norm(_GROUPS, _group_forward, 5),
-    "native_group_norm_backward": _group_norm(gradient(_GROUPS, "0 r1 r2 1", of="0 1 2"), _group_backward, 8),
+    "native_group_norm_backward": _group_norm(gradient_pattern(_GROUPS, "0 r1 r2 1", wrt="0 1 2"), _group_backward, 8),
 }

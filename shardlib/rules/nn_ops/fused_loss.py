@@ -1,7 +1,7 @@
-"""The cross-entropy of a linear layer, which torch computes with its gradients, a chunk of the batch after the other.
+"""The cross-entropy of a linear layer, which torch computes chunk by chunk of the batch, with its gradients.
 
-Chunks keep the logits small on one device. Here they are cut over devices instead: written as a product, a softmax and
-a loss, each with its own rule.
+Chunks keep the logits small on one device. Here the op is traced as a product, a softmax and a loss, each with its own
+rule, so that the logits may be sharded instead.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ aten = torch.ops.aten
 
 
 def _forward(
-    x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None, how: int, ignore: int,
+    x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None, reduction: int, ignore: int,
     acc: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The log-probabilities, the loss and the weight of all targets, in the dtype to compute in."""
+    """The log-probabilities, the loss and the total weight of the targets, in dtype `acc`."""
     logits = x.to(acc) @ matrix.to(acc).t()
     logits = logits if bias is None else logits + bias.to(acc)
     scores = aten._log_softmax(logits, 1, False)
     weight = None if weight is None else weight.to(acc)
-    loss, total = aten.nll_loss_forward(scores, target, weight, how, ignore)
+    loss, total = aten.nll_loss_forward(scores, target, weight, reduction, ignore)
     return scores, loss, total
 
 
@@ -38,10 +38,10 @@ def _loss_and_gradients(
     smoothing: float, chunk: int, policy: str, acc: torch.dtype, retain: bool, wants_x: bool, wants_matrix: bool,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    how = REDUCTIONS[reduction]
-    scores, loss, total = _forward(x, matrix, target, bias, weight, how, ignore, acc)
+    kind = REDUCTIONS[reduction]
+    scores, loss, total = _forward(x, matrix, target, bias, weight, kind, ignore, acc)
     weight = None if weight is None else weight.to(acc)
-    back = aten.nll_loss_backward(torch.ones_like(loss), scores, target, weight, how, ignore, total)
+    back = aten.nll_loss_backward(torch.ones_like(loss), scores, target, weight, kind, ignore, total)
     back = aten._log_softmax_backward_data(back, scores, 1, acc)
     return (
         loss.to(x.dtype),
@@ -63,7 +63,7 @@ ROWS: dict[str, RuleFn | str] = {}
 DECOMPOSED: dict[str, Callable[..., Any]] = {}
 
 _DEFINED_IN = "torch.nn.modules.linear_cross_entropy"
-if importlib.util.find_spec(_DEFINED_IN):  # torch may be too old for it
+if importlib.util.find_spec(_DEFINED_IN):  # older versions of torch lack the op
     importlib.import_module(_DEFINED_IN)
     DECOMPOSED["torch_nn::_linear_cross_entropy_batch_chunked"] = _loss_and_gradients
     DECOMPOSED["torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"] = _losses

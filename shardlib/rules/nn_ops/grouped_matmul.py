@@ -1,9 +1,8 @@
-"""Grouped products, as in a mixture of experts: rows in consecutive groups, a matrix for each group.
+"""Grouped products, as in a mixture of experts: rows in consecutive groups, and a matrix per group.
 
-`ends` says behind which row every group ends. Rows may be cut: a device then holds some groups, some only in part, and
-counts their ends from its own first row. Groups may be cut: a device then makes the rows of its own groups. It turns
-the rows round until these come first, since kernels begin with the first group at row 0 and leave what is behind the
-last as it is.
+`ends` holds the end row of each group. Where the rows are sharded, a device holds some groups, some only in part, and
+counts their ends from its first row. Where the groups are sharded, a device computes the rows of its own groups. It
+rotates the rows so that these come first: kernels start the first group at row 0, and skip the rows after the last one.
 """
 
 from __future__ import annotations
@@ -25,57 +24,58 @@ _GROUPS = Groups("e", "s", 2)
 
 
 def _product(local: Local) -> Any:
-    """The op with the ends of groups that this device's rows have, and those of its own groups alone."""
+    """The op with the ends of groups in this device's rows, and of its own groups alone."""
     rows, groups = bool(local.axes("s")), bool(local.axes("e"))
     if not rows and not groups:
         return nonempty(local)
     block = local.rule.sizes.get("s_in_block", 1)
-    operands, results = _along(local.rule.operands), _along(local.rule.results)
+    operands, results = _row_dims(local.rule.operands), _row_dims(local.rule.results)
     masked = local.rule.reduce.get("e") != OWNED
-    own = local.rule.groups is not None and local.rule.groups.own
+    ragged = local.rule.accesses.groups
+    own = ragged is not None and ragged.own
 
-    def run(local: Local, given: dict[str, Any], begins: Any) -> Any:
-        tensors = dict(zip((name for name, x in given.items() if isinstance(x, Tensor)), operands, strict=True))
-        count = next(given[name].shape[at] for name, at in tensors.items() if at is not None)
-        at_ends = [*tensors][_GROUPS.ends]
-        ends = given[at_ends]
+    def run(local: Local, args: dict[str, Any], begins: Any) -> Any:
+        tensors = dict(zip((name for name, x in args.items() if isinstance(x, Tensor)), operands, strict=True))
+        count = next(args[name].shape[at] for name, at in tensors.items() if at is not None)
+        ends_name = [*tensors][_GROUPS.ends]
+        ends = args[ends_name]
         if rows and not own:
-            start, held, _ = piece("s")
-            ends = (ends - start * block).clamp(0, held * block)
+            start, size, _ = piece("s")
+            ends = (ends - start * block).clamp(0, size * block)
         if not groups:
-            return local.call.target(**given | {at_ends: ends})
-        first, held, _ = piece("e")
+            return local.call.target(**args | {ends_name: ends})
+        first, size, _ = piece("e")
         edges = aten.constant_pad_nd.default(ends, [1, 0], 0)
         begin = edges.narrow(0, first, 1)
-        mine = edges.narrow(0, first + 1 - (not held), max(held, 1)) - begin  # of no group, one of 0
-        place = torch.arange(count, device=ends.device)
-        ahead, back = ((place + begin) % max(count, 1), (place - begin) % max(count, 1))
-        given |= {name: _turned(given[name], d, ahead) for name, d in tensors.items()} | {at_ends: mine}
-        found = local.call.target(**given)
-        others = place >= edges.narrow(0, first + held, 1) - begin
+        mine = edges.narrow(0, first + 1 - (not size), max(size, 1)) - begin  # without groups, one empty group
+        row = torch.arange(count, device=ends.device)
+        ahead, back = ((row + begin) % max(count, 1), (row - begin) % max(count, 1))
+        args |= {name: _take_rows(args[name], d, ahead) for name, d in tensors.items()} | {ends_name: mine}
+        products = local.call.target(**args)
+        others = row >= edges.narrow(0, first + size, 1) - begin
         out = []
-        for x, d in zip(found if isinstance(found, tuple) else (found,), results, strict=True):
+        for x, d in zip(products if isinstance(products, tuple) else (products,), results, strict=True):
             if d is not None and masked:
                 x = x.masked_fill(others.unsqueeze(1) if d == 0 else others, 0)
-            out.append(_turned(x, d, back))
-        return tuple(out) if isinstance(found, tuple) else out[0]
+            out.append(_take_rows(x, d, back))
+        return tuple(out) if isinstance(products, tuple) else out[0]
 
     return Stencil({}, run=run).local(local)
 
 
-def _along(tensors: Sequence[Labels]) -> list[int | None]:
-    """Of each tensor, the dim of rows."""
+def _row_dims(tensors: Sequence[Labels]) -> list[int | None]:
+    """The dim of rows of each tensor."""
     return [next((d for d, dim in enumerate(labels) if "s" in dim), None) for labels in tensors]
 
 
-def _turned(x: Tensor, dim: int | None, index: Tensor) -> Tensor:
-    """A matrix with its rows, which may be its columns, in another order; as kernels want it, rows stay consecutive."""
+def _take_rows(x: Tensor, dim: int | None, index: Tensor) -> Tensor:
+    """Reorders the rows, or the columns for dim 1, which stay consecutive in memory, as kernels require."""
     if dim is None:
         return x
     return x.index_select(0, index) if dim == 0 else x.t().index_select(0, index).t()
 
 
-# By the ranks of the two factors: rows in groups, columns in groups, a sum in groups, and one product for each group.
+# By the ranks of the two factors: rows in groups, columns in groups, sums in groups, and one product per group.
 _PRODUCTS = {
     (2, 3): "s k, e k n, _ -> s n | s:local e:local e:sum k:sum {0} {1}",
     (3, 2): "e m k, k s, _ -> m s | s:local e:local e:sum k:sum {0} {1}",
@@ -85,7 +85,7 @@ _PRODUCTS = {
 
 
 def _grouped_mm(call: Call) -> Rule:
-    """Torch's kernels want rows of 16 bytes, so that nothing is cut within these."""
+    """Torch's kernels require rows of 16 bytes, which stay whole."""
     a, b = call.operands[:2]
     ranks = len(a.shape), len(b.shape)
     if ranks == (3, 3):
@@ -95,18 +95,19 @@ def _grouped_mm(call: Call) -> Rule:
 
 
 def _ragged(text: str, products: int = 1) -> Callable[[Call], Rule]:
-    """The rule of so many products in groups: a row meets the matrix of its own group only."""
+    """The rule of `products` products in groups: each row meets the matrix of its own group."""
 
     def rule(call: Call) -> Rule:
         groups = call.operands[2].shape[0]
-        found = pattern(text, local=_product, flops=lambda _, points: 2 * products * points // groups)(call)
-        return replace(found, groups=_GROUPS) if "e" in found.sizes else found
+        ragged = _GROUPS if groups != 1 else None
+        flops = lambda _, points: 2 * products * points // groups
+        return pattern(text, local=_product, flops=flops, groups=ragged)(call)
 
     return rule
 
 
 def _in_blocks(rule: Rule, factors: Iterable[str], block: int) -> Rule:
-    """`rule` with `factors` cut in multiples of `block` only, or not at all."""
+    """`rule` with `factors` sharded in multiples of `block`, or kept whole."""
     sizes, whole, split = dict(rule.sizes), set(rule.whole), {}
     for f in sizes.keys() & set(factors):
         if sizes[f] % block or sizes[f] == block:
@@ -121,8 +122,9 @@ def _in_blocks(rule: Rule, factors: Iterable[str], block: int) -> Rule:
 
     return replace(
         rule,
-        local=rule.local or nonempty,
-        local_factors=(rule.local_factors | split.keys()) - whole,
+        local=replace(
+            rule.local, emit=rule.local.emit or nonempty, factors=(rule.local.factors | split.keys()) - whole
+        ),
         operands=blocked(rule.operands),
         results=blocked(rule.results),
         sizes=sizes,

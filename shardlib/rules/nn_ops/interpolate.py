@@ -1,7 +1,8 @@
 """Interpolation, sampling on grids, and sliding windows.
 
-Batch and channels pass. Space stays whole, except that of a grid, whose points are looked up each for itself, and where
-every element becomes a block (of equal ones, or of what is between it and those around it), or a block an element.
+Batch and channels may be sharded. Space may be sharded for grids, whose points are looked up independently, and where
+sizes change by a whole number: then an element becomes a block, or a block becomes an element. Otherwise it stays
+whole.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 
 from shardlib.core.torch_private import schema_of
-from shardlib.rules.iteration_space import arg, is_backward, numel, result_shape
+from shardlib.rules.iteration_space import arg, is_backward, result_shape
 from shardlib.rules.local_forms.stencil import Reach, Stencil, nonempty
 from shardlib.rules.local_forms.window import Window
-from shardlib.rules.notation import gradient
+from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
 
@@ -27,11 +28,10 @@ Shape = Sequence[int]
 
 
 def _upsample(dims: int, taps: int, *, smooth: bool = False) -> RuleFn:
-    """Every element of the result (of a gradient: of the operand) is so many of each dim, weighted and added up; of so
-    many blocks, where `smooth` makes less of them.
+    """The rule of an interpolation whose results are weighted sums of `taps` elements along each dim.
 
-    Where a size grows by a whole number, the block that an element becomes reads those around it; where it shrinks by
-    one, an element reads around the middle of its block.
+    With `smooth`, a shrinking op sums that many blocks. Where a size grows by a whole number, the block of an element
+    reads the elements around it; where it shrinks by one, an element reads around the middle of its block.
     """
 
     def window(n: int) -> Window:
@@ -43,22 +43,23 @@ def _upsample(dims: int, taps: int, *, smooth: bool = False) -> RuleFn:
         corners = arg(call, "align_corners")
         grown = [i for i in change.kept if change.times[i] and not corners]
         shrunk = {i: window(change.over[i]) for i in change.kept if not change.times[i] and not corners}
-        work = 2 * taps**dims * max(math.prod(change.given), math.prod(change.made))
+        work = 2 * taps**dims * max(math.prod(change.source), math.prod(change.target))
         return _in_blocks(call, change, grown, taps // 2, shrunk, flops=lambda *_: work)
 
     return rule
 
 
 def _nearest(dims: int) -> RuleFn:
-    """Where a size grows by a whole number, an element is a block: `h -> (h r)`, unless rounding decides otherwise."""
+    """The rule where an element becomes a block of equal elements, `h -> (h r)`, and rounding does not interfere."""
 
     def rule(call: Call) -> Rule:
         change = _change(call, dims)
-        given, made, times, over = change.given, change.made, change.times, change.over
-        grown = [i for i in change.kept if _blocks(times[i], made[i + 2])]
+        source, target, times, over = change.source, change.target, change.times, change.over
+        grown = [i for i in change.kept if _has_equal_blocks(times[i], target[i + 2])]
         shrunk = {i: Window(over[i], over[i]) for i in change.kept if not times[i]}
-        # In other dims torch has kernels that round otherwise, and chooses by shapes.
-        if not all(i in change.said and _certain(given[i + 2], made[i + 2]) for i in range(dims) if i not in grown):
+        # Along other dims, torch chooses by shapes between kernels that round differently.
+        others = [i for i in range(dims) if i not in grown]
+        if not all(i in change.exact and _is_rounding_stable(source[i + 2], target[i + 2]) for i in others):
             grown, shrunk = [], {}
         return _in_blocks(call, change, grown, 0, shrunk)
 
@@ -66,42 +67,44 @@ def _nearest(dims: int) -> RuleFn:
 
 
 def repeated(call: Call) -> Sequence[int]:
-    """How many equal elements, side by side, there are in each dim of a call's result of one of its operand; empty
-    where that is not so."""
+    """The number of repeats of each element along each dim, if the call only repeats elements; else empty."""
     dims = _NEAREST.get(schema_of(call.target).name.partition("::")[2], 0)
     if not dims or len(call.operands) != 1:
         return ()
     change = _change(call, dims)
-    return (
-        (1, 1, *change.times) if all(map(_blocks, change.times, change.made[2:])) and len(change.said) == dims else ()
-    )
+    repeats = len(change.exact) == dims and all(map(_has_equal_blocks, change.times, change.target[2:]))
+    return (1, 1, *change.times) if repeats else ()
 
 
 class _Change(NamedTuple):
-    """The shape of what is given and of what it becomes; for each dim of space by which whole number it grows, or over
-    which it is divided (0: none); the dims whose scale is what the sizes say."""
+    """The shapes before and after an interpolation (of a gradient: of its forward op).
 
-    given: Shape
-    made: Shape
+    A spatial dim grows `times`, or is divided by `over`; 0 if this is no whole number. In the dims `exact` the scale
+    that the op uses is that of the sizes.
+    """
+
+    source: Shape
+    target: Shape
     times: list[int]
     over: list[int]
-    said: list[int]
+    exact: list[int]
 
     @property
     def kept(self) -> list[int]:
         """The dims that change by a whole number."""
-        return [i for i in self.said if self.times[i] or self.over[i]]
+        return [i for i in self.exact if self.times[i] or self.over[i]]
 
 
 def _change(call: Call, dims: int) -> _Change:
-    given, made = (m.shape for m in (*call.operands, *call.results) if m is not None)
-    given, made = (made, given) if is_backward(call) else (given, made)
-    sizes = [*zip(given[2:], made[2:], strict=True)]
+    source, target = (m.shape for m in (*call.operands, *call.results) if m is not None)
+    source, target = (target, source) if is_backward(call) else (source, target)
+    sizes = [*zip(source[2:], target[2:], strict=True)]
     times, over = [[b // a if a and b % a == 0 else 0 for a, b in way] for way in (sizes, [x[::-1] for x in sizes])]
     names = [a.name for a in schema_of(call.target).arguments if a.name.startswith("scale")]
     # Torch divides by a scale.
-    exact = [times[i] or (1 / over[i] if over[i] and 1 / (1 / over[i]) == over[i] else None) for i in range(dims)]
-    return _Change(given, made, times, over, [i for i in range(dims) if arg(call, names[i]) in (None, exact[i])])
+    scales = [times[i] or (1 / over[i] if over[i] and 1 / (1 / over[i]) == over[i] else None) for i in range(dims)]
+    exact = [i for i in range(dims) if arg(call, names[i]) in (None, scales[i])]
+    return _Change(source, target, times, over, exact)
 
 
 def _in_blocks(
@@ -112,11 +115,14 @@ def _in_blocks(
     shrunk: Mapping[int, Window],
     flops: Any = None,
 ) -> Rule:
-    """The rule where in the dims `grown` of space an element, and so many around it, become a block; in those that are
-    `shrunk` a window an element."""
-    given, made, backward = change.given[2:], change.made[2:], is_backward(call)
-    shrunk = {i: window for i, window in shrunk.items() if 1 not in (given[i], made[i])}
-    words = [("_", "_")] * len(given)
+    """The rule where spatial dims change by whole numbers.
+
+    Along the dims `grown`, an element and `reach` elements around it become a block; along those in `shrunk`, a window
+    becomes an element.
+    """
+    source, target, backward = change.source[2:], change.target[2:], is_backward(call)
+    shrunk = {i: window for i, window in shrunk.items() if 1 not in (source[i], target[i])}
+    words = [("_", "_")] * len(source)
     for i in grown:
         words[i] = f"h{i}", f"(h{i} r{i})"
     for i in shrunk:
@@ -127,41 +133,41 @@ def _in_blocks(
     text = f"n c {x} -> n c {y} | n:local c:local {notes} {sized} {{0}}"
     if backward:
         sizes = {"n": 0, "c": 1} | {words[i][0]: i + 2 for i in (*grown, *shrunk)}
-        text = " ".join([gradient(text), *(f"{f}:size(input_size.{i})" for f, i in sizes.items())])
-    around = {f"h{i}": Reach.around("halo", f"h{i}", given[i], reach, reach) for i in grown if reach and given[i] > 1}
-    around |= {f"o{i}": Reach.blocks(f"i{i}", given[i], made[i], window) for i, window in shrunk.items()}
+        text = " ".join([gradient_pattern(text), *(f"{f}:size(input_size.{i})" for f, i in sizes.items())])
+    around = {f"h{i}": Reach.around("halo", f"h{i}", source[i], reach, reach) for i in grown if reach and source[i] > 1}
+    around |= {f"o{i}": Reach.blocks(f"i{i}", source[i], target[i], window) for i, window in shrunk.items()}
     if not around:
         return pattern(text, local=nonempty, flops=flops)(call)
     return pattern(text, stencil=Stencil(around, backward), flops=flops)(call)
 
 
 @cache
-def _blocks(times: int, size: int) -> bool:
-    """Whether torch, which multiplies and rounds down, finds equal elements in blocks of so many."""
+def _has_equal_blocks(times: int, size: int) -> bool:
+    """True if torch, which multiplies by a scale and rounds down, repeats each element exactly `times` times."""
     if not times:
         return False
     for dtype in (np.float32, np.float64):
-        places: Any = np.arange(size).astype(dtype)
-        found = (np.floor(x * dtype(1 / times)) for x in (places, places + dtype(0.5)))
-        if not all(np.array_equal(x, np.arange(size) // times) for x in found):
+        positions: Any = np.arange(size).astype(dtype)
+        sources = (np.floor(x * dtype(1 / times)) for x in (positions, positions + dtype(0.5)))
+        if not all(np.array_equal(x, np.arange(size) // times) for x in sources):
             return False
     return True
 
 
 @cache
-def _certain(small: int, large: int) -> bool:
-    """Whether the same elements are found in single and in double precision."""
+def _is_rounding_stable(small: int, large: int) -> bool:
+    """True if single and double precision select the same elements."""
     steps: Any = np.arange(large)
-    places = [steps.astype(dtype) * dtype(small / large) for dtype in (np.float32, np.float64)]
-    return all(np.array_equal(*(np.floor(x + half * small / large) for x in places)) for half in (0.0, 0.5))
+    positions = [steps.astype(dtype) * dtype(small / large) for dtype in (np.float32, np.float64)]
+    return all(np.array_equal(*(np.floor(x + half * small / large) for x in positions)) for half in (0.0, 0.5))
 
 
 def _grid(dims: int) -> RuleFn:
     text = f"n c {' '.join(['_'] * dims)}, n ... _ -> n c ... | n:local c:local ...:local {{0}}"
-    forward = pattern(text, local=nonempty, flops=lambda call, _: 2 * 2**dims * numel(result_shape(call)))
-    # For the image, and for the grid.
-    flops = lambda call, _: 4 * 2**dims * numel(call.operands[0].shape)
-    backward = pattern(gradient(text, "0 1", of="0 1"), local=nonempty, flops=flops)
+    forward = pattern(text, local=nonempty, flops=lambda call, _: 2 * 2**dims * math.prod(result_shape(call)))
+    # Gradients of the image, and of the grid.
+    flops = lambda call, _: 4 * 2**dims * math.prod(call.operands[0].shape)
+    backward = pattern(gradient_pattern(text, "0 1", wrt="0 1"), local=nonempty, flops=flops)
     return lambda call: (backward if is_backward(call) else forward)(call)
 
 
@@ -187,7 +193,7 @@ ROWS: dict[str, RuleFn | str] = {
     "affine_grid_generator": pattern("n _ _ -> n ... _ | n:local n:size(size.0) {0}", local=nonempty),
 }
 
-# Kernels for one kind of device only: the op that is there on all.
+# Ops for one kind of device, as the op that exists on all.
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     "_grid_sampler_2d_cpu_fallback": aten.grid_sampler_2d,
     "_grid_sampler_2d_cpu_fallback_backward": lambda *args: aten.grid_sampler_2d_backward(*args, [True, True]),

@@ -1,4 +1,4 @@
-"""Matrix products: the contracted factor leaves a pending sum."""
+"""Matrix products: a sharded contracted factor leaves a partial sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.rules.local_forms.helpers import cut, once
+from shardlib.rules.local_forms.helpers import keep_on_first, sharded_factors
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
 
@@ -16,20 +16,23 @@ aten = torch.ops.aten
 
 
 def _add_once(local: Local) -> Any:
-    """`beta * bias + alpha * a @ b` with a summed factor cut: the bias is added where it begins, and nowhere else; or
-    what each device has of it."""
-    target, shared = local.call.target, [f for f in cut(local, local.rule.reduce) if not local.owes(0, f)]
+    """`beta * bias + alpha * a @ b` with a sharded sum: the first device along it adds the bias.
+
+    If the bias is a partial sum itself, each device adds its own addend.
+    """
+    target, summed = local.call.target, sharded_factors(local, local.rule.reduce)
+    shared = [f for f in summed if not local.has_partial(0, f)]
 
     def form(bias: Tensor, a: Tensor, b: Tensor, first: int, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        if target is aten.addmv.default:  # a product with no rows has the size of a bias that is broadcast
+        if target is aten.addmv.default:  # an empty product would take its size from the broadcast bias
             bias = bias.expand(len(a))
         if not isinstance(beta, complex) and float(beta).is_integer():
             beta = first * int(beta)
         else:
-            bias = once(bias, shared)
+            bias = keep_on_first(bias, shared)
         return target(bias, a, b, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
 
-    first = local.calc(lambda *places: int(not any(places)), *map(local.position, shared))
+    first = local.calc(lambda *positions: int(not any(positions)), *map(local.position, shared))
     return local.run(form, *local.args[:3], first, **local.kwargs)
 
 
@@ -38,7 +41,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return product if bias is None else product + bias
 
 
-# Composite, but `out=` leaves it as it is.
+# A composite op, but torch does not decompose it with out=.
 DECOMPOSED: dict[str, Callable[..., Any]] = {"linear": _linear}
 
 ROWS: dict[str, RuleFn | str] = {

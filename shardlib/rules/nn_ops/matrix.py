@@ -1,4 +1,4 @@
-"""Matrices beside the plain products: distances, complex numbers as pairs."""
+"""Other ops of matrices: distances, complex numbers as pairs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.rules.iteration_space import axes
+from shardlib.rules.iteration_space import normalize_dims
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.rule import RuleFn
 from shardlib.rules.tensor_ops.pointwise import pointwise
@@ -20,15 +20,15 @@ def _trilinear(
 ) -> Tensor:
     """The product of three tensors, each with new dims of size 1 at its `expand`, summed over `sumdim`."""
     rank = x.dim() + len(expand1)
-    of_x, of_y, of_z, out = (
-        [d for d in range(rank) if d not in axes(gone, rank)] if gone else [*range(rank)]
-        for gone in (expand1, expand2, expand3, sumdim)
+    dims_x, dims_y, dims_z, out = (
+        [d for d in range(rank) if d not in normalize_dims(absent, rank)] if absent else [*range(rank)]
+        for absent in (expand1, expand2, expand3, sumdim)
     )
-    return torch.einsum(x, of_x, y, of_y, z, of_z, out)
+    return torch.einsum(x, dims_x, y, dims_y, z, dims_z, out)
 
 
 def _pairs(x: Tensor, p: float = 2) -> Tensor:
-    """pdist: the distances between two rows, each pair once."""
+    """pdist: the distances between all pairs of rows."""
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
     distances: Tensor = aten._cdist_forward(x, x, p, None)
     return distances[i, j]
@@ -43,10 +43,10 @@ def _pairs_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Ten
 
 
 ROWS: dict[str, RuleFn | str] = {
-    # Distances between rows of m numbers; given the distances, their gradient goes number by number.
+    # Distances between rows of m numbers; the gradient takes the distances, and is pointwise in m.
     **dict.fromkeys(["_cdist_forward", "_euclidean_dist"], "... p m, ... r m -> ... p r | m:whole"),
     "_cdist_backward": "... p r, ... p m, ... r m, ... p r -> ... p m | r:sum {0}",
-    # A complex number as a pair, and what torch does not tag as pointwise.
+    # Complex numbers as pairs, and pointwise ops without torch's tag.
     **dict.fromkeys(["view_as_real", "view_as_real_copy"], "... -> ... _ | {0}"),
     **dict.fromkeys(["view_as_complex", "view_as_complex_copy"], "... _ -> ... | {0}"),
     **dict.fromkeys(["_conj", "_conj_copy", "conj_physical", "_neg_view", "_neg_view_copy"], pointwise("{0}")),

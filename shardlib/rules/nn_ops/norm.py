@@ -1,7 +1,7 @@
-"""Layer and RMS normalization, with or without the normalized dims cut.
+"""Layer and RMS normalization; the normalized dims may be sharded.
 
-Where they are, devices exchange the sums of every row: first of the values, then of the squares of what is left without
-the mean, so that nothing cancels. Gradients of weight and bias add up over the rows.
+Then the devices exchange the sums of each row: first of the values, then of the squares of the values minus the mean,
+so that nothing cancels. Gradients of weight and bias add up over the rows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from shardlib.rules.iteration_space import arg
-from shardlib.rules.local_forms.helpers import Rows, widely
-from shardlib.rules.notation import gradient
+from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype
+from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Local, RuleFn
 
 
 def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    """x times the weight, plus the bias, where there are such."""
+    """`x * weight + bias`, without those that are None."""
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
@@ -40,7 +40,7 @@ def _rms_norm(rows: Rows, x: Tensor, _: Any, w: Tensor | None, eps: float | None
 def layer_norm_terms(
     rows: Rows, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The gradient of x, and what is added up to those of weight and bias."""
+    """The gradient of x, and the addends of those of weight and bias."""
     unit, pull = (x - mean) * rstd, affine(grad, w)
     dx = pull - rows.mean(pull) - unit * rows.mean(pull * unit)
     return dx * rstd, grad * unit, grad
@@ -61,23 +61,23 @@ def _rms_norm_backward(
 
 
 def _outer_sum(rows: Rows, x: Tensor) -> Tensor:
-    """The sum over this device's rows: other devices' are pending."""
+    """The sum over this device's rows, an addend of a partial sum."""
     outer = list(range(rows.dims[0]))
     return x.sum(outer) if outer else x
 
 
 def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
-    """`form` is for the normalized dims cut: it gets the rows, then what the op gets."""
+    """The rule of a norm; `form(rows, *args)` is the local form for sharded normalized dims."""
 
     def run(local: Local, *args: Any) -> Any:
         rank = local.call.operands[0].rank
         start = rank - len(arg(local.call, "normalized_shape"))
-        return widely(form, local.call)(Rows.of(local, range(start, rank)), *args)
+        return in_accumulation_dtype(form, local.call)(Rows.over(local, range(start, rank)), *args)
 
     return pattern(text, form=run, flops=flops)
 
 
-# Weight normalization: w = g v / |v|, with one norm for every index of `dim`. -----------------------------------------
+# Weight normalization: w = g v / |v|, with one norm per index of `dim`. ----------------------------------------------
 
 
 def _weight_norm_backward(
@@ -94,9 +94,9 @@ _RMS = f"[normalized_shape], normalized_shape -> [normalized_shape], ... {_SHAPE
 
 ROWS: dict[str, RuleFn | str] = {
     "native_layer_norm": _norm(_LAYER, layer_norm, 5),
-    "native_layer_norm_backward": _norm(gradient(_LAYER, "0 r1 r2 1 2", of="0 1 2"), _layer_norm_backward, 8),
+    "native_layer_norm_backward": _norm(gradient_pattern(_LAYER, "0 r1 r2 1 2", wrt="0 1 2"), _layer_norm_backward, 8),
     "_fused_rms_norm": _norm(_RMS, _rms_norm, 5),
-    "_fused_rms_norm_backward": _norm(gradient(_RMS, "0 r1 1", of="0 1"), _rms_norm_backward, 8),
+    "_fused_rms_norm_backward": _norm(gradient_pattern(_RMS, "0 r1 1", wrt="0 1"), _rms_norm_backward, 8),
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {

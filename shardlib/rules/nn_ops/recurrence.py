@@ -1,7 +1,7 @@
-"""The recurrence of RNN, GRU and LSTM layers: the batch may be cut.
+"""The recurrence of RNN, GRU and LSTM layers: the batch may be sharded.
 
-A step mixes all hidden units of the last one, so steps and units stay whole. What is a product over all steps (the
-input's share of the gates, the gradients of weights) is an op of its own, outside.
+A step reads all hidden units of the one before, so steps and units stay whole. Products over all steps (the input's
+share of the gates, the gradients of weights) are ops of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BACKWARD = f"t b _, t b _, _ _, _ _, {_FIRST}, {_STATES} -> {_STATES}, b _, b _
 
 
 def _flops(call: Call, _: int) -> int:
-    """Two operations for each weight, step and row; pointwise work is small beside that."""
+    """Two operations for each weight, step and row; pointwise work is negligible."""
     weights = (arg(call, name) for name in ("weight", "projection"))
     points = sum(math.prod(w.shape) for w in weights if isinstance(w, Meta))
     return 2 * math.prod(call.operands[0].shape[:2]) * points

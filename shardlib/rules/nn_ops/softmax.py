@@ -1,4 +1,4 @@
-"""Softmax and its like, along a cut dim: devices exchange the maximum and the sum of a row, never its elements."""
+"""Softmax and its like: along a sharded dim the devices exchange the maximum and the sum of each row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardlib.rules.iteration_space import arg
-from shardlib.rules.local_forms.helpers import Rows, widely
-from shardlib.rules.notation import gradient
+from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype
+from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 
@@ -18,16 +18,16 @@ _ROW = "[dim] -> [dim] | dim:local"
 
 
 def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
-    """The rule of an op along `dim`; `form` is for when that is cut: it gets the rows, and the op's tensors."""
+    """The rule of an op along `dim`; `form(rows, *tensors)` is the local form for a sharded dim."""
 
     def run(local: Local, *args: Any) -> Any:
-        return widely(form, local.call)(Rows.over(local), *args[: len(local.call.operands)])
+        return in_accumulation_dtype(form, local.call)(Rows.over_dim_argument(local), *args[: len(local.call.operands)])
 
     return pattern(text, form=run, flops=4)
 
 
 def _shifted(rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x - max`, so that no exponential overflows, and the maximum."""
+    """`x - max`, whose exponential does not overflow, and the maximum."""
     top = rows.max(x)
     return x - top, top
 
@@ -38,7 +38,7 @@ def _softmax(rows: Rows, x: Tensor) -> Tensor:
 
 
 def _safe_softmax(rows: Rows, x: Tensor) -> Tensor:
-    """A row in which everything is masked away gives zeros; its maximum is -inf."""
+    """A row whose elements are all masked has the maximum -inf, and gives zeros."""
     shifted, top = _shifted(rows, x)
     exp = shifted.exp()
     return (exp / rows.sum(exp)).masked_fill(top == float("-inf"), 0)
@@ -60,20 +60,22 @@ def _log_softmax_backward(rows: Rows, grad: Tensor, y: Tensor) -> Tensor:
 
 def _logsumexp(rows: Rows, x: Tensor) -> Tensor:
     top = rows.max(x)
-    # Rows of nothing but -inf (or with +inf) are their largest; the sum is what a softmax of the same row has, too.
-    found = rows.sum((x - top).exp()).log() + top
-    return rows.left(torch.where(top.abs() == float("inf"), top, found))
+    # The result of a row of -inf, or with +inf, is its maximum. A softmax of the same row shares the sum.
+    total = rows.sum((x - top).exp()).log() + top
+    return rows.drop_dims(torch.where(top.abs() == float("inf"), top, total))
 
 
 def _logsumexp_rule(call: Call) -> Rule | None:
-    """Complex numbers have no maximum to shift by."""
+    """Complex numbers have no maximum, so their dim stays whole."""
     kinds = "dim:whole" if call.operands[0].dtype.is_complex else "dim:none dim:local"
     return _row(_logsumexp, f"[dim] -> ... | {kinds}")(call)
 
 
 def _masked(call: Call) -> Rule:
-    """`_masked_softmax(x, mask, dim, kind)`: the mask is one of queries and keys (kind 0), of a batch's keys (1), or
-    shaped like x. The kernel wants a square of the first two."""
+    """`_masked_softmax(x, mask, dim, kind)`: the mask has queries and keys (kind 0), batch and keys (1), or x's shape.
+
+    The kernel requires as many queries as keys for kinds 0 and 1.
+    """
     masks = {0: "q k", 1: "b k"}
     kind = arg(call, "mask_type")
     square = f"b h q k, {masks.get(kind)} -> b h q k | q:whole k:whole"
@@ -85,11 +87,11 @@ ROWS: dict[str, RuleFn | str] = {
     "_softmax": _row(_softmax),
     "_log_softmax": _row(_log_softmax),
     "_safe_softmax": _row(_safe_softmax),
-    # `out=` leaves the composite ops as they are.
+    # Torch does not decompose the composite ops with out=.
     "softmax.int": _row(_softmax),
     "log_softmax.int": _row(_log_softmax),
-    "_softmax_backward_data": _row(_softmax_backward, gradient(_ROW, "r0")),
-    "_log_softmax_backward_data": _row(_log_softmax_backward, gradient(_ROW, "r0")),
+    "_softmax_backward_data": _row(_softmax_backward, gradient_pattern(_ROW, "r0")),
+    "_log_softmax_backward_data": _row(_log_softmax_backward, gradient_pattern(_ROW, "r0")),
     "logsumexp": _logsumexp_rule,
     "_masked_softmax": _masked,
     "_masked_softmax_backward": pattern("[dim], [dim], [dim] -> [dim] | dim:whole {0}", flops=4),

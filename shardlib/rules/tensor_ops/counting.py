@@ -1,6 +1,6 @@
-"""Counting: how many fall into a bin, come before a value, or are there at all.
+"""Counting: elements in a bin, elements before a value, membership.
 
-Counts over pieces add up. So does a position in a sorted sequence: it is the number of elements before it.
+Counts over shards add up. So does a position in a sorted sequence, which is the number of elements before it.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from typing import Any
 from torch import Tensor
 
 from shardlib.primitives.collectives import psum
-from shardlib.rules.iteration_space import arg, elements, words
-from shardlib.rules.local_forms.index_dims import whole
+from shardlib.rules.iteration_space import arg, count_elements, dim_names
+from shardlib.rules.local_forms.index_dims import replicated
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
 from shardlib.rules.tensor_ops.pointwise import pointwise
 
 
 def _searchsorted(call: Call) -> Rule:
-    """`searchsorted(sequence, values)`: one sequence for all values, or a row for every row of values."""
+    """`searchsorted(sequence, values)`: one sequence for all values, or one row per row of values."""
     rows = "... n" if len(call.operands[0].shape) > 1 else "n"
     values = "... m" if rows == "... n" else "..."
     if len(call.operands) == 1:  # a number
         return pattern("n -> | n:sum")(call)
-    if len(call.operands) == 3:  # with a sorter, which counts in the whole sequence
+    if len(call.operands) == 3:  # with a sorter, whose positions count in the whole sequence
         return pattern(f"{rows}, {values}, {rows} -> {values}")(call)
     return pattern(f"{rows}, {values} -> {values} | n:sum")(call)
 
 
 def _isin(call: Call) -> Rule:
-    """An element is there if some piece of the tests has it, and missing if it is missing in all of them."""
+    """An element is present if any shard of the tests has it, and missing if all shards miss it."""
     kind = "min" if call.kwargs.get("invert") else "max"
-    tests = words("t", call.operands[-1].rank)
-    cut = " ".join(f"{t}:{kind}" for t in tests.split())
-    looked_for = "..., " * (len(call.operands) - 1)
-    return pattern(f"{looked_for} {tests} -> ... | {cut}")(call)
+    tests = dim_names("t", call.operands[-1].rank)
+    reduced = " ".join(f"{t}:{kind}" for t in tests.split())
+    elements = "..., " * (len(call.operands) - 1)
+    return pattern(f"{elements} {tests} -> ... | {reduced}")(call)
 
 
 def _histc(call: Call) -> Rule:
-    """Without bounds, which then are those of all values, nothing may be cut."""
+    """Without bounds, the op takes those of all values, so the values stay whole."""
     bounds = [arg(call, "min"), arg(call, "max")]
-    return pattern(f"... -> _ | ...:{'whole' if len({*bounds}) == 1 else 'sum'}", flops=elements)(call)
+    return pattern(f"... -> _ | ...:{'whole' if len({*bounds}) == 1 else 'sum'}", flops=count_elements)(call)
 
 
 def _histogram(call: Call) -> Rule:
-    """`histogram(x, bins, range, weight, density)`: counts, and the edges of the bins, which all devices have."""
+    """`histogram(x, bins, range, weight, density)` returns counts, and the edges of the bins."""
     bins = isinstance(arg(call, "bins"), Meta)
     fixed = (bins or call.kwargs.get("range") is not None) and not call.kwargs.get("density")
     operands = ", ".join(["...", *(["_"] if bins else []), *["..."] * (len(call.operands) - 1 - bins)])
@@ -54,7 +54,7 @@ def _histogram(call: Call) -> Rule:
         return psum(counts, list(local.rule.reduce)), edges
 
     kinds = "...:none ...:local" if fixed else "...:whole"
-    return pattern(f"{operands} -> _, _ | {kinds}", form=form, flops=elements)(call)
+    return pattern(f"{operands} -> _, _ | {kinds}", form=form, flops=count_elements)(call)
 
 
 _WHOLE = [
@@ -73,5 +73,5 @@ ROWS: dict[str, RuleFn | str] = {
     "isin.Tensor_Scalar": pointwise(),
     "histc": _histc,
     **dict.fromkeys(["histogram.bin_ct", "histogram.bins_tensor"], _histogram),
-    **dict.fromkeys(_WHOLE, whole),
+    **dict.fromkeys(_WHOLE, replicated),
 }

@@ -1,4 +1,4 @@
-"""Values made from nothing but a shape: every device makes its own part."""
+"""Values that depend on a shape alone: each device computes its own shard."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardlib.core.torch_private import schema_of
-from shardlib.rules.iteration_space import Space, path, result_shape, shape_ints
-from shardlib.rules.local_forms.helpers import cut
+from shardlib.rules.iteration_space import Space, result_shape, size_arguments
+from shardlib.rules.local_forms.helpers import sharded_factors
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 from shardlib.rules.tensor_ops.pointwise import pointwise
@@ -18,9 +18,9 @@ aten = torch.ops.aten
 
 
 def _sized(call: Call) -> Rule:
-    """`full(size, ...)`, `new_zeros(x, size, ...)`: x gives a dtype and a device, not its values.
+    """`full(size, ...)`, `new_zeros(x, size, ...)`: the op reads no values of x, but its dtype and device.
 
-    Strides of a part are the part's own; in which order they are (`empty_permuted`) stays.
+    A shard has strides of its own, in the order of the whole (`empty_permuted`).
     """
     space = Space()
     out = space.dims(result_shape(call))
@@ -32,16 +32,16 @@ def _sized(call: Call) -> Rule:
         return local.op(target, *local.args[: len(like) + 1], **local.kwargs)
 
     strided = "strided" in schema_of(call.target).name
-    ints, factors = shape_ints(path(call, "size"), out), [f for d in out for f in d if strided]
+    ints, factors = size_arguments(call, "size", out), [f for d in out for f in d if strided]
     return space.rule(like, [out], reduce=unread, ints=ints, local=local, local_factors=factors)
 
 
 def _arange(call: Call) -> Rule:
-    """A part of a range of integers is a range; among floats rounding would differ."""
+    """A shard of a range of integers is a range. For floats the rounding would differ."""
     args = list(call.args)
     start, end, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
     if not all(isinstance(n, int) for n in (start, end, step)):
-        return _part_of_whole(call)
+        return _computed_whole(call)
     space = Space()
     out = space.dims(result_shape(call), "i")
 
@@ -53,8 +53,8 @@ def _arange(call: Call) -> Rule:
     return space.rule([], [out], local=local, local_factors=out[0])
 
 
-def _part_of_whole(call: Call) -> Rule:
-    """Every device makes all values and keeps its own: they are to the last bit what one device makes."""
+def _computed_whole(call: Call) -> Rule:
+    """Each device computes all values and keeps its own, so that they equal those of one device bit by bit."""
     space = Space()
     operands = [space.dims(m.shape, "x", whole=range(len(m.shape))) for m in call.operands]
     out = space.dims(result_shape(call), "i")
@@ -62,7 +62,7 @@ def _part_of_whole(call: Call) -> Rule:
     def local(local: Local) -> Any:
         value = local.op(local.call.target, *local.args, **local.kwargs)
         for i, factor in enumerate(out):
-            for f in cut(local, factor):
+            for f in sharded_factors(local, factor):
                 start = local.offset(f)
                 value = local.op(aten.slice.Tensor, value, i, start, start + local.size(f))
         return value
@@ -71,9 +71,9 @@ def _part_of_whole(call: Call) -> Rule:
 
 
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
-    """Zeros with memory: torch makes views of its own zero tensors where no trace sees them.
+    """Zeros with memory: torch creates views of its own zero tensors where no trace records them.
 
-    Of no dims they stay torch's own: the tangent of a Python number is one, whose value torch reads anywhere else.
+    Without dims, torch keeps its own: the tangent of a Python number is one, and torch would read the value of another.
     """
     return torch.zeros(size, **kwargs) if size else NotImplemented
 
@@ -81,11 +81,11 @@ def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:
 _torch_eye = by_torch("eye.m")["eye.m"]
 
 
-def _eye(n: int, m: int | None = None, **how: Any) -> torch.Tensor:
-    """Torch's own counts in the smallest type, and no kernel on CPUs makes a range in 16 bits without a sign."""
+def _eye(n: int, m: int | None = None, **options: Any) -> torch.Tensor:
+    """Torch's own form uses the smallest integer dtype, but CPUs have no kernel for a range of uint16."""
     m = n if m is None else m
     small = 1 if 1 << 8 <= max(n, m) < 1 << 16 else None
-    ones: torch.Tensor = _torch_eye(small or n, small or m, **how)
+    ones: torch.Tensor = _torch_eye(small or n, small or m, **options)
     if small is None:
         return ones
     rows, columns = (torch.arange(size, device=ones.device) for size in (n, m))
@@ -104,16 +104,16 @@ _WINDOWS = {
     "kaiser": [".beta"],
 }
 _EXACT = [
-    *(f"{space}{given}" for space in ("linspace", "logspace") for given in ("", *_MIXED)),
+    *(f"{space}{overload}" for space in ("linspace", "logspace") for overload in ("", *_MIXED)),
     *("range", "range.step", "tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq"),
-    *(f"{kind}_window{given}" for kind, more in _WINDOWS.items() for given in ("", ".periodic", *more)),
+    *(f"{kind}_window{overload}" for kind, more in _WINDOWS.items() for overload in ("", ".periodic", *more)),
 ]
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(_SIZED, _sized),
     **dict.fromkeys(_LIKE, pointwise()),
     **dict.fromkeys(["arange", "arange.start", "arange.start_step"], _arange),
-    **dict.fromkeys(_EXACT, _part_of_whole),
+    **dict.fromkeys(_EXACT, _computed_whole),
     "scalar_tensor": "->",
 }
 

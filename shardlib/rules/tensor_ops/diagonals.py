@@ -1,7 +1,8 @@
-"""Diagonals of matrices, and matrices that are made of them.
+"""Diagonals of matrices, and matrices made from diagonals.
 
-Where a diagonal crosses all rows, its elements are numbered as these are, and so for columns. A device finds what
-crosses its block of rows and columns: of a diagonal that is read, zeros stand for the rest, and devices add up.
+The elements of a diagonal that crosses all rows share the factor of the rows, and so for columns. A device computes the
+elements that cross its block of rows and columns. When a diagonal is read, zeros stand for the rest, and the devices'
+results are a partial sum.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import torch
 from torch import Tensor
 
 from shardlib.core.torch_private import schema_of
-from shardlib.rules.iteration_space import Space, arg, axis, path, result_shape, shape_ints
-from shardlib.rules.local_forms.halo import extent, length, padded
-from shardlib.rules.local_forms.helpers import adds_up, torch_code
+from shardlib.rules.iteration_space import Space, arg, normalize_dim, result_shape, size_arguments
+from shardlib.rules.local_forms.halo import length, pad_constant, shard_range
+from shardlib.rules.local_forms.helpers import can_add, from_torch_code
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
-from shardlib.rules.tensor_ops.view import walked
+from shardlib.rules.tensor_ops.view import view_labels
 
 aten = torch.ops.aten
 
 
 def _diagonal(call: Call) -> Rule:
-    """A diagonal that is read, stands among zeros (`diag_embed`, `_backward`), or in another value (`_scatter`)."""
+    """Reads a diagonal, or writes it among zeros (`diag_embed`, `_backward`) or into another value (`_scatter`)."""
     reads = schema_of(call.target).name.endswith(("diagonal", "diagonal_copy"))
     shape = call.operands[0].shape if reads or len(call.operands) == 2 else result_shape(call)
     offset, *dims = (arg(call, name) for name in ("offset", "dim1", "dim2"))
-    at = [axis(d, len(shape)) for d in dims]
+    at = [normalize_dim(d, len(shape)) for d in dims]
     sizes = [shape[d] for d in at]
     count = min(sizes[0] + min(offset, 0), sizes[1] - max(offset, 0))
     crossed = [i for i, n in enumerate(sizes) if n == count > 1]
@@ -38,26 +39,26 @@ def _diagonal(call: Call) -> Rule:
         part = [*(dim for d, dim in enumerate(x) if d not in at), x[at[along]]]
         labels = [x[d] for d in at]
     else:
-        x, (part,) = walked(space, aten.diagonal.default, shape, offset, *at)
+        x, (part,) = view_labels(space, aten.diagonal.default, shape, offset, *at)
         labels = [(), ()]
     other = labels[1 - along]
-    if reads and not adds_up(call.operands[0].dtype):
+    if reads and not can_add(call.operands[0].dtype):
         space.whole |= {*other}
 
-    def crossing(_: Local, *given: Any) -> Tensor:
-        tensors = given[: len(call.operands)]
-        rows, columns = (extent(label, n) for label, n in zip(labels, sizes, strict=True))
+    def form(_: Local, *args: Any) -> Tensor:
+        tensors = args[: len(call.operands)]
+        rows, columns = (shard_range(label, n) for label, n in zip(labels, sizes, strict=True))
         lower = offset + rows[0] - columns[0]
         inside = max(0, min(length(rows) + min(lower, 0), length(columns) - max(lower, 0)))
         before = max(0, lower if along else -lower) if inside else 0
         if reads:
-            found = aten.diagonal.default(tensors[0], lower, *at)
-            behind = length((rows, columns)[along]) - inside - before
-            return padded(found, [before, behind]) if other else found
-        found = tensors[-1].narrow(-1, before, inside)
-        base = tensors[0] if len(tensors) == 2 else _zeros(found, at, (length(rows), length(columns)))
-        written: Tensor = aten.diagonal_scatter.default(base, found, lower, *at)
-        return written
+            part = aten.diagonal.default(tensors[0], lower, *at)
+            after = length((rows, columns)[along]) - inside - before
+            return pad_constant(part, [before, after]) if other else part
+        part = tensors[-1].narrow(-1, before, inside)
+        base = tensors[0] if len(tensors) == 2 else _zeros(part, at, (length(rows), length(columns)))
+        matrix: Tensor = aten.diagonal_scatter.default(base, part, lower, *at)
+        return matrix
 
     sized = call.target is aten.diagonal_backward.default
     operands, result = ([x], part) if reads else ([x, part] if len(call.operands) == 2 else [part], x)
@@ -66,14 +67,14 @@ def _diagonal(call: Call) -> Rule:
         [result],
         reduce=dict.fromkeys(other, "sum") if reads else {},
         linear=[range(len(call.operands))],
-        ints=shape_ints(path(call, "input_sizes"), x) if sized else {},
-        local=torch_code(crossing),
+        ints=size_arguments(call, "input_sizes", x) if sized else {},
+        local=from_torch_code(form),
         local_factors=[f for label in labels for f in label],
     )
 
 
 def _zeros(part: Tensor, at: Sequence[int], sizes: tuple[int, int]) -> Tensor:
-    """Zeros around a diagonal."""
+    """Zeros with the shape of the matrices around a diagonal."""
     shape = list(part.shape[:-1])
     for d, n in sorted(zip(at, sizes, strict=True)):
         shape.insert(d, n)

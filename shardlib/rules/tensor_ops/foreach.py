@@ -1,6 +1,6 @@
-"""Ops over lists of tensors, as optimizers use them: written as one op per tensor while a function is traced.
+"""Ops over lists of tensors, as in optimizers: traced as one op per tensor.
 
-An update in place becomes a new value for every tensor of the list, so that shards of any layout take part.
+An update in place becomes a new value per tensor of the list, so that the tensors may have any layouts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shardlib.rules.out_variants import op_named, refuse_cast
 
 aten = torch.ops.aten
 
-# What one tensor's part is called, where it is not the name behind `_foreach_`.
+# The op for one tensor, where its name is not the one after `_foreach_`.
 _SINGLE: dict[str, Callable[..., Any]] = {
     "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "powsum": lambda x, ord=2, dtype=None: x.abs().pow(ord).sum(dtype=dtype),
     "copy": lambda x, source, non_blocking=False: aten.copy(x, source),
     "zero": torch.zeros_like,
-    # Numbers among the operands: the ops for two tensors do not take them.
+    # The ops for two tensors take no numbers.
     "maximum": lambda x, y: torch.maximum(x, y) if isinstance(y, Tensor) else torch.clamp_min(x, y),
     "minimum": lambda x, y: torch.minimum(x, y) if isinstance(y, Tensor) else torch.clamp_max(x, y),
     "addcmul": lambda x, a, b, value=1: _plus(x, a * b, value),
@@ -35,7 +35,7 @@ def _plus(x: Tensor, y: Tensor, factor: Any) -> Tensor:
 
 
 def _each(target: OpOverload) -> Callable[..., Any]:
-    """The op tensor by tensor: lists (and a vector of scalars) are taken item by item, everything else as it is."""
+    """The op tensor by tensor: takes lists, and a vector of scalars, item by item, and other arguments as a whole."""
     arguments = schema_of(target).arguments
     name = schema_of(target).name.removeprefix("aten::_foreach_")
     writes = schema_of(target).is_mutable
@@ -61,7 +61,7 @@ def _write(x: Tensor, value: Tensor) -> None:
 
 
 def _overloads() -> Iterator[str]:
-    """All `_foreach` ops of this torch but the forms with `out`, which are functionalized."""
+    """Yields all `_foreach` ops of this torch, without the out= variants, which torch functionalizes."""
     for full in all_op_names():
         name = full.removeprefix("aten::")
         if name.startswith("_foreach_") and not name.endswith("out"):
@@ -72,40 +72,35 @@ def _overloads() -> Iterator[str]:
 
 
 def _fused(step: Callable[..., list[Tensor]], lists: int, *, decoupled: bool = False) -> Callable[..., None]:
-    """An optimizer's step in place, from `step(parameter, gradient, states..., **options)`.
+    """Makes an in-place optimizer step of `step(parameter, gradient, states..., **options)`.
 
-    That returns the new values of the parameter and of its states. Weight decay is added to the gradient before, or
-    taken off the parameter (`decoupled`).
-
-    The first `lists` arguments are lists. A step whose `found_inf` is 1 changes nothing.
+    `step` returns the new values of the parameter and of its states. Before it, weight decay is added to the gradient,
+    or with `decoupled` subtracted from the parameter. The first `lists` arguments are lists. With `found_inf` 1 nothing
+    changes.
     """
 
     def form(*args: Any, grad_scale: Tensor | None = None, found_inf: Tensor | None = None, **options: Any) -> None:
-        def kept(new: Tensor, old: Tensor) -> Tensor:
+        def unless_inf(new: Tensor, old: Tensor) -> Tensor:
             return new if found_inf is None else torch.where(found_inf == 1, old, new)
 
         if isinstance(options["lr"], Tensor):
             options["lr"] = options["lr"].double()  # as the kernels do
         for i in range(len(args[0])):
-            p, grad, *states = _of_one(args[:lists], i)
+            tensors: list[Any] = [a[i] if a else None for a in args[:lists]]  # a state that is not kept has no list
+            p, grad, *states = tensors
             if grad_scale is not None:
-                grad.copy_(kept(grad / grad_scale, grad))
-            given, pull, decay = p, -grad if options["maximize"] else grad, options["weight_decay"]
+                grad.copy_(unless_inf(grad / grad_scale, grad))
+            start, pull, decay = p, -grad if options["maximize"] else grad, options["weight_decay"]
             if decoupled:
-                given = p * (1 - options["lr"] * decay)
+                start = p * (1 - options["lr"] * decay)
             elif decay:
                 pull = pull + decay * p
-            new = step(given, pull, *states, **options)
+            new = step(start, pull, *states, **options)
             for old, value in zip((p, *states), new, strict=False):
                 if old is not None:
-                    old.copy_(kept(value, old))
+                    old.copy_(unless_inf(value, old))
 
     return form
-
-
-def _of_one(lists: Any, i: int) -> list[Any]:
-    """The tensors of one parameter; None for a state that is not kept: its list is empty."""
-    return [a[i] if a else None for a in lists]
 
 
 def _adam(
@@ -121,13 +116,13 @@ def _adam(
 
 
 def _sgd(
-    p: Tensor, grad: Tensor, kept: Tensor | None, *, momentum: float, lr: Any, dampening: float, nesterov: bool,
+    p: Tensor, grad: Tensor, velocity: Tensor | None, *, momentum: float, lr: Any, dampening: float, nesterov: bool,
     is_first_step: bool, **_: Any,
 ) -> list[Any]:  # fmt: skip
-    if kept is not None and momentum:
-        kept = grad if is_first_step else momentum * kept + (1 - dampening) * grad
-        grad = grad + momentum * kept if nesterov else kept
-    return [p - lr * grad, kept]
+    if velocity is not None and momentum:
+        velocity = grad if is_first_step else momentum * velocity + (1 - dampening) * grad
+        grad = grad + momentum * velocity if nesterov else velocity
+    return [p - lr * grad, velocity]
 
 
 def _adagrad(

@@ -1,18 +1,26 @@
-"""Pointwise ops: every dim of the result is a factor, operands are broadcast against it.
+"""Pointwise ops: every dim of the result is a factor, and operands broadcast against it.
 
-What is pointwise torch says itself, by its tag; this table adds the ops that miss it and says which are linear. An op
-is linear in a set of operands when sums on exactly these pass through: `f(a + a', b + b') = f(a, b) + f(a', b')` for
-{0,1}.
+Torch tags pointwise ops. This table adds the ops without the tag, and the sets of operands in which an op is linear.
+Linear in {0,1} means `f(a + a', b + b') = f(a, b) + f(a', b')`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 
 from shardlib.core.torch_private import OpOverload, schema_of
-from shardlib.rules.iteration_space import Space, arg, broadcast, join, numel, present, result_shape, tensor_arguments
+from shardlib.rules.iteration_space import (
+    Space,
+    arg,
+    broadcast_labels,
+    broadcast_shapes,
+    present_operands,
+    result_shape,
+    tensor_arguments,
+)
 from shardlib.rules.patterns import joint, pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
 
@@ -25,19 +33,21 @@ def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:
 
 def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool) -> Rule:
     space = Space()
-    shape = join(m.shape for m in call.operands)
+    shape = broadcast_shapes(m.shape for m in call.operands)
     dims = space.dims(shape)
-    operands = [broadcast(dims, m.shape) for m in call.operands]
+    operands = [broadcast_labels(dims, m.shape) for m in call.operands]
     results = [() if m is None else dims for m in call.results]
-    where = tensor_arguments(call.target)
-    sets = joint(linear, present(call, len(where))) if where is not None else ()
-    return space.rule(operands, results, linear=sets, flops=0 if transparent else numel(shape), transparent=transparent)
+    tensors = tensor_arguments(call.target)
+    sets = joint(linear, present_operands(call, len(tensors))) if tensors is not None else ()
+    return space.rule(
+        operands, results, linear=sets, flops=0 if transparent else math.prod(shape), transparent=transparent
+    )
 
 
 def is_pointwise(target: OpOverload) -> bool:
-    """Pointwise by torch's tag, without writing to an operand or drawing random numbers.
+    """True if torch tags the op as pointwise, and it neither writes to an operand nor draws random numbers.
 
-    `aten.equal` has the tag too, but answers for all elements together.
+    `aten.equal` has the tag, but returns one answer for all elements.
     """
     return (
         torch.Tag.pointwise in target.tags
@@ -48,7 +58,6 @@ def is_pointwise(target: OpOverload) -> bool:
 
 
 def _to_copy(call: Call) -> Rule:
-    """A change of dtype."""
     (old,), (new,) = call.operands, call.results
     return _pointwise(call, [frozenset({0})], transparent=old == new)
 
@@ -60,23 +69,26 @@ def _by_number(
     half: Callable[[complex], object] | None = None,
     name: str = "other",
 ) -> RuleFn:
-    """The rule of an op that is linear in its first operand where the argument `name` is a number that fits, and in the
-    sets `tensors` where it is a tensor; in nothing that it rounds. In float16 terms may grow beyond what there is where
-    their sum does not: then numbers must fit `half`, if that is given, and tensors do not."""
+    """The rule of an op whose linearity depends on the argument `name`.
+
+    The op is linear in its first operand if the argument is a number that `fits`, and in the sets `tensors` if it is a
+    tensor. With a rounding mode it is linear in nothing. In float16, addends may overflow where their sum does not: a
+    number must then satisfy `half`, if given, and a tensor never does.
+    """
     linear, plain, of_tensors = pointwise("{0}"), pointwise(), pointwise(tensors)
 
     def rule(call: Call) -> Rule | None:
-        by = arg(call, name)
+        value = arg(call, name)
         fit = half if half and call.operands[0].dtype == torch.float16 else fits
-        if type(by) not in (int, float, complex):
+        if type(value) not in (int, float, complex):
             return (of_tensors if fit is fits else plain)(call)
-        return (linear if fit(by) and call.kwargs.get("rounding_mode") is None else plain)(call)
+        return (linear if fit(value) and call.kwargs.get("rounding_mode") is None else plain)(call)
 
     return rule
 
 
 def _log_sigmoid(call: Call) -> Rule:
-    """The last tensor is a buffer that GPUs leave empty; nothing of it is owed where it is."""
+    """The last tensor is a buffer, which is empty on GPUs."""
     backward = len(call.operands) > 1
     shape, buffer = call.operands[0].shape, call.operands[2].shape if backward else result_shape(call, 1)
     last = "..." if buffer == shape else "_"
@@ -86,13 +98,13 @@ def _log_sigmoid(call: Call) -> Rule:
 # Parameter, gradient and moments are of one shape; the counter has none.
 _ADAM = pattern("..., ..., ..., ..., -> ..., ..., ..., | ...:none", flops=14)
 
-# Identities, which never are a reason to lay a value out in some way.
+# Identities have no influence on layouts.
 IDENTITIES = dict.fromkeys(
     ["alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "detach_copy", "alias_copy"],
     pointwise("{0}", transparent=True),
 )
 
-# A set counts only where all its members are tensors.
+# A set applies only if all its members are tensors.
 LINEAR = {
     "rsub.Tensor": "{0,1}",
     "where.self": "{1,2}",
@@ -111,15 +123,14 @@ ROWS: dict[str, RuleFn | str] = {
     **{name: pointwise(sets) for name, sets in LINEAR.items()},
     # Adding a number is not linear, unless it is 0, which Python's `sum` begins with.
     **dict.fromkeys(("add.Tensor", "sub.Tensor", "rsub.Scalar"), _by_number(lambda n: n == 0, "{0,1}")),
-    # A product with an infinite number, or one beyond float32, is `s * inf` of a sum, and `0 * inf` of its terms.
+    # With a number beyond float32, a product of the sum is `s * inf`, and one of an addend is `0 * inf`.
     **dict.fromkeys(
         ("mul.Tensor", "mul.Scalar"), _by_number(lambda n: abs(n) < 1e38, "{0} {1}", half=lambda n: abs(n) <= 1)
     ),
-    # Of a sum, `s / 0` is infinite, and of its terms, `0 / 0` is not: so numbers divide sums, other than 0. What
-    # tensors hold, nobody knows.
+    # A sum divided by 0 is infinite, and an addend divided by 0 may be NaN. The values of tensors are unknown.
     **dict.fromkeys(("div.Tensor", "div.Scalar", "div.Tensor_mode"), _by_number(bool, half=lambda n: abs(n) >= 1)),
     "_to_copy": _to_copy,
-    "copy": pointwise("{1}"),  # the values of the second in the shape and dtype of the first, whose own do not matter
+    "copy": pointwise("{1}"),  # the values of the second in the shape and dtype of the first
     **dict.fromkeys(["log_sigmoid_forward", "log_sigmoid_backward"], _log_sigmoid),
     **dict.fromkeys(["floor_divide", "floor_divide.Scalar", "fill.Scalar", "fill.Tensor"], pointwise()),
     # Filling with zeros is linear.

@@ -1,7 +1,7 @@
-"""Reductions: a cut factor that is reduced leaves a pending sum, maximum or minimum.
+"""Reductions: over a sharded factor they leave a partial sum, maximum or minimum.
 
-Of norms, a sum of first powers, a count and a maximum may stay pending; the root of any other sum cannot wait, so
-devices add up before they take it.
+Norms that are a sum of first powers, a count or a maximum stay partial. For other norms the devices sum the powers
+before they take the root.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardlib.primitives.collectives import all_gather, psum
-from shardlib.rules.iteration_space import arg, axes, numel, result, result_shape
-from shardlib.rules.local_forms.helpers import Rows, cut, wide, worst
+from shardlib.rules.iteration_space import arg, normalize_dims, result, result_shape
+from shardlib.rules.local_forms.helpers import Rows, accumulation_dtype, neutral_extreme, sharded_factors
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
@@ -25,65 +25,65 @@ aten = torch.ops.aten
 
 
 def _mean(local: Local, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Tensor:
-    """Local sum over global count; half precision is summed in single, where counts do not overflow."""
+    """The local sum over the global count. Half precision is summed in float32, where it does not overflow."""
     shape, out, dtype = local.call.operands[0].shape, result_shape(local.call), result(local.call).dtype
-    dims = axes(dim, len(shape))
-    count = numel(shape) // max(numel(out), 1)
-    return (x.sum(dims, keepdim=len(out) == len(shape), dtype=wide(dtype)) / count).to(dtype)
+    dims = normalize_dims(dim, len(shape))
+    count = math.prod(shape) // max(math.prod(out), 1)
+    return (x.sum(dims, keepdim=len(out) == len(shape), dtype=accumulation_dtype(dtype)) / count).to(dtype)
 
 
-def _extreme(local: Local, x: Tensor, *how: Any, **named: Any) -> Any:
+def _extreme(local: Local, x: Tensor, *args: Any, **named: Any) -> Any:
     """amax, amin, max, min."""
     target = local.call.target
-    fill = worst(x.dtype, lowest=target in (aten.amax.default, aten.max.default))
-    return target(Rows.over(local).held(x, fill), *how, **named)
+    fill = neutral_extreme(x.dtype, lowest=target in (aten.amax.default, aten.max.default))
+    return target(Rows.over_dim_argument(local).fill_empty(x, fill), *args, **named)
 
 
 def _truth(kind: str) -> RuleFn:
-    """`any` and `all` of a list of dims: only here, an empty list means none of them."""
-    reduced, kept = pattern(f"[dim] -> ... | dim:{kind}"), pointwise()
-    return lambda call: kept(call) if arg(call, "dim") in ([], ()) else reduced(call)
+    """`any` and `all` of a list of dims. Only for these ops, an empty list means no dims."""
+    reduced, unreduced = pattern(f"[dim] -> ... | dim:{kind}"), pointwise()
+    return lambda call: unreduced(call) if arg(call, "dim") in ([], ()) else reduced(call)
 
 
 def _prod(local: Local, *args: Any, **kwargs: Any) -> Tensor:
-    """Products of the pieces, gathered: no sum or maximum can stand for them while they are pending."""
-    row, how = cut(local, local.rule.reduce), {"dtype": result(local.call).dtype}
-    pieces = all_gather(local.call.target(*args, **(kwargs | how)), row, tiled=False)
-    out: Tensor = pieces.prod(0, **how)
+    """Gathers the products of the shards: there is no partial kind for products."""
+    row, options = sharded_factors(local, local.rule.reduce), {"dtype": result(local.call).dtype}
+    products = all_gather(local.call.target(*args, **(kwargs | options)), row, tiled=False)
+    out: Tensor = products.prod(0, **options)
     return out
 
 
 # Norms ---------------------------------------------------------------------------------------------------------------
 
-_PENDING = {math.inf: "max", -math.inf: "min", 0: "sum", 1: "sum"}
+_PARTIAL_KINDS = {math.inf: "max", -math.inf: "min", 0: "sum", 1: "sum"}
 
 
 def _vector_norm(call: Call) -> Rule | None:
     """`linalg_vector_norm(x, ord, dim, keepdim, dtype)`."""
     order = arg(call, "ord")
-    return pattern(f"[dim] -> ... | dim:{_PENDING.get(order, 'none')} dim:local", form=_norm)(call)
+    return pattern(f"[dim] -> ... | dim:{_PARTIAL_KINDS.get(order, 'none')} dim:local", form=_norm)(call)
 
 
-def _norm(local: Local, x: Tensor, order: float = 2, *how: Any, **named: Any) -> Tensor:
-    rows, out = Rows.over(local), result(local.call).dtype
-    held = rows.held(x, math.inf if order < 0 else 0)  # which changes no norm
-    if order in _PENDING:
-        power: Tensor = local.call.target(held, order, *how, **named)
+def _norm(local: Local, x: Tensor, order: float = 2, *args: Any, **named: Any) -> Tensor:
+    rows, out = Rows.over_dim_argument(local), result(local.call).dtype
+    filled = rows.fill_empty(x, math.inf if order < 0 else 0)  # changes no norm
+    if order in _PARTIAL_KINDS:
+        power: Tensor = local.call.target(filled, order, *args, **named)
         return power
-    acc = wide(out).to_complex() if x.is_complex() else wide(out)
-    norm = torch.linalg.vector_norm(held, order, rows.dims, rows.kept, dtype=acc)
+    acc = accumulation_dtype(out).to_complex() if x.is_complex() else accumulation_dtype(out)
+    norm = torch.linalg.vector_norm(filled, order, rows.dims, rows.keepdim, dtype=acc)
     powers: Tensor = psum(norm**order, rows.factors)
     return powers.pow(1 / order).to(out)
 
 
-# Variance, written as sums, so that it may be cut like them -----------------------------------------------------------
+# Variance as sums, which may be sharded -------------------------------------------------------------------------------
 
 
 def _moments(x: Tensor, dim: Sequence[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Variance and mean, in two passes, so that nothing cancels."""
-    dims = axes(dim, x.dim())
-    count = numel([x.shape[d] for d in dims if x.dim()])
-    value = x.to(wide(x.dtype))
+    dims = normalize_dims(dim, x.dim())
+    count = math.prod([x.shape[d] for d in dims if x.dim()])
+    value = x.to(accumulation_dtype(x.dtype))
     mean = value.mean(dims, keepdim=True)
     centered = value - mean
     square = (centered * centered.conj()).real if x.is_complex() else centered * centered
@@ -106,7 +106,7 @@ def _variance(*, root: bool = False, mean: bool = False) -> Callable[..., Any]:
 
 
 def _both_ends(x: Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """A pending value can be one kind of reduction only: so these are two."""
+    """Two reductions: a partial value has one kind."""
     over = () if dim is None else (dim,)
     return x.amin(over, keepdim), x.amax(over, keepdim)
 

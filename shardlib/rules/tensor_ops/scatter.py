@@ -1,12 +1,13 @@
-"""Writing at indices, also along a cut dim, with any reduction; reading and writing a tensor as one row.
+"""Writes at indices, also along a sharded dim, with any reduction; reads and writes of a tensor as one row.
 
-Along a cut dim every device drops what lies on the others: it goes into one row more than the shard has, which is then
-left out. What is added up may come from all devices; so may what is compared, as long as the old values count too.
-Every other reduction needs its entries in one place.
+Along a sharded dim each device writes the entries of other devices to one spare row after its last, and drops that row.
+Entries may be sharded if they are added, or compared with each other and with the old values. Every other reduction
+needs its entries on one device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,134 +16,133 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardlib.core.torch_private import schema_of
-from shardlib.rules.dtype_sums import adds
-from shardlib.rules.iteration_space import Dim, Space, arg, broadcast, elements, numel
-from shardlib.rules.local_forms.helpers import cut, located, once, torch_code
-from shardlib.rules.local_forms.index_dims import Places, masks, whole
+from shardlib.rules.dtype_sums import is_inexact
+from shardlib.rules.iteration_space import Dim, Space, arg, broadcast_labels, count_elements
+from shardlib.rules.local_forms.helpers import from_torch_code, keep_on_first, locate_index, sharded_factors
+from shardlib.rules.local_forms.index_dims import IndexedDims, has_mask, replicated
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Looks, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, Lookup, Rule, RuleFn
 
 aten = torch.ops.aten
 
 
 def _embedding_backward(_: Local, grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
-    """Torch skips rows of the padding index: what lies outside becomes one that no row of the shard has."""
-    mine, skipped = located(index, "v", padding)
+    """Torch skips rows of the padding index. Here that is -1, and stands for all rows that are not in this shard."""
+    mine, skipped = locate_index(index, "v", padding)
     out: Tensor = aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)
     return out
 
 
-def _write(x: Tensor, places: Mapping[int, Sequence[str]], indices: Sequence[Tensor], write: Any) -> Tensor:
-    """`write(x, indices)`, each index into a dim of x; `places` says what cuts these dims."""
+def _write_shard(x: Tensor, sharded: Mapping[int, Sequence[str]], indices: Sequence[Tensor], write: Any) -> Tensor:
+    """`write(x, indices)`, without the entries of other devices; `sharded` has the factors of each indexed dim."""
     mine, pads = [], [0, 0] * x.dim()
-    for (at, factors), index in zip(places.items(), indices, strict=True):
-        for factor in factors:  # the row behind the shard's last takes what lies on other devices
-            index, outside = located(index, factor)
+    for (at, factors), index in zip(sharded.items(), indices, strict=True):
+        for factor in factors:  # the spare row takes the entries of other devices
+            index, outside = locate_index(index, factor)
             index = index + outside * x.shape[at]
             pads[2 * (x.dim() - 1 - at) + 1] = 1
         mine.append(index)
     out: Tensor = write(pad(x, pads) if any(pads) else x, mine)
-    for at, factors in places.items():
+    for at, factors in sharded.items():
         out = out.narrow(at, 0, x.shape[at]) if factors else out
     return out
 
 
 def _reduction(call: Call) -> str | None:
-    """How what is written goes together with what is there; None: it replaces that."""
-    adds = arg(call, "accumulate", False) or schema_of(call.target).name.endswith("_add")
-    return "add" if adds else arg(call, "reduce", None)
+    """The reduction of new and old values; None if new values replace the old ones."""
+    accumulates = arg(call, "accumulate", False) or schema_of(call.target).name.endswith("_add")
+    return "add" if accumulates else arg(call, "reduce", None)
 
 
-def _writes(call: Call, places: Places, values: list[list[Dim]], flops: int | None = None) -> Rule:
-    """The rule of an op that writes `values` to places of a tensor.
+def _writes(call: Call, dims: IndexedDims, values: list[list[Dim]], flops: int | None = None) -> Rule:
+    """The rule of an op that writes `values` at indices of a tensor.
 
-    Of entries no order is known where devices share them out: these add up, or are compared, or stay together. Every
-    device starts from x itself; that is the same for a sum, a maximum, a minimum, but no other reduction.
+    Sharded entries have no order, so they must be added or compared, else they stay whole. Each device starts from x
+    itself, which is right for a sum, a maximum and a minimum, but for no other reduction.
     """
-    entries, said = places.entries, _reduction(call)
-    how = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}.get(said or "")
-    if how is None or not call.kwargs.get("include_self", True):
-        how = None
-        places.space.whole |= set(entries)
-    added = entries if how == "sum" else ()
-    # Sums on x and on what is written may stay pending: not where a number is written, unless it is 0.
-    adds_up = said in (None, "add", "sum") or (said == "mean" and adds(call.operands[0].dtype))  # of integers it rounds
+    entries, reduction = dims.entries, _reduction(call)
+    kind = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}.get(reduction or "")
+    if kind is None or not call.kwargs.get("include_self", True):
+        kind = None
+        dims.space.whole |= set(entries)
+    added = entries if kind == "sum" else ()
+    # Partial sums pass through x and the values, but no number other than 0. A mean of integers rounds.
+    adds_up = reduction in (None, "add", "sum") or (reduction == "mean" and is_inexact(call.operands[0].dtype))
     linear: list[set[int]] = [{0, len(call.operands) - 1}] if adds_up else []
     if not values:
-        linear = [] if said or arg(call, "value") else [{0}]
+        linear = [] if reduction or arg(call, "value") else [{0}]
 
-    def form(local: Local, x: Tensor, *given: Any, **named: Any) -> Tensor:
-        cuts, (*_, indices), rest = places.cuts(local), given[: places.until], given[places.until :]
-        there = lambda x, mine: call.target(x, *places.arguments(mine), *rest, **named)
-        # A value that addends share is added by each, which is right only where entries are not shared out.
-        alike = [f for f in cut(local, added) if not local.owes(0, f)]
-        return _write(once(x, alike), cuts, places.ready(indices, cuts), there)
+    def form(local: Local, x: Tensor, *args: Any, **named: Any) -> Tensor:
+        sharded, n = dims.sharded(local), dims.argument_count
+        write = lambda x, mine: call.target(x, *dims.arguments(mine), *args[n:], **named)
+        # Where entries are sharded, only one device may add its entries to x.
+        complete = [f for f in sharded_factors(local, added) if not local.has_partial(0, f)]
+        return _write_shard(keep_on_first(x, complete), sharded, dims.normalize(args[n - 1], sharded), write)
 
-    return places.space.rule(
-        [places.x, *places.indices, *values],
-        [places.x],
-        reduce=dict.fromkeys(entries, how) if how else {},
+    return dims.space.rule(
+        [dims.x, *dims.indices, *values],
+        [dims.x],
+        reduce=dict.fromkeys(entries, kind) if kind else {},
         linear=linear,
-        onto=0 if how == "sum" else None,
-        local=torch_code(form),
-        local_factors=(*places.rows, *added),
+        onto=0 if kind == "sum" else None,
+        local=from_torch_code(form),
+        local_factors=(*dims.rows, *added),
         loose=added,
         gathers=entries,
-        looks=Looks(places.rows, places.given_as, 1 + len(places.indices)) if values else None,
-        flops=numel(call.operands[-1].shape) if flops is None else flops,
+        lookup=Lookup(dims.rows, dims.index_operands, 1 + len(dims.indices)) if values else None,
+        flops=math.prod(call.operands[-1].shape) if flops is None else flops,
     )
 
 
 def _scattered(call: Call) -> Rule:
     """`scatter(x, dim, index, src)` and its like."""
-    places = Places.beside(call)
-    if places is None:
-        return whole(call)
+    dims = IndexedDims.elementwise(call)
+    if dims is None:
+        return replicated(call)
     src, index = [], call.operands[1].shape
     for m in call.operands[2:]:
         fits = [a == b for a, b in zip(m.shape, index, strict=False)]
-        places.space.whole |= {f for same, d in zip(fits, places.out, strict=False) if not same for f in d}
-        sized = zip(fits, places.out, m.shape, strict=False)
-        src = [[d if same else places.space.dim(n, "s", whole=True) for same, d, n in sized]]
-    return _writes(call, places, src, numel(index))
+        dims.space.whole |= {f for same, d in zip(fits, dims.out, strict=False) if not same for f in d}
+        sized = zip(fits, dims.out, m.shape, strict=False)
+        src = [[d if same else dims.space.dim(n, "s", whole=True) for same, d, n in sized]]
+    return _writes(call, dims, src, math.prod(index))
 
 
 def _indexed(call: Call) -> Rule:
     """`op(x, dim, index, source, ...)`, which writes rows of `source` (or a number) to the rows that `index` names."""
-    places = Places.along(call, wraps=call.target in _WRAPS)
-    rows = [(places.entries if i in places.dims else d) for i, d in enumerate(places.x)]
-    return _writes(call, places, [rows if m.shape else [] for m in call.operands[2:]])
+    dims = IndexedDims.along(call, wraps=call.target in _WRAPS)
+    rows = [(dims.entries if i in dims.dims else d) for i, d in enumerate(dims.x)]
+    return _writes(call, dims, [rows if m.shape else [] for m in call.operands[2:]])
 
 
-# Ops that count negative indices from the end.
+# Ops that take negative indices from the end.
 _WRAPS = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 
 
 def _index_put(call: Call) -> Rule:
-    """`index_put(x, indices, values, accumulate)`; without accumulation later entries win, so they stay together."""
-    if masks(call):
-        return _put_where(call)
-    places = Places.advanced(call)
-    values = broadcast(places.out, call.operands[-1].shape)
-    return _writes(call, places, [values])
+    """`index_put(x, indices, values, accumulate)`. Without accumulation later entries win, so entries stay whole."""
+    if has_mask(call):
+        return _masked_write(call)
+    dims = IndexedDims.advanced(call)
+    return _writes(call, dims, [broadcast_labels(dims.out, call.operands[-1].shape)])
 
 
-def _put_where(call: Call) -> Rule:
-    """`x[mask] = value`: one number goes wherever a piece of the mask says; rows of values are counted on the whole."""
-    given, shape, values = arg(call, "indices"), call.operands[0].shape, call.operands[-1].shape
-    (mask, *others), one = [m for m in given if m is not None], numel(values) == 1
-    if others or (given[0] is None and not one):
-        return whole(call)
+def _masked_write(call: Call) -> Rule:
+    """`x[mask] = value`: a shard suffices to write one number; rows of values are counted in the whole mask."""
+    indices, shape, values = arg(call, "indices"), call.operands[0].shape, call.operands[-1].shape
+    (mask, *others), one = [m for m in indices if m is not None], math.prod(values) == 1
+    if others or (indices[0] is None and not one):
+        return replicated(call)
     space = Space()
     x = space.dims(shape)
-    covered = x[given.index(mask) :][: len(mask.shape)]
+    covered = x[indices.index(mask) :][: len(mask.shape)]
     rest = x[len(covered) :]
     if one:
-        return space.rule([x, covered, [()] * len(values)], [x], flops=numel(shape))
+        return space.rule([x, covered, [()] * len(values)], [x], flops=math.prod(shape))
     space.whole |= {f for d in covered for f in d}
     rest = [space.dim(values[0], "n", whole=True) if len(values) > len(rest) else (), *rest]
-    return space.rule([x, covered, broadcast(rest, values)], [x], flops=numel(shape))
+    return space.rule([x, covered, broadcast_labels(rest, values)], [x], flops=math.prod(shape))
 
 
 # A tensor as one row --------------------------------------------------------------------------------------------------
@@ -161,10 +161,10 @@ def _clamped(x: Tensor, indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _masked_index(x: Tensor, mask: Tensor, indices: list[Tensor | None], fill: float) -> Tensor:
-    """Read where the mask says; elsewhere an index may be anything, and the table may be empty."""
+    """Reads where the mask is set. Elsewhere an index may have any value, and the table may be empty."""
     if x.numel() == 0:
         indexed = [i is not None for i in indices] + [False] * x.dim()
-        x = x.new_full([max(n, 1) if at else n for n, at in zip(x.shape, indexed, strict=False)], fill)
+        x = x.new_full([max(n, 1) if is_indexed else n for n, is_indexed in zip(x.shape, indexed, strict=False)], fill)
     out: Tensor = aten.index.Tensor(x, _clamped(x, indices))
     return out.masked_fill(~mask, fill)
 
@@ -176,13 +176,13 @@ def _masked_put(x: Tensor, mask: Tensor, indices: list[Tensor | None], values: T
     return out
 
 
-# Rows of one index add up, wherever they are; scaling by how often it occurs needs all of them in one place.
+# Rows of one index add up across devices. Scaling by the frequency of the index needs all of them on one device.
 _ROWS_ADDED = pattern(
     "... d, ... -> v d | ...:sum ...:gather ...:whole(scale_grad_by_freq) v:whole(scale_grad_by_freq) v:local "
     "v:size(num_weights) {0}",
     form=_embedding_backward,
-    looks=Looks(("v",), (1,), 0),
-    flops=elements,
+    lookup=Lookup(("v",), (1,), 0),
+    flops=count_elements,
 )
 
 ROWS: dict[str, RuleFn | str] = {
@@ -192,7 +192,7 @@ ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["index_add", "index_copy", "index_reduce"], _indexed),
     **dict.fromkeys(["index_fill.int_Scalar", "index_fill.int_Tensor"], _indexed),
     **dict.fromkeys(["index_put", "_unsafe_index_put", "_index_put_impl"], _index_put),
-    **dict.fromkeys(["masked_scatter", "masked_scatter_backward"], whole),
+    **dict.fromkeys(["masked_scatter", "masked_scatter_backward"], replicated),
 }
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {

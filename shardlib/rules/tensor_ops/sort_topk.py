@@ -1,14 +1,13 @@
 """Sorting, selecting and finding extremes along a dim.
 
-Along a cut dim a selection asks every device for what it found in its piece: the largest value and where it is, or its
-`k` candidates. What needs the order of all elements (sort, median, mode) keeps the dim whole.
+Along a sharded dim each device selects from its shard: the largest value and its position, or its `k` candidates.
+Ops that need the order of all elements (sort, median, mode) keep the dim whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,97 +15,78 @@ from torch import Tensor
 
 from shardlib.core.torch_private import schema_of
 from shardlib.primitives.collectives import pmax, pmin
-from shardlib.rules.iteration_space import arg, axes, elements, numel, result_shape
-from shardlib.rules.local_forms.helpers import Rows, cut, gathered, worst
+from shardlib.rules.iteration_space import arg, count_elements, normalize_dims, result_shape
+from shardlib.rules.local_forms.helpers import Rows, gather_shards, neutral_extreme, sharded_factors
+from shardlib.rules.local_forms.positions import Extents, to_global
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
 
 _LOWEST = ("aten::max", "aten::argmax")
 
 
-# Positions along the dim mean something else in the result: no common factor.
-_SORTED = pattern("[dim] -> [_], [_] | dim:whole", flops=elements)
+# A position along the dim means something else in the result, so the two dims share no factor.
+_SORTED = pattern("[dim] -> [_], [_] | dim:whole", flops=count_elements)
 _PICKED = "[dim] -> ..., ... | dim:whole"
 
 
 def _topk(call: Call) -> Rule:
-    """`topk(x, k, dim, largest, sorted)`. Unsorted results come in no order that pieces could keep."""
+    """`topk(x, k, dim, largest, sorted)`. Unsorted results have no order that shards could reproduce."""
     shape, k = call.operands[0].shape, call.args[1]
     if not shape or not arg(call, "sorted") or not 0 < 2 * k <= shape[arg(call, "dim")]:
         return _SORTED(call)
-    return _anywhere(pattern("[dim] -> [_], [_] | dim:none dim:local", local=_candidates, flops=elements)(call))
+    return pattern("[dim] -> [_], [_] | dim:none dim:local", local=_topk_local, loose=True, flops=count_elements)(call)
 
 
-def _anywhere(rule: Rule) -> Rule:
-    """The rule, where a piece is whatever part of a dim: positions are counted in what the dim is made of."""
-    return replace(rule, loose=rule.local_factors)
-
-
-def _candidates(local: Local) -> Any:
-    """The `k` best of every piece, gathered, and the `k` best among them; short pieces are gathered as they are."""
+def _topk_local(local: Local) -> Any:
+    """Gathers the `k` best of each shard, and takes the `k` best among them. Short shards are gathered whole."""
     (row,) = local.rule.reduce
-    places, ways = local.pieces(row), range(local.ways(row))
-    known = [(local.values(size, row), local.values(first, row), whole) for size, first, whole in places]
-    theirs = [[(min(sizes[i]), min(firsts[i]), whole) for sizes, firsts, whole in known] for i in ways]
-    sizes = [math.prod(size for size, *_ in place) for place in theirs]
+    extents, ways = local.extents(row), range(local.ways(row))
+    by_device = [(local.values(size, row), local.values(first, row), whole) for size, first, whole in extents]
+    shards = [[(min(sizes[i]), min(firsts[i]), whole) for sizes, firsts, whole in by_device] for i in ways]
+    sizes = [math.prod(size for size, *_ in shard) for shard in shards]
 
-    def form(x: Tensor, places: _Places, k: int, at: int = -1, *how: Any) -> tuple[Tensor, Tensor]:
+    def form(x: Tensor, extents: Extents, k: int, at: int = -1, *options: Any) -> tuple[Tensor, Tensor]:
         if k * len(sizes) >= sum(sizes):
-            best, among = gathered(x, row, at % x.dim(), sum(sizes)).topk(k, at, *how)
-            if len(places) == 1:
+            best, among = gather_shards(x, row, at % x.dim(), sum(sizes)).topk(k, at, *options)
+            if len(extents) == 1:
                 return best, among
-            order = [in_whole(torch.arange(n, device=x.device), own) for n, own in zip(sizes, theirs, strict=True)]
+            order = [to_global(torch.arange(n, device=x.device), own) for n, own in zip(sizes, shards, strict=True)]
             return best, torch.cat(order)[among]
-        best, where = x.topk(min(x.shape[at], k), at, *how)
+        best, index = x.topk(min(x.shape[at], k), at, *options)
         total = sum(min(n, k) for n in sizes)
-        best, where = (gathered(v, row, at % x.dim(), total) for v in (best, in_whole(where, places)))
-        best, among = best.topk(k, at, *how)
-        return best, where.gather(at, among)
+        best, index = (gather_shards(v, row, at % x.dim(), total) for v in (best, to_global(index, extents)))
+        best, among = best.topk(k, at, *options)
+        return best, index.gather(at, among)
 
-    return local.run(form, local.args[0], places, *local.args[1:], **local.kwargs)
+    return local.run(form, local.args[0], extents, *local.args[1:], **local.kwargs)
 
 
-def _found(local: Local) -> Any:
-    """`max(x, dim)` and `argmax(x, dim)`: the best value of all pieces, and the least index among the pieces that have
-    it, or have a NaN."""
+def _extreme_local(local: Local) -> Any:
+    """`max(x, dim)` and `argmax(x, dim)`: the best value of all shards, and the least index among the shards that have
+    it or a NaN."""
     call, labels = local.call, local.rule.operands[0]
     shape, out = call.operands[0].shape, result_shape(call)
     dim, lowest = arg(call, "dim"), schema_of(call.target).name in _LOWEST
-    dims = axes(dim, len(shape))
-    rows, row = Rows.of(local, dims), cut(local, local.rule.reduce)
+    dims = normalize_dims(dim, len(shape))
+    rows, row = Rows.over(local, dims), sharded_factors(local, local.rule.reduce)
 
-    def form(x: Tensor, places: _Places) -> Any:
-        x = rows.held(x, worst(x.dtype, lowest=lowest))
-        value, along, kept = (x.reshape(-1), 0, False) if dim is None else (x, dim, len(out) == len(shape))
-        best, index = (torch.max if lowest else torch.min)(value, along, keepdim=kept)
-        index = in_whole(index, places)
+    def form(x: Tensor, extents: Extents) -> Any:
+        x = rows.fill_empty(x, neutral_extreme(x.dtype, lowest=lowest))
+        value, along, keep = (x.reshape(-1), 0, False) if dim is None else (x, dim, len(out) == len(shape))
+        best, index = (torch.max if lowest else torch.min)(value, along, keepdim=keep)
+        index = to_global(index, extents)
         if dim is None:
             best, index = best.reshape(out), index.reshape(out)
         top = (pmax if lowest else pmin)(best, row)
         elsewhere = ((best == top) | (best != best)).logical_not()
-        index = pmin(index.masked_fill(elsewhere, numel(shape)), row)
+        index = pmin(index.masked_fill(elsewhere, math.prod(shape)), row)
         return (top, index) if len(call.results) == 2 else index
 
-    return local.run(form, local.args[0], [leaf for d in dims if shape for f in labels[d] for leaf in local.pieces(f)])
+    extents = [extent for d in dims if shape for f in labels[d] for extent in local.extents(f)]
+    return local.run(form, local.args[0], extents)
 
 
-def _extreme(text: str) -> RuleFn:
-    rule = pattern(f"{text} | dim:none dim:local", local=_found)
-    return lambda call: _anywhere(rule(call))
-
-
-_Places = Sequence[tuple[int, int, int]]  # of a position's coordinates: how many are here, the first, and of how many
-
-
-def in_whole(index: Tensor, places: _Places) -> Tensor:
-    """A position in a piece as one in the whole; both are counted flattened."""
-    if len(places) == 1:
-        return index + places[0][1]
-    out, stride = torch.zeros_like(index), 1
-    for size, first, whole in reversed(places):
-        out = out + (index % max(size, 1) + first) * stride
-        index, stride = index // max(size, 1), stride * whole
-    return out
+_extreme = partial(pattern, local=_extreme_local, loose=True)
 
 
 ROWS: dict[str, RuleFn | str] = {
@@ -114,6 +94,6 @@ ROWS: dict[str, RuleFn | str] = {
     "topk": _topk,
     **dict.fromkeys(["kthvalue", "mode", "median.dim", "nanmedian.dim"], _PICKED),
     **dict.fromkeys(["median", "nanmedian"], "... -> | ...:whole"),
-    **dict.fromkeys(["max.dim", "min.dim"], _extreme("[dim] -> ..., ...")),
-    **dict.fromkeys(["argmax", "argmin"], _extreme("[dim] -> ...")),
+    **dict.fromkeys(["max.dim", "min.dim"], _extreme("[dim] -> ..., ... | dim:none dim:local")),
+    **dict.fromkeys(["argmax", "argmin"], _extreme("[dim] -> ... | dim:none dim:local")),
 }

@@ -1,9 +1,8 @@
-"""Views and re-arrangements: the result holds the operand's elements, elsewhere. All follow from shapes.
+"""Views and rearrangements: the result has the operand's elements in another order. All rules follow from shapes.
 
-A reshape regroups factors. Its boundaries are the products of sizes from the right; a boundary that divides or is
-divided by every other one cuts operand and result alike, and what lies between two such boundaries is one shared
-factor, unless a boundary in between has no counterpart on the other side: these dims get factors of their own, which
-stay whole.
+A reshape regroups factors. Its boundaries are the products of sizes from the right. A boundary is shared if it divides,
+or is divided by, every other one. Between two adjacent boundaries that are both shared lies one factor of operand and
+result. Dims between other boundaries get factors of their own, which stay whole.
 """
 
 from __future__ import annotations
@@ -18,10 +17,19 @@ import torch
 from torch import Tensor
 
 from shardlib.core.torch_private import schema_of, without_modes
-from shardlib.rules.iteration_space import Dim, Ints, Space, arg, axis, path, result_shape, shape_ints
+from shardlib.rules.iteration_space import (
+    Dim,
+    Ints,
+    Space,
+    arg,
+    argument_path,
+    normalize_dim,
+    result_shape,
+    size_arguments,
+)
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, Local, LocalCode, Rule, RuleFn
 
 aten = torch.ops.aten
 
@@ -38,10 +46,10 @@ def regroup(space: Space, old: Sequence[int], new: Sequence[int]) -> tuple[list[
         (([('d2',), ('d1',), ('d',)], [('d4',), ('d3', 'd')]), ['d1', 'd2', 'd3', 'd4'])
     """
     if math.prod(old) == 0:
-        every = range(max(len(old), len(new)))
-        return space.dims(old, whole=every), space.dims(new, whole=every)
-    mine, theirs = _bounds(old), _bounds(new)
-    bounds = sorted({*mine, *theirs}, reverse=True)
+        all_dims = range(max(len(old), len(new)))
+        return space.dims(old, whole=all_dims), space.dims(new, whole=all_dims)
+    old_bounds, new_bounds = _bounds(old), _bounds(new)
+    bounds = sorted({*old_bounds, *new_bounds}, reverse=True)
     shared = {b: None for b in bounds if all(b % c == 0 or c % b == 0 for c in bounds)}
     parts: dict[tuple[int, int], Dim] = {}
     for high, low in itertools.pairwise(bounds):
@@ -60,7 +68,7 @@ def regroup(space: Space, old: Sequence[int], new: Sequence[int]) -> tuple[list[
             dims.append(factors)
         return dims[::-1]
 
-    return label(mine), label(theirs)
+    return label(old_bounds), label(new_bounds)
 
 
 def _bounds(shape: Sequence[int]) -> list[int]:
@@ -74,12 +82,12 @@ def _bounds(shape: Sequence[int]) -> list[int]:
 def _reshape(call: Call) -> Rule:
     space = Space()
     old, new = regroup(space, call.operands[0].shape, result_shape(call))
-    ints = shape_ints(path(call, "shape" if call.target == aten.reshape.default else "size"), new)
+    ints = size_arguments(call, "shape" if call.target == aten.reshape.default else "size", new)
 
     def local(local: Local) -> Any:
         return local.op(aten.reshape.default, local.args[0], _sizes(local, new))
 
-    # Shards are slices, of which strides may allow no view.
+    # The strides of a shard, which is a slice, may allow no view.
     view = call.target != aten.reshape.default
     return space.rule(
         [old],
@@ -96,24 +104,26 @@ def _sizes(local: Local, dims: Sequence[Dim]) -> list[Any]:
     return [math.prod(local.size(f) for f in dim) for dim in dims]
 
 
-def walked(
+def view_labels(
     space: Space, view: Any, shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> tuple[list[Dim], list[list[Dim]]]:
-    """The labels of a value of this shape, and of its view: each dim walks along one of the value's, or stands still.
+    """The labels of a value of this shape, and of its views.
 
-    Strides tell, where those of the value are powers of two. A dim that walks along several, as a diagonal, is one of
-    its own, which stays whole; so do the dims that no view has as they are.
+    They follow from the strides of the views of a value whose strides are powers of two. A dim that moves along several
+    dims, as a diagonal does, is a factor of its own and stays whole, as do the dims that no view has in full.
     """
     with without_modes():
-        found = view(torch.empty_strided(shape, [1 << i for i in range(len(shape))], device="meta"), *args, **kwargs)
-    views = [list(zip(v.shape, v.stride(), strict=True)) for v in ([found] if isinstance(found, Tensor) else found)]
-    alone = {s.bit_length() - 1: n for v in views for n, s in v if n != 1 and s.bit_count() == 1}
-    kept = {at for at, n in alone.items() if n == shape[at]}
-    x = space.dims(shape, whole={*range(len(shape))} - kept)
+        results = view(torch.empty_strided(shape, [1 << i for i in range(len(shape))], device="meta"), *args, **kwargs)
+    views = [
+        list(zip(v.shape, v.stride(), strict=True)) for v in ([results] if isinstance(results, Tensor) else results)
+    ]
+    single = {s.bit_length() - 1: n for v in views for n, s in v if n != 1 and s.bit_count() == 1}
+    unchanged = {at for at, n in single.items() if n == shape[at]}
+    x = space.dims(shape, whole={*range(len(shape))} - unchanged)
 
     def label(n: int, stride: int) -> Dim:
         at = stride.bit_length() - 1
-        whole = at not in kept or stride.bit_count() > 1
+        whole = at not in unchanged or stride.bit_count() > 1
         return space.dim(n, "o", whole=stride > 0) if whole else x[at]
 
     return x, [[label(n, s) if n != 1 else () for n, s in v] for v in views]
@@ -124,26 +134,26 @@ def _view(call: Call) -> Rule:
     space, schema = Space(), schema_of(call.target)
     name = schema.name.partition("::")[2].removesuffix("_copy")
     view = getattr(getattr(aten, name), schema.overload_name or "default")
-    x, out = walked(space, view, call.operands[0].shape, *call.args[1:], **call.kwargs)
+    x, out = view_labels(space, view, call.operands[0].shape, *call.args[1:], **call.kwargs)
     return space.rule([x], out, linear=[{0}], transparent=not space.whole and len(out) == 1)
 
 
 def _squeeze(call: Call) -> Rule:
-    """Only dims of size 1 go. A cut dim may have local size 1, so the local form names the dims that go."""
-    found, shape = _view(call), call.operands[0].shape
+    """Removes dims of size 1. A sharded dim may have local size 1, so the local form names the removed dims."""
+    rule, shape = _view(call), call.operands[0].shape
     dims = arg(call, "dim", None)
     named = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
-    gone = [i for i in sorted({axis(d, len(shape)) for d in named}) if shape and shape[i] == 1]
+    removed = [i for i in sorted({normalize_dim(d, len(shape)) for d in named}) if shape and shape[i] == 1]
 
     def local(local: Local) -> Any:
-        return local.op(aten.squeeze.dims, local.args[0], gone)
+        return local.op(aten.squeeze.dims, local.args[0], removed)
 
-    return replace(found, local=local, local_factors=frozenset(found.sizes))
+    return replace(rule, local=LocalCode(local, frozenset(rule.sizes)))
 
 
 def _expand(call: Call) -> Rule:
-    found = _view(call)
-    return replace(found, ints=shape_ints(path(call, "size"), found.results[0]))
+    rule = _view(call)
+    return replace(rule, ints=size_arguments(call, "size", rule.results[0]))
 
 
 def _repeat(call: Call) -> Rule:
@@ -152,33 +162,33 @@ def _repeat(call: Call) -> Rule:
     times = list(arg(call, "repeats"))
     x: list[Dim] = [()] * (len(times) - len(old)) + space.dims(old)
     new = [space.dim(n, "r") for n in times]
-    ints = shape_ints(path(call, "repeats"), new)
+    ints = size_arguments(call, "repeats", new)
     out = [(*r, *d) for r, d in zip(new, x, strict=True)]
     return space.rule([x[len(times) - len(old) :]], [out], linear=[{0}], ints=ints)
 
 
 def _repeat_interleave(call: Call) -> Rule:
-    """`(old new)`; without a dim the value is flattened, and then stays whole."""
+    """The dim becomes `(old new)`. Without a dim the op flattens the value, which stays whole."""
     space = Space()
     shape = call.operands[0].shape
     dim = arg(call, "dim")
     if dim is None:
-        every = range(len(shape))
-        return space.rule([space.dims(shape, whole=every)], [space.dims(result_shape(call), "o", whole=[0])])
+        all_dims = range(len(shape))
+        return space.rule([space.dims(shape, whole=all_dims)], [space.dims(result_shape(call), "o", whole=[0])])
     x = space.dims(shape)
-    at = axis(dim, len(shape))
+    at = normalize_dim(dim, len(shape))
     new = space.dim(arg(call, "repeats"), "r")
     out = [(*d, *new) if i == at else d for i, d in enumerate(x)]
-    ints: Ints = {path(call, "repeats"): (1, new)}
+    ints: Ints = {argument_path(call, "repeats"): (1, new)}
     if arg(call, "output_size") is not None:
-        ints[path(call, "output_size")] = (1, out[at])
+        ints[argument_path(call, "output_size")] = (1, out[at])
     return space.rule([x], [out], linear=[{0}], ints=ints)
 
 
 def _reinterpret(call: Call) -> Rule:
-    """`view.dtype`: the bytes of the last dim, where the sizes of the dtypes differ."""
-    same = call.operands[0].shape == result_shape(call)
-    return pattern("... -> ..." if same else "... _ -> ... _", flops=0)(call)
+    """`view.dtype`: the last dim stays whole if the dtypes differ in size."""
+    same_size = call.operands[0].shape == result_shape(call)
+    return pattern("... -> ..." if same_size else "... _ -> ... _", flops=0)(call)
 
 
 def _as_strided_scatter(

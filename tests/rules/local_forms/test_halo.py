@@ -25,7 +25,7 @@ from shardlib.compiler.lower.local_forms.local_builder import LocalForm
 from shardlib.compiler.program.steps import Var
 from shardlib.compiler.program.sym_int import local_value
 from shardlib.core.context import single_device
-from shardlib.rules.local_forms.halo import fetch, give_back, length, overlap, reframe
+from shardlib.rules.local_forms.halo import add_to_owners, crop_or_pad, fetch, intersect, length
 from shardlib.rules.rule import Call, Rule
 from shardlib.sharding.layout import Factor, Layout, shard_range
 from shardlib.sharding.mesh.axis import Axis
@@ -98,14 +98,14 @@ def test_any_range_is_fetched_and_nothing_else_is_sent(size: int, n: int, seed: 
     ring, rng = Ring(size, n), random.Random(seed)
     need = some_range(rng, size, n)
     frame = [(a - rng.randint(0, 2), b + rng.randint(0, 2)) for a, b in need]
-    within = lambda need: overlap((0, size), need)
-    form = lambda x, need, frame: reframe(*fetch(x, 0, ("h",), [within(need)], "x"), 0, within(need), frame, 7.0)
+    within = lambda need: intersect((0, size), need)
+    form = lambda x, need, frame: crop_or_pad(*fetch(x, 0, ("h",), [within(need)], "x"), 0, within(need), frame, 7.0)
     found = ring.run(form, [ring.x[a:b] for a, b in ring.mine], ring.cut, need, frame)
     for x, (a, b), (low, high) in zip(found, need, frame, strict=True):
         rows = [ring.x[i, 0] if a <= i < b and 0 <= i < size else torch.tensor(7.0) for i in range(low, high)]
         assert x.flatten().tolist() == [float(row) for row in rows]
-    whole = [overlap((0, size), wanted) for wanted in need]
-    foreign = [(b - a) - (d - c) for (a, b), (c, d) in zip(whole, map(overlap, ring.mine, need), strict=True)]
+    whole = [intersect((0, size), wanted) for wanted in need]
+    foreign = [(b - a) - (d - c) for (a, b), (c, d) in zip(whole, map(intersect, ring.mine, need), strict=True)]
     assert sum(map(sum, ring.messages)) == sum(foreign)
     assert all(0 not in rows for rows in ring.messages)
     assert len(ring.messages) < n, "a ring of n turns n - 1 times at most, so that no fetch exceeds a gather"
@@ -116,11 +116,11 @@ def test_giving_back_is_the_transpose(size: int, n: int, seed: int) -> None:
     ring, rng = Ring(size, n), random.Random(seed)
     need = some_range(rng, size, n)
     given = [r(2 * size + 4, 1) for _ in need]
-    form = lambda x, need: give_back(x.narrow(0, 0, length(need)), 0, ("h",), need, size)
+    form = lambda x, need: add_to_owners(x.narrow(0, 0, length(need)), 0, ("h",), need, size)
     found = ring.run(form, given, Layout.replicated((2 * size + 4, 1)), need)
     expected = torch.zeros(size, 1, dtype=torch.float64)
     for x, (a, b) in zip(given, need, strict=True):
-        low, high = overlap((0, size), (a, b))
+        low, high = intersect((0, size), (a, b))
         expected[low:high] += x[low - a : high - a]
     assert torch.allclose(torch.cat(found), expected, atol=1e-12)
 

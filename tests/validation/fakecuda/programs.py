@@ -25,8 +25,8 @@ from shardlib.frontend import retarget_device
 from shardlib.ops import offload
 from shardlib.ops.collectives.transport.torch_wire import Handle
 from shardlib.rules import rule_for
-from shardlib.rules.proof_cuts import cuts
 from shardlib.rules.rule import Labels, Rule
+from shardlib.rules.trial_shardings import trial_shardings
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.tensor.host_offload import OFFLOADED
 from tests.helpers.prover import Sample, call_of, mapped, target_of
@@ -87,7 +87,7 @@ def run_sample(seen: Seen, sample: Sample, limit: int | None = None) -> None:
             seen.counts["no rule"] += 1
             return
         seen.counts["samples"] += 1
-        placements = [cut.axes for cut in cuts(rule, (3,)) if not cut.pieces]
+        placements = [cut.axes for cut in trial_shardings(rule, (3,)) if not cut.pieces]
         layouts = [[_layout(rule, labels, axes).canonical for labels in rule.operands] for axes in placements]
 
     def fn(*given: Tensor) -> Any:

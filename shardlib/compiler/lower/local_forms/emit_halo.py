@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlib.compiler.program.steps import Var
 from shardlib.core.aten.op_names import ADD, CAT, NARROW, PAD
-from shardlib.rules.local_forms.halo import exchanges, length, overlap
+from shardlib.rules.local_forms.halo import intersect, length, match_senders
 
 if TYPE_CHECKING:
     from shardlib.compiler.lower.local_forms.local_builder import LocalForm
@@ -26,7 +26,7 @@ def fetch(rows: Slab, have: Sequence[Any], needs: Sequence[Any]) -> Var:
             low = calc(lambda n, yes: n * yes, part.size, behind)
             lower[k].append(part.cut(0, low))
             upper[k].append(part.cut(low, calc(lambda n, low: n - low, part.size, low)))
-    own = [rows.of(mine, calc(overlap, mine, need)) for need in needs]
+    own = [rows.of(mine, calc(intersect, mine, need)) for need in needs]
     parts = [part for k, here in enumerate(own) for part in (*lower[k], here, *upper[k]) if not _none(part.size)]
     return _joined(rows, parts or own[:1]).value
 
@@ -36,7 +36,7 @@ def give_back(rows: Slab, have: Sequence[Any], want: Sequence[Any]) -> Var:
     (have, mine) = have[0], want[0]
     total = rows.framed(have, mine).value
     for shift, found in rows.exchanged(have, [mine]):
-        theirs = rows.local.calc(overlap, rows.elsewhere(have, shift), mine)
+        theirs = rows.local.calc(intersect, rows.elsewhere(have, shift), mine)
         for _, part in found:
             total = rows.local.op(ADD, total, part.framed(theirs, mine).value)
     return total
@@ -81,7 +81,7 @@ class Slab:
 
     def framed(self, have: Any, want: Any) -> Slab:
         """What covers range `have`, as it covers `want`, with zeros."""
-        calc, inner = self.local.calc, self.of(have, kept := self.local.calc(overlap, have, want))
+        calc, inner = self.local.calc, self.of(have, kept := self.local.calc(intersect, have, want))
         before = calc(lambda r, want: r[0] - want[0] if length(r) else length(want), kept, want)
         after = calc(lambda r, want: want[1] - r[1] if length(r) else 0, kept, want)
         if _none(before) and _none(after):
@@ -92,7 +92,7 @@ class Slab:
     def elsewhere(self, value: Any, shift: int) -> Any:
         """What a symbolic value is on the device `shift` places before this one, round the ring."""
         n = self.local.ways(self.factor)
-        return self.local.of(value, self.factor, lambda i: (i - shift) % n)
+        return self.local.on_member(value, self.factor, lambda i: (i - shift) % n)
 
     def exchanged(self, have: Any, needs: Sequence[Any]) -> Iterator[tuple[int, list[tuple[int, Slab]]]]:
         """For every shift: what a device that needs these ranges gets of the device `shift` places before it, which
@@ -102,7 +102,7 @@ class Slab:
         for shift, some, part in flying:  # all are on their way before the first is waited for
             found, at, part = [], 0, self._with(local.now(part.value), part.size)
             for k in some:
-                arrived = local.calc(overlap, self.elsewhere(have, shift), needs[k])
+                arrived = local.calc(intersect, self.elsewhere(have, shift), needs[k])
                 size = local.calc(length, arrived)
                 found.append((k, part.cut(at, size)))
                 at = local.calc(lambda a, b: a + b, at, size)
@@ -112,14 +112,14 @@ class Slab:
         """The messages: how far each goes, which ranges are in it, and what arrives."""
         local, factor, n = self.local, self.factor, self.local.ways(self.factor)
         haves, wanted = local.values(have, factor), [local.values(need, factor) for need in needs]
-        for shift, pairs in exchanges(haves, [set().union(*of) for of in zip(*wanted, strict=True)]):
-            some = [k for k, of in enumerate(wanted) if any(at == shift for at, _ in exchanges(haves, of))]
+        for shift, pairs in match_senders(haves, [set().union(*of) for of in zip(*wanted, strict=True)]):
+            some = [k for k, of in enumerate(wanted) if any(at == shift for at, _ in match_senders(haves, of))]
             sent = _joined(
-                self, [self.of(have, local.calc(overlap, have, self.elsewhere(needs[k], -shift))) for k in some]
+                self, [self.of(have, local.calc(intersect, have, self.elsewhere(needs[k], -shift))) for k in some]
             )
             got = local.send(sent.value, factor, pairs, sent.shape, name=self.name)
             # Zeros come to whom nobody sends, as many as it sends itself.
-            size = local.of(sent.size, factor, [_source(pairs, i) for i in range(n)].__getitem__)
+            size = local.on_member(sent.size, factor, [_source(pairs, i) for i in range(n)].__getitem__)
             yield shift, some, sent._with(got, size)
 
     def _with(self, value: Any, size: Any) -> Slab:

@@ -71,7 +71,7 @@ class LocalForm:
     @property
     def factors(self) -> list[str]:
         """The factors that code may speak of, those of size 1 as well."""
-        return [*self.rule.sizes, *self.rule.ones]
+        return [*self.rule.sizes, *self.rule.local.ones]
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +89,7 @@ class LocalForm:
             return 1
         return self._emitter.label_size(self._op, factor, self._assignment)
 
-    def owes(self, operand: int, factor: str) -> bool:
+    def has_partial(self, operand: int, factor: str) -> bool:
         layout = [*leaves((self.args, self.kwargs), Var)][operand].layout
         axes = {a for p in ([] if layout is None else layout.pending) for x in p.axes for a in x.primes()}
         return {a for x in self.axes(factor) for a in x.primes()} <= axes
@@ -101,7 +101,7 @@ class LocalForm:
         inner = math.prod(self._emitter.leaf_size(self._op, x) for x in rest)
         return offset(self._emitter.leaf_size(self._op, first), self._assignment.get(first, ())) * inner
 
-    def pieces(self, factor: str) -> list[tuple[Sym | int, Sym | int, int]]:
+    def extents(self, factor: str) -> list[tuple[Sym | int, Sym | int, int]]:
         out: list[tuple[Sym | int, Sym | int, int]] = []
         for x in self._emitter.factors(self._op, [factor]):
             n, axes = self._emitter.leaf_size(self._op, x), self._assignment.get(x, ())
@@ -115,7 +115,7 @@ class LocalForm:
     def ways(self, factor: str) -> int:
         return group_size(self.axes(factor))
 
-    def of(self, value: Sym | int, factor: str, member: Callable[[int], int]) -> Sym | int:
+    def on_member(self, value: Sym | int, factor: str, member: Callable[[int], int]) -> Sym | int:
         if not isinstance(value, Sym):
             return value
         axes = Axis.merge(self.axes(factor))
@@ -249,7 +249,7 @@ class LocalForm:
     def layout(self, labels: Labels, factor: str = "", parts: int = 1) -> Layout:
         """The layout of a tensor of these labels, or of one of `parts` equal parts along `factor` of every piece."""
         emitter, op = self._emitter, self._op
-        pairs = [*self.rule.follows.items(), *self.rule.rounds.items()]
+        pairs = [*self.rule.ties.follows.items(), *self.rule.ties.ring.items()]
         alike = {factor, *(t for t, s in pairs if s == factor), *(s for t, s in pairs if t == factor)}
 
         def one(x: OpFactor) -> Factor:

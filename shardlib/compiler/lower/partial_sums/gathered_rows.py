@@ -30,8 +30,8 @@ from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.core.aten.op_names import CAT, SELECT, SLICE, STACK
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.torch_private import pytree, without_modes
-from shardlib.rules.iteration_space import arg, axis
-from shardlib.rules.rule import OWNED, Held, Meta
+from shardlib.rules.iteration_space import arg, normalize_dim
+from shardlib.rules.rule import OWNED, Meta, SingleBlock
 from shardlib.sharding.chunks import shard_sizes
 from shardlib.sharding.mesh.axis import Axis
 
@@ -234,7 +234,7 @@ class LookedUp:
 
     def _writes_there(self, op: Op, forms: Mapping[int, Placement], rows: Any) -> bool:
         """Returns whether an op writes values to the rows that they are of, where these are cut alike."""
-        looks = None if op.rule is None else op.rule.looks
+        looks = None if op.rule is None else op.rule.accesses.lookup
         if looks is None or rows is None or [*forms] != [looks.values]:
             return False
         (i,) = forms
@@ -242,7 +242,7 @@ class LookedUp:
 
     def _puts_there(self, op: Op, forms: Mapping[int, Placement], region: _Region) -> bool:
         """Returns whether an op puts single rows among those of the devices that hold them."""
-        found = {} if op.rule is None else {held.value: held for held in op.rule.held}
+        found = {} if op.rule is None else {held.value: held for held in op.rule.accesses.blocks}
         return all(
             i in found
             and (holder := self._holder(op, found[i])) is not None
@@ -255,11 +255,11 @@ class LookedUp:
         """Which rows an op looks up; None where it looks up none."""
         if op.rule is None:
             return None
-        if op.rule.looks is not None and op.rule.looks.values is None:
+        if op.rule.accesses.lookup is not None and op.rule.accesses.lookup.values is None:
             return self._rows(op)
-        return next((self._holder(op, held) for held in op.rule.held if held.value is None), None)
+        return next((self._holder(op, held) for held in op.rule.accesses.blocks if held.value is None), None)
 
-    def _holder(self, op: Op, held: Held) -> _Holder | None:
+    def _holder(self, op: Op, held: SingleBlock) -> _Holder | None:
         """Who has a block."""
         axes = Axis.merge(self.branching.p.assignment(op).get((held.factor, 0), ()))
         if not axes:
@@ -271,8 +271,8 @@ class LookedUp:
     def _rows(self, op: Op) -> Any:
         """Which rows an op reads or writes: what counts them, how they are cut, and where they lie in its values."""
         assert op.rule is not None
-        assert op.rule.looks is not None
-        rows, indices, values = op.rule.looks
+        assert op.rule.accesses.lookup is not None
+        rows, indices, values = op.rule.accesses.lookup
         cuts = self.branching.p.assignment(op)
         leaves = [
             (leaf, cuts.get((f, k), ())) for f in rows for k, leaf in enumerate(self.propagation.labels[op].get(f, ()))
@@ -300,7 +300,7 @@ def _joined(op: Op, rows: Sequence[Any]) -> Any:
         return _common(rows)
     (made,) = op.call.results
     assert made is not None
-    dim = axis(arg(op.call, "dim"), len(made.shape))
+    dim = normalize_dim(arg(op.call, "dim"), len(made.shape))
     sizes = [1 if op.target is STACK else x.shape[dim] for x in op.operands]
     return _Joined(dim, tuple(zip(sizes, rows, strict=True)))
 
@@ -310,7 +310,7 @@ def _part(op: Op, rows: Any) -> Any:
     if not isinstance(rows, _Joined) or op.target not in (SELECT, SLICE):
         return None
     (value,), single = op.operands, op.target is SELECT
-    if axis(arg(op.call, "dim"), len(value.shape)) != rows.dim or (not single and arg(op.call, "step") != 1):
+    if normalize_dim(arg(op.call, "dim"), len(value.shape)) != rows.dim or (not single and arg(op.call, "step") != 1):
         return None
     total = value.shape[rows.dim]
     if single:

@@ -209,7 +209,7 @@ def fitting(values: Values, op: Op, cuts: Mapping[int, FactorAxes]) -> Assignmen
     )
     taken = [a for axes in assignment.values() for axis in axes for a in axis.primes()]
     fits = fits and len(taken) == len({*taken})
-    for t, s in (*op.rule.rounds.items(), *op.rule.follows.items()):
+    for t, s in op.rule.ties.required.items():
         fits = fits and set(assignment.get((t, 0), ())) <= set(assignment.get((s, 0), ()))
     return assignment if fits else None
 
@@ -217,7 +217,7 @@ def fitting(values: Values, op: Op, cuts: Mapping[int, FactorAxes]) -> Assignmen
 def share(op: Op, assignment: Assignment) -> float:
     """How much of an op's work each device does."""
     assert op.rule is not None
-    tied = {*op.rule.rounds, *op.rule.follows}
+    tied = {*op.rule.ties.required}
     return 1 / math.prod(group_size(axes) for x, axes in assignment.items() if x[0] not in tied)
 
 

@@ -116,7 +116,7 @@ class Cutter:
             every = [_cut(x, f, outer, rule.sizes) for x in labels]
             operands, results = every[: len(rule.operands)], every[len(rule.operands) :]
             adds = all(
-                v is None or c is not None or rule.owed(r, f) == "sum"
+                v is None or c is not None or rule.partial_kind(r, f) == "sum"
                 for r, (v, c) in enumerate(zip(step.outs, results, strict=True))
             )
             if adds and any(operands):
@@ -211,10 +211,19 @@ def _sizes(c: Collective) -> Iterator[Sequence[Any]]:
 
 def _fixed(rule: Rule) -> set[str]:
     """The factors of which an op must have all, or more than its own rows."""
-    pairs = {*rule.rounds.items(), *rule.follows.items(), *((f, x.by) for f, x in rule.reads.items())}
-    found = {*rule.whole, *rule.local_factors, *(f for pair in pairs for f in pair), *(h.factor for h in rule.held)}
-    found |= {rule.groups.factor, rule.groups.along} if rule.groups else set()
-    return found | ({*rule.looks.rows} if rule.looks else set())
+    pairs = {
+        *rule.ties.ring.items(),
+        *rule.ties.follows.items(),
+        *((f, x.by) for f, x in rule.accesses.windows.items()),
+    }
+    found = {
+        *rule.whole,
+        *rule.local.factors,
+        *(f for pair in pairs for f in pair),
+        *(h.factor for h in rule.accesses.blocks),
+    }
+    found |= {rule.accesses.groups.factor, rule.accesses.groups.along} if rule.accesses.groups else set()
+    return found | ({*rule.accesses.lookup.rows} if rule.accesses.lookup else set())
 
 
 def _cut(labels: Labels, f: str, outer: int, sizes: Mapping[str, int]) -> Cut | None:

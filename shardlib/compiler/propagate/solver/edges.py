@@ -266,7 +266,7 @@ class Records:
         if result in f.fixed or op.rule is None:
             return End(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.leaves(result)))
         factors = value_factors(f, op, index, operand=False)
-        owed = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.owed(index, x[0]))
+        owed = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.partial_kind(index, x[0]))
         known = u.made[op, index] = op_cut_slots(u, op, factors), owed
         return self._end(u.unit[op], *known)
 

@@ -69,7 +69,7 @@ class Passed:
 
     def pieces(self, n: int) -> float:
         """How many of n pieces a device gets of the others."""
-        few = self.rule.near(self.name, n)
+        few = self.rule.window_length(self.name, n)
         return n - 1 if few is None else few * n / self.rule.sizes[self.name]
 
 
@@ -301,9 +301,9 @@ class Problem:
         found: dict[object, tuple[Op, int]] = {}
         for op in (op for unit in units for op in unit.ops):
             slots = self.units.op_slots[op]
-            if op.rule is None or op.rule.local is None or op.rule.rounds:
+            if op.rule is None or op.rule.local.emit is None or op.rule.ties.ring:
                 continue
-            if any(f in op.rule.local_factors for f, _ in slots):
+            if any(f in op.rule.local.factors for f, _ in slots):
                 key = id(op.rule), tuple(slots.items()), tuple(self._leaf_sizes(op))
                 first, times = found.get(key, (op, 0))
                 found[key] = first, times + op.times

@@ -164,7 +164,7 @@ def _weights(graph: Graph, problem: Problem) -> tuple[dict[Op, float], bool]:
 
 def _has_choices(op: Op) -> bool:
     """Returns whether an op has choices of its own, as attention."""
-    return op.rule is not None and bool(op.rule.rounds or op.rule.lends)
+    return op.rule is not None and bool(op.rule.ties.ring or op.rule.ties.lends)
 
 
 def _is_plain(op: Op) -> bool:
@@ -251,9 +251,9 @@ def _summed(weights: Mapping[Op, float], search: Search, name: str) -> list[DimF
         if op not in units.unit or op.rule is None or "sum" not in op.rule.reduce.values():
             continue
         cuts, slots = search.cut(op), units.op_slots[op].items()
-        summed = dict.fromkeys(a for (f, _), s in slots if op.rule.owed(0, f) == "sum" for a in cuts[s])
+        summed = dict.fromkeys(a for (f, _), s in slots if op.rule.partial_kind(0, f) == "sum" for a in cuts[s])
         if not summed.keys().isdisjoint(atoms) and _is_used_up(op):
-            ways = math.prod(a.size for (f, _), s in slots if op.rule.owed(0, f) != "sum" for a in cuts[s])
+            ways = math.prod(a.size for (f, _), s in slots if op.rule.partial_kind(0, f) != "sum" for a in cuts[s])
             nbytes = sum(r.nbytes for r in op.results if r is not None) / ways
             for leaf in _free(op, propagation, atoms, everywhere=False):
                 gain[problem.families[leaf]] += prices.comm_seconds(tuple(summed), 2 * nbytes) * propagation.times(

@@ -42,7 +42,7 @@ def _plans(sample: Sample) -> Iterator[tuple[str, Plan]]:
     name, args, kwargs = sample
     rule, tensors = rule_of(name, *args, **kwargs), list[Tensor]()
     mapped((args, kwargs), tensors.append)
-    if rule.local is None or rule.rounds or rule.lends:
+    if rule.local.emit is None or rule.ties.ring or rule.ties.lends:
         return
 
     def program(*given: Tensor) -> Any:
@@ -50,7 +50,7 @@ def _plans(sample: Sample) -> Iterator[tuple[str, Plan]]:
         some, named = mapped((tuple(args), dict(kwargs)), lambda _: next(feed))
         return target_of(name)(*some, **named)
 
-    for f in sorted(rule.local_factors - rule.whole - rule.follows.keys()):
+    for f in sorted(rule.local.factors - rule.whole - rule.ties.follows.keys()):
         specs = [_spec(rule, labels, f) for labels in rule.operands]
         if any("a" in spec for spec in specs):
             with Mesh.abstract(a=2):
@@ -58,7 +58,7 @@ def _plans(sample: Sample) -> Iterator[tuple[str, Plan]]:
 
 
 def _spec(rule: Rule, labels: Labels, f: str) -> P:
-    both = {f, *(t for t, s in rule.follows.items() if s == f)}
+    both = {f, *(t for t, s in rule.ties.follows.items() if s == f)}
     return P(*("a" if dim and dim[0] in both else None for dim in labels))
 
 

@@ -16,7 +16,7 @@ from shardlib import Mesh, ShardingError
 from shardlib.compiler.lower.local_forms import record_torch_code
 from shardlib.compiler.program.steps import Compute
 from shardlib.rules.out_variants import op_named
-from shardlib.rules.proof_cuts import Cut
+from shardlib.rules.trial_shardings import TrialSharding
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.testing.run_one_op import Trial
 from tests.helpers.ranks import run_ranks, speak
@@ -182,7 +182,7 @@ def test_a_form_is_run_where_it_is_told_other_numbers(name: str, monkeypatch: py
     assert call.op.rule is not None
     a, b = (f for dim in call.op.rule.operands[0] for f in dim)
     ways = 2 if op == "slice.Tensor" else 8
-    call.program(Cut({a: (Axis("a", ways),), b: (Axis("b", 8),)}), Mesh.abstract(a=ways, b=8))
+    call.program(TrialSharding({a: (Axis("a", ways),), b: (Axis("b", 8),)}), Mesh.abstract(a=ways, b=8))
     assert len(runs) == count
 
 
