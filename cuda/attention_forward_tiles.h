@@ -1,4 +1,4 @@
-// Keys of a tile of the attention forward for sm_90a, by head dim, plain or general. `python -m tests.gpu.session` tries
+// Keys of a tile of the attention forward for sm_90a, by head dim, plain or general. `python -m tests.validation.gpu.session` tries
 // others, and with --write puts the fastest here: a row is one line.
 #pragma once
 

@@ -1,7 +1,7 @@
 // The order in which persistent CTAs take tiles of queries.
 //
-// Heads go through in sections whose keys and values fit into L2 together. Within a section the last queries of all
-// heads come first: under a causal mask they see the most keys. CTAs go round in snake order, so that the one with the
+// Heads are processed in sections whose keys and values fit into L2 together. Within a section the last queries of all
+// heads come first: under a causal mask they see the most keys. CTAs take tiles in snake order: the CTA with the
 // longest tile of a round has the shortest of the next.
 #pragma once
 #include "attention.cuh"

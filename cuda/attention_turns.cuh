@@ -1,7 +1,7 @@
-// The order in which CTAs add to sums that they share, where the result shall have the same bits every time.
+// The order in which CTAs add to shared sums, for results with the same bits in every run.
 //
-// A CTA takes a ticket when it begins, and its work by that. So whoever it waits for has begun before it, in whatever
-// order the card begins CTAs, and however few of them live at once.
+// A CTA takes a ticket when it begins, and chooses its work by it. So it only waits for CTAs that began before it,
+// whatever the order in which the card starts CTAs, and however few run at once.
 #pragma once
 #include "primitives.cuh"
 

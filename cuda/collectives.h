@@ -1,4 +1,4 @@
-// What the collectives over peer pointers are told: fields of 8 bytes, as ops/collectives/transport/cuda_args.py lays them out too.
+// The arguments of the collectives over peer pointers: fields of 8 bytes, as in ops/collectives/transport/cuda_args.py.
 #pragma once
 #include <stdint.h>
 

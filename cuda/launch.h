@@ -1,4 +1,4 @@
-// The doors of the CUDA kernels: what binding.cpp calls. No torch, no kernels, no CUDA headers.
+// The launchers of the CUDA kernels, which binding.cpp calls. No torch, no kernels, no CUDA headers.
 //
 // A launcher checks its arguments, enqueues kernels on `stream` of the current device and returns at once: 0, or an
 // error code whose text shardlib_last_error() then holds, for the calling thread.

@@ -1,19 +1,19 @@
-// What the ranks of a group tell each other: epochs, flags in each other's memory, waits that end.
+// Synchronization between the ranks of a group: epochs, flags in each other's memory, waits with a time limit.
 //
 //   workspace[r]   symmetric memory of rank r, mapped by all ranks; zeros when the group is made:
 //                  Control, flags [kCounters][kMaxRanks][kMaxCtas], packets [2][ranks][packet_words], data [2][window]
 //
 // Every call on a group is one epoch, counted in device memory so that a replayed CUDA graph counts on. In each call
-// every rank hears from every other one at least once. So who has finished epoch e knows that all have begun e, hence
-// finished e - 1: what lies in the half of epoch e - 1 may be overwritten in epoch e + 1 without another word. A group's
-// calls run one after the other, in the same order on all ranks.
+// every rank receives a flag from every other one. So a rank that has finished epoch e knows that all have begun e, and
+// hence finished e - 1: the half of epoch e - 1 may be overwritten in epoch e + 1 without more synchronization. A
+// group's calls run one after the other, in the same order on all ranks.
 //
-// A flag says the call's number, which collective it is and in which form, and how far its rank is in it. So a rank
-// that reads its peers' inputs directly and one that stages its own, or one that adds where others copy, never meet:
-// whoever sees the other's flag gives up.
+// A flag holds the call's number, the collective and its form, and the rank's step in it. So ranks that run different
+// collectives or forms (direct reads and staging, sums and copies) never use each other's data: a rank that sees another
+// rank's different flag gives up.
 //
-// A launch runs `present` ranks from `rank` on, one row of CTAs each (blockIdx.y): one where every rank has a GPU, all
-// of them as virtual ranks of one GPU. CTA i of a rank speaks only to CTAs i of the others.
+// A launch runs `present` ranks from `rank` on, one row of CTAs each (blockIdx.y): one rank if every rank has a GPU, all
+// of them if they are virtual ranks of one GPU. CTA i of a rank synchronizes only with CTAs i of the others.
 #pragma once
 #include "primitives.cuh"
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ bool receive_packet(const Call& c, unsigned from, int
 
 // --- host -----------------------------------------------------------------------------------------------------------
 
-// What would make the kernels go wrong in a group, told by shardlib_last_error(); 0 when nothing would.
+// Checks the arguments of a group: 0, or a code whose text shardlib_last_error() returns.
 inline int check_group(const Group& g) {
   if (g.ranks < 2 || g.ranks > kMaxRanks)
     return fail(1, "a group has 2 to %d ranks, not %lld", kMaxRanks, (long long)g.ranks);

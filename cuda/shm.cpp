@@ -12,7 +12,7 @@ int shm_channels() { return shm::kChannels; }
 void* shm_open_engine(char* base, size_t bytes, uint64_t* asking) { return new shm::Engine(base, bytes, asking); }
 void shm_close_engine(void* engine) { delete static_cast<shm::Engine*>(engine); }
 
-// Ends what is under way; whoever waits returns. The engine and its segment stay until it is deleted.
+// Ends all running ops; every waiting thread returns. The engine and its segment stay until it is deleted.
 void shm_end(void* engine) { static_cast<shm::Engine*>(engine)->close(); }
 
 void shm_join(void* engine, int channel, int n, int me, char* const* bases, uint64_t first) {

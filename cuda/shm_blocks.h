@@ -1,11 +1,11 @@
 // Blocks: memory in which the members of a channel build one result together, and read it without a copy.
 //
-// The first member that comes to such a collective takes a block that nobody holds, of any member, or makes one, and
-// says so in a claim that the others find. Every member holds it until its tensors there are gone. Of a process's blocks
-// up to kIdle bytes stay for the next result when nobody holds them; the rest is dropped.
+// The first member of such a collective takes a free block of any member, or makes one, and publishes it in a claim
+// that the others read. Every member holds the block until its tensors in it are freed. A process keeps up to kIdle
+// bytes of free blocks for later results, and drops the rest.
 //
-// All blocks of a process lie in one file, each in a place of its own that is never used twice: so many blocks take one
-// descriptor, and any member can drop one.
+// All blocks of a process are in one file, at offsets that are never reused: they take one descriptor, and any member
+// can drop a block.
 #pragma once
 
 #include <fcntl.h>

@@ -22,7 +22,7 @@ struct Op {
     int fault = 0, culprit = -1;                  // the errno for which it has no result, and the member that met it
     int sleepers = 0;                             // threads of this process that sleep until it is done
     bool done = false;
-    bool ended = false;  // its channel was left, or the engine closed: nobody moves it on any more
+    bool ended = false;  // its channel was left, or the engine closed: it makes no progress any more
 };
 
 // A channel as this process sees it.
@@ -32,7 +32,7 @@ struct Member {
     std::vector<Channel*> peers;
     uint64_t next = 0;                        // round
     uint64_t freed = 0;                       // rounds that all have taken, when last looked
-    bool untold = false;                      // rounds were posted, and nobody was woken for them yet
+    bool untold = false;                      // rounds were posted, and the peers were not woken yet
     std::deque<std::shared_ptr<Op>> pending;  // in order
     int stranger = -1;  // the first member seen in another collective: nothing is taken in this channel any more
     Sign mine{}, theirs{};

@@ -1,7 +1,7 @@
-// Strided pieces of tensors as streams of bytes: what a member sends, and where what it receives belongs.
+// Strided pieces of tensors as streams of bytes: the data that a member sends, and the targets of what it receives.
 //
-// piece    a strided block of one tensor, in row-major order: rows of `run` bytes, laid out by `size` and `stride`
-// stream   pieces one after the other; each starts at a multiple of kLine, the bytes in the gaps mean nothing
+// piece    a strided block of one tensor, in row-major order: rows of `run` bytes, at offsets by `size` and `stride`
+// stream   a sequence of pieces; each starts at a multiple of kLine, the bytes in the gaps are undefined
 // [a, b)   an interval of a stream; `pack` copies it to flat memory, `unpack` back
 #pragma once
 
@@ -34,7 +34,7 @@ struct Piece {
 
 using Stream = std::vector<Piece>;
 
-// Copy past the caches: for results that are larger than them, which nobody reads before they are whole.
+// Copy past the caches: for results that are larger than the caches and are read only when they are complete.
 inline void stream_copy(char* to, const char* from, size_t n) {
 #if defined(__SSE2__)
     size_t head = std::min(n, (16 - reinterpret_cast<uintptr_t>(to) % 16) % 16);

@@ -1,28 +1,28 @@
 // Collectives of processes on one machine, over memory that all of them map.
 //
 // Every process has one segment: a header, with a doorbell and a block of counters for every channel (a group of
-// ranks), and then the staging, a ring that all its channels share. A collective ("op") is cut into rounds; all members
-// of the channel cut it alike, so a round's number is all that they ever tell each other:
+// ranks), and the staging memory, a ring that all its channels share. A collective ("op") consists of rounds. All
+// members of the channel divide it equally, so they only exchange a round's number:
 //
-//   stage   pack this member's part of a round into the ring, write down where it lies, then `posted` = round + 1
+//   stage   pack this member's part of a round into the ring, record its offset, then `posted` = round + 1
 //   reduce  (all-reduce in two steps) when all have posted: reduce this member's slice into the ring, then `reduced`
-//   take    when the others have: copy what is for this member to its place, then `taken` = round + 1
+//   take    when the others have: copy this member's slots to the result, then `taken` = round + 1
 //
-// Results that nobody writes over (`shares`) are built once for all members: a round's bytes go where they belong in a
-// block of memory (shm_blocks.h) instead of the ring, and are only waited for.
+// Results that are never overwritten (`shares`) are built once for all members: a round's bytes are written to their
+// place in a block of memory (shm_blocks.h) instead of the ring, and the members only wait for them.
 //
-// A round's memory is free again when all have taken it. A member's slot for member j is number (j - i - 1) mod n, so
-// that its own slot is the last one, which need not be there.
+// A round's memory is free when all members have taken it. A member's slot for member j is number (j - i - 1) mod n:
+// its own slot is the last one, which may be missing.
 //
-// A round says which collective it belongs to (Sign). Nobody takes or reduces a round before it has compared that with its
-// own: ranks that run different programs learn so, and get no values.
+// A round names its collective (Sign). A member compares it with its own before it takes or reduces a round: ranks that
+// run different programs detect it, and get no values.
 //
-// A member that lacks the memory for a shared result says so in its rounds. All members take those rounds to the end, so
-// that later ops can go on, and every one of them gets the failure for this op.
+// A member that lacks the memory for a shared result reports the error in its rounds. All members take those rounds to
+// the end, so that later ops can go on, and all get the error for this op.
 //
-// No deadlock: starting an op never blocks. Staging goes strictly in the order in which this process started its ops,
-// over all channels, and whoever waits for one op pushes on all of them. So the op that was started first among those
-// under way can always be finished, if processes start the ops that they share in the same order.
+// No deadlock: starting an op never blocks. Staging follows the order in which this process started its ops, over all
+// channels, and a thread that waits for one op progresses all of them. So the oldest running op can always finish, if
+// processes start the ops that they share in the same order.
 #pragma once
 
 #include <sched.h>

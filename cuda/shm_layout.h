@@ -19,13 +19,13 @@ constexpr uint32_t kBlocks = 4096;  // that a process has made and not dropped
 constexpr int kSpins = 20;        // looks, about half a microsecond apart, before a waiting process sleeps
 constexpr uint64_t kNowhere = ~uint64_t{0};
 
-// Which collective a round belongs to. Members whose rounds of one number differ in it are out of step.
+// Identifies a round's collective. Members whose rounds of one number have different signs are out of step.
 struct Sign {
     uint64_t event;     // the calls of programs that the ranks have made together; 0: none is running
-    uint64_t program;   // what stands for the program
-    uint64_t line;      // what stands for the line that calls it
+    uint64_t program;   // a digest of the program
+    uint64_t line;      // a digest of the line that calls it
     uint64_t position;  // collectives that this call has begun before
-    uint64_t size;      // what stands for the kind of collective and the bytes that it moves
+    uint64_t size;      // a digest of the kind of collective and its bytes
 
     bool operator!=(const Sign& other) const {
         return event != other.event || program != other.program || line != other.line || position != other.position ||
@@ -34,9 +34,9 @@ struct Sign {
 };
 
 struct Round {
-    uint64_t staged;  // where its slots lie in the segment
-    uint64_t fault;   // the errno that keeps this member from its part of a shared result, or 0
-    uint64_t own;     // where the last slot, the member's own, lies: an all-reduce's slice
+    uint64_t staged;  // the offset of its slots in the segment
+    uint64_t fault;   // the errno of this member's failed reservation for a shared result, or 0
+    uint64_t own;     // the offset of the last slot, the member's own: an all-reduce's slice
     Sign sign;
 };
 
@@ -45,13 +45,13 @@ struct Channel {
     alignas(kLine) std::atomic<uint64_t> reduced;
     alignas(kLine) std::atomic<uint64_t> taken;
     alignas(kLine) Round rounds[kRounds];
-    std::atomic<uint64_t> claims[kRounds];  // the first member's: in which block a shared result lies, by first round
+    std::atomic<uint64_t> claims[kRounds];  // the first member's: the block of a shared result, by first round
 };
 
-// Memory of shared results: bytes of the file of the process in whose header this stands.
+// Memory of shared results: bytes of the file of the process that owns the header.
 struct Block {
     std::atomic<uint32_t> held;     // members that have not given it back; kNone: there is no block
-    std::atomic<uint32_t> version;  // blocks that have stood here
+    std::atomic<uint32_t> version;  // blocks that have used this entry
     std::atomic<uint64_t> start, size;
 };
 constexpr uint32_t kNone = ~uint32_t{0};
@@ -59,11 +59,11 @@ constexpr uint32_t kNone = ~uint32_t{0};
 enum Event : uint32_t { kNews = 1, kRoom = 2 };
 
 struct Header {
-    // Whoever sleeps has said in `wants` what for, and sleeps until `rings` changes.
+    // A sleeping thread has set the event that it waits for in `wants`, and sleeps until `rings` changes.
     alignas(kLine) std::atomic<uint32_t> rings;
     std::atomic<uint32_t> wants;
     int32_t pid, file;
-    std::atomic<int64_t> idle;    // bytes of blocks that nobody holds
+    std::atomic<int64_t> idle;    // bytes of blocks that no member holds
     std::atomic<uint32_t> count;  // of blocks that were ever used
     Block blocks[kBlocks];
     Channel channels[kChannels];

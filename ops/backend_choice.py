@@ -1,4 +1,4 @@
-"""Which backend an op runs on and why, and the user's say in it: `SHARDLIB_OPS`."""
+"""The choice of an op's backend, its reason, and the environment variable `SHARDLIB_OPS`, which overrides it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardlib.core.errors import ShardingError
 
-# Every op that has a choice, and its backends. "math" is attention written out in plain torch ops.
+# Every op that has a choice, and its backends. "math" is attention in plain torch ops.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "attention": ("torch", "math", "cuda"),
     "all_gather": ("torch", "shm", "cuda"),
@@ -18,8 +18,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "ppermute": ("torch", "shm"),
     "random": ("torch", "host"),
     "matmul": ("torch", "onednn"),  # of large float32 matrices on CPUs
-    # Not an op but a plan's way with attention whose sequence is cut: keys passed round (in the order of the sequence,
-    # or balanced), heads cut instead, or keys gathered.
+    # A plan's way to compute attention over a sharded sequence: keys sent round a ring (in order, or balanced), heads
+    # sharded instead, or keys gathered.
     "sequence": ("ring", "zigzag", "heads", "gather"),
 }
 
@@ -28,7 +28,7 @@ _RULE = 'SHARDLIB_OPS is "torch", which means every op, or entries op=backend wi
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend, the way in which it goes about the case at hand (may be empty), and the reason for both.
+    """A backend, its way of running the case at hand (may be empty), and the reason for both.
 
     Example:
         >>> print(Choice("torch", "exchange", "unequal pieces"))
@@ -50,22 +50,22 @@ class Choice:
         return f"{self.name}: {self.reason}"
 
 
-def wanted(op: str) -> str | None:
-    """The backend that the environment variable `SHARDLIB_OPS` asks for in this op, or None.
+def requested_backend(op: str) -> str | None:
+    """Returns the backend that the environment variable `SHARDLIB_OPS` asks for, or None.
 
-    It is read at every call. Raises `ShardingError` for what it cannot mean.
+    Reads the variable at every call. Raises `ShardingError` if its text is malformed.
 
     Example:
         >>> os.environ["SHARDLIB_OPS"] = "all_gather=shm,attention=math"
-        >>> wanted("all_gather"), wanted("all_to_all")
+        >>> requested_backend("all_gather"), requested_backend("all_to_all")
         ('shm', None)
         >>> del os.environ["SHARDLIB_OPS"]
     """
-    return _parsed(os.environ.get("SHARDLIB_OPS", "")).get(op)
+    return _parse(os.environ.get("SHARDLIB_OPS", "")).get(op)
 
 
-def unavailable(op: str, backend: str, reason: str) -> ShardingError:
-    """The error for a backend that `SHARDLIB_OPS` asks for and that cannot run here."""
+def unavailable_error(op: str, backend: str, reason: str) -> ShardingError:
+    """Makes the error for a backend that `SHARDLIB_OPS` asks for and that cannot run here."""
     return ShardingError(
         f"SHARDLIB_OPS asks for {op}={backend}, which cannot run here",
         [reason],
@@ -75,10 +75,10 @@ def unavailable(op: str, backend: str, reason: str) -> ShardingError:
 
 
 @functools.cache
-def _parsed(text: str) -> dict[str, str]:
+def _parse(text: str) -> dict[str, str]:
     if text.strip() == "torch":
         return {op: "torch" for op, backends in BACKENDS.items() if "torch" in backends}
-    wants: dict[str, str] = {}
+    requests: dict[str, str] = {}
     wrong = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
         op, sign, backend = (part.strip() for part in entry.partition("="))
@@ -88,8 +88,8 @@ def _parsed(text: str) -> dict[str, str]:
             wrong.append(f"{entry!r}: there is no op {op!r}; the ops are {', '.join(BACKENDS)}")
         elif backend not in BACKENDS[op]:
             wrong.append(f"{entry!r}: {op} has no backend {backend!r}; it has {', '.join(BACKENDS[op])}")
-        elif wants.setdefault(op, backend) != backend:
-            wrong.append(f"{entry!r}: {op} is to be {wants[op]} already")
+        elif requests.setdefault(op, backend) != backend:
+            wrong.append(f"{entry!r}: {op} is to be {requests[op]} already")
     if wrong:
         raise ShardingError(
             f"cannot read SHARDLIB_OPS={text!r}",
@@ -97,4 +97,4 @@ def _parsed(text: str) -> dict[str, str]:
             rule=_RULE,
             remedy='for instance "all_gather=shm,attention=math"',
         )
-    return wants
+    return requests

@@ -1,24 +1,18 @@
-"""What an op refuses by its values: a program that only knows shapes, or looks at a piece, asks for it here.
+"""Checks of values, as ops: a program that knows shapes only, or a shard only, runs the checks of torch's ops by them.
 
-On a CPU it is an exception. A GPU stops with an assertion when it gets there, as torch's kernels do: nobody waits.
+A CPU raises an exception. A GPU stops with an asynchronous assertion, as in torch's kernels: the host does not wait.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIB.define("check_index(Tensor index, int low, int high, int? ignore=None) -> ()")
-_LIB.define("within(Tensor x, Scalar low, Scalar high, str rule) -> Tensor")
+from shardlib.ops import define_op
 
 
 def check_index(index: Tensor, low: int, high: int, ignore: int | None = None) -> None:
-    """Refuse indices, of any shape, outside of `low <= i < high` that are not `ignore`.
-
-    Raises IndexError on CPUs.
+    """Raises IndexError (on CPUs) unless all indices, of any shape, are in `low <= i < high` or equal to `ignore`.
 
     Example:
         >>> check_index(torch.tensor([0, -100, 3]), 0, 4, -100)
@@ -36,9 +30,9 @@ def check_index(index: Tensor, low: int, high: int, ignore: int | None = None) -
 
 
 def within(x: Tensor, low: float, high: float, rule: str) -> Tensor:
-    """A copy of `x`, of any shape, whose values lie from `low` to `high`; NaN does not. `rule` says so in words.
+    """Returns a copy of `x`, of any shape, whose values must be between `low` and `high`, and not NaN.
 
-    Raises RuntimeError on CPUs.
+    Raises RuntimeError with the text `rule` on CPUs.
 
     Example:
         >>> within(torch.tensor([0.5]), 0, 1, "a probability lies between 0 and 1")
@@ -55,11 +49,14 @@ def within(x: Tensor, low: float, high: float, rule: str) -> Tensor:
     return x.clone()
 
 
-_LIB.impl("check_index", check_index, "CompositeExplicitAutograd")
-torch.library.register_fake("shardlib::check_index", lambda index, low, high, ignore=None: None, lib=_LIB)
-_LIB.impl("within", within, "CompositeExplicitAutograd")
-torch.library.register_fake("shardlib::within", lambda x, low, high, rule: torch.empty_like(x), lib=_LIB)
-torch.library.register_autograd("shardlib::within", lambda ctx, grad: (grad, None, None, None), lib=_LIB)
-
-CHECK_INDEX: Any = torch.ops.shardlib.check_index.default
-WITHIN: Any = torch.ops.shardlib.within.default
+CHECK_INDEX = define_op(
+    "check_index(Tensor index, int low, int high, int? ignore=None) -> ()",
+    check_index,
+    lambda index, low, high, ignore=None: None,
+)
+WITHIN = define_op(
+    "within(Tensor x, Scalar low, Scalar high, str rule) -> Tensor",
+    within,
+    lambda x, low, high, rule: torch.empty_like(x),
+)
+torch.library.register_autograd("shardlib::within", lambda ctx, grad: (grad, None, None, None))

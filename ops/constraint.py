@@ -1,7 +1,7 @@
-"""`shard(x, spec)` while a function is traced: a node that says where a value lives, and its cotangent too.
+"""`shard(x, spec)` in a traced function: a node that constrains the layout of a value and of its cotangent.
 
-The node computes nothing. It is an op of its own (not an annotation on some node) because the same value may be
-constrained twice, differently, and because vmap and grad must carry it along.
+The node computes nothing. It is an op, not an annotation on a node: the same value may have two different constraints,
+and vmap and grad transform ops.
 """
 
 from __future__ import annotations
@@ -14,28 +14,16 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.core.context import is_tracing
 from shardlib.core.torch_private import count_function_modes
+from shardlib.ops import define_op
 
-_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIB.define("constrain(Tensor x, str spec) -> Tensor")
-
-
-def _constrain(x: Tensor, spec: str) -> Tensor:
-    return x.clone()  # an op's result must not alias its operand
-
-
-def _fake(x: Tensor, spec: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-_LIB.impl("constrain", _constrain, "CompositeExplicitAutograd")
-torch.library.register_fake("shardlib::constrain", _fake, lib=_LIB)
+# A clone, since an op's result must not alias its operand.
+define_op("constrain(Tensor x, str spec) -> Tensor", lambda x, spec: x.clone(), lambda x, spec: torch.empty_like(x))
 
 
 def constrain(x: Tensor, spec: str, back: str | None = None) -> Tensor:
-    """The value x, of any shape, laid out as the text `spec` says; so is the gradient that flows back through it,
-    unless `back` says otherwise.
+    """Constrains x, of any shape, to the spec `spec`, and its gradient to `back` (by default `spec`).
 
-    Under vmap the batch dim is put in front and left open (`_?`), for the compiler to decide.
+    Under vmap the batch dim is the first, and open (`_?`): the compiler decides it.
 
     Example:
         >>> w = torch.ones(2, 3, requires_grad=True)
@@ -43,7 +31,7 @@ def constrain(x: Tensor, spec: str, back: str | None = None) -> Tensor:
         >>> w.grad.sum().item()
         6.0
     """
-    if is_tracing() and count_function_modes() and has_torch_function((x,)):  # as a function of torch
+    if is_tracing() and count_function_modes() and has_torch_function((x,)):  # torch function modes see this call
         return handle_torch_function(constrain, (), x, spec, back)
     return _Constrain.apply(x, spec, spec if back is None else back)  # type: ignore[no-any-return,no-untyped-call]
 

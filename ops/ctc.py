@@ -1,8 +1,9 @@
 """Connectionist temporal classification (Graves et al., ICML 2006): the loss of every sequence, and its gradient.
 
 Shapes: log_probs [T, N, C], targets [N, S] int64, lengths [N] int64; loss [N], alpha [N, T, 2 longest + 1]. `longest`
-is no shorter than any target of the *whole* batch, so that parts of it have tables of one width. That is all that this
-op adds to torch's, whose table is as wide as its own batch asks: now sequences are independent, as in the definition.
+is at least the length of any target of the *whole* batch. torch's op differs only in the width of its table alpha,
+which the longest target of its own batch decides: with `longest`, sequences are independent, and shards of the batch
+have tables of one width.
 """
 
 from __future__ import annotations
@@ -27,20 +28,14 @@ _LIB.define(
 # --- fake -------------------------------------------------------------------------------------------------------------
 
 
-def _fake(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-    longest: int,
-) -> tuple[Tensor, Tensor]:
-    t, n, _ = log_probs.shape
-    return log_probs.new_empty(n), log_probs.new_empty(n, t, 2 * longest + 1)
-
-
-torch.library.register_fake("shardlib::ctc_loss", _fake, lib=_LIB)
+torch.library.register_fake(
+    "shardlib::ctc_loss",
+    lambda log_probs, targets, input_lengths, target_lengths, blank, zero_infinity, longest: (
+        log_probs.new_empty(log_probs.shape[1]),
+        log_probs.new_empty(log_probs.shape[1], log_probs.shape[0], 2 * longest + 1),
+    ),
+    lib=_LIB,
+)
 torch.library.register_fake(
     "shardlib::ctc_loss_backward", lambda grad, log_probs, *_: torch.empty_like(log_probs), lib=_LIB
 )
@@ -57,7 +52,7 @@ def reference(
     zero_infinity: bool,
     longest: int,
 ) -> tuple[Tensor, Tensor]:
-    """Torch's loss, in a table of the width that is asked for.
+    """Computes torch's loss, with a table alpha of width `2 longest + 1`.
 
     Example:
         >>> x = torch.zeros(2, 1, 3).log_softmax(-1)
@@ -86,7 +81,7 @@ def backward(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of `log_probs`."""
+    """Computes the gradient of `log_probs`."""
     if not len(grad):
         return torch.empty_like(log_probs)
     lengths = input_lengths.tolist(), target_lengths.tolist()

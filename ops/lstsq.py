@@ -1,6 +1,6 @@
-"""Least squares as an op that can be traced: torch's own does not say the shapes of its results beforehand.
+"""Least squares as an op that can be traced: torch's own has no shape function.
 
-A[..., M, N] X[..., N, K] = B[..., M, K], or B[..., M] and X[..., N]. What a driver does not compute is an empty vector.
+A[..., M, N] X[..., N, K] = B[..., M, K], or B[..., M] and X[..., N]. Results that a driver does not compute are empty.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @torch.library.custom_op("shardlib::lstsq", mutates_args=())
 def lstsq(a: Tensor, b: Tensor, rcond: float | None, driver: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`torch.linalg.lstsq`: X, residuals, rank and singular values.
+    """Computes `torch.linalg.lstsq`: X, residuals, rank and singular values.
 
     `driver` is `gelsy`, `gels` (the only one on GPUs), `gelsd` or `gelss`.
 

@@ -1,8 +1,8 @@
-"""Products of matrices on pieces: torch's, or oneDNN's where these are faster.
+"""Matrix products on one device: torch's, or oneDNN's where it is faster.
 
-torch's products of float32 matrices are MKL's, which leave the widest vectors of CPUs that are not Intel's alone: on an
-AMD EPYC with AVX-512, oneDNN takes less than half as long (`python -m tests.validation.benchmarks.matmul`). What is
-small, thin or of another dtype stays with torch. `SHARDLIB_OPS=matmul=torch`, or torch's own switch, leaves all of it
+torch multiplies float32 matrices by MKL, which does not use AVX-512 on CPUs of other makers than Intel: on an AMD EPYC,
+oneDNN takes less than half as long (`python -m tests.validation.benchmarks.matmul`). Matrices that are small, thin or
+of another dtype stay with torch. `SHARDLIB_OPS=matmul=torch`, or torch's own switch for oneDNN, leaves all of them
 there.
 """
 
@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from shardlib.core.torch_private import ONEDNN_LINEAR, has_onednn, late
-from shardlib.ops.backend_choice import Choice, unavailable, wanted
+from shardlib.ops.backend_choice import Choice, requested_backend, unavailable_error
 
 _backends: Any = torch.backends  # whose functions have no types
-SMALLEST = 128**3  # multiplications, below which what oneDNN does once a call takes longer
-THINNEST = 32  # of the three sizes: products with vectors read memory, and that is all
-THINNEST_COPIED = 128  # where an operand is copied first
+MIN_PRODUCTS = 128**3  # multiplications; below, oneDNN's overhead per call is longer
+MIN_SIZE = 32  # of m, k and n; below, memory bandwidth decides
+MIN_SIZE_COPIED = 128  # the same, if an operand is copied first
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two matrices, `[m, k]` and `[k, n]`, as torch.mm.
+    """Multiplies two matrices, `[m, k]` and `[k, n]`, as torch.mm.
 
     Example:
         >>> a, b = torch.rand(200, 128), torch.rand(128, 144)
@@ -37,19 +37,19 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def addmm(x: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Tensor:
-    """A row, or a matrix, and a product, as torch.addmm."""
+    """Adds a row, or a matrix, to a product, as torch.addmm."""
     if not factors and x.dim() == 1 and x.dtype == a.dtype and len(x) == b.shape[1] and _is_faster(a, b):
-        return linear(a, b, x.contiguous())  # it takes no notice of a row's stride
+        return linear(a, b, x.contiguous())  # oneDNN ignores a row's stride
     return torch.addmm(x, a, b, **factors)
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Products matrix by matrix, `[i, m, k]` and `[i, k, n]`, as torch.bmm."""
+    """Multiplies batches of matrices, `[i, m, k]` and `[i, k, n]`, as torch.bmm."""
     if not len(a) or not _is_faster(a[0], b[0]):
         return torch.bmm(a, b)
     out = a.new_empty(len(a), a.shape[1], b.shape[2])
-    for into, x, y in zip(out, a, b, strict=True):
-        into.copy_(linear(x, y, None))
+    for target, x, y in zip(out, a, b, strict=True):
+        target.copy_(linear(x, y, None))
     return out
 
 
@@ -57,14 +57,14 @@ FORMS = {torch.ops.aten.mm.default: mm, torch.ops.aten.addmm.default: addmm, tor
 
 
 def choose() -> Choice:
-    """Whose products of large float32 matrices are taken on CPUs, and why; all others are torch's.
+    """Chooses the backend of large float32 matrices on CPUs; torch multiplies all others.
 
-    Raises `ShardingError` if `SHARDLIB_OPS` asks for oneDNN's where there are none.
+    Raises `ShardingError` if `SHARDLIB_OPS` asks for oneDNN and torch has none.
     """
-    want = wanted("matmul")
+    want = requested_backend("matmul")
     fault = "" if _backends.mkldnn.is_available() and has_onednn() else "oneDNN is not built in, or switched off"
     if want == "onednn" and fault:
-        raise unavailable("matmul", want, fault)
+        raise unavailable_error("matmul", want, fault)
     if want:
         return Choice(want, "", "SHARDLIB_OPS asks for it")
     if fault:
@@ -75,11 +75,11 @@ def choose() -> Choice:
 
 
 def _is_faster(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN multiplies two matrices."""
+    """True if oneDNN is to multiply two matrices."""
     (m, k), n = a.shape, b.shape[1]
     return (
-        m * k * n >= SMALLEST
-        and min(m, k, n) >= (THINNEST if _is_dense(a) and _is_dense(b) else THINNEST_COPIED)
+        m * k * n >= MIN_PRODUCTS
+        and min(m, k, n) >= (MIN_SIZE if _is_dense(a) and _is_dense(b) else MIN_SIZE_COPIED)
         and a.dtype == b.dtype == torch.float32
         and a.device.type == "cpu"
         and choose().backend == "onednn"
@@ -88,7 +88,7 @@ def _is_faster(a: Tensor, b: Tensor) -> bool:
 
 @functools.cache
 def _has_wide_vectors() -> bool:
-    """Whether it has AVX-512 and is no CPU of Intel's, for which MKL has such kernels."""
+    """True if this CPU has AVX-512 and is not Intel's: MKL uses AVX-512 on Intel's CPUs only."""
     if not _backends.mkl.is_available() or _backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
@@ -98,13 +98,13 @@ def _has_wide_vectors() -> bool:
 
 
 def linear(a: Tensor, b: Tensor, row: Tensor | None) -> Tensor:
-    """oneDNN's product, with a row (in order) added or not."""
-    out: Tensor = _op()(_dense(a), _dense(b).t(), row, "none", [], "")
+    """Computes oneDNN's product; adds a contiguous row, if there is one."""
+    out: Tensor = _onednn_op()(_make_dense(a), _make_dense(b).t(), row, "none", [], "")
     return out
 
 
-def _dense(x: Tensor) -> Tensor:
-    """A matrix without gaps: of others oneDNN takes a thousand times as long, or reads wrongly where rows overlap."""
+def _make_dense(x: Tensor) -> Tensor:
+    """Returns a matrix without gaps: with gaps oneDNN is a thousand times slower, with overlapping rows wrong."""
     if _is_dense(x):
         return x
     down, across = x.stride()
@@ -112,18 +112,18 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether it lies in rows or in columns, without gaps."""
+    """True if the matrix is row-major or column-major without gaps."""
     m, n = x.shape
     return x.stride() in ((n, 1), (1, m))
 
 
 @functools.cache
-def _op() -> Any:
+def _onednn_op() -> Any:
     return late(ONEDNN_LINEAR).default
 
 
 def _flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """As torch counts mm's; the second matrix is turned."""
+    """Counts as torch does for mm; the second matrix is transposed."""
     return 2 * int(a[0] * a[1] * b[0])
 
 

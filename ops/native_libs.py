@@ -1,4 +1,4 @@
-"""The compiled libraries, each loaded once in a process, or the reason why there is none."""
+"""The compiled libraries, each loaded once per process, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _host_lock, _cuda_lock = threading.Lock(), threading.Lock()
 
 
 def host() -> ctypes.CDLL | Missing:
-    """The host library (plain C functions over shared memory): built on first use, loaded once, or why not."""
-    with _host_lock:  # a cache alone would let two threads load at a time
+    """Returns the host library (plain C functions), built on first use and loaded once, or why there is none."""
+    with _host_lock:  # a cache alone would let two threads load at once
         return _host()
 
 
 def cuda(*, without_device: bool = False) -> ModuleType | Missing:
-    """`torch.ops.shardlib_cuda`, its library built on first use and loaded once, or why not.
+    """Returns `torch.ops.shardlib_cuda`, its library built on first use and loaded once, or why there is none.
 
-    Without a CUDA device nothing is built, unless `without_device`: then the ops are there, for shapes and tests only.
+    Builds nothing without a CUDA device, unless `without_device` asks for the ops, for shapes and tests.
     """
     if not without_device and not torch.cuda.is_available():
         return Missing("there is no CUDA device")
@@ -35,21 +35,21 @@ def cuda(*, without_device: bool = False) -> ModuleType | Missing:
 
 @functools.cache
 def _host() -> ctypes.CDLL | Missing:
-    loaded: ctypes.CDLL | Missing = _loaded("host", ctypes.CDLL)
+    loaded: ctypes.CDLL | Missing = _load("host", ctypes.CDLL)
     return loaded
 
 
 @functools.cache
 def _cuda() -> ModuleType | Missing:
-    if hasattr(torch.ops.shardlib_cuda, "version"):  # to define a namespace twice ends the process
+    if hasattr(torch.ops.shardlib_cuda, "version"):  # a second definition of the namespace would end the process
         return Missing("another copy of shardlib has loaded its CUDA kernels into this process")
-    loaded = _loaded("cuda", torch.ops.load_library)
+    loaded = _load("cuda", torch.ops.load_library)
     return loaded if isinstance(loaded, Missing) else torch.ops.shardlib_cuda
 
 
-def _loaded(name: str, load: Callable[[str], Any]) -> Any:
-    """What `load` makes of a library; one that does not load is built once more, and then given up."""
-    from shardlib.build import library  # late, since that module is also run as a command
+def _load(name: str, load: Callable[[str], Any]) -> Any:
+    """Builds a library and loads it by `load`; builds one that does not load once more before giving up."""
+    from shardlib.build import library  # late: that module also runs as a command
 
     built = library.get_library(name)
     for last in (False, True):

@@ -1,7 +1,7 @@
 """Copies between the memory of a device and that of its host.
 
-On CUDA they are copies to and from pinned memory, on a stream of their own; elsewhere copies within the one memory that
-there is, so that what lives on the host is counted as it would be. `TIER` counts both.
+On CUDA they are copies to and from pinned memory, on a stream of their own. On CPUs they are copies within the one
+memory, so that offloaded tensors are counted as on CUDA. `HOST_MEMORY` counts both.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from torch import Tensor
 from shardlib.ops.collectives.transport.torch_wire import Handle
 
 
-class Tier:
-    """The host's memory as programs use it: bytes `held` now, `peak` at most, and those `sent` there and brought back
-    (`fetched`) so far."""
+class HostMemory:
+    """Counts programs' use of the host's memory: bytes `held` now, at `peak`, `sent` so far, and `fetched` so far."""
 
     def __init__(self) -> None:
         self.held = self.peak = self.sent = self.fetched = 0
 
     def take(self, x: Tensor) -> Tensor:
-        """Count a tensor that came, as long as somebody has it."""
+        """Counts a tensor on the host until it is freed."""
         self.held += x.nbytes
         self.sent += x.nbytes
         self.peak = max(self.peak, self.held)
@@ -35,29 +34,29 @@ class Tier:
         self.held -= nbytes
 
 
-TIER = Tier()
+HOST_MEMORY = HostMemory()
 
 
 def to_host(x: Tensor) -> Handle[Tensor]:
     """Begin to copy `x` to the host's memory."""
     if x.device.type != "cuda" or not x.numel():
-        out = TIER.take(x.clone())
+        out = HOST_MEMORY.take(x.clone())
         return Handle(lambda: out)
-    return _aside(x, TIER.take(torch.empty_like(x, device="cpu", pin_memory=True)))
+    return _copy_on_side_stream(x, HOST_MEMORY.take(torch.empty_like(x, device="cpu", pin_memory=True)))
 
 
 def to_device(x: Tensor) -> Handle[Tensor]:
-    """Begin to copy back what `to_host` brought."""
-    TIER.fetched += x.nbytes
+    """Begin to copy a result of `to_host` back."""
+    HOST_MEMORY.fetched += x.nbytes
     if not x.is_pinned():
         out = x.clone()
         return Handle(lambda: out)
     device = torch.device("cuda", torch.cuda.current_device())
-    return _aside(x, torch.empty_like(x, device=device))
+    return _copy_on_side_stream(x, torch.empty_like(x, device=device))
 
 
 def reference_to_host(xs: Sequence[Tensor]) -> list[Tensor]:
-    """For devices of one process, each by itself."""
+    """Copies one tensor per virtual device."""
     return [to_host(x).finish() for x in xs]
 
 
@@ -65,14 +64,14 @@ def reference_to_device(xs: Sequence[Tensor]) -> list[Tensor]:
     return [to_device(x).finish() for x in xs]
 
 
-def _aside(source: Tensor, out: Tensor) -> Handle[Tensor]:
-    """Copy on the stream of copies, which waits for what is under way; whoever finishes waits for that."""
+def _copy_on_side_stream(source: Tensor, out: Tensor) -> Handle[Tensor]:
+    """Begin to copy on the copy stream, after the current stream's work; `finish` makes the current stream wait."""
     device = source.device if source.is_cuda else out.device
-    here, aside = torch.accelerator.current_stream(device), _stream(device.index)
-    aside.wait_stream(here)
-    with aside:
+    side_stream = _copy_stream(device.index)
+    side_stream.wait_stream(torch.accelerator.current_stream(device))
+    with side_stream:
         out.copy_(source, non_blocking=True)
-    done = aside.record_event()
+    done = side_stream.record_event()
 
     def finish() -> Tensor:
         torch.accelerator.current_stream(device).wait_event(done)
@@ -82,5 +81,5 @@ def _aside(source: Tensor, out: Tensor) -> Handle[Tensor]:
 
 
 @cache
-def _stream(index: int) -> torch.Stream:
+def _copy_stream(index: int) -> torch.Stream:
     return torch.Stream(torch.device("cuda", index))

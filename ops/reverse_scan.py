@@ -1,4 +1,4 @@
-"""Running sums and their like from behind: of what lies at a place and behind it, up to the end."""
+"""Cumulative sums and other scans in reverse: over the elements from an index to the end."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from typing import Any
 
 import torch
 
+from shardlib.ops import define_op
+
 aten = torch.ops.aten
 
 
 def _define(forward: Any, result: str, more: str = "") -> Any:
-    """`forward` of what is turned round, turned back."""
+    """Defines the op that scans in reverse: flips the operand, and the results of `forward`."""
     name = f"{forward.name().removeprefix('aten::')}_behind"
 
-    def behind(x: torch.Tensor, dim: int, **how: Any) -> Any:
-        found = forward(x.flip(dim), dim, **how)
-        return found.flip(dim) if isinstance(found, torch.Tensor) else tuple(part.flip(dim) for part in found)
+    def behind(x: torch.Tensor, dim: int, **options: Any) -> Any:
+        scanned = forward(x.flip(dim), dim, **options)
+        return scanned.flip(dim) if isinstance(scanned, torch.Tensor) else tuple(part.flip(dim) for part in scanned)
 
-    torch.library.define(f"shardlib::{name}", f"(Tensor self, int dim{more}) -> {result}")
-    torch.library.impl(f"shardlib::{name}", "CompositeExplicitAutograd", behind)
-    return getattr(torch.ops.shardlib, name).default
+    return define_op(f"{name}(Tensor self, int dim{more}) -> {result}", behind)
 
 
 _DTYPE = ", *, ScalarType? dtype=None"
-BEHIND = {
+REVERSE_SCANS = {
     aten.cumsum.default: _define(aten.cumsum.default, "Tensor", _DTYPE),
     aten.cumprod.default: _define(aten.cumprod.default, "Tensor", _DTYPE),
     aten.logcumsumexp.default: _define(aten.logcumsumexp.default, "Tensor"),
-    # Their indices count from behind, too.
+    # Their indices count from the end, too.
     aten.cummax.default: _define(aten.cummax.default, "(Tensor values, Tensor indices)"),
     aten.cummin.default: _define(aten.cummin.default, "(Tensor values, Tensor indices)"),
 }

@@ -1,32 +1,20 @@
-"""`x.data = value` while a function is traced: a node that says so, which functionalization takes away again."""
+"""`x.data = value` in a traced function: a node that records it, which functionalization removes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
+from shardlib.ops import define_op
 
-_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIB.define("set_data(Tensor x, Tensor value) -> ()")
-
-
-def _nothing(x: Tensor, value: Tensor) -> None:
-    pass
-
-
-_LIB.impl("set_data", _nothing, "CompositeExplicitAutograd")
-torch.library.register_fake("shardlib::set_data", _nothing, lib=_LIB)
-
-OP: Any = torch.ops.shardlib.set_data.default
+OP = define_op("set_data(Tensor x, Tensor value) -> ()", lambda x, value: None, lambda x, value: None)
 
 
 def set_data(x: Tensor, value: Tensor) -> None:
-    """From here on `x` shows the memory of `value`; whatever showed that of `x` before goes on to do so.
+    """Makes `x` use the memory of `value`; other views of x's old memory keep it.
 
-    Raises `ShardingError` where shapes or dtypes differ.
+    Raises `ShardingError` if shapes or dtypes differ.
     """
     if x.shape != value.shape or x.dtype != value.dtype:
         raise ShardingError(

@@ -1,5 +1,4 @@
-"""Ranges of tensors put side by side along a dim, with fillings between them: what slices, pads, rolls and
-concatenations come to, one after the other."""
+"""Concatenates ranges of tensors and fills along a dim: the result of any sequence of slices, pads, rolls and cats."""
 
 from __future__ import annotations
 
@@ -8,11 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-torch.library.define(
-    "shardlib::splice",
-    "(Tensor[] tensors, int dim, int[] sources, int[] starts, int[] stops, Scalar[] fills, "
-    "bool[] negated=[], bool[] mirrored=[]) -> Tensor",
-)
+from shardlib.ops import define_op
 
 
 def splice(
@@ -25,9 +20,9 @@ def splice(
     negated: Sequence[bool] = (),
     mirrored: Sequence[bool] = (),
 ) -> Tensor:
-    """Ranges along `dim`: the i-th is `starts[i]:stops[i]` of tensor `sources[i]`, or of `fills[i]` where that is -1.
+    """Concatenates ranges: the i-th is `starts[i]:stops[i]` of tensor `sources[i]`, or of `fills[i]` if that is -1.
 
-    `negated` says which change their sign, `mirrored` which are turned round; where they are empty, none is.
+    `negated` ranges change their sign, `mirrored` ones are flipped; empty flags mean none.
 
     Example:
         >>> x = torch.arange(4)
@@ -35,17 +30,19 @@ def splice(
         tensor([7, 0, 1, 2])
     """
     parts, first = [], tensors[0]
-    signs, turns = (flags or [False] * len(fills) for flags in (negated, mirrored))
-    for source, start, stop, fill, minus, turned in zip(sources, starts, stops, fills, signs, turns, strict=True):
+    signs, flips = (flags or [False] * len(fills) for flags in (negated, mirrored))
+    for source, start, stop, fill, minus, flipped in zip(sources, starts, stops, fills, signs, flips, strict=True):
         if source < 0:
             part = first.new_full([*first.shape[:dim], stop - start, *first.shape[dim + 1 :]], fill)
         else:
             part = tensors[source].narrow(dim, start, stop - start)
-            part = part.flip(dim) if turned else part
+            part = part.flip(dim) if flipped else part
         parts.append(-part if minus else part)
     return torch.cat(parts, dim)
 
 
-torch.library.impl("shardlib::splice", "CompositeExplicitAutograd", splice)
-
-SPLICE = torch.ops.shardlib.splice.default
+SPLICE = define_op(
+    "splice(Tensor[] tensors, int dim, int[] sources, int[] starts, int[] stops, Scalar[] fills, "
+    "bool[] negated=[], bool[] mirrored=[]) -> Tensor",
+    splice,
+)

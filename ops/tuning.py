@@ -1,7 +1,7 @@
-"""What was measured on GPUs: for which attention the kernels of cuda/ are the default, and how collectives are tuned.
+"""Measurements on GPUs: the speed of the attention kernels of cuda/, and the tuning of collectives.
 
-`python -m tests.validation.gpu.session --write` writes the tables from its records. Where a card has no row, torch's
-kernels are the default and `Tuning`'s own figures hold, which are guesses.
+`python -m tests.validation.gpu.session --write` writes the tables from its records. For a card without a row,
+torch's kernels are the default, and `Tuning` has its own figures, which are guesses.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 WAYS = ("forward", "backward")
-SHORTEST = 2048  # queries of what was timed
+SHORTEST = 2048  # queries that were timed
 
 
 class Attention(NamedTuple):
-    """A kind of attention that was timed on a card: of one direction, head dim, plain or general, grouped or not."""
+    """A kind of attention that was timed on a card."""
 
     card: str
     direction: str
     head_dim: int
-    general: bool  # something is added to logits, hidden by a mask, or dropped
+    general: bool  # has a mask, a bias, ALiBi or dropout
     grouped: bool  # several query heads read one key head
 
 
-# Times the speed of torch's flash kernel or, where something is masked, the memory-efficient one, which run where ours
-# do not (plain torch may take cuDNN): the least over the lengths that were timed, in bf16.
+# The speed relative to torch's flash kernel or, if general, its memory-efficient one, which are the alternatives here
+# (plain torch may take cuDNN): the least over the timed lengths, in bf16.
 ATTENTION: dict[Attention, float] = {
     Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=64, general=False, grouped=False): 1.31,
     Attention(card='NVIDIA H100 80GB HBM3', direction='forward', head_dim=128, general=False, grouped=False): 1.65,
@@ -103,18 +103,18 @@ TUNING: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
-def slower(card: str, head_dim: int, general: bool, grouped: bool) -> str:
-    """Why the kernels are not the default for this; empty when they are faster in both directions.
+def find_speed_fault(card: str, head_dim: int, general: bool, grouped: bool) -> str:
+    """Returns why the kernels are not the default; empty if they are faster in both directions.
 
-    A head dim that was not timed counts as the next one above it, whose tiles it takes.
+    A head dim that was not timed counts as the next larger one, whose tiles it uses.
 
     Example:
-        >>> slower("a new card", 64, general=False, grouped=True)
+        >>> find_speed_fault("a new card", 64, general=False, grouped=True)
         "shardlib's own kernels are not yet measured on a new card"
     """
     timed = {key: ratio for key, ratio in ATTENTION.items() if key[0] == card and key[3:] == (general, grouped)}
     widths = [width for width in sorted({key.head_dim for key in timed}) if width >= head_dim]
-    found = [timed.get(Attention(card, way, widths[0], general, grouped)) for way in WAYS] if widths else [None]
-    if None in found:
+    ratios = [timed.get(Attention(card, way, widths[0], general, grouped)) for way in WAYS] if widths else [None]
+    if None in ratios:
         return f"shardlib's own kernels are not yet measured on {card}"
-    return "" if min(ratio or 0.0 for ratio in found) >= 1 else f"torch's own kernels are faster for this on {card}"
+    return "" if min(ratio or 0.0 for ratio in ratios) >= 1 else f"torch's own kernels are faster for this on {card}"

@@ -1,9 +1,9 @@
 // Grids of CTAs, every thread a fiber, begun and run in a random but repeatable order.
 //
-// A fiber runs until a primitive makes it wait or, now and then, gives way at random. Some warps are slow for a while:
-// what must be waited for is then far from done. Asynchronous work (TMA, bulk copies) is done at random moments, and
-// half of it only when nobody can go on without. When nothing can run any more the launch fails, and its text says who
-// waits for what. Everything happens on one host thread, so no emulated state needs a lock.
+// A fiber runs until a primitive makes it wait or, now and then, yields at random. Some warps are slow for a while, so
+// that missing waits show. Asynchronous work (TMA, bulk copies) is done at random moments, half of it only when no fiber
+// can run without it. When no fiber can run any more the launch fails, and its text names the waiting fibers and their
+// waits. Everything runs on one host thread, so no emulated state needs a lock.
 #include <sys/mman.h>
 
 #include <cstdarg>

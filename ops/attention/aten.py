@@ -1,6 +1,6 @@
 """torch's attention kernels, each as a pair of plain functions: forward -> (o, lse), backward -> (dq, dk, dv).
 
-q  [B, H, S, D]; k, v  [B, KV, T, D]; mask  additive, broadcast to [B, H, S, T]; causal counts places from 0 for both.
+q  [B, H, S, D]; k, v  [B, KV, T, D]; mask  additive, broadcast to [B, H, S, T]; causal: query i sees keys 0 to i.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from shardlib.ops.attention.variant import heads_last
 
 _aten = torch.ops.aten
-_LSE_ROWS = 32  # the memory-efficient kernels hold lse in multiples of as many rows
-_MASK_KEYS = 16  # and read rows of the mask that are aligned to as many numbers
+_LSE_ROWS = 32  # the memory-efficient kernels pad lse to a multiple of these rows
+_MASK_KEYS = 16  # and read mask rows that are aligned to a multiple of these elements
 
 
 class Kernels(NamedTuple):
@@ -35,7 +35,7 @@ class Kernels(NamedTuple):
 def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     if mask is not None and (suspect := lse == 0).any():
-        # The kernel gives 0 for a row that sees nothing.
+        # The kernel writes 0 for a row that sees no key.
         lse = lse.masked_fill_(suspect & mask.isneginf().all(-1), -math.inf)
     return o, lse
 
@@ -77,7 +77,7 @@ def _efficient(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        q, k, v, _aligned(mask, q, k), True, 0.0, causal, scale=scale
+        q, k, v, _align_mask(mask, q, k), True, 0.0, causal, scale=scale
     )
     lse = lse[:, :, : q.shape[2]]
     if mask is not None:
@@ -94,16 +94,17 @@ def _efficient_backward(
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     lse = F.pad(lse, (0, -q.shape[2] % _LSE_ROWS), value=math.inf)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only where there is dropout
-    o = heads_last(o)  # whatever its strides say, the kernel steps from row to row as its own forward lays them out
+    o = heads_last(o)  # the kernel ignores its strides, and assumes the layout of its own forward
+    gradient_mask = [True, True, True, False]
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad_o, q, k, v, _aligned(mask, q, k), o, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+        grad_o, q, k, v, _align_mask(mask, q, k), o, lse, seed, seed, 0.0, gradient_mask, causal, scale=scale
     )
     dk, dv = (x.unflatten(1, (kv, group)).sum(2) for x in (dk, dv))
     return dq, dk, dv
 
 
-def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask in q's dtype, of all its dims, with rows that begin where the kernel may read 16 bytes at once."""
+def _align_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Returns the mask in q's dtype and full shape, with rows aligned to 16 bytes for vector loads."""
     if mask is None:
         return None
     t = k.shape[2]

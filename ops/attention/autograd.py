@@ -1,4 +1,4 @@
-"""Attention's autograd partner, and how both directions behave under vmap: the new dim melts into the batch."""
+"""Attention's autograd functions and their vmap rules: vmap's dim is flattened into the batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardlib.core.errors import ShardingError
 
-_Q, _MASK, _BIAS, _ALIBI, _KEY, _REST = 0, 3, 4, 5, 6, 7  # where the arguments of `attention` stand
-_GRADS = 2  # how many arguments of `attention_backward` stand before them; o and lse stand before the mask
+_Q, _MASK, _BIAS, _ALIBI, _KEY, _REST = 0, 3, 4, 5, 6, 7  # positions of the arguments of `attention`
+_GRADS = 2  # arguments of `attention_backward` before these; it also takes o and lse before the mask
 
 
 class Attention(torch.autograd.Function):
@@ -24,7 +24,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.rest = inputs[_REST:]
-        ctx.set_materialize_grads(False)  # else a tensor of zeros is made for lse
+        ctx.set_materialize_grads(False)  # else autograd allocates zeros for lse
         ctx.save_for_backward(*inputs[:_MASK], *output, *inputs[_MASK:_REST])
 
     @staticmethod
@@ -53,9 +53,9 @@ class Attention(torch.autograd.Function):
 
 
 class AttentionBackward(torch.autograd.Function):
-    """A function of its own, so that vmap can batch the backward and a second derivative is refused, not wrong.
+    """The backward as an autograd function: vmap can batch it, and a second derivative raises an error.
 
-    Returns dq, dk, dv, and dbias when it is asked for.
+    Returns dq, dk, dv, and dbias if the last argument, `need_bias`, is true.
     """
 
     @staticmethod
@@ -70,7 +70,10 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None, *others: Tensor | None) -> Any:
-        """Of the cotangents alone, in which it is linear: where q, k or v have tangents, attention is written out."""
+        """Applies the backward to tangents of the cotangents: it is linear in them, and only they have tangents here.
+
+        `attention` runs in plain ops where q, k or v have tangents.
+        """
         tensors = ctx.saved_tensors
         grad_o = torch.zeros_like(tensors[_MASK]) if grad_o is None else grad_o
         return AttentionBackward.apply(grad_o, grad_lse, *tensors, *ctx.rest)  # type: ignore[no-untyped-call]
@@ -95,14 +98,14 @@ class AttentionBackward(torch.autograd.Function):
         outputs = AttentionBackward.apply(grad_o, grad_lse, *folded, mask, bias, alibi, key, *rest)  # type: ignore[no-untyped-call]
         grads = [x.unflatten(0, (n, -1)) for x in outputs]
         if inputs[-1]:
-            dim, given = in_dims[first + 1], inputs[first + 1]
-            own = given.shape if dim is None else given.movedim(dim, 0).shape[1:]
-            grads[3] = grads[3].sum_to_size(n, *(1,) * (4 - len(own)), *own).reshape(n, *own)
+            dim, whole = in_dims[first + 1], inputs[first + 1]
+            shape = whole.shape if dim is None else whole.movedim(dim, 0).shape[1:]
+            grads[3] = grads[3].sum_to_size(n, *(1,) * (4 - len(shape)), *shape).reshape(n, *shape)
         return tuple(grads), (0,) * len(grads)
 
 
 def _fold(n: int, dims: Iterable[int | None], tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Every tensor with the batch dim of size n in front and melted into its first dim."""
+    """Moves vmap's dim, of size n, to the front of every tensor and flattens it into the first dim."""
     fronted = (x.expand(n, *x.shape) if d is None else x.movedim(d, 0) for d, x in zip(dims, tensors, strict=True))
     return [x.flatten(0, 1) for x in fronted]
 
@@ -110,7 +113,7 @@ def _fold(n: int, dims: Iterable[int | None], tensors: Iterable[Tensor]) -> list
 def _fold_others(
     n: int, dims: tuple[int | None, ...], tensors: tuple[Any, ...], batch: int, *, whole_bias: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """mask, bias, alibi and key; `whole_bias` gives the bias a batch of its own, for a gradient of every element."""
+    """Folds mask and bias, and checks alibi and key; `whole_bias` expands the bias, for a gradient per example."""
     mask, bias, alibi, key = tensors
     if wrong := [name for name, d in zip(("alibi", "key"), dims[2:], strict=True) if d is not None]:
         raise ShardingError(

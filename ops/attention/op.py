@@ -3,11 +3,11 @@
 Shapes: q `[B, H, S, D]`, k and v `[B, KV, T, D]`, o `[B, H, S, D]`, lse `[B, H, S]` (float32; float64 for float64),
 mask and bias broadcastable to `[B, H, S, T]`, alibi `[H]`. Query head h reads key head `h // (H // KV)`.
 
-Query i stands at `q_offset + i` and key j at `k_offset + j`, so that a part of a sequence knows its place in the whole.
-A row that sees no key gives o = 0, lse = -inf and zero gradients. Dropout leaves lse as it is.
+Query i is at position `q_offset + i`, key j at `k_offset + j`, in a sequence that these tensors may be a part of.
+A row that sees no key has o = 0, lse = -inf and zero gradients. Dropout does not change lse.
 
-The backward measures against lse and o: with those of the whole, a block of keys gives its own share of dq, dk and dv
-exactly, and `merge` puts the forward results of blocks together. Ring attention is made of these two.
+The backward reads lse and o. Given those of the whole sequence, a block of keys computes exactly its share of dq, dk
+and dv; `merge` merges the forward results of blocks. Ring attention consists of these two.
 """
 
 from __future__ import annotations
@@ -21,22 +21,14 @@ from torch import Tensor
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.forward_mode import is_forward_mode
-from shardlib.ops.attention import (
-    cuda as attention_cuda,
-)
-from shardlib.ops.attention import (
-    math as attention_math,
-)
-from shardlib.ops.attention import (
-    merge as attention_merge,
-)
-from shardlib.ops.attention import (
-    torch_kernels,
-)
+from shardlib.ops.attention import cuda as attention_cuda
+from shardlib.ops.attention import math as attention_math
+from shardlib.ops.attention import merge as attention_merge
+from shardlib.ops.attention import torch_kernels
 from shardlib.ops.attention.autograd import Attention
 from shardlib.ops.attention.merge import Merge
 from shardlib.ops.attention.variant import Variant, accumulator, heads_last
-from shardlib.ops.backend_choice import Choice, unavailable, wanted
+from shardlib.ops.backend_choice import Choice, requested_backend, unavailable_error
 
 # --- schema -----------------------------------------------------------------------------------------------------------
 
@@ -82,7 +74,7 @@ def _fake_backward(
 
 
 def _split(variant: tuple[Any, ...], named: dict[str, Any]) -> tuple[Variant, bool]:
-    """The variant, and the flag behind it."""
+    """Splits the arguments into the variant and `need_bias`, which follows it."""
     n = len(Variant._fields)
     need_bias = bool(variant[n] if len(variant) > n else named.pop("need_bias", False))
     return Variant(*variant[:n], **named), need_bias
@@ -99,14 +91,15 @@ torch.library.register_fake("shardlib::attention_backward", _fake_backward, lib=
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> None:
-    """Raise ShardingError with everything that does not fit."""
-    wrong = [*_wrong_shapes(q, k, v, variant), *_wrong_kinds(q, k, v, variant), *_wrong_numbers(variant)]
+    """Raises ShardingError with all arguments that do not fit."""
+    wrong = [*_find_wrong_shapes(q, k, v, variant), *_find_wrong_dtypes(q, k, v, variant)]
+    wrong += _find_wrong_numbers(variant)
     if wrong:
         shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in (("q", q), ("k", k), ("v", v)))
         raise ShardingError(f"attention({shapes}) does not fit", wrong)
 
 
-def _wrong_shapes(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> list[str]:
+def _find_wrong_shapes(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> list[str]:
     if not (q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]):
         return ["q must be [B, H, S, D], k and v [B, KV, T, D]"]
     wrong = []
@@ -127,7 +120,7 @@ def _wrong_shapes(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> list[str
     return wrong
 
 
-def _wrong_kinds(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> list[str]:
+def _find_wrong_dtypes(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> list[str]:
     wrong = []
     if not q.dtype == k.dtype == v.dtype:
         wrong.append(f"q is {_name(q)}, k {_name(k)}, v {_name(v)}: they must be of one dtype")
@@ -142,13 +135,13 @@ def _wrong_kinds(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> list[str]
     if variant.key is not None and variant.key.dtype != torch.int64:
         wrong.append(f"key is int64, not {_name(variant.key)}")
     named = {"q": q, "k": k, "v": v, "mask": variant.mask, "bias": variant.bias, "alibi": variant.alibi}
-    places = {n: str(x.device) for n, x in (named | {"key": variant.key}).items() if x is not None}
-    if len(set(places.values())) > 1:
-        wrong.append(f"{', '.join(f'{n} is on {place}' for n, place in places.items())}: they must be on one device")
+    devices = {n: str(x.device) for n, x in (named | {"key": variant.key}).items() if x is not None}
+    if len(set(devices.values())) > 1:
+        wrong.append(f"{', '.join(f'{n} is on {device}' for n, device in devices.items())}: they must be on one device")
     return wrong
 
 
-def _wrong_numbers(variant: Variant) -> list[str]:
+def _find_wrong_numbers(variant: Variant) -> list[str]:
     wrong = []
     if not 0 <= variant.dropout < 1:
         wrong.append(f"dropout is {variant.dropout}, not in [0, 1)")
@@ -171,7 +164,7 @@ def _name(x: Tensor) -> str:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
-    """The definition in plain ops, slow; it has tangents and gradients of every order. float64 makes a yardstick.
+    """Computes the definition in plain ops: slow, with tangents and gradients of every order.
 
     Example:
         >>> q = torch.zeros(1, 1, 2, 4); k = torch.zeros(1, 1, 3, 4)
@@ -212,17 +205,17 @@ def attention(
     k_offset: int = 0,
     part: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q `[B, H, S, D]` over k, v `[B, KV, T, D]`; returns o `[B, H, S, D]` and lse `[B, H, S]`.
+    """Computes attention of q `[B, H, S, D]` over k, v `[B, KV, T, D]`; returns o `[B, H, S, D]` and lse `[B, H, S]`.
 
-    * causal: a query sees the keys up to its own place. window: only keys less than `window` places away (0: all).
-    * mask: bool, true where a query may look. bias: added to the logits. Both broadcast to `[B, H, S, T]`.
-    * scale: of q k^T, `1 / sqrt(D)` unless given. alibi: slopes float32 `[H]`; `slope * |distance|` is taken off.
-    * dropout: drops that share of the probabilities, by `key` (int64 `[2]`: seed and counter), the same on every device
-      and backend: see `shardlib.ops.random.philox`.
-    * q_offset, k_offset: the places of the first query and key. part: `[first batch, first head, H, S, T]`, of what
-      whole these tensors are a part; only dropout needs it.
+    * causal: a query sees keys up to its own position. window: only keys less than `window` positions away (0: all).
+    * mask: bool, true where a query sees a key. bias: added to the logits. Both broadcast to `[B, H, S, T]`.
+    * scale: of q k^T, by default `1 / sqrt(D)`. alibi: slopes float32 `[H]`; `slope * |distance|` is subtracted.
+    * dropout: the share of probabilities to drop, by `key` (int64 `[2]`: seed and counter), equal on every device and
+      backend: see `shardlib.ops.random.philox`.
+    * q_offset, k_offset: the positions of the first query and key. part: `[first batch, first head, H, S, T]`, the
+      place of these tensors in the whole and its sizes; only dropout needs it.
 
-    Differentiable in q, k, v and bias, through o and lse. Raises ShardingError for what does not fit.
+    Differentiable in q, k, v and bias, through o and lse. Raises ShardingError if arguments do not fit.
 
     Example:
         >>> q, kv = torch.zeros(2, 8, 5, 16), torch.ones(2, 4, 7, 16)
@@ -239,10 +232,9 @@ def attention(
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts, from the o `[B, H, S, D]` and lse `[B, H, S]` of each.
+    """Merges the o `[B, H, S, D]` and lse `[B, H, S]` of two parts into attention over the keys of both.
 
-    The result's o is float32 (float64 when o1 is), whatever the parts are: cast it once, behind the last merge.
-    Differentiable in all four.
+    The result's o is float32, or float64 if o1 is: cast it once, after the last merge. Differentiable in all four.
 
     Example:
         >>> q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
@@ -250,7 +242,7 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
         >>> torch.allclose(merge(*first, *second)[0], attention(q, k, k)[0], atol=1e-6)
         True
     """
-    combine: Any = attention_merge.written_out if is_forward_mode() else Merge.apply
+    combine: Any = attention_merge.merge_with_plain_ops if is_forward_mode() else Merge.apply
     o, lse = combine(o1, lse1, o2, lse2)
     return o, lse
 
@@ -259,13 +251,13 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
 
 
 class Backend(NamedTuple):
-    """One way to compute attention; its functions get an explicit `Variant`.
+    """One way to compute attention; its functions take an explicit `Variant`.
 
-    * `unable(q, k, variant, need_bias)`: why it cannot do this (empty: no word is due), or None when it can.
-    * `way(q, k, variant)`: how it goes about it, in a few words; `reason`: why it is taken.
+    * `find_fault(q, k, variant, need_bias)`: returns why it cannot compute this (maybe empty), or None if it can.
+    * `way(q, k, variant)`: names the kernel that runs; `reason`: why the backend is taken.
     """
 
-    unable: Callable[[Tensor, Tensor, Variant, bool], str | None]
+    find_fault: Callable[[Tensor, Tensor, Variant, bool], str | None]
     way: Callable[[Tensor, Tensor, Variant], str]
     reason: str
     forward: Callable[[Tensor, Tensor, Tensor, Variant], tuple[Tensor, Tensor]]
@@ -275,14 +267,14 @@ class Backend(NamedTuple):
 # In the order of preference.
 BACKENDS: Mapping[str, Backend] = {
     "cuda": Backend(
-        attention_cuda.unable,
+        attention_cuda.find_fault,
         attention_cuda.way,
         "shardlib's own kernel",
         attention_cuda.forward,
         attention_cuda.backward,
     ),
     "torch": Backend(
-        torch_kernels.unable,
+        torch_kernels.find_fault,
         torch_kernels.way,
         "torch's own kernel",
         torch_kernels.forward,
@@ -295,9 +287,9 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 def choose(q: Tensor, k: Tensor, variant: Variant, need_bias: bool = False) -> Choice:
-    """Which backend computes attention of these tensors, and why; `need_bias`: its backward with a bias's gradient.
+    """Chooses the backend for attention of these tensors; `need_bias`: for a backward with a bias's gradient.
 
-    `SHARDLIB_OPS` may name one. "torch" is torch's kernels, or its plain ops ("math") for what the kernels cannot do.
+    `SHARDLIB_OPS` may name one. "torch" is torch's kernels, or plain ops ("math") where the kernels cannot run.
 
     Example:
         >>> print(choose(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8), Variant()))
@@ -305,22 +297,19 @@ def choose(q: Tensor, k: Tensor, variant: Variant, need_bias: bool = False) -> C
         >>> print(choose(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 0, 8), Variant()))
         math: a size is 0
     """
-    want = wanted("attention")
+    want = requested_backend("attention")
     candidates = tuple(BACKENDS) if want is None else ("torch", "math") if want == "torch" else (want,)
-    why_not = None
+    fault = None
     for name in candidates:
         backend = BACKENDS.get(name)
-        reason, why_not = (
-            why_not,
-            backend.unable(q, k, variant, need_bias) if backend else "it is not part of this build",
-        )
-        if backend and why_not is None:
+        reason, fault = fault, "it is not part of this build"
+        if backend and (fault := backend.find_fault(q, k, variant, need_bias)) is None:
             return Choice(name, backend.way(q, k, variant), reason or backend.reason)
-    raise unavailable("attention", want or "math", why_not or "")
+    raise unavailable_error("attention", want or "math", fault or "")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *variant: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """The op itself, by the chosen backend; a program may call it past the dispatcher."""
+    """Runs the op on the chosen backend; programs call it directly, without the dispatcher."""
     how = Variant(*variant, **named).explicit(q, k)
     return BACKENDS[choose(q, k, how).backend].forward(q, k, v, how)
 
@@ -336,12 +325,12 @@ def backward(
     *variant: Any,
     **named: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k, v and, when it is asked for, bias, by the chosen backend."""
-    given, need_bias = _split(variant, named)
-    how = given.explicit(q, k)
-    run = BACKENDS[choose(q, k, how, need_bias).backend].backward
-    dq, dk, dv, dbias = run(grad_o, grad_lse, q, k, v, o, lse, how, need_bias)
-    return dq, dk, dv, dbias if dbias is None or given.bias is None else dbias.reshape(given.bias.shape)
+    """Computes the gradients of q, k, v and, with `need_bias`, of the bias, on the chosen backend."""
+    original, need_bias = _split(variant, named)
+    explicit = original.explicit(q, k)
+    run = BACKENDS[choose(q, k, explicit, need_bias).backend].backward
+    dq, dk, dv, dbias = run(grad_o, grad_lse, q, k, v, o, lse, explicit, need_bias)
+    return dq, dk, dv, dbias if dbias is None or original.bias is None else dbias.reshape(original.bias.shape)
 
 
 _LIB.impl("attention", forward, "CompositeExplicitAutograd")

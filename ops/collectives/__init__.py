@@ -1,1 +1,1 @@
-"""Collectives: one file an op, over whichever transport is picked."""
+"""Collectives: one file per op, over the transport that `transport/pick.py` picks."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardlib.core.torch_private import c10d_functional
 from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives.transport import cuda_wire
-from shardlib.ops.collectives.transport.flat_messages import by_dtype, combine, pack, settled
+from shardlib.ops.collectives.transport.flat_messages import combine, group_by_dtype, pack, resolve_views
 from shardlib.ops.collectives.transport.groups import GroupHandle
 from shardlib.ops.collectives.transport.pick import NCCL, pick
 from shardlib.ops.collectives.transport.shm_channel import Recipe
@@ -23,15 +23,15 @@ from shardlib.ops.collectives.transport.shm_streams import (
     REDUCE,
     REDUCE_GATHER,
     Block,
-    Like,
     Message,
-    dense,
-    irreducible,
-    likes,
-    sources,
-    up,
+    TensorMeta,
+    align,
+    choose_sources,
+    dense_meta,
+    find_reduce_fault,
+    metas_key,
 )
-from shardlib.ops.collectives.transport.torch_wire import Handle, exchange, gather, wait
+from shardlib.ops.collectives.transport.torch_wire import Handle, exchange, first_result, gather, wait
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: an exchange wins while a member sends less than 1 MB
 # (1.3 to 2 times faster than the ring), two rounds of one up to 4 MB (1.1 to 1.3 times), the ring above.
@@ -47,13 +47,13 @@ _NATIVE = {
 
 
 def reference(shards: Sequence[Tensor], kind: str = "sum") -> list[Tensor]:
-    """All members at once; they share one result."""
+    """Computes the results of all members, which share one tensor."""
     out = shards[0] if len(shards) == 1 else combine(shards, kind).contiguous()
     return [out] * len(shards)
 
 
-def natively(dtype: torch.dtype, kind: str, backend: str) -> str | None:
-    """Why the backend's own reduction will not do; None when it will."""
+def find_native_fault(dtype: torch.dtype, kind: str, backend: str) -> str | None:
+    """Returns why the backend's own reduction is not exact, or None if it is."""
     if dtype not in _NATIVE[backend]:
         return f"{backend} does not reduce {str(dtype).removeprefix('torch.')} exactly"
     if kind != "sum" and dtype.is_floating_point:
@@ -62,7 +62,7 @@ def natively(dtype: torch.dtype, kind: str, backend: str) -> str | None:
 
 
 def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """How `nbytes` are reduced over `n` members; see `pick` for the transport and for `why`.
+    """Chooses the way to reduce `nbytes` over `n` members; see `pick` for `transport` and `why`.
 
     Example:
         >>> print(choose(1 << 23, True, torch.int32, "sum", "nccl", 4))
@@ -75,15 +75,15 @@ def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: st
     else:
         step = Choice("shm", "two_steps", "each member adds up a part, then reads the others'")
     torch_way = _over_torch(nbytes, dtype, kind, transport, n)
-    cuda = cuda_wire.serve("all_reduce", nbytes, even, dtype, kind, n)
-    return pick("all_reduce", transport, why, irreducible(dtype, kind) or step, torch_way, cuda)
+    cuda = cuda_wire.choose_form("all_reduce", nbytes, even, dtype, kind, n)
+    return pick("all_reduce", transport, why, find_reduce_fault(dtype, kind) or step, torch_way, cuda)
 
 
 def _over_torch(nbytes: int, dtype: torch.dtype, kind: str, transport: str, n: int) -> Choice:
     backend = "nccl" if transport in NCCL else "gloo"
     if backend == "gloo" and n == 2:
         return Choice("torch", "exchange", "two members: each sends the other its own, and adds")
-    fault = natively(dtype, kind, backend)
+    fault = find_native_fault(dtype, kind, backend)
     small = nbytes * (n - 1) <= _EXCHANGE_BYTES
     if fault:
         return Choice("torch", "exchange" if small else "scatter_gather", fault)
@@ -101,44 +101,45 @@ def start(x: Tensor, group: GroupHandle, kind: str = "sum") -> Handle[Tensor]:
     if group.size == 1:
         return Handle(lambda: x)
     if group.shm is not None:
-        many = start_many([x], group, kind).finish
-        return Handle(lambda: many()[0])
+        return first_result(start_many([x], group, kind))
     flat = _start_flat(x.contiguous().view(-1), group, kind, fresh=False).finish
     return Handle(lambda: flat().view(x.shape))
 
 
 def start_many(xs: Sequence[Tensor], group: GroupHandle, kind: str = "sum") -> Handle[list[Tensor]]:
-    """Begin to reduce several tensors in one message (one for every dtype among them)."""
+    """Begin to reduce several tensors in one message per dtype."""
     if group.size == 1:
         return Handle(lambda: list(xs))
     if group.shm is not None:
-        xs = settled(xs)
-        key = ("all_reduce", kind, likes(xs))
-        if flying := group.shm.start(key, lambda: _recipe(list(map(Like.of, xs)), group, kind), xs):
-            return Handle(flying.finish)
-    parts = [
-        (which, _start_flat(pack([xs[i] for i in which]), group, kind, fresh=True).finish) for which in by_dtype(xs)
+        xs = resolve_views(xs)
+        key = ("all_reduce", kind, metas_key(xs))
+        if transfer := group.shm.start(key, lambda: _recipe(list(map(TensorMeta.from_tensor, xs)), group, kind), xs):
+            return Handle(transfer.finish)
+    messages = [
+        (positions, _start_flat(pack([xs[i] for i in positions]), group, kind, fresh=True))
+        for positions in group_by_dtype(xs)
     ]
 
-    def land() -> list[Tensor]:
+    def finish() -> list[Tensor]:
         out = list(xs)
-        for which, flat in parts:
-            for i, piece in zip(which, flat().split_with_sizes([xs[i].numel() for i in which]), strict=True):
-                out[i] = piece.view(xs[i].shape)
+        for positions, pending in messages:
+            flats = pending.finish().split_with_sizes([xs[i].numel() for i in positions])
+            for i, flat in zip(positions, flats, strict=True):
+                out[i] = flat.view(xs[i].shape)
         return out
 
-    return Handle(land)
+    return Handle(finish)
 
 
-def _recipe(xs: Sequence[Like], group: GroupHandle, kind: str) -> Recipe | None:
-    """All tensors are one stream, of which each member reduces all, or one n-th that the others then read."""
+def _recipe(xs: Sequence[TensorMeta], group: GroupHandle, kind: str) -> Recipe | None:
+    """Makes one stream of all tensors. A member reduces all of it, or one n-th of it, which the others then read."""
     n, me = group.size, group.position
     nbytes = sum(x.nbytes for x in xs)
     choices = [choose(nbytes, True, x.dtype, kind, group.transport, n, group.why) for x in xs]
     if any(choice.backend != "shm" for choice in choices):
         return None
-    sent, packed = sources(xs)
-    outs = [dense(x.shape, x.dtype) for x in xs]
+    sent, packed = choose_sources(xs)
+    outs = [dense_meta(x.shape, x.dtype) for x in xs]
     message = Message(n, me, REDUCE if choices[0].way == "one_step" else REDUCE_GATHER, kind)
     source = message.stream(Block(j, x) for j, x in enumerate(sent))
     result = message.stream(Block(len(xs) + j, out) for j, out in enumerate(outs))
@@ -147,12 +148,12 @@ def _recipe(xs: Sequence[Like], group: GroupHandle, kind: str) -> Recipe | None:
         message.receive(result)
     else:
         total = message.lengths[source]
-        slice_ = up(-(-total // n))
+        slice_ = align(-(-total // n))
         for begin in range(0, n * slice_, max(slice_, LINE)):
             length = max(0, min(slice_, total - begin))
             message.send(source, begin, length)
             message.receive(result, begin, length)
-    return Recipe(message.words(nbytes), tuple(outs), packed)
+    return Recipe(message.encode(nbytes), tuple(outs), packed)
 
 
 def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) -> Handle[Tensor]:
@@ -167,14 +168,14 @@ def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) 
         buffer = (c10d_functional.all_reduce_ if fresh else c10d_functional.all_reduce)(message, kind, group.name)
         return Handle(lambda: (message, wait(buffer))[1])
     if choice.way == "exchange":
-        flight = gather(message, [count] * n, group, "exchange", own=False)
-        return Handle(lambda: combine(flight.pieces(), kind))
-    # Each member reduces one n-th, then all gather; the second round starts when the first is waited for.
+        pending = gather(message, [count] * n, group, "exchange", own=False)
+        return Handle(lambda: combine(pending.parts(), kind))
+    # Each member reduces one n-th, then all gather. The gather starts in `finish`.
     counts = [(count * (i + 1)) // n - (count * i) // n for i in range(n)]
     scattered = exchange(message, counts, [counts[group.position]] * n, group)
 
-    def land() -> Tensor:
-        mine = combine(scattered.pieces(), kind)
+    def finish() -> Tensor:
+        mine = combine(scattered.parts(), kind)
         return gather(mine, counts, group, "exchange" if group.backend == "gloo" else "padded").flat()
 
-    return Handle(land)
+    return Handle(finish)

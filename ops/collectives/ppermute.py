@@ -15,18 +15,27 @@ from torch import Tensor
 
 from shardlib.core.errors import ShardingError
 from shardlib.ops.backend_choice import Choice
-from shardlib.ops.collectives.transport.flat_messages import settled
+from shardlib.ops.collectives.transport.flat_messages import resolve_views
 from shardlib.ops.collectives.transport.groups import GroupHandle
 from shardlib.ops.collectives.transport.pick import pick
 from shardlib.ops.collectives.transport.shm_channel import Recipe
-from shardlib.ops.collectives.transport.shm_streams import COPY, Block, Like, Message, dense, likes, sources, up
+from shardlib.ops.collectives.transport.shm_streams import (
+    COPY,
+    Block,
+    Message,
+    TensorMeta,
+    align,
+    choose_sources,
+    dense_meta,
+    metas_key,
+)
 from shardlib.ops.collectives.transport.torch_wire import Handle, exchange
 
 Pairs = Sequence[tuple[int, int]]
 
 
 def reference(shards: Sequence[Tensor], pairs: Pairs, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
-    """All members at once; a result is its sender's tensor itself, so `shapes` says nothing new."""
+    """Computes the results of all members. A result is its sender's tensor itself, so `shapes` is not needed."""
     check(pairs, len(shards))
     source = {dst: src for src, dst in pairs}
     return [shards[source[i]] if i in source else torch.zeros_like(x) for i, x in enumerate(shards)]
@@ -47,7 +56,7 @@ def check(pairs: Pairs, n: int) -> None:
 
 
 def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """How `nbytes` move to another member; see `pick` for the transport and for `why`.
+    """Chooses the way to send `nbytes` to another member; see `pick` for `transport` and `why`.
 
     Example:
         >>> print(choose(1 << 22, True, torch.float32, "", "shm", 4))
@@ -59,7 +68,10 @@ def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: st
 
 
 def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence[int]] | None = None) -> Handle[Tensor]:
-    """Begin to move `x` along `pairs` of (source, destination) positions; `shapes` by member, where they differ."""
+    """Begin to move `x` along `pairs` of (source, destination) positions.
+
+    `shapes` holds every member's shape, where they differ.
+    """
     n, me = group.size, group.position
     check(pairs, n)
     source = {dst: src for src, dst in pairs}.get(me)
@@ -70,11 +82,11 @@ def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence
     if n == 1:
         return Handle(lambda: torch.zeros_like(x) if source is None else x)
     if group.shm is not None:
-        (x,) = settled([x])
-        every = tuple(map(tuple, shapes)) if shapes is not None else None
-        key = ("ppermute", likes([x]), tuple(map(tuple, pairs)), every)
-        if flying := group.shm.start(key, lambda: _recipe(Like.of(x), pairs, every, group), [x]):
-            return Handle(lambda: (flying.finish() or [x.new_zeros(shape)])[0])
+        (x,) = resolve_views([x])
+        all_shapes = tuple(map(tuple, shapes)) if shapes is not None else None
+        key = ("ppermute", metas_key([x]), tuple(map(tuple, pairs)), all_shapes)
+        if transfer := group.shm.start(key, lambda: _recipe(TensorMeta.from_tensor(x), pairs, all_shapes, group), [x]):
+            return Handle(lambda: (transfer.finish() or [x.new_zeros(shape)])[0])
     send, receive = [0] * n, [0] * n
     for src, dst in pairs:
         if src == me:
@@ -82,27 +94,27 @@ def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence
     if source is not None:
         receive[source] = math.prod(shape)
     message = x.contiguous().view(-1) if any(send) else x.new_empty(0)
-    flight = exchange(message, send, receive, group)
+    pending = exchange(message, send, receive, group)
 
-    def land() -> Tensor:
-        arrived = flight.flat()
+    def finish() -> Tensor:
+        arrived = pending.flat()
         return x.new_zeros(shape) if source is None else arrived.view(shape)
 
-    return Handle(land)
+    return Handle(finish)
 
 
-def _recipe(x: Like, pairs: Pairs, shapes: Sequence[Sequence[int]] | None, group: GroupHandle) -> Recipe | None:
-    """A sender's tensor is one stream; all others send and receive nothing."""
+def _recipe(x: TensorMeta, pairs: Pairs, shapes: Sequence[Sequence[int]] | None, group: GroupHandle) -> Recipe | None:
+    """Makes one stream of a sender's tensor; a member that is in no pair has empty streams."""
     n, me = group.size, group.position
-    theirs = [dense(x.shape if shapes is None else shapes[i], x.dtype) for i in range(n)]
-    longest = max((up(theirs[source].nbytes) for source, _ in pairs), default=0)
+    theirs = [dense_meta(x.shape if shapes is None else shapes[i], x.dtype) for i in range(n)]
+    longest = max((align(theirs[source].nbytes) for source, _ in pairs), default=0)
     if choose(longest, shapes is None, x.dtype, "", group.transport, n, group.why).backend != "shm":
         return None
-    (sent,), packed = sources([x])
+    (sent,), packed = choose_sources([x])
     source = {dst: src for src, dst in pairs}.get(me)
     outs = () if source is None else (theirs[source],)
     message = Message(n, me, COPY)
     message.send(message.stream([Block(0, sent)] if any(src == me for src, _ in pairs) else []))
     for i in range(n):
         message.receive(message.stream([Block(1, out) for out in outs if i == source]))
-    return Recipe(message.words(sum(out.nbytes for out in outs), longest), outs, packed)
+    return Recipe(message.encode(sum(out.nbytes for out in outs), longest), outs, packed)

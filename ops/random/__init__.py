@@ -1,1 +1,1 @@
-"""Random draws by place: the op, its generator, its distributions, its host kernel."""
+"""Random draws by element index: the op, its generator, its distributions, its host kernel."""

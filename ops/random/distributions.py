@@ -1,7 +1,7 @@
-"""Random words as numbers of some distribution, by torch's elementary arithmetic.
+"""Converts random words to numbers of a distribution, by torch's elementary arithmetic.
 
-Every value is made of additions, multiplications, divisions and square roots, rounded to nearest everywhere. So
-`cuda/random.cpp`, which does the same steps, and any device find the same bits. A change here is a change there.
+Every value results from additions, multiplications, divisions and square roots, which every device rounds to nearest.
+So every device, and `cuda/random.cpp` with the same steps, computes the same bits. Change both files together.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ KINDS = ("word", "long", "bernoulli", "uniform", "normal", "exponential", "cauch
 
 
 @dataclass(frozen=True)
-class Number:
-    """A floating dtype, the integers of its size, and how exactly things are computed in it."""
+class FloatFormat:
+    """A floating dtype, the integer dtype of its size, and the precision of computations in it."""
 
     dtype: torch.dtype
     integer: torch.dtype
@@ -26,29 +26,29 @@ class Number:
     root_half: int  # the bits of sqrt(1/2)
     log_terms: int
     sine_terms: int
-    angle: int  # bits of a random angle that are used, and of a random number
-    open: int
+    angle: int  # bits of a random word that make an angle
+    open: int  # bits of a random word that make a number between 0 and 1, both excluded
 
 
-SINGLE = Number(torch.float32, torch.int32, 32, 24, 0x3F3504F3, 4, 4, 32, 31)
-DOUBLE = Number(torch.float64, torch.int64, 64, 53, 0x3FE6A09E667F3BCD, 10, 8, 55, 53)
+SINGLE = FloatFormat(torch.float32, torch.int32, 32, 24, 0x3F3504F3, 4, 4, 32, 31)
+DOUBLE = FloatFormat(torch.float64, torch.int64, 64, 53, 0x3FE6A09E667F3BCD, 10, 8, 55, 53)
 
 
 def elements_per_block(kind: str, dtype: torch.dtype) -> int:
-    """How many elements share an evaluation of Philox: two where an element takes 64 bits, four where it takes 32."""
+    """Returns how many elements share an evaluation of Philox: two of 64 bits, or four of 32."""
     return 2 if kind == "long" or (dtype == torch.float64 and kind != "bernoulli") else 4
 
 
-def values(kind: str, dtype: torch.dtype, words: Tensor, p: int) -> Tensor:
-    """The elements `[n, 4 or 2]` of the blocks whose words are `[n, 4]` (int64, from 0 to 2^32 - 1).
+def compute_values(kind: str, dtype: torch.dtype, words: Tensor, p: int) -> Tensor:
+    """Computes the elements `[n, 4 or 2]` of the blocks whose words are `[n, 4]` (int64, from 0 to 2^32 - 1).
 
     * `word`, `long`: int64 of 32 and of 63 bits. `bernoulli`: 1 where the word is below p, of any dtype.
     * `uniform`: from 0 to below 1, of p binary digits. `normal`, `exponential`, `cauchy`: of their standard form.
 
     Example:
-        >>> values("uniform", torch.float32, torch.tensor([[0, 1 << 31, 3 << 30, 1 << 30]]), 24)
+        >>> compute_values("uniform", torch.float32, torch.tensor([[0, 1 << 31, 3 << 30, 1 << 30]]), 24)
         tensor([[0.0000, 0.5000, 0.7500, 0.2500]])
-        >>> values("bernoulli", torch.bool, torch.tensor([[0, 1 << 31, 3 << 30, 1 << 30]]), 1 << 31)
+        >>> compute_values("bernoulli", torch.bool, torch.tensor([[0, 1 << 31, 3 << 30, 1 << 30]]), 1 << 31)
         tensor([[ True, False, False,  True]])
     """
     if kind == "word":
@@ -58,32 +58,32 @@ def values(kind: str, dtype: torch.dtype, words: Tensor, p: int) -> Tensor:
     number = DOUBLE if elements_per_block(kind, dtype) == 2 else SINGLE
     w = words if number is SINGLE else words[:, 1::2] << 32 | words[:, ::2]
     if kind == "long":
-        return _high(w, 63, number)
+        return _high_bits(w, 63, number)
     if kind == "uniform":
-        return _high(w, p, number).to(dtype) * 2.0**-p
+        return _high_bits(w, p, number).to(dtype) * 2.0**-p
     if kind == "exponential":
         return _exponential(w, number)
-    if kind == "cauchy":  # the tangent of half the angle that a uniform number is: it repeats after half a turn
-        sine, cosine = _turn(_high(w, number.bits - 1, number), number)
+    if kind == "cauchy":  # the tangent of a uniform angle; its period is half a turn, so one bit less will do
+        sine, cosine = _sine_cosine(_high_bits(w, number.bits - 1, number), number)
         return sine / cosine
     e = _exponential(w[:, ::2], number)  # Box and Muller (1958): neighbors share a radius
     radius = _sqrt(e + e)
-    sine, cosine = _turn(w[:, 1::2], number)
+    sine, cosine = _sine_cosine(w[:, 1::2], number)
     return torch.stack([radius * cosine, radius * sine], -1).flatten(1)
 
 
-def _high(w: Tensor, n: int, number: Number) -> Tensor:
-    """The n highest bits of what is unsigned, although int64 may show it as a negative number."""
+def _high_bits(w: Tensor, n: int, number: FloatFormat) -> Tensor:
+    """Returns the n highest bits of unsigned words, which int64 may show as negative numbers."""
     return (w >> (number.bits - n)) & ((1 << n) - 1)
 
 
-def _exponential(w: Tensor, number: Number) -> Tensor:
-    """-log(u) for u uniform between 0 and 1.
+def _exponential(w: Tensor, number: FloatFormat) -> Tensor:
+    """Computes -log(u) for u uniform between 0 and 1.
 
-    With u = 2^e m, m from sqrt(1/2) to sqrt(2), log m is 2 artanh(s) by its series in s = (m - 1) / (m + 1). Never 0:
-    where u is rounded to 1, it is the middle of what that stands for.
+    With u = 2^e m, m from sqrt(1/2) to sqrt(2), log m is 2 artanh(s) by its series in s = (m - 1) / (m + 1). It is
+    never 0: for a u that rounds to 1 the result is the middle of the interval that 1 stands for.
     """
-    u = (_high(w, number.open, number).to(number.dtype) + 0.5) * 2.0**-number.open
+    u = (_high_bits(w, number.open, number).to(number.dtype) + 0.5) * 2.0**-number.open
     i = u.view(number.integer)
     e = (i - number.root_half) >> (number.digits - 1)
     m = (i - e * (1 << (number.digits - 1))).view(number.dtype)
@@ -97,10 +97,9 @@ def _exponential(w: Tensor, number: Number) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """The square root, rounded to nearest: torch's kernels for the CPU may be one bit off.
+    """Computes the square root, rounded to nearest; torch's kernels for the CPU may be off by one bit.
 
-    In double precision by a step of Newton's with an exact remainder: the square's rounding error is that of Dekker's
-    product of halves (1971).
+    In double precision, a Newton step corrects it by an exact remainder (the error of the square by Dekker, 1971).
     """
     if x.dtype == torch.float32:
         return x.double().sqrt().float()
@@ -112,8 +111,8 @@ def _sqrt(x: Tensor) -> Tensor:
     return y + ((x - square) - lost) / (2.0 * y)
 
 
-def _turn(w: Tensor, number: Number) -> tuple[Tensor, Tensor]:
-    """Sine and cosine of the angle 2 pi w / 2^bits: quarter turns, and at most an eighth of one on either side."""
+def _sine_cosine(w: Tensor, number: FloatFormat) -> tuple[Tensor, Tensor]:
+    """Computes sine and cosine of the angle 2 pi w / 2^bits: quarter turns, and a rest of at most an eighth turn."""
     quarters = ((w + (1 << (number.bits - 3))) >> (number.bits - 2)) & 3
     rest = w - (quarters << (number.bits - 2))
     if number is SINGLE:  # as a signed number of 32 bits

@@ -16,11 +16,6 @@ _TYPES = {torch.bool: 0, torch.int64: 1, torch.float32: 2, torch.float64: 3}
 _MASK = (1 << 64) - 1
 
 
-def library() -> ctypes.CDLL | Missing:
-    """The library that has `shardlib_random`, or why there is none."""
-    return native_libs.host()
-
-
 def draw(
     seed: int,
     counter: int,
@@ -32,9 +27,9 @@ def draw(
     dtype: torch.dtype,
     p: int,
 ) -> Tensor:
-    """A contiguous CPU tensor of shape `size`; the arguments are those of `ops/random/op.py`, and are right."""
-    host = library()
-    assert not isinstance(host, Missing), "the choice was made before"
+    """Returns a contiguous CPU tensor of shape `size`; takes checked arguments of `ops/random/op.py`."""
+    host = native_libs.host()
+    assert not isinstance(host, Missing), "`choose` has checked it"
     out = torch.empty(list(size), dtype=dtype)
     ints = ctypes.c_int64 * len(size)
     host.shardlib_random(

@@ -1,10 +1,10 @@
-"""Numbers of one distribution for a part of a tensor: every element is drawn from its own place in the whole.
+"""Numbers of one distribution for a part of a tensor: every element depends on its index in the whole only.
 
 Shapes: key scalar, int64; out `size`, the part that begins at `first` in a tensor of shape `whole`. `key` and `counter`
-name the draw (they are seed and counter of `ops/random/philox.py`), the element's row-major index names the number in
-it. So devices that hold the same element draw the same number, and nothing is communicated.
+identify the draw (they are seed and counter of `ops/random/philox.py`); the element's row-major index identifies the
+number in it. So devices that hold the same element draw the same number without communication.
 
-A program has one key, which it draws anew in every call (`call_key`), and gives each of its draws a counter of its own.
+A program draws one new key in every call (`call_key`), and gives each of its draws a counter of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from shardlib.build.build_recipe import Missing
 from shardlib.core.errors import ShardingError
-from shardlib.ops.backend_choice import Choice, unavailable, wanted
+from shardlib.ops import native_libs
+from shardlib.ops.backend_choice import Choice, requested_backend, unavailable_error
 from shardlib.ops.random import host as random_host
 from shardlib.ops.random import philox
-from shardlib.ops.random.distributions import KINDS, elements_per_block, values
+from shardlib.ops.random.distributions import KINDS, compute_values, elements_per_block
 
 # --- schema -----------------------------------------------------------------------------------------------------------
 
@@ -37,28 +38,18 @@ _LIB.define(
 _LIB.define("numbered_key(Tensor key, int counter) -> Tensor")
 _LIB.define("fresh_key(*, Device device) -> Tensor", tags=_SEEDED)
 
-KEYS = 1 << 62  # keys and counters are below
+KEYS = 1 << 62  # the limit of keys and counters
 
 # --- fake -------------------------------------------------------------------------------------------------------------
 
 
-def _fake(
-    key: Tensor,
-    like: Tensor | None,
-    counter: int,
-    kind: str,
-    size: Sequence[int],
-    first: Sequence[int],
-    whole: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    p: int = 0,
-) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
-
-
-torch.library.register_fake("shardlib::draw", _fake, lib=_LIB)
+torch.library.register_fake(
+    "shardlib::draw",
+    lambda key, like, counter, kind, size, first, whole, *, dtype, device, p=0: torch.empty(
+        size, dtype=dtype, device=device
+    ),
+    lib=_LIB,
+)
 torch.library.register_fake(
     "shardlib::call_key",
     lambda generator=0, *, device, lead=1, apart=False, keep=False: torch.empty((), dtype=torch.int64, device=device),
@@ -73,8 +64,8 @@ torch.library.register_fake(
 
 # --- reference --------------------------------------------------------------------------------------------------------
 
-_BLOCKS = {"cpu": 1 << 14}  # evaluated at once: in the cache of a processor, or enough for a whole card
-_MANY = 1 << 22
+_BLOCKS = {"cpu": 1 << 14}  # evaluated at once, by device type: they fit in a processor's cache
+_DEFAULT_BLOCKS = 1 << 22  # enough to fill a GPU
 
 
 def reference(
@@ -89,7 +80,7 @@ def reference(
     device: torch.device,
     p: int = 0,
 ) -> Tensor:
-    """The definition, on any device.
+    """Computes the definition, on any device.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -99,28 +90,30 @@ def reference(
         True
     """
     per = elements_per_block(kind, dtype)
-    starts, run = _rows(size, first, whole, device)
+    starts, run = _find_rows(size, first, whole, device)
     if not starts.numel() or not run:
         return torch.empty(list(size), dtype=dtype, device=device)
     count = -(-(per - 1 + run) // per)  # blocks that a row may touch
     block = ((starts // per)[:, None] + torch.arange(count, device=device)).flatten()
-    step = _BLOCKS.get(device.type, _MANY)
-    parts = [values(kind, dtype, philox.words(seed, counter, b), p) for b in torch.split(block, step)]
+    step = _BLOCKS.get(device.type, _DEFAULT_BLOCKS)
+    parts = [compute_values(kind, dtype, philox.words(seed, counter, b), p) for b in torch.split(block, step)]
     drawn = torch.cat(parts).view(len(starts), count * per)
-    place = (starts % per)[:, None] + torch.arange(run, device=device)
-    return drawn.gather(1, place).view(list(size))
+    index = (starts % per)[:, None] + torch.arange(run, device=device)
+    return drawn.gather(1, index).view(list(size))
 
 
-def _rows(size: Sequence[int], first: Sequence[int], whole: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """The indices at which rows of neighbors begin, and how long each row is."""
+def _find_rows(
+    size: Sequence[int], first: Sequence[int], whole: Sequence[int], device: torch.device
+) -> tuple[Tensor, int]:
+    """Returns the first indices of runs of consecutive elements, and the length of a run."""
     run, outer = 1, len(size)
     while outer and (outer == len(size) or size[outer] == whole[outer]):
         outer -= 1
         run *= size[outer]
     starts = torch.zeros((), dtype=torch.int64, device=device)
-    for d, (n, begin, of) in enumerate(zip(size, first, whole, strict=True)):
-        places = torch.arange(begin, begin + n if d < outer else begin + 1, device=device)
-        starts = starts[..., None] * of + places
+    for d, (n, begin, total) in enumerate(zip(size, first, whole, strict=True)):
+        indices = torch.arange(begin, begin + n if d < outer else begin + 1, device=device)
+        starts = starts[..., None] * total + indices
     return starts.flatten(), run
 
 
@@ -128,18 +121,18 @@ def _rows(size: Sequence[int], first: Sequence[int], whole: Sequence[int], devic
 
 
 def choose(device: torch.device) -> Choice:
-    """Which backend draws on a device, and why; both give the same bits. `SHARDLIB_OPS` may name one.
+    """Chooses the backend that draws on a device; both draw the same bits. `SHARDLIB_OPS` may name one.
 
     Example:
         >>> choose(torch.device("meta")).backend
         'torch'
     """
-    want = wanted("random")
-    host = random_host.library() if device.type == "cpu" else Missing(f"{device.type} is not the CPU")
+    want = requested_backend("random")
+    host = native_libs.host() if device.type == "cpu" else Missing(f"{device.type} is not the CPU")
     if want == "torch" or (want is None and isinstance(host, Missing)):
         return Choice("torch", "", "SHARDLIB_OPS" if want else str(host))
     if isinstance(host, Missing):
-        raise unavailable("random", "host", str(host))
+        raise unavailable_error("random", "host", str(host))
     return Choice("host", "", "shardlib's own code")
 
 
@@ -156,7 +149,7 @@ def forward(
     device: torch.device,
     p: int = 0,
 ) -> Tensor:
-    """The op itself, by the chosen backend. `like` says where the result lies; its values are not read.
+    """Runs the op on the chosen backend. `like` has the result's layout; its values are not read.
 
     `kind` is one of `KINDS`, whose numbers `ops/random/distributions.py` defines; `dtype` is int64 for `word` and
     `long`, float32 or float64 otherwise, and may be bool for `bernoulli`.
@@ -165,7 +158,7 @@ def forward(
     device = torch.device(device)
     if choose(device).backend == "host":
         return random_host.draw(int(key), counter, kind, size, first, whole, dtype=dtype, p=p)
-    seed = int(key) if key.device.type == "cpu" else key.to(device)  # a number travels with a kernel
+    seed = int(key) if key.device.type == "cpu" else key.to(device)  # a number needs no copy to the device
     return reference(seed, counter, kind, size, first, whole, dtype=dtype, device=device, p=p)
 
 
@@ -173,7 +166,7 @@ _DTYPES = {"word": (torch.int64,), "long": (torch.int64,), "bernoulli": (torch.b
 
 
 def check(kind: str, size: Sequence[int], first: Sequence[int], whole: Sequence[int], dtype: torch.dtype) -> None:
-    """Raise ShardingError with everything that does not fit."""
+    """Raises ShardingError with all arguments that do not fit."""
     wrong = []
     if kind not in KINDS:
         wrong.append(f"there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
@@ -181,7 +174,7 @@ def check(kind: str, size: Sequence[int], first: Sequence[int], whole: Sequence[
         wrong.append(f"{kind} numbers are not drawn as {dtype}")
     if not len(size) == len(first) == len(whole):
         wrong.append("size, first and whole have an entry for every dim")
-    elif any(n and not 0 <= begin <= of - n for n, begin, of in zip(size, first, whole, strict=True)):
+    elif any(n and not 0 <= begin <= total - n for n, begin, total in zip(size, first, whole, strict=True)):
         wrong.append(f"a part of size {list(size)} at {list(first)} does not lie in {list(whole)}")
     if math.prod(whole) >= KEYS:
         wrong.append(f"{math.prod(whole)} elements are too many to number them")
@@ -195,38 +188,38 @@ def check(kind: str, size: Sequence[int], first: Sequence[int], whole: Sequence[
 _generators: list[torch.Generator | None] = [None]
 
 
-def number_of(generator: torch.Generator | None) -> int:
-    """What stands for a generator in a program, which keeps it alive; 0 is torch's own for the CPU."""
-    known = next((i for i, g in enumerate(_generators) if g is generator), None)
-    if known is None:
-        known = len(_generators)
+def generator_number(generator: torch.Generator | None) -> int:
+    """Returns a generator's number in programs, and keeps the generator alive; 0 is torch's default for the CPU."""
+    number = next((i for i, g in enumerate(_generators) if g is generator), None)
+    if number is None:
+        number = len(_generators)
         _generators.append(generator)
-    return known
+    return number
 
 
 def call_key(
     generator: int = 0, *, device: torch.device, lead: int = 1, apart: bool = False, keep: bool = False
 ) -> Tensor:
-    """The key of one call, int64 scalar: a number from a generator.
+    """Draws the key of one call, int64 scalar, from a generator.
 
-    On a mesh only the first device (`lead`) decides: others give 0, and what is used is the sum over all. A process
-    that has a device for itself (`apart`) draws all the same, so that generators that were alike stay alike. With
-    `keep` the generator is set back: the next call has the same key.
+    On a mesh the key is the sum over all devices: only the first device (`lead`) returns a number, others return 0. A
+    process per device (`apart`) draws in any case, so that equal generators stay equal. With `keep` the generator's
+    state is restored: the next call has the same key.
     """
     own = _generators[generator]
     before = (own or torch.default_generator).get_state() if keep else None
-    where = torch.device("cpu") if own is None else own.device
-    drawn = torch.randint(KEYS, (), generator=own, device=where) if lead or apart else None
+    source = torch.device("cpu") if own is None else own.device
+    drawn = torch.randint(KEYS, (), generator=own, device=source) if lead or apart else None
     if before is not None:
         (own or torch.default_generator).set_state(before)
-    if drawn is not None and lead and where.type == torch.device(device).type:
+    if drawn is not None and lead and source.type == torch.device(device).type:
         return drawn.to(device)
-    # A number travels with the kernel that writes it: nobody waits for a GPU, as a copy from the CPU would.
+    # `full` passes the number to the kernel; a copy from the CPU would wait for the GPU.
     return torch.full((), int(drawn) if drawn is not None and lead else 0, dtype=torch.int64, device=device)
 
 
 def numbered_key(key: Tensor, counter: int) -> Tensor:
-    """Seed and counter, int64 `[2]`, as attention takes them.
+    """Stacks seed and counter, int64 `[2]`, as attention takes them.
 
     Example:
         >>> numbered_key(torch.tensor(7), 9)
@@ -236,8 +229,7 @@ def numbered_key(key: Tensor, counter: int) -> Tensor:
 
 
 def fresh_key(*, device: torch.device) -> Tensor:
-    """A key that nobody else has, int64 `[2]`; in a program, made of the call's key
-    (`shardlib.primitives.random.keys`)."""
+    """Draws a new key, int64 `[2]`. Programs derive it from the call's key (`shardlib.primitives.random.keys`)."""
     return numbered_key(call_key(device=device), 0)
 
 

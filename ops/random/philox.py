@@ -1,4 +1,4 @@
-"""Random bits that depend on the seed, a counter and the element's place in the whole tensor, and on nothing else.
+"""Random bits that depend only on the seed, a counter and the element's index in the whole tensor.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): ten rounds turn
 four counter words and two key words of 32 bits into four random words. `seed` and `counter` name a draw, `index` an
@@ -8,10 +8,10 @@ element of it, all of 64 bits:
     counter words  (i low, i high, counter low, counter high)    with i = index >> 2
     element        word number index & 3 of the four
 
-So four neighbors share one evaluation, any part of a tensor can be drawn alone, and devices that hold the same element
+Four neighbors share one evaluation, any part of a tensor can be drawn alone, and devices that hold the same element
 draw the same bits. The index is row-major in the whole tensor; rows of attention are padded to a multiple of four.
 
-Known answers, for implementations elsewhere (the first is Random123's own, whose third is checked in the tests):
+Known answers for other implementations (the first is from Random123; the tests check its third, too):
 
     seed 0, counter 0, indices 0 to 3                       6627e8d5 e169c58d bc57ac4c 9b00dbd8
     seed 0x299f31d0a4093822, counter 0x0370734413198a2e,
@@ -47,33 +47,33 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Te
     for step in range(_ROUNDS):
         if step:
             k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-        # The product of two 32-bit words fills 64 bits; that the top one is a sign does not matter to shift and mask.
+        # The product of two 32-bit words fills 64 bits. Shift and mask work although the top bit is the sign.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = _high(p1) ^ c1 ^ k0, _high(p0) ^ c3 ^ k1
+        c0, c2 = _high_word(p1) ^ c1 ^ k0, _high_word(p0) ^ c3 ^ k1
         c1, c3 = p1 & _WORD, p0 & _WORD
     return c0, c1, c2, c3
 
 
 def words(seed: Tensor | int, counter: Tensor | int, i: Tensor) -> Tensor:
-    """The four words `[..., 4]` (int64, 0 to 2^32 - 1) of every `i` `[...]`: the elements 4 i to 4 i + 3.
+    """Computes the words `[..., 4]` (int64, 0 to 2^32 - 1) of the elements 4 i to 4 i + 3, for every `i` `[...]`.
 
     Example:
         >>> [hex(w) for w in words(0, 0, torch.tensor(0)).tolist()]
         ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
-    key, tail = _halves(seed, i.device), _halves(counter, i.device)
+    key, tail = _split_words(seed, i.device), _split_words(counter, i.device)
     flat = i.reshape(-1)
     out = flat.new_empty(len(flat), 4)
     step = _CHUNK if i.device.type == "cpu" else max(1, len(flat))
     for start in range(0, len(flat), step):
         part = flat[start : start + step]
-        found = philox((part & _WORD, _high(part), *tail), key)
-        torch.stack(found, -1, out=out[start : start + step])
+        drawn = philox((part & _WORD, _high_word(part), *tail), key)
+        torch.stack(drawn, -1, out=out[start : start + step])
     return out.view(*i.shape, 4)
 
 
 def bits(seed: Tensor | int, counter: Tensor | int, index: Tensor) -> Tensor:
-    """The 32 random bits of every element, as int64 from 0 to 2^32 - 1; `index` int64, of any shape, not negative.
+    """Computes the 32 random bits of every element, as int64 from 0 to 2^32 - 1; `index` is int64 and not negative.
 
     Example:
         >>> bits(0, 0, torch.tensor([3, 0])).tolist() == [0x9B00DBD8, 0x6627E8D5]
@@ -83,7 +83,7 @@ def bits(seed: Tensor | int, counter: Tensor | int, index: Tensor) -> Tensor:
 
 
 def threshold(dropout: float) -> int:
-    """The least 32-bit word that keeps its element when a share `dropout` is dropped: `ceil(dropout * 2^32)`.
+    """Returns the least 32-bit word that keeps its element if a share `dropout` is dropped: `ceil(dropout * 2^32)`.
 
     Example:
         >>> threshold(0.0), threshold(0.5)
@@ -93,20 +93,20 @@ def threshold(dropout: float) -> int:
 
 
 class Range(NamedTuple):
-    """The elements `first` to `first + size - 1` of a dim that has `of` elements in the whole."""
+    """The elements `first` to `first + size - 1` of a dim that has `total` elements in the whole."""
 
     first: int
     size: int
-    of: int
+    total: int
 
 
 def keep_mask(
     key: Tensor, dropout: float, batch: Range, heads: Range, queries: Range, keys: Range, *, device: torch.device
 ) -> Tensor:
-    """Which probabilities of attention are kept: bool `[batch, heads, queries, keys]` of one part of the whole.
+    """Returns bool `[batch, heads, queries, keys]`, true for the probabilities that dropout keeps, of one part.
 
     `key` is int64 `[2]`: seed and counter. The element `(b, h, q, t)` has the index `((b * H + h) * S + q) * T4 + t` in
-    sizes of the whole, T4 being T rounded up to a multiple of four (`batch.of` is not needed).
+    sizes of the whole. T4 is T rounded up to a multiple of four. `batch.total` is not needed.
 
     Example:
         >>> whole, part = Range(0, 6, 6), Range(4, 2, 6)
@@ -116,25 +116,25 @@ def keep_mask(
         >>> torch.equal(a[4:, 4:, :, 4:], b)
         True
     """
-    row = _steps(batch, device)[:, None] * heads.of + _steps(heads, device)
-    row = row[..., None] * queries.of + _steps(queries, device)
+    row = _indices(batch, device)[:, None] * heads.total + _indices(heads, device)
+    row = row[..., None] * queries.total + _indices(queries, device)
     start, stop = keys.first // 4, -(-(keys.first + keys.size) // 4)
-    i = row[..., None] * -(-keys.of // 4) + torch.arange(start, stop, device=device)
+    i = row[..., None] * -(-keys.total // 4) + torch.arange(start, stop, device=device)
     seed, counter = key.to(device).unbind()
     drawn = words(seed, counter, i) >= threshold(dropout)
     return drawn.flatten(-2).narrow(-1, keys.first - 4 * start, keys.size)
 
 
-def _steps(r: Range, device: torch.device) -> Tensor:
+def _indices(r: Range, device: torch.device) -> Tensor:
     return torch.arange(r.first, r.first + r.size, device=device)
 
 
-def _high(x: Tensor) -> Tensor:
+def _high_word(x: Tensor) -> Tensor:
     return (x >> 32) & _WORD
 
 
-def _halves(x: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Low and high word of 64 bits; ints from 2^63 on are taken as the negative number of the same bits."""
+def _split_words(x: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Splits 64 bits into low and high word; an int from 2^63 on becomes the negative number of the same bits."""
     if isinstance(x, int):
         x = torch.full((), x - (1 << 64) if x >= 1 << 63 else x, dtype=torch.int64, device=device)
-    return x & _WORD, _high(x)
+    return x & _WORD, _high_word(x)

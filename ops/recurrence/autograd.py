@@ -1,4 +1,4 @@
-"""The recurrence's autograd partner, and how both directions behave under vmap: examples are rows of the batch."""
+"""The recurrence's autograd functions and their vmap rules: vmap's examples are rows of the batch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from shardlib.core.batched_grad import loop_over_batches
-from shardlib.ops.recurrence.op import LIB, alive_rows, masked, previous, reference
+from shardlib.ops.recurrence.op import LIB, alive_rows, mask_rows, previous_states, reference
 
 _INPUTS = 6  # tensors that have gradients: gates, weight, bias, projection, h0, c0
-_HS = _INPUTS + 1  # where hs is saved, behind the lengths
+_HS = _INPUTS + 1  # the position of hs in the saved tensors, after the lengths
 
 
 class Recurrence(torch.autograd.Function):
-    """`shardlib::recurrence`: hs, cs where the cell has such a state, and activations where it has some."""
+    """`shardlib::recurrence`: returns hs and, if the cell has them, cs and activations."""
 
     generate_vmap_rule = True
 
@@ -32,7 +32,7 @@ class Recurrence(torch.autograd.Function):
         hs, *rest = output
         cs = rest.pop(0) if ctx.cell == "lstm" else None
         ctx.mark_non_differentiable(*rest)
-        ctx.set_materialize_grads(False)  # else tensors of zeros are made for states that nothing reads
+        ctx.set_materialize_grads(False)  # else autograd allocates zeros for unused states
         ctx.save_for_backward(*inputs[:-2], hs, cs, *(rest or (None,)))
 
     @staticmethod
@@ -46,9 +46,9 @@ class Recurrence(torch.autograd.Function):
 
 
 class RecurrenceBackward(torch.autograd.Function):
-    """The gradients of those inputs of `Recurrence` that are tensors, from those of hs and cs.
+    """The gradients of the tensor inputs of `Recurrence`, from the gradients of hs and cs.
 
-    Its own derivative is that of the steps written out.
+    Its own derivative differentiates the reference, a loop of plain torch ops.
     """
 
     generate_vmap_rule = True
@@ -59,12 +59,12 @@ class RecurrenceBackward(torch.autograd.Function):
         read = (weight, projection, h0, c0, lengths, hs, cs, activations, cell, reverse)
         dgates, dhidden, dhs, dh0, dc0 = torch.ops.shardlib.recurrence_backward(grad_hs, grad_cs, *read)
         dhidden = dgates if dhidden is None else dhidden
-        before = previous(hs, h0, reverse).to(dhidden.dtype)
-        grads = [dgates, _product(dhidden, before), None if bias is None else dhidden.sum((0, 1)), None, dh0, dc0]
+        before = previous_states(hs, h0, reverse).to(dhidden.dtype)
+        grads = [dgates, _sum_products(dhidden, before), None if bias is None else dhidden.sum((0, 1)), None, dh0, dc0]
         if projection is not None:
             alive = None if lengths is None else alive_rows(lengths, len(hs))
             unprojected = activations.chunk(4, -1)[3] * cs.tanh()
-            grads[3] = _product(masked(alive, dhs), unprojected.to(dhs.dtype))
+            grads[3] = _sum_products(mask_rows(alive, dhs), unprojected.to(dhs.dtype))
         return tuple(x for x in grads if x is not None)
 
     @staticmethod
@@ -75,7 +75,10 @@ class RecurrenceBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, grad_hs: Tensor | None, grad_cs: Tensor | None, *others: Tensor | None) -> Any:
-        """Of the cotangents alone, in which it is linear: where inputs have tangents, the steps are written out."""
+        """Applies the backward to tangents of the cotangents: it is linear in them, and only they have tangents here.
+
+        The reference runs where inputs have tangents.
+        """
         hs, cs = ctx.saved_tensors[:2]
         grad_hs = torch.zeros_like(hs) if grad_hs is None else grad_hs
         grad_cs = torch.zeros_like(cs) if grad_cs is None and cs is not None else grad_cs
@@ -86,36 +89,37 @@ class RecurrenceBackward(torch.autograd.Function):
         tensors = ctx.saved_tensors
         differentiable = [i for i, x in enumerate(tensors[: 2 + _INPUTS]) if x is not None]
 
-        def first(*inputs: Tensor) -> tuple[Tensor, ...]:
-            of = dict(zip(differentiable, inputs, strict=True))
-            grads = tuple(of[i] for i in (0, 1) if i in of)
-            steps = [i for i in differentiable if i > 1]
+        def first_derivative(*inputs: Tensor) -> tuple[Tensor, ...]:
+            by_position = dict(zip(differentiable, inputs, strict=True))
+            grads = tuple(by_position[i] for i in (0, 1) if i in by_position)
+            primal_positions = [i for i in differentiable if i > 1]
 
-            def written_out(*primals: Tensor) -> tuple[Tensor, ...]:
-                full = dict(zip(steps, primals, strict=True))
-                parts: list[Any] = [*(full.get(i) for i in range(2, 2 + _INPUTS)), tensors[8], ctx.cell, ctx.reverse]
-                states: Any = reference(*parts)
+            def run_steps(*primals: Tensor) -> tuple[Tensor, ...]:
+                inputs = dict(zip(primal_positions, primals, strict=True))
+                args: list[Any] = [*(inputs.get(i) for i in range(2, 2 + _INPUTS)), tensors[8], ctx.cell, ctx.reverse]
+                states: Any = reference(*args)
                 return tuple(states[: len(grads)])
 
-            pulled: tuple[Tensor, ...] = torch.func.vjp(written_out, *(of[i] for i in steps))[1](grads)
-            return pulled
+            pullback = torch.func.vjp(run_steps, *(by_position[i] for i in primal_positions))[1]
+            input_grads: tuple[Tensor, ...] = pullback(grads)
+            return input_grads
 
-        second = iter(torch.func.vjp(first, *(tensors[i] for i in differentiable))[1](cotangents))
+        second = iter(torch.func.vjp(first_derivative, *(tensors[i] for i in differentiable))[1](cotangents))
         return tuple(next(second) if i in differentiable else None for i in range(len(tensors) + 2))
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """`left^T right`, over all steps and rows."""
+def _sum_products(left: Tensor, right: Tensor) -> Tensor:
+    """Sums the products `left^T right` over all steps and rows."""
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
 
 # --- vmap -------------------------------------------------------------------------------------------------------------
 
 
-def _batched(op: Any, inputs_at: Sequence[int | None], outputs_at: Sequence[int]) -> Callable[..., Any]:
-    """The op on the examples of a vmap: further rows of the batch, or one by one where weights differ.
+def _make_vmap(op: Any, inputs_at: Sequence[int | None], outputs_at: Sequence[int]) -> Callable[..., Any]:
+    """Makes an op's vmap rule: examples become rows of the batch, or run one by one if they have different weights.
 
-    `inputs_at` and `outputs_at` say which dim is the batch; None for weights, and for arguments that are no tensors.
+    `inputs_at` and `outputs_at` hold the batch dims; None for weights and for arguments that are no tensors.
     """
 
     def run(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -128,7 +132,7 @@ def _batched(op: Any, inputs_at: Sequence[int | None], outputs_at: Sequence[int]
             columns = [None if column[0] is None else torch.stack(column) for column in zip(*examples, strict=True)]
             return tuple(columns), tuple(None if x is None else 0 for x in columns)
         rows = [
-            x if at is None or x is None else _with_examples(x, d, at, n)
+            x if at is None or x is None else _fold_examples(x, d, at, n)
             for x, d, at in zip(inputs, in_dims, inputs_at, strict=True)
         ]
         outputs = zip(op(*rows), outputs_at, strict=True)
@@ -138,20 +142,22 @@ def _batched(op: Any, inputs_at: Sequence[int | None], outputs_at: Sequence[int]
     return run
 
 
-def _with_examples(x: Tensor, dim: int | None, at: int, n: int) -> Tensor:
-    """A tensor with the examples as the major part of its dim `at`."""
+def _fold_examples(x: Tensor, dim: int | None, at: int, n: int) -> Tensor:
+    """Flattens the examples into dim `at`, as its major part."""
     x = x.unsqueeze(at).expand(*x.shape[:at], n, *x.shape[at:]) if dim is None else x.movedim(dim, at)
     return x.flatten(at, at + 1)
 
 
-_VMAP: Any = torch.library.register_vmap
-_VMAP(
+_register_vmap: Any = torch.library.register_vmap
+_register_vmap(
     "shardlib::recurrence",
-    _batched(torch.ops.shardlib.recurrence, (1, None, None, None, 0, 0, 0, None, None), (1, 1, 1)),
+    _make_vmap(torch.ops.shardlib.recurrence, (1, None, None, None, 0, 0, 0, None, None), (1, 1, 1)),
     lib=LIB,
 )
-_VMAP(
+_register_vmap(
     "shardlib::recurrence_backward",
-    _batched(torch.ops.shardlib.recurrence_backward, (1, 1, None, None, 0, 0, 0, 1, 1, 1, None, None), (1, 1, 1, 0, 0)),
+    _make_vmap(
+        torch.ops.shardlib.recurrence_backward, (1, 1, None, None, 0, 0, 0, 1, 1, 1, None, None), (1, 1, 1, 0, 0)
+    ),
     lib=LIB,
 )

@@ -1,12 +1,13 @@
 """The recurrence of RNN, GRU and LSTM layers: one layer in one direction, over all steps in one op.
 
-Shapes: gates `[T, B, G]`, the input's share `x W_ih^T + b_ih`; weight `[G, P]`, bias `[G]`, projection `[P, H]`;
+Shapes: gates `[T, B, G]` (`x W_ih^T + b_ih`, the input's share); weight `[G, P]`, bias `[G]`, projection `[P, H]`;
 h0 `[B, P]`, c0 `[B, H]`, lengths `[B]`; hs `[T, B, P]`, cs `[T, B, H]`. G is H times the gates of the cell: 1 for
 "tanh" and "relu", 3 for "gru" (r, z, n), 4 for "lstm" (i, f, g, o). P is H without a projection. Rows of the batch are
-independent. A row shorter than others keeps its state past its length, so the last state of every row is `hs[-1]`,
-or `hs[0]` with `reverse`.
+independent. A row keeps its state past its length, so the last state of every row is `hs[-1]`, or `hs[0]` with
+`reverse`.
 
-Gradients of weight, bias and projection are products over all steps, outside the backward op.
+The autograd function computes gradients of weight, bias and projection outside the backward op, as products over all
+steps.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ torch.library.register_fake("shardlib::recurrence_backward", _fake_backward, lib
 
 # --- reference --------------------------------------------------------------------------------------------------------
 
-_State = tuple[Tensor, Tensor | None, Tensor | None]  # h, c, and what the backward reads of this step
+_State = tuple[Tensor, Tensor | None, Tensor | None]  # h, c, and the activations that the backward reads
 
 
 def _gru(gates: Tensor, hidden: Tensor, h: Tensor, c: Tensor | None) -> _State:
@@ -99,7 +100,7 @@ def reference(
     gates: Tensor, weight: Tensor, bias: Tensor | None, projection: Tensor | None, h0: Tensor, c0: Tensor | None,
     lengths: Tensor | None, cell: str, reverse: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The states after every step, h and (for "lstm") c, and what the backward reads; a loop of plain torch ops.
+    """Computes h and (for "lstm") c after every step, and the activations for the backward, in plain torch ops.
 
     Example:
         >>> zeros = torch.zeros(1, 1)
@@ -109,7 +110,7 @@ def reference(
     """
     h, c = h0.to(_fake(gates, weight, bias, projection, h0, c0, lengths, cell, reverse)[0].dtype), c0
     steps: list[_State] = [(h, c, None)] * len(gates)
-    for t in _order(len(gates), reverse):
+    for t in _step_order(len(gates), reverse):
         new, new_c, activations = _CELLS[cell](gates[t], F.linear(h.to(weight.dtype), weight, bias), h, c)
         if projection is not None:
             new = F.linear(new.to(projection.dtype), projection)
@@ -119,14 +120,14 @@ def reference(
             new_c = None if c is None or new_c is None else torch.where(alive, new_c, c)
         steps[t] = h, c, _ = new, new_c, activations
     hs, cs, saved = zip(*steps, strict=True)
-    return torch.stack(hs), _stacked(cs), _stacked(saved)
+    return torch.stack(hs), _stack(cs), _stack(saved)
 
 
-def _order(steps: int, reverse: bool) -> Sequence[int]:
+def _step_order(steps: int, reverse: bool) -> Sequence[int]:
     return range(steps - 1, -1, -1) if reverse else range(steps)
 
 
-def _stacked(column: Sequence[Tensor | None]) -> Tensor | None:
+def _stack(column: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack([x for x in column if x is not None]) if column[0] is not None else None
 
 
@@ -137,10 +138,9 @@ def backward(
     grad_hs: Tensor, grad_cs: Tensor | None, weight: Tensor, projection: Tensor | None, h0: Tensor, c0: Tensor | None,
     lengths: Tensor | None, hs: Tensor, cs: Tensor | None, activations: Tensor | None, cell: str, reverse: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of the gates, of their hidden share where that differs ("gru"), of every state (with a projection), h0
-    and c0.
+    """Computes gradients of the gates, of their hidden share ("gru"), of every state (with a projection), h0 and c0.
 
-    A step is linear in its gradients. Its factors are computed for all steps at once, and each step multiplies them.
+    A step is linear in its gradients. The factors are computed for all steps at once; each step multiplies by them.
     """
     alive = None if lengths is None else alive_rows(lengths, len(hs))
     run: Any = _backward_lstm if cell == "lstm" else _backward_simple if cell in _SIMPLE else _backward_gru
@@ -155,7 +155,7 @@ def _backward_simple(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     slope = (hs > 0).to(hs.dtype) if cell == "relu" else 1 - hs * hs
     kept = None if alive is None else (~alive).to(hs.dtype)
-    dgates, _, dh0 = _linear_steps(grad_hs, masked(alive, slope).unsqueeze(2), kept, weight, reverse)
+    dgates, _, dh0 = _linear_steps(grad_hs, mask_rows(alive, slope).unsqueeze(2), kept, weight, reverse)
     return dgates, None, None, dh0.to(h0.dtype), None
 
 
@@ -164,8 +164,8 @@ def _backward_gru(
     hs: Tensor, cs: Any, activations: Tensor, cell: str, reverse: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     r, z, n, hidden = activations.chunk(4, -1)
-    new = masked(alive, (1 - z) * (1 - n * n))
-    update = masked(alive, (previous(hs, h0, reverse).to(z.dtype) - n) * z * (1 - z))
+    new = mask_rows(alive, (1 - z) * (1 - n * n))
+    update = mask_rows(alive, (previous_states(hs, h0, reverse).to(z.dtype) - n) * z * (1 - z))
     slopes = torch.stack([new * hidden * r * (1 - r), update, new * r], 2)
     kept = z if alive is None else torch.where(alive, z, 1)
     dhidden, dhs, dh0 = _linear_steps(grad_hs, slopes, kept, weight, reverse)
@@ -176,12 +176,13 @@ def _backward_gru(
 def _linear_steps(
     grad_hs: Tensor, slopes: Tensor, kept: Tensor | None, weight: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gates, of every state, and of the first one, where each gate is a `slope [T, B, gates, H]` of it.
+    """Computes gradients of gates, of every state, and of the first one.
 
-    The slopes are overwritten. `kept` is the share of a state that goes to the next one as it is.
+    `slopes` `[T, B, gates, H]` are derivatives of a state by its gates, and are overwritten. `kept` is the derivative
+    of a state by the previous one, besides the gates; None: 0.
     """
     dh, dhs = torch.zeros_like(grad_hs[0]), torch.empty_like(grad_hs, memory_format=torch.contiguous_format)
-    for t in _order(len(grad_hs), not reverse):
+    for t in _step_order(len(grad_hs), not reverse):
         dstate = torch.add(grad_hs[t], dh, out=dhs[t])
         dgates = slopes[t].mul_(dstate.unsqueeze(1)).flatten(1)
         dh = (dgates.to(weight.dtype) @ weight).to(dstate.dtype)
@@ -194,13 +195,13 @@ def _backward_lstm(
     alive: Tensor | None, hs: Tensor, cs: Tensor, activations: Tensor, cell: str, reverse: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     i, f, g, o = activations.chunk(4, -1)
-    top, before = cs.tanh(), previous(cs, c0, reverse)
+    top, before = cs.tanh(), previous_states(cs, c0, reverse)
     inner = (g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), top * o * (1 - o))
-    dgates = torch.stack([masked(alive, x.to(o.dtype)) for x in inner], 2)
-    through, kept = masked(alive, o * (1 - top * top)), f if alive is None else torch.where(alive, f, 1)
+    dgates = torch.stack([mask_rows(alive, x.to(o.dtype)) for x in inner], 2)
+    through, kept = mask_rows(alive, o * (1 - top * top)), f if alive is None else torch.where(alive, f, 1)
     dh, dc = torch.zeros_like(grad_hs[0]), torch.zeros_like(c0)
     dhs = torch.empty_like(grad_hs, memory_format=torch.contiguous_format)
-    for t in _order(len(hs), not reverse):
+    for t in _step_order(len(hs), not reverse):
         dstate = torch.add(grad_hs[t], dh, out=dhs[t])
         dout = dstate if projection is None else dstate @ projection
         dc = dc if grad_cs is None else dc + grad_cs[t]
@@ -214,20 +215,20 @@ def _backward_lstm(
 
 
 def alive_rows(lengths: Tensor, steps: int) -> Tensor:
-    """Where a row is not over yet: bool `[T, B, 1]`."""
+    """Returns bool `[T, B, 1]`, true at steps within a row's length."""
     return (torch.arange(steps, device=lengths.device).unsqueeze(1) < lengths).unsqueeze(2)
 
 
-def masked(alive: Tensor | None, x: Tensor) -> Tensor:
-    """Zero where a row is over."""
+def mask_rows(alive: Tensor | None, x: Tensor) -> Tensor:
+    """Replaces `x` by zeros past the rows' lengths."""
     return x if alive is None else torch.where(alive, x, 0)
 
 
-def previous(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """The states that the steps begin from.
+def previous_states(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
+    """Returns the states before every step.
 
     Example:
-        >>> previous(torch.tensor([[1], [2], [3]]), torch.tensor([0]), True).flatten()
+        >>> previous_states(torch.tensor([[1], [2], [3]]), torch.tensor([0]), True).flatten()
         tensor([2, 3, 0])
     """
     first = first.to(states.dtype).unsqueeze(0)

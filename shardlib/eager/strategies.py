@@ -34,7 +34,7 @@ from shardlib.eager.inplace import list_out_arguments, list_written, make_out_ru
 from shardlib.eager.prepare import PreparedCall, run_replicated
 from shardlib.eager.special_ops import IMPLEMENTATIONS
 from shardlib.frontend.torch_rewrites.decompositions import DECOMPOSITIONS
-from shardlib.primitives.random.keys import in_call, one_call
+from shardlib.primitives.random.keys import is_in_call, one_call
 from shardlib.rules.table import row
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.eager_cache import Runner
@@ -187,7 +187,7 @@ def _decompose(call: EagerCall) -> Runner:
     draws = torch.Tag.nondeterministic_seeded in op.tags
 
     def run(args: Any, kwargs: Any) -> Any:
-        with mesh, one_call() if draws and not in_call() else nullcontext():
+        with mesh, one_call() if draws and not is_in_call() else nullcontext():
             out = form(*args, **(kwargs or {}))
         if out is not NotImplemented:
             return out

@@ -32,7 +32,7 @@ from shardlib.core.torch_private import (
     without_transforms,
 )
 from shardlib.frontend.lifted_inputs import Lifted
-from shardlib.primitives.random.keys import Redrawn
+from shardlib.primitives.random.keys import CopiedDraws
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
@@ -46,7 +46,7 @@ class Copy:
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.is_followed = made is not None
         self._made = dict(made or {})
-        self._redrawn = Redrawn()
+        self._redrawn = CopiedDraws()
 
     def begin(self, env: Mapping[fx.Node | None, Tensor | None]) -> None:
         """These nodes are these tensors."""

@@ -9,7 +9,7 @@ from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.ops.set_data import set_data
-from shardlib.primitives.per_device import value_of
+from shardlib.primitives.per_device import find_per_device
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 
@@ -27,7 +27,7 @@ def _patch_data(module: Any) -> None:
     data = module.Tensor.data
 
     def setter(self: Any, value: Any) -> None:
-        if is_tracing() or value_of(value) is not None:
+        if is_tracing() or find_per_device(value) is not None:
             set_data(self, value)
             return
         if isinstance(value, ShardedTensor) and not isinstance(self, ShardedTensor):

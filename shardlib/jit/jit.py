@@ -43,7 +43,7 @@ from shardlib.jit.call.program_cache import Programs, Ready
 from shardlib.jit.call.unsupported import refuse_other_devices, refuse_others_than_functions, refuse_tangents
 from shardlib.jit.global_random import plain_program
 from shardlib.jit.transformed import Transformed, is_transformed
-from shardlib.primitives.random.keys import in_call
+from shardlib.primitives.random.keys import is_in_call
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.tensor.rank_checks import ALWAYS, compare_arguments
 from shardlib.tensor.stale_params import refuse_replaced
@@ -205,7 +205,7 @@ class Jitted(Function):
             self.options.refuse_inside(self.name)
             return once.function(self.fn, args, kwargs)
         if is_single_device() or is_tracing():
-            with nullcontext() if is_tracing() or in_call() else plain_program():
+            with nullcontext() if is_tracing() or is_in_call() else plain_program():
                 return self.fn(*args, **kwargs)
         mesh = current_mesh()
         if mesh is None and is_without_mesh():

@@ -22,10 +22,10 @@ from shardlib.frontend.guards.mappings import opened
 from shardlib.jit.jit import Jitted, jit
 from shardlib.primitives import boundary
 from shardlib.primitives.body import Body, current_body, from_local, to_local
-from shardlib.primitives.boundary import Door, Passage
-from shardlib.primitives.captures import last_node, running, seen_inside
-from shardlib.primitives.out_spec_claims import Claimed, hold
-from shardlib.primitives.per_device import PerDevice, in_order, value_of
+from shardlib.primitives.boundary import Boundary, PlacedBoundary
+from shardlib.primitives.captures import enter_tensors, last_node, running_body
+from shardlib.primitives.out_spec_claims import ResultClaim, check_results
+from shardlib.primitives.per_device import PerDevice, find_per_device, order_axes
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
@@ -182,23 +182,25 @@ class ShardMapped:
         """Runs the body in a program for a mesh or one device, or in a transform of torch.func outside jit."""
         mesh = self._mesh((args, kwargs))
         own, around = self._axes(mesh), current_body()
-        args, kwargs = seen_inside((args, kwargs))
-        manual = own if around is None else in_order(mesh, (*around.manual, *own))
+        args, kwargs = enter_tensors((args, kwargs))
+        manual = own if around is None else order_axes(mesh, (*around.manual, *own))
         stacked = not is_tracing() or is_single_device() or len(manual) < len(mesh.axis_names) or around is not None
         cuts = self._arguments(args, kwargs, mesh)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         body, before = Body(mesh, manual, stacked=stacked, around=around), last_node()
-        local = [x if cut is None else to_local(x, cut.door, body) for x, cut in zip(leaves, cuts, strict=True)]
+        local = [x if cut is None else to_local(x, cut.boundary, body) for x, cut in zip(leaves, cuts, strict=True)]
         like = next((innermost(x) for x, cut in zip(local, cuts, strict=True) if cut is not None), None)
         own_args, own_kwargs = pytree.tree_unflatten(local, tree)
         body = replace(body, like=like)
-        with running(body, before) as inside:
+        with running_body(body, before) as inside:
             out = inside(self.fn(*own_args, **own_kwargs))
         return self._put_together(out, body)
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[Passage | None]:
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[PlacedBoundary | None]:
         label = f"shard_map({self.name}) in_specs"
-        return boundary.arguments(args, kwargs, self._input_specs(args, kwargs, label), mesh, self._axes(mesh), label)
+        return boundary.bind_arguments(
+            args, kwargs, self._input_specs(args, kwargs, label), mesh, self._axes(mesh), label
+        )
 
     def _input_specs(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> Any:
         """Returns the specs of `(args, kwargs)`."""
@@ -233,17 +235,21 @@ class ShardMapped:
     def _put_together(self, out: Any, body: Body) -> Any:
         mesh = body.mesh
         assert mesh is not None, "a shard_map is on a mesh"
-        cuts = boundary.results(out, self.out_specs, mesh, body.own, f"shard_map({self.name})", claim=self.check)
+        cuts = boundary.bind_results(out, self.out_specs, mesh, body.own, f"shard_map({self.name})", claim=self.check)
         leaves, tree = pytree.tree_flatten(out)
         if is_tracing() and body.stacked:
-            claims = [(cut.door, value_of(x)) for x, cut in zip(leaves, cuts, strict=True) if cut is not None]
-            hold([_claimed(door, x, body) for door, x in claims if door.claim and x is not None], mesh)
-        joined = [x if cut is None else from_local(x, cut.door, body) for x, cut in zip(leaves, cuts, strict=True)]
+            claims = [
+                (cut.boundary, find_per_device(x)) for x, cut in zip(leaves, cuts, strict=True) if cut is not None
+            ]
+            check_results(
+                [_claimed(boundary, x, body) for boundary, x in claims if boundary.claim and x is not None], mesh
+            )
+        joined = [x if cut is None else from_local(x, cut.boundary, body) for x, cut in zip(leaves, cuts, strict=True)]
         return pytree.tree_unflatten(joined, tree)
 
 
-def _claimed(door: Door, x: PerDevice, body: Body) -> Claimed:
-    return Claimed(door.claim, x.shape, door.spec, frozenset(x.axes).intersection(door.unmentioned))
+def _claimed(boundary: Boundary, x: PerDevice, body: Body) -> ResultClaim:
+    return ResultClaim(boundary.claim, x.shape, boundary.spec, frozenset(x.axes).intersection(boundary.unmentioned))
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:

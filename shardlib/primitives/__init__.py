@@ -1,1 +1,1 @@
-"""Per-device code by hand: `shard_map`, its doors, its collectives, its one-device oracle."""
+"""Per-device code by hand: `shard_map` bodies, their boundary and collectives, and their run on one device."""

@@ -1,11 +1,12 @@
-"""Collectives of per-device code, and the two doors between it and the global program.
+"""Collectives of per-device code, and the conversions between local and global tensors at a body's boundary.
 
-Inside a `shard_map` body a tensor is what one device holds. `to_local` goes in, `from_local` comes out; every
-collective in between is an op `shardlib::manual_<kind>` that a traced graph carries to the compiler. As a map on the
-local tensors of all devices together each of them is linear (but for max and min), and its gradient is its transpose:
-the sum of all is its own, gathering and reduce-scattering are each other's. A gradient is what the transposed
-collectives say, with nothing left out: devices that return the same share the cotangent of it, and what reaches an
-argument is summed over the axes that do not cut it, once. That they do return the same is proved (`claims`).
+Inside a `shard_map` body a tensor is one device's shard. `to_local` enters the body, `from_local` leaves it; every
+collective is an op `shardlib::manual_<kind>` that a traced graph carries to the compiler.
+
+Except for max and min, a collective is a linear map on the tensors of all devices together, and its gradient is the
+transposed map: a sum is its own transpose, all-gather and reduce-scatter are each other's. Devices that return equal
+results share the cotangent equally. The cotangent of an argument is summed once over the axes that do not shard it.
+`out_spec_claims` proves that results are equal.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from shardlib.core.errors import NoDerivativeError, ShardingError
 from shardlib.core.mode_restore import backward_node_number
 from shardlib.core.torch_private import follow_tangents, last_number
 from shardlib.primitives import vmap_body
-from shardlib.primitives.boundary import Door
+from shardlib.primitives.boundary import Boundary
 from shardlib.primitives.form_dims import FormDims
-from shardlib.primitives.per_device import PerDevice, in_order
+from shardlib.primitives.per_device import PerDevice, order_axes
 from shardlib.primitives.per_device_ops import dispatch
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.spec import Spec
@@ -35,16 +36,17 @@ from shardlib.sharding.spec import Spec
 PerDevice.dispatch = dispatch
 
 
-# --- the body that runs -----------------------------------------------------------------------------------------------
+# --- the running body -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """The per-device code that runs now: a `shard_map` body along its axes `manual`, or the local form of a rule.
+    """The running per-device code: a `shard_map` body along its axes `manual`, or the local form of a rule.
 
-    `like` is one of its values. Where all devices run at once, `stacked`, values are `PerDevice`; else each is what one
-    device holds. `manual` includes the axes of the bodies `around`. In a local form the axes are the dims of the rule,
-    of no mesh, and `form` says of each what this device has.
+    * `manual`: the axes, including those of the enclosing body `around`. In a local form: the dims of the rule, whose
+      `form` tells this device's elements; there is no mesh.
+    * `like`: one of its values.
+    * `stacked`: all devices run at once, on `PerDevice` values; else the values are one device's.
     """
 
     mesh: Mesh | None
@@ -53,8 +55,8 @@ class Body:
     stacked: bool = False
     around: Body | None = None
     form: FormDims | None = None
-    dims: Mapping[str, int] = field(default_factory=dict)  # of a local form: in how many pieces each is cut
-    spans: list[tuple[int, int]] = field(default_factory=list)  # the numbers that autograd gave to its nodes
+    dims: Mapping[str, int] = field(default_factory=dict)  # of a local form: the number of shards of each dim
+    spans: list[tuple[int, int]] = field(default_factory=list)  # ranges of numbers of its autograd nodes
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -63,11 +65,11 @@ class Body:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Those of its axes that no body around has."""
+        """The axes that no enclosing body has."""
         return self.manual if self.around is None else tuple(a for a in self.manual if a not in self.around.manual)
 
     def count(self, axes: Sequence[str]) -> int:
-        """The number of devices along axes."""
+        """Counts the devices along axes."""
         return math.prod(self.axes[name] for name in axes)
 
     @property
@@ -77,20 +79,20 @@ class Body:
 
 
 _body: ContextVar[Body | None] = ContextVar("shardlib_body", default=None)
-_differentiated: weakref.WeakSet[Body] = weakref.WeakSet()  # a history holds the bodies that it leads through
+_differentiated: weakref.WeakSet[Body] = weakref.WeakSet()  # autograd nodes keep their bodies alive
 
 
 def current_body() -> Body | None:
-    """The `shard_map` body that runs now, or that autograd goes back through; None outside."""
+    """Returns the `shard_map` body that runs forward or backward now; None outside."""
     body = _body.get()
     if body is not None or not _differentiated or (number := backward_node_number()) is None:
         return body
     spans = ((start, id(body), body) for body in _differentiated for start, end in body.spans if start <= number < end)
-    return max(spans, default=(0, 0, None))[2]  # the innermost begins last
+    return max(spans, default=(0, 0, None))[2]  # the innermost body begins last
 
 
 @contextmanager
-def entered(body: Body) -> Iterator[None]:
+def enter_body(body: Body) -> Iterator[None]:
     token, start = _body.set(body), last_number()
     try:
         yield
@@ -101,8 +103,8 @@ def entered(body: Body) -> Iterator[None]:
             _differentiated.add(body)
 
 
-def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], int]:
-    """The body, the mesh axes and the number of devices that `call` is about."""
+def resolve_group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], int]:
+    """Returns the running body, the axes of the collective `call`, and the number of devices along them."""
     body = current_body()
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if body is None:
@@ -129,10 +131,7 @@ def group(call: str, axis: str | Sequence[str]) -> tuple[Body, tuple[str, ...], 
             + (": those that the shard_map is manual over" if body.left else ""),
             remedy=f"use axes of {', '.join(body.manual)}",
         )
-    n = 1
-    for name in axes:
-        n *= body.axes[name]
-    return body, axes, n
+    return body, axes, body.count(axes)
 
 
 # --- differentiable calls ---------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ class Communication:
         return _TRANSPOSE[self.kind](self)
 
     def batched(self) -> Communication:
-        """The same call on tensors that have one more dim, in front."""
+        """Returns the call for tensors with one more leading dim."""
         dims = vmap_body.DIMS.get(self.kind, 0)
         return replace(self, args=(*(d + 1 for d in self.args[:dims]), *self.args[dims:]))
 
@@ -167,11 +166,11 @@ _TRANSPOSE: dict[str, Callable[[Communication], Communication]] = {
     "all_gather": lambda call: replace(call, kind="reduce_scatter"),
     "reduce_scatter": lambda call: replace(call, kind="all_gather"),
     "all_to_all": lambda call: replace(call, args=(call.args[1], call.args[0], call.args[2])),
-    "ppermute": lambda call: replace(call, args=(_reversed(call.args[0]),)),
+    "ppermute": lambda call: replace(call, args=(_reverse_pairs(call.args[0]),)),
 }
 
 
-def _reversed(pairs: tuple[int, ...]) -> tuple[int, ...]:
+def _reverse_pairs(pairs: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x for i in range(0, len(pairs), 2) for x in (pairs[i + 1], pairs[i]))
 
 
@@ -214,118 +213,119 @@ class _Linear(torch.autograd.Function):
         return call.batched()(x.movedim(in_dims[0], 0)), 0
 
 
-# --- the doors --------------------------------------------------------------------------------------------------------
+# --- the boundary -----------------------------------------------------------------------------------------------------
 
 
-class Doors(torch.autograd.Function):
-    """Through which tensors come into a body, and out of it."""
+class BoundaryFunction(torch.autograd.Function):
+    """Moves tensors into a body or out of it."""
 
 
-def to_local(x: Tensor, door: Door, body: Body) -> Tensor:
-    """What one device holds of the global tensor x; its gradient is summed over the axes that do not cut x."""
-    return _ToLocal.apply(x, door, body)  # type: ignore[no-any-return,no-untyped-call]
+def to_local(x: Tensor, boundary: Boundary, body: Body) -> Tensor:
+    """Returns one device's shard of the global tensor x; sums its gradient over the axes that do not shard x."""
+    return _ToLocal.apply(x, boundary, body)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def from_local(x: Tensor, door: Door, body: Body) -> Tensor:
-    """The global tensor of which each device holds x; several that hold the same share its gradient equally."""
-    return _FromLocal.apply(x, door, body)  # type: ignore[no-any-return,no-untyped-call]
+def from_local(x: Tensor, boundary: Boundary, body: Body) -> Tensor:
+    """Returns the global tensor whose shards are x; devices with equal shards share its gradient equally."""
+    return _FromLocal.apply(x, boundary, body)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _ToLocal(Doors):
+class _ToLocal(BoundaryFunction):
     @staticmethod
-    def forward(x: Tensor, door: Door, body: Body) -> Any:
+    def forward(x: Tensor, boundary: Boundary, body: Body) -> Any:
         if body.stacked:
-            with torch.DisableTorchFunction():  # the stack is no value of the body around
-                return _taken_apart(x, door, body)
-        return torch.ops.shardlib.to_local(x, door.spec, list(door.local_shape))
+            with torch.DisableTorchFunction():  # the stack is no value of the enclosing body
+                return _split_into_shards(x, boundary, body)
+        return torch.ops.shardlib.to_local(x, boundary.spec, list(boundary.local_shape))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Door, Body], output: Tensor) -> None:
-        _, ctx.door, ctx.body = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Boundary, Body], output: Tensor) -> None:
+        _, ctx.boundary, ctx.body = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        door: Door = ctx.door
-        if door.copies > 1:
-            grad = Communication("all_reduce", door.unmentioned, ("sum",))(grad)
-        return from_local(grad, door, ctx.body), None, None
+        boundary: Boundary = ctx.boundary
+        if boundary.copies > 1:
+            grad = Communication("all_reduce", boundary.unmentioned, ("sum",))(grad)
+        return from_local(grad, boundary, ctx.body), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return to_local(tangent, ctx.door, ctx.body)
+        return to_local(tangent, ctx.boundary, ctx.body)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, None, None], x: Tensor, door: Door, body: Body
+        info: Any, in_dims: tuple[int | None, None, None], x: Tensor, boundary: Boundary, body: Body
     ) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap rules run for batched operands only"
-        return to_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size), body), 0
+        return to_local(x.movedim(in_dims[0], 0), boundary.batched(info.batch_size), body), 0
 
 
-class _FromLocal(Doors):
+class _FromLocal(BoundaryFunction):
     @staticmethod
-    def forward(x: Tensor, door: Door, body: Body) -> Any:
+    def forward(x: Tensor, boundary: Boundary, body: Body) -> Any:
         if body.stacked:
             with torch.DisableTorchFunction():
-                return _put_together(x, door, body)
-        claim = (door.claim,) if door.claim else ()
-        return torch.ops.shardlib.from_local(x, door.spec, list(door.global_shape), *claim)
+                return _join_shards(x, boundary, body)
+        claim = (boundary.claim,) if boundary.claim else ()
+        return torch.ops.shardlib.from_local(x, boundary.spec, list(boundary.global_shape), *claim)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Door, Body], output: Tensor) -> None:
-        _, ctx.door, ctx.body = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Boundary, Body], output: Tensor) -> None:
+        _, ctx.boundary, ctx.body = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        door: Door = ctx.door
-        local = to_local(grad, door, ctx.body)
-        return (local / door.copies if door.copies > 1 else local), None, None
+        boundary: Boundary = ctx.boundary
+        local = to_local(grad, boundary, ctx.body)
+        return (local / boundary.copies if boundary.copies > 1 else local), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return from_local(tangent, ctx.door, ctx.body)
+        return from_local(tangent, ctx.boundary, ctx.body)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, None, None], x: Tensor, door: Door, body: Body
+        info: Any, in_dims: tuple[int | None, None, None], x: Tensor, boundary: Boundary, body: Body
     ) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap rules run for batched operands only"
-        return from_local(x.movedim(in_dims[0], 0), door.batched(info.batch_size), body), 0
+        return from_local(x.movedim(in_dims[0], 0), boundary.batched(info.batch_size), body), 0
 
 
-def _taken_apart(x: Tensor, door: Door, body: Body) -> PerDevice:
-    """What all devices hold of a tensor, which may be one of the body around."""
+def _split_into_shards(x: Tensor, boundary: Boundary, body: Body) -> PerDevice:
+    """Splits a global tensor, which may be a value of the enclosing body, into all devices' shards."""
     mesh = body.mesh
     assert mesh is not None, "a shard_map is on a mesh"
     outside = x.axes if isinstance(x, PerDevice) else ()
-    layout = Spec.convert(door.spec).resolve(door.global_shape, mesh, name="x").layout
-    stack = vmap_body.cut(x.stack if isinstance(x, PerDevice) else x, layout, door.local_shape, mesh, len(outside))
-    now = (*outside, *vmap_body.cutting(layout, mesh))
-    axes = in_order(mesh, now)
-    order = [now.index(name) for name in axes]
-    stack = stack.permute([*order, *range(len(now), stack.dim())])
-    return PerDevice(vmap_body.placed(stack, *((name,) for name in axes)), axes, mesh, body.manual)
+    layout = Spec.convert(boundary.spec).resolve(boundary.global_shape, mesh, name="x").layout
+    whole = x.stack if isinstance(x, PerDevice) else x
+    stack = vmap_body.split_shards(whole, layout, boundary.local_shape, mesh, len(outside))
+    leading = (*outside, *vmap_body.sharding_axes(layout, mesh))
+    axes = order_axes(mesh, leading)
+    order = [leading.index(name) for name in axes]
+    stack = stack.permute([*order, *range(len(leading), stack.dim())])
+    return PerDevice(vmap_body.constrain_leading(stack, *((name,) for name in axes)), axes, mesh, body.manual)
 
 
-def _put_together(x: Tensor, door: Door, body: Body) -> Tensor:
-    """The tensor of which all devices hold x; of what those that should hold the same hold, the mean."""
+def _join_shards(x: Tensor, boundary: Boundary, body: Body) -> Tensor:
+    """Joins all devices' shards x to the global tensor; takes the mean of shards that the spec says are equal."""
     mesh = body.mesh
     assert mesh is not None, "a shard_map is on a mesh"
     if not isinstance(x, PerDevice):
         x = PerDevice(x, (), mesh, body.manual)
     around = body.around.manual if body.around is not None else ()
-    layout = Spec.convert(door.spec).resolve(door.global_shape, mesh, name="x").layout
-    cutting = vmap_body.cutting(layout, mesh)
-    stack = vmap_body.placed(x.stack, *((name,) for name in x.axes))
+    layout = Spec.convert(boundary.spec).resolve(boundary.global_shape, mesh, name="x").layout
+    sharding = vmap_body.sharding_axes(layout, mesh)
+    stack = vmap_body.constrain_leading(x.stack, *((name,) for name in x.axes))
     for d, name in reversed([*enumerate(x.axes)]):
-        if name not in around and name not in cutting:
-            number = stack.is_floating_point() or stack.is_complex()
-            stack = stack.mean(d) if number else stack.select(d, 0)
+        if name not in around and name not in sharding:
+            has_mean = stack.is_floating_point() or stack.is_complex()
+            stack = stack.mean(d) if has_mean else stack.select(d, 0)
     outside = tuple(name for name in x.axes if name in around)
-    inner = x.like(stack, [name for name in x.axes if name in around or name in cutting])
-    now, wanted = in_order(mesh, (*outside, *cutting)), (*outside, *cutting)
-    order = [now.index(name) for name in wanted]
-    stack = inner.over(now)
-    stack = stack.permute([*order, *range(len(now), stack.dim())])
-    out = vmap_body.join(stack, layout, mesh, len(outside))
+    inner = x.like(stack, [name for name in x.axes if name in around or name in sharding])
+    present, leading = order_axes(mesh, (*outside, *sharding)), (*outside, *sharding)
+    order = [present.index(name) for name in leading]
+    stack = inner.over(present)
+    stack = stack.permute([*order, *range(len(present), stack.dim())])
+    out = vmap_body.join_shards(stack, layout, mesh, len(outside))
     return out if body.around is None else PerDevice(out, outside, mesh, around)

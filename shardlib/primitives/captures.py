@@ -1,8 +1,8 @@
-"""What a `shard_map` body reads of the program around it: every device sees the tensor whole.
+"""Tensors that a `shard_map` body captures from the enclosing program: every device sees them whole.
 
-Whatever a function of torch gets in the body, what enters a transform there and what an autograd Function is applied
-to is looked at first. A tensor from outside goes through the body's door, as an argument that no axis cuts would, so
-its gradient is summed over all devices. What the body makes of nothing is a value of the body.
+The mode intercepts operands of torch functions, of transforms and of autograd Functions in the body. A tensor from
+outside enters as an argument that no axis shards, so its gradient is summed over all devices. A tensor that the body
+creates from no operands is a value of the body.
 """
 
 from __future__ import annotations
@@ -29,61 +29,61 @@ from shardlib.core.torch_private import (
     version_of,
     without_transforms,
 )
-from shardlib.primitives.body import Body, Doors, entered, to_local
-from shardlib.primitives.boundary import Door
+from shardlib.primitives.body import Body, BoundaryFunction, enter_body, to_local
+from shardlib.primitives.boundary import Boundary
 from shardlib.primitives.per_device import PerDevice
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
 def last_node() -> Any:
-    """The last node of the graph that is being traced; None where none is."""
+    """Returns the last node of the graph that is being traced, or None."""
     mode = get_proxy_mode()
     return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 @contextmanager
-def running(body: Body, before: Any) -> Iterator[Callable[[Any], Any]]:
-    """In a body; so is what a checkpoint in it runs again. `before` is the last node that is no part of it.
+def running_body(body: Body, before: Any) -> Iterator[Callable[[Any], Any]]:
+    """Runs code as a body, also when a checkpoint recomputes it. `before` is the last node outside the body.
 
-    Yields a function of a tree of tensors, which gives them as the body sees them.
+    Yields the function that enters a tree of tensors into the body.
     """
     captures: list[Captures] = []
 
     @contextmanager
     def inside() -> Iterator[None]:
-        with entered(body), Captures(body, before) as mode:
+        with enter_body(body), Captures(body, before) as mode:
             captures.append(mode)
             yield
 
     with repeat_in_checkpoints(inside):
-        yield captures[0].entered
+        yield captures[0].enter
 
 
 _innermost: ContextVar[Captures | None] = ContextVar("shardlib_captures", default=None)
 
 
-def seen_inside(tree: Any) -> Any:
-    """A tree of tensors as the body sees them that runs now, if one does."""
+def enter_tensors(tree: Any) -> Any:
+    """Enters a tree of tensors into the running body; returns the tree itself outside of bodies."""
     captures = _innermost.get()
-    return tree if captures is None else captures.entered(tree)
+    return tree if captures is None else captures.enter(tree)
 
 
 class Captures(PersistentFunctionMode):
-    """While on, tensors from outside of the body enter it where they are read."""
+    """While on, tensors from outside enter the body where it reads them."""
 
     def __init__(self, body: Body, before: Any) -> None:
         super().__init__()
         self.body, self._before = body, before
         self._around = _innermost.get()
         self._level = transform_level()
-        self._inside: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # by id: a tensor, and what a device has of it
-        self._entrances: list[ExitStack] = []  # of each time that it is on: the engine switches it on again
+        self._inside: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # by id: a tensor and its local value
+        self._entrances: list[ExitStack] = []  # one per `__enter__`: the engine enters the mode again
 
     def __enter__(self) -> Any:
         entrances = ExitStack()
         for slot in (INTO_GRAD, INTO_VMAP):
             entrances.enter_context(slot.holding(self._through(slot.value)))
-        entrances.enter_context(_applied_to(self.entered))
+        entrances.enter_context(_intercepting_functions(self.enter))
         token = _innermost.set(self)
         entrances.callback(lambda: _innermost.reset(token))
         self._entrances.append(entrances)
@@ -94,26 +94,23 @@ class Captures(PersistentFunctionMode):
         self._entrances.pop().close()
         if not any(raised):
             for x, local in self._inside.values():
-                _refuse_written(x, local)
+                _refuse_write(x, local)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _innermost.get() is not self or not _reads_values(func):
+        if _innermost.get() is not self or not _is_value_read(func):
             return func(*args, **(kwargs or {}))
-        args, kwargs = self.entered((args, kwargs or {}))
+        args, kwargs = self.enter((args, kwargs or {}))
         is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
         if is_data and any(args[0] is local for _, local in self._inside.values()):
-            func = Tensor.detach  # which counts writes together with the tensor
+            func = Tensor.detach  # shares the tensor's version counter, which `_refuse_write` reads
         out = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, self._own, out) if self.body.stacked else out
 
     def _through(self, enter: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x, *how: enter(self.entered(x), *how)
+        return lambda x, *how: enter(self.enter(x), *how)
 
-    def entered(self, tree: Any) -> Any:
-        """A tree of tensors as the body sees them; below the body, and in another one or another thread, as they are.
-
-        Below the body are ops of its values.
-        """
+    def enter(self, tree: Any) -> Any:
+        """Enters a tree of tensors into the body, unless another body or thread runs, or the ops of its values do."""
         if hears_nothing() or _innermost.get() is not self:
             return tree
         with torch.DisableTorchFunction():
@@ -128,11 +125,11 @@ class Captures(PersistentFunctionMode):
         if key in self._inside:
             return self._inside[key][1]
         shape, axes = tuple(x.shape), self.body.own
-        door = Door(" ".join(["_"] * len(shape)), shape, shape, axes, self.body.count(axes))
+        boundary = Boundary(" ".join(["_"] * len(shape)), shape, shape, axes, self.body.count(axes))
         plain = x is innermost(x)
-        with without_transforms() if plain else nullcontext():  # a transform in the body may be on
-            local = to_local(x, door, self.body)
-        if plain or transform_level() == self._level:  # else it is part of that transform alone
+        with without_transforms() if plain else nullcontext():  # the body may be inside a transform of its own
+            local = to_local(x, boundary, self.body)
+        if plain or transform_level() == self._level:  # else only that transform may use the local value
             self._inside[key] = x, local
         return local
 
@@ -142,14 +139,14 @@ class Captures(PersistentFunctionMode):
             return not isinstance(base, PerDevice) or base.manual != self.body.manual
         mode = get_proxy_mode()
         if mode is None or self._before is None or mode.tracer.graph is not self._before.graph:
-            return False  # the body of a loop in this one
+            return False  # the graph of a loop inside this body
         if isinstance(base, ShardedTensor):
             return True
         slot = get_proxy_slot(base, mode.tracer, None)
         return slot is not None and not self._before < slot.proxy.node
 
     def _own(self, x: Tensor) -> Tensor:
-        """What a function makes of nothing is the same on all devices."""
+        """Makes a tensor that a function created from no operands a value of the body, equal on all devices."""
         if isinstance(innermost(x), PerDevice) or x is not innermost(x):
             return x
         mesh = self.body.mesh
@@ -158,22 +155,22 @@ class Captures(PersistentFunctionMode):
         return value.requires_grad_() if x.requires_grad else value
 
 
-def _reads_values(func: Any) -> bool:
-    """Whether a function of torch is no question about a tensor, and no assignment to an attribute of one."""
+def _is_value_read(func: Any) -> bool:
+    """True unless a torch function only reads a tensor's metadata or sets an attribute."""
     name = getattr(func, "__name__", "")
     if name != "__get__":
         return bool(name != "__set__")
-    of = func.__self__
-    return isinstance(of, property) or of.__name__ in ("T", "mT", "H", "mH", "real", "imag", "data")
+    attribute = func.__self__
+    return isinstance(attribute, property) or attribute.__name__ in ("T", "mT", "H", "mH", "real", "imag", "data")
 
 
 @contextmanager
-def _applied_to(enter: Callable[[Any], Any]) -> Iterator[None]:
-    """What an autograd Function of the user's is applied to goes through `enter` first."""
+def _intercepting_functions(enter: Callable[[Any], Any]) -> Iterator[None]:
+    """Applies `enter` to the arguments of the user's autograd Functions."""
     apply = TO_FUNCTION.value.__func__
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not issubclass(cls, Doors):
+        if not issubclass(cls, BoundaryFunction):
             args, kwargs = enter((args, kwargs))
         return apply(cls, *args, **kwargs)
 
@@ -184,7 +181,7 @@ def _applied_to(enter: Callable[[Any], Any]) -> Iterator[None]:
         TO_FUNCTION.value = classmethod(apply)
 
 
-def _refuse_written(x: Tensor, local: Tensor) -> None:
+def _refuse_write(x: Tensor, local: Tensor) -> None:
     if not local.is_inference() and version_of(local):
         raise ShardingError(
             f"a shard_map body writes to a tensor of shape {list(x.shape)} of the program around it",

@@ -1,10 +1,10 @@
 """The collectives of a `shard_map` body, as a user calls them.
 
-`x` is a tensor or a pytree of tensors (None stays None); to the reductions a Python number is the same on all devices.
+`x` is a tensor or a pytree of tensors (None stays None). Reductions also take Python numbers, equal on all devices.
 `axis` is a mesh axis, or a tuple of them (one group, numbered jointly, major first). All have tangents
-(`torch.func.jvp`), and all but `pmax` and `pmin` gradients, of any order. A gradient that is taken inside a body is
-that of all devices' results together, so of a loss that n devices share it is n times as large: take its `pmean`. Each
-raises `ShardingError` outside a body, for axes that the mesh does not have and for what is neither tensor nor number.
+(`torch.func.jvp`), and all but `pmax` and `pmin` have gradients, of any order. A gradient inside a body is that of the
+sum of all devices' results: if n devices share a loss, its gradient is n times as large; take its `pmean`. All raise
+`ShardingError` outside a body, for axes that the mesh does not have, and for leaves that are no tensors or numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.ops.collectives import ppermute as permutation
-from shardlib.primitives.body import Communication, current_body, group
+from shardlib.primitives.body import Communication, current_body, resolve_group
 from shardlib.primitives.form_dims import Piece
 
 Axis = str | Sequence[str]
 
 
 def psum(x: Any, axis: Axis) -> Any:
-    """The sum of all devices' `x`, of any shape, on every device; of a number, the number of devices times it.
+    """Returns the sum of all devices' `x`, of any shape, on every device; for a number, its product with the devices.
 
     Example:
         >>> import shardlib as sl
@@ -34,82 +34,84 @@ def psum(x: Any, axis: Axis) -> Any:
         ...     print(total(torch.arange(8.0)).full_tensor())
         tensor(28.)
     """
-    _, axes, n = group("psum", axis)
-    return _mapped("psum", Communication("all_reduce", axes, ("sum",)), x, lambda number: number * n)
+    _, axes, n = resolve_group("psum", axis)
+    return _map_tensors("psum", Communication("all_reduce", axes, ("sum",)), x, lambda number: number * n)
 
 
 def pmean(x: Any, axis: Axis) -> Any:
-    """The mean of all devices' `x`, of any shape, on every device."""
-    _, axes, n = group("pmean", axis)
+    """Returns the mean of all devices' `x`, of any shape, on every device."""
+    _, axes, n = resolve_group("pmean", axis)
     total = Communication("all_reduce", axes, ("sum",))
-    return _mapped("pmean", lambda leaf: total(leaf) / n, x, lambda number: number)
+    return _map_tensors("pmean", lambda leaf: total(leaf) / n, x, lambda number: number)
 
 
 def pmax(x: Any, axis: Axis) -> Any:
-    """The elementwise maximum of all devices' `x`, on every device. It has no gradient, only tangents: detach x."""
-    _, axes, _ = group("pmax", axis)
-    return _mapped("pmax", Communication("all_reduce", axes, ("max",)), x, lambda number: number)
+    """Returns the elementwise maximum of all devices' `x`. It has tangents, but no gradient: detach x."""
+    _, axes, _ = resolve_group("pmax", axis)
+    return _map_tensors("pmax", Communication("all_reduce", axes, ("max",)), x, lambda number: number)
 
 
 def pmin(x: Any, axis: Axis) -> Any:
-    """The elementwise minimum of all devices' `x`, on every device. It has no gradient, only tangents: detach x."""
-    _, axes, _ = group("pmin", axis)
-    return _mapped("pmin", Communication("all_reduce", axes, ("min",)), x, lambda number: number)
+    """Returns the elementwise minimum of all devices' `x`. It has tangents, but no gradient: detach x."""
+    _, axes, _ = resolve_group("pmin", axis)
+    return _map_tensors("pmin", Communication("all_reduce", axes, ("min",)), x, lambda number: number)
 
 
 def all_gather(x: Any, axis: Axis, dim: int = 0, tiled: bool = True) -> Any:
-    """All devices' `x`, concatenated along `dim` (`tiled=False`: stacked in a new dim there), on every device."""
-    _, axes, n = group("all_gather", axis)
+    """Concatenates all devices' `x` along `dim` (`tiled=False`: stacks them in a new dim), on every device."""
+    _, axes, n = resolve_group("all_gather", axis)
 
     def gather(x: Tensor) -> Tensor:
-        at = _dim("all_gather", x.dim() + (not tiled), dim)
+        at = _normalize_dim("all_gather", x.dim() + (not tiled), dim)
         return Communication("all_gather", axes, (at, n))(x if tiled else x.unsqueeze(at))
 
-    return _mapped("all_gather", gather, x)
+    return _map_tensors("all_gather", gather, x)
 
 
 def reduce_scatter(x: Any, axis: Axis, dim: int = 0) -> Any:
-    """This device's piece, along `dim`, of the sum of all devices' `x`; n devices must divide that dim."""
-    _, axes, n = group("reduce_scatter", axis)
+    """Returns this device's shard, along `dim`, of the sum of all devices' `x`; n devices must divide that dim."""
+    _, axes, n = resolve_group("reduce_scatter", axis)
 
     def scatter(x: Tensor) -> Tensor:
-        at = _dim("reduce_scatter", x.dim(), dim)
-        _divides("reduce_scatter", x, at, axes, n)
+        at = _normalize_dim("reduce_scatter", x.dim(), dim)
+        _check_divisible("reduce_scatter", x, at, axes, n)
         return Communication("reduce_scatter", axes, (at, n))(x)
 
-    return _mapped("reduce_scatter", scatter, x)
+    return _map_tensors("reduce_scatter", scatter, x)
 
 
 def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
-    """The pieces of `x` along `split_dim` go to the devices in order; what arrives is concatenated along `concat_dim`.
+    """Sends parts of `x` along `split_dim` to the devices, in order, and concatenates arrivals along `concat_dim`.
 
     `[n * a, b]` becomes `[a, n * b]` with `split_dim=0, concat_dim=1`; n devices must divide `split_dim`.
     """
-    _, axes, n = group("all_to_all", axis)
+    _, axes, n = resolve_group("all_to_all", axis)
 
     def exchange(x: Tensor) -> Tensor:
-        split, concat = _dim("all_to_all", x.dim(), split_dim), _dim("all_to_all", x.dim(), concat_dim)
-        _divides("all_to_all", x, split, axes, n)
+        split, concat = (_normalize_dim("all_to_all", x.dim(), dim) for dim in (split_dim, concat_dim))
+        _check_divisible("all_to_all", x, split, axes, n)
         return Communication("all_to_all", axes, (split, concat, n))(x)
 
-    return _mapped("all_to_all", exchange, x)
+    return _map_tensors("all_to_all", exchange, x)
 
 
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
-    """Each pair `(source, destination)` of `perm` sends `x`; a device that nobody sends to gets zeros.
+    """Sends `x` along each pair `(source, destination)` of `perm`; a device that receives nothing gets zeros.
 
-    Raises `ShardingError` when a device sends, or receives, twice.
+    Raises `ShardingError` if a device sends, or receives, twice.
     """
-    _, axes, n = group("ppermute", axis)
+    _, axes, n = resolve_group("ppermute", axis)
     pairs = [(int(a), int(b)) for a, b in perm]
     permutation.check(pairs, n)
-    return _mapped("ppermute", Communication("ppermute", axes, (tuple(i for pair in pairs for i in pair),)), x)
+    return _map_tensors("ppermute", Communication("ppermute", axes, (tuple(i for pair in pairs for i in pair),)), x)
 
 
-def _mapped(call: str, of: Callable[[Tensor], Tensor], x: Any, of_number: Callable[[Any], Any] | None = None) -> Any:
-    """`of` of every tensor in the pytree `x`, and `of_number` of every number, where there is one."""
+def _map_tensors(
+    call: str, on_tensor: Callable[[Tensor], Tensor], x: Any, on_number: Callable[[Any], Any] | None = None
+) -> Any:
+    """Applies `on_tensor` to every tensor in the pytree `x`, and `on_number` to every number; None refuses numbers."""
     leaves, tree = pytree.tree_flatten(x)
-    numbers = () if of_number is None else (int, float, complex)
+    numbers = () if on_number is None else (int, float, complex)
     wrong = [
         f"{type(leaf).__name__} {leaf!r}" for leaf in leaves if not isinstance(leaf, (Tensor, type(None), *numbers))
     ]
@@ -121,24 +123,24 @@ def _mapped(call: str, of: Callable[[Tensor], Tensor], x: Any, of_number: Callab
             remedy="torch.tensor(number), or a container that is registered with torch.utils._pytree",
         )
 
-    def one(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, Tensor):
-            return leaf if leaf is None else of(leaf)
-        assert of_number is not None, "other leaves were refused"
+            return leaf if leaf is None else on_tensor(leaf)
+        assert on_number is not None, "other leaves were refused"
         if (body := current_body()) is not None and body.form is not None:
             raise ShardingError(
                 f"{call} of the number {leaf!r} in the local form of a rule",
                 rule="devices may hold pieces of other sizes, and other numbers",
                 remedy="sl.piece(name).whole is the size of the whole; x.new_full((), number) is a tensor",
             )
-        return of_number(leaf)
+        return on_number(leaf)
 
-    return pytree.tree_unflatten([one(leaf) for leaf in leaves], tree)
+    return pytree.tree_unflatten([map_leaf(leaf) for leaf in leaves], tree)
 
 
 def axis_index(axis: Axis) -> Tensor:
-    """The coordinate of this device along `axis`, as an int64 tensor without dims."""
-    body, axes, _ = group("axis_index", axis)
+    """Returns the coordinate of this device along `axis`, as an int64 tensor without dims."""
+    body, axes, _ = resolve_group("axis_index", axis)
     if body.like is None:
         raise ShardingError(
             f"axis_index({axis!r}) in a shard_map without tensor arguments",
@@ -152,14 +154,14 @@ def axis_index(axis: Axis) -> Tensor:
 
 
 def axis_size(axis: Axis) -> int:
-    """The number of devices along `axis`."""
-    return group("axis_size", axis)[2]
+    """Returns the number of devices along `axis`."""
+    return resolve_group("axis_size", axis)[2]
 
 
 def piece(name: str) -> Piece:
-    """Which elements of the dim `name` this device has, in the local form of a rule: `(offset, size, whole)`.
+    """Returns `(offset, size, whole)` of this device's elements of the dim `name`, in the local form of a rule.
 
-    Raises `ShardingError` elsewhere, and for a dim that the rule has not.
+    Raises `ShardingError` elsewhere, and for a dim that the rule does not have.
     """
     body = current_body()
     if body is None or body.form is None:
@@ -168,12 +170,12 @@ def piece(name: str) -> Piece:
             rule="the dims of a rule are known in its local form: sl.rule(text, local=function)",
             remedy="in a shard_map body, x.shape is this device's, and sl.axis_index(axis) its place",
         )
-    group("piece", name)
+    resolve_group("piece", name)
     return body.form.piece(name)
 
 
 class _AxisIndex(torch.autograd.Function):
-    """Carries the op through the transforms that `like` came through; the result has nothing to do with them."""
+    """Passes the op through the transforms of `like`, on which the result does not depend."""
 
     @staticmethod
     def forward(like: Tensor, axes: tuple[str, ...]) -> Any:
@@ -196,13 +198,13 @@ class _AxisIndex(torch.autograd.Function):
         return _AxisIndex.apply(like, axes), None  # type: ignore[no-untyped-call]
 
 
-def _dim(call: str, rank: int, dim: int) -> int:
+def _normalize_dim(call: str, rank: int, dim: int) -> int:
     if not -rank <= dim < rank:
         raise ShardingError(f"{call} along dim {dim} of a local tensor of {rank} dims", rule="the dim exists")
     return dim % rank
 
 
-def _divides(call: str, x: Tensor, dim: int, axes: Sequence[str], n: int) -> None:
+def _check_divisible(call: str, x: Tensor, dim: int, axes: Sequence[str], n: int) -> None:
     if x.shape[dim] % n:
         raise ShardingError(
             f"{call} of a local tensor of shape {list(x.shape)} along dim {dim}",

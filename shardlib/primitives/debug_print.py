@@ -1,8 +1,8 @@
-"""`debug_print`: values printed by the program that runs, in its order.
+"""`debug_print`: the running program prints values, in program order.
 
-In a traced function a print is an op of its own, which makes nothing and is therefore never dropped, merged or moved
-past another one (`normalize` keeps what has no result, the schedule moves only what somebody reads). Its operands are
-made whole; the plan shows the line, and the collectives that bring the values.
+In a traced function a print is an op without results. The passes never drop, merge or reorder such ops: `normalize`
+keeps them, and the schedule moves only ops whose results are read. Its operands are gathered; the plan shows the line
+and these collectives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardlib.tensor.sharded_tensor import ShardedTensor
 _LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIB.define("debug_print(str text, Tensor[] xs, *, int lead=1) -> ()")
 OP = torch.ops.shardlib.debug_print.default
-torch.fx.node.has_side_effect(OP)  # for whoever drops dead nodes by torch's own means
+torch.fx.node.has_side_effect(OP)  # so that torch's own dead code elimination keeps it
 
 
 def _print(text: str, xs: list[Tensor], *, lead: int = 1) -> None:
@@ -48,15 +48,14 @@ torch.library.register_vmap("shardlib::debug_print", _vmap, lib=_LIB)
 
 
 def debug_print(fmt: str, /, *args: Any, **kwargs: Any) -> None:
-    """Print `fmt.format(*args, **kwargs)` with the values of tensors, of any shape and sharding, when the program runs.
+    """Prints `fmt.format(*args, **kwargs)` with the values of tensors, of any sharding, when the program runs.
 
-    In a jitted function the prints of one call come in the order of the program, each once: whole values, on the first
-    rank, once for all virtual devices; under `vmap` once for each element. Outside `jit` it prints at once; on ranks
-    that is a collective for a ShardedTensor, so every rank must call it. Arguments may be pytrees; what is no tensor is
-    written while the function is traced. Printing does not change gradients; values that are not whole have to be
-    gathered, and the plan shows how many bytes that takes.
+    In a jitted function prints come in program order, each once: whole values, on the first rank, once for all virtual
+    devices; under `vmap` once for each element. Outside `jit` it prints at once; for a ShardedTensor on ranks that is
+    a collective, which every rank must call. Arguments may be pytrees; leaves that are no tensors are formatted during
+    the trace. Printing does not change gradients. Sharded values are gathered; the plan shows the bytes.
 
-    Raises `ShardingError` inside a `shard_map` body and for a format that a tensor of that shape does not take.
+    Raises `ShardingError` inside a `shard_map` body, and for a format that a tensor of that shape does not take.
 
     Example:
         >>> import shardlib as sl
@@ -77,22 +76,22 @@ def debug_print(fmt: str, /, *args: Any, **kwargs: Any) -> None:
     slots: list[_Slot] = []
     args, kwargs = pytree.tree_map_only(Tensor, lambda x: _Slot(x, slots), (args, kwargs))
     text = fmt.format(*args, **kwargs).replace("{", "{{").replace("}", "}}")
-    asked: list[Tensor] = []
+    printed: list[Tensor] = []
 
     def field(m: re.Match[str]) -> str:
-        asked.append(slots[int(m[1])].x)
-        return f"{{{len(asked) - 1}{m[2]}}}"
+        printed.append(slots[int(m[1])].x)
+        return f"{{{len(printed) - 1}{m[2]}}}"
 
     text = _MARK.sub(field, text)
-    ranks = {x.mesh.rank for x in map(innermost, asked) if isinstance(x, ShardedTensor)}
-    torch.ops.shardlib.debug_print(text, asked, lead=int(is_tracing() or not any(ranks)))
+    ranks = {x.mesh.rank for x in map(innermost, printed) if isinstance(x, ShardedTensor)}
+    torch.ops.shardlib.debug_print(text, printed, lead=int(is_tracing() or not any(ranks)))
 
 
 _MARK = re.compile("\0(\\d+)((?:![rs])?(?::[^\0]*)?)\0")
 
 
 class _Slot:
-    """Stands for a tensor while a text is formatted: leaves a mark for its value, and gives what is known of it."""
+    """Stands for a tensor during formatting: formats as a mark for its value, and has its attributes."""
 
     def __init__(self, x: Tensor, slots: list[_Slot]) -> None:
         self.x, self._slots, self._at = x, slots, len(slots)

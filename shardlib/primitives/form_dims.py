@@ -1,4 +1,4 @@
-"""Local forms ask a device which elements of a dim it has."""
+"""The interface by which a local form asks for its device's elements of a dim."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 
 class Piece(NamedTuple):
-    """A device's elements of a dim: the index of the first one in the whole, how many, and how many there are."""
+    """A device's elements of a dim: the first index, the number, and the size of the whole dim."""
 
     offset: int
     size: int
@@ -14,8 +14,10 @@ class Piece(NamedTuple):
 
 
 class FormDims(Protocol):
-    """What a local form may ask of a dim of its rule. It is run for every kind of device, and every number that it is
-    told, and that differs, tells devices apart: so it asks for no more than it uses."""
+    """Questions of a local form about a dim of its rule.
+
+    The compiler emits the form once for all devices with equal answers, so a form should ask only for what it uses.
+    """
 
     def piece(self, name: str) -> Piece: ...
     def share(self, name: str) -> int: ...

@@ -1,10 +1,9 @@
-"""What the results of a `shard_map` claim: along an axis that an out_spec leaves out, all devices return the same.
+"""The check of out_specs of a `shard_map`: all devices along an axis that an out_spec does not name agree.
 
-A value of a body varies over the axes that cut the arguments which it is made of. `axis_index` and the collectives that
-give each device something of its own add their axes; a sum, a maximum or a gathering over an axis makes its result the
-same along it. This is decided on the graph as it was traced, so that a result which nothing reads is held to its claim,
-too: its gradient rests on it. Where axes are left to the compiler, a value varies along those for which it is batched
-(`stacked`), as is known when the body ends.
+A value of a body varies over the axes that shard the arguments on which it depends. `axis_index` and the collectives
+with different results per device add their axes; a sum, maximum or all-gather over an axis removes it. The check runs
+on the traced graph, before unused results are dropped: their gradients rely on the claim, too. If the compiler shards
+some axes (`stacked` bodies), a value varies along the axes over which it is batched when the body ends.
 """
 
 from __future__ import annotations
@@ -24,43 +23,43 @@ from shardlib.sharding.spec import Spec
 Axes = frozenset[str]
 
 
-def hold_claims(gm: fx.GraphModule) -> None:
-    """Raise `ShardingError` with all results that may differ where they are said to be the same; drop what was said."""
-    made = [node for node in gm.graph.nodes if has_trait(node.target, "leaves_body") and node.args[3:]]
-    if not made:
+def check_claims(gm: fx.GraphModule) -> None:
+    """Raises `ShardingError` with all results that may differ along unnamed axes; removes the claims from the graph."""
+    claimed = [node for node in gm.graph.nodes if has_trait(node.target, "leaves_body") and node.args[3:]]
+    if not claimed:
         return
     mesh = current_mesh()
     assert mesh is not None, "a program is compiled for a mesh"
-    varies = varying(gm, mesh)
+    varies = find_varying_axes(gm, mesh)
     results = []
-    for node in made:
+    for node in claimed:
         source, spec, _, claim = node.args
-        hidden = varies[source] - _cut(node.meta["val"].shape, spec, mesh)
-        results.append(Claimed(claim, source.meta["val"].shape, spec, hidden, _origin(source)))
+        hidden = varies[source] - _sharded_axes(node.meta["val"].shape, spec, mesh)
+        results.append(ResultClaim(claim, source.meta["val"].shape, spec, hidden, _describe_origin(source)))
         node.args = node.args[:3]
-    hold(results, mesh)
+    check_results(results, mesh)
 
 
 @dataclass(frozen=True)
-class Claimed:
-    """A result that is to be the same along the axes which its spec leaves out; `hidden` are those where it is not."""
+class ResultClaim:
+    """A result that must be equal along the axes which its spec does not name; `hidden` are those where it varies."""
 
-    claim: str  # "who: which result"
+    claim: str  # "call: result"
     shape: Sequence[int]
     spec: str
     hidden: Axes
     origin: str = ""
 
 
-def hold(results: Sequence[Claimed], mesh: Mesh) -> None:
-    """Raise `ShardingError` with all results that may differ where they are said to be the same."""
+def check_results(results: Sequence[ResultClaim], mesh: Mesh) -> None:
+    """Raises `ShardingError` with all results that vary over hidden axes."""
     wrong: dict[str, list[str]] = {}
     over: dict[str, None] = {}
     for result in results:
-        who, _, name = result.claim.partition(": ")
+        call, _, name = result.claim.partition(": ")
         if hidden := [a for a, n in mesh.axes.items() if n > 1 and a in result.hidden]:
             over |= dict.fromkeys(hidden)
-            wrong.setdefault(who, []).append(
+            wrong.setdefault(call, []).append(
                 f"{name} of shape {list(result.shape)} with spec {result.spec!r} varies over "
                 f"{' and '.join(f'{a!r} ({mesh.axes[a]} devices)' for a in hidden)}{result.origin}"
             )
@@ -75,12 +74,12 @@ def hold(results: Sequence[Claimed], mesh: Mesh) -> None:
         )
 
 
-def varying(gm: fx.GraphModule, mesh: Mesh) -> Mapping[fx.Node, Axes]:
-    """The mesh axes over which each value inside a body may differ; of values outside nothing is said."""
+def find_varying_axes(gm: fx.GraphModule, mesh: Mesh) -> Mapping[fx.Node, Axes]:
+    """Returns the mesh axes over which each value inside a body may vary; entries of values outside are meaningless."""
     varies: dict[fx.Node, Axes] = {}
     for node in gm.graph.nodes:
         if has_trait(node.target, "enters_body"):
-            varies[node] = _cut(node.args[0].meta["val"].shape, node.args[1], mesh)
+            varies[node] = _sharded_axes(node.args[0].meta["val"].shape, node.args[1], mesh)
             continue
         shaped = has_trait(node.target, "metadata_only") or has_trait(node.target, "creates")
         read = [] if shaped else node.all_input_nodes
@@ -95,12 +94,12 @@ def varying(gm: fx.GraphModule, mesh: Mesh) -> Mapping[fx.Node, Axes]:
     return varies
 
 
-def _cut(shape: Any, spec: str, mesh: Mesh) -> Axes:
+def _sharded_axes(shape: Any, spec: str, mesh: Mesh) -> Axes:
     layout = Spec.convert(spec).resolve(tuple(shape), mesh, name="x").layout
     return frozenset(a.name for a in layout.axes if a.size > 1)
 
 
-def _origin(node: fx.Node) -> str:
+def _describe_origin(node: fx.Node) -> str:
     line = node.meta.get("line")
     if has_trait(node.target, "enters_body"):
         return ", as it came in"

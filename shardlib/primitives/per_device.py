@@ -1,9 +1,9 @@
 """`PerDevice`: one tensor of a body's code, on all devices at once.
 
-It has the shape that one device sees, and holds what all of them have, stacked over the axes along which it varies.
-Every op is a `vmap` over these axes, below autograd. So a history, a hook or a checkpoint that is made in a body holds
-tensors that are the same thing behind its end. Where devices write what differs into a tensor that was the same on all
-of them, it is stacked then, with all views of it.
+It has the shape of one device's shard, and holds all shards, stacked over the axes along which they vary. Every op is a
+`vmap` over these axes, below autograd. So autograd nodes, hooks and checkpoints of a body hold tensors that are valid
+after the body ends. If devices write different values into a tensor that was equal on all of them, it is stacked then,
+with all its views.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardlib.sharding.mesh.mesh import Mesh
 
 
 class PerDevice(Tensor):
-    """`stack` has a dim in front for each of `axes`, in the order of the mesh; `manual` are the axes of the body."""
+    """`stack` has a leading dim for each of `axes`, in the order of the mesh; `manual` are the axes of the body."""
 
     stack: Tensor
     axes: tuple[str, ...]
@@ -31,7 +31,7 @@ class PerDevice(Tensor):
     _views: weakref.WeakValueDictionary[int, PerDevice]  # by id: == of tensors compares values
 
     __torch_function__ = no_torch_function
-    dispatch: ClassVar[Callable[..., Any]]  # set by `body`: ops are written above this class
+    dispatch: ClassVar[Callable[..., Any]]  # set by `body`: the modules of ops import this one
 
     @staticmethod
     def __new__(cls, stack: Tensor, axes: Sequence[str], mesh: Mesh, manual: tuple[str, ...]) -> PerDevice:
@@ -46,32 +46,31 @@ class PerDevice(Tensor):
     def __init__(self, *_: Any) -> None: ...
 
     def like(self, stack: Tensor, axes: Iterable[str]) -> PerDevice:
-        """Another value of the same body."""
+        """Makes another value of the same body."""
         return PerDevice(stack, tuple(axes), self.mesh, self.manual)
 
     def over(self, axes: Iterable[str]) -> Tensor:
-        """The stack over these axes, of which those along which it does not vary are expanded."""
-        wanted = in_order(self.mesh, axes)
+        """Returns the stack over these axes; expands it along axes over which it does not vary."""
         stack = self.stack
-        for d, name in enumerate(wanted):
+        for d, name in enumerate(order_axes(self.mesh, axes)):
             if name not in self.axes:
                 stack = stack.unsqueeze(d).expand(*stack.shape[:d], self.mesh.axes[name], *stack.shape[d:])
         return stack
 
-    def vary(self, axes: Iterable[str]) -> None:
-        """Stack the memory of this tensor, and of all that shows it, over these axes as well."""
+    def stack_over(self, axes: Iterable[str]) -> None:
+        """Stacks the memory of this tensor and of all its views over these axes, too."""
         owner = self if self._owner is None else self._owner
-        wanted = in_order(self.mesh, {*owner.axes, *axes})
-        if wanted == owner.axes:
+        all_axes = order_axes(self.mesh, {*owner.axes, *axes})
+        if all_axes == owner.axes:
             return
-        owner.stack, owner.axes = owner.over(wanted).clone(), wanted
+        owner.stack, owner.axes = owner.over(all_axes).clone(), all_axes
         for view in owner._views.values():
-            again = view._replay(owner)
-            assert isinstance(again, PerDevice), "a view of a body's value is one"
-            view.stack, view.axes = again.stack, again.axes
+            replayed = view._replay(owner)
+            assert isinstance(replayed, PerDevice), "a view of a body's value is one"
+            view.stack, view.axes = replayed.stack, replayed.axes
 
-    def shows(self, owner: PerDevice, replay: Callable[[PerDevice], Tensor]) -> None:
-        """Note that this is a view of another one, and how it is made again."""
+    def mark_view_of(self, owner: PerDevice, replay: Callable[[PerDevice], Tensor]) -> None:
+        """Records that this is a view of `owner`, which `replay` makes again."""
         if owner._owner is not None:
             first = owner._replay
             self._owner, self._replay = owner._owner, lambda x: replay(first(x))  # type: ignore[arg-type]
@@ -79,9 +78,9 @@ class PerDevice(Tensor):
             self._owner, self._replay = owner, replay
         self._owner._views[id(self)] = self
 
-    def become(self, view: PerDevice) -> PerDevice:
-        """Be another view of the same memory from now on."""
-        if view._owner is self:  # which is the owner no more
+    def replace_view(self, view: PerDevice) -> PerDevice:
+        """Makes this tensor another view of the same memory."""
+        if view._owner is self:  # another tensor becomes the owner
             owner = self.like(self.stack, self.axes)
             owner._views, self._views = self._views, owner._views
             for other in owner._views.values():
@@ -103,13 +102,13 @@ class PerDevice(Tensor):
         return f"PerDevice({list(self.shape)}, over {', '.join(self.axes) or 'no axis'})"
 
 
-def in_order(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """Axes in the order of the mesh."""
-    wanted = {*axes}
-    return tuple(name for name in mesh.axis_names if name in wanted)
+def order_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns the axes in the order of the mesh."""
+    names = {*axes}
+    return tuple(name for name in mesh.axis_names if name in names)
 
 
-def value_of(x: Any) -> PerDevice | None:
-    """The value of a body that a tensor is, whatever transforms follow it; None of other tensors."""
+def find_per_device(x: Any) -> PerDevice | None:
+    """Returns the value of a body inside a tensor's transform wrappers; None for other tensors."""
     base = innermost(x)
     return base if isinstance(base, PerDevice) else None

@@ -1,7 +1,6 @@
-"""Rows of a tensor sent to other rows: what a `ppermute` is where the members' tensors are stacked.
+"""Permutes rows of a tensor: a `ppermute` of stacked members' tensors.
 
-An op of its own, with a sharding rule (`rules/tensor_ops/rearrange.py`): devices that hold a row each exchange them
-directly.
+It is an op with a sharding rule (`rules/tensor_ops/rearrange.py`): devices that hold one row each exchange rows.
 """
 
 from __future__ import annotations
@@ -12,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIB: Any = torch.library.Library("shardlib", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIB.define("send_rows(Tensor x, int[] sources, int[] rows) -> Tensor")
+from shardlib.ops import define_op
 
 
-def _send(x: Tensor, sources: list[int], rows: list[int]) -> Tensor:
+def _send_rows(x: Tensor, sources: list[int], rows: list[int]) -> Tensor:
     out = torch.zeros_like(x)
     for source, row in zip(sources, rows, strict=True):
         out[row] = x[source]
     return out
 
 
-_LIB.impl("send_rows", _send, "CompositeExplicitAutograd")
-torch.library.register_fake("shardlib::send_rows", lambda x, sources, rows: torch.empty_like(x), lib=_LIB)
+define_op(
+    "send_rows(Tensor x, int[] sources, int[] rows) -> Tensor", _send_rows, lambda x, sources, rows: torch.empty_like(x)
+)
 
 
 def send_rows(x: Tensor, sources: Sequence[int], rows: Sequence[int]) -> Tensor:
-    """x `[n, ...]` with row `sources[i]` at `rows[i]`, each at most once, and zeros elsewhere.
+    """Returns x `[n, ...]` with row `sources[i]` at `rows[i]`, each at most once, and zeros elsewhere.
 
     Example:
         >>> send_rows(torch.tensor([1, 2, 3, 4]), [0, 1], [1, 3])

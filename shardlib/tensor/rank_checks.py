@@ -26,7 +26,7 @@ from shardlib.core.torch_private import is_wrapped, schema_of
 from shardlib.distributed.store import format_ranks
 from shardlib.distributed.turns import Turn, current
 from shardlib.ops.collectives import all_gather, all_reduce
-from shardlib.ops.collectives.transport.groups import together
+from shardlib.ops.collectives.transport.groups import run_in_turn
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Axis, first_replicas
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
@@ -136,7 +136,7 @@ def all_mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
 
 def _gather_rows(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
     row = mine.to(mesh.device).unsqueeze(0)
-    out = together(
+    out = run_in_turn(
         mesh, turn, all_mesh_axes(mesh), lambda group: all_gather.start(row, 0, [1] * mesh.size, group).finish()
     )
     rows: list[list[int]] = out.tolist()
@@ -152,7 +152,7 @@ def broadcast_from_rank(mesh: Mesh, x: Tensor, src: int, caller: str) -> Tensor:
     sent = as_bytes(x)  # sums with zeros are exact for bytes
     sent = sent if mesh.rank == src else torch.zeros_like(sent)
     turn = Turn(f"sending {x.dtype}{list(x.shape)} from rank {src} ({caller} on {mesh})")
-    received = together(mesh, turn, all_mesh_axes(mesh), lambda group: all_reduce.start(sent, group).finish())
+    received = run_in_turn(mesh, turn, all_mesh_axes(mesh), lambda group: all_reduce.start(sent, group).finish())
     return received.view(x.dtype).view(x.shape).requires_grad_(x.requires_grad)
 
 

@@ -30,7 +30,7 @@ from shardlib.primitives.collectives import (
     psum,
     reduce_scatter,
 )
-from shardlib.primitives.vmap_body import SAME, collective
+from shardlib.primitives.vmap_body import REPLICATED, run_collective
 
 MESH = {"data": 2, "tensor": 4}
 N = 4  # devices along tensor
@@ -310,8 +310,8 @@ def _run_call(x: Tensor, call: Communication) -> Tensor:
     here = [i for i, name in enumerate(MESH) if name in call.axes]
     groups = [i for i in range(2) if i not in here]
     members = x.movedim(groups, [*range(-len(groups), 0)]) if groups else x
-    out = collective(members, [[*MESH][i] for i in here], call.axes, call.kind, call.args)
-    if call.kind in SAME:
+    out = run_collective(members, [[*MESH][i] for i in here], call.axes, call.kind, call.args)
+    if call.kind in REPLICATED:
         out = out.expand(*([*MESH.values()][i] for i in here), *out.shape)
     return out.movedim([*range(-len(groups), 0)], groups) if groups else out
 

@@ -32,7 +32,7 @@ def launcher(bug: int = 0, seed: int = 1) -> cuda_peers.Launch:
 
 
 def make_group(ranks: int, tuning: Tuning = SMALL, seed: int = 1, bug: int = 0, **more: Any) -> Peers:
-    return cuda_peers.virtual(ranks, "cpu", tuning, launch=launcher(bug, seed), **more)
+    return cuda_peers.virtual_peers(ranks, "cpu", tuning, launch=launcher(bug, seed), **more)
 
 
 def random_values(n: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -152,7 +152,7 @@ def backward(
     memory = emulate.Memory()
     args = AttentionBackwardArgs(repeatable=repeatable)
     args.forward, _, _ = _arguments(memory, q, k, v, variant, lse)
-    delta = attention_math.delta_of(grad_o, grad_lse, o, torch.float32)
+    delta = attention_math.compute_delta(grad_o, grad_lse, o, torch.float32)
     dq, dk, dv = (_output(memory, x, name) for x, name in ((q, "dq"), (k, "dk"), (v, "dv")))
     tensors = {"grad_o": memory.tensor(heads_last(grad_o), "grad_o"), "dq": dq, "dk": dk, "dv": dv}
     for name, x in tensors.items():

@@ -241,12 +241,12 @@ def test_what_would_leave_a_tensor_is_refused(case: str) -> None:
 def test_collectives_get_the_plan(name: str) -> None:
     ops, launchers = _recorded()
     group = plans.Group(ranks=3, rank=1, present=2)
-    made: dict[str, plans.Plan] = {
+    zeros: dict[str, plans.Plan] = {
         "all_gather": plans.all_gather(group, "staged", [4, 5, 6]),
         "all_to_all": plans.all_to_all(group, "direct", [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
         "reduce_scatter": plans.reduce_scatter(group, "packets", [1, 2, 3], torch.bfloat16),
     }
-    plan, x = made[name], torch.zeros(2)
+    plan, x = zeros[name], torch.zeros(2)
     plan.input[1], plan.output[2] = 11, 22
     getattr(ops, name)(x, x, plan.words)
     assert launchers.recorded_call().decode() == f"shardlib_{name}"

@@ -16,7 +16,7 @@ from shardlib.core.errors import CollectiveError
 from shardlib.ops.collectives import all_to_all
 from shardlib.ops.collectives.transport import cuda_args as plans
 from shardlib.ops.collectives.transport.cuda_args import Tuning
-from shardlib.ops.collectives.transport.cuda_peers import Peers, choose, unserved
+from shardlib.ops.collectives.transport.cuda_peers import Peers, choose_form, find_kernel_fault
 from shardlib.ops.collectives.transport.flat_messages import combine
 from tests.kernels import emulate
 from tests.kernels.collectives import (
@@ -264,11 +264,11 @@ def test_a_wrong_group_is_refused(changed: dict[str, int], text: str) -> None:
 
 
 def test_what_the_kernels_leave_to_nccl() -> None:
-    assert unserved("reduce_scatter", torch.bfloat16, "sum", 16) == ""
-    assert unserved("reduce_scatter", torch.bfloat16, "max", 8) == "the kernels form sums, no max"
-    assert unserved("all_gather", torch.uint8, "", 17) == "the kernels take up to 16 ranks, not 17"
-    assert choose("all_gather", 1 << 20).way == "staged"
-    assert choose("all_gather", 1 << 20, tuning=Tuning(packet_bytes=1 << 20)).way == "packets"
+    assert find_kernel_fault("reduce_scatter", torch.bfloat16, "sum", 16) == ""
+    assert find_kernel_fault("reduce_scatter", torch.bfloat16, "max", 8) == "the kernels form sums, no max"
+    assert find_kernel_fault("all_gather", torch.uint8, "", 17) == "the kernels take up to 16 ranks, not 17"
+    assert choose_form("all_gather", 1 << 20).way == "staged"
+    assert choose_form("all_gather", 1 << 20, tuning=Tuning(packet_bytes=1 << 20)).way == "packets"
 
 
 def test_python_and_the_kernels_mean_the_same_memory() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardlib.core.errors import ShardingError
-from shardlib.ops.backend_choice import BACKENDS, Choice, unavailable, wanted
+from shardlib.ops.backend_choice import BACKENDS, Choice, requested_backend, unavailable_error
 
 OPS = ("attention", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "random", "matmul")
 REST = 'Rule: SHARDLIB_OPS is "torch", which means every op, or entries op=backend with commas between them'
@@ -29,7 +29,7 @@ def test_what_is_wanted(text: str | None, wants: dict[str, str], monkeypatch: py
     monkeypatch.delenv("SHARDLIB_OPS", raising=False)
     if text is not None:
         monkeypatch.setenv("SHARDLIB_OPS", text)
-    assert {op: backend for op in BACKENDS if (backend := wanted(op))} == wants
+    assert {op: backend for op in BACKENDS if (backend := requested_backend(op))} == wants
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_it_cannot_mean(text: str, bullets: list[str], monkeypatch: pytest.
     monkeypatch.setenv("SHARDLIB_OPS", text)
     for op in ("attention", "ppermute"):
         with pytest.raises(ShardingError) as caught:
-            wanted(op)
+            requested_backend(op)
         expected = [f"cannot read SHARDLIB_OPS={text!r}:", *(f"  * {bullet}" for bullet in bullets), REST, REMEDY]
         assert str(caught.value).splitlines() == expected
 
@@ -68,7 +68,7 @@ def test_what_it_cannot_mean(text: str, bullets: list[str], monkeypatch: pytest.
 def test_it_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in ("shm", "torch", "shm"):
         monkeypatch.setenv("SHARDLIB_OPS", f"all_gather={backend}")
-        assert wanted("all_gather") == backend
+        assert requested_backend("all_gather") == backend
 
 
 def test_a_choice_prints_its_reason() -> None:
@@ -78,7 +78,7 @@ def test_a_choice_prints_its_reason() -> None:
 
 
 def test_a_backend_that_cannot_run_is_an_error_and_no_fallback() -> None:
-    assert str(unavailable("all_gather", "shm", "no C++ compiler")).splitlines() == [
+    assert str(unavailable_error("all_gather", "shm", "no C++ compiler")).splitlines() == [
         "SHARDLIB_OPS asks for all_gather=shm, which cannot run here:",
         "  * no C++ compiler",
         "Rule: a backend that is asked for by name is never replaced by another one",

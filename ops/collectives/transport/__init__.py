@@ -1,1 +1,1 @@
-"""How messages travel between ranks: process groups, shared memory, CUDA peers."""
+"""Transports of messages between ranks: process groups, shared memory, CUDA peers."""

@@ -1,7 +1,7 @@
-"""The arguments of the CUDA collectives, as `cuda/collectives.h` has them: fields of 8 bytes.
+"""The arguments of the CUDA collectives, as `cuda/collectives.h` declares them: fields of 8 bytes.
 
-A plan says what one collective moves between all ranks of a group. It is made once for some sizes; per call only the
-addresses of this process' inputs and outputs are written into it.
+A plan holds what one collective moves between all ranks of a group. It is made once per sizes; a call only writes the
+addresses of this process' inputs and outputs into it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ REPORT = ("state", "op", "rank", "peer", "counter", "cta", "target", "seen")
 WAITED_FOR = ("arrived", "done", "packet")
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_STEP, _CALL = 20, 24  # where, in a flag, what is called begins, and the number of the call
+_STEP, _CALL = 20, 24  # the lowest bits of op and form, and of the call's number, in a flag
 
 _word = ctypes.c_int64
 _words = ctypes.c_int64 * MAX_RANKS
 
 
 class Group(ctypes.Structure):
-    """Who takes part, and through which memory."""
+    """The ranks of a group, and the memory through which they communicate."""
 
     _fields_ = [
         *((name, _word) for name in ("ranks", "rank", "present", "ctas", "threads", "limit_ns", "packet_words")),
@@ -42,18 +42,18 @@ _HEAD = [("group", Group), ("form", _word), ("input", _words), ("output", _words
 
 
 class Plan(ctypes.Structure):
-    """What all three have in common."""
+    """The fields that all three plans share."""
 
     group: Group
     form: int
     input: ctypes.Array[ctypes.c_int64]
     output: ctypes.Array[ctypes.c_int64]
 
-    words: torch.Tensor  # the plan as int64 words, which have the memory: what the torch ops take
+    words: torch.Tensor  # owns the plan's memory, as int64; the torch ops take it
 
     @classmethod
-    def made(cls) -> Self:
-        """A plan of zeros."""
+    def zeros(cls) -> Self:
+        """Makes a plan of zeros."""
         words = torch.zeros(ctypes.sizeof(cls) // 8, dtype=torch.int64)
         plan = cls.from_address(words.data_ptr())
         plan.words = words
@@ -74,13 +74,14 @@ class ReduceScatter(Plan):
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How a group's kernels are launched and how much memory it has; the same on all ranks. These figures are guesses:
-    what was measured on a card is in `ops/tuning.py`.
+    """Launch parameters and memory of a group's kernels; equal on all ranks.
 
-    * `ctas`: of a large message, each of `threads`. Fewer leave more SMs to matmuls that run meanwhile.
-    * `packet_bytes`: a message up to this size goes as packets.
-    * `one_step_bytes`: of an all-reduce up to this size every rank sums all.
-    * `window`: bytes that a rank stages at a time; its workspace has two of them.
+    The defaults are guesses; `ops/tuning.py` holds what was measured, by card.
+
+    * `ctas`: CTAs for a large message, each of `threads`. Fewer leave more SMs to concurrent matmuls.
+    * `packet_bytes`: a message up to this size is sent as packets.
+    * `one_step_bytes`: in an all-reduce up to this size, every rank sums all of the message.
+    * `window`: bytes that a rank stages at a time; its workspace holds two windows.
     * `chunk`: bytes of a CTA's part between two flags.
     """
 
@@ -93,7 +94,7 @@ class Tuning:
 
 
 def workspace_bytes(ranks: int, tuning: Tuning) -> int:
-    """Bytes of one rank's workspace: see `cuda/peers.cuh`.
+    """Returns the bytes of one rank's workspace: see `cuda/peers.cuh`.
 
     Example:
         >>> workspace_bytes(2, Tuning(packet_bytes=64, window=1024))
@@ -104,64 +105,65 @@ def workspace_bytes(ranks: int, tuning: Tuning) -> int:
 
 
 def all_gather(group: Group, form: str, sizes: Sequence[int]) -> AllGather:
-    """Every rank's `sizes[i]` bytes to all ranks."""
-    plan = AllGather.made()
-    _begin(plan, group, form, "all_gather")
+    """Plans to send `sizes[i]` bytes of rank i to all ranks."""
+    plan = AllGather.zeros()
+    _fill_head(plan, group, form, "all_gather")
     plan.bytes_of[: len(sizes)] = sizes
     plan.place[: len(sizes)] = [0, *itertools.accumulate(sizes)][:-1]
     return plan
 
 
 def all_to_all(group: Group, form: str, sizes: Sequence[Sequence[int]]) -> AllToAll:
-    """`sizes[i][j]` bytes from rank i to rank j."""
-    plan = AllToAll.made()
-    _begin(plan, group, form, "all_to_all")
-    for row, of_rank in zip(plan.sizes, sizes, strict=False):
-        row[: len(of_rank)] = of_rank
+    """Plans to send `sizes[i][j]` bytes from rank i to rank j."""
+    plan = AllToAll.zeros()
+    _fill_head(plan, group, form, "all_to_all")
+    for row, sent in zip(plan.sizes, sizes, strict=False):
+        row[: len(sent)] = sent
     return plan
 
 
 def reduce_scatter(group: Group, form: str, counts: Sequence[int], dtype: torch.dtype) -> ReduceScatter:
-    """The sum over all ranks, `counts[i]` elements of it to rank i; of a single count, all to all of them."""
-    plan = ReduceScatter.made()
-    _begin(plan, group, form, "reduce_scatter")
+    """Plans to sum over all ranks and to give `counts[i]` elements to rank i; a single count is for all ranks."""
+    plan = ReduceScatter.zeros()
+    _fill_head(plan, group, form, "reduce_scatter")
     plan.element, plan.segments = ELEMENTS[dtype], len(counts)
     plan.count[: len(counts)] = counts
     return plan
 
 
-def explain(report: Sequence[int], ranks: Sequence[int]) -> str:
-    """What a kernel's report says, with the ranks' names in the world.
+def explain_report(report: Sequence[int], ranks: Sequence[int]) -> str:
+    """Formats a kernel's report as an error text; `ranks` are the members' global ranks.
 
     Example:
-        >>> print(explain([1, 0, 2, 3, 0, 5, flag(7, "all_gather", "staged", 2), 0], [8, 9, 10, 11]))
+        >>> print(explain_report([1, 0, 2, 3, 0, 5, encode_flag(7, "all_gather", "staged", 2), 0], [8, 9, 10, 11]))
         all_gather: rank 10 gave up waiting for rank 11, which is gone, late, or runs other code
         (flag "arrived" of CTA 5: call 7 all_gather/staged step 2 was due, none seen)
     """
-    said = dict(zip(REPORT, report, strict=True))
-    counter, due, seen = WAITED_FOR[said["counter"]], said["target"], said["seen"]
-    apart = counter != "packet" and seen >> _CALL == due >> _CALL and seen >> _STEP != due >> _STEP
-    why = "is in another collective, or in another form of it" if apart else "is gone, late, or runs other code"
-    told = (f"call {value}" if counter == "packet" else _told(value) for value in (due, seen))
+    field = dict(zip(REPORT, report, strict=True))
+    rank, peer = ranks[field["rank"]], ranks[field["peer"]]
+    counter, due, seen = WAITED_FOR[field["counter"]], field["target"], field["seen"]
+    differs = counter != "packet" and seen >> _CALL == due >> _CALL and seen >> _STEP != due >> _STEP
+    why = "is in another collective, or in another form of it" if differs else "is gone, late, or runs other code"
+    due_text, seen_text = (f"call {value}" if counter == "packet" else _format_flag(value) for value in (due, seen))
     return (
-        f"{OPS[said['op']]}: rank {ranks[said['rank']]} gave up waiting for rank {ranks[said['peer']]}, which {why}\n"
-        f'(flag "{counter}" of CTA {said["cta"]}: {next(told)} was due, {next(told)} seen)'
+        f"{OPS[field['op']]}: rank {rank} gave up waiting for rank {peer}, which {why}\n"
+        f'(flag "{counter}" of CTA {field["cta"]}: {due_text} was due, {seen_text} seen)'
     )
 
 
-def flag(call: int, op: str, form: str, step: int) -> int:
-    """What a flag holds: see `mark` in `cuda/peers.cuh`."""
+def encode_flag(call: int, op: str, form: str, step: int) -> int:
+    """Returns the value of a flag: see `mark` in `cuda/peers.cuh`."""
     return call << _CALL | (OPS.index(op) * len(FORMS) + FORMS.index(form)) << _STEP | step
 
 
-def _told(value: int) -> str:
+def _format_flag(value: int) -> str:
     if value == 0:
         return "none"
     op, form = divmod(value >> _STEP & 15, len(FORMS))
     return f"call {value >> _CALL} {OPS[op]}/{FORMS[form]} step {value & (1 << _STEP) - 1}"
 
 
-def _begin(plan: Plan, group: Group, form: str, op: str) -> None:
+def _fill_head(plan: Plan, group: Group, form: str, op: str) -> None:
     ctypes.memmove(ctypes.addressof(plan), ctypes.addressof(group), ctypes.sizeof(Group))
     plan.group.op = OPS.index(op)
     plan.form = FORMS.index(form)

@@ -1,4 +1,4 @@
-"""Peers of the members of a process group: GPUs of one machine, and the memory that torch maps between them."""
+"""Opens `Peers` for the members of a process group: GPUs of one machine, over torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from shardlib.distributed import world
 from shardlib.distributed.store import Store
 from shardlib.ops import native_libs
 from shardlib.ops.collectives.transport.cuda_args import workspace_bytes
-from shardlib.ops.collectives.transport.cuda_peers import Peers, group_of, launch, report_of, tuned, unserved
+from shardlib.ops.collectives.transport.cuda_peers import (
+    Peers,
+    find_kernel_fault,
+    launch,
+    load_tuning,
+    make_group,
+    make_report,
+)
 
 if TYPE_CHECKING:
     from shardlib.ops.collectives.transport.groups import GroupHandle
@@ -23,25 +30,25 @@ _opened = 0  # groups that this process has opened: the same number on all ranks
 
 
 def open_group(handle: GroupHandle, device: torch.device) -> Peers | str:
-    """Peers for the members of a process group on GPUs that reach each other, or why there are none.
+    """Opens the peers of a process group whose GPUs reach each other's memory; else returns the reason.
 
-    All members call it together; all get peers, or all get a reason. Memory: `workspace_bytes` on every member.
+    All members call it together: all get peers, or all get a reason. Memory: `workspace_bytes` on every member.
     """
     symmetric_memory = late(SYMMETRIC_MEMORY)
 
     global _opened
     _opened += 1
-    tuning = tuned()
+    tuning = load_tuning()
     me, seconds = handle.ranks[handle.position], world.timeout().total_seconds()
     store, room = Store(me, default_store()), f"shardlib/cuda/{_opened}/{handle.name}"
 
     def agree(step: str, fault: str) -> dict[int, str]:
         return store.exchange(f"{room}/{step}", fault, handle.ranks, seconds, "share GPU memory")
 
-    said = agree("hello", _fault(handle, device) or f"@{_machine()}/{torch.cuda.current_device()}")
-    if faults := [f"rank {rank}: {text}" for rank, text in said.items() if not text.startswith("@")]:
+    hellos = agree("hello", _find_fault(handle, device) or f"@{_machine()}/{torch.cuda.current_device()}")
+    if faults := [f"rank {rank}: {text}" for rank, text in hellos.items() if not text.startswith("@")]:
         return faults[0]
-    machines = {rank: text.rpartition("/")[0] for rank, text in said.items()}
+    machines = {rank: text.rpartition("/")[0] for rank, text in hellos.items()}
     if other := [rank for rank in handle.ranks if machines[rank] != machines[handle.ranks[0]]]:
         return f"ranks {handle.ranks[0]} and {other[0]} are on different machines"
     tunings = agree("tuning", repr(tuning))
@@ -62,25 +69,25 @@ def open_group(handle: GroupHandle, device: torch.device) -> Peers | str:
         fault = str(error).splitlines()[0]
     if faults := [f"rank {rank}: {text}" for rank, text in agree("memory", fault).items() if text]:
         return f"torch shares no GPU memory ({faults[0]})"
-    report = report_of(1, device)
-    here = range(handle.position, handle.position + 1)
-    group = group_of(handle.size, here, tuning, seconds, addresses, report)
+    report = make_report(1, device)
+    present = range(handle.position, handle.position + 1)
+    group = make_group(handle.size, present, tuning, seconds, addresses, report)
     group.multicast = multicast
     peers = Peers(group, handle.ranks, tuning, report, launch)
     peers.memory.append(space)
     return peers
 
 
-def _fault(handle: GroupHandle, device: torch.device) -> str:
+def _find_fault(handle: GroupHandle, device: torch.device) -> str:
     ops = native_libs.cuda()
     if isinstance(ops, Missing):
         return str(ops)
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than the kernels' sm_80"
-    return unserved("", torch.float32, "", handle.size)
+    return find_kernel_fault("", torch.float32, "", handle.size)
 
 
 def _machine() -> str:
-    """The same text in two processes that run on one machine, under one kernel."""
+    """Returns a text that is equal in processes on one machine, under one kernel."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"

@@ -1,10 +1,9 @@
-"""Messages between the members of a group of GPUs through shardlib's kernels, as `torch_wire.py` sends them through
-torch.
+"""Messages between the members of a group of GPUs through shardlib's kernels; `torch_wire.py` sends them through torch.
 
-`Peers` knows the members in group order, so nothing is put in order here. The kernels run on a stream of their own,
-beside what is computed, and the host waits for nothing: a message begins behind what the current stream has come to,
-and `finish` lets that stream wait for it. All groups share the stream, so that all ranks run messages in the order of
-the program: kernels of two groups that wait for each other's ranks cannot keep each other from the GPU.
+`Peers` takes members in group order, so nothing is reordered. The kernels run on a stream of their own, in parallel
+with computation, and the host never waits: a message starts after the work that is on the current stream, and `finish`
+makes that stream wait for the message. All groups share one stream, so all ranks run messages in program order:
+kernels of two groups that wait for each other's ranks cannot block each other on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardlib.ops.backend_choice import Choice, wanted
+from shardlib.ops.backend_choice import Choice, requested_backend
 from shardlib.ops.collectives.transport import cuda_peers
 from shardlib.ops.collectives.transport.cuda_peers import Peers
-from shardlib.ops.collectives.transport.flat_messages import settled
-from shardlib.ops.collectives.transport.torch_wire import Flight, Handle
+from shardlib.ops.collectives.transport.flat_messages import resolve_views
+from shardlib.ops.collectives.transport.torch_wire import Handle, PendingParts
 
 if TYPE_CHECKING:
     from shardlib.ops.collectives.transport.groups import GroupHandle
@@ -28,88 +27,90 @@ if TYPE_CHECKING:
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def asked() -> str:
-    """The first collective for which SHARDLIB_OPS asks for the kernels; empty when there is none."""
-    return next((op for op in OPS if wanted(op) == "cuda"), "")
+def requested_op() -> str:
+    """Returns the first collective for which SHARDLIB_OPS asks for the kernels, or an empty string."""
+    return next((op for op in OPS if requested_backend(op) == "cuda"), "")
 
 
-def serve(op: str, nbytes: int, even: bool, dtype: torch.dtype, kind: str, n: int) -> Choice | str:
-    """The form in which the kernels move `nbytes`, or what they cannot do in this case.
+def choose_form(op: str, nbytes: int, even: bool, dtype: torch.dtype, kind: str, n: int) -> Choice | str:
+    """Chooses the form in which the kernels move `nbytes`, or returns why they cannot.
 
-    The bytes are those of the op's whole tensor. Its longest message decides the form; where sizes differ, that one is
-    not known here.
+    `nbytes` counts the op's whole tensor. The longest message decides the form; its size is unknown if sizes differ.
 
     Example:
-        >>> print(serve("all_gather", 4 << 10, True, torch.float32, "", 4))
+        >>> print(choose_form("all_gather", 4 << 10, True, torch.float32, "", 4))
         cuda/packets: a small message: its flags travel in it
-        >>> print(serve("all_gather", 4 << 10, False, torch.float32, "", 4))
+        >>> print(choose_form("all_gather", 4 << 10, False, torch.float32, "", 4))
         cuda: sizes differ: the longest message decides the form
-        >>> serve("all_reduce", 4 << 10, True, torch.float32, "max", 4)
+        >>> choose_form("all_reduce", 4 << 10, True, torch.float32, "max", 4)
         'the kernels form sums, no max'
     """
-    if fault := cuda_peers.unserved(op, dtype, kind, n):
+    if fault := cuda_peers.find_kernel_fault(op, dtype, kind, n):
         return fault
     if op == "all_reduce":
-        if nbytes <= cuda_peers.tuned().one_step_bytes:
-            return cuda_peers.choose(op, nbytes)
-        form = cuda_peers.choose(op, -(-nbytes // n))
+        if nbytes <= cuda_peers.load_tuning().one_step_bytes:
+            return cuda_peers.choose_form(op, nbytes)
+        form = cuda_peers.choose_form(op, -(-nbytes // n))
         return Choice("cuda", form.way, f"each member adds up a part, then gathers the others'; {form.reason}")
     if not even:
         return Choice("cuda", "", "sizes differ: the longest message decides the form")
-    return cuda_peers.choose(op, nbytes // n)
+    return cuda_peers.choose_form(op, nbytes // n)
 
 
-def gather(message: Tensor, counts: Sequence[int], group: GroupHandle) -> Flight:
-    """Every member's message to all; `counts[i]` elements come from member i."""
-    out, finish = _sent(message, lambda x: _peers(group).gather([x], counts))
-    return Flight(out, counts, counts, message.dtype, group, message, finish=finish)
+def gather(message: Tensor, counts: Sequence[int], group: GroupHandle) -> PendingParts:
+    """Sends every member's message to all; `counts[i]` elements come from member i."""
+    out, finish = _send_on_stream(message, lambda x: _peers(group).gather([x], counts))
+    return PendingParts(out, counts, counts, message.dtype, group, message, finish=finish)
 
 
-def exchange(message: Tensor, counts: Sequence[Sequence[int]], group: GroupHandle) -> Flight:
-    """An all-to-all: `counts[i][j]` elements go from member i to member j."""
+def exchange(message: Tensor, counts: Sequence[Sequence[int]], group: GroupHandle) -> PendingParts:
+    """Starts an all-to-all: `counts[i][j]` elements go from member i to member j."""
     receive = [row[group.position] for row in counts]
     if not any(map(any, counts)):
         nothing = message.new_empty(0)
-        return Flight(nothing, receive, receive, message.dtype, group, message, finish=lambda: nothing)
-    out, finish = _sent(message, lambda x: _peers(group).exchange([x], counts))
-    return Flight(out, receive, receive, message.dtype, group, message, finish=finish)
+        return PendingParts(nothing, receive, receive, message.dtype, group, message, finish=lambda: nothing)
+    out, finish = _send_on_stream(message, lambda x: _peers(group).exchange([x], counts))
+    return PendingParts(out, receive, receive, message.dtype, group, message, finish=finish)
 
 
 def scatter_sum(message: Tensor, counts: Sequence[int], group: GroupHandle) -> Handle[Tensor]:
-    """The sum of all members' messages, of which member i gets `counts[i]` elements."""
-    return Handle(_sent(message, lambda x: _peers(group).scatter_sum([x], counts))[1])
+    """Sums all members' messages; member i gets `counts[i]` elements of the sum."""
+    return Handle(_send_on_stream(message, lambda x: _peers(group).scatter_sum([x], counts))[1])
 
 
 def reduce(message: Tensor, group: GroupHandle) -> Handle[Tensor]:
-    """The sum of all members' messages, on every member."""
-    return Handle(_sent(message, lambda x: _peers(group).reduce([x]))[1])
+    """Sums all members' messages, on every member."""
+    return Handle(_send_on_stream(message, lambda x: _peers(group).reduce([x]))[1])
 
 
-def _sent(message: Tensor, send: Callable[[Tensor], list[Tensor]]) -> tuple[Tensor, Callable[[], Tensor]]:
-    """What comes of a message of this rank, and how the current stream waits for it."""
-    (message,) = settled([message])
+def _send_on_stream(message: Tensor, send: Callable[[Tensor], list[Tensor]]) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Sends this rank's message on the stream of messages.
+
+    Returns the result, and a function that makes the current stream wait for the result.
+    """
+    (message,) = resolve_views([message])
     if message.device.type != "cuda":  # the emulation
         (out,) = send(message)
         return out, lambda: out
-    beside = _stream(message.device)
-    beside.wait_stream(torch.cuda.current_stream(message.device))
-    with torch.cuda.stream(beside):
+    side_stream = _message_stream(message.device)
+    side_stream.wait_stream(torch.cuda.current_stream(message.device))
+    with torch.cuda.stream(side_stream):
         (out,) = send(message)
-        done = beside.record_event()
-    message.record_stream(beside)  # should nobody wait for it
+        done = side_stream.record_event()
+    message.record_stream(side_stream)  # `finish` may never be called
 
     def finish() -> Tensor:
-        here = torch.cuda.current_stream(message.device)
-        here.wait_event(done)
-        out.record_stream(here)  # its memory is the other stream's, which may go on with it
+        current = torch.cuda.current_stream(message.device)
+        current.wait_event(done)
+        out.record_stream(current)  # the side stream owns its memory, and may reuse it
         return out
 
     return out, finish
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """That of all messages of a device; its kernels go first where there is room for some."""
+def _message_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of all messages of a device; its kernels have priority."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Pieces of tensors as flat messages, and what collectives make of such pieces."""
+"""Flat messages: packing parts of tensors into them, and reducing messages."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from torch import Tensor
 _REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def settled(xs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors with their conjugations and negations done: others read their memory."""
+def resolve_views(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Resolves lazy conjugations and negations: other ranks read the memory itself."""
     return [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in xs]
 
 
-def by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
-    """Positions of tensors that may share a message."""
+def group_by_dtype(xs: Sequence[Tensor]) -> list[list[int]]:
+    """Returns the positions of the tensors of each dtype: they may share a message."""
     groups: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(xs):
         groups.setdefault(x.dtype, []).append(i)
     return list(groups.values())
 
 
-def pack(pieces: Sequence[Tensor]) -> Tensor:
-    """One flat message of these tensors of one dtype, each in row-major order; each element is copied once."""
-    message = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-    for room, piece in zip(message.split_with_sizes([piece.numel() for piece in pieces]), pieces, strict=True):
-        room.view(piece.shape).copy_(piece)
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """Packs tensors of one dtype, each in row-major order, into one flat message; copies each element once."""
+    counts = [part.numel() for part in parts]
+    message = parts[0].new_empty(sum(counts))
+    for target, part in zip(message.split_with_sizes(counts), parts, strict=True):
+        target.view(part.shape).copy_(part)
     return message
 
 
@@ -59,13 +60,13 @@ def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
     return total
 
 
-def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    """`shape` with another size along `dim`."""
+def resize_dim(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """Returns `shape` with another size along `dim`."""
     new = list(shape)
     new[dim] = size
     return new
 
 
-def leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether pieces along `dim` lie one after the other in memory: all dims before it have size 1."""
+def is_leading(shape: Sequence[int], dim: int) -> bool:
+    """True if all dims before `dim` have size 1: shards along `dim` are then consecutive in memory."""
     return math.prod(shape[:dim]) == 1

@@ -1,12 +1,12 @@
-"""Groups of ranks: which process group a collective over some mesh axes runs on, and where this rank stands in it.
+"""Groups of ranks: the process group of a collective over some mesh axes, and this rank's position in it.
 
 The members of a group are ordered by their joint coordinate along the axes, major first; the ranks of a process group
-are ordered by rank. Both agree unless a minor mesh axis comes first, as `(tensor, data)` on `Mesh(data=2, tensor=4)`:
-then one process group serves both orders, and `torch_wire.py` puts the messages in order.
+are ordered by rank. The orders differ if a minor mesh axis comes first: `(tensor, data)` on `Mesh(data=2, tensor=4)`.
+Then one process group serves both orders, and `torch_wire.py` reorders the messages.
 
-A group of CPU tensors whose members are on one machine also has a channel in shared memory. Its members decide that
-together, when the groups are made: all of them use it, or none. A group of GPUs has peers when SHARDLIB_OPS asks for
-shardlib's kernels by then.
+A group of CPU tensors whose members are on one machine also has a channel in shared memory. The members decide it
+together when the group is made: all of them use the channel, or none. A group of GPUs has peers if SHARDLIB_OPS asks
+for shardlib's kernels when the group is made.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import torch
 import torch.distributed as dist
 
 from shardlib.core.errors import CollectiveError, ShardingError
-from shardlib.distributed import torch_waits, world
-from shardlib.distributed import turns as order
+from shardlib.distributed import torch_waits, turns, world
 from shardlib.distributed.comm_counting import without_counting
 from shardlib.distributed.consensus import raise_lost_ranks
 from shardlib.distributed.turns import Turn
-from shardlib.ops.backend_choice import unavailable
+from shardlib.ops.backend_choice import unavailable_error
 from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.cuda_open import open_group
-from shardlib.ops.collectives.transport.cuda_peers import Peers, unserved
+from shardlib.ops.collectives.transport.cuda_peers import Peers, find_kernel_fault
 from shardlib.ops.collectives.transport.shm_channel import Channel
 from shardlib.ops.collectives.transport.shm_world import Session
 from shardlib.sharding.mesh.axis import Axis, group_size
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; together they are all ranks, each once
+Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; every rank is in exactly one
 
-# Process groups live and die with the default one, so that one is part of every key.
+# Process groups live as long as the default one, which is therefore part of every key.
 _handles: dict[tuple[object, Mesh, tuple[Axis, ...]], GroupHandle] = {}
 _process_groups: dict[tuple[object, str, Cosets], dist.ProcessGroup] = {}
 _sessions: dict[tuple[object, str], Session] = {}
@@ -58,9 +57,9 @@ class GroupHandle:
     * `position`: this rank's index in `ranks`.
     * `backend`: "gloo" or "nccl".
     * `by_rank`: group positions in the process group's order; None when the orders agree.
-    * `channel`: the members' channel in shared memory, where they have one: they meet in it.
-    * `why`: why no tensors are exchanged in it.
-    * `peers`: the kernels' way to the other GPUs; None where SHARDLIB_OPS did not ask for it.
+    * `channel`: the members' channel in shared memory, if they have one: they meet in it.
+    * `why`: the reason why no tensors are exchanged in shared memory; empty if they are.
+    * `peers`: runs the kernels of cuda/ between the members; None unless SHARDLIB_OPS asks for them.
     """
 
     ranks: tuple[int, ...]
@@ -75,7 +74,7 @@ class GroupHandle:
 
     @property
     def shm(self) -> Channel | None:
-        """The channel of those who exchange tensors in shared memory."""
+        """The channel, if tensors are exchanged in it."""
         return None if self.why else self.channel
 
     @property
@@ -84,19 +83,19 @@ class GroupHandle:
 
     @property
     def may_use_gloo(self) -> bool:
-        """Whether messages go over Gloo, or some may, since SHARDLIB_OPS or a rare dtype keeps them from the memory."""
+        """True if messages may go over Gloo: there is no shared memory, or SHARDLIB_OPS may choose against it."""
         return self.backend == "gloo" and (self.shm is None or bool(os.environ.get("SHARDLIB_OPS")))
 
     @property
     def transport(self) -> str:
-        """What `choose` of a collective is told: "shm", "cuda", "gloo", "nccl", or "none" for a single member."""
+        """The transport for a collective's `choose`: "shm", "cuda", "gloo", "nccl", or "none" for a single member."""
         return "shm" if self.shm is not None else "cuda" if self.peers is not None else self.backend
 
 
 def group_for(mesh: Mesh, axes: tuple[Axis, ...]) -> GroupHandle:
-    """The group of this rank over `axes` (whole mesh axes or parts of them), from a cache.
+    """Returns the group of this rank over `axes` (whole mesh axes or parts of them), from a cache.
 
-    The first call for some axes is a collective over all ranks: all must make it, in one order (see `prepare`).
+    The first call for some axes is a collective over all ranks: all must call it, in the same order (see `prepare`).
     """
     key = (dist.group.WORLD, mesh, axes)
     handle = _handles.get(key)
@@ -107,10 +106,10 @@ def group_for(mesh: Mesh, axes: tuple[Axis, ...]) -> GroupHandle:
 
 
 def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
-    """Make the groups of a program up front; every rank calls it with the same axes in the same order.
+    """Makes the groups of a program up front. Every rank calls it with the same axes in the same order.
 
-    Raises `ShardingError` when the mesh has no ranks, or, on all ranks, when SHARDLIB_OPS asks for shardlib's kernels
-    and some members of a group cannot run them.
+    Raises `ShardingError` if the mesh has no ranks. Raises it on all ranks if SHARDLIB_OPS asks for shardlib's kernels
+    and some member of a group cannot run them.
     """
     if mesh.kind != "distributed":
         raise ShardingError(
@@ -118,7 +117,7 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
             [f"it is {mesh.kind}: its devices are not ranks of torch.distributed"],
             remedy=f"run the script with `torchrun --nproc-per-node {mesh.size}`",
         )
-    device_mesh = mesh.device_mesh  # also starts torch.distributed where nothing has yet
+    device_mesh = mesh.device_mesh  # also starts torch.distributed if nothing has yet
     coords = mesh.all_coords()
     with _lock:
         session = _session(mesh) if mesh.size > 1 else None
@@ -128,19 +127,19 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
                 ranks = tuple(mesh.group_ranks(axes, coords[mesh.rank]))
                 cosets = tuple(sorted({tuple(sorted(mesh.group_ranks(axes, c))) for c in coords}))
                 whole = axes[0].name if len(axes) == 1 and axes[0].whole else None
-                known = device_mesh.get_group(whole) if whole and len(ranks) > 1 else None
-                pg = _process_group(mesh.device, cosets, mesh.rank, known)
+                axis_group = device_mesh.get_group(whole) if whole and len(ranks) > 1 else None
+                pg = _process_group(mesh.device, cosets, mesh.rank, axis_group)
                 ordered = tuple(sorted({tuple(mesh.group_ranks(axes, c)) for c in coords}))
-                handle = _handle(ranks, mesh.rank, pg, session, ordered)
-                if _asks_for_peers(mesh, len(ranks)):
-                    handle = replace(handle, peers=_peers_of(mesh, handle, ordered))
+                handle = _make_handle(ranks, mesh.rank, pg, session, ordered)
+                if _needs_peers(mesh, len(ranks)):
+                    handle = replace(handle, peers=_open_peers(mesh, handle, ordered))
                 _handles[key] = handle
 
 
-def transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
-    """What `choose` of a collective over `axes` is told of its group, and why the group shares no memory.
+def predict_transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
+    """Returns the `transport` and the `why` that `choose` takes, for the group over `axes`.
 
-    Nothing is communicated: what the ranks have not settled yet is "open".
+    Communicates nothing: the transport is "open" until the ranks have made the group.
     """
     if (handle := _handles.get((dist.group.WORLD, mesh, axes))) is not None:
         return handle.transport, handle.why
@@ -149,30 +148,33 @@ def transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
     if mesh.device == "cpu":
         return "open", ""
     size = group_size(axes)
-    return ("cuda" if _asks_for_peers(mesh, size) else "nccl"), ""  # peers, or an error when the groups are made
+    return ("cuda" if _needs_peers(mesh, size) else "nccl"), ""  # peers, or an error when the groups are made
 
 
-def _process_group(device: str, cosets: Cosets, rank: int, known: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _process_group(
+    device: str, cosets: Cosets, rank: int, axis_group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Returns the process group of this rank; `axis_group` is the device mesh's own, if the group is a whole axis."""
     if len(cosets[0]) == 1:
         return None
     world_group = dist.group.WORLD
     key = (world_group, device, cosets)
-    if known is not None:
-        _process_groups[key] = known
+    if axis_group is not None:
+        _process_groups[key] = axis_group
     elif len(cosets) == 1:
         return world_group
     elif key not in _process_groups:
-        # Every rank makes every group, those of others too: that is what keeps the ranks' group names the same.
-        made = torch_waits.run_watched(
+        # Every rank makes every group, so that the group names are the same on all ranks.
+        groups = torch_waits.run_watched(
             lambda: [dist.new_group(list(coset), timeout=world.timeout()) for coset in cosets],
             f"make groups of the ranks {', '.join(map(str, cosets))}",
         )
-        _process_groups[key] = next(pg for pg, coset in zip(made, cosets, strict=True) if rank in coset)
+        _process_groups[key] = next(pg for pg, coset in zip(groups, cosets, strict=True) if rank in coset)
     return _process_groups[key]
 
 
 def _session(mesh: Mesh) -> Session:
-    """What the ranks of this world share; made at the first call, which all ranks make."""
+    """Returns the session of this world. The first call makes it, together with all ranks."""
     key = (dist.group.WORLD, mesh.device)
     if key not in _sessions:
         _forget_worlds()
@@ -181,41 +183,46 @@ def _session(mesh: Mesh) -> Session:
 
 
 def _forget_worlds() -> None:
-    """Drop what belongs to worlds that were destroyed."""
-    for old in [k for k in _sessions if k[0] is not dist.group.WORLD]:
-        _sessions.pop(old).close()
+    """Drops everything that belongs to worlds that were destroyed."""
+    for key in [k for k in _sessions if k[0] is not dist.group.WORLD]:
+        _sessions.pop(key).close()
     caches: list[dict[Any, Any]] = [_handles, _process_groups, _peers]
     for cache in caches:
         for key in [k for k in cache if k[0] is not dist.group.WORLD]:
             del cache[key]
 
 
-def _asks_for_peers(mesh: Mesh, size: int) -> bool:
-    return mesh.device != "cpu" and size > 1 and not unserved("", torch.uint8, "", size) and bool(cuda_wire.asked())
+def _needs_peers(mesh: Mesh, size: int) -> bool:
+    return (
+        mesh.device != "cpu"
+        and size > 1
+        and not find_kernel_fault("", torch.uint8, "", size)
+        and bool(cuda_wire.requested_op())
+    )
 
 
-def _peers_of(mesh: Mesh, handle: GroupHandle, cosets: Cosets) -> Peers:
-    """This group's peers. All ranks of the world come here together, so that all go on or none does."""
+def _open_peers(mesh: Mesh, handle: GroupHandle, cosets: Cosets) -> Peers:
+    """Opens this group's peers. All ranks of the world call it together and exchange errors: all go on, or none."""
     key = (dist.group.WORLD, cosets)
     if key not in _peers:
         opened = open_group(handle, torch.device(mesh.device, torch.cuda.current_device()))
-        now = order.current()
-        store, seconds = now.store(), world.timeout().total_seconds()
-        room, now.meetings = f"{now.room}/peers/{now.meetings}", now.meetings + 1
+        order = turns.current()
+        store, seconds = order.store(), world.timeout().total_seconds()
+        room, order.meetings = f"{order.room}/peers/{order.meetings}", order.meetings + 1
         fault = opened if isinstance(opened, str) else ""
-        said = store.exchange(room, fault, range(mesh.size), seconds, "make groups of ranks", now.watcher())
-        if faults := [text for text in said.values() if text]:
-            raise unavailable(cuda_wire.asked(), "cuda", faults[0])
+        faults = store.exchange(room, fault, range(mesh.size), seconds, "make groups of ranks", order.watcher())
+        if first := next(filter(None, faults.values()), ""):
+            raise unavailable_error(cuda_wire.requested_op(), "cuda", first)
         assert isinstance(opened, Peers)
         _peers[key] = opened
     return _peers[key]
 
 
-def _handle(
+def _make_handle(
     ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, session: Session | None, cosets: Cosets
 ) -> GroupHandle:
-    order = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
-    by_rank = None if order == tuple(range(len(ranks))) else order
+    members = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+    by_rank = None if members == tuple(range(len(ranks))) else members
     backend = str(dist.get_backend(pg)) if pg is not None else "none"
     name = str(pg.group_name) if pg is not None else ""
     channel: Channel | None = None
@@ -230,9 +237,9 @@ def _handle(
     return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name, channel, why)
 
 
-def together(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
-    """The result of `call`, one collective of the group over these axes that is a turn of its own."""
-    mesh.device_mesh  # noqa: B018 - starts torch.distributed where nothing has yet
+def run_in_turn(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:
+    """Runs `call`, one collective of the group over `axes`, as a turn of its own, and returns its result."""
+    mesh.device_mesh  # noqa: B018 - starts torch.distributed if nothing has yet
     with without_counting(), turn as order:
         try:
             group = group_for(mesh, axes)

@@ -1,20 +1,21 @@
-"""Which way a collective goes: by memory that its members share, by the kernels of cuda/, or by torch."""
+"""Picks a collective's way: memory that its members share, the kernels of cuda/, or torch."""
 
 from __future__ import annotations
 
-from shardlib.ops.backend_choice import Choice, unavailable, wanted
+from shardlib.ops.backend_choice import Choice, requested_backend, unavailable_error
 
 NCCL = ("nccl", "cuda")  # transports of GPUs
 
 
 def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice, cuda: Choice | str) -> Choice:
-    """What SHARDLIB_OPS asks for; else shared memory where there is some; else `other`, torch's way.
+    """Returns the way that SHARDLIB_OPS asks for; else shared memory, if there is some; else `other`, torch's way.
 
-    The transport is "shm", "gloo", "nccl", "cuda" (NCCL, and GPUs that reach each other's memory), "virtual" (all
-    members in one process), "none" (one member) or "open" (the ranks have not found out yet whether they share memory).
-    `why` says why there is no shared memory; `shm` and `cuda`, when they are texts, what these cannot do in this case.
+    * `transport`: "shm", "gloo", "nccl", "cuda" (NCCL, and GPUs that reach each other's memory), "virtual" (all members
+      in one process), "none" (one member) or "open" (the ranks do not know yet if they share memory).
+    * `why`: the reason why there is no shared memory.
+    * `shm`, `cuda`: the ways of these backends, or texts that say why they cannot run this case.
     """
-    want = wanted(op)
+    want = requested_backend(op)
     if transport in ("virtual", "none"):
         return Choice("torch", "", "all members are in this process" if transport == "virtual" else "one member")
     if transport in NCCL and want != "shm":
@@ -25,7 +26,7 @@ def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice, cu
 
 
 def _on_cpus(op: str, transport: str, want: str | None, why: str, shm: Choice | str, other: Choice) -> Choice:
-    """Shared memory, unless it is not there, cannot do this, or SHARDLIB_OPS asks for torch."""
+    """Picks shared memory, unless it is missing, cannot run this case, or SHARDLIB_OPS asks for torch."""
     if transport == "shm":
         fault = shm if isinstance(shm, str) else ""
     else:
@@ -33,16 +34,16 @@ def _on_cpus(op: str, transport: str, want: str | None, why: str, shm: Choice | 
     if want == "torch":
         return other
     if want == "shm" and fault:
-        raise unavailable(op, want, fault)
+        raise unavailable_error(op, want, fault)
     if want not in (None, "shm"):
-        raise unavailable(op, want, fault or f"there is no {want} backend of {op} for CPU tensors")
+        raise unavailable_error(op, want, fault or f"there is no {want} backend of {op} for CPU tensors")
     if isinstance(shm, Choice) and not fault:
         return shm
     return Choice(other.backend, other.way, f"{other.reason} (no shared memory: {fault})" if fault else other.reason)
 
 
 def _on_gpus(op: str, transport: str, want: str | None, cuda: Choice | str, other: Choice) -> Choice:
-    """NCCL, unless SHARDLIB_OPS asks for the kernels and they do this."""
+    """Picks NCCL, unless SHARDLIB_OPS asks for the kernels and they can run this case."""
     if want == "torch" or (want is None and isinstance(cuda, str)):
         return other
     if want is None:
@@ -52,5 +53,5 @@ def _on_gpus(op: str, transport: str, want: str | None, cuda: Choice | str, othe
     elif transport == "cuda":
         return cuda
     else:
-        raise unavailable(op, "cuda", "the ranks made this group before SHARDLIB_OPS asked for the kernels")
+        raise unavailable_error(op, "cuda", "the ranks made this group before SHARDLIB_OPS asked for the kernels")
     return Choice(other.backend, other.way, f"{other.reason} ({reason})")

@@ -1,8 +1,8 @@
-"""Memory of large results, used again when nobody has the result any more.
+"""Reuse of the memory of large results.
 
-Where a page of memory is touched for the first time the system stops to find and clear one, which costs several times
-what a collective does. C's allocator gives large blocks back whenever they are freed; here they are kept for the next
-result of that size, up to `KEPT` bytes.
+The first touch of a page makes the system find and clear it, which costs several times as much as a collective. C's
+allocator returns freed large blocks to the system. This module keeps up to `MAX_KEPT_BYTES` of them for later results
+of the same size.
 """
 
 from __future__ import annotations
@@ -18,48 +18,50 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardlib.ops.collectives.transport.shm_streams import Like
+from shardlib.ops.collectives.transport.shm_streams import TensorMeta
 
-LARGE = 1 << 18  # bytes from which on a result is taken from here
-KEPT = 128 << 20  # bytes of free memory that are kept
+MIN_BYTES = 1 << 18  # smaller results use torch's allocator
+MAX_KEPT_BYTES = 128 << 20
 
-_free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by address, the one that was freed last at the end
+_free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by address; the last freed is at the end
 
 
-def result(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialized contiguous tensor.
+def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns an uninitialized contiguous tensor.
 
     Example:
-        >>> result((2, 3), torch.float32).shape
+        >>> allocate((2, 3), torch.float32).shape
         torch.Size([2, 3])
     """
     count = math.prod(shape)
     nbytes = count * dtype.itemsize
-    if nbytes < LARGE:
+    if nbytes < MIN_BYTES:
         return torch.empty(shape, dtype=dtype)
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = _take(size)
-    # The tensor holds the array, and the array the memory; when the last view of the tensor goes, so does the array.
+    # The tensor holds the array, and the array the memory. The array is freed with the last view of the tensor.
     array = (ctypes.c_char * nbytes).from_buffer(memory)
-    weakref.finalize(array, _give, ctypes.addressof(array), memory).atexit = False
+    weakref.finalize(array, _put_back, ctypes.addressof(array), memory).atexit = False
     return torch.frombuffer(array, dtype=dtype, count=count).view(shape)
 
 
-def views(base: int, likes: Sequence[Like], places: Sequence[int], give: Callable[[], None]) -> list[Tensor]:
-    """Contiguous tensors at `places` behind the address `base`; `give` is called when nobody has any of them."""
-    nbytes = max(place + like.nbytes for place, like in zip(places, likes, strict=True))
+def view_shared(
+    base: int, metas: Sequence[TensorMeta], offsets: Sequence[int], release: Callable[[], None]
+) -> list[Tensor]:
+    """Returns contiguous tensors at `offsets` from the address `base`; calls `release` when all of them are freed."""
+    nbytes = max(offset + meta.nbytes for offset, meta in zip(offsets, metas, strict=True))
     array = (ctypes.c_char * nbytes).from_address(base)
-    weakref.finalize(array, give).atexit = False
+    weakref.finalize(array, release).atexit = False
     return [
-        torch.frombuffer(array, dtype=x.dtype, count=math.prod(x.shape), offset=place).view(x.shape)
+        torch.frombuffer(array, dtype=x.dtype, count=math.prod(x.shape), offset=offset).view(x.shape)
         if x.nbytes
         else torch.empty(x.shape, dtype=x.dtype)
-        for x, place in zip(likes, places, strict=True)
+        for x, offset in zip(metas, offsets, strict=True)
     ]
 
 
 def _take(size: int) -> mmap.mmap:
-    for address, memory in reversed(list(_free.items())):  # a copy: any allocation may call `_give`
+    for address, memory in reversed(list(_free.items())):  # a copy: any allocation may call `_put_back`
         if len(memory) == size and _free.pop(address, None) is not None:
             return memory
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -68,8 +70,8 @@ def _take(size: int) -> mmap.mmap:
     return memory
 
 
-def _give(address: int, memory: mmap.mmap) -> None:
+def _put_back(address: int, memory: mmap.mmap) -> None:
     _free[address] = memory
     kept = sum(map(len, _free.values()))
-    while kept > KEPT:
+    while kept > MAX_KEPT_BYTES:
         kept -= len(_free.popitem(last=False)[1])

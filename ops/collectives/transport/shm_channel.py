@@ -1,4 +1,4 @@
-"""Collectives over shared memory: a channel between the ranks of a group, and what is under way in it."""
+"""Collectives over shared memory: a channel between the ranks of a group, and its running transfers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torch import Tensor
 from shardlib.core.errors import CollectiveError
 from shardlib.distributed import turns, world
 from shardlib.distributed.store import format_ranks
-from shardlib.ops.collectives.transport.result_buffers import result, views
+from shardlib.ops.collectives.transport.result_buffers import allocate, view_shared
 from shardlib.ops.collectives.transport.shm_engine import Engine
 from shardlib.ops.collectives.transport.shm_segment import PAGE
-from shardlib.ops.collectives.transport.shm_streams import COPY, Block, Like, Message
+from shardlib.ops.collectives.transport.shm_streams import COPY, Block, Message, TensorMeta
 
 if TYPE_CHECKING:
     from shardlib.ops.collectives.transport.shm_world import Session
 
-LOOK_SECONDS = 0.1  # how often a rank that waits looks whether its peers are alive
-RECIPES = 1024  # that a channel keeps
-FLYING = 256  # collectives under way, from which on it is looked whether some were forgotten
+POLL_SECONDS = 0.1  # between two checks of a waiting rank that its peers are alive
+MAX_RECIPES = 1024  # that a channel keeps
+MAX_TRANSFERS = 256  # running; more are searched for finished ones for which no caller waits
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
-_DONE, _OUT_OF_STEP, _NO_MEMORY, _ENDED = 1, 2, 3, 4  # answers of the library; 0: not yet
+_DONE, _OUT_OF_STEP, _NO_MEMORY, _ENDED = 1, 2, 3, 4  # status codes of the library; 0: still running
 
 
 def _refuse_ended() -> NoReturn:
@@ -42,23 +42,23 @@ def _refuse_ended() -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a collective runs: its message (None when it moves nothing), and the results that each run of it needs.
+    """A collective's encoded message (None if it moves nothing), and the results that each run of it needs.
 
-    `packed` are the sources that are made contiguous first. With `places` all members share one block of memory, in
-    which their results are there.
+    `packed` holds the sources that are made contiguous first. With `places` all members share one block of memory, and
+    the results are at these offsets in it.
     """
 
     words: array[int] | None
-    outs: tuple[Like, ...]
+    outs: tuple[TensorMeta, ...]
     packed: frozenset[int] = frozenset()
     places: tuple[int, ...] = ()
 
 
-class Answer(NamedTuple):
-    """What the library says of a collective.
+class TransferStatus(NamedTuple):
+    """The library's report about a collective.
 
-    `block` and `base` are a shared result's block and its address. `error` is the errno for which it has no memory, and
-    `culprit` the position of the member that met it.
+    `block` and `base` are a shared result's block and its address. `error` is the errno of a failed reservation of
+    memory, and `culprit` the position of the member where it failed.
     """
 
     code: int
@@ -68,8 +68,8 @@ class Answer(NamedTuple):
     culprit: int
 
 
-class _Loaded:
-    """A recipe as the library keeps it."""
+class _LoadedRecipe:
+    """A recipe, with the pointer to the library's copy of it."""
 
     def __init__(self, library: ctypes.CDLL, recipe: Recipe, op: int) -> None:
         self.recipe, self.library = recipe, library
@@ -90,8 +90,8 @@ class Channel:
         self.size, self.position = len(ranks), ranks.index(session.rank)
         self.process_groups: list[dist.ProcessGroup] = []  # of these ranks in this order
         self.is_left = False
-        self.recipes: dict[object, _Loaded | None] = {}
-        self.byte = torch.zeros(1, dtype=torch.uint8)  # what is sent where nothing but the turn matters
+        self.recipes: dict[object, _LoadedRecipe | None] = {}
+        self.byte = torch.zeros(1, dtype=torch.uint8)  # the message of `meet`
         bases = (ctypes.c_void_p * self.size)(*(session.segments[rank].base + PAGE for rank in ranks))
         self.library.shm_join(session.engine.pointer, number, self.size, self.position, bases, first)
 
@@ -100,89 +100,89 @@ class Channel:
         return all(map(_is_destroyed, self.process_groups))
 
     def leave(self) -> None:
-        """Give the number back: what is under way ends, and later collectives are refused."""
+        """Gives the number back: running collectives end, and later ones are refused."""
         self.is_left = True
         self.library.shm_leave(self.engine().pointer, self.number)
 
     def engine(self) -> Engine:
-        """The engine, which lives as long as the caller holds it. Raises `CollectiveError` if it is closed."""
+        """Returns the engine, which lives as long as the caller holds it. Raises `CollectiveError` if it is closed."""
         engine = self.session.engine
         return _refuse_ended() if engine is None else engine
 
     def start(
         self, key: tuple[Any, ...], make: Callable[[], Recipe | None], sources: Sequence[Tensor]
     ) -> Transfer | None:
-        """Begin the collective `key`; None when it runs on torch. `make` decides that, at the first time."""
+        """Begins the collective `key`. Returns None if it runs on torch, which `make` decides at the first call."""
         session, engine = self.session, self.engine()
         if self.is_left:
             _refuse_ended()
         if key not in self.recipes:
-            if len(self.recipes) >= RECIPES:  # of shapes that never come back
+            if len(self.recipes) >= MAX_RECIPES:  # most are for shapes that never return
                 self.recipes.clear()
             recipe = make()
             kind = OPS.index(key[0])
-            self.recipes[key] = None if recipe is None else _Loaded(self.library, recipe, kind)
+            self.recipes[key] = None if recipe is None else _LoadedRecipe(self.library, recipe, kind)
         if (loaded := self.recipes[key]) is None:
-            turns.CURRENT_TURN[3] += 1  # in other groups it may move something here: all count it
+            turns.CURRENT_TURN[3] += 1  # every rank counts it, since in other groups it may use shared memory
             return None
         recipe = loaded.recipe
         if recipe.packed:
             sources = [x.contiguous() if i in recipe.packed else x for i, x in enumerate(sources)]
         shared = recipe if recipe.places else None
-        outs = [] if shared else [result(shape, dtype) for shape, dtype in loaded.outs]
+        outs = [] if shared else [allocate(shape, dtype) for shape, dtype in loaded.outs]
         if loaded.pointer is None:
             turns.CURRENT_TURN[3] += 1
             return Transfer(self, 0, outs)
         tensors = [*sources, *outs]
         pointers = (ctypes.c_void_p * (len(sources) + len(loaded.outs)))(*[x.data_ptr() for x in tensors])
         ticket = self.library.shm_begin(engine.pointer, self.number, loaded.pointer, pointers, len(pointers))
-        if not ticket:  # another thread has closed the session meanwhile
+        if not ticket:  # another thread has closed the session
             _refuse_ended()
         transfer = Transfer(self, ticket, outs, shared)
-        session.flying[ticket] = tensors, weakref.ref(transfer)
-        if len(session.flying) > FLYING:
+        session.transfers[ticket] = tensors, weakref.ref(transfer)
+        if len(session.transfers) > MAX_TRANSFERS:
             self._sweep(engine)
         return transfer
 
     def meet(self) -> Transfer:
-        """Begin to wait until all members are in this turn; a byte is sent, and with it the turn."""
-        meeting = self.start(("all_gather", "meet"), self._byte, [self.byte])
+        """Begins to gather a byte, and with it the members' turns: its end shows that all members are in this turn."""
+        meeting = self.start(("all_gather", "meet"), self._byte_recipe, [self.byte])
         assert meeting is not None
         return meeting
 
-    def _byte(self) -> Recipe:
-        like = Like.of(self.byte)
+    def _byte_recipe(self) -> Recipe:
+        meta = TensorMeta.from_tensor(self.byte)
         message = Message(self.size, self.position, COPY)
-        byte = message.stream([Block(0, like)])
+        byte = message.stream([Block(0, meta)])
         message.send(byte)
         for _ in range(self.size):
             message.receive(byte)
-        return Recipe(message.words(like.nbytes), ())
+        return Recipe(message.encode(meta.nbytes), ())
 
     def _sweep(self, engine: Engine) -> None:
-        """Forget tensors of collectives that nobody waited for and that are done."""
-        for ticket, (_, transfer) in list(self.session.flying.items()):
-            if (waits := transfer()) is not None and waits.shared is not None:
-                continue  # it will ask where its results are
+        """Drops the tensors of finished collectives for which no caller waits."""
+        for ticket, (_, transfer) in list(self.session.transfers.items()):
+            if (alive := transfer()) is not None and alive.shared is not None:
+                continue  # its `finish` reads the addresses of the results
             if self.library.shm_done(engine.pointer, ticket):
-                answer = self.ask(engine, ticket, 0)
-                if answer.block is not None:
-                    self.session.give(answer.block)
-                self.session.flying.pop(ticket, None)  # another thread may have waited for it meanwhile
+                status = self.poll(engine, ticket, 0)
+                if status.block is not None:
+                    self.session.free_block(status.block)
+                self.session.transfers.pop(ticket, None)  # another thread may have popped it
 
-    def ask(self, engine: Engine, ticket: int, patience: int) -> Answer:
-        """Wait at most `patience` nanoseconds for the result."""
+    def poll(self, engine: Engine, ticket: int, patience: int) -> TransferStatus:
+        """Waits at most `patience` nanoseconds for the result."""
         block, base, fault = ctypes.c_void_p(), ctypes.c_void_p(), (ctypes.c_int * 2)()
         code = self.library.shm_finish(
             engine.pointer, ticket, patience, ctypes.byref(block), ctypes.byref(base), ctypes.byref(fault)
         )
-        return Answer(code, block.value, base.value, fault[0], fault[1])
+        return TransferStatus(code, block.value, base.value, fault[0], fault[1])
 
-    def watch(self, engine: Engine, ticket: int, begin: float, look: Callable[[], object]) -> None:
-        """Raise `CollectiveError` if a peer is gone, has given up, or is late; `look` finds who is elsewhere."""
+    def check_peers(self, engine: Engine, ticket: int, begin: float, look: Callable[[], object]) -> None:
+        """Raises `CollectiveError` if a peer is gone, has given up, is late or, by `look`, is in another turn."""
         peers = {rank: engine.segments[rank] for rank in self.ranks if rank != engine.rank}
         if any(segment.culprit is not None for segment in peers.values()):
-            self.session.order.look()  # it gave up because somebody is out of step, perhaps
+            self.session.order.look()  # the cause may be a rank that is out of step
         look()
         for rank, segment in peers.items():
             if (culprit := segment.culprit) is not None:
@@ -196,18 +196,18 @@ class Channel:
             text = f"rank {rank} did not come to a collective of {format_ranks(self.ranks)} within {seconds:g} s"
             self._fail(engine, text, rank)
 
-    def memory_error(self, results: Sequence[Like], answer: Answer) -> CollectiveError:
-        """The error of shared results for which a member has no memory. All members get it, and may go on."""
+    def memory_error(self, results: Sequence[TensorMeta], status: TransferStatus) -> CollectiveError:
+        """Makes the error of a member that has no memory for shared results. All members get it, and may go on."""
         error = CollectiveError(
-            f"rank {self.ranks[answer.culprit]} cannot reserve {sum(x.nbytes for x in results) / 2**20:.1f} MiB of "
-            f"memory for what {format_ranks(self.ranks)} gather: {os.strerror(answer.error)}; raise that limit, or "
+            f"rank {self.ranks[status.culprit]} cannot reserve {sum(x.nbytes for x in results) / 2**20:.1f} MiB of "
+            f"memory for what {format_ranks(self.ranks)} gather: {os.strerror(status.error)}; raise that limit, or "
             "start with SHARDLIB_OPS=all_gather=torch"
         )
-        error.culprit, error.is_late = self.ranks[answer.culprit], False
+        error.culprit, error.is_late = self.ranks[status.culprit], False
         return error
 
-    def refuse_stranger(self, engine: Engine, ticket: int) -> NoReturn:
-        """Raise the error for a member that is in another collective."""
+    def raise_out_of_step(self, engine: Engine, ticket: int) -> NoReturn:
+        """Raises the error about a member that is in another collective."""
         words = (ctypes.c_uint64 * 10)()
         rank = self.ranks[self.library.shm_stranger(engine.pointer, ticket, words)]
         engine.segments[engine.rank].give_up(rank)
@@ -226,9 +226,9 @@ class Channel:
 
 
 class Transfer:
-    """A collective under way; its results are there when `finish` returns.
+    """A running collective, which `finish` waits for.
 
-    `shared` says how results lie in a block of memory that is known only then.
+    `shared` is the recipe of results in a shared block of memory, whose address is known when the collective is done.
     """
 
     __slots__ = ("__weakref__", "channel", "error", "outs", "shared", "ticket")
@@ -238,41 +238,37 @@ class Transfer:
         self.error: CollectiveError | None = None
 
     def finish(self) -> list[Tensor]:
-        """Wait, and return the results.
+        """Waits for the results and returns them.
 
-        Raises `CollectiveError` naming a rank that is dead, gave up, is late or lacks memory, or when the process group
-        is destroyed meanwhile.
+        Raises `CollectiveError` that names a rank that is dead, gave up, is late or lacks memory, or if the process
+        group is destroyed during the wait.
         """
         channel = self.channel
         session = channel.session
-        patience = int(LOOK_SECONDS * 1e9)
+        patience = int(POLL_SECONDS * 1e9)
         begin, look = 0.0, None
         while True:
             engine = channel.engine()
             if self.error is not None:
                 raise self.error
-            answer = channel.ask(engine, self.ticket, patience)
-            if answer.code == _DONE:
-                session.flying.pop(self.ticket, None)
-                if self.shared is not None and answer.block is not None and answer.base is not None:  # the first time
-                    give = partial(session.give, answer.block)
-                    self.outs = views(answer.base, self.shared.outs, self.shared.places, give)
+            status = channel.poll(engine, self.ticket, patience)
+            if status.code == _DONE:
+                session.transfers.pop(self.ticket, None)
+                if self.shared is not None and status.block is not None and status.base is not None:  # the first time
+                    free_block = partial(session.free_block, status.block)
+                    self.outs = view_shared(status.base, self.shared.outs, self.shared.places, free_block)
                 return self.outs
-            if answer.code == _ENDED:
-                session.flying.pop(self.ticket, None)
+            if status.code == _ENDED:
+                session.transfers.pop(self.ticket, None)
                 _refuse_ended()
-            if answer.code == _OUT_OF_STEP:
-                channel.refuse_stranger(engine, self.ticket)
-            if answer.code == _NO_MEMORY:
-                session.flying.pop(self.ticket, None)
-                self.error = channel.memory_error(() if self.shared is None else self.shared.outs, answer)
+            if status.code == _OUT_OF_STEP:
+                channel.raise_out_of_step(engine, self.ticket)
+            if status.code == _NO_MEMORY:
+                session.transfers.pop(self.ticket, None)
+                self.error = channel.memory_error(() if self.shared is None else self.shared.outs, status)
                 raise self.error
             begin, look = begin or time.monotonic(), look or turns.Patience()
-            channel.watch(engine, self.ticket, begin, look)
-
-    def first(self) -> Tensor:
-        """`finish` of a collective of one tensor."""
-        return self.finish()[0]
+            channel.check_peers(engine, self.ticket, begin, look)
 
 
 def _is_destroyed(group: dist.ProcessGroup) -> bool:

@@ -11,8 +11,8 @@ from shardlib.ops.collectives.transport.shm_segment import PAGE, Segment
 class Engine:
     """The engine of this process and the segments that it reads and writes, by rank.
 
-    Everybody who calls the library holds a reference meanwhile. So the memory stays until the last waiter has left,
-    whoever closes the session.
+    Every caller of the library holds a reference during the call: the memory stays mapped until the last call returns,
+    even if another thread closes the session.
     """
 
     def __init__(self, library: ctypes.CDLL, segments: Mapping[int, Segment], rank: int, asking: int) -> None:
@@ -22,11 +22,11 @@ class Engine:
         self.pointer: int | None = library.shm_open_engine(mine.base + PAGE, size, asking)
 
     def end(self) -> None:
-        """End what is under way: every waiter returns, and gets an error."""
+        """Ends all running collectives: every waiter returns with an error."""
         self.library.shm_end(self.pointer)
 
     def abandon(self) -> None:
-        """Touch nothing any more: in a fork the memory is the parent's."""
+        """Forgets the engine without closing it: in a fork the memory is the parent's."""
         self.pointer = None
 
     def __del__(self) -> None:
@@ -36,8 +36,8 @@ class Engine:
                 segment.close()
 
 
-def declare(library: ctypes.CDLL) -> None:
-    """Say which arguments the library's functions take."""
+def declare_functions(library: ctypes.CDLL) -> None:
+    """Declares argument and result types of the library's functions."""
     pointer, u64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     for name, returns, arguments in (
         ("shm_start", ctypes.c_size_t, ()),

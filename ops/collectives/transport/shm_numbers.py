@@ -1,4 +1,4 @@
-"""Which channel each group of ranks has: a table that all ranks of a world keep alike, without asking each other."""
+"""The channel number of each group of ranks. All ranks keep equal tables without communication."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import defaultdict
 Group = tuple[int, ...]  # ranks, in group order
 
 
-class Numbers:
-    """The numbers of channels, below `limit`, by group. Groups without a common member may have the same one.
+class ChannelNumbers:
+    """Numbers of channels, below `limit`, by group. Groups without a common member may share a number.
 
     Example:
-        >>> numbers = Numbers(2)
+        >>> numbers = ChannelNumbers(2)
         >>> [numbers.take(group) for group in ((0, 1), (2, 3), (0, 2), (0, 1), (0, 3))]
         [0, 0, 1, 0, None]
         >>> numbers.drop((0, 1))
@@ -25,7 +25,7 @@ class Numbers:
         self._taken: defaultdict[int, set[int]] = defaultdict(set)  # by rank
 
     def take(self, group: Group) -> int | None:
-        """The group's number: its own, or the first that is free on all its members, or None."""
+        """Returns the group's number: its present one, or the first that is free on all members, or None."""
         if group not in self.groups:
             taken = set[int]().union(*(self._taken[rank] for rank in group))
             number = next((k for k in range(self.limit) if k not in taken), None)
@@ -37,7 +37,7 @@ class Numbers:
         return self.groups[group]
 
     def drop(self, group: Group) -> None:
-        """The group is closed: its number is free for others."""
+        """Frees the number of a closed group."""
         number = self.groups.pop(group)
         for rank in group:
             self._taken[rank].remove(number)

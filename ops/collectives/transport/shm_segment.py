@@ -1,12 +1,11 @@
-"""Memory that processes on one machine share, and whether the processes are alive.
+"""Memory that processes on one machine share, and a check that its owner is alive.
 
-A segment is an anonymous file (memfd): it never has a name in /dev/shm or elsewhere, so there is nothing to clean up
-whenever its processes are killed; it goes with the last that maps it, and the size of /dev/shm does not limit it. Peers
-open it as /proc/<pid>/fd/<n>. Its pages are reserved when it is made: where memory is missing, that is an error then,
-and not a SIGBUS later.
+A segment is an anonymous file (memfd). It has no name in /dev/shm or elsewhere, so killed processes leave nothing to
+clean up, and the size of /dev/shm does not limit it. Peers open it as /proc/<pid>/fd/<n>. Its pages are reserved when
+it is made: missing memory is an error then, and not a SIGBUS later.
 
-The owner holds a lock on the file, which the kernel drops when the process ends, however it ends. A peer that gets the
-lock knows that the owner is gone; process ids, which may be used again, do not matter.
+The owner holds a lock on the file, which the kernel drops when the process ends. A peer that gets the lock knows that
+the owner is gone. This does not depend on process ids, which the system may reuse.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CULPRIT = slice(64, 72)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where others find a segment."""
+    """The address under which other processes open a segment."""
 
     machine: str
     pid: int
@@ -45,7 +44,7 @@ class Address:
 
 
 class SegmentError(OSError):
-    """Memory that cannot be shared; says why in words for a person."""
+    """An error in sharing memory; its text is written for the user."""
 
 
 class Segment:
@@ -54,12 +53,12 @@ class Segment:
     def __init__(self, fd: int, address: Address) -> None:
         self.fd, self.address = fd, address
         self.memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        # from_buffer is how ctypes tells an address; the object is dropped at once, so that the memory can be closed.
+        # from_buffer is ctypes' way to get an address. The object is dropped at once: `memory` could not close with it.
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     @staticmethod
     def make(size: int) -> Segment:
-        """A new one of `size` bytes, all zero, on which this process holds the lock. Raises `SegmentError`."""
+        """Makes a segment of `size` zero bytes and locks it. Raises `SegmentError`."""
         fd = -1
         try:
             fd = os.memfd_create("shardlib", os.MFD_CLOEXEC)
@@ -77,7 +76,7 @@ class Segment:
 
     @staticmethod
     def open(address: Address) -> Segment:
-        """A peer's. Raises `SegmentError` when it cannot be reached, or is another one than was meant."""
+        """Opens a peer's segment. Raises `SegmentError` if it cannot be reached or has another token."""
         try:
             fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -93,7 +92,7 @@ class Segment:
         return segment
 
     def owner_is_gone(self) -> bool:
-        """Whether the process of a peer's segment has ended. (Of its own segment a process learns nothing.)"""
+        """True if the process that owns this segment, a peer's, has ended. Of no use on one's own segment."""
         try:
             fcntl.lockf(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
@@ -104,16 +103,16 @@ class Segment:
 
     @property
     def culprit(self) -> int | None:
-        """The rank for whose sake the owner gave up."""
+        """The rank for which the owner gave up waiting, or None."""
         rank = int.from_bytes(self.memory[_CULPRIT], "little")
         return rank - 1 if rank else None
 
     def give_up(self, culprit: int) -> None:
-        """Tell all peers that the owner waits no more."""
+        """Tells all peers that the owner waits no more, because of rank `culprit`."""
         self.memory[_CULPRIT] = (culprit + 1).to_bytes(8, "little")
 
     def close(self) -> None:
-        """Unmap, unless tensors still use the memory; and let go of the file."""
+        """Unmaps the memory and closes the file, unless tensors still use the memory."""
         try:
             self.memory.close()
         except BufferError:
@@ -122,7 +121,7 @@ class Segment:
 
 
 def machine() -> str:
-    """What processes that can reach each other's memory have in common: a kernel since it started, and process ids."""
+    """Returns a text that is equal in processes that can open each other's memory: boot id and PID namespace."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     try:
         return f"{boot.read_text().strip()} {namespace.readlink()}"

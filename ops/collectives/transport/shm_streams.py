@@ -1,8 +1,8 @@
-"""What each member of a group sends in a collective and where what it receives belongs, as `cuda/shm.cpp` reads it.
+"""The messages of a collective in shared memory, in the form that `cuda/shm.cpp` reads.
 
-A tensor's part of a message is a block: a strided box of its memory. Blocks stand one after the other in a stream of
-bytes, each at a multiple of 64; a member sends and receives intervals of streams. Nothing is packed or concatenated for
-a message: its bytes are copied from where a tensor has them, and to where the result wants them.
+A tensor's part of a message is a block: a strided box of its memory. A stream is a sequence of blocks, each at a
+multiple of 64 bytes. A member sends and receives intervals of streams. Bytes are copied straight from tensors
+to results: messages need no packing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-LINE = 64
-DIMS = 8  # of a block, as many as the library takes
-ROUND = 1 << 20  # bytes that a member puts into its staging at a time
-PAST_CACHES = 8 << 20  # bytes of result from which its memory is written to past the caches
-_SHORT, _LARGE = 32, 1 << 16  # torch rearranges a large tensor of short rows faster than copies of rows do
+LINE = 64  # bytes of a cache line
+MAX_DIMS = 8  # of a block, in the library
+ROUND = 1 << 20  # bytes that a member puts into its staging memory at a time
+PAST_CACHES = 8 << 20  # results of this size and more are written past the caches
+
+# A tensor of shorter rows and more bytes is made contiguous by torch, which is faster than copies of rows.
+_SHORT, _LARGE = 32, 1 << 16
 
 COPY, REDUCE, REDUCE_GATHER = range(3)
 KINDS = {"sum": 0, "max": 1, "min": 2}
@@ -40,11 +42,11 @@ DTYPES = {
 }
 
 
-def irreducible(dtype: torch.dtype, kind: str) -> str:
-    """Why the library does not reduce this dtype; empty when it does.
+def find_reduce_fault(dtype: torch.dtype, kind: str) -> str:
+    """Returns why the library does not reduce this dtype; empty if it does.
 
     Example:
-        >>> irreducible(torch.complex64, "sum"), irreducible(torch.complex64, "max")
+        >>> find_reduce_fault(torch.complex64, "sum"), find_reduce_fault(torch.complex64, "max")
         ('', 'there is no max of complex64')
     """
     if dtype in DTYPES and (kind == "sum" or not dtype.is_complex):
@@ -53,23 +55,23 @@ def irreducible(dtype: torch.dtype, kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
-    """What there is to know of a tensor without its values; strides in elements."""
+class TensorMeta:
+    """Shape, strides (in elements) and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(x: Tensor) -> Like:
-        return Like(tuple(x.shape), x.stride(), x.dtype)
+    def from_tensor(x: Tensor) -> TensorMeta:
+        return TensorMeta(tuple(x.shape), x.stride(), x.dtype)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self) -> tuple[int, list[tuple[int, int]]]:
-        """Bytes of memory that lie together, and (size, stride in bytes) of the dims over them, outermost first."""
+        """Returns the bytes of a contiguous run, and (size, stride in bytes) of the dims over runs, outermost first."""
         item = self.dtype.itemsize
         dims: list[tuple[int, int]] = []
         for size, stride in zip(self.shape, self.stride, strict=True):
@@ -83,37 +85,32 @@ class Like:
         return run, dims
 
 
-def dense(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Like:
-    """A contiguous tensor.
+def dense_meta(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> TensorMeta:
+    """Returns the meta of a contiguous tensor.
 
     Example:
-        >>> dense((2, 3)).stride
+        >>> dense_meta((2, 3)).stride
         (3, 1)
     """
     products = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)
-    return Like(tuple(shape), tuple(products)[::-1] if shape else (), dtype)
+    return TensorMeta(tuple(shape), tuple(products)[::-1] if shape else (), dtype)
 
 
-def likes(xs: Sequence[Tensor]) -> tuple[object, ...]:
-    """What a recipe depends on."""
+def metas_key(xs: Sequence[Tensor]) -> tuple[object, ...]:
+    """Returns the part of a recipe's key that depends on the tensors."""
     return tuple([(x.shape, x.stride(), x.dtype) for x in xs])
 
 
-def prefix(sizes: Sequence[int], i: int) -> int:
-    """Where member i's rows begin."""
-    return sum(sizes[:i])
+def choose_sources(xs: Sequence[TensorMeta]) -> tuple[list[TensorMeta], frozenset[int]]:
+    """Returns the metas of the tensors to send, and the positions of those that are made contiguous first."""
+    packed = frozenset(i for i, x in enumerate(xs) if is_scattered(x))
+    return [dense_meta(x.shape, x.dtype) if i in packed else x for i, x in enumerate(xs)], packed
 
 
-def sources(xs: Sequence[Like]) -> tuple[list[Like], frozenset[int]]:
-    """The tensors as they are sent, and the positions of those that are made contiguous for it."""
-    packed = frozenset(i for i, x in enumerate(xs) if packed_first(x))
-    return [dense(x.shape, x.dtype) if i in packed else x for i, x in enumerate(xs)], packed
-
-
-def packed_first(x: Like) -> bool:
-    """Whether a tensor is made contiguous before it is sent: its memory is too scattered to copy row by row."""
+def is_scattered(x: TensorMeta) -> bool:
+    """True if a tensor's memory is too scattered to be copied row by row."""
     run, dims = x.rows()
-    return len(dims) > DIMS or (run < _SHORT and x.nbytes > _LARGE and bool(dims))
+    return len(dims) > MAX_DIMS or (run < _SHORT and x.nbytes > _LARGE and bool(dims))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,33 +118,29 @@ class Block:
     """Rows `[start, start + size)` of one dim of tensor number `tensor` (`dim` None: all of it)."""
 
     tensor: int
-    like: Like
+    meta: TensorMeta
     dim: int | None = None
     start: int = 0
     size: int = 0
 
     @property
-    def nbytes(self) -> int:
-        return self.part.nbytes
-
-    @property
-    def part(self) -> Like:
+    def part(self) -> TensorMeta:
         if self.dim is None:
-            return self.like
-        shape = (*self.like.shape[: self.dim], self.size, *self.like.shape[self.dim + 1 :])
-        return Like(shape, self.like.stride, self.like.dtype)
+            return self.meta
+        shape = (*self.meta.shape[: self.dim], self.size, *self.meta.shape[self.dim + 1 :])
+        return TensorMeta(shape, self.meta.stride, self.meta.dtype)
 
     @property
     def offset(self) -> int:
-        return 0 if self.dim is None else self.start * self.like.stride[self.dim] * self.like.dtype.itemsize
+        return 0 if self.dim is None else self.start * self.meta.stride[self.dim] * self.meta.dtype.itemsize
 
 
 @dataclass(slots=True)
 class Message:
-    """All that one member does in a collective; `words` is the form in which the library takes it.
+    """All that one member does in a collective; `encode` returns the form that the library takes.
 
-    Sources and results count as one list of tensors. `sends` has one segment for each member, or a single one that all
-    read; a segment is (stream, begin, length).
+    Blocks number sources and results as one list of tensors. `sends` has one segment for each member, or a single one
+    that all read; a segment is (stream, begin, length).
     """
 
     n: int
@@ -158,21 +151,22 @@ class Message:
     lengths: list[int] = field(default_factory=list)
     sends: list[tuple[int, int, int]] = field(default_factory=list)
     receives: list[tuple[int, int, int]] = field(default_factory=list)
-    strided: set[int] = field(default_factory=set)  # streams with a block that is not one run of memory
+    strided: set[int] = field(default_factory=set)  # streams with a block that is no single run of memory
 
     def stream(self, blocks: Iterable[Block]) -> int:
-        """Add a stream; its number."""
+        """Adds a stream and returns its number."""
         words, at, count = array("q"), 0, 0
         for block in blocks:
-            if not block.nbytes:
+            nbytes = block.part.nbytes
+            if not nbytes:
                 continue
             run, dims = block.part.rows()
-            dtype = DTYPES.get(block.like.dtype, 0)
-            words.extend((block.tensor, dtype, at, block.nbytes, block.offset, run if dims else block.nbytes))
+            dtype = DTYPES.get(block.meta.dtype, 0)
+            words.extend((block.tensor, dtype, at, nbytes, block.offset, run if dims else nbytes))
             words.extend((len(dims), *(size for size, _ in dims), *(stride for _, stride in dims)))
             if dims:
                 self.strided.add(len(self.streams))
-            at = up(at + block.nbytes)
+            at = align(at + nbytes)
             count += 1
         self.streams.append(array("q", [count]) + words)
         self.lengths.append(at)
@@ -184,16 +178,16 @@ class Message:
     def receive(self, stream: int, begin: int = 0, length: int | None = None) -> None:
         self.receives.append((stream, begin, self.lengths[stream] if length is None else length))
 
-    def words(self, result: int, longest: int = 0, places: Sequence[int] = ()) -> array[int] | None:
-        """The message, of `result` bytes of results on this member; None when no member sends anything.
+    def encode(self, result: int, longest: int = 0, places: Sequence[int] = ()) -> array[int] | None:
+        """Encodes the message, of `result` bytes of results on this member; None if no member sends anything.
 
-        `longest` are the bytes of the longest segment of any member, where there may be longer ones than this one's.
-        With `places` all members share one block of results, which lie in it there; `result` is its size.
+        `longest` counts the bytes of any member's longest segment, if another member's may exceed this member's.
+        With `places` all members share one block of `result` bytes, with results at these offsets.
         """
         longest = max(longest, *(segment[2] for segment in (*self.sends, *self.receives)))
         if not longest:
             return None
-        slot = min(up(longest), max(LINE, ROUND // len(self.sends) // LINE * LINE))
+        slot = min(align(longest), max(LINE, ROUND // len(self.sends) // LINE * LINE))
         keeps_own = len(self.sends) == 1 or self.sends[self.me][0] in self.strided
         head = [self.n, self.me, self.how, KINDS[self.kind], slot, -(-longest // slot)]
         past_caches = result >= PAST_CACHES and not places
@@ -208,6 +202,6 @@ class Message:
         return words
 
 
-def up(nbytes: int) -> int:
-    """The next multiple of a cache line."""
+def align(nbytes: int) -> int:
+    """Rounds up to a multiple of a cache line."""
     return -(-nbytes // LINE) * LINE

@@ -1,7 +1,7 @@
-"""Shared memory between ranks on one machine: what a process shares with others of its world, and of whom it knows.
+"""Shared memory between ranks on one machine.
 
 All ranks make a `Session` together, once for a world of torch.distributed; a group of ranks that all share memory has a
-`Channel` in it. Whether there is one is decided by what all ranks said of themselves, so all decide alike.
+`Channel` in it. All ranks decide from the same exchanged facts, so all decide alike which groups have channels.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from shardlib.core.errors import ShardingError
 from shardlib.distributed import turns, world
 from shardlib.distributed.store import format_ranks
 from shardlib.ops import native_libs
-from shardlib.ops.backend_choice import wanted
+from shardlib.ops.backend_choice import requested_backend
 from shardlib.ops.collectives.transport.shm_channel import OPS, Channel, Transfer
-from shardlib.ops.collectives.transport.shm_engine import Engine, declare
-from shardlib.ops.collectives.transport.shm_numbers import Group, Numbers
+from shardlib.ops.collectives.transport.shm_engine import Engine, declare_functions
+from shardlib.ops.collectives.transport.shm_numbers import ChannelNumbers, Group
 from shardlib.ops.collectives.transport.shm_segment import PAGE, Address, Segment, SegmentError
 
 CHANNELS = 64  # of a process: kChannels in cuda/shm_layout.h
-STAGING = 16 << 20  # bytes in which a process keeps what it has sent and others have not read yet
-MEETING = 64 << 10  # the same where nothing is sent but the signs of turns
+STAGING = 16 << 20  # bytes of a process' staging memory: what it has sent and others have not read yet
+MEETING = 64 << 10  # the same for ranks that only meet
 _living: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
-    """What this process shares with others of its world, and what it knows of them.
+    """The memory that this process shares with other ranks of its world, and its channels in it.
 
-    `faults` says, for every rank that takes no part, why; a session with this rank among them has no memory. `unused`
-    says why ranks that share memory only meet in it, and exchange no tensors. Raises `ShardingError` when ranks do not
-    come, or when their SHARDLIB_OPS differ.
+    * `faults`: why a rank shares no memory, for each such rank. If this rank is among them, the session has no memory.
+    * `unused`: why ranks that share memory only meet in it and exchange no tensors; empty if they do exchange.
+
+    Raises `ShardingError` if ranks do not join, or if their SHARDLIB_OPS differ.
     """
 
     def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
@@ -43,17 +44,15 @@ class Session:
         self.rank, self.room = rank, f"{self.order.room}/shm/{self.order.meetings}"
         self.order.meetings += 1
         self.segments: dict[int, Segment] = {}
-        self.numbers = Numbers(CHANNELS)
+        self.numbers = ChannelNumbers(CHANNELS)
         self.channels: dict[Group, Channel] = {}  # of this rank
         self.first = 0  # the first round of new channels
-        self.counts = 0  # how often the ranks have looked for closed groups
-        self.flying: dict[
-            int, tuple[object, weakref.ref[Transfer]]
-        ] = {}  # what is under way, and its tensors, by ticket
+        self.reclaims = 0  # calls of `_reclaim_channels`
+        self.transfers: dict[int, tuple[object, weakref.ref[Transfer]]] = {}  # running, with their tensors, by ticket
         self.library: ctypes.CDLL | None = None
         self.engine: Engine | None = None
         self.unused = ""
-        self.warned = False  # that there are more groups than channels
+        self.warned = False  # about more groups than channels
         try:
             self.faults, self.machines = self._meet(size, device)
         except ShardingError:
@@ -73,8 +72,8 @@ class Session:
             f"{self.room}/hello", json.dumps(hello), everyone, seconds, "make groups of ranks", dead
         )
         hellos = {rank: json.loads(text) for rank, text in posted.items()}
-        check_same({rank: theirs["ops"] for rank, theirs in hellos.items()})
-        wanted(OPS[0])  # raises what every rank has found to be wrong with it
+        check_same_settings({rank: theirs["ops"] for rank, theirs in hellos.items()})
+        requested_backend(OPS[0])  # raises on all ranks if SHARDLIB_OPS is malformed
         faults = {rank: theirs["fault"] for rank, theirs in hellos.items() if theirs["fault"]}
         addresses = {r: Address.loads(theirs["address"]) for r, theirs in hellos.items() if r not in faults}
         verdict = "" if self.rank in faults else self._open(addresses)
@@ -87,12 +86,12 @@ class Session:
     def _make(self, device: str) -> Address:
         if device != "cpu":
             raise SegmentError(f"its tensors are on {device}")
-        if all(wanted(op) == "torch" for op in OPS):
+        if all(requested_backend(op) == "torch" for op in OPS):
             self.unused = "SHARDLIB_OPS asks for torch"
         library = native_libs.host()
         if isinstance(library, Missing):
             raise SegmentError(str(library))
-        declare(library)
+        declare_functions(library)
         size = PAGE + library.shm_start() + (MEETING if self.unused else STAGING)
         mine = self.segments[self.rank] = Segment.make(size)
         self.library = library
@@ -100,7 +99,7 @@ class Session:
         return mine.address
 
     def _open(self, addresses: dict[int, Address]) -> str:
-        """Map what the ranks on this machine share; says what went wrong."""
+        """Maps the segments of the ranks on this machine. Returns the first fault, or an empty string."""
         for rank, address in addresses.items():
             if rank != self.rank and address.machine == addresses[self.rank].machine:
                 try:
@@ -111,8 +110,8 @@ class Session:
                     return f"{error} (rank {rank})"
         return ""
 
-    def why_not(self, ranks: Sequence[int]) -> str:
-        """Why these ranks cannot share memory; empty when they can. The same on all of them."""
+    def find_sharing_fault(self, ranks: Sequence[int]) -> str:
+        """Returns why these ranks cannot share memory; empty if they can. Equal on all of them."""
         if faulty := [rank for rank in ranks if rank in self.faults]:
             return f"rank {faulty[0]}: {self.faults[faulty[0]]}"
         if other := [rank for rank in ranks if self.machines[rank] != self.machines[ranks[0]]]:
@@ -120,20 +119,20 @@ class Session:
         return ""
 
     def channel(self, groups: Sequence[Group]) -> Channel | str:
-        """The channel of this rank's group, one of `groups`, or why there is none. A group has one channel.
+        """Returns the one channel of this rank's group, or why there is none.
 
-        The groups are in group order, and have every rank of the world once. All ranks call this with the same groups.
+        `groups` hold every rank of the world once, each in group order. All ranks call it with the same groups.
         """
-        sharing = [group for group in groups if not self.why_not(group)]
+        sharing = [group for group in groups if not self.find_sharing_fault(group)]
         if self._without_number(sharing):
-            self._take_back()
+            self._reclaim_channels()
         full = self._without_number(sharing)
         mine = next(group for group in groups if self.rank in group)
         if full and not self.warned and self.rank == full[0][0]:
             warnings.warn(f"{_too_many(full[0])}: they use torch.distributed, which is slower", stacklevel=2)
         self.warned = self.warned or bool(full)
         if mine not in sharing or mine in full:
-            return self.why_not(mine) or _too_many(mine)
+            return self.find_sharing_fault(mine) or _too_many(mine)
         if mine not in self.channels:
             self.channels[mine] = Channel(self, self.numbers.groups[mine], mine, self.first)
         return self.channels[mine]
@@ -141,12 +140,12 @@ class Session:
     def _without_number(self, groups: Sequence[Group]) -> list[Group]:
         return [group for group in groups if self.numbers.take(group) is None]
 
-    def _take_back(self) -> None:
-        """Take channels back whose process groups all their members have destroyed. All ranks come here together."""
+    def _reclaim_channels(self) -> None:
+        """Frees the channels of groups that all their members have destroyed. All ranks call it together."""
         closed = [group for group, channel in self.channels.items() if channel.is_destroyed()]
         engine = self.engine
         posted = 0 if engine is None else engine.library.shm_posted(engine.pointer) + engine.library.shm_rounds()
-        room, self.counts = f"{self.room}/closed/{self.counts}", self.counts + 1
+        room, self.reclaims = f"{self.room}/closed/{self.reclaims}", self.reclaims + 1
         texts = self.order.store().exchange(
             room,
             json.dumps([closed, posted]),
@@ -156,7 +155,7 @@ class Session:
             self.order.watcher(),
         )
         reports = {rank: json.loads(text) for rank, text in texts.items()}
-        # Beyond all rounds of any member, so that nobody takes a round of an earlier group for one of its own.
+        # New channels begin beyond all rounds of any member, so that no round of an earlier group is taken for theirs.
         self.first = max(self.first, *(rounds for _, rounds in reports.values()))
         for group in list(self.numbers.groups):
             if all(list(group) in reports[rank][0] for rank in group):
@@ -164,20 +163,20 @@ class Session:
                 if (channel := self.channels.pop(group, None)) is not None:
                     channel.leave()
 
-    def give(self, block: int) -> None:
-        """Give back a block of a shared result: nobody here reads it any more."""
+    def free_block(self, block: int) -> None:
+        """Gives back a block of a shared result that this process reads no more."""
         if (engine := self.engine) is not None:
             engine.library.shm_give(block)
 
     def close(self) -> None:
-        """Give the memory back, when the last waiter has left. What is under way is lost."""
+        """Ends running collectives, and frees the memory when the last waiter has left."""
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.end()
         else:
             for segment in self.segments.values():
                 segment.close()
-        self.flying.clear()
+        self.transfers.clear()
         self.segments = {}  # the engine's, which closes them
 
 
@@ -186,7 +185,7 @@ def _too_many(group: Group) -> str:
 
 
 def _after_fork() -> None:
-    """A forked process is no rank: it must not touch what its parent shares."""
+    """Detaches a forked process, which is no rank, from its parent's memory."""
     for session in _living:
         if session.engine is not None:
             session.engine.abandon()
@@ -196,15 +195,15 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def check_same(settings: dict[int, str]) -> None:
-    """Refuse ranks whose SHARDLIB_OPS differ: they would speak past each other."""
+def check_same_settings(settings: dict[int, str]) -> None:
+    """Raises `ShardingError` if the ranks' SHARDLIB_OPS differ."""
     if len(set(settings.values())) > 1:
-        holders: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, text in settings.items():
-            holders.setdefault(text, []).append(rank)
+            ranks_of.setdefault(text, []).append(rank)
         raise ShardingError(
             "the ranks would run their collectives in different ways",
-            [f"{format_ranks(ranks)}: SHARDLIB_OPS={text!r}" for text, ranks in holders.items()],
+            [f"{format_ranks(ranks)}: SHARDLIB_OPS={text!r}" for text, ranks in ranks_of.items()],
             rule="SHARDLIB_OPS is the same on every rank",
             remedy="set it where all ranks are started, or on none",
         )

@@ -1,10 +1,10 @@
-"""Messages between the members of a group, over torch, beneath the collectives that move pieces of tensors.
+"""Messages between the members of a group, over torch.
 
-A message is a flat, contiguous tensor; what travels are its bytes, so every dtype does, on every backend. Pieces have
-sizes of their own, empty ones too; nothing is padded here but an uneven all-gather on NCCL.
+A message is a flat, contiguous tensor. It travels as bytes, so every dtype works on every backend. Its parts may differ
+in size and may be empty. Only an uneven all-gather on NCCL is padded.
 
-There are two orders: that of the group's members, in which everything is said here, and that of the process group's
-ranks, in which torch sends and stores. `group.by_rank` holds members in the second order; None where it is the first.
+Arguments and results are in the order of the group's members. torch sends and stores in the order of the process
+group's ranks: `group.by_rank` holds the members in that order, or None where both orders agree.
 """
 
 from __future__ import annotations
@@ -26,20 +26,25 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class Handle(Generic[T]):
-    """A collective under way. `finish` waits for it; until then it holds every buffer that is read or written."""
+    """A running collective. `finish` waits for it; until then it holds every buffer that is read or written."""
 
     finish: Callable[[], T]
 
 
-@dataclass(slots=True, frozen=True)
-class Flight:
-    """Pieces on their way here, one from every member.
+def first_result(many: Handle[list[Tensor]]) -> Handle[Tensor]:
+    """Returns the handle of the first of several results."""
+    return Handle(lambda: many.finish()[0])
 
-    * `buffer`: where they come to lie, as bytes, in the order of ranks; with `finish`, in that of members.
-    * `counts`, `slots`: by member, the elements of a piece and the room that it takes in the buffer.
-    * `sent`: what must stay alive until they are here.
-    * `own`: the piece from oneself, where it was not sent.
-    * `finish`: waits for them; None: torch does.
+
+@dataclass(slots=True, frozen=True)
+class PendingParts:
+    """Parts that are being received, one from every member.
+
+    * `buffer`: receives the parts as bytes, in the order of ranks; with `finish`, in the order of members.
+    * `counts`, `slots`: by member, the elements of a part and the elements of its slot in the buffer.
+    * `sent`: memory that must stay alive until the parts have arrived.
+    * `own`: this member's own part, if it was not sent.
+    * `finish`: waits for the parts; None: torch's own wait does.
     """
 
     buffer: Tensor
@@ -52,18 +57,19 @@ class Flight:
     finish: Callable[[], Tensor] | None = None
 
     def flat(self) -> Tensor:
-        """The pieces one after the other, by member; a copy only when they are not stored so."""
+        """Returns all parts in one tensor, in the order of members; copies only where the buffer is no such tensor."""
         if self._order is None and self.own is None and list(self.counts) == list(self.slots):
             return self._arrived()
-        return torch.cat(self.pieces())
+        return torch.cat(self.parts())
 
-    def pieces(self) -> list[Tensor]:
-        """The pieces by member; views."""
-        stored = _by_member(self._order, self._arrived().split_with_sizes(_by_rank(self._order, self.slots)))
-        pieces = [piece if len(piece) == n else piece[:n] for piece, n in zip(stored, self.counts, strict=True)]
+    def parts(self) -> list[Tensor]:
+        """Returns views of the parts, in the order of members."""
+        slots = self._arrived().split_with_sizes(_to_rank_order(self._order, self.slots))
+        stored = _to_member_order(self._order, slots)
+        parts = [part if len(part) == n else part[:n] for part, n in zip(stored, self.counts, strict=True)]
         if self.own is not None:
-            pieces[self.group.position] = self.own
-        return pieces
+            parts[self.group.position] = self.own
+        return parts
 
     @property
     def _order(self) -> tuple[int, ...] | None:
@@ -74,26 +80,26 @@ class Flight:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Block until the collective that fills `tensor` is done. Raises `CollectiveError`."""
+    """Waits for the collective that fills `tensor`. Raises `CollectiveError`."""
     try:
         return c10d_functional.wait_tensor(tensor)  # type: ignore[no-any-return]
     except RuntimeError as error:
         raise CollectiveError(str(error)) from error
 
 
-def exchange(message: Tensor, send: Sequence[int], receive: Sequence[int], group: GroupHandle) -> Flight:
+def exchange(message: Tensor, send: Sequence[int], receive: Sequence[int], group: GroupHandle) -> PendingParts:
     """Start an all-to-all: `send[i]` elements of `message` go to member i, `receive[i]` come from it."""
     sent = message
     if group.by_rank is not None:
-        sent = torch.cat(_by_rank(group.by_rank, message.split_with_sizes(send)))
-    return Flight(_all_to_all(sent, send, receive, group), receive, receive, message.dtype, group, sent)
+        sent = torch.cat(_to_rank_order(group.by_rank, message.split_with_sizes(send)))
+    return PendingParts(_all_to_all(sent, send, receive, group), receive, receive, message.dtype, group, sent)
 
 
-def gather(message: Tensor, counts: Sequence[int], group: GroupHandle, way: str, *, own: bool = True) -> Flight:
+def gather(message: Tensor, counts: Sequence[int], group: GroupHandle, way: str, *, own: bool = True) -> PendingParts:
     """Start sending `message` to all; `counts[i]` elements come from member i.
 
-    The way is "exchange" (all at once), "native" (the backend's all-gather; counts must be equal) or "padded" (that,
-    with all messages made equal in size). With `own=False` an exchange leaves out the message to oneself.
+    The way is "exchange" (all at once), "native" (the backend's all-gather of equal counts) or "padded" (the backend's
+    all-gather of messages padded to equal counts). With `own=False` an exchange leaves out the message to oneself.
     """
     n, dtype = group.size, message.dtype
     if way == "exchange":
@@ -103,24 +109,25 @@ def gather(message: Tensor, counts: Sequence[int], group: GroupHandle, way: str,
         if not own:
             send[group.position] = receive[group.position] = 0
         buffer = _all_to_all(sent, send, receive, group)
-        return Flight(buffer, counts, receive, dtype, group, sent, None if own else message)
+        return PendingParts(buffer, counts, receive, dtype, group, sent, None if own else message)
     slot, sent = max(counts), message
     if len(message) < slot:
         sent = message.new_empty(slot)
         sent[: len(message)] = message
     buffer = c10d_functional.all_gather_into_tensor(sent.view(torch.uint8), n, group.name)
-    return Flight(buffer, counts, [slot] * n, dtype, group, sent)
+    return PendingParts(buffer, counts, [slot] * n, dtype, group, sent)
 
 
 def _all_to_all(sent: Tensor, send: Sequence[int], receive: Sequence[int], group: GroupHandle) -> Tensor:
-    """`sent` lies in the order of ranks; its sizes, and those of what comes, are by member."""
-    to, come = ([n * sent.itemsize for n in _by_rank(group.by_rank, sizes)] for sizes in (send, receive))
-    return c10d_functional.all_to_all_single(sent.view(torch.uint8), come, to, group.name)  # type: ignore[no-any-return]
+    """Starts torch's all-to-all of `sent`, which is in the order of ranks; the counts are in the order of members."""
+    by_rank = (_to_rank_order(group.by_rank, counts) for counts in (send, receive))
+    outgoing, incoming = ([n * sent.itemsize for n in counts] for counts in by_rank)
+    return c10d_functional.all_to_all_single(sent.view(torch.uint8), incoming, outgoing, group.name)  # type: ignore[no-any-return]
 
 
-def _by_rank(order: tuple[int, ...] | None, of_members: Sequence[T]) -> list[T]:
-    return list(of_members) if order is None else [of_members[member] for member in order]
+def _to_rank_order(order: tuple[int, ...] | None, by_member: Sequence[T]) -> list[T]:
+    return list(by_member) if order is None else [by_member[member] for member in order]
 
 
-def _by_member(order: tuple[int, ...] | None, of_ranks: Sequence[T]) -> list[T]:
-    return list(of_ranks) if order is None else [of_ranks[order.index(member)] for member in range(len(order))]
+def _to_member_order(order: tuple[int, ...] | None, by_rank: Sequence[T]) -> list[T]:
+    return list(by_rank) if order is None else [by_rank[order.index(member)] for member in range(len(order))]

@@ -35,7 +35,7 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
     """Returns the backend of a collective; None on an abstract mesh, which has no devices."""
     if mesh.kind == "abstract":
         return None
-    transport, why = ("virtual", "") if mesh.kind == "virtual" else groups.transport(mesh, c.axes)
+    transport, why = ("virtual", "") if mesh.kind == "virtual" else groups.predict_transport(mesh, c.axes)
     sizes = [c.params[key] for key in ("sizes", "split_sizes", "concat_sizes", "shapes") if key in c.params]
     even = all(len(set(map(repr, s))) <= 1 for s in sizes)
     n = group_size(c.axes)

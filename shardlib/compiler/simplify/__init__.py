@@ -39,10 +39,10 @@ from shardlib.compiler.simplify.row_sums import know_sums_of_scores
 from shardlib.compiler.simplify.value_ranges import know_counts
 from shardlib.core.aten.schemas import written_arguments
 from shardlib.frontend.traced_graph import Traced
-from shardlib.primitives.out_spec_claims import hold_claims
+from shardlib.primitives.out_spec_claims import check_claims
 
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
-    hold_claims,  # before anything goes that nobody reads
+    check_claims,  # before anything goes that nobody reads
     free_draws,
     know_bands,
     fill_by_masks,

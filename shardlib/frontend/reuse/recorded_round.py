@@ -17,7 +17,7 @@ from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
 from shardlib.frontend.reuse.pure_calls import has_hooks, last_node, only_computes
 from shardlib.frontend.reuse.replay_python import Recording
 from shardlib.frontend.reuse.subgraph import place, refuse_shared
-from shardlib.primitives.random.keys import rehearsed
+from shardlib.primitives.random.keys import discarding_draws
 
 Env = dict[int, Tensor]
 
@@ -108,7 +108,7 @@ class Round(Recording):
         if has_hooks(leaves):
             raise NotOnceError("a tensor that it finds has hooks")
         names, line = list(map(str, outside)), self.calls[0].line
-        with rehearsed():
+        with discarding_draws():
             body = trace_body(flat, leaves, names, line, differentiate=torch.is_grad_enabled(), strict=True)
         refuse_shared(body, copied=False)
         for x in body.captured:

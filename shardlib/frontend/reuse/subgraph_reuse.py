@@ -50,7 +50,7 @@ from shardlib.frontend.reuse.subgraph import (
     surroundings,
 )
 from shardlib.frontend.side_effects.mutations import MutationTracker
-from shardlib.primitives.random.keys import rehearsed
+from shardlib.primitives.random.keys import discarding_draws
 
 AFTER = 1  # calls of a module that are traced as they come: it may be the only one; of a jitted function, one less
 FORMS = 4  # of one piece, which differ in what their code reads
@@ -243,7 +243,7 @@ class Once:
                 raise NotOnceError("it finds what no call repeats")
             watch = MutationTracker(lambda: looked(of, call.given, reached)) if call.objects else None
         names = list(map(str, call.where))
-        with rehearsed(), noted(everything, reads):
+        with discarding_draws(), noted(everything, reads):
             body = trace_body(flat, call.tensors, names, self._line, differentiate=call.follows, strict=True)
         with torch.DisableTorchFunction():
             if watch is not None:

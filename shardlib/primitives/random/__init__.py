@@ -1,1 +1,1 @@
-"""Random numbers that depend on a key, an op and the element's place, never on the sharding."""
+"""Random numbers that depend on a key, a counter and the element's index, never on the sharding."""

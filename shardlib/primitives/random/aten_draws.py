@@ -1,7 +1,7 @@
-"""ATen's random ops, written as draws from every element's place and ordinary arithmetic on them.
+"""ATen's random ops, as draws by element index and arithmetic on them.
 
-`FORMS` has a function for every overload: functional, `_like`, in place and `out=`. A form finds what the op is asked
-for by the names in its schema, so that one function serves all overloads of an op.
+`FORMS` has a function for every overload: functional, `_like`, in place and `out=`. A form reads its arguments by their
+names in the schema, so that one function serves all overloads of an op.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from shardlib.primitives.random.keys import draw, fresh_key
 aten = torch.ops.aten
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of a uniform number
-_ONE_WORD = 1 << 20  # ranges up to here are cut out of 32 bits: no number is off by more than 2^-12 of its share
+_ONE_WORD = 1 << 20  # ranges up to this size use 32 bits: a number's probability is off by 2^-12 of itself at most
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One call: arguments by name, and shape, dtype and device of what it draws."""
+class DrawCall:
+    """One call of a random op: its arguments by name, and shape, dtype and device of the numbers."""
 
     op: Any
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     size: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     like: Tensor | None
 
     def __getitem__(self, name: str) -> Any:
-        return self.given.get(name)
+        return self.arguments.get(name)
 
     def draw(self, kind: str, dtype: torch.dtype, p: int = 0, size: tuple[int, ...] | None = None) -> Tensor:
         like = self.like if size is None or size == self.size else None
@@ -48,24 +48,24 @@ class Asked:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype in which a number of this dtype is computed."""
+        """The dtype in which numbers of this dtype are computed."""
         return torch.float64 if self.dtype in (torch.float64, torch.complex128) else torch.float32
 
     def require(self, holds: bool, rule: str) -> None:
-        """Raise ShardingError with the rule that the call breaks."""
+        """Raises ShardingError with the rule unless it holds."""
         if not holds:
-            numbers = {k: x for k, x in self.given.items() if isinstance(x, int | float)}
+            numbers = {k: x for k, x in self.arguments.items() if isinstance(x, int | float)}
             raise ShardingError(
-                f"{self.op} cannot draw {_name(self.dtype)}{list(self.size)}",
+                f"{self.op} cannot draw {_dtype_name(self.dtype)}{list(self.size)}",
                 [", ".join(f"{k}={x}" for k, x in numbers.items())] if numbers else [],
                 rule=rule,
             )
 
-    def floating(self) -> None:
+    def require_floating(self) -> None:
         self.require(self.dtype in _DIGITS, "it draws float64, float32, float16 or bfloat16 numbers")
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -73,8 +73,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _placed(x: Tensor, scale: Any, shift: Any) -> Tensor:
-    """`x * scale + shift`, of which a 1 and a 0 need no arithmetic."""
+def _scale_and_shift(x: Tensor, scale: Any, shift: Any) -> Tensor:
+    """Computes `x * scale + shift`; skips a scale of 1 and a shift of 0."""
     x = x if not isinstance(scale, Tensor) and scale == 1 else x * scale
     return x if not isinstance(shift, Tensor) and shift == 0 else x + shift
 
@@ -82,40 +82,40 @@ def _placed(x: Tensor, scale: Any, shift: Any) -> Tensor:
 # --- distributions: the numbers of a call -----------------------------------------------------------------------------
 
 
-def _unit(a: Asked) -> Tensor:
-    """Uniform from 0 to below 1; a complex number has two of them."""
+def _unit(a: DrawCall) -> Tensor:
+    """Draws uniform numbers from 0 to below 1; a complex number has two of them."""
     if a.dtype.is_complex:
         return _cast(torch.view_as_complex(a.draw("uniform", a.wide, _DIGITS[a.wide], (*a.size, 2))), a.dtype)
-    a.floating()
+    a.require_floating()
     return _cast(a.draw("uniform", a.wide, _DIGITS[a.dtype]), a.dtype)
 
 
-def _uniform(a: Asked) -> Tensor:
+def _uniform(a: DrawCall) -> Tensor:
     low, high = (float(x) for x in (a["from"] or 0.0, 1.0 if a["to"] is None else a["to"]))
     a.require(low <= high, "a range ends where it begins, or later")
-    return _placed(_unit(a), high - low, low)
+    return _scale_and_shift(_unit(a), high - low, low)
 
 
-def _standard_normal(a: Asked) -> Tensor:
-    """A complex number has a real and an imaginary part of variance 1/2 each."""
+def _standard_normal(a: DrawCall) -> Tensor:
+    """Draws standard normal numbers; real and imaginary parts of complex ones have variance 1/2 each."""
     if a.dtype.is_complex:
         parts = a.draw("normal", a.wide, 0, (*a.size, 2))
         return _cast(torch.view_as_complex(parts * math.sqrt(0.5)), a.dtype)
-    a.floating()
+    a.require_floating()
     return _cast(a.draw("normal", a.wide), a.dtype)
 
 
-def _normal(a: Asked) -> Tensor:
+def _normal(a: DrawCall) -> Tensor:
     mean, std = a["mean"] or 0.0 if not isinstance(a["mean"], Tensor) else a["mean"], a["std"]
     std = 1.0 if std is None else std
     a.require(isinstance(std, Tensor) or std >= 0, "a standard deviation is not negative")
     if isinstance(std, Tensor):
         std = WITHIN(std, 0, math.inf, "a standard deviation is not negative")
-    return _placed(_standard_normal(a), std, mean)
+    return _scale_and_shift(_standard_normal(a), std, mean)
 
 
-def _log_normal(a: Asked) -> Tensor:
-    a.floating()
+def _log_normal(a: DrawCall) -> Tensor:
+    a.require_floating()
     a.require(a["std"] is None or a["std"] > 0, "the standard deviation is above 0")
     mean, std = a["mean"], a["std"]
     return (
@@ -123,45 +123,45 @@ def _log_normal(a: Asked) -> Tensor:
     )
 
 
-def _exponential(a: Asked) -> Tensor:
-    a.floating()
+def _exponential(a: DrawCall) -> Tensor:
+    a.require_floating()
     rate = 1.0 if a["lambd"] is None else a["lambd"]
     a.require(rate > 0, "a rate is above 0")
     return _cast(a.draw("exponential", a.wide) / rate, a.dtype)
 
 
-def _cauchy(a: Asked) -> Tensor:
-    a.floating()
+def _cauchy(a: DrawCall) -> Tensor:
+    a.require_floating()
     median, sigma = a["median"] or 0.0, 1.0 if a["sigma"] is None else a["sigma"]
     a.require(sigma > 0, "sigma is above 0")
     return _cast(a.draw("cauchy", a.wide) * sigma + median, a.dtype)
 
 
-def _geometric(a: Asked) -> Tensor:
-    """The number of trials until one succeeds: an exponential number, rounded up."""
+def _geometric(a: DrawCall) -> Tensor:
+    """Draws the number of trials until one succeeds: an exponential number, rounded up."""
     a.require(0 < a["p"] < 1, "a probability of success is above 0 and below 1")
     a.require(not a.dtype.is_complex and a.dtype != torch.bool, "it draws numbers of trials")
     return _cast((a.draw("exponential", torch.float64) / -math.log1p(-a["p"])).ceil().clamp(min=1.0), a.dtype)
 
 
-def _bernoulli(a: Asked) -> Tensor:
+def _bernoulli(a: DrawCall) -> Tensor:
     p = a["p"] if a["p"] is not None else a["self"]
     if isinstance(p, Tensor):
         p = WITHIN(p, 0, 1, "a probability lies between 0 and 1")
         wide = torch.float64 if p.dtype == torch.float64 else torch.float32
         return _cast(a.draw("uniform", wide, _DIGITS[wide]) < p, a.dtype)
-    return _chosen(a, p, a.dtype)
+    return _draw_with_probability(a, p, a.dtype)
 
 
-def _chosen(a: Asked, p: float, dtype: torch.dtype) -> Tensor:
-    """1 with probability p, of any dtype."""
+def _draw_with_probability(a: DrawCall, p: float, dtype: torch.dtype) -> Tensor:
+    """Draws 1 with probability p, else 0, of any dtype."""
     a.require(0 <= p <= 1, "a probability lies between 0 and 1")
-    drawn = dtype if dtype in (torch.float32, torch.float64, torch.bool) else torch.bool
-    return _cast(a.draw("bernoulli", drawn, threshold(p)), dtype)
+    draw_dtype = dtype if dtype in (torch.float32, torch.float64, torch.bool) else torch.bool
+    return _cast(a.draw("bernoulli", draw_dtype, threshold(p)), dtype)
 
 
-def _integers(a: Asked, low: int, high: int | Tensor) -> Tensor:
-    """From low to below high, uniform, of the call's dtype."""
+def _integers(a: DrawCall, low: int, high: int | Tensor) -> Tensor:
+    """Draws uniform integers from low to below high, of the call's dtype."""
     if isinstance(high, Tensor):
         return _cast(a.draw("long", torch.int64) % (high.to(torch.int64) - low) + low, a.dtype)
     a.require(low < high, "a range of integers is not empty")
@@ -174,33 +174,33 @@ def _integers(a: Asked, low: int, high: int | Tensor) -> Tensor:
     return _cast(whole + low if low else whole, a.dtype)
 
 
-def _randint(a: Asked) -> Tensor:
+def _randint(a: DrawCall) -> Tensor:
     return _integers(a, a["low"] or 0, a["high"])
 
 
-def _random(a: Asked) -> Tensor:
-    """Over the dtype's whole range from 0 (or `from`) on; a float's ends with the integers that it has exactly."""
+def _random(a: DrawCall) -> Tensor:
+    """Draws integers from 0 (or `from`) to the largest of the dtype; for floats, the largest without gaps below it."""
     low, high = a["from"] or 0, a["to"]
     if high is None:
-        high = 2 if a.dtype == torch.bool else _most(a.dtype) + (a["from"] is not None or a.dtype != torch.int64)
+        high = 2 if a.dtype == torch.bool else _max_integer(a.dtype) + (a["from"] is not None or a.dtype != torch.int64)
     return _integers(a, low, min(high, low + (1 << 63) - 1))
 
 
-def _most(dtype: torch.dtype) -> int:
+def _max_integer(dtype: torch.dtype) -> int:
     return 1 << _DIGITS[dtype] if dtype.is_floating_point else int(torch.iinfo(dtype).max)
 
 
-def _randperm(a: Asked) -> Tensor:
-    """The order of random numbers of 63 bits; equal ones stay in order."""
+def _randperm(a: DrawCall) -> Tensor:
+    """Sorts random numbers of 63 bits; equal ones stay in order."""
     return _cast(torch.sort(a.draw("long", torch.int64), stable=True).indices, a.dtype)
 
 
-def _multinomial(a: Asked) -> Tensor:
-    """Classes by their weights `[rows, classes]` or `[classes]`.
+def _multinomial(a: DrawCall) -> Tensor:
+    """Draws classes by their weights `[rows, classes]` or `[classes]`.
 
-    Each class waits an exponential time at the rate of its weight; who comes first is drawn (Efraimidis and Spirakis,
-    2006). Draws with replacement look a uniform number up among the cumulated weights. Weights that are negative, NaN
-    or infinite, or all 0, are refused where they are known: on the devices.
+    Each class gets an exponential arrival time at the rate of its weight; the first arrivals are drawn (Efraimidis and
+    Spirakis, 2006). Draws with replacement search uniform numbers in the cumulative weights. The devices check that
+    weights are finite, not negative, and not all 0.
     """
     weights, n = a["self"], a["num_samples"]
     classes = weights.shape[-1]
@@ -211,33 +211,33 @@ def _multinomial(a: Asked) -> Tensor:
     weights = WITHIN(weights, 0, torch.finfo(weights.dtype).max, "a weight is a number, and not negative").double()
     if n == 1 or not a["replacement"]:
         race = weights / a.draw("exponential", torch.float64, 0, tuple(weights.shape))
-        race = torch.where(_some(race.amax(-1, keepdim=True)) > 0, race, 0)
+        race = torch.where(_check_positive_total(race.amax(-1, keepdim=True)) > 0, race, 0)
         first: Tensor = race.argmax(-1, keepdim=True) if n == 1 else race.topk(n).indices
         return first
     total = weights.cumsum(-1)
-    at = a.draw("uniform", torch.float64, 53, (*lead, n)) * _some(total[..., -1:])
-    found = torch.searchsorted(total, at, right=True)
-    last = (total >= total[..., -1:]).to(torch.int64).argmax(-1, keepdim=True)  # rounding may point behind it
-    return torch.minimum(found, last)
+    at = a.draw("uniform", torch.float64, 53, (*lead, n)) * _check_positive_total(total[..., -1:])
+    index = torch.searchsorted(total, at, right=True)
+    last = (total >= total[..., -1:]).to(torch.int64).argmax(-1, keepdim=True)  # rounding may exceed it
+    return torch.minimum(index, last)
 
 
-def _some(total: Tensor) -> Tensor:
-    found: Tensor = WITHIN(total, torch.finfo(total.dtype).tiny, math.inf, "not all weights are 0")
-    return found
+def _check_positive_total(total: Tensor) -> Tensor:
+    checked: Tensor = WITHIN(total, torch.finfo(total.dtype).tiny, math.inf, "not all weights are 0")
+    return checked
 
 
-def _native_dropout(a: Asked) -> tuple[Tensor, Tensor]:
+def _native_dropout(a: DrawCall) -> tuple[Tensor, Tensor]:
     x, p = a["input"], a["p"]
     if a["train"] is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     a.require(0 <= p <= 1, "a probability lies between 0 and 1")
-    mask = _chosen(a, 1 - p, torch.bool)
+    mask = _draw_with_probability(a, 1 - p, torch.bool)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 # --- overloads --------------------------------------------------------------------------------------------------------
 
-_SINGLE: dict[str, Callable[[Asked], Tensor]] = {
+_SINGLE: dict[str, Callable[[DrawCall], Tensor]] = {
     "rand": _unit,
     "rand_like": _unit,
     "randn": _standard_normal,
@@ -267,56 +267,56 @@ _SINGLE: dict[str, Callable[[Asked], Tensor]] = {
 _DEFAULT_DTYPE = {"randint": torch.int64, "randperm": torch.int64, "multinomial": torch.int64}
 
 
-def _asked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
-    """Everything about a call, by the names of its schema."""
+def _parse_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DrawCall:
+    """Binds a call's arguments to the names of its schema; determines the numbers' shape, dtype and device."""
     schema = schema_of(op).arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value() and a.name != "dtype"}
-    given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    arguments = {a.name: a.default_value for a in schema if a.has_default_value() and a.name != "dtype"}
+    arguments |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
     name = schema_of(op).name.removeprefix("aten::")
-    tensors = [x for x in (given.get(k) for k in ("self", "input", "mean", "std", "p")) if isinstance(x, Tensor)]
+    tensors = [x for x in (arguments.get(k) for k in ("self", "input", "mean", "std", "p")) if isinstance(x, Tensor)]
     first = tensors[0] if tensors else None
     like = first
-    out = given.get("out")
-    if given.get("size") is not None:
-        size: tuple[int, ...] = tuple(given["size"])
+    out = arguments.get("out")
+    if arguments.get("size") is not None:
+        size: tuple[int, ...] = tuple(arguments["size"])
     elif name == "randperm":
-        size = (given["n"],)
+        size = (arguments["n"],)
     elif name == "normal":
         size = tuple(torch.broadcast_shapes(*(x.shape for x in tensors)))  # type: ignore[no-untyped-call]
         like = next((x for x in tensors if x.shape == size), None)
     else:
         assert first is not None, f"{op} draws for a tensor or of a size"
         size = tuple(first.shape)
-    dtype = given.get("dtype") or (out.dtype if out is not None else None) or _DEFAULT_DTYPE.get(name)
+    dtype = arguments.get("dtype") or (out.dtype if out is not None else None) or _DEFAULT_DTYPE.get(name)
     if dtype is None:
         dtype = first.dtype if first is not None else torch.get_default_dtype()
-    device = given.get("device") or (out.device if out is not None else None)
+    device = arguments.get("device") or (out.device if out is not None else None)
     if device is None:
         device = first.device if first is not None else torch.get_default_device()
-    return Asked(op, given, size, dtype, torch.device(device), like)
+    return DrawCall(op, arguments, size, dtype, torch.device(device), like)
 
 
-def _single(op: Any, make: Callable[[Asked], Tensor]) -> Callable[..., Tensor]:
-    """An op with one result, which the overload may write to its first argument or to `out`."""
+def _make_form(op: Any, make: Callable[[DrawCall], Tensor]) -> Callable[..., Tensor]:
+    """Makes the form of an op with one result, which the overload may write to its first argument or to `out`."""
     written = next(
         (a.name for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write), None
     )
 
     @functools.wraps(make)
     def form(*args: Any, **kwargs: Any) -> Tensor:
-        asked = _asked(op, args, kwargs)
-        value = make(asked)
+        call = _parse_call(op, args, kwargs)
+        value = make(call)
         if written is None:
             return value
-        target: Tensor = asked[written]
-        asked.require(target.shape == value.shape, f"{written} has the shape of what is drawn: {list(value.shape)}")
+        target: Tensor = call[written]
+        call.require(target.shape == value.shape, f"{written} has the shape of what is drawn: {list(value.shape)}")
         return target.copy_(value)
 
     return form
 
 
 def _dropout(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return _native_dropout(_asked(aten.native_dropout.default, args, kwargs))
+    return _native_dropout(_parse_call(aten.native_dropout.default, args, kwargs))
 
 
 def _overloads(name: str) -> Iterator[tuple[str, Any]]:
@@ -325,9 +325,9 @@ def _overloads(name: str) -> Iterator[tuple[str, Any]]:
         yield (name if overload == "default" else f"{name}.{overload}"), getattr(packet, overload)
 
 
-def _forms() -> dict[str, Callable[..., Any]]:
+def _make_forms() -> dict[str, Callable[..., Any]]:
     forms: dict[str, Callable[..., Any]] = {
-        spelled: _single(op, make)
+        spelled: _make_form(op, make)
         for name, make in _SINGLE.items()
         for spelled, op in _overloads(name)
         if torch.Tag.nondeterministic_seeded in op.tags
@@ -337,4 +337,4 @@ def _forms() -> dict[str, Callable[..., Any]]:
     return forms
 
 
-FORMS = _forms()
+FORMS = _make_forms()

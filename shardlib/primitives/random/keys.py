@@ -1,10 +1,10 @@
-"""Random numbers that do not depend on the sharding: which key and which counter a draw has.
+"""Keys and counters of random draws, which make random numbers independent of the sharding.
 
 torch's default generator for the CPU holds the state, so `torch.manual_seed`, `get_rng_state`, `fork_rng` and
-activation checkpointing mean what they always mean. A *call* draws one key from it: a call of a jitted function, or one
-operation outside. The draws of a call are told apart by counters. These come from the same generator, set to a fixed
-state for the time of a trace: so they are constants of the program, a trace leaves no mark on the user's state, and
-what checkpointing runs again, from the state that it kept, draws the same numbers again.
+activation checkpointing work as usual. A *call* draws one key from it: a call of a jitted function, or one operation
+outside. Each draw of a call has a counter of its own. Counters come from a generator in a fixed state during a trace.
+So they are constants of the program, a trace does not change the user's state, and checkpointing, which restores that
+state, draws the same counters again when it recomputes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shardlib.core.source_lines import user_line
 from shardlib.core.torch_private import TorchDispatchMode, generator_id, without_modes
 from shardlib.distributed.turns import Turn
 from shardlib.ops.collectives import all_reduce
-from shardlib.ops.collectives.transport.groups import together
+from shardlib.ops.collectives.transport.groups import run_in_turn
 from shardlib.ops.random import op as ops
 from shardlib.primitives.body import current_body
-from shardlib.primitives.per_device_ops import refuse_draws
+from shardlib.primitives.per_device_ops import random_draw_error
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, peek_mesh
 from shardlib.tensor.rank_checks import all_mesh_axes
 
@@ -36,20 +36,20 @@ _FIRST_COUNTER = 0x5348_4152  # the seed of counters
 
 
 class _Call:
-    """The draws of one operation: its keys, one for each generator, and its counters, the same in every call."""
+    """The draws of one operation: a key for each generator, and counters, which are equal in every call."""
 
     def __init__(self) -> None:
         self._keys: dict[Any, Tensor] = {}
         self._drawn = 0
 
     def key(self, generator: torch.Generator | None) -> Tensor:
-        """The call's key."""
+        """Returns the call's key."""
         if generator not in self._keys:
-            self._keys[generator] = self._key(ops.number_of(generator))
+            self._keys[generator] = self._key(ops.generator_number(generator))
         return self._keys[generator]
 
     def _key(self, number: int) -> Tensor:
-        return _agreed(number)
+        return _draw_common_key(number)
 
     def counter(self) -> int:
         with without_modes():
@@ -64,8 +64,9 @@ _counters: list[int] = []
 
 
 class _Program(_Call):
-    """The draws of a program. Its counters are the same numbers, but drawn from torch's own generator, set back for the
-    time, so that what activation checkpointing runs again gets the same ones again.
+    """The draws of a program, with counters from torch's own generator, in a fixed state meanwhile.
+
+    Activation checkpointing restores that state, and so draws the same counters when it recomputes.
     """
 
     def __init__(self) -> None:
@@ -96,25 +97,28 @@ class _Program(_Call):
 class _Trace(_Program):
     """The draws of a program that is being traced: its key is a node, which draws a number in every call.
 
-    Its counters come from a generator of its own, which stands for torch's in this thread: other threads go on drawing.
-    Nothing is drawn from the user's generators. If `marked`, they have a seed that tells of any other one meanwhile.
+    Its counters come from a generator of its own, which replaces torch's in this thread; other threads are unaffected.
+    The trace draws nothing from the user's generators. If `marked`, they have a known seed during the trace, so that a
+    seed set by the user's code shows.
     """
 
     def __init__(self, generators: Sequence[torch.Generator] | None, marked: bool) -> None:
         _Call.__init__(self)
         self.marked = marked
         self.own = torch.Generator().manual_seed(_FIRST_COUNTER)
-        others = [g for g in generators or () if _number(g) != _number(torch.default_generator)]
+        others = [g for g in generators or () if _generator_id(g) != _generator_id(torch.default_generator)]
         self._given = [(g, g.initial_seed(), g.get_state()) for g in others]
         self._node: fx.Node | None = None  # of the key
-        self._known = None if generators is None else {*map(_number, generators), _number(torch.default_generator)}
+        self._known = (
+            None if generators is None else {*map(_generator_id, generators), _generator_id(torch.default_generator)}
+        )
 
     def key(self, generator: torch.Generator | None) -> Tensor:
-        if generator is not None and self._known is not None and _number(generator) not in self._known:
+        if generator is not None and self._known is not None and _generator_id(generator) not in self._known:
             raise ShardingError(
                 "the traced function draws from a generator that it makes itself",
                 [f"the draw is at {user_line(sys._getframe(1))}"],
-                rule="the numbers of a call come from generators that exist before it, as they are when it begins",
+                rule="the numbers of a call come from generators that exist before it, in their state when it begins",
                 remedy="make and seed the generator outside, and pass it, or close over it",
             )
         return super().key(generator)
@@ -125,7 +129,7 @@ class _Trace(_Program):
             return int(torch.randint(ops.KEYS, (), generator=self.own))
 
     def __enter__(self) -> None:
-        setattr(torch.random, "default_generator", _Default())  # noqa: B010  torch says that it exports no such name
+        setattr(torch.random, "default_generator", _DefaultGenerator())  # noqa: B010  torch says that it exports no such name
         for generator, _, _ in self._given if self.marked else ():
             generator.manual_seed(_FIRST_COUNTER)
 
@@ -140,7 +144,7 @@ class _Trace(_Program):
             generator.set_state(state)
         if not any(raised):
             self._refuse_seeding("the function is called at")
-            if self._node is not None and _is_at_start(self.own):  # as `fork_rng` leaves it: a call takes no number
+            if self._node is not None and _is_at_start(self.own):  # `fork_rng` restored it: a call must restore, too
                 self._node.kwargs = {**self._node.kwargs, "keep": True}
             if seeded:
                 self._refuse("a generator", "the function is called at")
@@ -154,13 +158,13 @@ class _Trace(_Program):
         return key
 
     def _refuse_seeding(self, where: str) -> None:
-        """A seed is set once, while the function is traced; every call would have to set it."""
+        """Raises if the function sets torch's seed: only the trace would set it, not every call."""
         if self.own.initial_seed() != _FIRST_COUNTER:
             self._refuse("torch's generator", where)
 
-    def _refuse(self, whose: str, where: str) -> NoReturn:
+    def _refuse(self, generator: str, where: str) -> NoReturn:
         raise ShardingError(
-            f"the traced function sets the seed of {whose} (manual_seed, seed, set_rng_state)",
+            f"the traced function sets the seed of {generator} (manual_seed, seed, set_rng_state)",
             [f"{where} {user_line(sys._getframe(2))}"],
             rule="the numbers of a call come from the generator as it is when the call begins, and the call "
             "sets no state of the process",
@@ -168,18 +172,18 @@ class _Trace(_Program):
         )
 
 
-def _number(generator: torch.Generator) -> int:
-    """What is the same for all the objects by which Python knows one generator."""
+def _generator_id(generator: torch.Generator) -> int:
+    """Returns an id that all Python objects for one generator share."""
     return int(generator_id(generator))
 
 
 def _is_at_start(counting: torch.Generator) -> bool:
-    """Whether a generator of counters is as it was before the first."""
+    """True if a generator of counters has not drawn yet."""
     return torch.equal(counting.get_state(), torch.Generator().manual_seed(_FIRST_COUNTER).get_state())
 
 
-class _Default:
-    """Torch's default generator, but for the thread that traces: what checkpointing saves and sets back."""
+class _DefaultGenerator:
+    """Delegates to torch's default generator or, in the tracing thread, to the trace's, which checkpointing saves."""
 
     def __getattr__(self, name: str) -> Any:
         call = _call.get()
@@ -191,7 +195,7 @@ _call: ContextVar[_Call | None] = ContextVar("shardlib_draws", default=None)
 
 @contextmanager
 def one_call() -> Iterator[None]:
-    """One operation runs: its draws have one key."""
+    """Runs one operation, whose draws share a key."""
     token = _call.set(_Call())
     try:
         yield
@@ -203,9 +207,9 @@ def one_call() -> Iterator[None]:
 def one_program(
     *, traced: bool = False, generators: Sequence[torch.Generator] | None = None, marked: bool = False
 ) -> Iterator[None]:
-    """A function is traced, or runs as a plain program: the draws of all its operations have one key.
+    """Traces a function, or runs it as a plain program: the draws of all its operations share a key.
 
-    `generators` are those that a traced function may draw from, None: all; `marked` if its code may seed them.
+    A traced function may draw from `generators`; None: from all. `marked`: its code may seed them.
     """
     call: _Program = _Trace(generators, marked) if traced else _Program()
     token = _call.set(call)
@@ -216,27 +220,27 @@ def one_program(
         _call.reset(token)
 
 
-def in_call() -> bool:
-    """Whether a call is running that its draws belong to."""
+def is_in_call() -> bool:
+    """True if a call is running, to which draws belong."""
     return _call.get() is not None
 
 
-def _agreed(number: int) -> Tensor:
-    """A key of this generator, where the mesh's tensors are; on ranks, that of the first."""
+def _draw_common_key(number: int) -> Tensor:
+    """Draws a key from this generator, on the mesh's device; on ranks, the first rank's key."""
     mesh = current_mesh()
-    apart = mesh is not None and mesh.kind == "distributed" and mesh.size > 1
+    distributed = mesh is not None and mesh.kind == "distributed" and mesh.size > 1
     lead = mesh is None or mesh.rank == 0
     with without_modes():
-        key = ops.call_key(number, device=torch.device("cpu"), lead=int(lead), apart=apart)
+        key = ops.call_key(number, device=torch.device("cpu"), lead=int(lead), apart=distributed)
         drawn = int(key)
         if mesh is None or mesh.device == "cpu":
-            return _summed(key, mesh) if mesh is not None and apart else key
-    key = torch.full((), drawn, dtype=torch.int64, device=mesh.device)  # by a kernel: nobody waits for it
-    return _summed(key, mesh) if apart else key
+            return _sum_over_ranks(key, mesh) if mesh is not None and distributed else key
+    key = torch.full((), drawn, dtype=torch.int64, device=mesh.device)  # a kernel: the host does not wait
+    return _sum_over_ranks(key, mesh) if distributed else key
 
 
-def _summed(key: Tensor, mesh: Mesh) -> Tensor:
-    return together(mesh, _KEY, all_mesh_axes(mesh), lambda group: all_reduce.start(key, group, "sum").finish())
+def _sum_over_ranks(key: Tensor, mesh: Mesh) -> Tensor:
+    return run_in_turn(mesh, _KEY, all_mesh_axes(mesh), lambda group: all_reduce.start(key, group, "sum").finish())
 
 
 _KEY = Turn("all_reduce of i64[2]: the key of random numbers")
@@ -255,11 +259,11 @@ def draw(
     like: Tensor | None = None,
     p: int = 0,
 ) -> Tensor:
-    """The next numbers of the running call, of shape `size`; see `shardlib.ops.random.op` for `kind`, `dtype` and `p`.
+    """Draws the next numbers of the running call, of shape `size`; `shardlib.ops.random.op` explains `kind` and `p`.
 
-    `like` is a tensor of that shape beside which the numbers are to lie.
+    `like` is a tensor of that shape whose layout the numbers should have.
     """
-    call = _running()
+    call = _current_call()
     size = list(size)
     out: Tensor = torch.ops.shardlib.draw(
         call.key(generator), like, call.counter(), kind, size, [0] * len(size), size, dtype=dtype, device=device, p=p
@@ -268,40 +272,40 @@ def draw(
 
 
 def fresh_key(*, device: torch.device) -> Tensor:
-    """A key for an op that draws by itself (attention), int64 `[2]`."""
-    call = _running()
+    """Makes a key for an op that draws by itself (attention), int64 `[2]`."""
+    call = _current_call()
     key: Tensor = torch.ops.shardlib.numbered_key(call.key(None), call.counter())
     return key.to(device)
 
 
-class Redrawn:
-    """The draws of nodes that are written again, in one copy of them: the call's key, and other counters."""
+class CopiedDraws:
+    """The draws in one copy of some nodes: the call's key, and new counters."""
 
     def __init__(self) -> None:
         self._counters: dict[int, int] = {}
 
     def key(self, node: fx.Node) -> Tensor | None:
-        """The call's key, where a node draws it."""
-        return _running().key(None) if node.target is torch.ops.shardlib.call_key.default else None
+        """Returns the call's key if a node draws it, else None."""
+        return _current_call().key(None) if node.target is torch.ops.shardlib.call_key.default else None
 
     def renumber(self, node: fx.Node) -> None:
-        """Give a node that draws a counter of this copy."""
+        """Gives a node that draws a counter of this copy."""
         if (at := COUNTER.get(node.target)) is not None:
             old = node.args[at]
             assert isinstance(old, int)
             if old not in self._counters:
-                self._counters[old] = _running().counter()
+                self._counters[old] = _current_call().counter()
             node.update_arg(at, self._counters[old])
 
 
-# Where the counter stands among the arguments of ops that are told one.
+# The position of the counter among an op's arguments.
 COUNTER: Mapping[Any, int] = {torch.ops.shardlib.draw.default: 2, torch.ops.shardlib.numbered_key.default: 1}
 
 
 @contextmanager
-def rehearsed() -> Iterator[None]:
-    """What is drawn meanwhile is written again later, and counts then."""
-    call = _running()
+def discarding_draws() -> Iterator[None]:
+    """Restores keys and counters at the end: the draws meanwhile are traced again later."""
+    call = _current_call()
     assert isinstance(call, _Trace), "a function is traced"
     keys, state, node = dict(call._keys), call.own.get_state(), call._node
     try:
@@ -312,15 +316,15 @@ def rehearsed() -> Iterator[None]:
 
 
 def is_key(x: Tensor) -> bool:
-    """Whether a tensor is the key of the running call."""
-    return any(x is key for key in _running()._keys.values())
+    """True if a tensor is the key of the running call."""
+    return any(x is key for key in _current_call()._keys.values())
 
 
-def _running() -> _Call:
+def _current_call() -> _Call:
     call = _call.get()
     assert call is not None, "numbers are drawn in a call"
     if isinstance(call, _Trace) and current_body() is not None:
-        raise refuse_draws()
+        raise random_draw_error()
     return call
 
 
@@ -328,7 +332,7 @@ def _running() -> _Call:
 
 
 class PlainDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While on, ATen's random ops on plain tensors are `forms`, each a call of its own unless one is running."""
+    """While on, ATen's random ops on plain tensors run as `forms`; each is a call of its own unless a call runs."""
 
     supports_higher_order_operators = True
 
@@ -340,7 +344,7 @@ class PlainDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         form = self.forms.get(func)
         if form is None or not all(t in (torch.Tensor, torch.nn.Parameter) for t in types):
-            with self if is_composite(func) else nullcontext():  # under `inference_mode` such come here whole
+            with self if is_composite(func) else nullcontext():  # `inference_mode` does not decompose composite ops
                 return func.decompose(*args, **kwargs) if is_composite(func) else func(*args, **kwargs)
-        with nullcontext() if _call.get() else one_call(), self:  # a form may be written with other random ops
+        with nullcontext() if _call.get() else one_call(), self:  # a form may call other random ops
             return form(*args, **kwargs)

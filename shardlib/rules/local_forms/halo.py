@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shardlib.primitives.body import group
+from shardlib.primitives.body import resolve_group
 from shardlib.primitives.collectives import piece
 from shardlib.rules.local_forms.helpers import shard_size
 
@@ -94,7 +94,7 @@ def pad_constant(x: Tensor, pads: Sequence[int], fill: complex = 0) -> Tensor:
 
 
 def _is_sharded(label: Sequence[str]) -> bool:
-    return group("fetch", label)[2] > 1
+    return resolve_group("fetch", label)[2] > 1
 
 
 def match_senders(have: Sequence[set[Range]], need: Sequence[set[Range]]) -> list[tuple[int, list[tuple[int, int]]]]:

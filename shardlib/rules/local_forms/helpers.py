@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardlib.core.torch_private import schema_of
 from shardlib.ops.checks import CHECK_INDEX
-from shardlib.primitives.body import group
+from shardlib.primitives.body import resolve_group
 from shardlib.primitives.collectives import axis_index, piece, pmax, psum
 from shardlib.primitives.form_dims import FormDims
 from shardlib.rules.dtype_sums import NO_ARITHMETIC
@@ -57,7 +57,7 @@ def shard_index(factor: str) -> int:
 
 
 def _form_dims(caller: str, factor: str) -> FormDims:
-    form = group(caller, factor)[0].form
+    form = resolve_group(caller, factor)[0].form
     assert form is not None, "outside any local form"
     return form
 

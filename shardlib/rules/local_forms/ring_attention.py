@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardlib.ops.attention.variant import Variant
-from shardlib.ops.backend_choice import wanted
+from shardlib.ops.backend_choice import requested_backend
 from shardlib.rules.rule import Labels, Local
 
 aten = torch.ops.aten
@@ -224,7 +224,7 @@ def _zigzag(local: Local, variant: Variant, n: int, moved: int) -> bool:
         return False
     if local.axes("s") != local.axes("t") or variant.q_offset != variant.k_offset:
         return False
-    if (choice := wanted("sequence")) in ("ring", "zigzag"):
+    if (choice := requested_backend("sequence")) in ("ring", "zigzag"):
         return choice == "zigzag"
     ways = math.prod(local.ways(x) for x in local.rule.sizes if x not in local.rule.ties.ring)
     q = local.call.operands[0]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.torch_private import pytree, schema_of
-from shardlib.primitives.manual_ops import resized
+from shardlib.primitives.manual_ops import new_resized
 from shardlib.rules.local_forms.halo import Range, add_to_owners, crop_or_pad, fetch, intersect, length, shard_range
 from shardlib.rules.local_forms.helpers import may_be_empty, shard_size
 from shardlib.rules.local_forms.window import Window
@@ -263,7 +263,7 @@ class _Shard:
                 frame = reach.frame(mine)
                 self.begins[dim] = frame[0]
                 if stencil.back:
-                    x = resized(x, dim, length(frame))
+                    x = new_resized(x, dim, length(frame))
                 else:
                     x = reach.fetch_frame(x, dim, mine, stencil.name)
         else:

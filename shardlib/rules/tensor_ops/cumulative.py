@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.torch_private import schema_of
-from shardlib.ops.reverse_scan import BEHIND
+from shardlib.ops.reverse_scan import REVERSE_SCANS
 from shardlib.primitives.collectives import all_gather
 from shardlib.rules.iteration_space import normalize_dim
 from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype, neutral_extreme, shard_index, shard_sizes
@@ -88,5 +88,8 @@ _ALONG: dict[str, RuleFn | str] = {name: _scan(*scan) for name, scan in _SCANS.i
 ROWS: dict[str, RuleFn | str] = {
     **_ALONG,
     "_logcumsumexp": _ALONG["logcumsumexp"],
-    **{str(schema_of(op).name): _scan(*_SCANS[str(schema_of(front).name)[6:]], front) for front, op in BEHIND.items()},
+    **{
+        str(schema_of(op).name): _scan(*_SCANS[str(schema_of(front).name)[6:]], front)
+        for front, op in REVERSE_SCANS.items()
+    },
 }

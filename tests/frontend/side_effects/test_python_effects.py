@@ -564,7 +564,7 @@ def test_what_no_call_can_repeat_is_refused_before_anything_runs(name: str) -> N
         with pytest.raises(ShardingError, match="has side effects that its calls cannot repeat") as error:
             call(ONE)
         assert f"  * {place}" in str(error.value)
-        assert re.search(r", read in \S+ at test_effects.py:\d+: ", str(error.value))
+        assert re.search(r", read in \S+ at test_python_effects.py:\d+: ", str(error.value))
         assert f": {change}\nRule: each call binds tensors, numbers, texts" in str(error.value)
         assert f"Remedy: {remedy}" in str(error.value)
         assert repr(look()) == before

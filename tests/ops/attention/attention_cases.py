@@ -27,7 +27,7 @@ COLUMNS = ("torch", "math")  # the backends that run without a GPU; another one 
 def able(column: str, variant: Variant, need_bias: bool = False) -> bool:
     """Whether a backend that runs here can do a variant."""
     q = torch.empty(1, 1, 1, 8)
-    return BACKENDS[column].unable(q, q, variant, need_bias) is None
+    return BACKENDS[column].find_fault(q, q, variant, need_bias) is None
 
 
 @dataclass(frozen=True)

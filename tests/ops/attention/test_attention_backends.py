@@ -13,7 +13,7 @@ from shardlib.ops.attention import aten as attention_aten
 from shardlib.ops.attention import math as attention_math
 from shardlib.ops.attention import op, torch_kernels
 from shardlib.ops.attention.op import BACKENDS, Choice, Variant, attention, choose, reference
-from shardlib.ops.attention.variant import blocks, heads_last
+from shardlib.ops.attention.variant import heads_last, split_blocks
 from tests.ops.attention.attention_cases import CASES, COLUMNS, DTYPES, able, cast, errors
 
 F64 = torch.float64
@@ -173,7 +173,7 @@ def test_blocks_see_all_that_is_visible():
         assert variant.hides(s, t) == (not want.all())
         for rows in (1, 3, 10):
             got = torch.zeros(s, t, dtype=torch.bool)
-            for r, c, here in blocks(variant, s, t, rows):
+            for r, c, here in split_blocks(variant, s, t, rows):
                 assert r.stop - r.start <= rows
                 seen = here.visible(r.stop - r.start, c.stop - c.start, got.device)
                 assert seen[0].any() or seen[-1].any()
@@ -292,7 +292,7 @@ def test_on_a_gpu(column, name):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         variant = cast(CASES[name].variant(), dtype, "cuda")
         q = torch.empty(1, 1, 1, CASES[name].d, dtype=dtype, device="cuda")
-        if BACKENDS[column].unable(q, q, variant, False) is None:
+        if BACKENDS[column].find_fault(q, q, variant, False) is None:
             found = errors(name, BACKENDS[column].forward, backward(column), dtype, device="cuda")
             assert not [f"{r} in {dtype}: {e:.2e} > {a:.2e}" for r, e, a in found if not e <= a]
 
@@ -304,7 +304,7 @@ def test_cuda_takes_the_kernel_that_can(monkeypatch):
     def kernel(how, dtype=torch.bfloat16, s=16, t=16, d=64):
         q, k = (torch.empty(1, 2, n, d, dtype=dtype).as_subclass(Cuda) for n in (s, t))
         variant = Variant(**how)
-        return torch_kernels.unable(q, k, variant, False) or torch_kernels.way(q, k, variant)
+        return torch_kernels.find_fault(q, k, variant, False) or torch_kernels.way(q, k, variant)
 
     assert kernel({}) == kernel({"causal": True}) == kernel({"causal": True, "window": 16}) == "flash"
     assert kernel({"causal": True, "q_offset": 15}, t=16) == "flash"
@@ -319,7 +319,7 @@ def test_masks_for_cuda_are_aligned():
     q, k = torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 7, 8)
     for shape in ((1, 1, 1, 1), (2, 1, 1, 7), (1, 4, 5, 7)):
         mask = torch.randn(shape)
-        aligned = attention_aten._aligned(mask, q, k)
+        aligned = attention_aten._align_mask(mask, q, k)
         assert torch.equal(aligned, mask.expand(2, 4, 5, 7))
         assert all(n == 0 or n % 16 == 0 for n in aligned.stride()[:-1])
         assert aligned.stride(-1) == 1

@@ -132,7 +132,7 @@ def test_reasons(case: str, card: Callable[..., None], monkeypatch: pytest.Monke
         choose(q, k, Variant())
     assert said in str(error.value)
     monkeypatch.setenv("SHARDLIB_OPS", "")
-    monkeypatch.setattr(tuning, "slower", lambda *_, **__: "")
+    monkeypatch.setattr(tuning, "find_speed_fault", lambda *_, **__: "")
     other = choose(q, k, Variant())
     assert other.backend in ("torch", "math")
     if case == "cpu":  # nobody expects it there, so it is not spoken of
@@ -144,7 +144,7 @@ def test_reasons(case: str, card: Callable[..., None], monkeypatch: pytest.Monke
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu() -> None:
     q = _on_gpu(1, 2, 4, 64)
-    assert attention_cuda.unable(q, q, Variant(), False) == "there is no CUDA device"
+    assert attention_cuda.find_fault(q, q, Variant(), False) == "there is no CUDA device"
 
 
 # --- what kernels get -------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_without_a_gpu() -> None:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         pytest.skip("the emulation needs g++")
-    monkeypatch.setattr(attention_cuda, "kernel", attention_cuda.kernel)  # restored by that
+    monkeypatch.setattr(attention_cuda, "get_kernel", attention_cuda.get_kernel)  # restored by that
     kernels = find(rehearsal=True)
     assert not isinstance(kernels, str)
     kernels.install(poison=True)
@@ -230,9 +230,9 @@ def test_only_what_does_not_fit_is_copied() -> None:
     x = torch.randn(2, 2, 6, 8).to(BF16)
     for name, change in STRIDES.items():
         y = change(x)
-        assert (attention_cuda._fitting(y) is y) == (name in ("heads first", "heads last")), name
-        assert torch.equal(attention_cuda._fitting(y), y)
-        assert attention_cuda._fits(attention_cuda._fitting(y))
+        assert (attention_cuda._align(y) is y) == (name in ("heads first", "heads last")), name
+        assert torch.equal(attention_cuda._align(y), y)
+        assert attention_cuda._is_aligned(attention_cuda._align(y))
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -258,12 +258,12 @@ def test_biases_of_all_dtypes_and_strides(card: str, emulated: None) -> None:
 def test_the_op_runs_it_and_autograd_knows(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole path, but for the GPU: SHARDLIB_OPS, the op, its backward, the bias's gradient in its own shape."""
     monkeypatch.setenv("SHARDLIB_OPS", "attention=cuda")
-    monkeypatch.setattr(attention_cuda, "unable", lambda *_: None)
+    monkeypatch.setattr(attention_cuda, "find_fault", lambda *_: None)
     from shardlib.ops.attention import op
 
-    cuda = op.BACKENDS["cuda"]._replace(unable=lambda *_: None, way=lambda *_: "sm_80")
+    cuda = op.BACKENDS["cuda"]._replace(find_fault=lambda *_: None, way=lambda *_: "sm_80")
     monkeypatch.setitem(op.BACKENDS, "cuda", cuda)  # type: ignore[index]
-    monkeypatch.setattr(attention_cuda, "card_of", lambda _: "sm_80")
+    monkeypatch.setattr(attention_cuda, "choose_card", lambda _: "sm_80")
     case = dataclasses.replace(CASES["grouped bias"], s=7, t=9)
     q, k, v, grad_o = (x.to(BF16).requires_grad_(i < 3) for i, x in enumerate(case.operands()[:4]))
     variant = cast(case.variant(), BF16)
@@ -287,7 +287,7 @@ def test_deterministic_algorithms_ask_for_an_order(monkeypatch: pytest.MonkeyPat
     def kernel(card: str, direction: str) -> Callable[..., None]:
         return lambda *arguments: asked.append(arguments[10:12])
 
-    monkeypatch.setattr(attention_cuda, "kernel", kernel)
+    monkeypatch.setattr(attention_cuda, "get_kernel", kernel)
     q, lse = torch.zeros(1, 2, 4, 8, dtype=BF16), torch.zeros(1, 2, 4)
     variant = Variant(bias=torch.zeros(1, 1, 1, 4))
     attention_cuda.backward(q, None, q, q, q, q, lse, variant, True, "sm_80")

@@ -421,13 +421,13 @@ def test_many_small_ones_at_once():
 def woken(look: float) -> float:
     """Seconds that 30 collectives take whose last member comes 5 ms late each time, and waits sleep for `look`."""
     group = group_of("shm")
-    begin, before = time.monotonic(), shm_channel.LOOK_SECONDS
-    shm_channel.LOOK_SECONDS = look
+    begin, before = time.monotonic(), shm_channel.POLL_SECONDS
+    shm_channel.POLL_SECONDS = look
     for i in range(30):
         if i % group.size == group.position:
             time.sleep(0.005)
         all_gather.start(torch.zeros(1), 0, [1] * group.size, group).finish()
-    shm_channel.LOOK_SECONDS = before
+    shm_channel.POLL_SECONDS = before
     return time.monotonic() - begin
 
 
@@ -448,4 +448,4 @@ def forgotten() -> int:
 
 
 def test_forgotten_collectives():
-    assert max(run_ranks(forgotten, 2)) <= shm_channel.FLYING + 100
+    assert max(run_ranks(forgotten, 2)) <= shm_channel.MAX_TRANSFERS + 100

@@ -165,7 +165,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GroupHandle]]:
         return peers
 
     monkeypatch.setattr(transport_groups, "open_group", open_group)
-    monkeypatch.setattr(transport_groups.order, "current", Told)
+    monkeypatch.setattr(transport_groups.turns, "current", Told)
     monkeypatch.setattr(transport_groups, "_peers", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield groups
@@ -177,9 +177,9 @@ HANDLE = GroupHandle((0, 1), None, 0, "nccl")
 
 
 def test_a_group_is_opened_once(opened: list[GroupHandle]) -> None:
-    first = transport_groups._peers_of(MESH, HANDLE, ((0, 1),))
-    assert transport_groups._peers_of(MESH, HANDLE, ((0, 1),)) is first
-    transport_groups._peers_of(MESH, HANDLE, ((1, 0),))  # another order is another group
+    first = transport_groups._open_peers(MESH, HANDLE, ((0, 1),))
+    assert transport_groups._open_peers(MESH, HANDLE, ((0, 1),)) is first
+    transport_groups._open_peers(MESH, HANDLE, ((1, 0),))  # another order is another group
     assert len(opened) == 2
     assert GroupHandle((0, 1), None, 0, "nccl", peers=first).transport == "cuda"
     assert HANDLE.transport == "nccl"
@@ -216,7 +216,7 @@ def test_no_rank_goes_on_when_one_has_no_peers(
     else:
         monkeypatch.setattr(Told, "other", fault)
     with pytest.raises(ShardingError) as caught:
-        transport_groups._peers_of(MESH, HANDLE, ((0, 1),))
+        transport_groups._open_peers(MESH, HANDLE, ((0, 1),))
     assert str(caught.value).splitlines() == [
         "SHARDLIB_OPS asks for all_to_all=cuda, which cannot run here:",
         f"  * {fault}",
@@ -240,14 +240,14 @@ def test_no_rank_goes_on_when_one_has_no_peers(
 )
 def test_when_peers_are_asked_for(setting: str, size: int, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLIB_OPS", setting)
-    assert transport_groups._asks_for_peers(MESH, size) == asks
+    assert transport_groups._needs_peers(MESH, size) == asks
     on_cpus = GpuMesh()
     on_cpus.device = "cpu"
-    assert not transport_groups._asks_for_peers(cast(Mesh, on_cpus), size)
+    assert not transport_groups._needs_peers(cast(Mesh, on_cpus), size)
 
 
 def test_a_plan_is_told_before_the_groups_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     axes = (Axis("x", 2),)
-    assert transport_groups.transport(MESH, axes) == ("cuda", "")
+    assert transport_groups.predict_transport(MESH, axes) == ("cuda", "")
     monkeypatch.setenv("SHARDLIB_OPS", "")
-    assert transport_groups.transport(MESH, axes) == ("nccl", "")
+    assert transport_groups.predict_transport(MESH, axes) == ("nccl", "")

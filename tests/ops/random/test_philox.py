@@ -105,10 +105,10 @@ def test_what_attention_keeps_is_drawn_for_elements_of_the_whole(part):
     key = torch.tensor([11, 12])
     kept = keep_mask(key, 0.3, b, h, s, t, device=CPU)
     assert kept.shape == (b.size, h.size, s.size, t.size)
-    padded = -(-t.of // 4) * 4
+    padded = -(-t.total // 4) * 4
     for at in itertools.product(*map(range, kept.shape)):
         i, j, q, k = (r.first + x for r, x in zip((b, h, s, t), at, strict=True))
-        index = ((i * h.of + j) * s.of + q) * padded + k
+        index = ((i * h.total + j) * s.total + q) * padded + k
         assert kept[at].item() == (bits(11, 12, torch.tensor(index)).item() >= 0.3 * 2**32)
 
 

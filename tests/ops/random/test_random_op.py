@@ -11,6 +11,7 @@ import torch
 
 from shardlib.build.build_recipe import Missing
 from shardlib.core.errors import ShardingError
+from shardlib.ops import native_libs
 from shardlib.ops.random import host as random_host
 from shardlib.ops.random import op as draw
 from shardlib.ops.random.distributions import KINDS
@@ -34,7 +35,7 @@ def reference(kind, dtype, size, first=None, whole=None, seed=5, counter=6):
 
 
 def host(kind, dtype, size, first=None, whole=None, seed=5, counter=6):
-    if isinstance(reason := random_host.library(), Missing):
+    if isinstance(reason := native_libs.host(), Missing):
         pytest.skip(f"the host library: {reason}")
     first, whole = first or [0] * len(size), whole or size
     return random_host.draw(seed, counter, kind, size, first, whole, dtype=dtype, p=digits(kind, dtype))
@@ -87,16 +88,16 @@ def test_backends_agree_to_the_last_bit(kind, dtype):
 
 def test_extreme_words():
     """Where a uniform number is rounded to 1, and where an angle is a multiple of a quarter turn."""
-    from shardlib.ops.random.distributions import values
+    from shardlib.ops.random.distributions import compute_values
 
     top = 2**32 - 1
     words = torch.tensor(list(itertools.product((0, 1, 2**31 - 1, 2**31, 3 << 30, top), repeat=4)))
     for kind, dtype in itertools.product(("exponential", "normal", "cauchy"), FLOATS):
-        drawn = values(kind, dtype, words, 0)
+        drawn = compute_values(kind, dtype, words, 0)
         assert drawn.isfinite().all()
         assert kind != "exponential" or drawn.min() > 0
-    assert values("uniform", torch.float32, words, 24).max() < 1
-    assert values("uniform", torch.float32, words, 8).max() == 1 - 2**-8
+    assert compute_values("uniform", torch.float32, words, 24).max() < 1
+    assert compute_values("uniform", torch.float32, words, 8).max() == 1 - 2**-8
 
 
 def test_words_are_those_of_philox():
@@ -236,8 +237,8 @@ def test_schema_and_fake():
 
 def test_only_the_first_device_decides_the_key():
     generator = torch.Generator()
-    number = draw.number_of(generator)
-    assert draw.number_of(generator) == number > 0 == draw.number_of(None)
+    number = draw.generator_number(generator)
+    assert draw.generator_number(generator) == number > 0 == draw.generator_number(None)
 
     def key(**how):
         generator.manual_seed(3)

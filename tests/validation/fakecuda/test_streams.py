@@ -35,12 +35,12 @@ def enqueued(order: Sequence[int], *, capturing: bool = False) -> tuple[list[str
     def launch(op: str, out: Tensor, x: Tensor, plan: Any) -> None:
         log.append(torch.cuda.current_stream().name)  # type: ignore[attr-defined]
 
-    follow = Peers._follow
-    peers = cuda_peers.virtual(2, "cpu", launch=launch)
+    follow = Peers._follow_stream
+    peers = cuda_peers.virtual_peers(2, "cpu", launch=launch)
     with (
         mock.patch.object(torch.cuda, "current_stream") as current,
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
-        mock.patch.object(Peers, "_follow", lambda self, _: follow(self, torch.device("cuda", 0))),
+        mock.patch.object(Peers, "_follow_stream", lambda self, _: follow(self, torch.device("cuda", 0))),
     ):
         for i in order:
             current.return_value = streams[i]
@@ -118,8 +118,8 @@ def two_streams() -> Iterator[tuple[Recorded, Recorded, Any]]:
     with (
         mock.patch.object(torch.cuda, "current_stream", side_effect=lambda device=None: current[-1]),
         mock.patch.object(torch.cuda, "stream", on),
-        mock.patch.object(cuda_wire, "_stream", return_value=beside),
-        mock.patch.object(cuda_wire, "settled", lambda xs: [x.as_subclass(OnCuda) for x in xs]),
+        mock.patch.object(cuda_wire, "_message_stream", return_value=beside),
+        mock.patch.object(cuda_wire, "resolve_views", lambda xs: [x.as_subclass(OnCuda) for x in xs]),
     ):
         yield here, beside, group
 
@@ -140,7 +140,7 @@ def test_a_message_runs_beside_what_is_computed(name: str) -> None:
         flying = SENT[name](torch.ones(8), group)
         here.queue.append("between")
         SENT["reduce"](torch.ones(8), group)
-        flying.pieces() if name in ("gather", "exchange") else flying.finish()
+        flying.parts() if name in ("gather", "exchange") else flying.finish()
         assert [stream for _, stream in OnCuda.known] == ["beside", "beside", "here"]
     assert beside.queue == ["wait for here:1", name, "wait for here:2", "reduce"]
     assert here.queue == ["before", "between", "wait for beside:2"]

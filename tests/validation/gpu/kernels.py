@@ -23,7 +23,7 @@ Kernel = Callable[..., None]
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where kernels run. `kernel(card, direction)` is attention's, as torch ops have it; `launch`, a collective's."""
+    """Where kernels run: `get_kernel(card, direction)` is an attention kernel as a torch op, `launch` runs a collective's."""
 
     device: str
     kernel: Callable[[str, str], Kernel]
@@ -35,11 +35,12 @@ class Kernels:
         """A group of virtual ranks; a rehearsal's is small."""
         if self.rehearsal and tuning is None:
             tuning = Tuning(ctas=2, threads=32, packet_bytes=256, window=4096, chunk=256)
-        return cuda_peers.virtual(ranks, self.device, tuning, seconds=seconds, launch=self.launch, **more)
+        return cuda_peers.virtual_peers(ranks, self.device, tuning, seconds=seconds, launch=self.launch, **more)
 
     def install(self, *, poison: bool = False) -> None:
         """Have the attention backend call these kernels; with `poison`, on outputs that are NaN everywhere."""
-        attention_cuda.kernel = (lambda card, way: _poisoned(self.kernel(card, way), way)) if poison else self.kernel
+        poisoned = lambda card, way: _poisoned(self.kernel(card, way), way)
+        attention_cuda.get_kernel = poisoned if poison else self.kernel
 
 
 def find(rehearsal: bool = False) -> Kernels | str:
@@ -52,7 +53,7 @@ def find(rehearsal: bool = False) -> Kernels | str:
     if isinstance(library, Missing):
         return str(library)
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    return Kernels("cuda", attention_cuda.kernel, cuda_peers.launch, ("sm_90a", "sm_80") if hopper else ("sm_80",))
+    return Kernels("cuda", attention_cuda.get_kernel, cuda_peers.launch, ("sm_90a", "sm_80") if hopper else ("sm_80",))
 
 
 def _poisoned(kernel: Kernel, direction: str) -> Kernel:

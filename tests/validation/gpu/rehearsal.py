@@ -33,7 +33,7 @@ def kernel(card: str, direction: str) -> Callable[..., None]:
     def backward(grad_o: Tensor, grad_lse: Tensor | None, q: Tensor, *rest: Any) -> None:
         k, v, o, lse, dq, dk, dv, dbias, repeatable, *variant = rest
         args = AttentionBackwardArgs(attention_args(q, k, v, o, lse, **_how(variant)), repeatable=int(repeatable))
-        delta = attention_math.delta_of(grad_o, grad_lse, o, torch.float32).contiguous()
+        delta = attention_math.compute_delta(grad_o, grad_lse, o, torch.float32).contiguous()
         for name, x in {"grad_o": grad_o, "dq": dq, "dk": dk, "dv": dv}.items():
             setattr(args, name, pointer(x))
             setattr(args, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))

@@ -51,7 +51,7 @@ def test_it_says_what_runs(own_kernels: None) -> None:
 
 def test_what_runs_unasked_has_been_measured() -> None:
     q = torch.zeros(1, 2, 16, 64, device=DEVICE, dtype=torch.bfloat16)
-    slower = tuning.slower(torch.cuda.get_device_name(), 64, general=False, grouped=False)
+    slower = tuning.find_speed_fault(torch.cuda.get_device_name(), 64, general=False, grouped=False)
     assert choose(q, q, Variant()).backend == ("torch" if slower else "cuda")
 
 

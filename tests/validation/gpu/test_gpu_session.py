@@ -72,7 +72,7 @@ def test_every_figure_has_a_part_and_every_part_its_figures() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 @pytest.mark.parametrize("name", [part.name for part in PARTS if part.name not in ("gpu tests", "cpu tests", "waits")])
 def test_a_part_rehearsed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cuda, "kernel", attention_cuda.kernel)  # restored behind the part
+    monkeypatch.setattr(attention_cuda, "get_kernel", attention_cuda.get_kernel)  # restored behind the part
     _rehearsed(name, tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_a_wrong_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
         return wrong
 
-    monkeypatch.setattr(attention_cuda, "kernel", attention_cuda.kernel)
+    monkeypatch.setattr(attention_cuda, "get_kernel", attention_cuda.get_kernel)
     real = find(rehearsal=True)
     assert not isinstance(real, str)
     monkeypatch.setattr(check_attention, "find", lambda _: replace(real, kernel=sloppy))
@@ -133,7 +133,7 @@ def test_an_error_is_measured_against_what_is_allowed(error: float, ok: bool, mo
 
 @pytest.mark.parametrize(("direction", "outputs"), [("forward", {3, 4}), ("backward", {7, 8, 9})])
 def test_outputs_are_poisoned(direction: str, outputs: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cuda, "kernel", attention_cuda.kernel)
+    monkeypatch.setattr(attention_cuda, "get_kernel", attention_cuda.get_kernel)
     seen: set[int] = set()
 
     def look(*tensors: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ def test_outputs_are_poisoned(direction: str, outputs: set[int], monkeypatch: py
     kernels = find(rehearsal=True)
     assert not isinstance(kernels, str)
     replace(kernels, kernel=lambda card, direction: look).install(poison=True)
-    attention_cuda.kernel("sm_80", direction)(*(torch.zeros(2) for _ in range(10)))
+    attention_cuda.get_kernel("sm_80", direction)(*(torch.zeros(2) for _ in range(10)))
     assert seen == outputs
 
 

@@ -23,7 +23,7 @@ from shardlib.core.aten.op_names import FILLED, PAD, SLICE, VIEW
 from shardlib.core.aten.op_traits import has_trait, returns_list
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import TorchDispatchMode, pytree, schema_of, without_modes
-from shardlib.primitives.body import Body, entered
+from shardlib.primitives.body import Body, enter_body
 from shardlib.primitives.form_dims import Piece
 from shardlib.sharding.mesh.axis import Axis, Coords, group_size
 
@@ -102,7 +102,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = pytree.tree_unflatten(given, tree)
         ways = {f: self.local.ways(f) for f in self.local.factors}
         like = self.new(Local.dense((), torch.int64))
-        with entered(Body(None, tuple(ways), like, form=self, dims=ways)), self:
+        with enter_body(Body(None, tuple(ways), like, form=self, dims=ways)), self:
             try:
                 found = function(*args, **kwargs)
             except ShardingError:

@@ -137,7 +137,7 @@ def _give_up(
     return choice, levels
 
 
-def _take_back(
+def _reclaim_channels(
     candidates: Candidates, choice: Choice, levels: Levels, gains: Mapping[Var, float], but: Collection[Var] = ()
 ) -> Choice:
     """Keep the values that the estimated levels leave room for, those first that save most seconds."""
@@ -187,7 +187,7 @@ def _others(candidates: Candidates, choice: Choice, ahead: str, ways: Collection
     given_up = [o for o in candidates.ways if choice.way(o) != KEPT]
     saved = {o: seconds(choice) - seconds(choice.put([o], KEPT)) for o in given_up}
     gains = dict(sorted(saved.items(), key=lambda item: -item[1]))
-    others = [_take_back(candidates, choice, levels, gains)]
+    others = [_reclaim_channels(candidates, choice, levels, gains)]
     for values, way in _promising(candidates, choice, ways, gains, levels):
         changed = [o for o in values if choice.way(o) != way]
         if KEPT not in (way, *map(choice.way, changed)):
@@ -196,7 +196,7 @@ def _others(candidates: Candidates, choice: Choice, ahead: str, ways: Collection
         after = _changed(levels, changed, choice, way)
         other, after = _give_up(candidates, choice.put(changed, way), after, ways, but)
         if after.peak <= candidates.budget:
-            others += [_take_back(candidates, other, after, gains, changed), other]
+            others += [_reclaim_channels(candidates, other, after, gains, changed), other]
     return sorted(dict.fromkeys(others), key=lambda other: (seconds(other), *other.nbytes))
 
 

@@ -22,7 +22,7 @@ from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import OpFactor, Propagation
 from shardlib.compiler.propagate.solver.alike import look, place_members
 from shardlib.compiler.propagate.solver.edges import Kind, Record, Records
-from shardlib.ops.backend_choice import wanted
+from shardlib.ops.backend_choice import requested_backend
 from shardlib.rules.rule import Rule
 from shardlib.sharding.mesh.axis import Axis, group_size
 from shardlib.sharding.mesh.mesh import Mesh
@@ -252,7 +252,7 @@ class Problem:
 
     def _requested_slots(self, kind: Kind, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
         """The slots that `SHARDLIB_OPS=sequence=...` leaves; all of them where it leaves none, or too few heads."""
-        unit, how = self.members[kind][0], wanted("sequence")
+        unit, how = self.members[kind][0], requested_backend("sequence")
         if how is None or not unit.alone:
             return wanting
         around = [i for i in wanting if i in unit.rounds]

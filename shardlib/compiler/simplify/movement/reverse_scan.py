@@ -7,10 +7,10 @@ import torch
 from torch import fx
 
 from shardlib.core.aten.schemas import get_argument
-from shardlib.ops.reverse_scan import BEHIND
+from shardlib.ops.reverse_scan import REVERSE_SCANS
 
 aten = torch.ops.aten
-_TURNED = BEHIND | {behind: forward for forward, behind in BEHIND.items()}
+_TURNED = REVERSE_SCANS | {behind: forward for forward, behind in REVERSE_SCANS.items()}
 
 
 def scan_from_behind(gm: fx.GraphModule) -> None:

@@ -20,7 +20,7 @@ from shardlib.compiler.program.check_order import check
 from shardlib.compiler.program.steps import Free, Program, Start, Var, makes
 from shardlib.compiler.program.text import parse, show
 from shardlib.compiler.simulate.timeline import HOST
-from shardlib.ops.offload import TIER
+from shardlib.ops.offload import HOST_MEMORY
 from shardlib.sharding.mesh.machine import Device, Link, Machine
 from tests.compiler.passes.comm.test_schedule import WIDTH, Model, step
 from tests.helpers.ranks import run_ranks
@@ -95,26 +95,26 @@ def test_values_and_counts_are_as_planned() -> None:
     how = sl.Schedule(offload="saved")
     sent = sum(c.source.nbytes for c in planned(how).copied if c.kind == "to_host")
     before = plain()
-    start = TIER.sent, TIER.fetched, TIER.held
-    TIER.peak = TIER.held
+    start = HOST_MEMORY.sent, HOST_MEMORY.fetched, HOST_MEMORY.held
+    HOST_MEMORY.peak = HOST_MEMORY.held
     after = trained(how)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    moved = TIER.sent - start[0], TIER.fetched - start[1]
+    moved = HOST_MEMORY.sent - start[0], HOST_MEMORY.fetched - start[1]
     assert moved == (2 * DEVICES * sent,) * 2, "two steps, on all devices"
-    assert TIER.held == start[2], "nothing stays there"
-    assert TIER.peak - start[2] == DEVICES * sent
+    assert HOST_MEMORY.held == start[2], "nothing stays there"
+    assert HOST_MEMORY.peak - start[2] == DEVICES * sent
 
 
 def _counted() -> tuple[int, int, int, bool]:
     before = trained(None)
-    start = TIER.sent, TIER.fetched
+    start = HOST_MEMORY.sent, HOST_MEMORY.fetched
     after = trained(sl.Schedule(offload="saved"))
     same = all(torch.equal(a, b) for a, b in zip(before[:2], after[:2], strict=True))
-    sent, fetched = TIER.sent - start[0], TIER.fetched - start[1]
+    sent, fetched = HOST_MEMORY.sent - start[0], HOST_MEMORY.fetched - start[1]
     under = trained(None, 280_000)  # three quarters of what it needs
     same = same and all(torch.equal(a, b) for a, b in zip(before[:2], under, strict=False))
-    assert TIER.sent > start[0] + sent
-    return sent, fetched, TIER.held, same
+    assert HOST_MEMORY.sent > start[0] + sent
+    return sent, fetched, HOST_MEMORY.held, same
 
 
 @pytest.mark.long
@@ -130,7 +130,7 @@ def test_a_budget_moves_what_is_copied_faster_than_it_is_made_again() -> None:
         train, given = built(None, mesh)
         most = train.plan(*given).peak_memory
         train, given = built(None, mesh, budget := int(0.8 * most))
-        plan, start = train.plan(*given), TIER.sent
+        plan, start = train.plan(*given), HOST_MEMORY.sent
         losses = [train(*given).full_tensor() for _ in range(2)]
     told, copied = plan.compiled.recomputed, plan.compiled.program.copied
     assert 0 < told.moved == len(copied) // 2
@@ -138,7 +138,7 @@ def test_a_budget_moves_what_is_copied_faster_than_it_is_made_again() -> None:
     assert f"memory={budget:,} B" in plan.summary()
     assert f"{told.moved} values wait in the host's memory" in plan.summary()
     assert all(torch.equal(a, b) for a, b in zip(plain(), [*losses, *given[0].parameters()], strict=True))
-    assert TIER.sent - start == 2 * DEVICES * sum(c.source.nbytes for c in copied if c.kind == "to_host")
+    assert HOST_MEMORY.sent - start == 2 * DEVICES * sum(c.source.nbytes for c in copied if c.kind == "to_host")
 
 
 @pytest.mark.long
@@ -325,18 +325,18 @@ def test_a_backward_pass_outside(way: str) -> None:
     for _ in range(2):
         want.backward(retain_graph=True)
     with sl.Mesh(data=DEVICES):
-        held = TIER.held
+        held = HOST_MEMORY.held
         loss, _ = outside(OUTSIDE[way], model, x)
-        moved = TIER.held - held
+        moved = HOST_MEMORY.held - held
         assert moved > 0
         for _ in range(2):  # what was saved is there as long as the graph
             loss.backward(retain_graph=True)
-        assert TIER.held - held == moved
+        assert HOST_MEMORY.held - held == moved
     torch.testing.assert_close(loss.full_tensor(), want)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
     del loss
-    assert TIER.held == held
+    assert HOST_MEMORY.held == held
 
 
 def test_figures_of_a_backward_pass_outside() -> None:

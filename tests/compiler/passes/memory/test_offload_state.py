@@ -18,7 +18,7 @@ from shardlib.compiler.program.check_order import check, faults
 from shardlib.compiler.program.steps import Program, Start, Var, makes
 from shardlib.compiler.program.text import parse, show
 from shardlib.compiler.simulate.timeline import HOST
-from shardlib.ops.offload import TIER
+from shardlib.ops.offload import HOST_MEMORY
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.host_offload import OFFLOADED
 from tests.helpers.ranks import run_ranks
@@ -160,15 +160,15 @@ def copied(plan: sl.Plan, kind: str) -> int:
 
 
 def test_copies_are_as_planned() -> None:
-    before = TIER.held
+    before = HOST_MEMORY.held
     model, optimizer, train, mesh = trained({"data": 4}, BOTH)
     state = [*model.parameters(), *moments(optimizer)]
-    assert TIER.held - before == held(state) == sum(x.nbytes for x in state)
+    assert HOST_MEMORY.held - before == held(state) == sum(x.nbytes for x in state)
     with mesh:
         plan = train.plan(model, optimizer, ids())
-        start = TIER.sent, TIER.fetched
+        start = HOST_MEMORY.sent, HOST_MEMORY.fetched
         train(model, optimizer, ids())
-    moved = TIER.sent - start[0], TIER.fetched - start[1]
+    moved = HOST_MEMORY.sent - start[0], HOST_MEMORY.fetched - start[1]
     assert moved == (4 * copied(plan, "to_host"), 4 * copied(plan, "to_device"))
     assert copied(plan, "to_host") == sum(x.nbytes for x in state) // 4, "what is new, once"
     assert plan.host_memory >= held(state) // 4
@@ -183,10 +183,10 @@ def test_the_first_call_has_them_there_as_well() -> None:
     with sl.Mesh(data=4):
         sl.parallelize(model, strategy="fsdp")
         optimizer, train = OPTIMIZERS["adamw"](model.parameters()), sl.jit(step, schedule=MOMENTS)
-        plan, start = train.plan(model, optimizer, ids()), TIER.fetched
+        plan, start = train.plan(model, optimizer, ids()), HOST_MEMORY.fetched
         assert not optimizer.state
         train(model, optimizer, ids())
-    assert TIER.fetched - start == 4 * copied(plan, "to_device")
+    assert HOST_MEMORY.fetched - start == 4 * copied(plan, "to_device")
 
 
 def _rewritten(model: Any, optimizer: Any) -> None:
@@ -460,9 +460,9 @@ def test_what_is_put_in_place_of_state_lives_there_as_well() -> None:
 def test_an_alias_of_what_is_away_is_away() -> None:
     want, (model, *_, mesh) = trained({}, None)[0].table.weight, trained({"data": 2}, BOTH)
     with mesh, torch.no_grad():
-        p, start = model.table.weight, TIER.fetched
+        p, start = model.table.weight, HOST_MEMORY.fetched
         alias, other = p.detach(), p.data
-        assert TIER.fetched == start
+        assert HOST_MEMORY.fetched == start
         assert all(OFFLOADED in x.__dict__ for x in (p, alias, other))
         alias.mul_(2)
         for x in (p, alias, other):
@@ -475,10 +475,10 @@ def test_checkpoints_are_written_from_there(tmp_path: Any, background: bool) -> 
     model, optimizer, train, mesh = trained({"data": 4}, BOTH)
     with mesh:
         train(model, optimizer, ids())
-        start, checkpoints = TIER.fetched, sl.Checkpoints(tmp_path)
+        start, checkpoints = HOST_MEMORY.fetched, sl.Checkpoints(tmp_path)
         checkpoints.save(1, {"model": model, "opt": optimizer}, background=background)
         checkpoints.wait()
-        assert TIER.fetched == start
+        assert HOST_MEMORY.fetched == start
         assert all(OFFLOADED in x.__dict__ for x in (*model.parameters(), *moments(optimizer)))
         train(model, optimizer, ids())
         checkpoints.load({"model": model, "opt": optimizer})

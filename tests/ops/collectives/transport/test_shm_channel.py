@@ -25,10 +25,10 @@ from shardlib.ops.collectives import all_gather, all_reduce
 from shardlib.ops.collectives.transport import groups as transport_groups
 from shardlib.ops.collectives.transport import result_buffers, shm_channel, shm_segment
 from shardlib.ops.collectives.transport.groups import GroupHandle, group_for
-from shardlib.ops.collectives.transport.shm_channel import FLYING
+from shardlib.ops.collectives.transport.shm_channel import MAX_TRANSFERS
 from shardlib.ops.collectives.transport.shm_segment import Address, Segment, SegmentError
-from shardlib.ops.collectives.transport.shm_streams import Like, dense
-from shardlib.ops.collectives.transport.shm_world import check_same
+from shardlib.ops.collectives.transport.shm_streams import TensorMeta, dense_meta
+from shardlib.ops.collectives.transport.shm_world import check_same_settings
 from shardlib.sharding.mesh.mesh import Mesh
 from tests.helpers.ranks import Pool, RankError, only
 
@@ -219,16 +219,16 @@ def test_ranks_that_do_not_come_to_make_groups_are_named():
 
 
 def test_the_same_settings_pass():
-    check_same({0: "torch", 1: "torch"})
+    check_same_settings({0: "torch", 1: "torch"})
 
 
 def told() -> list[tuple[str, str]]:
     """What a plan is told of a group: before the ranks have made groups, and when they have."""
     mesh = Mesh(a=1, b=2)
     one, both = (mesh.axis("a"),), (mesh.axis("b"),)
-    before = [transport_groups.transport(mesh, axes) for axes in (one, both)]
+    before = [transport_groups.predict_transport(mesh, axes) for axes in (one, both)]
     group_for(mesh, both)
-    return [*before, transport_groups.transport(mesh, both)]
+    return [*before, transport_groups.predict_transport(mesh, both)]
 
 
 @pytest.mark.ranks
@@ -448,16 +448,16 @@ def shared_results() -> list[Any]:
     part = first[count - 1 : count + 1]
     dist.barrier()
     del first, second
-    for i in range(40 + 3 * FLYING):  # all but the last are results that nobody waits for
+    for i in range(40 + 3 * MAX_TRANSFERS):  # all but the last are results that nobody waits for
         handle = start()
-        if i >= 3 * FLYING:
+        if i >= 3 * MAX_TRANSFERS:
             handle.finish()
     dist.barrier()
     del handle
     blocks = mappings("memfd:shardlib-block")
     assert group.shm is not None
     group.shm.session.close()
-    return [apart, part.tolist(), blocks[0] <= FLYING + 128, mappings("memfd:shardlib-block")]
+    return [apart, part.tolist(), blocks[0] <= MAX_TRANSFERS + 128, mappings("memfd:shardlib-block")]
 
 
 @pytest.mark.ranks
@@ -495,7 +495,7 @@ def no_room() -> tuple[list[str], list[float], list[float], int]:
             texts.append(str(refused.value))
         dist.barrier()  # both have left the block
     after = gathered(group)
-    time.sleep(3 * shm_channel.LOOK_SECONDS * (rank == 0))  # the other one looks whether its peers gave up
+    time.sleep(3 * shm_channel.POLL_SECONDS * (rank == 0))  # the other one looks whether its peers gave up
     assert gathered(group) == after
     again = start(count).finish()  # in the block that rank 0 made for the first one
     files = [path for path in Path("/proc/self/fd").iterdir() if "memfd:shardlib-block" in os.path.realpath(path)]
@@ -586,20 +586,20 @@ def test_who_sends_nothing_to_a_shared_result_is_asked_too():
 
 
 def test_memory_of_results_is_used_again_when_nobody_has_them():
-    shape = (result_buffers.LARGE // 4 + 13,)
-    first = result_buffers.result(shape, torch.float32)
+    shape = (result_buffers.MIN_BYTES // 4 + 13,)
+    first = result_buffers.allocate(shape, torch.float32)
     at, part = first.data_ptr(), first[5:]
     del first
-    second = result_buffers.result(shape, torch.float32)
+    second = result_buffers.allocate(shape, torch.float32)
     assert second.data_ptr() != at  # `part` still shows it
     del part
-    assert result_buffers.result(shape, torch.float32).data_ptr() == at
+    assert result_buffers.allocate(shape, torch.float32).data_ptr() == at
     second.fill_(1)
 
 
 def test_kept_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(result_buffers, "KEPT", 3 << 20)
-    held = [result_buffers.result((1 << 20,), torch.uint8) for _ in range(8)]
+    monkeypatch.setattr(result_buffers, "MAX_KEPT_BYTES", 3 << 20)
+    held = [result_buffers.allocate((1 << 20,), torch.uint8) for _ in range(8)]
     del held
     assert sum(map(len, result_buffers._free.values())) <= 3 << 20
 
@@ -621,9 +621,9 @@ def test_kept_memory_is_bounded(monkeypatch):
     ],
 )
 def test_rows_of_memory(x, run, dims):
-    assert Like.of(x).rows() == (run, dims)
+    assert TensorMeta.from_tensor(x).rows() == (run, dims)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3), (2, 3, 4)])
 def test_dense_strides(shape):
-    assert dense(shape).stride == torch.empty(shape).stride()
+    assert dense_meta(shape).stride == torch.empty(shape).stride()

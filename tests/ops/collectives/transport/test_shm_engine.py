@@ -25,9 +25,9 @@ from shardlib.ops import native_libs
 from shardlib.ops.collectives import all_gather
 from shardlib.ops.collectives.transport import shm_channel, shm_world
 from shardlib.ops.collectives.transport.groups import group_for
-from shardlib.ops.collectives.transport.shm_engine import Engine, declare
+from shardlib.ops.collectives.transport.shm_engine import Engine, declare_functions
 from shardlib.ops.collectives.transport.shm_segment import PAGE, Segment
-from shardlib.ops.collectives.transport.shm_streams import COPY, Block, Like, Message
+from shardlib.ops.collectives.transport.shm_streams import COPY, Block, Message, TensorMeta
 from shardlib.sharding.mesh.mesh import Mesh
 from tests.helpers.ranks import Pool, only
 
@@ -46,11 +46,11 @@ class Member:
         """Begin an all_gather; the ticket."""
         rank = self.engine.rank
         x, out = torch.full((nbytes,), rank, dtype=torch.uint8), torch.zeros(2, nbytes, dtype=torch.uint8)
-        message, like = Message(2, rank, COPY), Like.of(x)
+        message, like = Message(2, rank, COPY), TensorMeta.from_tensor(x)
         message.send(message.stream([Block(0, like)]))
         for i in range(2):
             message.receive(message.stream([Block(1 + i, like)]))
-        words = message.words(2 * nbytes)
+        words = message.encode(2 * nbytes)
         assert words is not None
         recipe = self.library.shm_recipe(words.buffer_info()[0], 0)
         tensors: list[Tensor] = [x, out[0], out[1]]
@@ -97,7 +97,7 @@ def pair() -> Iterator[tuple[Member, Member]]:
     library = native_libs.host()
     if isinstance(library, Missing):
         pytest.skip(str(library))
-    declare(library)
+    declare_functions(library)
     size = PAGE + library.shm_start() + 4096
     own = [Segment.make(size) for _ in range(2)]
     both = [{0: own[0], 1: Segment.open(own[1].address)}, {0: Segment.open(own[0].address), 1: own[1]}]
@@ -182,7 +182,7 @@ def gathered(group: Any, value: float) -> list[float]:
 
 def close_under_a_waiter() -> list[Any]:
     """The error of a thread that waits while its session is closed, and whether the engine is freed afterwards."""
-    shm_channel.LOOK_SECONDS = 60.0
+    shm_channel.POLL_SECONDS = 60.0
     group = group_of()
     session, errors = group.shm.session, list[str]()
     assert gathered(group, 1.0) == [1.0, 1.0]
@@ -282,5 +282,5 @@ def test_a_group_without_a_channel_says_so_and_channels_are_used_again() -> None
 def test_the_limit_is_the_librarys() -> None:
     library = native_libs.host()
     if not isinstance(library, Missing):
-        declare(library)
+        declare_functions(library)
         assert library.shm_channels() == shm_world.CHANNELS
