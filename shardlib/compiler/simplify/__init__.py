@@ -35,6 +35,7 @@ from shardlib.compiler.simplify.movement.fft_dims import dim_by_dim
 from shardlib.compiler.simplify.movement.reverse_scan import scan_from_behind
 from shardlib.compiler.simplify.movement.slice_gradients import join_slices, range_of_one
 from shardlib.compiler.simplify.movement.splice import join_moves
+from shardlib.compiler.simplify.movement.strided_gradients import differentiate_views
 from shardlib.compiler.simplify.row_sums import know_sums_of_scores
 from shardlib.compiler.simplify.value_ranges import know_counts
 from shardlib.core.aten.schemas import written_arguments
@@ -52,6 +53,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     merge_repeated,  # before reshapes are composed: it tells which copies are shared
     drop_dead,
     no_vectors,
+    differentiate_views,
     even_bags,
     look_up_aligned,
     dim_by_dim,

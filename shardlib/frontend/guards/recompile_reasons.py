@@ -58,14 +58,18 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """Describes one call to a reader: `held` are the values that it reached, by name, and `inputs` the names of the
-    numbers whose values its trace did not read."""
+    """Describes one call to a reader.
+
+    `held` are the values that it reached, by name, `left` these values after its trace, and `inputs` the names of the
+    numbers whose values its trace did not read.
+    """
 
     mesh: Any
     ambient: tuple[Any, ...]
     tree: Any
     leaves: Mapping[str, str]
     held: Holdings
+    left: Holdings
     roots: Sequence[str]
     facts: tuple[Any, ...]
     inputs: Collection[tuple[Any, ...]]
@@ -77,6 +81,7 @@ def seen(
     key: Any,
     looked: Collection[int],
     before: Snapshot,
+    after: Snapshot,
 ) -> Seen:
     """Describes a call; numbers count where the function looked at them."""
     mesh, modes, facts = key
@@ -90,8 +95,8 @@ def seen(
     inputs = {
         settled(at, roots, before.places) for i, (_, at) in enumerate(before.numbers.values(), first) if i not in looked
     }
-    held = Holdings(before.described, roots, before.places)
-    return Seen(mesh, modes, call.tree, words, held, roots, facts, inputs)
+    held, left = (Holdings(x.described, roots, x.places) for x in (before, after))
+    return Seen(mesh, modes, call.tree, words, held, left, roots, facts, inputs)
 
 
 def difference(old: Seen, new: Seen) -> dict[str, Change]:
@@ -144,7 +149,7 @@ def _structure(old: Sequence[str], new: Sequence[str]) -> str:
 
 def _holdings(old: Seen, new: Seen) -> Iterator[tuple[str, Change]]:
     """Yields the changes in variables and objects; not those inside an object that was replaced, is new or gone."""
-    was_there, is_there = old.held.by_name, new.held.by_name
+    was_there, is_there = old.left.by_name, new.held.by_name
     whole = {at for at in {**is_there, **was_there} if at and bool(was_there.get(at)) != bool(is_there.get(at))}
     for at in dict.fromkeys((*is_there, *was_there)):
         a, b = list(was_there.get(at, ())), list(is_there.get(at, ()))

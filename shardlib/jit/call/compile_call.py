@@ -157,13 +157,15 @@ class Invocation:
                     rule="a jitted function finds the same tensors in the same order before and after a trace",
                     remedy="hold them in a list, and change its items; or pass them as arguments",
                 )
-        return self._keep(watch, plan, modes, bool(late))
+        return self._keep(watch, plan, after, modes, bool(late))
 
-    def _keep(self, watch: MutationTracker, plan: Plan, modes: Any, is_late: bool) -> tuple[Plan, list[Any]]:
+    def _keep(
+        self, watch: MutationTracker, plan: Plan, after: Snapshot, modes: Any, is_late: bool
+    ) -> tuple[Plan, list[Any]]:
         """Keeps a plan for calls with this key, and notes why the function was compiled again."""
         programs, served = self.programs, plan.compiled.traced.served
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
-        now = seen(self.function.fn, call, self.key, served.asked, watch.before)
+        now = seen(self.function.fn, call, self.key, served.asked, watch.before, after)
         if programs.last is not None:
             self._note(difference(programs.last, now))
         programs.last = now

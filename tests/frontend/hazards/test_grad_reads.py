@@ -190,10 +190,11 @@ def test_a_default_device_looks_at_nothing() -> None:
 def test_a_mode_that_looks_is_seen() -> None:
     class Looks(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func == torch.Tensor.grad.__get__ and args[0].grad is not None)
+            if func == torch.Tensor.grad.__get__:
+                seen[0] = args[0].grad is not None
             return func(*args, **(kwargs or {}))
 
-    seen: list[bool] = []
+    seen = [False]
     jitted = sl.jit(drops, in_specs=(None, None, "b@data _"))
     with sl.Mesh(data=2), Looks():
         run(jitted, stale=False)

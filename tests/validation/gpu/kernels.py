@@ -23,7 +23,7 @@ Kernel = Callable[..., None]
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where kernels run: `get_kernel(card, direction)` is an attention kernel as a torch op, `launch` runs a collective's."""
+    """Where kernels run: `get_kernel(card, direction)` is attention as a torch op, `launch` runs a collective's."""
 
     device: str
     kernel: Callable[[str, str], Kernel]

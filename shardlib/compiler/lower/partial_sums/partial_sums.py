@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero, viewed
 from shardlib.compiler.lower.partial_sums.partial_sum_fanout import Branching, fitting, share
@@ -46,6 +46,8 @@ class PartialSums:
             branches = self.branching.passed.get(op) == linear
             if several and not branches:
                 continue
+            self._scatter_alike([op.operands[i] for i in sorted(linear)])
+            forms = [values.owing(op.operands[i]) for i in sorted(linear)]
             if len({form[1] for form in forms if form}) > 1:
                 continue
             cuts = {i: form[0] for i, form in zip(sorted(linear), forms, strict=True) if form}
@@ -73,6 +75,21 @@ class PartialSums:
         """How many readers need a value's sum: where devices have rows of own groups, who reads these does not."""
         own = self.values.own.forms[value] or self.values.own.forms[viewed(value)]
         return self.readers[value] - (self.rows[value] if own else 0)
+
+    def _scatter_alike(self, operands: Sequence[Value]) -> None:
+        """Scatters partial sums over the axes over which another operand's sum was scattered already.
+
+        Accumulated gradients need this: the addend of a later microbatch joins a sum that is scattered.
+        """
+        values = self.values
+        forms = [(x, form) for x in operands if (form := values.owing(x)) is not None]
+        first, (cut, owed) = min(forms, key=lambda known: len(known[1][1].axes))
+        for x, (mine, all_owed) in forms:
+            added = [b[len(a) :] for a, b in zip(mine, cut, strict=False) if b[: len(a)] == a]
+            left = {*all_owed.axes} - {axis for axes in added for axis in axes}
+            is_same_shape = values.propagation.value[x] == values.propagation.value[first] and len(added) == len(cut)
+            if is_same_shape and all_owed != owed and (left, all_owed.kind) == ({*owed.axes}, owed.kind):
+                values.scatter(x, cut)
 
     def _saved(self, op: Op, linear: frozenset[int], assignment: Assignment, owed: Owed) -> float | None:
         """Seconds saved if a sum passes; None if it may not: that takes no growth, no other kind of reduction on

@@ -82,6 +82,8 @@ ROWS = [
     _row("gradient of a shift by a pad", sl.grad(lambda x: (_shift(x) * x).sum()), 2 * ROW, 2),
     _row("windows of four rows", _windows, 3 * ROW),
     _row("blocks of memory that overlap", _blocks, 0, 0, shape=(16, N, D)),
+    _row("gradient of blocks of memory that overlap", sl.grad(lambda x: (_blocks(x) ** 2).sum()), 0, 0,
+         shape=(16, N, D)),
     _row("every second row", lambda x: x[::2], 0, 0),
     _row("flip", lambda x: x.flip(0), N * ROW / 8),
     _row("halves changed, one with another sign", _rotated, N * ROW / 8),
