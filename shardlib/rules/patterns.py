@@ -112,7 +112,10 @@ def _apply(options: _Options, call: Call) -> Rule:
     loose = [
         f for f in notes.local_factors if options.loose or (stencil and f not in {*stencil.reach, *stencil.sources})
     ]
-    flops = 2 * points if _contracts(inputs, notes.reduce) else largest_numel(call)
+    if options.flops:
+        flops = options.flops(call, points)
+    else:  # only here are the results' shapes needed, which cost an eager call a run on meta tensors
+        flops = 2 * points if _contracts(inputs, notes.reduce) else largest_numel(call)
     return space.rule(
         inputs,
         outputs,
@@ -128,7 +131,7 @@ def _apply(options: _Options, call: Call) -> Rule:
         ring=notes.ties["round"],
         lends=notes.ties["lend"],
         gathers=notes.gathers,
-        flops=options.flops(call, points) if options.flops else flops,
+        flops=flops,
         **options.fields,
     )
 

@@ -12,16 +12,15 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.layer_folding.periodic_runs import MIN_REPEATS, Run, find_runs
 from shardlib.primitives.random.keys import COUNTER
 from shardlib.sharding.placement import FixedLayout
 
-_LEAST = 6  # fewest repeats in a run
-_PERIODS = 256  # most lengths of a layer that are tried
 _WIDEST = 4  # most repeats of one run that make a layer of another
 
 Item = Op | Value | int  # an op; an input, or a value that an op hands out to layers; or a result by its position
@@ -70,14 +69,6 @@ class Layers:
         return item
 
 
-class _Run(NamedTuple):
-    """A stretch of ops from `start` on: `times` repeats of `period` ops."""
-
-    start: int
-    period: int
-    times: int
-
-
 def find_layers(
     graph: Graph,
     fixed: Mapping[Value, FixedLayout],
@@ -87,7 +78,7 @@ def find_layers(
     """Returns the layers of a graph, equal in their annotations, too; None if nothing is repeated often enough."""
     number: dict[Hashable, int] = {}
     row = np.array([number.setdefault(_op_key(op), len(number)) for op in graph.ops], dtype=np.int64)
-    runs = _runs(row)
+    runs = find_runs(row)
     return _Search(graph, runs, fixed, outputs, doors).layers() if runs else None
 
 
@@ -106,38 +97,13 @@ def _call_key(op: Op) -> Hashable:
     return replace(op.call, args=(*op.call.args[:at], None, *op.call.args[at + 1 :])).key
 
 
-def _runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[_Run]:
-    """Returns disjoint periodic stretches, the longest first."""
-    last: dict[int, int] = {}
-    distances: Counter[int] = Counter()
-    for i, x in enumerate(row.tolist()):
-        if x in last:
-            distances[i - last[x]] += 1
-        last[x] = i
-    candidates: list[_Run] = []
-    for period, _ in distances.most_common(_PERIODS):
-        differs = np.flatnonzero(row[period:] != row[:-period])
-        ends = np.concatenate([[-1], differs, [len(row) - period]])
-        for before, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            if (count := (end - before - 1) // period + 1) >= _LEAST:
-                candidates.append(_Run(before + 1, period, count))
-    taken = np.zeros(len(row), dtype=bool)
-    runs: list[_Run] = []
-    for run in sorted(candidates, key=lambda r: (-r.period * r.times, r.period)):
-        stretch = slice(run.start, run.start + run.period * run.times)
-        if not taken[stretch].any():
-            taken[stretch] = True
-            runs.append(run)
-    return runs
-
-
 class _Search:
     """Finds the layer of every repeat of every run, and the range of layers that read alike."""
 
     def __init__(
         self,
         graph: Graph,
-        runs: Sequence[_Run],
+        runs: Sequence[Run],
         fixed: Mapping[Value, FixedLayout],
         outputs: Mapping[int, FixedLayout],
         doors: Mapping[Op, FixedLayout],
@@ -153,7 +119,7 @@ class _Search:
         self.graph_inputs = {*graph.inputs}
         self.inputs: dict[Value, Place] = {}  # inputs of layers: of the graph, or handed out by ops without a layer
 
-    def _place(self, r: int, run: _Run) -> None:
+    def _place(self, r: int, run: Run) -> None:
         for i in range(run.period * run.times):
             self.at[self.graph.ops[run.start + i]] = r, i % run.period, i // run.period
 
@@ -163,7 +129,7 @@ class _Search:
         self.ways = {r: way for r, way in self.ways.items() if self._ends(r)[0] <= low and high <= self._ends(r)[1]}
         looked_at = (low + (high - low) * n // 4 for n in (2, 1, 3)) if low < high else ()
         alike = (self._alike(low, high, middle) for middle in looked_at)
-        if (ends := next(((a, b) for a, b in alike if b - a >= _LEAST), None)) is None:
+        if (ends := next(((a, b) for a, b in alike if b - a >= MIN_REPEATS), None)) is None:
             return None
         first, last = ends
         places: dict[Item, Place] = {op: self._op(op) for op in self.at if self._is_inside(op)}
@@ -189,7 +155,7 @@ class _Search:
         ranges = [
             (sum(self.runs[r].period for r, (a, b) in ends.items() if a <= low and high <= b), high - low, low)
             for low, high in itertools.pairwise(marks)
-            if high - low >= _LEAST
+            if high - low >= MIN_REPEATS
         ]
         _, count, low = max(ranges, default=(0, 0, 0))
         return low, low + count
@@ -227,7 +193,7 @@ class _Search:
         if times == 1:
             return
         run = self.runs[r]
-        wide = self.runs[r] = _Run(run.start + phase * run.period, run.period * times, (run.times - phase) // times)
+        wide = self.runs[r] = Run(run.start + phase * run.period, run.period * times, (run.times - phase) // times)
         for i in range(run.period * run.times):
             del self.at[self.graph.ops[run.start + i]]
         self._place(r, wide)

@@ -444,7 +444,7 @@ def forgotten() -> int:
         if i % 100 == 99:
             out = all_gather.start(torch.full((1,), float(i)), 0, [1] * group.size, group).finish()
             assert out.tolist() == [float(i)] * group.size
-    return len(group.shm.session.flying)
+    return len(group.shm.session.transfers)
 
 
 def test_forgotten_collectives():

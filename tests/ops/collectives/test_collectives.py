@@ -204,7 +204,7 @@ def test_ppermute_refuses(pairs, fault):
 
 
 def test_all_gather_refuses_other_sizes():
-    with pytest.raises(ValueError, match=r"of sizes \[2, 2\] along dim 0 was given sizes \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"all_gather along dim 0: sizes are \[2, 2\], but the tensors have \[2, 3\]"):
         all_gather.reference(shards_along(0, (2, 3)), 0, [2, 2])
 
 
