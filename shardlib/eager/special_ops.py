@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardlib.compiler.simplify.basic import mask_filled
+from shardlib.compiler.simplify.single_ops import find_fill_mask
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.eager import unsupported
 from shardlib.eager.inplace import apply_view_path, write_out
@@ -106,7 +106,7 @@ def _index_by_mask(op: Any, args: Any, kwargs: Any) -> Any:
         dim += i.dim() if _is_mask(i) else 1
     if rest and rest[0].dim() == 0 and torch.can_cast(rest[0].dtype, x.dtype):
         rest[0] = rest[0].to(x.dtype)  # as torch fills with one value
-    if rest and (at := mask_filled(x, indices, *rest, *kwargs.values())) is not None:
+    if rest and (at := find_fill_mask(x, indices, *rest, *kwargs.values())) is not None:
         wide = indices[at][(..., *[None] * (x.dim() - at - indices[at].dim()))]
         return (aten.masked_fill if op is aten.index_put.default else aten.masked_fill_).Tensor(x, wide, rest[0])
     positions: list[torch.Tensor | None] = []

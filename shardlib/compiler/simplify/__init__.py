@@ -1,8 +1,8 @@
-"""Normalize: remove from a traced graph whatever must not influence a decision, and say the rest in one way.
+"""Normalizes a traced graph: removes what must not influence a decision, and writes equal computations alike.
 
-Every pass is a small function over the graph; `PASSES` lists them in order. What a graph computes stays the same to
-the last bit (Fourier transforms over several dims, and sums of lookups in several tables, may round otherwise), and so
-does which results share memory: a tensor that the function returns is never merged with another one.
+Every pass is a small function over the graph, or a `RewritePass` over local rewrites, which are data. `PASSES` lists
+them in order. Results keep every bit (Fourier transforms over several dims, and sums of lookups in several tables, may
+round otherwise). Results that share memory still do, and no others: a returned tensor is never merged with another.
 """
 
 from __future__ import annotations
@@ -11,73 +11,76 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from shardlib.compiler.simplify.attention.band_masks import know_bands
+from shardlib.compiler.simplify.attention.band_masks import recognize_band_masks
 from shardlib.compiler.simplify.attention.grouped_heads import group_heads
-from shardlib.compiler.simplify.basic import (
-    compose_reshapes,
-    divide_losses_late,
-    drop_dead,
-    drop_identities,
-    fill_by_masks,
-    forget_totals,
-    forget_values,
-    free_draws,
-    leave_out_empty,
-    merge_repeated,
-    no_vectors,
-    one_permute,
-)
-from shardlib.compiler.simplify.drop_likes import free_likes
-from shardlib.compiler.simplify.gather.equal_bags import even_bags
-from shardlib.compiler.simplify.gather.stack_gathers import look_up_at_once
-from shardlib.compiler.simplify.gather.table_gather import look_up_aligned
-from shardlib.compiler.simplify.movement.fft_dims import dim_by_dim
-from shardlib.compiler.simplify.movement.reverse_scan import scan_from_behind
-from shardlib.compiler.simplify.movement.slice_gradients import join_slices, range_of_one
-from shardlib.compiler.simplify.movement.splice import join_moves
+from shardlib.compiler.simplify.drop_likes import drop_likes
+from shardlib.compiler.simplify.emit import drop_shared_values
+from shardlib.compiler.simplify.gather.equal_bags import batch_equal_bags
+from shardlib.compiler.simplify.gather.stack_gathers import batch_stacked_lookups
+from shardlib.compiler.simplify.gather.table_gather import gather_aligned_rows
+from shardlib.compiler.simplify.losses import divide_losses_late, drop_loss_totals
+from shardlib.compiler.simplify.movement.compose_views import compose_permutes, compose_reshapes
+from shardlib.compiler.simplify.movement.fft_dims import split_fft_dims
+from shardlib.compiler.simplify.movement.reverse_scan import reverse_scans
+from shardlib.compiler.simplify.movement.selected_rows import slice_selected_rows
+from shardlib.compiler.simplify.movement.slice_gradients import join_slice_gradients
+from shardlib.compiler.simplify.movement.splice import splice_moves
 from shardlib.compiler.simplify.movement.strided_gradients import differentiate_views
-from shardlib.compiler.simplify.row_sums import know_sums_of_scores
-from shardlib.compiler.simplify.value_ranges import know_counts
+from shardlib.compiler.simplify.redundant_nodes import (
+    drop_dead_nodes,
+    drop_identities,
+    merge_equal_nodes,
+    merge_reductions,
+)
+from shardlib.compiler.simplify.row_sums import attach_row_sums
+from shardlib.compiler.simplify.single_ops import (
+    anchor_draws_at_inputs,
+    drop_empty_operands,
+    fill_by_masks,
+    skip_singular_vectors,
+)
+from shardlib.compiler.simplify.value_ranges import count_loss_targets
 from shardlib.core.aten.schemas import written_arguments
 from shardlib.frontend.traced_graph import Traced
 from shardlib.primitives.out_spec_claims import check_claims
 
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
-    check_claims,  # before anything goes that nobody reads
-    free_draws,
-    know_bands,
+    check_claims,  # before dead nodes go
+    anchor_draws_at_inputs,
+    recognize_band_masks,
     fill_by_masks,
-    leave_out_empty,
+    drop_empty_operands,
     drop_identities,
-    one_permute,
-    merge_repeated,  # before reshapes are composed: it tells which copies are shared
-    drop_dead,
-    no_vectors,
+    compose_permutes,
+    merge_equal_nodes,  # before compose_reshapes, which asks whether copies are shared
+    merge_reductions,
+    drop_dead_nodes,
+    skip_singular_vectors,
     differentiate_views,
-    even_bags,
-    look_up_aligned,
-    dim_by_dim,
+    batch_equal_bags,
+    gather_aligned_rows,
+    split_fft_dims,
     group_heads,
     compose_reshapes,
     divide_losses_late,
-    forget_totals,
-    know_counts,
-    know_sums_of_scores,
-    join_slices,
-    drop_dead,  # before it is asked who reads what is looked up
-    look_up_at_once,
-    drop_dead,
-    scan_from_behind,
-    range_of_one,
-    join_moves,
-    merge_repeated,
-    free_likes,  # when no node goes any more but those that nobody reads
-    drop_dead,
+    drop_loss_totals,
+    count_loss_targets,
+    attach_row_sums,
+    join_slice_gradients,
+    drop_dead_nodes,  # before batch_stacked_lookups, which counts readers
+    batch_stacked_lookups,
+    drop_dead_nodes,
+    reverse_scans,
+    slice_selected_rows,
+    splice_moves,
+    merge_equal_nodes,
+    drop_likes,  # when only dead nodes are left to drop
+    drop_dead_nodes,
 )
 
 
 def normalize(traced: Traced) -> Traced:
-    """Run all passes on the traced graph, in place, and return it.
+    """Runs all passes on the traced graph, in place, and returns it.
 
     Example:
         >>> import torch
@@ -89,22 +92,22 @@ def normalize(traced: Traced) -> Traced:
     """
     for run in PASSES:
         run(traced.graph)
-    forget_values(traced.graph)
+    drop_shared_values(traced.graph)
     verify(traced.graph)
     traced.graph.recompile()
     return traced
 
 
 def verify(gm: fx.GraphModule) -> None:
-    """Check what every stage relies on; an AssertionError here is a bug of the stage before.
+    """Checks what every stage relies on; an AssertionError is a bug of the stage before.
 
     Values are defined before they are used, no op writes to memory, and every node has its value and its line.
     """
-    seen: set[fx.Node] = set()
+    defined: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        late = [n.name for n in node.all_input_nodes if n not in seen]
+        late = [n.name for n in node.all_input_nodes if n not in defined]
         assert not late, f"{node.name} reads {late}, defined later"
-        seen.add(node)
+        defined.add(node)
         assert "line" in node.meta, f"{node.name} has no line"
         if node.op == "output":
             continue

@@ -1,5 +1,4 @@
-"""What is made in the shape, dtype and on the device of another tensor needs none of its values: it is a constant, made
-where it is read, in the size that its reader has of it."""
+"""Rewrites `zeros_like(x)` and the like as constants, which read no values of x and are sharded as readers need."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import torch
 from torch import fx
 
 from shardlib.core.aten.op_traits import has_trait
-from shardlib.core.aten.schemas import get_argument
+from shardlib.core.aten.schemas import get_fill_value
 
 aten = torch.ops.aten
 _ONES = {aten.ones_like.default, aten.new_ones.default}
@@ -17,61 +16,59 @@ _FULL = {aten.new_zeros.default, aten.new_full.default}
 _EMPTY = {aten.empty_like.default, aten.new_empty.default}
 
 
-def free_likes(gm: fx.GraphModule) -> None:
-    """`zeros_like(x)` and the like become `full`, for all who do not return it or say where it lives.
+def drop_likes(gm: fx.GraphModule) -> None:
+    """Replaces `zeros_like(x)` by `full` for all readers but those that place it.
 
-    Where it is returned it lives where x does. Who else reads it is cut as a reader of x would be, if it has the shape
-    of x: `like` of a node says whose. Eager ops are traced on meta tensors, which say no device: theirs stay.
+    A returned constant is placed like x. `like` in the meta of a new node names x: readers are sharded as readers of x
+    would be, if the shape is that of x. Eager ops are traced on meta tensors, which have no device: their calls stay.
     """
     likes = [node for node in gm.graph.nodes if _is_like(node) and node.meta["val"].device.type != "meta"]
-    said = _said(gm, {*likes}) if likes else set()
+    placing = _list_placing_nodes(gm, {*likes}) if likes else set()
     for node in likes:
-        if all(user in said for user in node.users):
+        if all(user in placing for user in node.users):
             continue
         val, source = node.meta["val"], node.args[0]
         with gm.graph.inserting_before(node):
-            make, args = _made(node)
-            made = gm.graph.call_function(make, (list(val.shape), *args), {"dtype": val.dtype, "device": val.device})
-        made.meta.update(node.meta | {"val": val.new_empty(val.shape)})
-        while (
-            has_trait(source.target, "copies")
-            or has_trait(source.target, "is_alias")
-            or has_trait(source.target, "metadata_only")
-        ):
+            target, args = _get_constant_call(node)
+            like = {"dtype": val.dtype, "device": val.device}
+            constant = gm.graph.call_function(target, (list(val.shape), *args), like)
+        constant.meta.update(node.meta | {"val": val.new_empty(val.shape)})
+        while any(has_trait(source.target, trait) for trait in ("copies", "is_alias", "metadata_only")):
             source = source.args[0]
-        made.meta["like"] = source
-        made.meta.pop("gradient of", None)
-        node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in said)
+        constant.meta["like"] = source
+        constant.meta.pop("gradient of", None)
+        node.replace_all_uses_with(constant, delete_user_cb=lambda user: user not in placing)
 
 
 def _is_like(node: fx.Node) -> bool:
-    """Returns whether it takes a dtype and a device, if no shape, of its operand, and reads no tensor for its
-    numbers."""
+    """Returns whether a constant takes its dtype and device, perhaps its shape, from its only operand."""
     if node.target in _ONES or node.target in _EMPTY:
         return True
     fills = has_trait(node.target, "fills") and (has_trait(node.target, "metadata_only") or node.target in _FULL)
     return fills and len(node.all_input_nodes) == 1
 
 
-def _made(node: fx.Node) -> tuple[Any, list[Any]]:
-    """What makes it of a shape, and the arguments behind that."""
+def _get_constant_call(node: fx.Node) -> tuple[Any, list[Any]]:
+    """Returns the op that makes the constant, and its arguments behind the shape."""
     if node.target in _EMPTY:
         return aten.empty.memory_format, []
-    number = 1 if node.target in _ONES else 0 if has_trait(node.target, "zeros") else get_argument(node, "fill_value")
-    return aten.full.default, [number]
+    return aten.full.default, [1 if node.target in _ONES else get_fill_value(node)]
 
 
-def _said(gm: fx.GraphModule, likes: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that say where what they read lives, and what leads to them of nothing but forms of tensors."""
-    constant = {*likes}
+def _list_placing_nodes(gm: fx.GraphModule, likes: set[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes that place their operands, and the constants that only lead to them.
+
+    Constants here are made of `likes` and of numbers alone.
+    """
+    constants = {*likes}
     for node in gm.graph.nodes:
-        if node.op != "placeholder" and constant.issuperset(node.all_input_nodes):
-            constant.add(node)
-    said: set[fx.Node] = set()
+        if node.op != "placeholder" and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+    placing: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        ends = node.op == "output" or any(
+        places = node.op == "output" or any(
             has_trait(node.target, trait) for trait in ("constrains", "enters_body", "leaves_body")
         )
-        if ends or (node in constant and not said.isdisjoint(node.users)):
-            said.add(node)
-    return said
+        if places or (node in constants and not placing.isdisjoint(node.users)):
+            placing.add(node)
+    return placing

@@ -44,7 +44,7 @@ def test_ranges(name: str) -> None:
     make, within = MADE[name]
     x = torch.tensor([3, -8, 0, 5, 1])
     (out,) = next(n for n in trace(make, (x,)).graph.graph.nodes if n.op == "output").args[0]
-    assert Ranges().of(out) == within
+    assert Ranges().find(out) == within
     if within is not None and (made := make(x)).numel():
         assert within.low <= made.min().item() <= made.max().item() <= within.high
 
@@ -59,7 +59,7 @@ def test_long_chains_end() -> None:
         return made
 
     (out,) = next(n for n in trace(doubled, (torch.zeros(1),)).graph.graph.nodes if n.op == "output").args[0]
-    assert Ranges().of(out) == Range(0, 4)
+    assert Ranges().find(out) == Range(0, 4)
 
 
 def _pairs(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Keys that are repeated for heads that share them: attention reads each once, and knows which heads share it.
+"""Removes repeats of keys and values for heads that share them: attention reads each once.
 
-Models repeat them where they give a mask, since torch's fast kernels take no groups of heads with one. The repeated
-are as large as the queries: they would be held for the backward pass, and go round where a sequence is cut. A gradient
-of keys then adds up over its heads where it is made, in the precision of the products, and is rounded once.
+Models repeat them if they pass a mask, since torch's fast kernels take no groups of heads with one. The repeated
+tensors are as large as the queries. The backward pass would hold them, and a sharded sequence would send them. A
+gradient of keys then adds up over its heads in the kernel, in the precision of the products, and is rounded once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardlib.compiler.simplify.basic import call, value_of
+from shardlib.compiler.simplify.emit import Emit, Node, compute_value
+from shardlib.compiler.simplify.rewrite import Call, Rewrite, RewritePass
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.aten.schemas import get_argument, get_arguments
 from shardlib.ops.attention.op import OPS
@@ -21,20 +22,27 @@ aten = torch.ops.aten
 _BACKWARD = OPS[1]
 
 
-def group_heads(gm: fx.GraphModule) -> None:
-    """Attention to keys and values that are repeated alike reads those that are repeated."""
-    for node in gm.graph.nodes:
-        if node.target not in OPS or get_argument(node, "dropout"):  # draws are for neighbors that share keys
-            continue
-        k, v = (_repeated(get_argument(node, name)) for name in ("k", "v"))
-        if k is None or v is None or _shape(k)[1] != _shape(v)[1]:
-            continue
-        sums = _summed(node, _shape(k)[1]) if node.target is _BACKWARD else {}
-        if sums is not None:
-            _read(gm, node, k=k, v=v)
-            for total, grad in sums.items():
-                with gm.graph.inserting_before(total):
-                    total.replace_all_uses_with(call(gm, total, aten.reshape.default, grad, list(_shape(total))))
+def _has_no_dropout(node: Node) -> bool:
+    """Returns whether heads may be regrouped: random numbers differ between heads that share keys and others."""
+    return not get_argument(node, "dropout")
+
+
+def _group_heads(emit: Emit, node: Node) -> Call | None:
+    k, v = (_find_repeated(get_argument(node, name)) for name in ("k", "v"))
+    if k is None or v is None or _shape(k)[1] != _shape(v)[1]:
+        return None
+    is_backward = node.target is _BACKWARD
+    sums = _find_gradient_sums(node, _shape(k)[1]) if is_backward else {}
+    if sums is None:
+        return None
+    operands = {"k": _regroup(emit, k), "v": _regroup(emit, v)}
+    args = tuple((get_arguments(node) | operands).values())
+    val: Any = compute_value(emit.gm, node.target, args, {}) if is_backward else None
+    for user in node.users if is_backward else ():
+        user.meta["val"] = val[user.args[1]]
+    for total, grad in sums.items():
+        total.replace_all_uses_with(Emit(emit.gm, total)(aten.reshape.default, grad, list(_shape(total))))
+    return Call(node.target, args, val=val)
 
 
 def _shape(node: fx.Node) -> torch.Size:
@@ -42,8 +50,11 @@ def _shape(node: fx.Node) -> torch.Size:
     return shape
 
 
-def _repeated(x: Any) -> fx.Node | None:
-    """What `[B, KV * n, T, D]` repeats n times in a row: `[B, KV, T, D]`, or the same with a dim of 1 behind KV."""
+def _find_repeated(x: Any) -> fx.Node | None:
+    """Returns the tensor `[B, KV, T, D]` that `[B, KV * n, T, D]` repeats n times in a row, or None.
+
+    It may have another dim of 1 behind KV.
+    """
     spread = x.args[0] if has_trait(x.target, "keeps_order") else x
     if not isinstance(spread, fx.Node) or spread.target is not aten.expand.default:
         return None
@@ -52,12 +63,15 @@ def _repeated(x: Any) -> fx.Node | None:
     (b, heads, t, d), many, few = _shape(x), list(_shape(spread)), list(_shape(source))
     if spread is x:
         return source if few == [b, 1, t, d] and heads > 1 else None
-    alike = len(many) == 5 and few == [b, many[1], 1, t, d] and many == [b, many[1], heads // many[1], t, d]
-    return source if alike and many[2] > 1 else None
+    repeats = len(many) == 5 and few == [b, many[1], 1, t, d] and many == [b, many[1], heads // many[1], t, d]
+    return source if repeats and many[2] > 1 else None
 
 
-def _summed(node: fx.Node, few: int) -> dict[fx.Node, fx.Node] | None:
-    """The sums over the heads that share keys, of which gradient of these; None if somebody reads one before."""
+def _find_gradient_sums(node: Node, few: int) -> dict[fx.Node, fx.Node] | None:
+    """Returns the sums of gradients over the heads that share keys, each with its gradient.
+
+    None if another node reads such a gradient.
+    """
     b, heads, t, d = _shape(get_argument(node, "k"))
     sums = dict[fx.Node, fx.Node]()
     for grad in (user for user in node.users if user.args[1] in (1, 2)):
@@ -74,14 +88,13 @@ def _summed(node: fx.Node, few: int) -> dict[fx.Node, fx.Node] | None:
     return sums
 
 
-def _read(gm: fx.GraphModule, node: fx.Node, **keys: fx.Node) -> None:
-    """The call reads other keys and values, and makes gradients of their shapes."""
-    with gm.graph.inserting_before(node):
-        for name, x in keys.items():
-            b, few, *_, t, d = _shape(x)
-            keys[name] = call(gm, node, aten.reshape.default, x, [b, few, t, d])
-    node.args, node.kwargs = tuple((get_arguments(node) | keys).values()), {}
-    if node.target is _BACKWARD:
-        node.meta["val"] = value_of(gm, node.target, node.args, {})
-        for user in node.users:
-            user.meta["val"] = node.meta["val"][user.args[1]]
+def _regroup(emit: Emit, x: Node) -> Node:
+    """Reshapes keys or values to `[B, KV, T, D]`."""
+    b, few, *_, t, d = _shape(x)
+    return emit(aten.reshape.default, x, [b, few, t, d])
+
+
+group_heads = RewritePass(
+    "group_heads",
+    Rewrite([OPS], _group_heads, _has_no_dropout),  # attention(q, repeat(k), repeat(v)) -> attention(q, k, v)
+)

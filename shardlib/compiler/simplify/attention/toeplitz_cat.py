@@ -1,4 +1,4 @@
-"""What becomes of values where ops turn them round, or lay them side by side."""
+"""Computes flips, concatenations and pads of compact values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardlib.core.aten.schemas import get_argument
 aten = torch.ops.aten
 
 
-def turned(node: Any) -> tuple[Any, set[int]]:
-    """What is turned round, and along which dims in all."""
+def find_flipped(node: Any) -> tuple[Any, set[int]]:
+    """Returns the operand of a chain of flips, and the dims that the chain flips."""
     dims = set[int]()
     while node.target is aten.flip.default:
         dims ^= {dim % node.meta["val"].dim() for dim in node.args[1]}
@@ -23,40 +23,43 @@ def turned(node: Any) -> tuple[Any, set[int]]:
     return node, dims
 
 
-def flipped(found: Values, dims: set[int]) -> Values | None:
-    """By distance, along both of the last dims or none of them."""
-    rank = found.numbers.dim() + found.by_distance
-    if not found.by_distance or dims.isdisjoint({rank - 2, rank - 1}):
-        return found._replace(numbers=found.numbers.flip(sorted(dims)))
+def flip(values: Values, dims: set[int]) -> Values | None:
+    """Returns flipped values; None if one of two dims that are stored by distance is flipped alone."""
+    rank = values.numbers.dim() + values.by_distance
+    if not values.by_distance or dims.isdisjoint({rank - 2, rank - 1}):
+        return values._replace(numbers=values.numbers.flip(sorted(dims)))
     if not dims >= {rank - 2, rank - 1}:
         return None
-    return found._replace(numbers=found.numbers.flip(sorted(dims - {rank - 1})))
+    return values._replace(numbers=values.numbers.flip(sorted(dims - {rank - 1})))
 
 
-class Piece(NamedTuple):
-    """Values of a shape."""
+class Part(NamedTuple):
+    """Values of one operand, with its shape."""
 
     values: Values | None
     shape: torch.Size
 
 
-def side_by_side(pieces: Sequence[Piece], dim: int) -> Values | None:
-    """One behind the other along a dim; along one of the last two, by distance where each goes on as the one before."""
-    known = [(values, shape) for values, shape in pieces if values is not None]
-    if len(known) < len(pieces) or len({values.numbers.dtype for values, _ in known}) != 1:
+def concatenate(parts: Sequence[Part], dim: int) -> Values | None:
+    """Concatenates parts along a dim; None if the result is unknown.
+
+    Along one of the last two dims, parts by distance must have equal numbers at the distances that they share.
+    """
+    operands = [(values, shape) for values, shape in parts if values is not None]
+    if len(operands) < len(parts) or len({values.numbers.dtype for values, _ in operands}) != 1:
         return None
-    rank = len(known[0][1])
+    rank = len(operands[0][1])
     dim %= rank
-    if not any(values.by_distance for values, _ in known):
-        return _cat([values.numbers for values, _ in known], dim, [shape[dim] for _, shape in known])
-    if any(not values.by_distance and values.numbers.shape[-2:].numel() > 1 for values, _ in known):
+    if not any(values.by_distance for values, _ in operands):
+        return _cat([values.numbers for values, _ in operands], dim, [shape[dim] for _, shape in operands])
+    if any(not values.by_distance and values.numbers.shape[-2:].numel() > 1 for values, _ in operands):
         return None
-    lines = [values.numbers if values.by_distance else values.numbers[..., 0] for values, _ in known]
+    lines = [values.numbers if values.by_distance else values.numbers[..., 0] for values, _ in operands]
     if dim < rank - 2:
-        made = _cat(lines, dim, [shape[dim] for _, shape in known])
-        return made and made._replace(by_distance=True)
+        leading = _cat(lines, dim, [shape[dim] for _, shape in operands])
+        return leading and leading._replace(by_distance=True)
     whole: Tensor | None = None
-    for line, (_, shape) in zip(lines, known, strict=True):
+    for line, (_, shape) in zip(lines, operands, strict=True):
         line = line.expand(*line.shape[:-1], shape[-2] + shape[-1] - 1)
         if whole is not None:
             left, right = (whole, line) if dim == rank - 1 else (line, whole)
@@ -71,7 +74,7 @@ def side_by_side(pieces: Sequence[Piece], dim: int) -> Values | None:
 
 
 def _cat(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> Values | None:
-    """Parts of these sizes along a dim; along others there may be one of what is the same."""
+    """Concatenates parts of these sizes along a dim; dims of size 1 broadcast."""
     others = [[1 if d == dim else n for d, n in enumerate(x.shape)] for x in parts]
     lead = torch.broadcast_shapes(*others)  # type: ignore[no-untyped-call]
     if is_large(torch.Size([*lead, sum(sizes)])):
@@ -82,18 +85,18 @@ def _cat(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> Values | No
     return Values(torch.cat([*full], dim))
 
 
-def padded(node: Any, piece: Piece, val: Tensor) -> Values | None:
-    """A tensor with a number around it."""
+def pad(node: Any, part: Part, val: Tensor) -> Values | None:
+    """Returns the values of a pad with a constant; None if it crops, or if the number is unknown."""
     sizes, number, rank = get_argument(node, "pad"), get_argument(node, "value"), val.dim()
     if min(sizes) < 0 or isinstance(number, fx.Node):
         return None
     around = Values(torch.full([1] * rank, number, dtype=val.dtype, device="cpu"))
     for dim, ends in zip(range(rank - 1, -1, -1), zip(sizes[::2], sizes[1::2], strict=True), strict=False):
-        parts = [Piece(around, _resized(piece.shape, dim, n)) for n in ends]
-        parts = [x for x in (parts[0], piece, parts[1]) if x.shape[dim]]
-        piece = Piece(side_by_side(parts, dim), _resized(piece.shape, dim, piece.shape[dim] + sum(ends)))
-    return piece.values
+        parts = [Part(around, _resize(part.shape, dim, n)) for n in ends]
+        parts = [x for x in (parts[0], part, parts[1]) if x.shape[dim]]
+        part = Part(concatenate(parts, dim), _resize(part.shape, dim, part.shape[dim] + sum(ends)))
+    return part.values
 
 
-def _resized(shape: torch.Size, dim: int, size: int) -> torch.Size:
+def _resize(shape: torch.Size, dim: int, size: int) -> torch.Size:
     return torch.Size([*shape[:dim], size, *shape[dim + 1 :]])

@@ -1,1 +1,1 @@
-"""Look-ups in tables, and stacks of them, as one gather."""
+"""Rewrites of lookups in tables, and in stacks of tables, as one gather."""

@@ -1,5 +1,4 @@
-"""A Fourier transform over several dims is one over each, one after the other: others may be cut meanwhile, and a cut
-moves in between."""
+"""Splits a Fourier transform over several dims into one over each dim, between which shards may change dims."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from shardlib.compiler.simplify.basic import call
+from shardlib.compiler.simplify.emit import Emit
 from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
@@ -18,74 +17,77 @@ _TRANSFORMS = {_C2C, _R2C, _C2R}
 
 
 @dataclass(frozen=True)
-class _Way:
-    """What was transformed on the way to a value: the last turn of each of its dims; of all turns, whatever dims there
-    were then, the last; and whether the last transform over several dims went through them from the last dim on."""
+class _History:
+    """The transforms that a value depends on, numbered in order.
 
-    turns: Mapping[int, int] = field(default_factory=dict)
+    `latest` is the number of the last transform of each dim, `last` that of the last one of all. `descends` is true if
+    the last transform over several dims began with the last dim.
+    """
+
+    latest: Mapping[int, int] = field(default_factory=dict)
     last: int = 0
-    falling: bool = False
+    descends: bool = False
 
 
-def dim_by_dim(gm: fx.GraphModule) -> None:
-    """The dim that was transformed last comes first: it is whole, and the first may be cut by now. So a transform there
-    and back goes through its dims in one order and in the other. Without a transform before it, the last dim comes
-    first, since leading ones are what is cut. Of real operands the last comes first in any case, of real results last.
+def split_fft_dims(gm: fx.GraphModule) -> None:
+    """Splits transforms; the dim that was transformed last comes first, since a transformed dim is whole.
+
+    So a transform and its inverse go through the dims in opposite orders. Without a transform before, the last dim
+    comes first: programs mostly shard leading dims. It comes first of real operands, and last of real results.
     """
     if all(node.target not in _TRANSFORMS for node in gm.graph.nodes):
         return
-    ways: dict[fx.Node, _Way] = {}
+    histories: dict[fx.Node, _History] = {}
     count = 0
     for node in list(gm.graph.nodes):
-        ways[node] = way = _met(node, ways)
+        histories[node] = history = _merge_histories(node, histories)
         if node.target not in _TRANSFORMS:
             continue
         dims = [d % node.meta["val"].dim() for d in get_argument(node, "dim")]
-        order = _order(node, dims, way)
-        turns = {dim: count + i for i, dim in enumerate(order, 1)}
+        order = _choose_order(node, dims, history)
+        latest = {dim: count + i for i, dim in enumerate(order, 1)}
         count += len(order)
-        falling = order[0] != dims[0] if len(dims) > 1 else way.falling
-        ways[node] = _Way({**way.turns, **turns}, count, falling)
+        descends = order[0] != dims[0] if len(dims) > 1 else history.descends
+        histories[node] = _History({**history.latest, **latest}, count, descends)
         if len(order) > 1:
-            _split(gm, node, order)
+            _split(Emit(gm, node), node, order)
 
 
-def _met(node: fx.Node, ways: Mapping[fx.Node, _Way]) -> _Way:
-    """The way of what a node reads; the dims of a tensor of another rank are others."""
-    met = [(x, way) for x in node.all_input_nodes if (way := ways[x]).last]
-    if not met:
-        return _Way()
-    turns: dict[int, int] = {}
-    for x, way in met:
-        if _rank(x) == _rank(node):
-            turns |= {dim: max(turn, turns.get(dim, 0)) for dim, turn in way.turns.items()}
-    latest = max((way for _, way in met), key=lambda way: way.last)
-    return _Way(turns, latest.last, latest.falling)
+def _merge_histories(node: fx.Node, histories: Mapping[fx.Node, _History]) -> _History:
+    """Returns the history of a node's operands; dims of a tensor of another rank are other dims."""
+    operands = [(x, history) for x in node.all_input_nodes if (history := histories[x]).last]
+    if not operands:
+        return _History()
+    latest: dict[int, int] = {}
+    for x, history in operands:
+        if _get_rank(x) == _get_rank(node):
+            latest |= {dim: max(number, latest.get(dim, 0)) for dim, number in history.latest.items()}
+    newest = max((history for _, history in operands), key=lambda history: history.last)
+    return _History(latest, newest.last, newest.descends)
 
 
-def _rank(node: fx.Node) -> int | None:
+def _get_rank(node: fx.Node) -> int | None:
     val = node.meta.get("val")
     return val.dim() if isinstance(val, torch.Tensor) else None
 
 
-def _order(node: fx.Node, dims: list[int], way: _Way) -> list[int]:
-    """In which order a transform goes through its dims."""
+def _choose_order(node: fx.Node, dims: list[int], history: _History) -> list[int]:
+    """Returns the order in which a transform goes through its dims."""
     *others, last = dims
     free = dims if node.target is _C2C else others
-    free = free if way.falling else free[::-1]
-    free = sorted(free, key=lambda dim: -way.turns.get(dim, 0))
+    free = free if history.descends else free[::-1]
+    free = sorted(free, key=lambda dim: -history.latest.get(dim, 0))
     return free if node.target is _C2C else [last, *free] if node.target is _R2C else [*free, last]
 
 
-def _split(gm: fx.GraphModule, node: fx.Node, order: list[int]) -> None:
-    """Make a transform over several dims one over each, in this order."""
-    norm, real = get_argument(node, "normalization"), node.target is _C2R
-    first, last = (node.target, _C2C) if not real else (_C2C, _C2R)
-    flag = get_argument(node, "onesided" if first is _R2C else "forward") if not real else False
+def _split(emit: Emit, node: fx.Node, order: list[int]) -> None:
+    """Emits a transform over each dim but the last in the order, which the node keeps."""
+    norm, is_to_real = get_argument(node, "normalization"), node.target is _C2R
+    first, last = (node.target, _C2C) if not is_to_real else (_C2C, _C2R)
+    flag = get_argument(node, "onesided" if first is _R2C else "forward") if not is_to_real else False
     forward = first is _R2C or flag
     x = node.args[0]
-    with gm.graph.inserting_before(node):
-        for i, dim in enumerate(order[:-1]):
-            x = call(gm, node, _C2C if i else first, x, [dim], norm, forward if i else flag)
-    end = get_argument(node, "last_dim_size") if real else forward
-    node.target, node.args, node.kwargs = last, (x, order[-1:], norm, end), {}
+    for i, dim in enumerate(order[:-1]):
+        x = emit(_C2C if i else first, x, [dim], norm, forward if i else flag)
+    final = get_argument(node, "last_dim_size") if is_to_real else forward
+    node.target, node.args, node.kwargs = last, (x, order[-1:], norm, final), {}

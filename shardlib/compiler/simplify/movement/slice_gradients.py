@@ -1,29 +1,30 @@
-"""Gradients of slices: autograd puts each in its place among zeros and adds all of these, as large as the whole. They
-are put side by side instead, so that a sum over devices is taken once, of what is there."""
+"""Concatenates the gradients of slices, which autograd pads with zeros to the whole tensor and adds.
+
+A partial sum over devices is then reduced once, and at the size of the slices.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
-from shardlib.compiler.simplify.basic import call
+from shardlib.compiler.simplify.emit import Emit
 from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class _Slices:
-    """A tensor of zeros but for some ranges of one dim, and what is there; all of it like `whole`."""
+class _Ranges:
+    """A tensor like `whole` that is zero outside of ranges of one dim; `parts` are the tensors at the ranges."""
 
     dim: int
     parts: dict[tuple[int, int], fx.Node]
     whole: fx.Node
 
-    def fits(self, other: _Slices) -> bool:
+    def can_add(self, other: _Ranges) -> bool:
         """Returns whether the sum of both has such a form."""
         a, b = self.whole.meta["val"], other.whole.meta["val"]
         if (self.dim, a.shape, a.dtype) != (other.dim, b.shape, b.dtype):
@@ -31,54 +32,20 @@ class _Slices:
         return all(x == y or x[1] <= y[0] or y[1] <= x[0] for x in self.parts for y in other.parts)
 
 
-def range_of_one(gm: fx.GraphModule) -> None:
-    """A single element of a dim that is taken, or written, is a range of one where the dim stays: one move may follow
-    another then."""
-    for node in gm.graph.nodes:
-        if node.target is aten.select_scatter.default and type(get_argument(node, "index")) is int:
-            x, row = node.args[:2]
-            dim = get_argument(node, "dim") % x.meta["val"].dim()
-            with gm.graph.inserting_before(node):
-                row = call(gm, node, *(_taken(row, dim) or (aten.unsqueeze.default, row, dim)))
-            node.target, node.args = aten.slice_scatter.default, (x, row, dim, *_one(node, x))
-        elif node.target is aten.unsqueeze.default:
-            dim = get_argument(node, "dim") % node.meta["val"].dim()
-            if (taken := _taken(node.args[0], dim)) is not None:
-                node.target, node.args = taken[0], taken[1:]
-
-
-def _taken(row: fx.Node, dim: int) -> tuple[Any, ...] | None:
-    """The call that takes a row as a range along `dim`, if it is one of that dim."""
-    if row.target is not aten.select.int or type(get_argument(row, "index")) is not int:
-        return None
-    source = row.args[0]
-    assert isinstance(source, fx.Node)
-    return (aten.slice.Tensor, source, dim, *_one(row, source)) if _dim(row, source) == dim else None
-
-
-def _one(node: fx.Node, source: fx.Node) -> tuple[int, int]:
-    at = get_argument(node, "index") % source.meta["val"].shape[_dim(node, source)]
-    return at, at + 1
-
-
-def _dim(node: fx.Node, source: fx.Node) -> int:
-    return int(get_argument(node, "dim") % source.meta["val"].dim())
-
-
-def join_slices(gm: fx.GraphModule) -> None:
-    """Sums of tensors that are zero outside a range become one tensor; what lies in one range is added there."""
-    forms: dict[fx.Node, _Slices] = {}
+def join_slice_gradients(gm: fx.GraphModule) -> None:
+    """Replaces sums of tensors that are zero outside of a range by a concatenation; equal ranges are added first."""
+    forms: dict[fx.Node, _Ranges] = {}
     for node in list(gm.graph.nodes):
-        if (form := _placed(gm, node)) or (form := _added(gm, node, forms)):
+        emit = Emit(gm, node)
+        if (form := _find_range(emit, node)) or (form := _add_ranges(emit, node, forms)):
             forms[node] = form
     for node, form in forms.items():
         if node.target is aten.add.Tensor and not any(user in forms for user in node.users):
-            with gm.graph.inserting_before(node):
-                node.replace_all_uses_with(_joined(gm, node, form))
+            node.replace_all_uses_with(_join_parts(Emit(gm, node), node, form))
 
 
-def _placed(gm: fx.GraphModule, node: fx.Node) -> _Slices | None:
-    """What a slice's gradient is made of."""
+def _find_range(emit: Emit, node: fx.Node) -> _Ranges | None:
+    """Returns the form of a slice's gradient."""
     if node.target not in (aten.slice_backward.default, aten.select_backward.default) or len(node.users) != 1:
         return None
     grad, shape = node.args[0], node.meta["val"].shape
@@ -88,43 +55,44 @@ def _placed(gm: fx.GraphModule, node: fx.Node) -> _Slices | None:
     dim = get_argument(node, "dim") % len(shape)
     if node.target is aten.slice_backward.default:
         begin, end, step = slice(*(get_argument(node, name) for name in ("start", "end", "step"))).indices(shape[dim])
-        return _Slices(dim, {(begin, end): grad}, node) if step == 1 and begin < end else None
+        return _Ranges(dim, {(begin, end): grad}, node) if step == 1 and begin < end else None
     begin = get_argument(node, "index") % shape[dim]
-    with gm.graph.inserting_before(node):
-        return _Slices(dim, {(begin, begin + 1): call(gm, node, aten.unsqueeze.default, grad, dim)}, node)
+    return _Ranges(dim, {(begin, begin + 1): emit(aten.unsqueeze.default, grad, dim)}, node)
 
 
-def _added(gm: fx.GraphModule, node: fx.Node, forms: dict[fx.Node, _Slices]) -> _Slices | None:
-    """The form of a sum of two."""
+def _add_ranges(emit: Emit, node: fx.Node, forms: dict[fx.Node, _Ranges]) -> _Ranges | None:
+    """Returns the form of a sum of two tensors that have forms."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return None
     a, b = (forms.get(x) if isinstance(x, fx.Node) and len(x.users) == 1 else None for x in node.args)
-    if a is None or b is None or not a.fits(b):
+    if a is None or b is None or not a.can_add(b):
         return None
     parts = a.parts | b.parts
-    with gm.graph.inserting_before(node):
-        for both in a.parts.keys() & b.parts.keys():
-            parts[both] = call(gm, node, aten.add.Tensor, a.parts[both], b.parts[both])
-    return _Slices(a.dim, parts, node)
+    for both in a.parts.keys() & b.parts.keys():
+        parts[both] = emit(aten.add.Tensor, a.parts[both], b.parts[both])
+    return _Ranges(a.dim, parts, node)
 
 
-def _joined(gm: fx.GraphModule, node: fx.Node, form: _Slices) -> fx.Node:
-    """The parts in order, with zeros between them."""
-    shape, at = list(node.meta["val"].shape), 0
+def _join_parts(emit: Emit, node: fx.Node, form: _Ranges) -> fx.Node:
+    """Emits the parts in order, with zeros between them."""
+    shape, dim = list(node.meta["val"].shape), form.dim
+    joined: fx.Node
     if len(form.parts) == 1:
         (((begin, end), part),) = form.parts.items()
-        return call(gm, node, aten.slice_backward.default, part, shape, form.dim, begin, end, 1)
-    pieces: list[fx.Node] = []
+        joined = emit(aten.slice_backward.default, part, shape, dim, begin, end, 1)
+        return joined
+    operands: list[fx.Node] = []
 
-    def fill(size: int, like: fx.Node) -> None:
+    def append_zeros(size: int, like: fx.Node) -> None:
         if size:
-            zeros = [*shape[: form.dim], size, *shape[form.dim + 1 :]]
-            pieces.append(call(gm, node, aten.new_zeros.default, like, zeros))
+            operands.append(emit(aten.new_zeros.default, like, [*shape[:dim], size, *shape[dim + 1 :]]))
 
-    for (begin, end), part in sorted(form.parts.items(), key=lambda of: of[0]):
-        fill(begin - at, part)
-        pieces.append(part)
-        at = end
-    fill(shape[form.dim] - at, pieces[-1])
-    cat = call(gm, node, aten.cat.default, pieces, form.dim)
-    return call(gm, node, aten.add.Tensor, cat, 0)  # each element met a zero, and -0.0 + 0.0 is 0.0
+    position = 0
+    for (begin, end), part in sorted(form.parts.items(), key=lambda item: item[0]):
+        append_zeros(begin - position, part)
+        operands.append(part)
+        position = end
+    append_zeros(shape[dim] - position, operands[-1])
+    joined = emit(aten.cat.default, operands, dim)
+    joined = emit(aten.add.Tensor, joined, 0)  # autograd adds zeros to each element, and -0.0 + 0.0 is 0.0
+    return joined

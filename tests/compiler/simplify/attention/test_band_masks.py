@@ -17,7 +17,7 @@ import shardlib as sl
 from shardlib.compiler.simplify import normalize
 from shardlib.compiler.simplify.attention import band_masks
 from shardlib.compiler.simplify.attention.toeplitz_eval import Constants
-from shardlib.compiler.simplify.basic import drop_dead
+from shardlib.compiler.simplify.redundant_nodes import drop_dead_nodes
 from shardlib.core.aten.schemas import get_arguments
 from shardlib.frontend.trace import trace
 from shardlib.ops.attention.op import OPS
@@ -495,7 +495,7 @@ def test_values_that_are_known_are_those_that_are(seed: int, large: bool, monkey
     gm = trace(lambda x: _drawn(random.Random(seed), s, t)(x), (torch.zeros(()),)).graph
     constants = Constants(gm)
     for node, value in _values(gm).items():
-        found = constants.of(node)
+        found = constants.find(node)
         if found is None:
             assert large or not value.numel() or node.op == "placeholder", node.format_node()
             continue
@@ -569,12 +569,12 @@ def test_what_is_taken_apart_comes_to_the_same(seed: int) -> None:
     (node,) = gm.graph.output_node().all_input_nodes
     value = _values(gm, *args)[node]
     is_mask = value.dtype == torch.bool
-    told = band_masks._told(gm, Constants(gm), *((node, None) if is_mask else (None, node)), s, t, drops=False)
+    told = band_masks._replace_mask(gm, Constants(gm), *((node, None) if is_mask else (None, node)), s, t, drops=False)
     if told is None:
         return
     left = [x for x in (told["mask"], told["bias"]) if x is not None]
     gm.graph.output_node().args = (left,)
-    drop_dead(gm)
+    drop_dead_nodes(gm)
     gm.recompile()
     made = _values(gm, *args)
     apart = torch.arange(s)[:, None] + told["q_offset"] - told["k_offset"] - torch.arange(t)
