@@ -12,8 +12,8 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.source_lines import format_path_line
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.guards.argument_specs import by_argument, describe, refuse_left_out
-from shardlib.frontend.guards.flatten_call import FlatCall, arguments_of, twins
+from shardlib.frontend.guards.argument_specs import describe_non_tensor, refuse_missing_specs, specs_by_argument
+from shardlib.frontend.guards.flatten_call import FlatCall, argument_names, find_aliases
 from shardlib.frontend.traced_graph import Traced
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FixedLayout
@@ -36,21 +36,22 @@ def leaf_specs(fn: Callable[..., Any], call: FlatCall, in_specs: Any) -> list[Sp
                 rule="it gets the list of all leaves, and returns a spec, or None, for each",
                 remedy="lambda leaves: [None for _ in leaves]",
             )
-        state = twins(call.arguments, call.state.tensors)  # an argument that is a buffer lives where the buffer does
+        # An argument that is a buffer lives where the buffer does.
+        state = find_aliases(call.arguments, call.state.tensors)
         return [None if state.get(i, 0) >= len(computed) else spec for i, spec in enumerate(computed)]
     name = name_of(fn)
     positional, named = pytree.tree_unflatten(list(call.arguments), call.tree)
-    tree = by_argument(fn, name, in_specs, len(positional), named)
-    names = arguments_of(fn, len(positional), named)
+    tree = specs_by_argument(fn, name, in_specs, len(positional), named)
+    names = argument_names(fn, len(positional), named)
     specs, values = ([*a, *k.values()] for a, k in (tree, (positional, named)))
-    leaves = broadcast_prefix(specs, values, f"{name}: in_specs", describe, names)
-    refuse_left_out(fn, name, in_specs, positional, named)
+    leaves = broadcast_prefix(specs, values, f"{name}: in_specs", describe_non_tensor, names)
+    refuse_missing_specs(fn, name, in_specs, positional, named)
     return leaves
 
 
 def conflicting_twins(call: FlatCall, specs: Sequence[SpecLike]) -> set[int]:
     """Returns arguments that share a tensor with another leaf but not its spec: each becomes an input of its own."""
-    pairs = twins(call.arguments, call.state.tensors).items()
+    pairs = find_aliases(call.arguments, call.state.tensors).items()
     return {i for i, twin in pairs if specs[i] != (specs[twin] if twin < len(specs) else None)}
 
 

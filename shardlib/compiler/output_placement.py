@@ -13,7 +13,7 @@ from shardlib.compiler.graph.ir import Graph, Value
 from shardlib.compiler.schedule_options import MOMENTS, PARAMETERS, Schedule
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.guards.argument_specs import describe
+from shardlib.frontend.guards.argument_specs import describe_non_tensor
 from shardlib.frontend.guards.flatten_call import FlatCall
 from shardlib.frontend.side_effects.mutation_values import Part, Result
 from shardlib.frontend.traced_graph import Traced
@@ -120,7 +120,7 @@ def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> d
     names = traced.output_names[: len(own)]
     leaves = [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Value) else x for x in own]
     result = pytree.tree_unflatten(leaves, traced.out_tree)
-    flat = broadcast_prefix([out_specs], [result], f"{traced.name}: out_specs", describe, ["the result"])
+    flat = broadcast_prefix([out_specs], [result], f"{traced.name}: out_specs", describe_non_tensor, ["the result"])
     items = [
         (i, (name, value.shape, spec, None))
         for i, (value, spec, name) in enumerate(zip(own, flat, names, strict=True))

@@ -40,7 +40,7 @@ from shardlib.compiler.simplify import normalize
 from shardlib.core.context import paused_gc, tracing
 from shardlib.core.stage_clock import StageClock
 from shardlib.distributed import world
-from shardlib.frontend.guards.argument_specs import argument_of
+from shardlib.frontend.guards.argument_specs import argument_key
 from shardlib.frontend.guards.flatten_call import FlatCall, flatten_call
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.side_effects.mutations import MutationTracker
@@ -200,7 +200,7 @@ def _regathered(traced: Traced, graph: Graph, call: FlatCall) -> set[Value]:
 
 def _donated(traced: Traced, donate: Collection[int | str]) -> frozenset[int]:
     paths = enumerate(traced.input_paths)
-    return frozenset(i for i, path in paths if path is not None and argument_of(path) in donate)
+    return frozenset(i for i, path in paths if path is not None and argument_key(path) in donate)
 
 
 def _replaced(traced: Traced, program: Program) -> dict[int, int]:

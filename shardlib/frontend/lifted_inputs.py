@@ -23,8 +23,8 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.fake_tensors import make_fake
 from shardlib.core.torch_private import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, set_slot
 from shardlib.core.tree_paths import children_with_keys, flatten_with_path
-from shardlib.frontend.guards.attributes import attributes, own
-from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.attributes import attribute_items, instance_dict
+from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.results import Carried
 from shardlib.frontend.retarget_device import placed
@@ -192,8 +192,8 @@ def _with_attributes(x: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any,
     """The nodes of a pytree that have attributes of their own, with these."""
     for key, child in (children := children_with_keys(x)) or ():
         yield from _with_attributes(child, (*path, key))
-    if children is not None and isinstance(own(x), dict):
-        yield path, x, dict(own(x))
+    if children is not None and isinstance(instance_dict(x), dict):
+        yield path, x, dict(instance_dict(x))
 
 
 def refuse_changed_arguments(name: str, before: Contents, now: Any) -> None:
@@ -205,7 +205,7 @@ def refuse_changed_arguments(name: str, before: Contents, now: Any) -> None:
     attributes_set = [
         f"{pytree.keystr(path[1:])}.{key}"
         for path, x, old in before.objects
-        for key, value in own(x).items()
+        for key, value in instance_dict(x).items()
         if old.get(key, before) is not value
     ]
     if not changed and not attributes_set:
@@ -256,7 +256,7 @@ _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map
 def _inside(x: Any) -> dict[str, Any]:
     """Returns what an object holds that is no pytree: attributes, items, closure variables."""
     nothing = isinstance(x, type | types.ModuleType | types.FunctionType)  # globals are not a function's own
-    inside = {} if nothing else dict(attributes(x))
+    inside = {} if nothing else dict(attribute_items(x))
     if isinstance(x, set | frozenset | list | deque):
         inside |= {f"[{i}]": y for i, y in enumerate(x)}
     elif isinstance(x, Mapping):
@@ -267,14 +267,16 @@ def _inside(x: Any) -> dict[str, Any]:
         inside |= {"__self__": x.__self__}
     elif isinstance(x, types.FunctionType):
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        inside |= dict(own(x)) | {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+        inside |= dict(instance_dict(x)) | {
+            name: cell.cell_contents for name, cell in cells if cell != types.CellType()
+        }
     return inside
 
 
 def _carries(x: Any, depth: int = 4) -> bool:
     """Returns whether an object holds values or numbers of the trace, at some depth."""
-    if isinstance(x, Tensor) or is_given(x):
-        return isinstance(x, FakeTensor) or is_given(x)
+    if isinstance(x, Tensor) or is_traced_number(x):
+        return isinstance(x, FakeTensor) or is_traced_number(x)
     if isinstance(x, type | types.ModuleType) or depth == 0:
         return False
     leaves = pytree.tree_leaves(x)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import FakeTensor, pytree
-from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.tensor.sharded_tensor import user_attributes
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class _Apart(pickle.Pickler):
         self.before: dict[int, tuple[int, Any]] = {}
 
     def persistent_id(self, x: Any) -> tuple[str, int] | None:
-        if is_given(x):
+        if is_traced_number(x):
             raise pickle.PicklingError("a number of the trace")
         if isinstance(x, Tensor):
             return "tensor", _number(self.tensors, x)

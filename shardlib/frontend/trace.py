@@ -38,12 +38,20 @@ from shardlib.core.torch_private import (
 from shardlib.frontend.epilogue import Epilogue
 from shardlib.frontend.functionalize import functionalize
 from shardlib.frontend.gradient_tags import noted
-from shardlib.frontend.guards.flatten_call import FlatCall, Static, flatten_call, is_number, is_tensor, names_of, twins
-from shardlib.frontend.guards.mappings import opened
-from shardlib.frontend.guards.number_guards import Served
-from shardlib.frontend.guards.number_inputs import NotExpressionsError, Numbers
+from shardlib.frontend.guards.flatten_call import (
+    FlatCall,
+    Static,
+    find_aliases,
+    flatten_call,
+    is_number,
+    is_tensor,
+    leaf_names,
+)
+from shardlib.frontend.guards.mappings import register_mappings
+from shardlib.frontend.guards.number_guards import NumberGuards
+from shardlib.frontend.guards.number_inputs import NumberMode, UnsupportedNumbersError
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.guards.torch_modes import set_aside
+from shardlib.frontend.guards.torch_modes import suspend_modes
 from shardlib.frontend.hazards import numpy_args
 from shardlib.frontend.hazards.default_dtype import given_back, refuse_other_default
 from shardlib.frontend.hazards.dtype_checks import refuse_kernels
@@ -60,9 +68,9 @@ from shardlib.frontend.lazy_graph_module import lazily
 from shardlib.frontend.lifted_inputs import Contents, Lifted, flatten_result, refuse_changed_arguments, refuse_opaque
 from shardlib.frontend.results import refuse_attributes, repeated, strides_of
 from shardlib.frontend.retarget_device import is_here, move
-from shardlib.frontend.reuse.loop_replay import other_ways
-from shardlib.frontend.reuse.python_loops import Loops
-from shardlib.frontend.reuse.subgraph_reuse import Once
+from shardlib.frontend.reuse.loop_replay import backward_mismatches
+from shardlib.frontend.reuse.python_loops import LoopReuse
+from shardlib.frontend.reuse.subgraph_reuse import SubgraphReuse
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.torch_flags import switched
 from shardlib.frontend.torch_rewrites.attention import AttentionCapture
@@ -120,12 +128,12 @@ def trace(
     call = flatten_call(fn, args, kwargs or {}, static, state)
     what = fn, call, static, device, differentiate, apart, watch
 
-    def traced(numbers: Callable[[], Numbers | None]) -> Traced:
-        once = Once()
+    def traced(numbers: Callable[[], NumberMode | None]) -> Traced:
+        once = SubgraphReuse()
         for attempt in itertools.count():
             given, grads = numbers(), Grads(hidden=not call.state.changing.grads)
             failed: list[str] = []
-            token = other_ways.set(failed)
+            token = backward_mismatches.set(failed)
             try:
                 found, tracked, inputs = _trace(*what, given, once, grads)
                 grads.refuse_hidden(call.state.grads)
@@ -138,9 +146,9 @@ def trace(
                     mine = (*once.made, *(() if given is None else given.made))
                     return replace(found, outlived=(*outlived(tracked, inputs), *mine))
             finally:
-                other_ways.reset(token)
+                backward_mismatches.reset(token)
             assert watch is not None, "only functions that are watched have pieces"
-            once = Once(none=attempt == _ATTEMPTS or not once.refused)  # what was refused is not tried again
+            once = SubgraphReuse(none=attempt == _ATTEMPTS or not once.refused)  # what was refused is not tried again
             watch.restore()
         raise AssertionError("unreachable")
 
@@ -148,7 +156,7 @@ def trace(
     given = watch is not None and watch.before.numbers
     if not exact and (given or (any(map(is_number, call.arguments)) and not plain)):
         try:
-            return traced(functools.partial(Numbers, plain))
+            return traced(functools.partial(NumberMode, plain))
         except _NOT_NUMBERS:  # something took a number for more than arithmetic: then it is a constant
             if watch is not None:
                 watch.restore()
@@ -164,15 +172,15 @@ def _trace(
     differentiate: bool,
     apart: Collection[int],
     watch: MutationTracker | None,
-    numbers: Numbers | None,
-    once: Once,
+    numbers: NumberMode | None,
+    once: SubgraphReuse,
     grads: Grads,
 ) -> tuple[Traced, Mapping[Any, Any], set[int]]:
     """The function; the tensors that its tracer knows; which of these were found, or stand for such, by their ids."""
     uncut = [call.state.cut.get(id(x), x) for x in call.state.tensors]
-    same = {i: at for i, at in twins(call.arguments, uncut).items() if i not in apart}
+    same = {i: at for i, at in find_aliases(call.arguments, uncut).items() if i not in apart}
     where = tuple(i for i, leaf in enumerate(call.arguments) if is_tensor(leaf) and i not in same)
-    names = list(names_of(fn, call, range(len(call.leaves))))
+    names = list(leaf_names(fn, call, range(len(call.leaves))))
     tensors = [call.arguments[i] for i in where]
     refuse_unstrided("the traced function", zip(names, call.leaves, strict=True))
     refuse_subclasses(zip(names, call.leaves, strict=True))
@@ -194,8 +202,8 @@ def _trace(
         lifted.enter(tracer, traced_on)
         loops = None
         if watch is not None:
-            once.watches(tracer, lines.fallback)
-            loops = None if once.none else Loops(once, tracer, lines.fallback)
+            once.watch_modules(tracer, lines.fallback)
+            loops = None if once.none else LoopReuse(once, tracer, lines.fallback)
         named = {id(x): names[i] for i, x in zip(where, inputs, strict=True)}
         asked.explain = lambda error: refusal(error, tracer, named)
         ending.start(inputs)
@@ -232,7 +240,7 @@ def _trace(
                     around,
                     plain_types(call.state.type_spaces),
                 ):
-                    found, tree, opaque = flatten_result(opened(called_inside(fn, a, k)), known)
+                    found, tree, opaque = flatten_result(register_mappings(called_inside(fn, a, k)), known)
                     if loops is not None:
                         loops.interrupt()
                     chance.refuse_draws(lines.fallback.function)
@@ -271,7 +279,7 @@ def _trace(
         return [x for x in (*returned, *more) if isinstance(x, torch.Tensor)]
 
     with (
-        set_aside() as users,
+        suspend_modes() as users,
         _tracing(call.state.generators if call.state.is_read else None, marked=call.state.seeds),
         mode,
         lifted,
@@ -286,8 +294,8 @@ def _trace(
     forget(tracers[0])
     output_names, returned, out_tree = result
     refuse_other_default(lines.fallback.function, gm.graph)
-    if numbers is not None and not numbers.settle(gm):
-        raise NotExpressionsError
+    if numbers is not None and not numbers.inline_scalars(gm):
+        raise UnsupportedNumbersError
     inputs_of = (*where, *(len(call.arguments) + i for i in lifted.prune(gm)), *(-1,) * len(ending.cotangents))
     if asked.line is not None:
         refuse_guests(lines.fallback.function, asked.line, ((names[i], call.leaves[i]) for i in inputs_of if i >= 0))
@@ -315,7 +323,9 @@ def _trace(
         out_tree,
         static,
         after,
-        Served({i: x for i, x in enumerate(call.leaves) if is_number(x)}) if numbers is None else numbers.served(),
+        NumberGuards({i: x for i, x in enumerate(call.leaves) if is_number(x)})
+        if numbers is None
+        else numbers.served(),
         asked.line is not None,
         grads.looked,
         {names[i]: names[at] for i, at in same.items()},
@@ -326,7 +336,15 @@ def _trace(
 
 
 # What Python and torch raise where a number is not what they expect.
-_NOT_NUMBERS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, NotExpressionsError)
+_NOT_NUMBERS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    UnsupportedNumbersError,
+)
 _ATTEMPTS = 6  # at tracing pieces once
 _FAKE_CACHE = 1 << 11
 _LOCK = threading.RLock()  # torch's tracing state is global

@@ -12,8 +12,8 @@ from torch import fx
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import pytree
 from shardlib.frontend.epilogue import ExtraOutputs
-from shardlib.frontend.guards.flatten_call import wrapped
-from shardlib.frontend.guards.number_guards import Served
+from shardlib.frontend.guards.flatten_call import wrap_static
+from shardlib.frontend.guards.number_guards import NumberGuards
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Traced:
     out_tree: pytree.TreeSpec
     static: Collection[int | str] = ()
     after: ExtraOutputs = field(default_factory=ExtraOutputs)
-    served: Served = field(default_factory=Served)  # calls, by their numbers
+    served: NumberGuards = field(default_factory=NumberGuards)  # calls, by their numbers
     asked: bool = False  # where its arguments lie in memory
     looked: bool = False  # at a `.grad` that it found
     twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
@@ -64,7 +64,7 @@ class Traced:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph op by op on real tensors: the oracle for every later stage."""
-        leaves = pytree.tree_leaves(wrapped(args, kwargs, self.static))
+        leaves = pytree.tree_leaves(wrap_static(args, kwargs, self.static))
         given = (leaves[i] for i in self.input_leaves)
         flat = _Interpreter(self.graph, leaves).run(*given, enable_io_processing=False)
         return pytree.tree_unflatten(list(flat)[: self.out_tree.num_leaves], self.out_tree)

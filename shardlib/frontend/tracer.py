@@ -31,7 +31,7 @@ from shardlib.core.torch_private import (
     schema_of,
 )
 from shardlib.frontend.epilogue import move_inputs_first
-from shardlib.frontend.guards.number_inputs import scalar_of
+from shardlib.frontend.guards.number_inputs import to_scalar
 from shardlib.frontend.hazards.collectives import refuse_collective
 from shardlib.frontend.hazards.constant_values import answer, examples
 from shardlib.frontend.hazards.unsupported import refuse_ghost, refuse_unseen
@@ -161,7 +161,7 @@ def finish(
         rename(node, re.sub(r"\W+", "_", name).strip("_") or "x")
     output = graph.output_node()
     returned = iter(output.args[0])  # type: ignore[arg-type]
-    output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else scalar_of(x) for x in leaves),)
+    output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else to_scalar(x) for x in leaves),)
     values = [(n, x) for n in graph.nodes for x in _values(n)]
     if not all(map(is_strided, {id(x): x for _, x in values}.values())):  # nodes that are alike share one
         refuse_unstrided("the traced function", ((f"the result of {n.target}", x) for n, x in values))

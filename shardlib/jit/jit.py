@@ -29,9 +29,9 @@ from shardlib.core.torch_private import (
 )
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.recompile_reasons import RetraceWarning
-from shardlib.frontend.guards.torch_modes import autocast_of, refuse_modes
+from shardlib.frontend.guards.torch_modes import autocast_dtypes, refuse_dispatch_modes
 from shardlib.frontend.hazards.threads import refuse_nested
-from shardlib.frontend.reuse.subgraph_reuse import Once
+from shardlib.frontend.reuse.subgraph_reuse import SubgraphReuse
 from shardlib.jit import optimizer_state
 from shardlib.jit.call import autograd_op
 from shardlib.jit.call.compile_call import Invocation
@@ -201,7 +201,7 @@ class Jitted(Function):
         return plan
 
     def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (once := Once.current()) is not None and is_tracing():
+        if (once := SubgraphReuse.current()) is not None and is_tracing():
             self.options.refuse_inside(self.name)
             return once.function(self.fn, args, kwargs)
         if is_single_device() or is_tracing():
@@ -211,7 +211,7 @@ class Jitted(Function):
         if mesh is None and is_without_mesh():
             return self.fn(*args, **kwargs)
         if count_dispatch_modes():
-            refuse_modes(self.name)
+            refuse_dispatch_modes(self.name)
         if may_be_recorded():
             refuse_recorders(self.name)
         is_taken = False
@@ -229,7 +229,7 @@ class Jitted(Function):
                 break
         if transform_level() is not None and is_transformed(leaves):
             programs.transformed = programs.transformed or Transformed(_returning)
-            return programs.transformed(self, state, autocast_of(key[1]), args, kwargs)
+            return programs.transformed(self, state, autocast_dtypes(key[1]), args, kwargs)
         if dual_level() >= 0:
             refuse_tangents(self.name, leaves)
         match = programs.entries.find(key, leaves)

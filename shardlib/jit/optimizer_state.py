@@ -26,7 +26,7 @@ from shardlib.core.context import is_tracing, paused_gc, skip_dynamo
 from shardlib.core.torch_private import HAS_STEPPED, LAST_RATES, WARNS_OF_ORDER, has_step_hooks, init_group
 from shardlib.eager.placement_autograd import place_like
 from shardlib.frontend.guards.mutable_places import Item
-from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.grad_scaler_state import NoScaleError, awaited, begin
 from shardlib.jit.shard import shard
@@ -241,7 +241,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _setting(x: Any) -> Any:
-    return x.scalar.hint if is_given(x) else id(x) if isinstance(x, Tensor) else x
+    return x.scalar.hint if is_traced_number(x) else id(x) if isinstance(x, Tensor) else x
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from shardlib.core.func_transforms import name_of
 from shardlib.core.source_lines import Line, user_line
 from shardlib.core.torch_private import pytree
 from shardlib.core.tree_paths import flatten_with_path
-from shardlib.frontend.guards.mappings import opened
+from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.frontend.hazards.loop_effects import refuse_counts
 from shardlib.frontend.reuse.loop_body import trace_body
 from shardlib.frontend.reuse.loop_replay import Body
@@ -57,7 +57,7 @@ def scan(
         >>> h, sums
         (tensor([[12., 12.]]), tensor([ 4., 10., 24.]))
     """
-    init = pytree.tree_map(lambda x: x if isinstance(x, Tensor | None) else torch.as_tensor(x), opened(init))
+    init = pytree.tree_map(lambda x: x if isinstance(x, Tensor | None) else torch.as_tensor(x), register_mappings(init))
     steps = _length(xs, length)
     leaves, tree = _flat(xs)
     rows: list[Sequence[Tensor]] = [x.unbind(0) for x in leaves]
@@ -96,12 +96,12 @@ class _Tree:
 
 
 def _flat(tree: Any) -> tuple[list[Any], _Tree]:
-    leaves, spec = pytree.tree_flatten(opened(tree))
+    leaves, spec = pytree.tree_flatten(register_mappings(tree))
     return [x for x in leaves if x is not None], _Tree(spec, tuple(x is None for x in leaves))
 
 
 def _paths(name: str, tree: Any) -> dict[str, Any]:
-    leaves, _ = flatten_with_path(opened(tree))
+    leaves, _ = flatten_with_path(register_mappings(tree))
     return {f"{name}{pytree.keystr(path)}": x for path, x in leaves if x is not None}
 
 

@@ -17,8 +17,8 @@ from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.torch_private import innermost, pytree
-from shardlib.frontend.guards.flatten_call import arguments_of
-from shardlib.frontend.guards.mappings import opened
+from shardlib.frontend.guards.flatten_call import argument_names
+from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.jit.jit import Jitted, jit
 from shardlib.primitives import boundary
 from shardlib.primitives.body import Body, current_body, from_local, to_local
@@ -106,7 +106,7 @@ class ShardMapped:
         self._program: Jitted | None = None  # for calls outside jit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mesh = self._mesh(opened((args, kwargs)))
+        mesh = self._mesh(register_mappings((args, kwargs)))
         args, kwargs = self._bound(args, kwargs)
         if is_tracing() or is_single_device():
             return self._run(args, kwargs)
@@ -221,7 +221,7 @@ class ShardMapped:
         later = {name: i for i, name in enumerate(names) if name in kwargs}
         total = len(args) + len(later)
         if len(specs) != total:
-            called = [*arguments_of(self.fn, len(args), ()), *sorted(later, key=later.__getitem__)]
+            called = [*argument_names(self.fn, len(args), ()), *sorted(later, key=later.__getitem__)]
             raise ShardingError(
                 f"{label} has {len(specs)} entries, the call has {total} arguments",
                 [f"{name} has no entry" for name in called[len(specs) :]]

@@ -19,7 +19,7 @@ from shardlib.compiler.annotations import leaf_specs
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import EffectError
 from shardlib.core.torch_private import MODULE_DICTS, TransformType, innermost, is_wrapped, pytree, transforms
-from shardlib.frontend.guards.flatten_call import Static, flatten_call, is_number, wrapped
+from shardlib.frontend.guards.flatten_call import Static, flatten_call, is_number, wrap_static
 from shardlib.frontend.guards.object_state import State
 from shardlib.jit.call.double_backward import autocast
 from shardlib.jit.call.function import Function
@@ -50,7 +50,7 @@ class Transformed:
         """Returns the result of a call; `state` are the objects that it finds beside its arguments."""
         if any(level.key() == TransformType.Functionalize for level in transforms() or ()):
             return function.fn(*args, **kwargs)  # functionalization has no rule for a program
-        leaves, tree = pytree.tree_flatten(wrapped(args, kwargs, function.static))
+        leaves, tree = pytree.tree_flatten(wrap_static(args, kwargs, function.static))
         inputs = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) or is_number(x)}
         own = set(map(id, inputs.values()))
         followed = [x for x in state.tensors if _is_followed(x) and id(x) not in own]

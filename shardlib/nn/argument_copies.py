@@ -20,7 +20,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.strided_only import as_bytes
 from shardlib.core.torch_private import MODULE_DICTS, innermost, is_wrapped, memory_of, node_type, pytree, version_of
 from shardlib.core.tree_paths import flatten_with_path
-from shardlib.frontend.guards.attributes import attributes
+from shardlib.frontend.guards.attributes import attribute_items
 from shardlib.frontend.side_effects.graph_writes import last_node, node_of, owner_of, values_read_since, written_since
 from shardlib.tensor.sharded_tensor import ShardedTensor, user_attributes
 
@@ -195,7 +195,7 @@ class _Exchange:
         for key, value in items:
             if (new := self(value)) is not value:
                 put(x, key, new)
-        for name, value in attributes(x):
+        for name, value in attribute_items(x):
             if (new := self(value)) is not value:
                 object.__setattr__(x, name, new)
 

@@ -23,7 +23,7 @@ from shardlib.core.plain_types import plain_types
 from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_private import CALL_HOOKS, SET_MODULE_STATE, is_wrapped, pytree
-from shardlib.frontend.guards.mappings import opened
+from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.frontend.guards.object_state import State
 from shardlib.jit.jit import Jitted
 from shardlib.jit.shard import shard
@@ -186,7 +186,7 @@ class Forward:
         Writes to a copy reach the original. Parameters, buffers and, outside a trace, tensors that require a gradient
         are not copied.
         """
-        call = opened((args, kwargs))
+        call = register_mappings((args, kwargs))
         leaves = pytree.tree_leaves(call)
         specs = self.batch.specs(leaves) if current_mesh() is not None else ()
         places = {id(x): spec for x, spec in zip(leaves, specs, strict=False) if spec is not None}

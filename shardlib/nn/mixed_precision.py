@@ -21,7 +21,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import repeat_in_checkpoints
 from shardlib.core.source_lines import Line, line_at, replayed
 from shardlib.core.torch_private import MODULE_DICTS, BatchNormalization, pytree
-from shardlib.frontend.guards.mappings import opened
+from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.nn.argument_copies import run_on_copies
 from shardlib.nn.parameters import NamedTensor, list_named
 from shardlib.nn.spec_table import matches, read_table
@@ -165,8 +165,8 @@ class Policy:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             with repeat_in_checkpoints(cast_parameters):
-                out = run_on_copies(name, module, forward, opened((args, kwargs)), cast)
-            return out if output is None else _convert(opened(out), output)
+                out = run_on_copies(name, module, forward, register_mappings((args, kwargs)), cast)
+            return out if output is None else _convert(register_mappings(out), output)
 
         return run
 

@@ -16,8 +16,8 @@ from shardlib.compiler.program.steps import Program, makes
 from shardlib.core.errors import CollectiveError, ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.frontend.epilogue import FREED, ExtraOutputs
-from shardlib.frontend.guards.flatten_call import Static, flatten_call, names_of
-from shardlib.frontend.guards.mappings import opened
+from shardlib.frontend.guards.flatten_call import Static, flatten_call, leaf_names
+from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.call.execute import caller
 from shardlib.jit.jit import Jitted, jit
@@ -114,7 +114,7 @@ def check(
             remedy="call it inside `with Mesh(data=2, tensor=4):`, or give mesh=",
         )
     step = _copy_jitted(fn, in_specs, out_specs)
-    opened((args, kwargs))
+    register_mappings((args, kwargs))
     with mesh:
         comparison = _Comparison(step, mesh, args, kwargs, rtol, atol)
         comparison.compare_results()
@@ -294,4 +294,4 @@ def _backward(reruns: Reruns, effects: ExtraOutputs) -> tuple[list[str], Callabl
             torch.autograd.backward(loss, inputs=None if may_go_everywhere else inputs)
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in differentiated)
 
-    return list(names_of(fn, call, copied)), backward
+    return list(leaf_names(fn, call, copied)), backward

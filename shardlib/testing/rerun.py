@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlib.core.context import single_device
 from shardlib.core.torch_private import IS_PARAMETER, pytree
 from shardlib.frontend.autograd_history import Autograd
-from shardlib.frontend.guards.flatten_call import flatten_call, names_of
+from shardlib.frontend.guards.flatten_call import flatten_call, leaf_names
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.frontend.side_effects.substitute import Substitution
@@ -164,7 +164,7 @@ class Reruns:
 
     def _named_tensors(self, args: Any, kwargs: Any, snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
         call = flatten_call(self.step.fn, args, kwargs, self.step.static, snapshot)
-        for name, x in zip(names_of(self.step.fn, call, range(len(call.leaves))), call.leaves, strict=True):
+        for name, x in zip(leaf_names(self.step.fn, call, range(len(call.leaves))), call.leaves, strict=True):
             if isinstance(x, Tensor) and not name.endswith(GRAD):
                 yield name, x
                 yield name + GRAD, _grad(x)

@@ -1,1 +1,1 @@
-"""What a call of a jitted function is made of: its leaves, the state that it brings, its key, and what it changes."""
+"""Flattens a call into leaves, state and a key, and records the guards under which a program serves it."""

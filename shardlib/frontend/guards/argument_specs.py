@@ -1,4 +1,4 @@
-"""Which spec is which argument's."""
+"""Assigns the entries of `in_specs` to the arguments of a call."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.guards.flatten_call import Static, arguments_of, is_tensor
+from shardlib.frontend.guards.flatten_call import Static, argument_names, is_tensor, signature_parameters
 
 _RULE = "in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name"
 
 
-def by_argument(
+def specs_by_argument(
     fn: Callable[..., Any], name: str, in_specs: Any, positional: int, named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the specs of `(args, named)`: `in_specs` is a tuple with an entry per positional argument, a dict by
-    name, or one spec of all.
+    name, or one spec for all.
 
-    Raises `ShardingError` for entries of no argument.
+    Raises `ShardingError` for entries that no argument has.
     """
     plain, everything, optional = _parameters(fn)
     if isinstance(in_specs, dict):
-        known = [*everything, *(k for k in named if k not in everything)]
-        if unknown := [key for key in in_specs if key not in known]:
+        parameters = [*everything, *(k for k in named if k not in everything)]
+        if unknown := [key for key in in_specs if key not in parameters]:
             raise ShardingError(
                 f"{name}: in_specs do not fit the arguments",
-                [f"{key!r} is no parameter; they are {', '.join(known) or 'none'}" for key in unknown],
+                [f"{key!r} is no parameter; they are {', '.join(parameters) or 'none'}" for key in unknown],
                 rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
                 remedy="in_specs=({...},) for a first argument that is a dict itself",
             )
@@ -47,21 +45,21 @@ def by_argument(
             rule=_RULE,
             remedy="a spec is one string, 'batch seq', not a tuple of names; in_specs=('batch seq',) for one argument",
         )
-    rest = dict(zip(plain[positional:], specs[positional:], strict=False))  # given by name this time
+    rest = dict(zip(plain[positional:], specs[positional:], strict=False))  # passed by name in this call
     return (*specs[:positional], *(None,) * (positional - len(specs))), {k: rest.get(k) for k in named}
 
 
-def refuse_left_out(
+def refuse_missing_specs(
     fn: Callable[..., Any], name: str, in_specs: Any, args: Sequence[Any], named: Mapping[str, Any]
 ) -> None:
     """Raises `ShardingError` for arguments with tensors behind the last entry of a tuple.
 
-    An argument without tensors needs no entry, nor does one that is given by name to a parameter with a default.
+    An argument without tensors needs no entry. Nor does one passed by name to a parameter with a default.
     """
     if not isinstance(in_specs, tuple | list):
         return
     plain, _, optional = _parameters(fn)
-    arguments = dict(zip(arguments_of(fn, len(args), ()), args, strict=True))
+    arguments = dict(zip(argument_names(fn, len(args), ()), args, strict=True))
     arguments |= {x: named[x] for x in plain[len(args) :] if x in named and x not in optional}
     entries = len(in_specs)
     tensors = {x: [leaf for leaf in pytree.tree_leaves(value) if is_tensor(leaf)] for x, value in arguments.items()}
@@ -82,24 +80,16 @@ def refuse_left_out(
 
 
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str], list[str]]:
-    """Names of the parameters that may be given by position, of all, and of those with a default."""
-    try:
-        parameters = list(inspect.signature(_code(fn)).parameters.values())
-    except (ValueError, TypeError):  # a builtin
-        return [], [], []
+    """Returns the names of the parameters that take a position, of all, and of those with a default."""
+    parameters = signature_parameters(fn) or []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in parameters if p.kind not in variadic]
     plain = [p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     return plain, [p.name for p in named], [p.name for p in named if p.default is not p.empty]
 
 
-def _code(fn: Any) -> Callable[..., Any]:
-    """What has the parameters: of a module, its `forward`."""
-    return fn.forward if isinstance(fn, torch.nn.Module) else fn
-
-
-def describe(leaf: Any) -> str | None:
-    """What a leaf is, if it can have no spec."""
+def describe_non_tensor(leaf: Any) -> str | None:
+    """Describes a leaf that can have no spec; returns None for a leaf that can."""
     if is_tensor(leaf) or leaf is None:
         return None
     if isinstance(leaf, Static):
@@ -107,14 +97,12 @@ def describe(leaf: Any) -> str | None:
     return f"{leaf!r}, which is no tensor" if isinstance(leaf, int | float | str) else f"a {type(leaf).__name__}"
 
 
-def by_position_and_name(fn: Callable[..., Any], chosen: frozenset[int | str]) -> frozenset[int | str]:
-    """Arguments that are chosen by position, also by their names, and the other way round; they may be passed either
-    way."""
-    if not chosen:
-        return chosen
-    try:
-        parameters = list(inspect.signature(_code(fn)).parameters.values())
-    except (ValueError, TypeError):  # a builtin
+def add_positions_and_names(fn: Callable[..., Any], chosen: frozenset[int | str]) -> frozenset[int | str]:
+    """Adds the names of arguments chosen by position, and the positions of those chosen by name.
+
+    A caller may pass an argument either way. Raises `ShardingError` for a choice that is no argument of `fn`.
+    """
+    if not chosen or (parameters := signature_parameters(fn)) is None:
         return chosen
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     plain = [p.name for p in parameters if p.kind in kinds]
@@ -141,7 +129,7 @@ def by_position_and_name(fn: Callable[..., Any], chosen: frozenset[int | str]) -
     return chosen | {i for i, name in enumerate(plain) if name in chosen}
 
 
-def argument_of(path: Any) -> int | str:
-    """The position or name of the argument that a leaf is in."""
+def argument_key(path: Any) -> int | str:
+    """Returns the position or name of the argument that holds the leaf at a path."""
     group, first = path[0], path[1]
     return str(first.key) if group.idx == 1 else int(first.idx)

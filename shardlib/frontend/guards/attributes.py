@@ -1,4 +1,4 @@
-"""Reads what an object holds by itself, its dict and its slots, without running code of its class."""
+"""Reads the dict and the slots of an object without running code of its class."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def own(x: Any) -> Mapping[str, Any]:
-    """Returns the dict of an object, or an empty one. A `__getattr__` of its class is not called."""
+def instance_dict(x: Any) -> Mapping[str, Any]:
+    """Returns the `__dict__` of an object, or an empty mapping, without calling a `__getattr__` of its class."""
     try:
-        ask = threading.local.__getattribute__ if isinstance(x, threading.local) else object.__getattribute__
-        space: Mapping[str, Any] = ask(x, "__dict__")
+        read = threading.local.__getattribute__ if isinstance(x, threading.local) else object.__getattribute__
+        space: Mapping[str, Any] = read(x, "__dict__")
     except AttributeError:
         return _NOTHING
     return space
 
 
-def attributes(x: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what an object holds in its dict and its slots."""
-    yield from list(own(x).items())
+def attribute_items(x: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values in the dict and the slots of an object."""
+    yield from list(instance_dict(x).items())
     for k, slot in _slots(type(x)):  # type: ignore[arg-type]
         try:
             y = slot.__get__(x)
-        except AttributeError:  # nothing is in it
+        except AttributeError:  # the slot is empty
             continue
         yield k, y
 
 
-def has(x: Any, name: str) -> bool:
-    """Returns whether an object, or its class, says that it has this attribute."""
+def has_attribute(x: Any, name: str) -> bool:
+    """Returns whether an object or its class defines this attribute, without computing it."""
     return inspect.getattr_static(x, name, _NOTHING) is not _NOTHING
 
 
-def content(cell: types.CellType) -> Any:
-    """Returns the value of a closure variable; None where it has none yet."""
+def cell_content(cell: types.CellType) -> Any:
+    """Returns the value of a closure variable; None while it has none."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -49,15 +49,15 @@ def content(cell: types.CellType) -> Any:
 @functools.lru_cache(1 << 12)
 def _slots(kind: Any) -> tuple[tuple[str, Any], ...]:
     inside = (item for k in kind.__mro__ for item in vars(k).items())
-    return tuple((k, x) for k, x in inside if isinstance(x, types.MemberDescriptorType) and k not in _PYTHONS)
+    return tuple((k, x) for k, x in inside if isinstance(x, types.MemberDescriptorType) and k not in _INTERNAL)
 
 
-# Where Python itself keeps something of an object: the last one changes in the first call of a `partial` with keywords.
-_PYTHONS = frozenset({"__dict__", "__dictoffset__", "__weaklistoffset__", "__vectorcalloffset__"})
+# Slots that Python itself uses. The last one changes in the first call of a `partial` with keywords.
+_INTERNAL = frozenset({"__dict__", "__dictoffset__", "__weaklistoffset__", "__vectorcalloffset__"})
 
 
-class Bound:
-    """A function and the object that it is bound to, named as Python's own methods name them."""
+class BoundMethod:
+    """A function bound to an object, with the attribute names of Python's own methods."""
 
     def __init__(self, function: Any, instance: Any) -> None:
         self.__func__, self.__self__ = function, instance

@@ -1,8 +1,8 @@
-"""What a call is made of: its leaves, what decides which program runs it, and what each leaf is called.
+"""Flattens a call: its leaves, the facts of its key, and a name for each leaf.
 
-`read` goes through the arguments once, in pytree's order, without building a pytree: tensors and numbers become leaves,
-and what a trace can see of everything becomes part of the key. A warm call costs this and one look-up. A number's value
-is no part of the key: programs take numbers as inputs, and say themselves which of them they looked at.
+`read_arguments` walks the arguments once, in pytree's order, without building a pytree. Tensors and numbers become
+leaves, and every fact that a trace can see becomes part of the key. A warm call costs this walk and one look-up. The
+value of a number is not in the key: programs take numbers as inputs, and guard those that their traces read.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 
 from shardlib.core.torch_private import node_type, pytree
 from shardlib.core.tree_paths import flatten_with_path
-from shardlib.frontend.guards.attributes import has
+from shardlib.frontend.guards.attributes import has_attribute
 from shardlib.frontend.guards.mappings import is_container
-from shardlib.frontend.guards.object_state import OWN, State
+from shardlib.frontend.guards.object_state import OWN_ATTRIBUTES, State
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
 class Static:
-    """An argument that is kept whole and never looked into."""
+    """Marks a static argument: it is one leaf, and counts by value."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class FlatCall:
-    """One call: the leaves of its arguments, the path to each, and the state that comes with it.
+    """One call: the leaves of its arguments, the path to each, and the state that it reaches.
 
-    Leaves are numbered on: first those of the arguments, then the tensors of `state`, then its numbers.
+    Leaves are numbered in this order: those of the arguments, the tensors of `state`, its numbers.
     """
 
     arguments: tuple[Any, ...]
@@ -53,21 +53,21 @@ def flatten_call(
     static: Collection[int | str] = (),
     state: State | None = None,
 ) -> FlatCall:
-    """The leaves of a call; an argument whose position or name is in `static` is one leaf, wrapped in `Static`.
+    """Flattens the arguments of a call; those whose position or name is in `static` are wrapped in `Static`.
 
-    State that is found in an argument is called after it: `state` learns what the arguments are called.
+    Names of state in an argument start with the argument's name, so `state.roots` gets these names.
     """
-    paths, tree = flatten_with_path(wrapped(args, kwargs, static))
+    paths, tree = flatten_with_path(wrap_static(args, kwargs, static))
     leaves = tuple(leaf for _, leaf in paths)
     call = FlatCall(leaves, tuple(path for path, _ in paths), tree, State() if state is None else state)
-    call.state.roots = list(names_of(fn, call, range(len(leaves))))
+    call.state.roots = list(leaf_names(fn, call, range(len(leaves))))
     return call
 
 
-def wrapped(
+def wrap_static(
     args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with those that are static in a box."""
+    """Wraps the static arguments in `Static`."""
     if not static:
         return tuple(args), dict(kwargs)
     return (
@@ -77,36 +77,36 @@ def wrapped(
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf becomes an input of the graph: a tensor, or whatever has a tensor's shape, dtype and device."""
-    if isinstance(leaf, torch.Tensor) or not all(has(leaf, name) for name in ("dtype", "shape", "device")):
+    """Returns whether a leaf becomes an input of the graph: it is a tensor, or has a shape, a dtype and a device."""
+    if isinstance(leaf, torch.Tensor) or not all(has_attribute(leaf, name) for name in ("dtype", "shape", "device")):
         return isinstance(leaf, torch.Tensor)
     return isinstance(leaf.dtype, torch.dtype)
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number that may change from call to call; a flag is none."""
+    """Returns whether a leaf is a number that may change from call to call; a bool is not."""
     return type(leaf) is int or type(leaf) is float
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def read(items: Iterable[Any], leaves: list[Any], facts: list[Any], state: State) -> None:
-    """Append the leaves of all `items` to `leaves`, and what a program depends on to `facts`."""
+def read_arguments(items: Iterable[Any], leaves: list[Any], facts: list[Any], state: State) -> None:
+    """Appends the leaves of all `items` to `leaves`, and the facts that a program depends on to `facts`."""
     for x in items:
         kind = type(x)
         if kind is ShardedTensor:
             leaves.append(x)
             own = x.__dict__
             facts.append(own["_form"])
-            if len(own) > OWN or x.requires_grad or x.grad is not None:
-                state.argument(x, facts, len(leaves) - 1)
+            if len(own) > OWN_ATTRIBUTES or x.requires_grad or x.grad is not None:
+                state.visit_argument_tensor(x, facts, len(leaves) - 1)
         elif kind is tuple or kind is list:
             facts += (kind, len(x))
-            read(x, leaves, facts, state)
+            read_arguments(x, leaves, facts, state)
         elif kind is dict:
             facts += (kind, tuple(x), tuple(map(type, x)))  # 1 and True are equal
-            read(x.values(), leaves, facts, state)
+            read_arguments(x.values(), leaves, facts, state)
         elif kind is float or kind is int:
             leaves.append(x)
             facts.append(kind)
@@ -116,63 +116,69 @@ def read(items: Iterable[Any], leaves: list[Any], facts: list[Any], state: State
         elif kind is Static:
             leaves.append(x)
             facts.append(Static)
-            state.fact(x.value, facts)
+            state.add_fact(x.value, facts)
         elif isinstance(x, torch.Tensor):
             leaves.append(x)
-            state.argument(x, facts, len(leaves) - 1)
+            state.visit_argument_tensor(x, facts, len(leaves) - 1)
         elif (node := node_type(x)) in pytree.SUPPORTED_NODES or is_container(x):
             children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
             facts += (kind, len(children))
-            state.fact(context, facts)
-            read(children, leaves, facts, state)
+            state.add_fact(context, facts)
+            read_arguments(children, leaves, facts, state)
         else:
             leaves.append(x)
             facts.append(kind)
-            state.object(x, facts, len(leaves) - 1)
+            state.visit_argument_object(x, facts, len(leaves) - 1)
 
 
-def twins(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Arguments that are a tensor which the call has in another place, too: each leaf with the leaf of that place.
+def find_aliases(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Maps each argument that is the same tensor as another leaf to that leaf.
 
-    Meta tensors, which stand for any of their shape, are not.
+    Meta tensors stand for any tensor of their shape, so they are left out.
     """
     places = {id(x): i for i, x in enumerate(state, len(arguments))}
-    found = {}
+    aliases = {}
     for i, x in enumerate(arguments):
         if isinstance(x, torch.Tensor) and (at := places.setdefault(id(x), i)) != i and not x.is_meta:
-            found[i] = at
-    return found
+            aliases[i] = at
+    return aliases
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def names_of(fn: Callable[..., Any], call: FlatCall, leaves: Sequence[int]) -> Iterator[str]:
-    """`params['wq']`, `x`, `rest[0]`, `net.head.weight`: leaves, named by the function's own parameters."""
+def leaf_names(fn: Callable[..., Any], call: FlatCall, leaves: Sequence[int]) -> Iterator[str]:
+    """Yields the name of each leaf by the function's parameters: `params['wq']`, `x`, `rest[0]`, `net.head.weight`."""
     named, rest = _parameters(fn)
-    found = call.state.leaf_names if any(i >= len(call.arguments) for i in leaves) else []
+    state_names = call.state.leaf_names if any(i >= len(call.arguments) for i in leaves) else []
     for i in leaves:
         if i >= len(call.arguments):
-            yield found[i - len(call.arguments)]
+            yield state_names[i - len(call.arguments)]
             continue
         group, first, *tail = call.paths[i]
         yield _head(named, rest, group.idx, first) + pytree.keystr(tuple(tail))
 
 
-def arguments_of(fn: Callable[..., Any], positional: int, named: Iterable[str]) -> list[str]:
-    """What the arguments of a call are called."""
+def argument_names(fn: Callable[..., Any], positional: int, named: Iterable[str]) -> list[str]:
+    """Returns the names of a call's arguments; an argument behind the last parameter is `args[0]`."""
     plain, rest = _parameters(fn)
     return [*plain[:positional], *(f"{rest}[{i}]" for i in range(positional - len(plain))), *named]
 
 
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str]:
-    try:
-        parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
-    except (ValueError, TypeError):  # a builtin
-        parameters = []
+    """Returns the names of the parameters that take a position, and the name of the variadic one."""
+    parameters = signature_parameters(fn) or []
     kinds = inspect.Parameter
     plain = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     return plain, next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "args")
+
+
+def signature_parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Returns the parameters of a function, or of a module's `forward`; None for a builtin without a signature."""
+    try:
+        return list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
+    except (ValueError, TypeError):
+        return None
 
 
 def _head(named: Sequence[str], rest: str, group: int, first: Any) -> str:

@@ -1,8 +1,8 @@
-"""Schedules: Python code that works out numbers from numbers, run in each call in front of its program.
+"""Steps of learning-rate schedules: Python code on numbers that each call runs before its program.
 
-A schedule decides by how often it was stepped, and calls `math.cos`: each of its steps would be another program. So a
-trace steps a copy of the schedule, which knows of its optimizer nothing but settings, and each call does so again with
-its own numbers. What comes out are numbers of the call like others.
+A schedule branches on its step count and calls `math.cos`, so each step would need a program of its own. Instead, a
+trace steps a copy of the schedule, which has nothing of its optimizer but the settings. Each call repeats this with its
+own numbers, and the numbers that change become inputs of the program.
 """
 
 from __future__ import annotations
@@ -22,68 +22,68 @@ from shardlib.frontend.guards.mutable_places import NUMBERS
 
 
 @dataclass(frozen=True)
-class Hosted:
-    """A step of a schedule: `run` on copies, `of` all that it changes.
+class HostStep:
+    """A step of a schedule: `run` steps the copies in `objects`.
 
-    `given` are the numbers in these, in order: scalars of the call, or the same in each. Afterwards they are `made`,
-    but for those at `free`: these are the call's own, leaves from `first` on.
+    `inputs` are the numbers in `objects` before the step, in order: scalars of the call, or constants. `results` are
+    the numbers after it. Those at the positions `varying` differ between calls: they are leaves from `first` on.
     """
 
     run: Callable[[], None]
-    of: Any
-    given: tuple[Any, ...]
-    made: tuple[Any, ...]
+    objects: Any
+    inputs: tuple[Any, ...]
+    results: tuple[Any, ...]
     facts: tuple[Any, ...]
-    free: tuple[int, ...]
+    varying: tuple[int, ...]
     first: int
     lock: Any = field(default_factory=threading.Lock, compare=False)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """The call's own numbers; None where anything else is not what it was in the trace."""
+        """Returns the call's varying numbers; None if anything else differs from the trace."""
         with self.lock:
-            filled(self.of, iter([x.value(leaves) if isinstance(x, Scalar) else x for x in self.given]))
+            fill_numbers(self.objects, iter([x.value(leaves) if isinstance(x, Scalar) else x for x in self.inputs]))
             self.run()
-            found = Contents.of(self.of)
-        if found.facts != self.facts:
+            contents = ScheduleContents.read(self.objects)
+        if contents.facts != self.facts:
             return None
-        own = set(self.free)
-        for i, (a, b) in enumerate(zip(found.numbers, self.made, strict=True)):
-            if i not in own and not is_same_number(a, b):
+        varying = set(self.varying)
+        for i, (a, b) in enumerate(zip(contents.numbers, self.results, strict=True)):
+            if i not in varying and not is_same_number(a, b):
                 return None
-        return [found.numbers[i] for i in self.free]
+        return [contents.numbers[i] for i in self.varying]
 
     @property
     def sources(self) -> set[int]:
-        """The leaves from which it works out its own."""
-        return {leaf for x in self.given if isinstance(x, Scalar) for leaf in x.leaves()}
+        """Returns the leaves that the step reads."""
+        return {leaf for x in self.inputs if isinstance(x, Scalar) for leaf in x.leaves()}
 
 
 Copies = dict[int, tuple[Any, Any]]  # an object and its copy, by the id of the object
 
 
-def copied(x: Any, number: Callable[[Any], Any], copies: Copies) -> Any:
-    """`x` with copies of what a schedule may change: schedules, settings of optimizers, containers; the rest is shared.
+def copy_schedules(x: Any, number: Callable[[Any], Any], copies: Copies) -> Any:
+    """Copies the schedules, optimizer settings and containers in `x`; everything else is shared.
 
-    `number` says what stands for what is none of these.
+    `number` replaces each value that is none of these.
     """
     if id(x) in copies:
         return copies[id(x)][1]
     if type(x) is tuple:
-        return _as_it_is(x, tuple([copied(y, number, copies) for y in x]))
-    if (found := inside(x)) is None:
+        return _unless_same(x, tuple([copy_schedules(y, number, copies) for y in x]))
+    if (content := mutable_content(x)) is None:
         return number(x)
     new = object.__new__(type(x)) if isinstance(x, _OBJECTS) else copy.copy(x)
     copies[id(x)] = x, new
     if isinstance(x, _OBJECTS):
         new.__dict__.update(vars(x))
-    held, keys = found
+    held, keys = content
     for k in keys:
-        _space(new)[k] = copied(held[k], number, copies)
+        _namespace(new)[k] = copy_schedules(held[k], number, copies)
     return new
 
 
-def inside(x: Any) -> tuple[Any, list[Any]] | None:
-    """Where an object has what a schedule may change, and under which keys; None for what it does not."""
+def mutable_content(x: Any) -> tuple[Any, list[Any]] | None:
+    """Returns the container of the values that a schedule may change in an object, and their keys; None if none."""
     if isinstance(x, Optimizer):
         return vars(x), ["param_groups"]
     if isinstance(x, LRScheduler):
@@ -93,17 +93,17 @@ def inside(x: Any) -> tuple[Any, list[Any]] | None:
     return (x, [k for k in x if k != "params"]) if type(x) in _DICTS else None
 
 
-def is_of_numbers(x: Any) -> bool:
-    """Whether it is a list of numbers, a value that schedules do not change, but replace."""
+def is_number_list(x: Any) -> bool:
+    """Returns whether `x` is a list of numbers: schedules replace such a list, and do not write to it."""
     return type(x) is list and all(y.__class__ in NUMBERS for y in x)
 
 
 @dataclass
-class Contents:
-    """What is in such an object: its numbers, in order, and everything else; `others` are what is of no known kind.
+class ScheduleContents:
+    """The contents of a schedule: its `numbers` in order, `facts` about everything else, and `others`.
 
-    `own` says of each number whether a schedule has it, itself or in a list, or a list or dict that is none of
-    those `known`, by id.
+    `others` are values of no known kind. `own` is true for each number that a schedule holds, directly or in a list,
+    or that a new list or dict holds.
     """
 
     numbers: list[Any] = field(default_factory=list)
@@ -112,47 +112,47 @@ class Contents:
     others: list[Any] = field(default_factory=list)
 
     @staticmethod
-    def of(x: Any, known: Mapping[int, Any] | None = None) -> Contents:
-        """Gone through once."""
-        found, facts, seen = Contents(), list[Any](), dict[int, int]()
+    def read(x: Any, originals: Mapping[int, Any] | None = None) -> ScheduleContents:
+        """Reads a schedule; a list or dict is new if its id is not among `originals`."""
+        contents, facts, seen = ScheduleContents(), list[Any](), dict[int, int]()
 
-        def read(x: Any, own: bool) -> None:
+        def visit(x: Any, own: bool) -> None:
             if x.__class__ in NUMBERS:
-                found.numbers.append(x)
-                found.own.append(own)
+                contents.numbers.append(x)
+                contents.own.append(own)
                 facts.append(x.__class__)
             elif type(x) is tuple:
                 facts.append((tuple, len(x)))
                 for y in x:
-                    read(y, own)
-            elif is_of_numbers(x):
+                    visit(y, own)
+            elif is_number_list(x):
                 facts.append((list, len(x)))
                 for y in x:
-                    read(y, own or (known is not None and id(x) not in known))
+                    visit(y, own or (originals is not None and id(x) not in originals))
             elif type(x) in _PLAIN:
                 facts.append(x)
-            elif (held := inside(x)) is None:
-                found.others.append(x)
+            elif (held := mutable_content(x)) is None:
+                contents.others.append(x)
                 facts.append(id(x))
             elif id(x) in seen:
                 facts.append(("again", seen[id(x)]))
             else:
                 seen[id(x)] = len(seen)
                 facts.append((type(x), tuple(held[1])))
-                own = isinstance(x, LRScheduler) or (known is not None and id(x) not in known)
+                own = isinstance(x, LRScheduler) or (originals is not None and id(x) not in originals)
                 for k in held[1]:
-                    read(held[0][k], own)
+                    visit(held[0][k], own)
 
-        read(x, False)
-        found.facts = tuple(facts)
-        return found
+        visit(x, False)
+        contents.facts = tuple(facts)
+        return contents
 
 
-def filled(x: Any, numbers: Iterator[Any], like: dict[int, Any] | None = None) -> Any:
-    """`x` with other numbers, in their order: where it is; or in the objects that `like` has for what is in it, by id.
+def fill_numbers(x: Any, numbers: Iterator[Any], like: dict[int, Any] | None = None) -> Any:
+    """Fills new numbers into `x` in their order: in place, or into the counterparts of its objects in `like`, by id.
 
-    A list or dict for which it has none is a new one there. No two places share a list of numbers, which the next step
-    replaces: in one of them.
+    A list or dict without a counterpart gets a new one. Two places never share a list of numbers, since the next step
+    replaces the list in one place only.
     """
     seen = set[int]()
 
@@ -160,32 +160,33 @@ def filled(x: Any, numbers: Iterator[Any], like: dict[int, Any] | None = None) -
         if x.__class__ in NUMBERS:
             return next(numbers)
         if type(x) is tuple:
-            return _as_it_is(x, tuple([fill(y) for y in x]))
-        if is_of_numbers(x):
+            return _unless_same(x, tuple([fill(y) for y in x]))
+        if is_number_list(x):
             new = [next(numbers) for _ in x]
             if like is None or id(x) in seen or id(x) not in like:
                 return new
             seen.add(id(x))
             like[id(x)][:] = new
             return like[id(x)]
-        if (found := inside(x)) is None:
+        if (content := mutable_content(x)) is None:
             return x
         into = x if like is None else like.setdefault(id(x), x if id(x) in like else copy.copy(x))
         if id(x) not in seen:
             seen.add(id(x))
-            held, keys = found
+            held, keys = content
             for k in keys:
-                _space(into)[k] = fill(held[k])
+                _namespace(into)[k] = fill(held[k])
         return into
 
     return fill(x)
 
 
-def _space(x: Any) -> Any:
+def _namespace(x: Any) -> Any:
     return vars(x) if isinstance(x, _OBJECTS) else x
 
 
-def _as_it_is(x: tuple[Any, ...], y: tuple[Any, ...]) -> tuple[Any, ...]:
+def _unless_same(x: tuple[Any, ...], y: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the old tuple if the new one holds the same objects."""
     return x if all(a is b for a, b in zip(x, y, strict=True)) else y
 
 

@@ -1,7 +1,7 @@
-"""Mappings of other classes than dict that hold tensors: containers, as dicts are, from the first time one is seen.
+"""Registers mappings of other classes than dict as pytree containers, once one that holds tensors is seen.
 
-Torch's pytree keeps their classes from then on. A stand-in has the items, and those attributes of the object that can
-be part of a key: what a library keeps beside (a tokenizer's own record of a batch) is not in it.
+A rebuilt mapping has the items, and those attributes of the object that can be part of a key. It lacks other
+attributes, such as a tokenizer's own record of a batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.frontend.guards import attributes
-from shardlib.frontend.guards.users_code import is_users
+from shardlib.frontend.guards.value_kinds import is_user_code
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """A mapping without its values: its keys, and what the object has beside its items."""
+    """A mapping without its values: its keys, and the other attributes of the object."""
 
     keys: tuple[Any, ...]
     types: tuple[type, ...]  # 1 and True are equal
@@ -29,31 +29,30 @@ class _Frame:
 
 
 def is_container(x: Any) -> bool:
-    """Whether `x` is a mapping that holds tensors; its class is then one of torch's pytree nodes."""
+    """Returns whether `x` is a mapping that holds tensors; if so, registers its class with torch's pytree."""
     kind = type(x)
-    if not isinstance(x, Mapping) or kind in pytree.SUPPORTED_NODES or not any(map(_is_inner, x.values())):
+    if not isinstance(x, Mapping) or kind in pytree.SUPPORTED_NODES or not any(map(_holds_tensors, x.values())):
         return False
     pytree.register_pytree_node(
         kind,
         _flatten,
-        lambda values, frame: _made(kind, dict(zip(frame.keys, values, strict=True)), frame.own),
+        lambda values, frame: _rebuild(kind, dict(zip(frame.keys, values, strict=True)), frame.own),
         flatten_with_keys_fn=lambda x: ([(pytree.MappingKey(k), y) for k, y in x.items()], _frame(x)),
     )
     return True
 
 
-def opened(tree: Any) -> Any:
-    """The tree itself, whose mappings are all known."""
+def register_mappings(tree: Any) -> Any:
+    """Registers the classes of all mappings with tensors in a tree; returns the tree."""
     while any(map(is_container, pytree.tree_leaves(tree))):
         pass
     return tree
 
 
-def _is_inner(x: Any) -> bool:
-    return (
-        isinstance(x, torch.Tensor)
-        or any(isinstance(y, torch.Tensor) for y in pytree.tree_leaves(x))
-        or (isinstance(x, Mapping) and any(map(_is_inner, x.values())))
+def _holds_tensors(x: Any) -> bool:
+    leaves = pytree.tree_leaves(x)
+    return any(isinstance(y, torch.Tensor) for y in leaves) or (
+        isinstance(x, Mapping) and any(map(_holds_tensors, x.values()))
     )
 
 
@@ -64,33 +63,35 @@ def _flatten(x: Any) -> tuple[list[Any], _Frame]:
 def _frame(x: Any) -> _Frame:
     keys = tuple(x)
     own = {
-        k: y for k, y in attributes.own(x).items() if not (isinstance(y, Mapping) and tuple(y) == keys) and _counts(y)
+        k: y
+        for k, y in attributes.instance_dict(x).items()
+        if not (isinstance(y, Mapping) and tuple(y) == keys) and _fits_in_key(y)
     }
     return _Frame(keys, tuple(map(type, keys)), own)
 
 
-def _counts(x: Any) -> bool:
-    """Whether a key can have it: plain values, containers of them, and the user's own objects."""
+def _fits_in_key(x: Any) -> bool:
+    """Returns whether a key can hold `x`: a plain value, a container of such, or an object of the user's."""
     if isinstance(x, list | tuple | set | frozenset):
-        return all(map(_counts, x))
+        return all(map(_fits_in_key, x))
     if isinstance(x, Mapping):
-        return all(map(_counts, x.values()))
-    return isinstance(x, int | float | str | None) or (not isinstance(x, torch.Tensor) and is_users(type(x)))
+        return all(map(_fits_in_key, x.values()))
+    return isinstance(x, int | float | str | None) or (not isinstance(x, torch.Tensor) and is_user_code(type(x)))
 
 
-def _made(kind: Any, items: dict[Any, Any], own: dict[str, Any]) -> Any:
+def _rebuild(kind: Any, items: dict[Any, Any], own: dict[str, Any]) -> Any:
     if issubclass(kind, dict):
-        made = kind.__new__(kind)
+        mapping = kind.__new__(kind)
         base = next(k for k in kind.__mro__ if k in (OrderedDict, defaultdict, dict))
         for k, y in items.items():
-            base.__setitem__(made, k, y)
+            base.__setitem__(mapping, k, y)
         if own:
-            vars(made).update(own)
-        return made
+            vars(mapping).update(own)
+        return mapping
     if issubclass(kind, UserDict):
-        made = kind.__new__(kind)
-        vars(made).update(own, data=items)
-        return made
+        mapping = kind.__new__(kind)
+        vars(mapping).update(own, data=items)
+        return mapping
     try:
         return kind(items)
     except TypeError as error:

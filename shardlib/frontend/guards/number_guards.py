@@ -1,4 +1,4 @@
-"""Which calls, of those with one key, a program is for: its trace may have asked something of their numbers."""
+"""Guards on the numbers of a call: they select the calls with one key that a program serves."""
 
 from __future__ import annotations
 
@@ -7,55 +7,60 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardlib.core.call_scalar import Scalar, is_same_number
-from shardlib.frontend.guards.host_scalars import Hosted
+from shardlib.frontend.guards.host_scalars import HostStep
 
 
 @dataclass(frozen=True)
-class Served:
-    """`looked` are the values of numbers, by leaf, at which Python looked; `hosted` works out more numbers, in order;
-    `compared` is what Python asked of numbers instead of looking, with the answers as hints."""
+class NumberGuards:
+    """The conditions under which a program serves a call.
 
-    looked: Mapping[int, Any] = field(default_factory=dict)
-    hosted: Sequence[Hosted] = ()
+    `specialized` are the values, by leaf, of numbers that Python read.
+    `hosted` are the steps that compute more numbers, in
+    order. `compared` are comparisons of numbers in Python, with their results as hints.
+    """
+
+    specialized: Mapping[int, Any] = field(default_factory=dict)
+    hosted: Sequence[HostStep] = ()
     compared: Sequence[Scalar] = ()
 
     def leaves(self, leaves: list[Any]) -> list[Any] | None:
-        """The leaves of a call, and the numbers that are worked out; None where it is none of these calls."""
-        for i, value in self.looked.items():
+        """Returns the leaves of a call with the computed numbers; None if a guard fails."""
+        for i, value in self.specialized.items():
             if not is_same_number(leaves[i], value):
                 return None
-        given = self.completed(leaves) if self.hosted else leaves
-        if given is None or any(_answer(x, given) != x.hint for x in self.compared):
+        complete = self.run_host_steps(leaves) if self.hosted else leaves
+        if complete is None or any(_evaluate(x, complete) != x.hint for x in self.compared):
             return None
-        return given
+        return complete
 
-    def completed(self, leaves: list[Any]) -> list[Any] | None:
-        """The same of a call that is known to be one of them: what it was traced with."""
-        for hosted in self.hosted:
-            made = hosted(leaves)
-            if made is None:
+    def run_host_steps(self, leaves: list[Any]) -> list[Any] | None:
+        """Returns the leaves and the computed numbers, without checking the other guards."""
+        for step in self.hosted:
+            numbers = step(leaves)
+            if numbers is None:
                 return None
-            leaves = leaves + made
+            leaves = leaves + numbers
         return leaves
 
     @property
-    def asked(self) -> set[int]:
-        """The leaves of numbers whose values matter."""
-        return {*self.looked, *sources((leaf for x in self.compared for leaf in x.leaves()), self.hosted)}
+    def guarded_leaves(self) -> set[int]:
+        """Returns the leaves of the numbers whose values are guarded."""
+        return {*self.specialized, *source_leaves((leaf for x in self.compared for leaf in x.leaves()), self.hosted)}
 
 
-def sources(leaves: Iterable[int], hosted: Sequence[Hosted]) -> set[int]:
-    """The leaves of a call from which some come that it has, or that are worked out."""
-    found = set(leaves)
-    for made in reversed(hosted):
-        own = set(range(made.first, made.first + len(made.free)))
-        if found & own:
-            found = (found - own) | made.sources
-    return found
+def source_leaves(leaves: Iterable[int], hosted: Sequence[HostStep]) -> set[int]:
+    """Replaces the leaves that steps compute by the leaves that those steps read."""
+    sources = set(leaves)
+    for step in reversed(hosted):
+        computed = set(range(step.first, step.first + len(step.varying)))
+        if sources & computed:
+            sources = (sources - computed) | step.sources
+    return sources
 
 
-def _answer(x: Scalar, leaves: Sequence[Any]) -> Any:
+def _evaluate(x: Scalar, leaves: Sequence[Any]) -> Any:
+    """Returns the value of a scalar for these leaves; None if it has none."""
     try:
         return x.value(leaves)
-    except (ArithmeticError, TypeError, ValueError):  # there is none for these numbers
+    except (ArithmeticError, TypeError, ValueError):
         return None

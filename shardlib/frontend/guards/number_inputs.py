@@ -1,10 +1,9 @@
-"""Numbers among a traced function's arguments: inputs where they only enter arithmetic, constants where Python looks.
+"""Numbers among a traced function's arguments: inputs while they only enter arithmetic, else constants.
 
-While a function is traced such a number is a `TracedNumber`: to Python a float or an int, which follows arithmetic.
-Where one meets a tensor in an op that takes a scalar, the op's node refers to it (as a `Scalar`). A comparison is
-answered, and the trace notes the answer: its program then serves the numbers for which the answer holds. Functions of
-`math` follow arithmetic.
-Who needs the value (for a size, say) gets it, and the trace notes that it was looked at: its program is for this one.
+During a trace such a number is a `TracedNumber`: a float or an int to Python, which records arithmetic and functions of
+`math`. In an op of a tensor and a scalar, the op's node refers to the number as a `Scalar`. A comparison returns its
+result, and the program then serves only numbers with the same result. Code that needs the value, for a size say, gets
+the value, and the program then serves only this value.
 """
 
 from __future__ import annotations
@@ -26,36 +25,35 @@ from shardlib.core.call_scalar import OPERATIONS, Scalar
 from shardlib.core.fake_tensors import make_shape_env
 from shardlib.core.mode_restore import PersistentFunctionMode
 from shardlib.core.torch_private import Source
-from shardlib.frontend.guards.host_scalars import Hosted
-from shardlib.frontend.guards.number_guards import Served, sources
+from shardlib.frontend.guards.host_scalars import HostStep
+from shardlib.frontend.guards.number_guards import NumberGuards, source_leaves
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-COMPARISONS = 32  # whose answers a program is for
+COMPARISONS = 32  # guards by comparison in one program; further ones guard values
 
 
 class TracedNumber:
-    """A number that a call gives, or one computed from such.
+    """A number among the leaves of a call, or one computed from such numbers.
 
-    It is of torch's types for numbers of a trace, so that functions of torch take it, and says `float` or `int` where
-    Python asks for its class.
+    It has torch's types for symbolic numbers, so that torch functions take it. Its `__class__` is `float` or `int`.
     """
 
     scalar: Scalar
-    numbers: Numbers
+    numbers: NumberMode
 
     @staticmethod
-    def of(scalar: Scalar, numbers: Numbers) -> Any:
-        """The number of this scalar, as Python code sees it."""
+    def wrap(scalar: Scalar, numbers: NumberMode) -> Any:
+        """Wraps a scalar as the number that Python code sees."""
         kind = type(scalar.hint)
         if kind not in _KINDS:
-            numbers.look(scalar)
+            numbers.specialize(scalar)
             return scalar.hint
-        made = _KINDS[kind].__new__(_KINDS[kind])
-        made.__dict__.update(scalar=scalar, numbers=numbers)
-        numbers.made.append(weakref.ref(made))
-        return made
+        number = _KINDS[kind].__new__(_KINDS[kind])
+        number.__dict__.update(scalar=scalar, numbers=numbers)
+        numbers.made.append(weakref.ref(number))
+        return number
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -66,22 +64,22 @@ class TracedNumber:
 
     @property
     def node(self) -> Any:
-        """What torch reads where it takes the number as it is."""
+        """Returns the symbolic node that torch reads when it takes the number unchanged."""
         return self.numbers.symbol(self.scalar).node
 
-    def look(self) -> Any:
-        """Its value; from now on the program is for this value."""
-        self.numbers.look(self.scalar)
+    def specialize(self) -> Any:
+        """Returns the value; from now on the program serves only this value."""
+        self.numbers.specialize(self.scalar)
         return self.scalar.hint
 
     def _with(self, op: Any, *args: Any) -> Any:
         if len(args) > 2:
-            return pow(*map(plain, args))  # with a modulus
+            return pow(*map(specialize, args))  # with a modulus
         if any(type(x) not in _OPERANDS for x in args):
             return NotImplemented
         if op is operator.pow and all(isinstance(x, int) for x in args):  # a negative exponent makes it a float
-            args = args[0], plain(args[1])
-        return TracedNumber.of(Scalar.apply(op, *(x.scalar if is_given(x) else x for x in args)), self.numbers)
+            args = args[0], specialize(args[1])
+        return TracedNumber.wrap(Scalar.apply(op, *map(to_scalar, args)), self.numbers)
 
     def __divmod__(self, other: Any) -> Any:
         return operator.floordiv(self, other), operator.mod(self, other)
@@ -90,9 +88,9 @@ class TracedNumber:
         return operator.floordiv(other, self), operator.mod(other, self)
 
     def __hash__(self) -> int:
-        return hash(self.look())
+        return hash(self.specialize())
 
-    # A copy is the number itself: who looks at it is noted in the same place.
+    # A copy is the number itself, so that a read of the copy is recorded, too.
 
     def __copy__(self) -> Any:
         return self
@@ -101,30 +99,30 @@ class TracedNumber:
         return self
 
     def __reduce_ex__(self, _: Any) -> Any:
-        return type(self.scalar.hint), (self.look(),)
+        return type(self.scalar.hint), (self.specialize(),)
 
 
-class GivenFloat(TracedNumber, torch.SymFloat):
-    """A float."""
-
-    def __init__(self) -> None:
-        pass
-
-
-class GivenInt(TracedNumber, torch.SymInt):
-    """An int."""
+class TracedFloat(TracedNumber, torch.SymFloat):
+    """A traced float."""
 
     def __init__(self) -> None:
         pass
 
 
-_KINDS: dict[type, Any] = {float: GivenFloat, int: GivenInt}
-_OPERANDS = frozenset({GivenFloat, GivenInt, int, float, bool})
+class TracedInt(TracedNumber, torch.SymInt):
+    """A traced int."""
+
+    def __init__(self) -> None:
+        pass
 
 
-def is_given(x: Any) -> bool:
-    """Whether `x` is a number that a call gives."""
-    return type(x) is GivenFloat or type(x) is GivenInt
+_KINDS: dict[type, Any] = {float: TracedFloat, int: TracedInt}
+_OPERANDS = frozenset({TracedFloat, TracedInt, int, float, bool})
+
+
+def is_traced_number(x: Any) -> bool:
+    """Returns whether `x` is a traced number."""
+    return type(x) is TracedFloat or type(x) is TracedInt
 
 
 def _forward(op: Any) -> Callable[..., Any]:
@@ -135,27 +133,27 @@ def _reflected(op: Any) -> Callable[..., Any]:
     return lambda self, other: self._with(op, other, self)
 
 
-def _looking(op: Any) -> Callable[..., Any]:
-    return lambda self, *others: op(self.look(), *map(plain, others))
+def _specializing(op: Any) -> Callable[..., Any]:
+    return lambda self, *others: op(self.specialize(), *map(specialize, others))
 
 
 def _comparing(op: Any) -> Callable[..., Any]:
     def compare(self: TracedNumber, other: Any) -> Any:
-        return self.numbers.compare(op, self, other) if type(other) in _OPERANDS else op(self.look(), other)
+        return self.numbers.compare(op, self, other) if type(other) in _OPERANDS else op(self.specialize(), other)
 
     return compare
 
 
-def _looking_back(op: Any) -> Callable[..., Any]:
-    return lambda self, other: op(plain(other), self.look())
+def _specializing_reflected(op: Any) -> Callable[..., Any]:
+    return lambda self, other: op(specialize(other), self.specialize())
 
 
 def _method(name: str) -> Callable[..., Any]:
-    return lambda self, *others: getattr(self.look(), name)(*map(plain, others))
+    return lambda self, *others: getattr(self.specialize(), name)(*map(specialize, others))
 
 
 def _attribute(name: str) -> Callable[[TracedNumber], Any]:
-    return lambda self: getattr(self.look(), name)
+    return lambda self: getattr(self.specialize(), name)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
@@ -165,18 +163,16 @@ for _name in ("neg", "pos", "abs"):
     setattr(TracedNumber, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(TracedNumber, f"__{_name}__", _comparing(getattr(operator, _name)))
-for _name in ("index", "and_", "or_", "xor", "invert"):
-    setattr(TracedNumber, f"__{_name.rstrip('_')}__", _looking(getattr(operator, _name)))
-for _name in ("lshift", "rshift"):
-    setattr(TracedNumber, f"__{_name}__", _looking(getattr(operator, _name)))
+for _name in ("index", "and_", "or_", "xor", "invert", "lshift", "rshift"):
+    setattr(TracedNumber, f"__{_name.rstrip('_')}__", _specializing(getattr(operator, _name)))
 for _name in ("and_", "or_", "xor", "lshift", "rshift"):
-    setattr(TracedNumber, f"__r{_name.rstrip('_')}__", _looking_back(getattr(operator, _name)))
+    setattr(TracedNumber, f"__r{_name.rstrip('_')}__", _specializing_reflected(getattr(operator, _name)))
 for _name, _op in (
     *(("int", int), ("float", float), ("complex", complex), ("str", str), ("repr", repr)),
     *(("round", round), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)),
     ("format", format),
 ):
-    setattr(TracedNumber, f"__{_name}__", _looking(_op))
+    setattr(TracedNumber, f"__{_name}__", _specializing(_op))
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
     setattr(TracedNumber, _name, _method(_name))
 for _name in ("real", "imag", "numerator", "denominator"):
@@ -185,7 +181,7 @@ for _name in ("real", "imag", "numerator", "denominator"):
 
 @dataclass(frozen=True)
 class _Number(Source):
-    """Where a symbol comes from, for torch."""
+    """The source of a symbol, as torch requires it."""
 
     label: str
 
@@ -194,16 +190,16 @@ class _Number(Source):
         return self.label
 
 
-class Numbers(PersistentFunctionMode):
-    """While on, functions of torch take `TracedNumber` numbers; where they are `plain`, only rates are such."""
+class NumberMode(PersistentFunctionMode):
+    """While on, torch functions take traced numbers; with `plain`, only learning rates are traced."""
 
     def __init__(self, plain: bool = False) -> None:
         super().__init__()
         self.plain = plain
-        self.looked: dict[int, Any] = {}  # leaf -> value
-        self.compared: dict[Scalar, None] = {}  # with answers as hints
-        self.last = 0  # leaves of the call, and of
-        self.hosted: list[Hosted] = []
+        self.specialized: dict[int, Any] = {}  # leaf -> value that Python has read
+        self.compared: dict[Scalar, None] = {}  # comparisons, with results as hints
+        self.last = 0  # the count of leaves: of the call, and of host steps
+        self.hosted: list[HostStep] = []
         self.made: list[weakref.ref[Any]] = []
         self._hints: dict[int, Any] = {}
         self._symbols: dict[Scalar, Any] = {}
@@ -211,125 +207,125 @@ class Numbers(PersistentFunctionMode):
 
     @cached_property
     def env(self) -> ShapeEnv:
-        """Torch's symbols. (Late: most of torch's compiler comes with them, and a call without numbers needs none.)"""
-        made: ShapeEnv = make_shape_env()
-        return made
+        """Creates torch's symbols lazily: they import most of torch's compiler, which calls without numbers spare."""
+        env: ShapeEnv = make_shape_env()
+        return env
 
     def give(self, leaf: int, name: str, value: Any, *, rate: bool = False) -> Any:
-        """The number at a leaf of the call."""
+        """Returns the number that stands for a leaf of the call during the trace."""
         self._hints[leaf] = value
         if self.plain and not rate:
-            self.looked[leaf] = value
+            self.specialized[leaf] = value
             return value
-        return TracedNumber.of(Scalar.from_leaf(leaf, name, value), self)
+        return TracedNumber.wrap(Scalar.from_leaf(leaf, name, value), self)
 
-    def host(self, hosted: Hosted, name: str) -> list[Any]:
-        """The numbers that code works out in each call."""
+    def host(self, hosted: HostStep, name: str) -> list[Any]:
+        """Adds a host step; returns the numbers that it computes in each call."""
         self.hosted.append(hosted)
-        self.last += len(hosted.free)
+        self.last += len(hosted.varying)
         return [
-            self.give(leaf, f"{name}.step()[{i}]", hosted.made[i], rate=True)
-            for leaf, i in enumerate(hosted.free, hosted.first)
+            self.give(leaf, f"{name}.step()[{i}]", hosted.results[i], rate=True)
+            for leaf, i in enumerate(hosted.varying, hosted.first)
         ]
 
-    def look(self, scalar: Scalar) -> None:
-        """From now on the program is for the value of this number; of a counter's `n % 4`, for that one of four."""
+    def specialize(self, scalar: Scalar) -> None:
+        """Guards the value of this number; for an int like `n % 4`, the value of the expression only."""
         if scalar.op is not None and type(scalar.hint) is int and len(self.compared) < COMPARISONS:
             self.compared[Scalar.apply(operator.eq, scalar, scalar.hint)] = None
             return
-        for leaf in sources(scalar.leaves(), self.hosted):
-            self.looked[leaf] = self._hints[leaf]
+        for leaf in source_leaves(scalar.leaves(), self.hosted):
+            self.specialized[leaf] = self._hints[leaf]
 
-    def served(self) -> Served:
-        """The calls that the program is for; answers that follow from values are none."""
-        rest = (x for x in self.compared if not self.looked.keys() >= set(x.leaves()))
-        return Served(self.looked, tuple(self.hosted), tuple(rest))
+    def served(self) -> NumberGuards:
+        """Returns the guards; comparisons that follow from guarded values are left out."""
+        rest = (x for x in self.compared if not self.specialized.keys() >= set(x.leaves()))
+        return NumberGuards(self.specialized, tuple(self.hosted), tuple(rest))
 
     def compare(self, op: Any, a: Any, b: Any) -> bool:
-        """What `op` says of two numbers; beyond a few such answers, the program is for their values."""
-        found = Scalar.apply(op, *(x.scalar if is_given(x) else x for x in (a, b)))
+        """Compares two numbers and guards the result; beyond `COMPARISONS` results, guards the values."""
+        comparison = Scalar.apply(op, to_scalar(a), to_scalar(b))
         if len(self.compared) < COMPARISONS:
-            self.compared[found] = None
-        elif found not in self.compared:
-            self.look(found)
-        return bool(found.hint)
+            self.compared[comparison] = None
+        elif comparison not in self.compared:
+            self.specialize(comparison)
+        return bool(comparison.hint)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(_has, args)) or any(map(_has, kwargs.values())):
-            top = self._taken_up if getattr(func, "__name__", "") in _ARITHMETIC else TracedNumber.look
-            args = tuple(self._taken(x, top) for x in args)
-            kwargs = {k: self._taken(x, top) for k, x in kwargs.items()}
+        if any(map(_has_number, args)) or any(map(_has_number, kwargs.values())):
+            convert = self._to_symbol if getattr(func, "__name__", "") in _ARITHMETIC else TracedNumber.specialize
+            args = tuple(self._convert(x, convert) for x in args)
+            kwargs = {k: self._convert(x, convert) for k, x in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _taken(self, x: Any, top: Callable[[TracedNumber], Any]) -> Any:
-        """An argument as torch takes it; in lists stand sizes, or one number for each tensor of a list."""
-        if is_given(x):
-            return top(x)
-        if isinstance(x, list | tuple) and any(map(_has, x)):
-            return type(x)([self._taken(y, TracedNumber.look) for y in x])
+    def _convert(self, x: Any, convert: Callable[[TracedNumber], Any]) -> Any:
+        """Converts an argument for torch; numbers in lists, which are sizes or one per tensor, become constants."""
+        if is_traced_number(x):
+            return convert(x)
+        if isinstance(x, list | tuple) and any(map(_has_number, x)):
+            return type(x)([self._convert(y, TracedNumber.specialize) for y in x])
         return x
 
-    def _taken_up(self, x: TracedNumber) -> Any:
+    def _to_symbol(self, x: TracedNumber) -> Any:
         return self.symbol(x.scalar)
 
     def symbol(self, scalar: Scalar) -> Any:
-        """Torch's symbol for a scalar: an input of the graph, for the time being."""
-        found = self._symbols.get(scalar)
-        if found is None:
+        """Returns torch's symbol for a scalar: an input of the graph until `inline_scalars`."""
+        number = self._symbols.get(scalar)
+        if number is None:
             from torch.fx.experimental.symbolic_shapes import DimDynamic
 
             hint, source = scalar.hint, _Number(f"number{len(self._symbols)}")
             symbol = self.env.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
             make = self.env.create_symfloatnode if type(hint) is float else self.env.create_symintnode
-            found = self._symbols[scalar] = make(symbol, hint=hint, source=source)
+            number = self._symbols[scalar] = make(symbol, hint=hint, source=source)
             self._scalars[symbol] = scalar
             mode = get_proxy_mode()
             assert mode is not None, "a function is traced"
             proxy = mode.tracer.create_proxy("placeholder", source.name, (), {})
             proxy.node.meta["scalar"] = scalar
-            track_tensor_tree(found, proxy, constant=None, tracer=mode.tracer)
-        return found
+            track_tensor_tree(number, proxy, constant=None, tracer=mode.tracer)
+        return number
 
-    def settle(self, gm: fx.GraphModule) -> bool:
-        """Write scalars into the arguments of ops, instead of nodes; whether all of them are expressions we know."""
+    def inline_scalars(self, gm: fx.GraphModule) -> bool:
+        """Replaces symbol nodes by scalars in the arguments of ops; returns whether all are supported expressions."""
         for guard in self.env.guards:
             for symbol in guard.expr.free_symbols:
-                self.look(self._scalars[symbol])
-        found: dict[fx.Node, Any] = {}
+                self.specialize(self._scalars[symbol])
+        scalars: dict[fx.Node, Any] = {}
         for node in list(gm.graph.nodes):
             if "scalar" in node.meta:
-                found[node] = node.meta["scalar"]
+                scalars[node] = node.meta["scalar"]
             elif isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
                 if node.op != "call_function" or node.target not in OPERATIONS or node.kwargs:
                     return False
-                found[node] = Scalar.apply(node.target, *(found.get(x, x) for x in node.args))
+                scalars[node] = Scalar.apply(node.target, *(scalars.get(x, x) for x in node.args))
                 continue
             elif any(type(n) is not int for x in traced_values(node) for n in x.shape):
                 return False
-            if any(n in found for n in node.all_input_nodes):
-                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: found.get(n, n))
-        for node in reversed(found):
+            if any(n in scalars for n in node.all_input_nodes):
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: scalars.get(n, n))
+        for node in reversed(scalars):
             gm.graph.erase_node(node)
         return True
 
 
-def _has(x: Any) -> bool:
-    return is_given(x) or (isinstance(x, list | tuple) and any(map(is_given, x)))
+def _has_number(x: Any) -> bool:
+    return is_traced_number(x) or (isinstance(x, list | tuple) and any(map(is_traced_number, x)))
 
 
-def plain(x: Any) -> Any:
-    """A number as it is, for code that keeps it."""
-    return x.look() if is_given(x) else x
+def specialize(x: Any) -> Any:
+    """Returns the value of a traced number, which becomes a constant; other values unchanged."""
+    return x.specialize() if is_traced_number(x) else x
 
 
-def scalar_of(x: Any) -> Any:
-    """A result of a function: a number that a call gives is what it is computed from."""
-    return x.scalar if is_given(x) else x
+def to_scalar(x: Any) -> Any:
+    """Returns the scalar of a traced number; other values unchanged."""
+    return x.scalar if is_traced_number(x) else x
 
 
-class NotExpressionsError(Exception):
-    """Numbers became more than a program can hold."""
+class UnsupportedNumbersError(Exception):
+    """A graph computes with numbers in a way that programs do not support."""
 
 
 _NAMES = ("add", "sub", "mul", "div", "truediv", "true_divide", "pow", "eq", "ne", "lt", "le", "gt", "ge", "rsub")

@@ -1,4 +1,4 @@
-"""Holds the state that a call reaches: the tensors beside its arguments, each once, with their places, and facts."""
+"""Holds the state that a call reaches besides its arguments: each tensor once, its place, and facts for the key."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.strided_only import refuse_unstrided
-from shardlib.frontend.guards.mutable_places import Changing, Place
-from shardlib.frontend.guards.place_names import name_of
+from shardlib.frontend.guards.mutable_places import MutablePlaces, Place
+from shardlib.frontend.guards.place_names import format_place
 
-_NOTHING_CHANGES = Changing()
+_NOTHING_CHANGES = MutablePlaces()
 
 T = TypeVar("T")
 
 
-class _Own(Generic[T]):
-    """An attribute that each object makes for itself, when it is first asked for."""
+class _Lazy(Generic[T]):
+    """An attribute that each object creates at the first read."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -33,86 +33,87 @@ class _Own(Generic[T]):
         return value
 
 
-NEAR, DEPTH = 12, 64  # objects within objects: so deep one looks into all of them, and so deep
-FEW = 200  # into some
+NEAR, DEPTH = 12, 64  # levels that the walk visits completely; levels that it visits at all
+FEW = 200  # objects that it visits between these levels
 
 
 class ReachedState:
-    """The tensors of one call beside its arguments, each once, with their places.
+    """The tensors of one call besides its arguments, each once, with their places.
 
-    `kept` are the objects that the key knows by identity: as long as they live, nothing else has their ids. `grads` are
-    the tensors whose `.grad` a trace can see, with what it is. `code` are the functions and classes that were found.
+    `kept` are the objects that the key knows by identity: while they live, no other object gets their ids. `grads` are
+    the tensors whose `.grad` a trace can see, each with its `.grad`. `code` are the reached functions and classes.
     """
 
-    is_read = False  # whether what the function closes over is in it
-    unread = False  # whether something is there that is deeper, or longer, than one looks
-    arrays = False  # whether numpy's are among the arguments
-    exact = False  # whether some code wants numbers that are nothing else,
-    rates = False  # and may ask for them among the settings of an optimizer
-    seeds = False  # whether some code names a method by which generators are seeded
-    logs: frozenset[str] = frozenset()  # names of what code only appends to,
-    read_names: frozenset[str] = frozenset({"*"})  # and of what it reads otherwise
-    notes = False  # whether all places are kept
-    cut: Mapping[int, torch.Tensor] = {}  # while it is traced: what stands for a result of ops outside, by id
-    roots: Sequence[str] = ()  # what the leaves of the arguments are called
-    _at: tuple[Any, ...] = ()
-    _far = 0  # how many were looked into behind `NEAR` others
+    is_read = False  # True once the closure is read, too.
+    unread = False  # True if an object is deeper, or a container longer, than the walk reads.
+    arrays = False  # True if numpy arrays are among the arguments.
+    exact = False  # True if some code needs real numbers, not traced ones,
+    rates = False  # and if such code may read the settings of an optimizer.
+    seeds = False  # True if some code names a method that seeds generators.
+    logs: frozenset[str] = frozenset()  # names of lists that code only appends to,
+    read_names: frozenset[str] = frozenset({"*"})  # and of values that it reads.
+    notes = False  # True if the walk records all places.
+    cut: Mapping[int, torch.Tensor] = {}  # results of ops outside, by the ids of their leaves in a trace
+    roots: Sequence[str] = ()  # names of the leaves of the arguments
+    _path: tuple[Any, ...] = ()
+    _deep_objects = 0  # objects visited beyond `NEAR` levels
 
-    # A small call needs none of these.
-    places = _Own[list[tuple[Any, ...]]](list)  # the name of each tensor, in parts
-    numbers = _Own[dict[Place, tuple[Any, tuple[Any, ...]]]](dict)  # that the function changes: value and name
-    keys = _Own[list[torch.Tensor]](list)  # of dicts: what an optimizer keeps of parameters
-    kept = _Own[list[Any]](list)
-    grads = _Own[list[tuple[torch.Tensor, torch.Tensor | None]]](list)
-    type_spaces = _Own[dict[int, dict[str, Any]]](dict)  # globals of code that may ask for `type(x)`
-    generators = _Own[list[torch.Generator]](list)
-    _number = _Own[dict[int, int]](dict)
-    _visited = _Own[dict[int, int]](dict)
+    # Most small calls need none of these.
+    places = _Lazy[list[tuple[Any, ...]]](list)  # the name of each tensor, in parts
+    numbers = _Lazy[dict[Place, tuple[Any, tuple[Any, ...]]]](dict)  # that the function changes: value and name
+    keys = _Lazy[list[torch.Tensor]](list)  # tensors that are keys of dicts, as in an optimizer's state
+    kept = _Lazy[list[Any]](list)
+    grads = _Lazy[list[tuple[torch.Tensor, torch.Tensor | None]]](list)
+    type_spaces = _Lazy[dict[int, dict[str, Any]]](dict)  # globals of code that may ask for `type(x)`
+    generators = _Lazy[list[torch.Generator]](list)
+    _tensor_numbers = _Lazy[dict[int, int]](dict)
+    _visited = _Lazy[dict[int, int]](dict)
 
-    def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
-        self.own = own  # the object whose method runs: it has a cache of its own, which must not keep it
+    def __init__(self, own: Any = None, changing: MutablePlaces | None = None) -> None:
+        self.own = own  # the object whose method runs; its own cache of programs must not keep it alive
         self.changing = changing or _NOTHING_CHANGES
         self.quick = not self.changing.anything
         self.tensors: list[torch.Tensor] = []
         self.code: dict[int, Any] = {}
 
     def is_far(self, depth: int) -> bool:
-        """Returns whether the walk skips objects at this depth; it counts the object as read otherwise."""
-        self._far += depth >= NEAR
-        return depth >= DEPTH or self._far > FEW
+        """Returns whether the walk skips an object at this depth; otherwise counts the object."""
+        self._deep_objects += depth >= NEAR
+        return depth >= DEPTH or self._deep_objects > FEW
 
     @property
     def names(self) -> list[str]:
-        """Names each tensor: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
+        """The name of each tensor: `net.head.weight`, `self.scales[0]`, `net.head.weight.grad`."""
         return list(map(self.name, self.places))
 
     @property
     def leaf_names(self) -> list[str]:
-        """Names each of `leaves`."""
+        """The name of each of `leaves`."""
         return [*self.names, *(self.name(at) for _, at in self.numbers.values())]
 
     @property
     def leaves(self) -> list[Any]:
-        """Lists the inputs beside the arguments: tensors, then numbers."""
+        """The inputs besides the arguments: tensors, then numbers."""
         return [*self.tensors, *(x for x, _ in self.numbers.values())]
 
     def name(self, place: tuple[Any, ...]) -> str:
         """Returns the name of a place."""
-        return name_of(place, self.roots, self.places)
+        return format_place(place, self.roots, self.places)
 
-    def runs(self, code: Any) -> None:
-        """A function or a class that the call may run."""
+    def add_code(self, code: Any) -> None:
+        """Adds a function or a class that the call may run."""
         self.code.setdefault(id(code), code)
 
-    def _identity(self, x: Any, facts: list[Any]) -> None:
+    def _add_identity(self, x: Any, facts: list[Any]) -> None:
+        """Adds the id of `x` as a fact, and keeps `x` alive."""
         if x is self.own:
             facts.append("self")
             return
         facts.append(id(x))
         self.kept.append(x)
 
-    def _again(self, x: Any, facts: list[Any]) -> bool:
-        """Returns whether the walk has been in `x`, which then counts by its number."""
+    def _was_visited(self, x: Any, facts: list[Any]) -> bool:
+        """Returns whether the walk has visited `x` before, which then counts by its number; otherwise numbers it."""
         number = self._visited.get(id(x))
         if number is not None:
             facts.append(number)
@@ -122,7 +123,7 @@ class ReachedState:
 
 
 def plain_form(x: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the facts about a plain tensor that a program is for. Raises `ShardingError` if it has no shape yet."""
+    """Returns the facts about a plain tensor for the key. Raises `ShardingError` if it has no shape yet."""
     if nn.parameter.is_lazy(x):
         raise ShardingError(
             f"a jitted function is called with parameters that have no shape yet ({type(x).__name__})",
@@ -131,7 +132,7 @@ def plain_form(x: torch.Tensor) -> tuple[Any, ...]:
         )
     try:
         strides = x.stride() if x.layout is torch.strided else x.layout
-    except RuntimeError:  # a nested one has none
+    except RuntimeError:  # a nested tensor has none
         refuse_unstrided("a jitted function", [("an argument, or what the function closes over,", x)])
         raise
     return type(x), x.shape, strides, x.dtype, x.device

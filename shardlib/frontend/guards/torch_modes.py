@@ -1,9 +1,9 @@
-"""What a trace can see that no argument says: modes and switches of torch. All of it is part of a call's key.
+"""Reads torch's modes and switches around a call for its key, and suspends them during the trace.
 
-Function modes act while a function is traced, above shardlib's own, and not when its program runs. Torch's dispatch
-modes (counters, profilers), and those that say `only_observes`, see what runs, and nothing of the trace; others are
-refused, since nobody knows whether they mean the ops of one device or of its pieces. Hooks on what autograd saves act
-on what a call saves.
+Function modes act during the trace, above shardlib's own, and not when the program runs. Torch's dispatch modes
+(counters, profilers), and those with `only_observes`, see the ops that run, and nothing of the trace. Other dispatch
+modes are refused: they may expect the ops of one device, and a program runs ops on shards. Saved-tensor hooks act on
+the tensors that a call saves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardlib.core.torch_private import (
     saved_hooks,
     without_modes,
 )
-from shardlib.frontend.guards.attributes import own
+from shardlib.frontend.guards.attributes import instance_dict
 from shardlib.frontend.guards.object_state import State
 
 _DEVICES = ("cpu", "cuda")
@@ -44,7 +44,7 @@ _deterministic, _precision = torch.are_deterministic_algorithms_enabled, torch.g
 
 
 def ambient(state: State) -> tuple[Any, ...]:
-    """The modes of this thread and the switches of this process, as part of a key.
+    """Returns the modes of this thread and the switches of this process, as part of a key.
 
     Gradient and inference mode; autocast of each kind of device, its dtype and its cache; default dtype and device;
     deterministic algorithms and the precision of matrix products; `SHARDLIB_OPS`; users' rules; function modes.
@@ -59,7 +59,7 @@ def ambient(state: State) -> tuple[Any, ...]:
         _precision(),
         _environment.get(b"SHARDLIB_OPS"),
         rule_registrations.value,
-        modes(state) if count_function_modes() or any(MODULE_HOOKS) else (),
+        _function_mode_facts(state) if count_function_modes() or any(MODULE_HOOKS) else (),
     )
 
 
@@ -67,64 +67,64 @@ def _autocast() -> list[torch.dtype | None]:
     return [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
 
 
-def autocast_of(modes: tuple[Any, ...]) -> tuple[tuple[str, torch.dtype], ...]:
-    """The devices with autocast, each with its dtype, that `ambient` said."""
-    said = zip(_DEVICES, modes[_AUTOCAST : _AUTOCAST + len(_DEVICES)], strict=True)
-    return tuple((device, dtype) for device, dtype in said if dtype is not None)
+def autocast_dtypes(modes: tuple[Any, ...]) -> tuple[tuple[str, torch.dtype], ...]:
+    """Returns the devices with autocast, each with its dtype, from the result of `ambient`."""
+    dtypes = zip(_DEVICES, modes[_AUTOCAST : _AUTOCAST + len(_DEVICES)], strict=True)
+    return tuple((device, dtype) for device, dtype in dtypes if dtype is not None)
 
 
-def modes(state: State) -> tuple[Any, ...]:
-    """What the function modes around a call, and the hooks of all modules, add to its key."""
-    known: list[Any] = []
+def _function_mode_facts(state: State) -> tuple[Any, ...]:
+    """Returns the facts about function modes around a call and about global module hooks."""
+    facts: list[Any] = []
     if count_function_modes():
-        for mode in (mode for mode in function_modes() if not is_of_traces(mode)):
-            known += (type(mode), own(mode).get("device"))
-            state.mode(mode, known, -len(known))
+        for mode in (mode for mode in function_modes() if not is_trace_mode(mode)):
+            facts += (type(mode), instance_dict(mode).get("device"))
+            state.visit_mode(mode, facts, -len(facts))
     if any(MODULE_HOOKS):
         for hook in (hook for hooks in MODULE_HOOKS for hook in hooks.values() if not _is_torch(hook)):
-            state.hook(hook, known)
-    return tuple(known)
+            state.visit_hook(hook, facts)
+    return tuple(facts)
 
 
-def refuse_modes(name: str) -> None:
-    """Refuse dispatch modes that are not torch's own, and do not say that they only look on."""
+def refuse_dispatch_modes(name: str) -> None:
+    """Raises `ShardingError` for dispatch modes that are not torch's own and do not set `only_observes`."""
     modes = dispatch_modes()
     wrong = [m for m in modes if not _is_torch(m) and not getattr(m, "only_observes", False)]
     if wrong:
         raise ShardingError(
             f"{name} is called under a dispatch mode of your own",
             [f"{type(m).__module__}.{type(m).__qualname__}" for m in wrong],
-            rule="a jitted function runs as another program, of ops on pieces: a mode that changes what ops do would "
-            "change other ones",
-            remedy="enter the mode inside the function (it acts while the function is traced); one that changes "
-            "nothing says only_observes = True in its class, and sees the ops that run, on pieces",
+            rule="a jitted function runs as another program, of ops on shards: a mode that changes ops would change "
+            "those instead",
+            remedy="enter the mode inside the function (it acts while the function is traced); a mode that changes "
+            "nothing sets only_observes = True in its class, and sees the ops that run, on shards",
         )
 
 
 def _is_torch(x: Any) -> bool:
-    """Whether a mode, or a hook, is torch's own: such ones count and show, and change nothing."""
-    of = x if isinstance(x, types.FunctionType | types.MethodType) else type(x)
-    return of.__module__.partition(".")[0] in ("torch", "shardlib")
+    """Returns whether a mode or a hook is torch's own, which only counts or shows ops."""
+    owner = x if isinstance(x, types.FunctionType | types.MethodType) else type(x)
+    return owner.__module__.partition(".")[0] in ("torch", "shardlib")
 
 
-def is_of_traces(mode: TorchFunctionMode) -> bool:
-    """Whether a mode is one that every trace is under."""
+def is_trace_mode(mode: TorchFunctionMode) -> bool:
+    """Returns whether every trace runs under this mode."""
     return type(mode).__module__.startswith(("shardlib.", "torch.fx."))
 
 
 @contextmanager
-def set_aside() -> Iterator[AbstractContextManager[Any]]:
-    """Nothing of the caller's modes and hooks acts; inside what it gives, the function modes do, above all others."""
+def suspend_modes() -> Iterator[AbstractContextManager[Any]]:
+    """Suspends the caller's modes and hooks; yields a context in which the function modes act, above all others."""
     functions: list[TorchFunctionMode] = [pop_function_mode() for _ in range(count_function_modes())][::-1]
     hooks: list[Any] = []
     while (pair := saved_hooks(True)) is not None:
         hooks.append(pair)
         pop_saved_hooks()
     try:
-        # The anomaly switch is the process's: who turns it off for nothing could undo what another thread turns on.
+        # The anomaly switch belongs to the process: turning it off needlessly could undo another thread's change.
         quiet = torch.autograd.set_detect_anomaly(mode=False) if torch.is_anomaly_enabled() else nullcontext()
         with without_modes(), quiet:
-            yield _on_top(functions)
+            yield _pushed(functions)
     finally:
         for pair in reversed(hooks):
             push_saved_hooks(*pair)
@@ -133,7 +133,7 @@ def set_aside() -> Iterator[AbstractContextManager[Any]]:
 
 
 @contextmanager
-def _on_top(modes: list[TorchFunctionMode]) -> Iterator[None]:
+def _pushed(modes: list[TorchFunctionMode]) -> Iterator[None]:
     with ExitStack() as stack:
         for mode in modes:
             push_function_mode(mode)
@@ -141,7 +141,7 @@ def _on_top(modes: list[TorchFunctionMode]) -> Iterator[None]:
         yield
 
 
-NAMES = (
+AMBIENT_NAMES = (
     "gradient mode",
     "inference mode",
     "the default dtype",
@@ -153,4 +153,4 @@ NAMES = (
     "the rules of custom ops",
     "function modes",
 )
-_AUTOCAST = 3  # the first of them that is autocast's
+_AUTOCAST = 3  # position of the first autocast entry

@@ -1,8 +1,9 @@
-"""Classifies objects for the key of a call: plain values, containers, objects that count by identity or content."""
+"""Classifies objects for the key of a call: plain values, containers, the user's objects, code of libraries."""
 
 from __future__ import annotations
 
 import array
+import builtins
 import functools
 import hashlib
 import sys
@@ -13,15 +14,15 @@ from typing import Any
 
 import torch
 
-from shardlib.frontend.guards.users_code import is_executed, is_users
+from shardlib.core.source_lines import is_internal
 
-Held = tuple[str, Any]
+Description = tuple[str, Any]
 
 
-def held(x: Any) -> Held:
-    """Describes a value to a reader; with its identity or digest, if it counts by that."""
+def describe_value(x: Any) -> Description:
+    """Describes a value to a reader, with its identity or digest if it counts by that."""
     kind = type(x)
-    if kind in PLAIN or of_numpy(x) == "generic":
+    if kind in PLAIN or numpy_kind(x) == "generic":
         return repr(x), None
     if isinstance(x, torch.Tensor):
         return "a tensor", None
@@ -29,67 +30,70 @@ def held(x: Any) -> Held:
         return f"a {kind.__name__} of {len(x)}", None
     if isinstance(x, OPAQUE):
         return getattr(x, "__qualname__", getattr(x, "__name__", kind.__name__)), id(x)
-    if of_numpy(x):
-        return f"a {kind.__name__}", digest(x)
+    if numpy_kind(x):
+        return f"a {kind.__name__}", hash_buffer(x)
     return f"a {kind.__name__}", id(x)
 
 
-def is_its_own(x: Any) -> bool:
-    """Returns whether `x` is equal to no other object, or may change."""
+def has_value_hash(x: Any) -> bool:
+    """Returns whether `x` is hashed by value, so that it can be in a key itself: it is immutable."""
     hashes: Any = type(x).__hash__
-    return hashes is None or hashes is object.__hash__
+    return hashes is not None and hashes is not object.__hash__
 
 
-def is_closed(x: Any) -> bool:
-    """Returns whether `x` may change without showing it: a queue, a hash, a generator of numpy's."""
+def can_change_unseen(x: Any) -> bool:
+    """Returns whether `x` has hidden state: a queue, a hash, a generator of numpy's."""
     kind: Any = type(x)
     shows = kind.__dictoffset__ or any("__slots__" in vars(k) for k in kind.__mro__)
     is_known = kind.__module__.partition(".")[0] in ("torch", "builtins", "_thread") or kind is array.array
-    return not (shows or is_known or callable(x)) and not of_numpy(x) and is_its_own(x)
+    return not (shows or is_known or callable(x)) and not numpy_kind(x) and not has_value_hash(x)
 
 
-def is_object(x: Any) -> bool:
-    """Returns whether the attributes of `x` count: it is a user's object, or an optimizer."""
+def is_user_object(x: Any) -> bool:
+    """Returns whether the attributes of `x` count: it is a user's object, an optimizer, a schedule or a scaler."""
     kind = type(x)
-    named = kind.__module__
-    library = named.partition(".")[0] in _LIBRARIES and not named.startswith(_OPEN)
-    return not library or isinstance(x, _TRAINING) or is_executed(kind)
+    module = kind.__module__
+    is_library = module.partition(".")[0] in _LIBRARIES and not module.startswith(_WITH_USER_STATE)
+    return not is_library or isinstance(x, _TRAINING) or is_made_by_exec(kind)
 
 
 @functools.lru_cache(1 << 12)
-def may_read(kind: Any, name: Any) -> bool:
-    """Returns whether code of a library may read this attribute of an object.
+def can_library_read(kind: Any, name: Any) -> bool:
+    """Returns whether code of a library may read this attribute of an object of class `kind`.
 
-    It may read all of its own objects; of a user's object, the names in the base classes that it defines.
+    A library may read every attribute of its own objects. Of a user's object, it may read the names in base classes
+    that it defines.
     """
     if kind in (types.FunctionType, types.CellType, types.ModuleType) or issubclass(kind, type):
         return False
-    bases = [base for base in kind.__mro__ if not is_users(base) and base.__module__ not in sys.builtin_module_names]
+    bases = [
+        base for base in kind.__mro__ if not is_user_code(base) and base.__module__ not in sys.builtin_module_names
+    ]
     codes = (getattr(fn, "__code__", None) for base in bases for fn in vars(base).values())
     return kind in bases or any(name in code.co_names for code in codes if code is not None)
 
 
-def of_numpy(x: Any) -> str:
+def numpy_kind(x: Any) -> str:
     """Returns 'ndarray' for an array of numpy's, 'generic' for a number of numpy's, else an empty string."""
     kind: Any = type(x)
-    return _numpys(kind)
+    return _numpy_kind(kind)
 
 
 @functools.lru_cache(1 << 12)
-def _numpys(kind: Any) -> str:
+def _numpy_kind(kind: Any) -> str:
     inside = (k.__name__ for k in kind.__mro__ if k.__module__ == "numpy")
     return next((name for name in inside if name in ("ndarray", "generic")), "")
 
 
-def digest(x: Any) -> bytes:
-    """Hashes the elements of an array; those that are objects, by identity."""
+def hash_buffer(x: Any) -> bytes:
+    """Hashes the bytes of an array or a buffer; elements that are objects count by identity."""
     return hashlib.blake2b(x.tobytes(), digest_size=16).digest()
 
 
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
-QUICK = PLAIN - {complex, range}  # equal ones are one, but for 0.0 and -0.0
+QUICK = PLAIN - {complex, range}  # types of values that a key compares by `==`; floats by their hex text
 CONTAINERS = (list, tuple, dict, set, frozenset, deque, types.MappingProxyType)
 DICTS = frozenset({dict, OrderedDict})
 BUILTIN = frozenset({*CONTAINERS, OrderedDict, defaultdict, Counter, torch.Size})
@@ -102,22 +106,22 @@ OPAQUE: tuple[Any, ...] = (
     types.MethodType,
     torch.Generator,
 )
-# Torch's objects that stand for what somebody gave them.
-_OPEN = ("torch.distributions.", "torch.utils.data.")
+# Modules of torch whose objects hold the user's values.
+_WITH_USER_STATE = ("torch.distributions.", "torch.utils.data.")
 _LIBRARIES = frozenset({"torch", "numpy", "builtins", "shardlib", "functools", "threading", "logging"})
 
 
-def is_of_parameters(x: Any) -> bool:
-    """Returns whether a container, which may be long, holds parameters, or an optimizer's state of them."""
+def holds_parameters(x: Any) -> bool:
+    """Returns whether a container holds parameters, or an optimizer's state of them, judged by its first item."""
     first = next(iter(x.items() if isinstance(x, dict) else ((y,) for y in x)), ())
     return any(isinstance(y, torch.Tensor) and y.requires_grad and y.is_leaf for y in first)
 
 
-_call_counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # calls; times emptied
+_call_counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # calls, clears
 
 
-def emptied(cache: Any) -> int:
-    """The number of times, as far as anybody has looked: then it counts from 0 again."""
+def count_clears(cache: Any) -> int:
+    """Counts how often a `functools.cache` was cleared, as far as the calls seen show: its counters restart at 0."""
     info = cache.cache_info()
     calls, (before, times) = info.hits + info.misses, _call_counts.get(cache, (0, 0))
     if calls != before:
@@ -127,5 +131,27 @@ def emptied(cache: Any) -> int:
 
 
 def is_cache(x: Any) -> bool:
-    """Returns whether `x` is what `functools.cache` makes of a function."""
+    """Returns whether `x` is a function wrapped by `functools.cache`."""
     return isinstance(x, functools._lru_cache_wrapper)
+
+
+def is_user_code(x: Any) -> bool:
+    """Returns whether a function, class or module is the user's own; code of libraries never changes between calls."""
+    if isinstance(x, types.FunctionType):
+        return _is_own(x.__code__.co_filename)
+    module = x if isinstance(x, types.ModuleType) else sys.modules.get(getattr(x, "__module__", None) or "")
+    if module is not None and module.__name__ in sys.builtin_module_names:
+        return isinstance(x, type) and is_made_by_exec(x)
+    file = None if module is None else vars(module).get("__file__")  # a notebook has none
+    return file is None or _is_own(file)
+
+
+def is_made_by_exec(kind: type) -> bool:
+    """Returns whether `exec` made a class in a dict without `__name__`, so that its module reads 'builtins'."""
+    is_heap_type = kind.__flags__ & 1 << 9  # set by a class statement
+    return kind.__module__ == "builtins" and bool(is_heap_type) and kind is not vars(builtins).get(kind.__name__)
+
+
+@functools.cache
+def _is_own(file: str) -> bool:
+    return not is_internal(file) and "site-packages" not in file and "dist-packages" not in file

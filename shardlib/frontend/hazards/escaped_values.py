@@ -18,7 +18,7 @@ import torch
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import FakeTensor, parametrized
-from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.primitives.per_device import PerDevice
 from shardlib.tensor.sharded_tensor import typeof
 
@@ -72,7 +72,7 @@ def refuse_kept(name: str, refs: Refs) -> None:
 
 def _alive(refs: Refs, *, numbers: bool) -> list[Any]:
     def found() -> list[Any]:
-        return [x for ref in refs if (x := ref()) is not None and is_given(x) == numbers]
+        return [x for ref in refs if (x := ref()) is not None and is_traced_number(x) == numbers]
 
     if found():
         gc.collect()  # rarely: what a trace makes is hardly ever in a circle

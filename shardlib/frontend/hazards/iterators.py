@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardlib.core.errors import ShardingError
-from shardlib.frontend.guards.attributes import own
+from shardlib.frontend.guards.attributes import instance_dict
 
 
 class Iterators:
@@ -61,7 +61,7 @@ def _inside(x: Any) -> Iterator[Any]:
         yield -1 if x.gi_frame is None else x.gi_frame.f_lasti
         yield from gc.get_referents(x)
     elif type(x).__module__ not in ("builtins", "itertools"):  # what it counts, and what it goes through
-        yield from (y for y in own(x).values() if type(y) in _PLAIN or _is_iterator(y))
+        yield from (y for y in instance_dict(x).values() if type(y) in _PLAIN or _is_iterator(y))
     elif (left := operator.length_hint(x, -1)) >= 0:
         yield left
     else:

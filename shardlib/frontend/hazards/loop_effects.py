@@ -10,7 +10,7 @@ import torch
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.guards.attributes import content
+from shardlib.frontend.guards.attributes import cell_content
 from shardlib.frontend.guards.value_kinds import PLAIN
 from shardlib.frontend.lifted_inputs import Lifted
 from shardlib.frontend.side_effects.snapshot import Snapshot
@@ -56,7 +56,7 @@ def _look() -> Snapshot | None:
 def _variables(body: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     names = getattr(getattr(body, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(body, "__closure__", None) or (), strict=True):
-        yield name, content(cell)
+        yield name, cell_content(cell)
 
 
 def _is_tensor(x: Any) -> bool:

@@ -1,1 +1,1 @@
-"""Parts of a trace that are used again: loop bodies, subgraphs, what ops made before."""
+"""Traces repeated parts of a program once, and copies their nodes for the other calls."""

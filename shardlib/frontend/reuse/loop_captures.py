@@ -1,7 +1,7 @@
-"""What the body of a loop reads of the trace around it: stand-ins for tensors that it closes over.
+"""Replaces the tensors that the body of a loop closes over by stand-ins, so that they become inputs of the body.
 
-Whatever a function of torch gets inside the body, or what enters a transform there, is looked at first: a tensor from
-outside is replaced, the same by the same, and so becomes an input of the body.
+The mode checks each argument of a torch function in the body, and each tensor that enters a transform there. It
+replaces a tensor from outside, always by the same stand-in.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from shardlib.frontend.copy_nodes import alike
 from shardlib.frontend.lifted_inputs import Lifted
 
 
-class Closures(PersistentFunctionMode):
-    """Puts `stand_ins` in the place of tensors that come from outside of the body, the `originals`."""
+class CaptureMode(PersistentFunctionMode):
+    """Replaces tensors from outside of the body, the `originals`, by `stand_ins`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.originals: list[Tensor] = []
         self.stand_ins: list[Tensor] = []
-        self._grads: list[Tensor | None] = []  # of the stand-ins
-        self._known: dict[int, Tensor] = {}
+        self._grads: list[Tensor | None] = []  # `.grad` of each stand-in at the start
+        self._replacements: dict[int, Tensor] = {}  # by id of the tensor in the body
         self._doors = ExitStack()
         mode = get_proxy_mode()
         assert mode is not None, "the body is being traced"
@@ -52,29 +52,29 @@ class Closures(PersistentFunctionMode):
         super().__exit__(*raised)
         self._doors.close()
 
-    def passing(self, tensors: Sequence[Tensor]) -> Closures:
-        """The mode itself, to which these tensors are none from outside."""
-        self._known |= {id(x): x for x in tensors}
+    def passing(self, tensors: Sequence[Tensor]) -> CaptureMode:
+        """Returns the mode itself, which no longer replaces these tensors."""
+        self._replacements |= {id(x): x for x in tensors}
         return self
 
-    def refuse_grads(self, given: Iterable[tuple[str, Tensor]]) -> None:
-        """Refuse `.grad` that the body has set, of what it is given and of what it closes over."""
+    def refuse_grads(self, inputs: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises `ShardingError` if the body has set `.grad` of one of its named inputs or captured tensors."""
         state = Lifted.current()
-        called = (
+        state_names = (
             {}
             if state is None
             else {id(x): name for name, x in zip(state.state.names, state.state.tensors, strict=True)}
         )
-        with torch.DisableTorchFunction():  # not the body looks at them
-            wrong = [name for name, x in given if x.grad is not None]
+        with torch.DisableTorchFunction():  # the body's own modes must not see these reads
+            wrong = [name for name, x in inputs if x.grad is not None]
             for x, y, grad in zip(self.originals, self.stand_ins, self._grads, strict=True):
                 if y.grad is not grad or (grad is not None and version_of(grad)):
-                    wrong.append(called.get(id(x), f"a tensor of shape {list(x.shape)}"))
+                    wrong.append(state_names.get(id(x), f"a tensor of shape {list(x.shape)}"))
         if wrong:
             raise ShardingError(
                 "the body of scan sets gradients of tensors that it did not make, by backward() or .grad",
                 [f"{name}.grad" for name in wrong],
-                rule="a body runs once, for every step: what is summed up over the steps is its carry",
+                rule="a body is traced once for all steps: a sum over the steps is part of its carry",
                 remedy="l, d = sl.value_and_grad(loss)(w, b), or torch.autograd.grad(l, params), in the body, and the "
                 "sum of the gradients in the carry; set w.grad behind scan",
             )
@@ -84,26 +84,26 @@ class Closures(PersistentFunctionMode):
         return func(*args, **kwargs)
 
     def _argument(self, x: Tensor) -> Tensor:
-        """A tensor as a function in the body gets it."""
+        """Returns the tensor that a function in the body gets in place of `x`."""
         mode = get_proxy_mode()
-        if mode is None or mode.tracer is not self._tracer:  # that of a body inside this one
+        if mode is None or mode.tracer is not self._tracer:  # a nested body is being traced
             return x
-        if id(x) in self._known:
-            return self._known[id(x)]
+        if id(x) in self._replacements:
+            return self._replacements[id(x)]
         base = innermost(x)
         if base in self._tracer.tensor_tracker or any(base is y for y in self.stand_ins):
             return x
         if not torch.is_grad_enabled() and _in_autograd_function():
             refuse_lost(x)
         self.originals.append(x)
-        with without_transforms():  # a transform in the body may be on
+        with without_transforms():  # a transform in the body may be active
             lifted = Lifted.current()
             like = x if lifted is None else lifted.stand_in(x)
-            y = self._known[id(x)] = stand_in(like) if is_followed(x) else alike(like)
+            y = self._replacements[id(x)] = stand_in(like) if is_followed(x) else alike(like)
         self.stand_ins.append(y)
         self._grads.append(None)
         if x is base and (x.is_leaf or x.retains_grad):
-            with torch.DisableTorchFunction():  # nobody has asked for it yet: who does in the body asks the stand-in
+            with torch.DisableTorchFunction():  # a read of `.grad` in the body sees the stand-in's
                 grad = x.grad
             if grad is not None:
                 at = len(self._grads) - 1
@@ -113,7 +113,7 @@ class Closures(PersistentFunctionMode):
 
 @contextmanager
 def _entered(argument: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """What enters a gradient or a vmap in the body goes through `argument` first: torch takes it in beside modes."""
+    """Applies `argument` to tensors that enter a gradient or a vmap in the body; modes do not see these."""
 
     def through(enter: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *how: enter(_quietly(argument, x), *how)
@@ -128,7 +128,7 @@ def _quietly(argument: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _in_autograd_function() -> bool:
-    """Whether an autograd Function runs in the body, whose formula says what has a gradient."""
+    """Returns whether an autograd Function, which defines its own gradients, runs in the body."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "trace_body":
         if frame.f_code is IN_A_FUNCTION:
@@ -138,18 +138,18 @@ def _in_autograd_function() -> bool:
 
 
 def stand_in(x: Tensor) -> Tensor:
-    """A tensor like x, of which autograd follows what is made."""
+    """Returns a tensor like `x` that requires a gradient, if its dtype allows one."""
     y = alike(x)
     return y.requires_grad_(y.is_floating_point() or y.is_complex())
 
 
 def is_followed(x: Tensor) -> bool:
-    """Whether a tensor from outside may be differentiated: of a transform around, nobody knows."""
+    """Returns whether a tensor from outside may be differentiated; a transform outside may always do so."""
     return x.requires_grad or x is not innermost(x)
 
 
 def refuse_lost(x: Tensor) -> None:
-    """A tensor from outside that autograd did not see come in must not be one that is differentiated."""
+    """Raises `ShardingError` for a differentiable tensor from outside that autograd does not follow into the body."""
     if is_followed(x):
         raise ShardingError(
             f"the body of scan closes over a tensor of shape {list(x.shape)} where its gradient is not followed",

@@ -1,9 +1,8 @@
-"""What two modules have to share to be one to a trace: all that jit's key knows of them, but who they are, and what
-the code of the first never read.
+"""Compares two modules as a trace sees them, without their identities and the attributes that no code read.
 
-A layer that knows its own number is like the next one as long as nobody asks it. `Alike` is the walk of `State` that
-leaves out modules' identities and the attributes that were not read; what it lifts, in order, are the tensors of the
-one in the places of the other's. `noted` is how reads are found.
+A layer that stores its own index equals the next one if its code never reads the index. `EqualityWalk` is the walk of
+`State` without identities of modules and unread attributes. The tensors that it lifts from two equal modules correspond
+in order. `record_reads` notes the attributes that code reads.
 """
 
 from __future__ import annotations
@@ -19,98 +18,98 @@ from typing import Any
 from torch import nn
 
 from shardlib.core.torch_private import CALL_HOOKS, MODULE_ATTRIBUTE, MODULE_DICTS
-from shardlib.frontend.guards.attributes import attributes
-from shardlib.frontend.guards.closure import follow
-from shardlib.frontend.guards.code_refs import Reached
-from shardlib.frontend.guards.flatten_call import read
-from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.attributes import attribute_items
+from shardlib.frontend.guards.closure import read_reached_code
+from shardlib.frontend.guards.code_refs import ReachCache
+from shardlib.frontend.guards.flatten_call import read_arguments
+from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.guards.value_kinds import is_closed
+from shardlib.frontend.guards.value_kinds import can_change_unseen
 
-Read = tuple[Any, ...]  # the place of a module in the walk, and the name of an attribute
+AttributeRead = tuple[Any, ...]  # the path of a module in the walk, and the name of an attribute
 ALL = "__dict__"
 
 
-class Alike(State):
-    """`reads` are the attributes that count beside those that say how a module is built; None: all.
+class EqualityWalk(State):
+    """The walk that compares modules: `reads` are the attributes that count besides the structure; None for all.
 
-    `opaque`: something is there that calls do not repeat: hooks, iterators, generators of random numbers, attributes
-    that are read by code of the class's own. `unread`: something is there that may change unseen. `modules` and `held`
-    are the modules, each with its place.
+    `opaque` is true if the walk meets something that calls do not repeat: hooks, iterators, random generators, classes
+    with a `__getattribute__` of their own. `unread` is true if it meets hidden state. `modules` maps ids of modules to
+    their paths, and `held` lists the modules.
     """
 
-    def __init__(self, reads: Set[Read] | None) -> None:
+    def __init__(self, reads: Set[AttributeRead] | None) -> None:
         super().__init__()
         self.quick = False
         self.reads = reads
-        self.modules: dict[int, tuple[Any, ...]] = {}  # by id, where each was found
+        self.modules: dict[int, tuple[Any, ...]] = {}  # paths by id
         self.held: list[nn.Module] = []
         self.opaque = False
 
-    def read(self, x: Any, given: Sequence[Any], reached: Reached) -> tuple[Any, ...]:
-        """All facts about `x`, what it is `given`, and what the code of both closes over."""
+    def read(self, x: Any, arguments: Sequence[Any], reached: ReachCache) -> tuple[Any, ...]:
+        """Returns all facts about `x`, its arguments, and the variables of the code of both."""
         facts: list[Any] = []
-        self._value(x, facts, 0)
-        read(given, [], facts, self)
-        follow(reached, None, self, facts)
+        self._visit_value(x, facts, 0)
+        read_arguments(arguments, [], facts, self)
+        read_reached_code(reached, None, self, facts)
         return tuple(facts)
 
-    def _value(self, x: Any, facts: list[Any], depth: int) -> None:
-        if is_given(x):
-            facts.append(x.scalar)  # a number of the trace: which one
+    def _visit_value(self, x: Any, facts: list[Any], depth: int) -> None:
+        if is_traced_number(x):
+            facts.append(x.scalar)  # the expression of a traced number
         elif isinstance(x, contextvars.ContextVar):
             facts.append("now")
-            self._value(x.get(None), facts, depth + 1)
+            self._visit_value(x.get(None), facts, depth + 1)
         elif isinstance(x, random.Random) or (hasattr(type(x), "__next__") and not isinstance(x, type)):
             self.opaque = True
-        super()._value(x, facts, depth)
+        super()._visit_value(x, facts, depth)
 
-    def _object(self, x: Any, facts: list[Any], depth: int) -> None:
-        self.unread |= is_closed(x)
-        super()._object(x, facts, depth)
+    def _visit_object(self, x: Any, facts: list[Any], depth: int) -> None:
+        self.unread |= can_change_unseen(x)
+        super()._visit_object(x, facts, depth)
 
-    def _module(self, x: nn.Module, facts: list[Any], depth: int) -> None:
-        if self._again(x, facts):
+    def _visit_module(self, x: nn.Module, facts: list[Any], depth: int) -> None:
+        if self._was_visited(x, facts):
             return
         facts.append(type(x))
-        self.runs(type(x))
+        self.add_code(type(x))
         self.opaque |= type(x).__getattribute__ is not object.__getattribute__
-        at = self.modules[id(x)] = self._at
+        at = self.modules[id(x)] = self._path
         self.held.append(x)
         reads = self.reads
         whole = reads is None or (at, ALL) in reads
-        for k, y in attributes(x):
+        for k, y in attribute_items(x):
             if k in CALL_HOOKS:
                 self.opaque |= bool(y)
             elif k in MODULE_DICTS:
                 for name, z in y.items():
-                    self._at = (*at, ".", name)
-                    self._attribute(id(x), name, z, facts, depth - 1)
+                    self._path = (*at, ".", name)
+                    self._visit_attribute(id(x), name, z, facts, depth - 1)
             elif whole or k == "training" or (reads is not None and (at, k) in reads):
-                self._at = (*at, ".", k)
-                self._attribute(id(x), k, y, facts, depth)
-        self._at = at
+                self._path = (*at, ".", k)
+                self._visit_attribute(id(x), k, y, facts, depth)
+        self._path = at
 
 
 @contextmanager
-def noted(walk: Alike, reads: set[Read]) -> Iterator[None]:
-    """Add to `reads` the attributes of the modules of `walk` that are read or set meanwhile."""
-    ask = MODULE_ATTRIBUTE.value
+def record_reads(walk: EqualityWalk, reads: set[AttributeRead]) -> Iterator[None]:
+    """While on, adds to `reads` the attributes of the walk's modules that code reads or sets."""
+    get_attribute = MODULE_ATTRIBUTE.value
 
-    def asked(module: Any, name: str) -> Any:
+    def record(module: Any, name: str) -> Any:
         at = walk.modules.get(id(module))
-        if at is not None and not (name == ALL and _is_torchs(sys._getframe(1).f_code)):
+        if at is not None and not (name == ALL and _is_torch_lookup(sys._getframe(1).f_code)):
             reads.add((at, ALL if name in _WHOLE else name))
-        return ask(module, name)
+        return get_attribute(module, name)
 
-    with MODULE_ATTRIBUTE.holding(asked):
+    with MODULE_ATTRIBUTE.holding(record):
         yield
 
 
-def _is_torchs(code: types.CodeType) -> bool:
-    """Whether this is how torch looks an attribute up."""
+def _is_torch_lookup(code: types.CodeType) -> bool:
+    """Returns whether this is code of torch that looks an attribute up."""
     return code.co_filename == _MODULE and code.co_name in ("__getattr__", "__setattr__", "_call_impl")
 
 
 _MODULE = nn.Module.__getattr__.__code__.co_filename
-_WHOLE = frozenset({ALL, "__getstate__", "__reduce_ex__", "__reduce__", "__dir__"})  # who asks these, asks for all
+_WHOLE = frozenset({ALL, "__getstate__", "__reduce_ex__", "__reduce__", "__dir__"})  # they read all attributes

@@ -1,7 +1,7 @@
-"""Tells which calls of torch only compute: the nodes that a call writes and its results show whether it does.
+"""Decides whether a call of torch only computes new values, from the nodes that it writes and from its results.
 
-All three lists allow; a call that none of them covers does more, such as writing to a tensor, drawing random numbers,
-starting or reading a gradient, hooking a tensor, or reading a value or its history.
+The lists of names allow calls. A call outside them may have an effect: it writes to a tensor, draws random numbers,
+starts or reads a gradient, hooks a tensor, or reads a value or its history.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from shardlib.core.torch_private import PYTHON_MODULES, TENSOR_HOOKS, OpOverload
 from shardlib.frontend.op_meta_cache import BY_VALUES, OWN
 from shardlib.ops.constraint import constrain
 
-_KINDS = ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_nested", "is_quantized")
-_GETTERS = frozenset({"shape", "ndim", "dtype", "device", "layout", "T", "mT", "H", "mH", *_KINDS})
-_OF_FORMS = frozenset({*_GETTERS, "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_complex"})
-# They may return their operand.
-_SAME = frozenset({"contiguous", "to", "type", "type_as", "float", "half", "bfloat16", "double", "dropout"})
+_FLAGS = ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_nested", "is_quantized")
+_PREDICATES = ("is_floating_point", "is_complex")
+_GETTERS = frozenset({"shape", "ndim", "dtype", "device", "layout", "T", "mT", "H", "mH", *_FLAGS})
+_SHAPE_QUERIES = frozenset(
+    {*_GETTERS, "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_complex"}
+)
+# Methods that may return their operand.
+_MAY_RETURN_OPERAND = frozenset(
+    {"contiguous", "to", "type", "type_as", "float", "half", "bfloat16", "double", "dropout"}
+)
 
 
 def last_node(graph: fx.Graph) -> fx.Node | None:
@@ -34,30 +39,30 @@ def last_node(graph: fx.Graph) -> fx.Node | None:
 
 
 def only_computes(func: Any, args: Any, out: Any, tracer: Any, last: fx.Node | None) -> bool:
-    """Returns whether a call made new values from its operands, and did nothing else; its nodes follow `last`."""
+    """Returns whether a call only computed new values from its operands; its nodes follow `last` in the graph."""
     nodes = set(itertools.takewhile(lambda node: node is not last, reversed(tracer.graph.nodes)))
     if not is_of_torch(func) or not all(node.op == "call_function" and _is_pure(node.target) for node in nodes):
         return False
     name = getattr(func.__self__ if isinstance(func, types.MethodWrapperType) else func, "__name__", "")
     parts = out if isinstance(out, tuple | list) else (out,)
     if not any(isinstance(x, Tensor) for x in parts):
-        return name in _OF_FORMS and not nodes
+        return name in _SHAPE_QUERIES and not nodes
     if args and out is args[0]:
-        return name in _SAME and not nodes
+        return name in _MAY_RETURN_OPERAND and not nodes
     slots = [get_proxy_slot(x, tracer, None) if isinstance(x, Tensor) else None for x in parts]
     is_new = all(slot is not None and slot.proxy.node in nodes for slot in slots)
     return is_new and not any(x.requires_grad and x.is_leaf for x in parts)
 
 
 def has_hooks(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether autograd calls anything with the gradient of one of these tensors."""
+    """Returns whether one of these tensors has a hook on its gradient."""
     with torch.DisableTorchFunction():
         return any(getattr(x, kind, None) for x in tensors for kind in TENSOR_HOOKS)
 
 
 def is_of_torch(func: Any) -> bool:
-    """Returns whether a function is one of torch's that may only compute."""
-    if isinstance(func, types.MethodWrapperType):  # of an attribute
+    """Returns whether a function is torch's own and may only compute."""
+    if isinstance(func, types.MethodWrapperType):  # an attribute's getter
         return func.__name__ == "__get__" and getattr(func.__self__, "__name__", None) in _GETTERS
     if isinstance(func, OpOverload | types.BuiltinFunctionType | types.MethodDescriptorType):
         return True
@@ -72,5 +77,5 @@ def _is_pure(op: Any) -> bool:
         return op is operator.getitem
     schema = schema_of(op)
     is_trusted = op.namespace == "aten" or schema.name in {*OWN, "shardlib::constrain"}
-    is_trusted &= not schema.name.endswith("batch_norm")  # writes to running statistics, though its schema does not say
+    is_trusted &= not schema.name.endswith("batch_norm")  # it writes to running statistics, unlike its schema says
     return is_trusted and bool(schema.returns) and not schema.is_mutable and BY_VALUES.isdisjoint(op.tags)

@@ -1,4 +1,4 @@
-"""One round of a loop in Python, as it was recorded: it can run again, of other tensors, and be traced apart."""
+"""Records one round of a Python loop, which can run again on other tensors, or be traced as a body."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from shardlib.core.source_lines import Line, modules, replayed
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.reuse.loop_body import trace_body
-from shardlib.frontend.reuse.loop_replay import Body, NotOnceError
+from shardlib.frontend.reuse.loop_replay import Body, NotReusableError
 from shardlib.frontend.reuse.pure_calls import has_hooks, last_node, only_computes
-from shardlib.frontend.reuse.replay_python import Recording
-from shardlib.frontend.reuse.subgraph import place, refuse_shared
+from shardlib.frontend.reuse.replay_python import CallRecording
+from shardlib.frontend.reuse.subgraph import captured_position, refuse_shared_memory
 from shardlib.primitives.random.keys import discarding_draws
 
 Env = dict[int, Tensor]
 
 
 class _Number(NamedTuple):
-    """A tensor among the arguments of a call, by its number in the round."""
+    """Stands for a tensor among the arguments of a call: its number in the round."""
 
-    at: int
+    number: int
 
 
 class _Call(NamedTuple):
-    """One call of torch; the tensors among its arguments are numbers."""
+    """One call of torch; numbers stand for the tensors among its arguments."""
 
     func: Callable[..., Any]
     args: Any
@@ -39,30 +39,30 @@ class _Call(NamedTuple):
     def run(self, env: Env) -> Any:
         token = replayed.set(self.line)
         try:
-            return self.func(*_filled(self.args, env), **_filled(self.kwargs, env))
+            return self.func(*_with_tensors(self.args, env), **_with_tensors(self.kwargs, env))
         finally:
             replayed.reset(token)
 
 
-class Round(Recording):
-    """One round, as it was recorded: `calls` beside its `steps`."""
+class RecordedRound(CallRecording):
+    """One recorded round: its `calls`, parallel to the `steps` of the recording."""
 
     def __init__(self, tracer: Any) -> None:
         super().__init__(())
         self._tracer = tracer
         self.calls: list[_Call] = []
         self.ambient, self.modules = ambient(State()), modules.get().entries
-        self.is_refused = False  # whether other rounds may not do without its calls
+        self.is_refused = False  # True if a call has an effect, so that other rounds have to run it
 
     def take(self, func: Any, args: Any, kwargs: Any, line: Line, run: Callable[..., Any]) -> Any:
-        """Call a function by `run`, and note the call."""
+        """Calls a function by `run`, and records the call."""
         try:
             if (ambient(State()), modules.get().entries) != (self.ambient, self.modules):
-                raise NotOnceError("other modes")
+                raise NotReusableError("other modes")
             with torch.DisableTorchFunction():
                 request = self.form_of(func, args, kwargs)
                 call = _Call(func, self._numbered(args), self._numbered(kwargs), line)
-        except NotOnceError:
+        except NotReusableError:
             self.is_refused = True
             return run(func, args, kwargs)
         last = last_node(self._tracer.graph)
@@ -76,28 +76,28 @@ class Round(Recording):
 
     def _numbered(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            at = self.number(x)
-            assert at is not None, "arguments are numbered"
-            return _Number(at)
+            index = self.number(x)
+            assert index is not None, "arguments are numbered"
+            return _Number(index)
         return _mapped(x, self._numbered)
 
     def outside(self) -> list[int]:
-        """The numbers of tensors that the round finds."""
-        return [at for at in range(len(self.met)) if at not in self.made]
+        """Returns the numbers of the tensors from outside the round."""
+        return [i for i in range(len(self.met)) if i not in self.created]
 
     def value(self, step: int, place: int) -> int | None:
-        """The number of a result of a call; None if the call makes nothing."""
-        numbers = [at for at in _numbers(self.steps[step][1]) if at in self.made]
+        """Returns the number of a result of a call; None if the call creates no such tensor."""
+        numbers = [i for i in _numbers(self.steps[step][1]) if i in self.created]
         return numbers[place] if place < len(numbers) else None
 
     def replay(self, env: Env, count: int) -> None:
-        """Run the first calls again, of the tensors in `env`; their results join these."""
-        for call, (_, gives, has_tensors) in zip(self.calls[:count], self.steps[:count], strict=True):
+        """Runs the first `count` calls again on the tensors in `env`, and adds their results to `env`."""
+        for call, (_, result, has_tensors) in zip(self.calls[:count], self.steps[:count], strict=True):
             if has_tensors:
-                _bind(gives, call.run(env), env)
+                _bind(result, call.run(env), env)
 
     def trace(self, outside: Sequence[int], outputs: Sequence[int]) -> Body:
-        """The round as a body: of the tensors that it finds, to these of those that it makes."""
+        """Traces the round as a body, from the tensors from outside to its `outputs`."""
 
         def flat(*tensors: Tensor) -> list[Tensor]:
             env = dict(zip(outside, tensors, strict=True))
@@ -106,18 +106,18 @@ class Round(Recording):
 
         leaves: list[Any] = [self.met[at]() for at in outside]
         if has_hooks(leaves):
-            raise NotOnceError("a tensor that it finds has hooks")
+            raise NotReusableError("a tensor that it reads has hooks")
         names, line = list(map(str, outside)), self.calls[0].line
         with discarding_draws():
             body = trace_body(flat, leaves, names, line, differentiate=torch.is_grad_enabled(), strict=True)
-        refuse_shared(body, copied=False)
+        refuse_shared_memory(body, copied=False)
         for x in body.captured:
-            place(x, {})
+            captured_position(x, {})
         return body
 
 
 def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest of lists, tuples, dicts and slices, of other items."""
+    """Applies `change` to the items of a list, tuple, dict or slice; returns other values unchanged."""
     if isinstance(x, slice):
         return slice(*map(change, (x.start, x.stop, x.step)))
     if type(x) in (list, tuple):
@@ -127,18 +127,20 @@ def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
     return x
 
 
-def _filled(x: Any, env: Env) -> Any:
-    return env[x.at] if type(x) is _Number else _mapped(x, partial(_filled, env=env))
+def _with_tensors(x: Any, env: Env) -> Any:
+    """Replaces numbers in a nest of arguments by their tensors."""
+    return env[x.number] if type(x) is _Number else _mapped(x, partial(_with_tensors, env=env))
 
 
-def _numbers(gives: Any) -> list[int]:
-    kind, *rest = gives if type(gives) is tuple else (None,)
-    return [rest[0]] if kind is Tensor else [at for x in rest for at in _numbers(x)]
+def _numbers(form: Any) -> list[int]:
+    """Returns the numbers of the tensors in the form of a result."""
+    kind, *rest = form if type(form) is tuple else (None,)
+    return [rest[0]] if kind is Tensor else [i for x in rest for i in _numbers(x)]
 
 
-def _bind(gives: Any, out: Any, env: Env) -> None:
-    """The tensors of a result get their numbers."""
-    kind, *rest = gives if type(gives) is tuple else (None,)
+def _bind(form: Any, out: Any, env: Env) -> None:
+    """Adds the tensors of a result to `env`, under the numbers in the result's form."""
+    kind, *rest = form if type(form) is tuple else (None,)
     if kind is Tensor:
         env[rest[0]] = out
     elif isinstance(out, tuple | list):

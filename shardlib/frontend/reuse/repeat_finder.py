@@ -1,7 +1,7 @@
-"""Finds rounds in a stream of calls: two in a row that look the same, and the call at which least is handed on.
+"""Finds repeated rounds in a stream of calls, and the call at which fewest values pass from one round to the next.
 
-Calls look the same that are of one function, from one line, with tensors of the same forms and the same numbers. That
-is a guess: whoever follows a round compares everything.
+Two calls look the same if function, line, forms of tensors and numbers agree. This is a guess: `CallReplay` compares
+all arguments.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch import Tensor
 from shardlib.core.torch_private import tensor_uses
 
 _LONGEST = 1 << 9  # calls of a round
-_FEWEST = 24  # equal calls in a row, below which a round is not worth tracing it apart
+_FEWEST = 24  # equal calls in a row before it pays to trace a round separately
 
-_ALONE = torch.empty(0)  # has one holder
+_HELD_ONCE = torch.empty(0)  # a tensor with a single reference
 
-Value = tuple[int, int]  # the call that made it, and its place among the results
+Value = tuple[int, int]  # the call that created it, and its position among the results
 
 
 class RepeatFinder:
-    """The calls until now: `begin` and `end` of each."""
+    """Records calls, by `begin` and `end`, and detects a period in them."""
 
     def __init__(self) -> None:
         self.period = 0
-        self._equal = 0  # how many calls in a row look like those a period before
+        self._equal = 0  # consecutive calls that look like the calls a period before
         self._keys: list[int] = []
-        self._last: dict[int, int] = {}  # where a key was last
-        self._made: dict[int, Value] = {}  # by the id of a tensor
+        self._last: dict[int, int] = {}  # the last call with a key
+        self._makers: dict[int, Value] = {}  # by the id of a tensor
         self._reads: list[list[Value]] = []
         self._results: list[list[weakref.ref[Tensor]]] = []
 
     def begin(self, func: Any, where: Any, args: Any, kwargs: Any) -> int:
-        """Note a call before it runs; returns its number."""
+        """Records a call before it runs; returns its number."""
         leaves = [*leaves_of(args), *leaves_of(kwargs)]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         key = hash((func, where, *map(_form, leaves)))
@@ -49,14 +49,14 @@ class RepeatFinder:
             self.period, self._equal = (0, 0) if before is None else (at - before, 1)
         self._last[key] = at
         self._keys.append(key)
-        self._reads.append([self._made[id(x)] for x in tensors if id(x) in self._made])
+        self._reads.append([self._makers[id(x)] for x in tensors if id(x) in self._makers])
         return at
 
     def end(self, out: Any) -> None:
-        """Note the results of the call that has begun last."""
+        """Records the results of the last call."""
         at = len(self._keys) - 1
         results = [x for x in leaves_of(out) if isinstance(x, Tensor)]
-        self._made.update((id(x), (at, i)) for i, x in enumerate(results))
+        self._makers.update((id(x), (at, i)) for i, x in enumerate(results))
         self._results.append(list(map(weakref.ref, results)))
 
     @property
@@ -65,7 +65,7 @@ class RepeatFinder:
         return 0 < self.period <= _LONGEST and self._equal >= max(self.period, _FEWEST)
 
     def round_start(self) -> int | None:
-        """Returns the number of the next call with which to begin a round, where it hands least on to the next one."""
+        """Returns the next call at which a round should begin: fewest values cross from one round to the next."""
         if not self.is_repeating:
             return None
         end, period = len(self._keys), self.period
@@ -80,18 +80,17 @@ class RepeatFinder:
         return end + min(range(period), key=lambda shift: len(crossing[shift]))
 
     def handed_on(self, start: int) -> list[Value]:
-        """Returns the values of a round, by their call in it, that outlive the next one, which begins at `start`, or
-        that it reads."""
+        """Returns the values of the round before `start` that the next round reads, or that outlive the next round."""
         begin = start - self.period
         reads = [x for step in self._reads[start : start + self.period] for x in step]
-        least = _holders(weakref.ref(_ALONE))
+        alive = _count_references(weakref.ref(_HELD_ONCE))
         results = enumerate(self._results[begin:start], begin)
-        kept = [(at, i) for at, refs in results for i, refer in enumerate(refs) if _holders(refer) >= least]
+        kept = [(at, i) for at, refs in results for i, refer in enumerate(refs) if _count_references(refer) >= alive]
         return [(maker - begin, i) for maker, i in dict.fromkeys([*reads, *kept]) if begin <= maker < start]
 
 
-def _holders(refer: weakref.ref[Tensor]) -> int:
-    """Counts the references to a tensor; those of autograd, which saves it, do not count."""
+def _count_references(refer: weakref.ref[Tensor]) -> int:
+    """Counts the references to a tensor, without autograd's."""
     x = refer()
     return 0 if x is None else sys.getrefcount(x) - (tensor_uses(x) > 1)
 

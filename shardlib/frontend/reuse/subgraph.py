@@ -1,4 +1,4 @@
-"""One piece of a program as it was traced apart, and one call of such a piece: what is known of them, and copies."""
+"""Subgraphs that are traced once, their calls, and the copies that calls write."""
 
 from __future__ import annotations
 
@@ -10,200 +10,212 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardlib.core.torch_private import FakeTensor, pytree, transforms
-from shardlib.frontend.guards.closure import follow as follow_code
-from shardlib.frontend.guards.code_refs import Reached
-from shardlib.frontend.guards.flatten_call import read
-from shardlib.frontend.guards.mappings import opened
-from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.closure import read_reached_code
+from shardlib.frontend.guards.code_refs import ReachCache
+from shardlib.frontend.guards.flatten_call import read_arguments
+from shardlib.frontend.guards.mappings import register_mappings
+from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
-from shardlib.frontend.guards.value_kinds import PLAIN, is_object
-from shardlib.frontend.reuse.loop_replay import Body, NotOnceError, owner
-from shardlib.frontend.reuse.module_equality import Alike, Read
-from shardlib.frontend.reuse.replay_python import Following, Recording
+from shardlib.frontend.guards.value_kinds import PLAIN, is_user_object
+from shardlib.frontend.reuse.loop_replay import Body, NotReusableError, memory_owner
+from shardlib.frontend.reuse.module_equality import AttributeRead, EqualityWalk
+from shardlib.frontend.reuse.replay_python import CallRecording, CallReplay
 from shardlib.frontend.side_effects.mutation_outputs import is_value
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.primitives.random.keys import is_key
 
-REACHED = Reached()
+REACHED = ReachCache()
 
 
 @dataclass
-class Piece:
-    """One piece as it was traced: `reads` are the attributes of modules that its code looked at, `known` what they, and
-    all else, were; `places` the tensors that it closes over, by their place in the walk."""
+class Subgraph:
+    """A traced module or function.
 
-    known: Any
-    reads: set[Read]
+    `reads` are the attributes of modules that its code read, `facts` those of the walk with these attributes. `places`
+    are the positions in the walk of the tensors that it closes over; None for one that is the same in every call.
+    """
+
+    facts: Any
+    reads: set[AttributeRead]
     body: Body
     places: list[int | None]
     tree: Any
-    leaves: list[Any]  # of the result; a tensor stands as its position among the outputs
-    record: Recording | None  # of one whose code runs in every call
+    leaves: list[Any]  # of the result; a `ResultPosition` stands for a tensor
+    record: CallRecording | None  # for code that runs in every call
 
 
 @dataclass
-class At:
-    """Where a result stands among the outputs, or among the leaves of what is given."""
+class ResultPosition:
+    """The position of a result among the outputs, or among the leaves of the arguments."""
 
-    position: int
-    given: bool = False
+    index: int
+    is_argument: bool = False
 
 
 @dataclass
-class Call:
-    """One call of a piece: its leaves, each with the first that is the same, and the positions of its tensors.
+class SubgraphCall:
+    """One call of a module or function.
 
-    `shown` is what it is given as the key knows it: of `objects`, which calls may change, what they are.
+    `first_same` has, for each leaf, the first leaf that is the same tensor. `positions` are those of the distinct
+    tensors. `key_arguments` are the arguments as the key sees them, with classes in place of objects that calls may
+    change. `has_objects` is true if there are such objects.
     """
 
     key: Any
-    walk: Alike
+    walk: EqualityWalk
     leaves: list[Any]
-    same: list[int]
-    where: list[int]
+    first_same: list[int]
+    positions: list[int]
     tree: Any
-    given: Any
-    shown: Any
-    objects: bool
-    follows: bool  # whether gradients are on
+    arguments: Any
+    key_arguments: Any
+    has_objects: bool
+    gradients_on: bool
 
     @staticmethod
-    def of(of: Any, args: Any, kwargs: Any) -> Call | None:
-        """None where something among the arguments is none of what a trace can name."""
+    def create(owner: Any, args: Any, kwargs: Any) -> SubgraphCall | None:
+        """Reads a call of `owner`; returns None if its arguments cannot be part of a key."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         others = {i for i, x in enumerate(leaves) if not isinstance(x, Tensor | nn.Module) and not is_value(x)}
-        if any(map(is_given, leaves)) or not all(is_object(leaves[i]) for i in others):
+        if any(map(is_traced_number, leaves)) or not all(is_user_object(leaves[i]) for i in others):
             return None
-        given = shown = args, kwargs
+        arguments = key_arguments = args, kwargs
         if others:
             if transforms():
                 return None
-            shown = pytree.tree_unflatten([type(x) if i in others else x for i, x in enumerate(leaves)], tree)
-        walk = Alike(frozenset())
-        facts = walk.read(of, shown, REACHED)
+            key_arguments = pytree.tree_unflatten([type(x) if i in others else x for i, x in enumerate(leaves)], tree)
+        walk = EqualityWalk(frozenset())
+        facts = walk.read(owner, key_arguments, REACHED)
         if walk.opaque:
             return None
-        known: list[Any] = [(type(x), repr(x)) for x in leaves if type(x) in PLAIN]
+        leaf_facts: list[Any] = [(type(x), repr(x)) for x in leaves if type(x) in PLAIN]
         first: dict[int, int] = {}
-        same = [first.setdefault(id(x), i) if isinstance(x, Tensor) else -1 for i, x in enumerate(leaves)]
-        own = {id(x): i for i, x in enumerate(walk.tensors)}
-        known.append(tuple(same))
-        known += [own.get(id(x)) for x in leaves]
-        where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and same[i] == i]
-        key = (facts, tuple(known), tree, tuple(others), ambient(State()))
+        first_same = [first.setdefault(id(x), i) if isinstance(x, Tensor) else -1 for i, x in enumerate(leaves)]
+        numbers = {id(x): i for i, x in enumerate(walk.tensors)}
+        leaf_facts.append(tuple(first_same))
+        leaf_facts += [numbers.get(id(x)) for x in leaves]
+        positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and first_same[i] == i]
+        key = (facts, tuple(leaf_facts), tree, tuple(others), ambient(State()))
         try:
             hash(key)
         except TypeError:
             return None
-        return Call(key, walk, leaves, same, where, tree, given, shown, bool(others), torch.is_grad_enabled())
+        has_objects, gradients_on = bool(others), torch.is_grad_enabled()
+        return SubgraphCall(
+            key, walk, leaves, first_same, positions, tree, arguments, key_arguments, has_objects, gradients_on
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.leaves[i] for i in self.where]
+        return [self.leaves[i] for i in self.positions]
 
 
-def again(piece: Piece, call: Call) -> Any:
-    """Write a piece out for another call."""
-    walk = call.walk
-    captured = [x if at is None else walk.tensors[at] for x, at in zip(piece.body.captured, piece.places, strict=True)]
-    out = piece.body(*call.tensors, captured=captured)
-    results = [(call.leaves if x.given else out)[x.position] if isinstance(x, At) else x for x in piece.leaves]
-    return pytree.tree_unflatten(results, piece.tree)
+def emit_copy(subgraph: Subgraph, call: SubgraphCall) -> Any:
+    """Writes a copy of a subgraph for a call; returns the result."""
+    body = subgraph.body
+    captured = [x if i is None else call.walk.tensors[i] for x, i in zip(body.captured, subgraph.places, strict=True)]
+    out = body(*call.tensors, captured=captured)
+    results = [
+        (call.leaves if x.is_argument else out)[x.index] if isinstance(x, ResultPosition) else x
+        for x in subgraph.leaves
+    ]
+    return pytree.tree_unflatten(results, subgraph.tree)
 
 
-def follow(piece: Piece, call: Call, run: Callable[..., Any]) -> Any:
-    """Run the code of another call, and write a piece out for what that asks of torch."""
-    record, (args, kwargs) = piece.record, call.given
+def run_and_emit(subgraph: Subgraph, call: SubgraphCall, run: Callable[..., Any]) -> Any:
+    """Runs the code of a call without its torch calls, and writes a copy of the subgraph for these."""
+    body, record, (args, kwargs) = subgraph.body, subgraph.record, call.arguments
     assert record is not None
-    with Following(record, call.tensors) as following:
+    with CallReplay(record, call.tensors) as replay:
         out = run(*args, **kwargs)
-    if torch.is_grad_enabled() is not call.follows:
-        raise NotOnceError("it leaves another gradient mode")
+    if torch.is_grad_enabled() is not call.gradients_on:
+        raise NotReusableError("it leaves another gradient mode")
     with torch.DisableTorchFunction():
-        left = following.end()
-        captured = [
-            x if at is None else following.met[at]() for x, at in zip(piece.body.captured, piece.places, strict=True)
-        ]
-    piece.body(*call.tensors, captured=captured, made=[left.get(at) for at in record.outputs])
+        remaining = replay.end()
+        captured = [x if i is None else replay.met[i]() for x, i in zip(body.captured, subgraph.places, strict=True)]
+    body(*call.tensors, captured=captured, results=[remaining.get(i) for i in record.outputs])
     return out
 
 
-def place(x: Tensor, at: dict[int, int]) -> int | None:
-    """Where the walk has a tensor; None for one that is the same in every call."""
-    if id(x) in at:
-        return at[id(x)]
+def captured_position(x: Tensor, positions: dict[int, int]) -> int | None:
+    """Returns the position of a captured tensor in the walk; None for one that is the same in every call."""
+    if id(x) in positions:
+        return positions[id(x)]
     if is_key(x) or not (isinstance(x, FakeTensor) or x.requires_grad):
         return None
-    raise NotOnceError("it closes over a value of the trace around it")
+    raise NotReusableError("it closes over a value of the surrounding trace")
 
 
-def surroundings(of: Any, given: Any, reached: Reached) -> tuple[list[Any], Alike]:
-    """All that a piece finds: facts, and which tensors; and the walk that found it."""
-    walk = Alike(None)
-    known = [*walk.read(of, given, reached), *map(id, walk.tensors)]
+def read_surroundings(owner: Any, arguments: Any, reached: ReachCache) -> tuple[list[Any], EqualityWalk]:
+    """Returns the facts and ids of everything that a call of `owner` can read, and the walk over it."""
+    walk = EqualityWalk(None)
+    facts = [*walk.read(owner, arguments, reached), *map(id, walk.tensors)]
     for x in walk.held:
-        known += [(k, id(y), list(map(id, y.values())) if isinstance(y, dict) else ()) for k, y in vars(x).items()]
-    return known, walk
+        facts += [(k, id(y), list(map(id, y.values())) if isinstance(y, dict) else ()) for k, y in vars(x).items()]
+    return facts, walk
 
 
-def shows_all(given: Any) -> bool:
-    """Whether nothing in what a piece is given changes unseen."""
-    walk = Alike(None)
-    read(given, [], [], walk)
+def shows_all_changes(arguments: Any) -> bool:
+    """Returns whether no argument has hidden state."""
+    walk = EqualityWalk(None)
+    read_arguments(arguments, [], [], walk)
     return not walk.unread
 
 
-def looked(of: Any, given: Any, reached: Reached) -> Snapshot:
-    """All that a piece finds, with its places."""
-    found = Snapshot()
-    known: list[Any] = []
-    found.named("self", of, known)
-    read(given, [], known, found)
-    follow_code(reached, None, found, known)
-    return found
+def take_snapshot(owner: Any, arguments: Any, reached: ReachCache) -> Snapshot:
+    """Records everything that a call of `owner` can read, by place."""
+    snapshot = Snapshot()
+    facts: list[Any] = []
+    snapshot.visit_variable("self", owner, facts)
+    read_arguments(arguments, [], facts, snapshot)
+    read_reached_code(reached, None, snapshot, facts)
+    return snapshot
 
 
-def left_behind(record: Recording, of: Any, given: Any, out: Any, reached: Reached) -> list[Tensor]:
-    """The tensors that a piece has made, and that are there when it has run: its results, and those in objects."""
-    walk = Alike(None)
-    leaves = pytree.tree_leaves(opened(out))
-    walk.read(of, (given, leaves), reached)
-    found = {id(x): x for x in (*leaves, *walk.tensors) if isinstance(x, Tensor)}
-    made = {at: x for x in found.values() if (at := record.number(x)) in record.made}
-    record.outputs = list(made)
-    return list(made.values())
+def find_remaining_tensors(
+    record: CallRecording, owner: Any, arguments: Any, out: Any, reached: ReachCache
+) -> list[Tensor]:
+    """Returns the tensors that a call created and that outlive it, in its result and in objects."""
+    walk = EqualityWalk(None)
+    leaves = pytree.tree_leaves(register_mappings(out))
+    walk.read(owner, (arguments, leaves), reached)
+    tensors = {id(x): x for x in (*leaves, *walk.tensors) if isinstance(x, Tensor)}
+    remaining = {i: x for x in tensors.values() if (i := record.number(x)) in record.created}
+    record.outputs = list(remaining)
+    return list(remaining.values())
 
 
-def containers_in(tree: Any) -> set[int]:
-    """The ids of lists and dicts, which somebody may write to."""
+def container_ids(tree: Any) -> set[int]:
+    """Returns the ids of the lists and dicts in a tree."""
     if isinstance(tree, dict):
-        return {id(tree)}.union(*map(containers_in, tree.values()))
-    inner: set[int] = set().union(*map(containers_in, tree)) if isinstance(tree, list | tuple) else set()
+        return {id(tree)}.union(*map(container_ids, tree.values()))
+    inner: set[int] = set().union(*map(container_ids, tree)) if isinstance(tree, list | tuple) else set()
     return inner | {id(tree)} if isinstance(tree, list) else inner
 
 
-def refuse_shared(body: Body, *, copied: bool) -> None:
-    """A result has memory of its own: what is written to it later is written to nothing else that has a history.
+def refuse_shared_memory(body: Body, *, copied: bool) -> None:
+    """Raises `NotReusableError` if a later write to a result could change another value with a history.
 
-    Where a piece is always `copied`, it may show what is saved, as a write to it is found; and, without a gradient,
-    what is given.
+    A body that is always `copied` may return views of saved values, since a write to these is detected. A result
+    without a gradient may then be a view of an input.
     """
     owners: set[fx.Node] = set()
     for i, node in enumerate(body.outputs):
-        base = owner(node)
+        base = memory_owner(node)
         if copied and base in body.inputs and i not in body.differentiable:
             base = node
-        elif base.op != "call_function" or (base is not node and base in body.kept and not copied):
-            raise NotOnceError("a result shares its memory")
+        elif base.op != "call_function" or (base is not node and base in body.saved_owners and not copied):
+            raise NotReusableError("a result shares its memory")
         if base in owners:
-            raise NotOnceError("two results share their memory")
+            raise NotReusableError("two results share their memory")
         owners.add(base)
-    if any(_is_of_others(node) for node in (*body.forward, *body.backward)):
-        raise NotOnceError("it reads numbers of the call, or draws from a generator of its own")
+    if any(_depends_on_call(node) for node in (*body.forward, *body.backward)):
+        raise NotReusableError("it reads numbers of the call, or draws from a generator of its own")
 
 
-def _is_of_others(node: fx.Node) -> bool:
+def _depends_on_call(node: fx.Node) -> bool:
+    """Returns whether a node reads a number of the call, or a generator of the user's."""
     inside = pytree.tree_leaves((node.args, node.kwargs, node.meta.get("val")))
     numbers = any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in inside)
     own = node.target is torch.ops.shardlib.call_key.default and bool(node.args and node.args[0])

@@ -1,19 +1,17 @@
-"""Equal pieces of a program are traced once: modules of one kind, and jitted functions that others call.
+"""Traces equal parts of a program once: modules of one class, and jitted functions that others call.
 
-A module runs as always when it is called first. From its second call on, and a jitted function's first, Python runs
-once more, apart (`trace_body`), and every call that looks the same is a copy of the nodes that this wrote, forward and
-backward: no op goes through torch again. What
-looks the same is decided by what jit's own key knows: shapes, flags, code, what that closes over, modes. Of those that
-are handed an object, Python runs in every call (`followed`). Pieces that do more than compute (they write to what they
-are given, or leave something behind elsewhere) are traced as ever: whoever finds that out names the piece and begins
-the trace anew.
+The first call of a module is traced in place. From its second call on, and from a jitted function's first, Python runs
+once more, separately (`trace_body`). Every call with the same key copies the nodes of this trace, forward and backward,
+so that no op runs through torch again. The key has the facts of jit's own key: shapes, flags, code, closures, modes.
+Code that gets objects runs in every call (`run_and_emit`). Code that does more than compute (it writes to its inputs,
+or leaves a value elsewhere) is always traced in place: the first error excludes it and restarts the trace.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,89 +23,90 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.source_lines import Line
 from shardlib.core.torch_private import IS_PARAMETER, function_modes, pytree, running_node, saved_hooks
-from shardlib.frontend.guards.code_refs import Reached
-from shardlib.frontend.guards.mappings import opened
-from shardlib.frontend.guards.torch_modes import is_of_traces
+from shardlib.frontend.guards.code_refs import ReachCache
+from shardlib.frontend.guards.mappings import register_mappings
+from shardlib.frontend.guards.torch_modes import is_trace_mode
 from shardlib.frontend.guards.value_kinds import PLAIN
 from shardlib.frontend.results import refuse_attributes
 from shardlib.frontend.reuse.loop_body import trace_body
-from shardlib.frontend.reuse.loop_replay import NotOnceError, only_gradients
-from shardlib.frontend.reuse.module_equality import Alike, Read, noted
-from shardlib.frontend.reuse.replay_python import Asking, OtherError, Recording
+from shardlib.frontend.reuse.loop_replay import NotReusableError, only_gradients
+from shardlib.frontend.reuse.module_equality import AttributeRead, EqualityWalk, record_reads
+from shardlib.frontend.reuse.replay_python import CallRecording, IdentityGuard, MismatchError
 from shardlib.frontend.reuse.subgraph import (
     REACHED,
-    At,
-    Call,
-    Piece,
-    again,
-    containers_in,
-    follow,
-    left_behind,
-    looked,
-    place,
-    refuse_shared,
-    shows_all,
-    surroundings,
+    ResultPosition,
+    Subgraph,
+    SubgraphCall,
+    captured_position,
+    container_ids,
+    emit_copy,
+    find_remaining_tensors,
+    read_surroundings,
+    refuse_shared_memory,
+    run_and_emit,
+    shows_all_changes,
+    take_snapshot,
 )
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.primitives.random.keys import discarding_draws
 
-AFTER = 1  # calls of a module that are traced as they come: it may be the only one; of a jitted function, one less
-FORMS = 4  # of one piece, which differ in what their code reads
-KINDS = 16  # of one code, none of which comes again: then nobody looks for equal ones any more
+AFTER = 1  # calls of a module that are traced in place, since it may be the only one; one less for a jitted function
+FORMS = 4  # subgraphs with one key, which differ in the attributes that their code reads
+KINDS = 16  # keys of one code without a repetition, after which its calls are traced in place
 
-_current: ContextVar[Once | None] = ContextVar("shardlib_once", default=None)
+_current: ContextVar[SubgraphReuse | None] = ContextVar("shardlib_once", default=None)
 
 
-# Code that does more than compute, with the modes in which it does: tried once a process.
+# Code that does more than compute, with its modes; each process tries once.
 _IMPURE: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
-# Code that is followed, and did something else where only a number was another: there 0 and 1 are taken for flags.
+# Code that runs in every call and made other torch calls when an int differed; for it, 0 and 1 count as flags.
 _BY_FLAGS: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
-def _code(of: Any) -> Any:
-    return of if isinstance(of, types.FunctionType) else type(of)
+def _code(owner: Any) -> Any:
+    """Returns the function itself, or the class of a module."""
+    return owner if isinstance(owner, types.FunctionType) else type(owner)
 
 
-def _mode(of: Any, call: Call) -> tuple[Any, bool]:
-    return getattr(of, "training", None), call.objects
+def _mode(owner: Any, call: SubgraphCall) -> tuple[Any, bool]:
+    return getattr(owner, "training", None), call.has_objects
 
 
-class Once:
-    """The pieces of one trace; with none, everything is traced where it is called."""
+class SubgraphReuse:
+    """The subgraphs of one trace; with `none`, every call is traced in place."""
 
     def __init__(self, *, none: bool = False) -> None:
         self.none = none
-        self.used = False  # whether anything was traced apart
-        self.refused = False  # whether something was found to be more than a computation: the trace begins anew
-        self.made: list[weakref.ref[Tensor]] = []  # values of what was traced apart
+        self.used = False  # True once a call was traced separately
+        self.refused = False  # True if a call did more than compute; the trace then restarts
+        self.made: list[weakref.ref[Tensor]] = []  # tensors of separate traces
         self._calls: dict[Any, int] = {}
-        self._seen: dict[Any, set[int]] = {}  # by code, what has come once
-        self._pieces: dict[Any, list[Piece]] = {}
-        self._kept: list[Any] = []  # what keys know by identity: nothing else gets their ids
+        self._seen: dict[Any, set[int]] = {}  # by code, hashes of the keys that came once
+        self._subgraphs: dict[Any, list[Subgraph]] = {}
+        self._kept: list[Any] = []  # objects that keys know by identity; kept, so that no other object gets an id
         self._busy = False
         self._tracer: Any = None
-        self.interrupt: Callable[[], None] = lambda: None  # called before a piece
+        self.interrupt: Callable[[], None] = lambda: None  # called before each call
 
     @staticmethod
-    def current() -> Once | None:
-        """That of the trace that is going on here."""
+    def current() -> SubgraphReuse | None:
+        """Returns the instance of the running trace; None without one."""
         return _current.get()
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """While on, this is the current one."""
+        """Makes this the current instance."""
         token = _current.set(self)
         try:
             yield
         finally:
             _current.reset(token)
-            self._tracer = None  # nothing of the trace stays
-            self._pieces.clear()
+            self._tracer = None  # releases the trace
+            self._subgraphs.clear()
             self._kept.clear()
 
-    def watches(self, tracer: Any, line: Line) -> None:
-        """Take the calls of modules that this tracer sees."""
+    def watch_modules(self, tracer: Any, line: Line) -> None:
+        """Handles the calls of modules that a tracer sees."""
         self._tracer, self._line = tracer, line
         call = tracer.call_module
         tracer.call_module = lambda m, forward, args, kwargs: call(
@@ -121,11 +120,11 @@ class Once:
         return self._call(m, forward, args, kwargs, AFTER)
 
     def function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A jitted function that is called in the trace."""
+        """Calls a jitted function inside the trace."""
         return self._call(fn, fn, args, kwargs, AFTER - 1) if self.is_open() else fn(*args, **kwargs)
 
     def is_open(self) -> bool:
-        """Whether a piece may be taken here: not in another one, in a transform that batches, or where hooks are."""
+        """Returns whether calls may be reused here: not inside another one, under vmap, or under saved-tensor hooks."""
         mode = get_proxy_mode()
         return (
             not self.none
@@ -136,132 +135,156 @@ class Once:
             and only_gradients()
             and not is_forward_mode()
             and saved_hooks(True) is None
-            and all(map(is_of_traces, function_modes()))
+            and all(map(is_trace_mode, function_modes()))
         )
 
-    def _call(self, of: Any, run: Callable[..., Any], args: Any, kwargs: Any, after: int) -> Any:
+    def _call(self, owner: Any, run: Callable[..., Any], args: Any, kwargs: Any, after: int) -> Any:
+        """Calls a module or a function: by a copy of its subgraph, or in place if there is none yet."""
         self.interrupt()
-        seen = self._seen.setdefault(_code(of), set())
+        seen = self._seen.setdefault(_code(owner), set())
         with torch.DisableTorchFunction():
-            call = None if len(seen) > KINDS else Call.of(of, args, kwargs)
-            if call is not None and _mode(of, call) in _IMPURE.get(_code(of), ()):
+            call = None if len(seen) > KINDS else SubgraphCall.create(owner, args, kwargs)
+            if call is not None and _mode(owner, call) in _IMPURE.get(_code(owner), ()):
                 call = None
-            piece = None if call is None else self._known(of, call)
-        if call is None or (piece is None and self._is_early(call.key, after)):
+            subgraph = None if call is None else self._find(owner, call)
+        if call is None or (subgraph is None and self._is_early(call.key, after)):
             if call is not None and self._calls[call.key] == 1:
                 seen.add(hash(call.key))
                 self._kept.append(call.walk.kept)
             return run(*args, **kwargs)
         seen.clear()
-        if piece is None:
-            with self._apart(of, call):
-                piece = self._traced(of, run, call)
-        if not call.objects:
-            return again(piece, call)
-        with self._apart(of, call):
-            return follow(piece, call, run)
+        if subgraph is None:
+            with self._separately(owner, call):
+                subgraph = self._trace(owner, run, call)
+        if not call.has_objects:
+            return emit_copy(subgraph, call)
+        with self._separately(owner, call):
+            return run_and_emit(subgraph, call, run)
 
     def _is_early(self, key: Any, after: int) -> bool:
-        """Whether too few have come to trace a piece apart, or others of it, each for itself, too often."""
+        """Counts a call; returns whether it is too early for a subgraph, or whether there are too many with its key."""
         self._calls[key] = self._calls.get(key, 0) + 1
-        return self._calls[key] <= after or len(self._pieces.get(key, ())) >= FORMS
+        return self._calls[key] <= after or len(self._subgraphs.get(key, ())) >= FORMS
 
-    def _known(self, of: Any, call: Call) -> Piece | None:
-        for piece in self._pieces.get(call.key, ()):
-            walk = Alike(piece.reads)
-            if walk.read(of, call.shown, REACHED) == piece.known and not walk.opaque:
+    def _find(self, owner: Any, call: SubgraphCall) -> Subgraph | None:
+        """Returns the subgraph for a call, and stores its walk in the call; None if there is none."""
+        for subgraph in self._subgraphs.get(call.key, ()):
+            walk = EqualityWalk(subgraph.reads)
+            if walk.read(owner, call.key_arguments, REACHED) == subgraph.facts and not walk.opaque:
                 call.walk = walk
-                return piece
+                return subgraph
         return None
 
     @contextmanager
-    def _apart(self, of: Any, call: Call) -> Iterator[None]:
-        """While something is traced apart, or followed."""
+    def _separately(self, owner: Any, call: SubgraphCall) -> Iterator[None]:
+        """Traces or replays a call; an error excludes its code and restarts the trace."""
         self.used = self._busy = True
         try:
             yield
-        except Exception as error:  # whatever it is: if it is the function's own, it comes again in the next trace
+        except Exception as error:  # an error of the function's own comes again in the next trace
             self.refused = True
-            is_new = isinstance(error, OtherError) and _mode(of, call) not in _BY_FLAGS.get(_code(of), ())
-            (_BY_FLAGS if is_new else _IMPURE).setdefault(_code(of), set()).add(_mode(of, call))
-            raise NotOnceError(str(error)) from error
+            is_new = isinstance(error, MismatchError) and _mode(owner, call) not in _BY_FLAGS.get(_code(owner), ())
+            (_BY_FLAGS if is_new else _IMPURE).setdefault(_code(owner), set()).add(_mode(owner, call))
+            raise NotReusableError(str(error)) from error
         finally:
             self._busy = False
 
-    def _traced(self, of: Any, run: Callable[..., Any], call: Call) -> Piece:
-        reads: set[Read] = set()
-        found: list[Any] = []
-        record: Recording | None = None
-        reached = Reached() if call.objects else REACHED  # functions in objects may hold values of the trace
-
-        def flat(*given: Tensor) -> list[Tensor]:
-            nonlocal record
-            leaves = list(call.leaves)
-            for i, x in zip(call.where, given, strict=True):
-                for j, at in enumerate(call.same):
-                    if at == i:
-                        leaves[j] = x
-            args, kwargs = pytree.tree_unflatten(leaves, call.tree)
-            containers = containers_in((args, kwargs))
-            for i, x in zip(call.where, given, strict=True):
-                if isinstance(call.leaves[i], nn.Parameter):
-                    setattr(x, IS_PARAMETER, True)
-            record = Recording(given) if call.objects else None
-            with record or Asking():
-                out = run(*args, **kwargs)
-            if torch.is_grad_enabled() is not call.follows:
-                raise NotOnceError("it leaves another gradient mode")
-            now, tree = pytree.tree_flatten((args, kwargs))
-            if tree != call.tree or any(x is not y for x, y in zip(now, leaves, strict=True)):
-                raise NotOnceError("it changes a container among its arguments")
-            results: list[Any]
-            if record is not None:
-                with torch.DisableTorchFunction():
-                    tensors = left_behind(record, of, (args, kwargs), out, reached)
-                results, shape = [], None
-            elif containers.isdisjoint(containers_in(out)):
-                results, shape = pytree.tree_flatten(opened(out))
-                place = {id(x): i for i, x in zip(call.where, given, strict=True)}
-                results = [At(place[id(x)], given=True) if id(x) in place else x for x in results]
-                tensors = [x for x in results if isinstance(x, Tensor)]
-            else:
-                raise NotOnceError("it returns a container that it is given")
-            if any(not isinstance(x, Tensor | At) and type(x) not in PLAIN for x in results):
-                raise NotOnceError("it returns an object")
-            if any(x.is_leaf and x.requires_grad for x in tensors):
-                raise NotOnceError("a gradient begins at its result")
-            refuse_attributes(("a result", None, x) for x in tensors)
-            if len({id(x) for x in tensors}) != len(tensors):
-                raise NotOnceError("it returns one tensor twice")
-            places = iter(range(len(tensors)))
-            found[:] = [shape, [At(next(places)) if isinstance(x, Tensor) else x for x in results]]
-            return tensors
-
+    def _trace(self, owner: Any, run: Callable[..., Any], call: SubgraphCall) -> Subgraph:
+        """Traces a call separately. Raises `NotReusableError` if its code does more than compute."""
+        reads: set[AttributeRead] = set()
+        reached = ReachCache() if call.has_objects else REACHED  # functions in objects may hold values of the trace
+        flat = _FlatCall(owner, run, call, reached)
         with torch.DisableTorchFunction():
-            before, everything = surroundings(of, call.given, reached)
-            if everything.opaque or (call.objects and not shows_all(call.given)):
-                raise NotOnceError("it finds what no call repeats")
-            watch = MutationTracker(lambda: looked(of, call.given, reached)) if call.objects else None
-        names = list(map(str, call.where))
-        with discarding_draws(), noted(everything, reads):
-            body = trace_body(flat, call.tensors, names, self._line, differentiate=call.follows, strict=True)
+            before, surroundings = read_surroundings(owner, call.arguments, reached)
+            if surroundings.opaque or (call.has_objects and not shows_all_changes(call.arguments)):
+                raise NotReusableError("it reads state that calls do not repeat")
+            tracker = (
+                MutationTracker(lambda: take_snapshot(owner, call.arguments, reached)) if call.has_objects else None
+            )
+        names = list(map(str, call.positions))
+        with discarding_draws(), record_reads(surroundings, reads):
+            body = trace_body(flat.run, call.tensors, names, self._line, differentiate=call.gradients_on, strict=True)
+        record = flat.record
         with torch.DisableTorchFunction():
-            if watch is not None:
-                watch.restore()
-            if surroundings(of, call.given, reached)[0] != before:
-                raise NotOnceError("it changes what it finds")
-            if record is not None:  # numbers are a matter of the code, which runs in every call
-                held = {everything.modules[id(m)]: vars(m) for m in everything.held}
-                flags = (0, 1) if _mode(of, call) in _BY_FLAGS.get(_code(of), ()) else ()
+            if tracker is not None:
+                tracker.restore()
+            if read_surroundings(owner, call.arguments, reached)[0] != before:
+                raise NotReusableError("it changes an object that it reads")
+            if record is not None:  # the code runs in every call, so it may read other numbers
+                held = {surroundings.modules[id(m)]: vars(m) for m in surroundings.held}
+                flags = (0, 1) if _mode(owner, call) in _BY_FLAGS.get(_code(owner), ()) else ()
                 reads = {(at, k) for at, k in reads if type(x := held[at].get(k)) is not int or x in flags}
-            walk = Alike(reads)
-            known = walk.read(of, call.shown, REACHED)
-            refuse_shared(body, copied=record is not None)
-            at = {id(x): i for i, x in enumerate(walk.tensors)} if record is None else record.close()
-            shape, results = found
-            piece = Piece(known, reads, body, [place(x, at) for x in body.captured], shape, results, record)
-        self._pieces.setdefault(call.key, []).append(piece)
+            walk = EqualityWalk(reads)
+            facts = walk.read(owner, call.key_arguments, REACHED)
+            refuse_shared_memory(body, copied=record is not None)
+            positions = {id(x): i for i, x in enumerate(walk.tensors)} if record is None else record.close()
+            places = [captured_position(x, positions) for x in body.captured]
+            subgraph = Subgraph(facts, reads, body, places, flat.tree, flat.results, record)
+        self._subgraphs.setdefault(call.key, []).append(subgraph)
         self._kept.append(walk.kept)
-        self.made += body.made
+        self.made += body.trace_values
         call.walk = walk
-        return piece
+        return subgraph
+
+
+class _FlatCall:
+    """A call as a function from its tensors to the tensors of its result.
+
+    After `run`, `tree` and `results` are the structure and the leaves of the result; a `ResultPosition` stands for each
+    tensor. `record` holds the torch calls of code that runs in every call.
+    """
+
+    def __init__(self, owner: Any, run: Callable[..., Any], call: SubgraphCall, reached: ReachCache) -> None:
+        self._owner, self._run, self._call, self._reached = owner, run, call, reached
+        self.record: CallRecording | None = None
+        self.tree: Any = None
+        self.results: list[Any] = []
+
+    def run(self, *tensors: Tensor) -> list[Tensor]:
+        """Runs the call; returns its new tensors. Raises `NotReusableError` for results that copies cannot have."""
+        call = self._call
+        leaves = list(call.leaves)
+        for i, x in zip(call.positions, tensors, strict=True):
+            for j, first in enumerate(call.first_same):
+                if first == i:
+                    leaves[j] = x
+        args, kwargs = pytree.tree_unflatten(leaves, call.tree)
+        containers = container_ids((args, kwargs))
+        for i, x in zip(call.positions, tensors, strict=True):
+            if isinstance(call.leaves[i], nn.Parameter):
+                setattr(x, IS_PARAMETER, True)
+        self.record = record = CallRecording(tensors) if call.has_objects else None
+        with record or IdentityGuard():
+            out = self._run(*args, **kwargs)
+        if torch.is_grad_enabled() is not call.gradients_on:
+            raise NotReusableError("it leaves another gradient mode")
+        leaves_after, tree = pytree.tree_flatten((args, kwargs))
+        if tree != call.tree or any(x is not y for x, y in zip(leaves_after, leaves, strict=True)):
+            raise NotReusableError("it changes a container among its arguments")
+        results: list[Any]
+        if record is not None:
+            with torch.DisableTorchFunction():
+                new = find_remaining_tensors(record, self._owner, (args, kwargs), out, self._reached)
+            results, self.tree = [], None
+        elif containers.isdisjoint(container_ids(out)):
+            results, self.tree = pytree.tree_flatten(register_mappings(out))
+            arguments = {id(x): i for i, x in zip(call.positions, tensors, strict=True)}
+            results = [ResultPosition(arguments[id(x)], is_argument=True) if id(x) in arguments else x for x in results]
+            new = [x for x in results if isinstance(x, Tensor)]
+        else:
+            raise NotReusableError("it returns a container of its arguments")
+        _refuse_results(results, new)
+        indices = iter(range(len(new)))
+        self.results = [ResultPosition(next(indices)) if isinstance(x, Tensor) else x for x in results]
+        return new
+
+
+def _refuse_results(results: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """Raises `NotReusableError` for results that a copy cannot have."""
+    if any(not isinstance(x, Tensor | ResultPosition) and type(x) not in PLAIN for x in results):
+        raise NotReusableError("it returns an object")
+    if any(x.is_leaf and x.requires_grad for x in tensors):
+        raise NotReusableError("a gradient begins at its result")
+    refuse_attributes(("a result", None, x) for x in tensors)
+    if len({id(x) for x in tensors}) != len(tensors):
+        raise NotReusableError("it returns one tensor twice")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.core.torch_private import MODULE_DICTS
-from shardlib.frontend.guards.attributes import own
+from shardlib.frontend.guards.attributes import instance_dict
 from shardlib.frontend.guards.mutable_places import Item
-from shardlib.frontend.guards.value_kinds import of_numpy
+from shardlib.frontend.guards.value_kinds import numpy_kind
 
 if TYPE_CHECKING:
     from shardlib.frontend.guards.mutable_places import Place
@@ -52,7 +52,7 @@ def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
     elif value is GONE:
         _drop(owner, key)
     elif among:
-        own(owner)[among][key] = value
+        instance_dict(owner)[among][key] = value
     elif isinstance(owner, types.CellType):
         owner.cell_contents = value
     elif isinstance(owner, type):
@@ -113,7 +113,7 @@ def _space(owner: Any, key: Any) -> dict[Any, Any] | None:
     """Returns the dict in which a holder has a name."""
     if isinstance(key, tuple) and isinstance(owner, dict):
         return owner  # an item; what is called by a text is an attribute
-    inside = own(owner)
+    inside = instance_dict(owner)
     spaces = [*(inside.get(name) for name in MODULE_DICTS), inside]
     dicts: list[dict[Any, Any]] = [space for space in spaces if isinstance(space, dict)]
     return next((space for space in dicts if key in space), dicts[-1] if dicts else None)
@@ -123,13 +123,13 @@ def among(owner: Any, key: Any) -> str:
     """Returns the name of the dict of a `torch.nn.Module` that has this key, such as `_buffers`; else ""."""
     if not isinstance(owner, torch.nn.Module):
         return ""
-    return next((name for name in MODULE_DICTS if key in own(owner).get(name, ())), "")
+    return next((name for name in MODULE_DICTS if key in instance_dict(owner).get(name, ())), "")
 
 
 def refill(x: Any, old: Any) -> None:
     """Gives a container, or an array, the items that it had."""
     if not isinstance(x, _CONTAINERS):
-        x[... if of_numpy(x) else slice(None)] = old
+        x[... if numpy_kind(x) else slice(None)] = old
     elif is_refilled(x, old):
         _refill(x, old)
 

@@ -13,7 +13,7 @@ import torch
 
 from shardlib.core.errors import NoProgramError, SideEffectError
 from shardlib.core.torch_private import FakeTensor
-from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.side_effects.containers import put_back, refill
 from shardlib.tensor.sharded_tensor import typeof
 
@@ -76,7 +76,7 @@ def _holds_trace(cache: Any) -> bool:
     while held and seen < 10_000:
         x = held.pop()
         seen += 1
-        if isinstance(x, FakeTensor) or is_given(x):
+        if isinstance(x, FakeTensor) or is_traced_number(x):
             return True
         if x is cache or isinstance(x, list | tuple | dict) or type(x).__name__ == "_lru_list_elem":
             held += gc.get_referents(x)

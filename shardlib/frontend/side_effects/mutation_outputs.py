@@ -11,10 +11,10 @@ from torch import Tensor
 
 from shardlib.core.call_scalar import is_same_number
 from shardlib.core.torch_private import FakeTensor, memory_of, pytree
-from shardlib.frontend.guards.attributes import content
+from shardlib.frontend.guards.attributes import cell_content
 from shardlib.frontend.guards.mutable_places import NUMBERS, SHORT, Item, Place
-from shardlib.frontend.guards.number_inputs import is_given
-from shardlib.frontend.guards.value_kinds import OPAQUE, PLAIN, of_numpy
+from shardlib.frontend.guards.number_inputs import is_traced_number
+from shardlib.frontend.guards.value_kinds import OPAQUE, PLAIN, numpy_kind
 from shardlib.frontend.side_effects.mutation_values import Computed, Own, Part, Rest, Result, Shown
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -41,10 +41,10 @@ class MutationOutputs:
 
     def part(self, x: Any, old: Any, place: Place, parameter: Tensor | None) -> Part | None:
         """Returns the value that a call puts in place of x, where `old` was; None if no program can make it again."""
-        if is_given(x):
+        if is_traced_number(x):
             return Computed(x.scalar)
         if not isinstance(x, Tensor):
-            is_number = of_numpy(x) == "generic"
+            is_number = numpy_kind(x) == "generic"
             return Rest(x) if id(x) in self._mine or is_number or (is_value(x) and not _holds_trace(x)) else None
         if id(x) in self._own:
             return Own(self._own[id(x)])
@@ -88,9 +88,9 @@ def _home(x: Tensor, like: Any) -> tuple[torch.device | None, Form | None]:
 
 def _holds_trace(fn: Any) -> bool:
     """Returns whether a function that was made in the trace closes over values of it."""
-    cells = [content(cell) for cell in getattr(fn, "__closure__", None) or ()]
+    cells = [cell_content(cell) for cell in getattr(fn, "__closure__", None) or ()]
     inside = pytree.tree_leaves([cells, getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)])
-    return any(isinstance(x, FakeTensor) or is_given(x) for x in inside)
+    return any(isinstance(x, FakeTensor) or is_traced_number(x) for x in inside)
 
 
 def is_value(x: Any) -> bool:
@@ -100,7 +100,7 @@ def is_value(x: Any) -> bool:
 
 def changed_numbers(place: Place, old: Any, value: Any) -> Iterator[Place]:
     """Yields the places of the numbers that differ: this one, or those in a tuple or list."""
-    if type(old) in NUMBERS and (is_given(value) or type(value) in NUMBERS):
+    if type(old) in NUMBERS and (is_traced_number(value) or type(value) in NUMBERS):
         if not is_same(old, value):
             yield place
     elif type(old) is type(value) and type(old) in (tuple, list) and len(old) == len(value) <= SHORT:

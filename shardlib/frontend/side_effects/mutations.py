@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.guards.mutable_places import Changing, Item, Place, containing
-from shardlib.frontend.guards.number_inputs import Numbers, is_given
+from shardlib.frontend.guards.mutable_places import Item, MutablePlaces, Place, enclosing_places
+from shardlib.frontend.guards.number_inputs import NumberMode, is_traced_number
 from shardlib.frontend.guards.object_state import LENGTH, LONG, State
-from shardlib.frontend.guards.value_kinds import CONTAINERS, PLAIN, is_of_parameters
+from shardlib.frontend.guards.value_kinds import CONTAINERS, PLAIN, holds_parameters
 from shardlib.frontend.side_effects.containers import (
     ALL,
     FIXED,
@@ -73,7 +73,7 @@ class MutationTracker:
         owners = self.before.owners
         return {place for place in places if place[0] in owners and can_put(owners[place[0]], place[1])}
 
-    def give(self, numbers: Numbers, first: int) -> None:
+    def give(self, numbers: NumberMode, first: int) -> None:
         """Puts inputs of the trace in place of the numbers that the function changes: leaves from `first` on."""
         for i, (place, (value, at)) in enumerate(self.before.numbers.items(), first):
             self._leaf[place] = i
@@ -81,8 +81,8 @@ class MutationTracker:
             number = numbers.give(i, self.before.name(at), value, rate=rate)
             if self.can_be_given([place]):
                 self._give(place, number, i)
-            elif is_given(number):  # something else has this id by now: the program is for its number
-                number.look()
+            elif is_traced_number(number):  # something else has this id by now: the program is for its number
+                number.specialize()
 
     def _give(self, place: Place, number: Any, leaf: int) -> None:
         owner, key = place
@@ -160,7 +160,7 @@ class MutationTracker:
                 put_back(before.owners[place[0]], place, before)
         self._standing.again()  # it is traced again
 
-    def learn(self, changing: Changing) -> bool:
+    def learn(self, changing: MutablePlaces) -> bool:
         """Notes what the function changes; returns whether the program is right.
 
         A number that the function changes is an input. The function is traced again for each new one.
@@ -244,7 +244,7 @@ class MutationTracker:
                 then.text(place): None
                 for place in self.before.numbers
                 if place in then.called and now.values.get(place) is not then.values[place]
-                if self._returned.isdisjoint(containing(place))  # else its holder is as it was
+                if self._returned.isdisjoint(enclosing_places(place))  # else its holder is as it was
             }
 
     def late(self, left: Snapshot) -> list[str]:
@@ -273,7 +273,7 @@ class MutationTracker:
                     self.logs[number] = owner
                 else:
                     yield (number, ALL), owner, list(owner), items
-            elif not isinstance(owner, list | dict) or (len(items) > LONG and not is_of_parameters(items)):
+            elif not isinstance(owner, list | dict) or (len(items) > LONG and not holds_parameters(items)):
                 whole.add(number)  # its items are no places
             elif is_reordered(owner, items) if isinstance(owner, dict) else len(owner) < len(items):
                 whole.add(number)
@@ -290,7 +290,7 @@ class MutationTracker:
             stands = id(value) in self._cut and self._cut[id(value)] is old
             if stands or (place in self._tuples and value is self._tuples[place]):
                 continue
-            if is_given(value) and value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
+            if is_traced_number(value) and value.scalar.op is None and value.scalar.leaf == self._leaf.get(place):
                 continue
             if isinstance(owner, dict) and not isinstance(key, tuple | str):
                 continue

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shardlib.core.errors import SideEffectError
 from shardlib.frontend.guards.mutable_places import Item, Place
 from shardlib.frontend.guards.object_state import LENGTH, LONG
-from shardlib.frontend.guards.value_kinds import digest, is_cache, of_numpy
+from shardlib.frontend.guards.value_kinds import hash_buffer, is_cache, numpy_kind
 from shardlib.frontend.side_effects.containers import GONE, is_by_tensor, is_refilled, is_reordered
 from shardlib.frontend.side_effects.snapshot import Snapshot
 
@@ -77,8 +77,8 @@ def _differs(owner: Any, items: Any) -> bool:
     """Returns whether a container, or an array, holds other items than before, or the same in another order."""
     if isinstance(owner, list | dict | set | deque):
         return bool(items or owner) and is_refilled(owner, items)
-    now, was = (x if of_numpy(x) else memoryview(x) for x in (owner, items))
-    return digest(now) != digest(was)
+    now, was = (x if numpy_kind(x) else memoryview(x) for x in (owner, items))
+    return hash_buffer(now) != hash_buffer(was)
 
 
 def _effect_on_container(before: Snapshot, container: int) -> Effect:

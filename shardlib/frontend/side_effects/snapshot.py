@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from shardlib.core.torch_private import FakeTensor
-from shardlib.frontend.guards.mutable_places import NUMBERS, Changing, Facts, Place, items
-from shardlib.frontend.guards.number_inputs import is_given
+from shardlib.frontend.guards.mutable_places import NUMBERS, Facts, MutablePlaces, Place, number_items
+from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.object_state import LENGTH, State
 from shardlib.frontend.guards.value_kinds import (
     CONTAINERS,
     PLAIN,
     QUICK,
-    Held,
-    held,
+    Description,
+    can_library_read,
+    describe_value,
     is_cache,
-    is_object,
-    may_read,
-    of_numpy,
+    is_user_object,
+    numpy_kind,
 )
 from shardlib.frontend.side_effects.leaks import Leak
 
@@ -41,7 +41,7 @@ class Snapshot(State):
     a plain value, or words. `leaks` are values of a trace; `leaked` says that a number of one is among them.
     """
 
-    def __init__(self, own: Any = None, changing: Changing | None = None) -> None:
+    def __init__(self, own: Any = None, changing: MutablePlaces | None = None) -> None:
         super().__init__(own, changing)
         self.quick, self.notes = False, True
         self.found: dict[Place, Facts] = {}
@@ -49,7 +49,7 @@ class Snapshot(State):
         self.called: dict[Place, tuple[Any, ...]] = {}
         self.owners: dict[int, Any] = {}
         self.copies: dict[int, Any] = {}
-        self.described: list[tuple[tuple[Any, ...], Any, Held | None]] = []
+        self.described: list[tuple[tuple[Any, ...], Any, Description | None]] = []
         self.leaks: list[Leak] = []
         self.leaked = False
         self._log = False  # whether one is being read
@@ -109,7 +109,7 @@ class Snapshot(State):
             for holder, key in self._held_at.get(inner, []):
                 x = self.owners.get(holder)
                 kind: Any = type(x)
-                if not isinstance(x, CONTAINERS) and may_read(kind, key):
+                if not isinstance(x, CONTAINERS) and can_library_read(kind, key):
                     return True
                 if isinstance(x, CONTAINERS) and holder not in seen:
                     seen.add(holder)
@@ -123,20 +123,20 @@ class Snapshot(State):
         held = [self.called[place] for place in self._held_at.get(container, [])]
         return [next((x for x in reversed(at) if isinstance(x, str)), "").rpartition(".")[2] for at in held]
 
-    def _marks(self, x: torch.Tensor, facts: list[Any]) -> None:
+    def _visit_user_attributes(self, x: torch.Tensor, facts: list[Any]) -> None:
         self.owners[id(x)] = x
-        super()._marks(x, facts)
+        super()._visit_user_attributes(x, facts)
 
-    def object(self, x: Any, facts: list[Any], leaf: int) -> None:
-        self.described.append(((leaf,), None, held(x)))
-        super().object(x, facts, leaf)
+    def visit_argument_object(self, x: Any, facts: list[Any], leaf: int) -> None:
+        self.described.append(((leaf,), None, describe_value(x)))
+        super().visit_argument_object(x, facts, leaf)
 
-    def named(self, name: str, x: Any, facts: list[Any], holder: Any = None, key: Any = None) -> None:
+    def visit_variable(self, name: str, x: Any, facts: list[Any], holder: Any = None, key: Any = None) -> None:
         self.owners[id(holder)] = holder
-        super().named(name, x, facts, holder, key)
+        super().visit_variable(name, x, facts, holder, key)
 
-    def _attribute(self, owner: int, name: Any, x: Any, facts: list[Any], depth: int) -> None:
-        start, place, at = len(facts), (owner, name), self._at
+    def _visit_attribute(self, owner: int, name: Any, x: Any, facts: list[Any], depth: int) -> None:
+        start, place, at = len(facts), (owner, name), self._path
         if (kind := type(x)) in QUICK and not (kind in NUMBERS and place in self.changing.numbers):  # most are
             entry = name, kind, x if kind is not float else x.hex()
             facts += entry
@@ -155,43 +155,43 @@ class Snapshot(State):
             self.owners[number], (self.copies[number], words) = x, _EMPTY[kind]
             self.described.append((at, None, words))
             return
-        super()._attribute(owner, name, x, facts, depth)
-        deep = kind not in PLAIN and (isinstance(x, _DEEP) or is_object(x))
+        super()._visit_attribute(owner, name, x, facts, depth)
+        deep = kind not in PLAIN and (isinstance(x, _DEEP) or is_user_object(x))
         if not self._log:
             self.found[place] = (type(x), *_identity_of(x)) if deep or kind is MethodType else tuple(facts[start:])
         self.values[place], self.called[place] = x, at
         if kind is tuple or kind is list:
-            self.values.update(items(place, x))
+            self.values.update(number_items(place, x))
         if name is not LENGTH:
-            self.described.append((at, None, held(x)))
+            self.described.append((at, None, describe_value(x)))
         if isinstance(x, FakeTensor):
             self.leaks.append(Leak(self.owners.get(owner), place, self.name(at), x))
         elif is_cache(x):
             self.caches.append((x, x.cache_info().misses))
 
-    def _value(self, x: Any, facts: list[Any], depth: int) -> None:
-        if is_given(x):
+    def _visit_value(self, x: Any, facts: list[Any], depth: int) -> None:
+        if is_traced_number(x):
             self.leaked = True
-        super()._value(x, facts, depth)
+        super()._visit_value(x, facts, depth)
 
-    def _container(self, x: Any, facts: list[Any], depth: int, place: Place | None = None) -> None:
+    def _visit_container(self, x: Any, facts: list[Any], depth: int, place: Place | None = None) -> None:
         self.owners[id(x)] = x
         if isinstance(x, _CHANGING):
             self.copies[id(x)] = _copied(x)
         outside, self._log = self._log, self._log or id(x) in self.changing.logs
-        super()._container(x, facts, depth, place)
+        super()._visit_container(x, facts, depth, place)
         self._log = outside
 
-    def _object(self, x: Any, facts: list[Any], depth: int) -> None:
-        if isinstance(x, bytearray | array.array) or (of_numpy(x) == "ndarray" and x.flags.writeable):
+    def _visit_object(self, x: Any, facts: list[Any], depth: int) -> None:
+        if isinstance(x, bytearray | array.array) or (numpy_kind(x) == "ndarray" and x.flags.writeable):
             self.owners[id(x)] = x
             if getattr(x, "nbytes", 0) <= LARGE:
                 self.copies[id(x)] = copy.copy(x)
-        super()._object(x, facts, depth)
+        super()._visit_object(x, facts, depth)
 
-    def _again(self, x: Any, facts: list[Any]) -> bool:
+    def _was_visited(self, x: Any, facts: list[Any]) -> bool:
         self.owners[id(x)] = x
-        return super()._again(x, facts)
+        return super()._was_visited(x, facts)
 
 
 def _identity_of(x: Any) -> tuple[int, ...]:
@@ -203,7 +203,7 @@ _CHANGING = (list, dict, set, deque)
 _DEEP = (nn.Module, *CONTAINERS)
 EMPTY = OrderedDict, dict, list  # kinds of containers that are often empty
 # An empty copy of each kind, and words for it.
-_EMPTY: dict[Any, tuple[Any, Held]] = {kind: (kind(), held(kind())) for kind in (*EMPTY, set)}
+_EMPTY: dict[Any, tuple[Any, Description]] = {kind: (kind(), describe_value(kind())) for kind in (*EMPTY, set)}
 _NONE_IN_IT = (LENGTH, int, 0)
 
 

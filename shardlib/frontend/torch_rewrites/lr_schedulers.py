@@ -16,8 +16,8 @@ from shardlib.core.call_scalar import is_same_number, replace_by_hints
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ValueNeededError
 from shardlib.core.source_lines import user_line
-from shardlib.frontend.guards.host_scalars import Contents, Copies, Hosted, copied, filled
-from shardlib.frontend.guards.number_inputs import Numbers, is_given, scalar_of
+from shardlib.frontend.guards.host_scalars import Copies, HostStep, ScheduleContents, copy_schedules, fill_numbers
+from shardlib.frontend.guards.number_inputs import NumberMode, is_traced_number, to_scalar
 from shardlib.frontend.side_effects.containers import put_back
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.tensor.sharded_tensor import typeof
@@ -26,7 +26,7 @@ _runs: ContextVar[bool] = ContextVar("shardlib_schedule_runs", default=False)  #
 
 
 @contextmanager
-def scheduling(watch: MutationTracker | None, numbers: Numbers | None) -> Iterator[None]:
+def scheduling(watch: MutationTracker | None, numbers: NumberMode | None) -> Iterator[None]:
     """While on, torch's schedules step like this wherever the function is traced."""
     with ExitStack() as stack:
         if watch is not None:
@@ -44,7 +44,7 @@ def _kinds(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
             yield from _kinds(below)
 
 
-def _traced(step: Callable[..., Any], watch: MutationTracker, numbers: Numbers | None) -> Callable[..., Any]:
+def _traced(step: Callable[..., Any], watch: MutationTracker, numbers: NumberMode | None) -> Callable[..., Any]:
     @functools.wraps(step)
     def stepped(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
         if not is_tracing() or _runs.get() or not _is_hosted(step, [self, list(args), kwargs], watch, numbers):
@@ -53,7 +53,7 @@ def _traced(step: Callable[..., Any], watch: MutationTracker, numbers: Numbers |
     return stepped
 
 
-def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker, numbers: Numbers | None) -> bool:
+def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker, numbers: NumberMode | None) -> bool:
     """Step a schedule, the first of `call`, by code that each call runs; whether that can be."""
     if wrong := [x for x in (*call[1], *call[2].values()) if isinstance(x, Tensor)]:
         raise ValueNeededError(
@@ -62,13 +62,13 @@ def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker
             rule="Python runs once, on shapes; the values of tensors are known only when the program runs",
             remedy="return it, and step behind the jitted function: schedule.step(float(loss)); or pass a number",
         )
-    before = Contents.of(call)
-    if numbers is None or not any(map(is_given, before.numbers)):
+    before = ScheduleContents.read(call)
+    if numbers is None or not any(map(is_traced_number, before.numbers)):
         return False
     if any(isinstance(x, Tensor) for x in before.others):
         return False
     copies: Copies = {}
-    of = copied(call, lambda x: replace_by_hints(scalar_of(x)), copies)
+    of = copy_schedules(call, lambda x: replace_by_hints(to_scalar(x)), copies)
     like = {id(new): old for old, new in copies.values()}
     own = not all(map(_is_torchs, (*(type(x) for x, _ in copies.values()), *before.others)))
     if own and any(_changed(watch, copies)):  # what it reads is another thing in front of the call
@@ -86,16 +86,16 @@ def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker
         for owner, place in changed:
             put_back(owner, place, watch.before)
         return False
-    after = Contents.of(of, like)
-    if after.facts != before.facts or any(map(is_given, after.numbers)):
+    after = ScheduleContents.read(of, like)
+    if after.facts != before.facts or any(map(is_traced_number, after.numbers)):
         return False
     pairs = zip(before.numbers, after.numbers, strict=True)
-    free = [i for i, (a, b) in enumerate(pairs) if is_given(a) or after.own[i] or not is_same_number(a, b)]
-    given, values = tuple(map(scalar_of, before.numbers)), list(after.numbers)
-    hosted = Hosted(run, of, given, tuple(values), after.facts, tuple(free), numbers.last)
+    free = [i for i, (a, b) in enumerate(pairs) if is_traced_number(a) or after.own[i] or not is_same_number(a, b)]
+    given, values = tuple(map(to_scalar, before.numbers)), list(after.numbers)
+    hosted = HostStep(run, of, given, tuple(values), after.facts, tuple(free), numbers.last)
     for i, x in zip(free, numbers.host(hosted, type(call[0]).__name__), strict=True):
         values[i] = x
-    filled(of, iter(values), like)
+    fill_numbers(of, iter(values), like)
     return True
 
 

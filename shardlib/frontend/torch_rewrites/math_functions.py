@@ -13,17 +13,17 @@ from typing import Any
 
 from shardlib.core.call_scalar import MATH, Scalar
 from shardlib.core.private_names import Slot
-from shardlib.frontend.guards.number_inputs import TracedNumber, is_given
+from shardlib.frontend.guards.number_inputs import TracedNumber, is_traced_number
 
 
 def _following(function: Callable[..., float]) -> Callable[..., Any]:
     @functools.wraps(function)
     def follow(*args: Any) -> Any:
-        given = [x for x in args if is_given(x)]
-        if not given or any(not is_given(x) and type(x) not in (int, float, bool) for x in args):
+        given = [x for x in args if is_traced_number(x)]
+        if not given or any(not is_traced_number(x) and type(x) not in (int, float, bool) for x in args):
             return function(*args)
-        return TracedNumber.of(
-            Scalar.apply(function, *(x.scalar if is_given(x) else x for x in args)), given[0].numbers
+        return TracedNumber.wrap(
+            Scalar.apply(function, *(x.scalar if is_traced_number(x) else x for x in args)), given[0].numbers
         )
 
     return follow

@@ -25,7 +25,15 @@ from shardlib.core.stage_clock import StageClock, show_progress
 from shardlib.core.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.guards.recompile_reasons import OFTEN, Change, RetraceWarning, difference, listed, read_at, seen
+from shardlib.frontend.guards.recompile_reasons import (
+    OFTEN,
+    Change,
+    RetraceWarning,
+    compare_calls,
+    describe_read,
+    join_first,
+    record_call,
+)
 from shardlib.frontend.hazards.escaped_values import keeps_numbers, refuse_kept
 from shardlib.frontend.hazards.grad_reads import LookedAtGradientError
 from shardlib.frontend.hazards.threads import refuse_nested
@@ -141,7 +149,7 @@ class Invocation:
                 after = left if watch.leaves(left) else watch.look()
                 effects = watch.unsupported(after)
                 mine = [x for x in effects if not any(text.startswith(after.name(x.place)) for text in late)]
-                refuse_effects(name, mine, after.name, partial(read_at, self.key[2]))
+                refuse_effects(name, mine, after.name, partial(describe_read, self.key[2]))
             is_known = watch.learn(programs.changing)
             programs.asks |= plan.compiled.traced.asked
             tensors = [*map(id, self.state.tensors)]
@@ -165,9 +173,9 @@ class Invocation:
         """Keeps a plan for calls with this key, and notes why the function was compiled again."""
         programs, served = self.programs, plan.compiled.traced.served
         call = flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, self.state)
-        now = seen(self.function.fn, call, self.key, served.asked, watch.before, after)
+        now = record_call(self.function.fn, call, self.key, served.guarded_leaves, watch.before, after)
         if programs.last is not None:
-            self._note(difference(programs.last, now))
+            self._note(compare_calls(programs.last, now))
         programs.last = now
         programs.changing.grads |= plan.compiled.traced.looked  # the key then says whether there is a `.grad`
         if self.key[1] != modes or is_late:  # modes, or what another thread has changed since, count in one call
@@ -189,7 +197,7 @@ class Invocation:
 
     def served(self, plan: Plan) -> list[Any]:
         """Returns the leaves with which the program runs."""
-        leaves = plan.compiled.traced.served.completed(self.leaves)
+        leaves = plan.compiled.traced.served.run_host_steps(self.leaves)
         if leaves is None:
             raise ShardingError(
                 f"{self.function.name} steps a schedule that gives something else each time",
@@ -201,7 +209,7 @@ class Invocation:
     def _note(self, changes: Mapping[str, Change]) -> None:
         """Notes why the function is compiled again; warns if that happens again and again."""
         programs = self.programs
-        programs.retraces.append(listed([f"{subject}{change.text}" for subject, change in changes.items()]))
+        programs.retraces.append(join_first([f"{subject}{change.text}" for subject, change in changes.items()]))
         del programs.retraces[:-PROGRAMS]
         if is_one_trace():
             return

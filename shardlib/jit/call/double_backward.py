@@ -21,9 +21,9 @@ from shardlib.core.errors import ShardingError, WrittenError
 from shardlib.core.torch_private import MODULE_DICTS, preserved_versions, pytree, version_of
 from shardlib.eager.placement_autograd import place_tracked
 from shardlib.frontend.autograd_history import hooks_of
-from shardlib.frontend.guards.flatten_call import Static, wrapped
+from shardlib.frontend.guards.flatten_call import Static, wrap_static
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.guards.torch_modes import autocast_of
+from shardlib.frontend.guards.torch_modes import autocast_dtypes
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.call.execute import Entry
 from shardlib.sharding.placement import FixedLayout
@@ -103,7 +103,7 @@ class Again:
         facts = (*depended_on(entry, halves), generators_of(halves))
         if call is None:
             return Again(function, None, None, None, False, entry, *facts)
-        tree = pytree.tree_structure(wrapped(call.args, call.kwargs, function.static))
+        tree = pytree.tree_structure(wrap_static(call.args, call.kwargs, function.static))
         is_method, names = call.state.own is not None, tuple(call.state.names)
         return Again(function, call.programs, call.key, tree, is_method, entry, *facts, names)
 
@@ -134,7 +134,7 @@ class Again:
                 alias = x.view_as(x) if x.requires_grad else x
                 args[leaf] = place_tracked(alias, FixedLayout.at(entry_input.layout), self.entry.mesh)
         by = [args[i] if i < len(args) else leaves[i] for i in wanted]
-        how = How(tuple(cotangents), autocast_of(self.key[1]))
+        how = How(tuple(cotangents), autocast_dtypes(self.key[1]))
         with self._as_then(noted, leaves), _without_hooks(leaves[i] for i in wanted):
             gradients = self.function.pull(*self._arguments(args), by, list(cotangents.values()), how)
         return [
@@ -221,7 +221,7 @@ class Again:
         """True if a call with these arguments would be the same; `.grad` may have been set or cleared since."""
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         for around in (None, tensors):
-            with _without_grads(around or ()), autocast(autocast_of(self.key[1])):
+            with _without_grads(around or ()), autocast(autocast_dtypes(self.key[1])):
                 _, key, now = self._read(leaves)
             if key == self.key and len(now) <= len(leaves):
                 return all(

@@ -13,9 +13,9 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.numpy_bridge import ArrayTensors, convert_arrays
 from shardlib.core.torch_private import innermost
-from shardlib.frontend.guards.argument_specs import by_position_and_name
+from shardlib.frontend.guards.argument_specs import add_positions_and_names
 from shardlib.frontend.guards.closure import Closure
-from shardlib.frontend.guards.flatten_call import read, twins, wrapped
+from shardlib.frontend.guards.flatten_call import find_aliases, read_arguments, wrap_static
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.hazards.memory_queries import at_home
@@ -44,7 +44,7 @@ class Function:
     ) -> None:
         self.name: str = name_of(fn)
         self.fn, self.in_specs, self.out_specs = fn, in_specs, out_specs
-        self.static, self.donate = by_position_and_name(fn, static), by_position_and_name(fn, donate)
+        self.static, self.donate = add_positions_and_names(fn, static), add_positions_and_names(fn, donate)
         self.options = options
 
     @functools.cached_property
@@ -61,15 +61,15 @@ class Function:
         leaves: list[Any] = []
         key: list[Any] = [None if kwargs else len(args)]
         if self.static:
-            args, kwargs = wrapped(args, kwargs, self.static)
+            args, kwargs = wrap_static(args, kwargs, self.static)
         with _PlainAttributes():
-            read((args, kwargs) if kwargs else args, leaves, key, state)
+            read_arguments((args, kwargs) if kwargs else args, leaves, key, state)
             modes = ambient(state)
             self._closure.read(state, key)
         count = len(leaves)
         leaves += state.tensors
         if len(leaves) > 1 and len(set(map(id, leaves))) < len(leaves):
-            key += twins(leaves[:count], state.tensors).items()
+            key += find_aliases(leaves[:count], state.tensors).items()
         if "keys" in vars(state):  # tensors as keys of dicts: their positions among the leaves
             at = {id(x): i for i, x in enumerate(leaves)}
             state.kept.extend(x for x in state.keys if id(x) not in at)

@@ -8,7 +8,7 @@ import weakref
 from typing import Any, Protocol
 
 from shardlib.compiler.plan.plan import Plan
-from shardlib.frontend.guards.attributes import Bound
+from shardlib.frontend.guards.attributes import BoundMethod
 from shardlib.jit.call.program_cache import Programs
 
 
@@ -25,7 +25,7 @@ class Function(Protocol):
     def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-class Method(Bound):
+class Method(BoundMethod):
     """A jitted method of one object: call it, or ask for its `plan`."""
 
     def __init__(self, function: Function, instance: Any) -> None:

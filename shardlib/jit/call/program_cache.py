@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shardlib.compiler.plan.plan import Plan
-from shardlib.frontend.guards.mutable_places import Changing
-from shardlib.frontend.guards.number_guards import Served
-from shardlib.frontend.guards.recompile_reasons import Seen
+from shardlib.frontend.guards.mutable_places import MutablePlaces
+from shardlib.frontend.guards.number_guards import NumberGuards
+from shardlib.frontend.guards.recompile_reasons import CallRecord
 from shardlib.jit.call.execute import Entry
 
 PROGRAMS, PLANS = 64, 8  # most that a function keeps
@@ -29,7 +29,7 @@ class Ready:
     plan: Callable[[], Plan | None]
 
 
-class Kept(OrderedDict[Any, list[tuple[T, Served]]], Generic[T]):
+class Kept(OrderedDict[Any, list[tuple[T, NumberGuards]]], Generic[T]):
     """At most `limit` items under keys; those under one key serve different numbers.
 
     Beyond the limit, an item is dropped from the key whose newest item is the oldest; `find` does no bookkeeping.
@@ -42,13 +42,13 @@ class Kept(OrderedDict[Any, list[tuple[T, Served]]], Generic[T]):
     def find(self, key: Any, leaves: list[Any]) -> tuple[T, list[Any]] | None:
         """Returns an item that serves a call, and the leaves for it."""
         item: T
-        served: Served
+        served: NumberGuards
         for item, served in reversed(self.get(key, _NONE)):  # the newest knows most of the function's own changes
             if (completed := served.leaves(leaves)) is not None:
                 return item, completed
         return None
 
-    def keep(self, key: Any, item: T, served: Served) -> None:
+    def keep(self, key: Any, item: T, served: NumberGuards) -> None:
         """Adds an item for the calls that it serves; the key None is not kept."""
         if key is None:
             return
@@ -68,18 +68,18 @@ class Programs:
         self.entries: Kept[Ready] = Kept(PROGRAMS)
         self.plans: Kept[tuple[Plan, list[Any]]] = Kept(PLANS)  # with the objects that their keys identify
         self.lock = threading.RLock()  # while compiling
-        self.last: Seen | None = None
+        self.last: CallRecord | None = None
         self.retraces: list[str] = []
         self.reasons: Counter[str] = Counter()
         self.asks = False  # the function asks where arguments lie in memory
-        self.changing = Changing(grads=False)
+        self.changing = MutablePlaces(grads=False)
         self.transformed: Any = None  # calls inside transforms of torch.func
 
     @property
-    def noted(self) -> tuple[Seen | None, list[str], Counter[str]]:
+    def noted(self) -> tuple[CallRecord | None, list[str], Counter[str]]:
         """The record of earlier compilations, to be restored if one was for nothing."""
         return self.last, [*self.retraces], Counter(self.reasons)
 
     @noted.setter
-    def noted(self, noted: tuple[Seen | None, list[str], Counter[str]]) -> None:
+    def noted(self, noted: tuple[CallRecord | None, list[str], Counter[str]]) -> None:
         self.last, self.retraces, self.reasons = noted

@@ -581,13 +581,13 @@ def test_of_what_is_deep_a_few_are_looked_into(monkeypatch: pytest.MonkeyPatch) 
     def tree(depth: int) -> Any:
         return types.SimpleNamespace(kids=[tree(depth - 1), tree(depth - 1)] if depth else [])
 
-    root, walks, own_part = tree(9), [0], State._own_part
+    root, walks, own_part = tree(9), [0], State._visit_attributes
 
     def counted(*args: Any) -> None:
         walks[0] += 1
         own_part(*args)
 
-    monkeypatch.setattr(State, "_own_part", counted)
+    monkeypatch.setattr(State, "_visit_attributes", counted)
     step = sl.jit(lambda x: x + len(root.kids))
     step(X)
     walks[0] = 0

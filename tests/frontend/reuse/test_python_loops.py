@@ -230,13 +230,13 @@ def graph_of(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[st
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the rounds that are written out; nothing is remembered of other tests."""
     count = [0]
-    write = python_loops.Loops._write
+    write = python_loops.LoopReuse._write_round
 
     def counted(*args: Any) -> None:
         write(*args)
         count[0] += 1
 
-    monkeypatch.setattr(python_loops.Loops, "_write", counted)
+    monkeypatch.setattr(python_loops.LoopReuse, "_write_round", counted)
     monkeypatch.setattr(python_loops, "_NOT_FOLLOWED", set())
     return count
 
@@ -246,7 +246,7 @@ def test_the_graph_is_that_of_every_round_traced(
     loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed = graph_of(step_of(loss), monkeypatch)
-    monkeypatch.setattr(tracing, "Loops", lambda *args: None)
+    monkeypatch.setattr(tracing, "LoopReuse", lambda *args: None)
     assert followed == graph_of(step_of(loss), monkeypatch)
 
 
@@ -553,7 +553,7 @@ def test_rounds_that_draw_are_not_followed(
 ) -> None:
     graph = graph_of(loss, monkeypatch)
     assert not rounds[0]
-    monkeypatch.setattr(tracing, "Loops", lambda *args: None)
+    monkeypatch.setattr(tracing, "LoopReuse", lambda *args: None)
     assert graph == graph_of(loss, monkeypatch)
 
 

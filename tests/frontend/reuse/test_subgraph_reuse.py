@@ -29,7 +29,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(7))
 def pieces(after: int) -> Iterator[list[str]]:
     """What is traced apart, and what is refused, when calls are traced as they come `after` times."""
     seen: list[str] = []
-    traced, before = subgraph_reuse.Once._traced, subgraph_reuse.AFTER
+    traced, before = subgraph_reuse.SubgraphReuse._trace, subgraph_reuse.AFTER
 
     def noted(self: Any, of: Any, run: Any, call: Any) -> Any:
         name = type(of).__name__ if isinstance(of, nn.Module) else of.__name__
@@ -41,11 +41,11 @@ def pieces(after: int) -> Iterator[list[str]]:
     subgraph_reuse.AFTER = after
     subgraph_reuse._IMPURE.clear()
     subgraph_reuse._BY_FLAGS.clear()
-    subgraph_reuse.Once._traced = noted
+    subgraph_reuse.SubgraphReuse._trace = noted
     try:
         yield seen
     finally:
-        subgraph_reuse.Once._traced, subgraph_reuse.AFTER = traced, before
+        subgraph_reuse.SubgraphReuse._trace, subgraph_reuse.AFTER = traced, before
 
 
 def nodes(plan: sl.Plan) -> list[tuple[Any, ...]]:
