@@ -14,7 +14,7 @@ from shardlib.core.source_lines import format_path_line
 from shardlib.core.torch_private import pytree
 from shardlib.frontend.guards.argument_specs import describe_non_tensor, refuse_missing_specs, specs_by_argument
 from shardlib.frontend.guards.flatten_call import FlatCall, argument_names, find_aliases
-from shardlib.frontend.traced_graph import Traced
+from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import Spec, resolve_many
@@ -55,14 +55,14 @@ def conflicting_twins(call: FlatCall, specs: Sequence[SpecLike]) -> set[int]:
     return {i for i, twin in pairs if specs[i] != (specs[twin] if twin < len(specs) else None)}
 
 
-def input_tensors(traced: Traced, call: FlatCall) -> list[Any]:
+def input_tensors(traced: TracedFunction, call: FlatCall) -> list[Any]:
     """Returns the leaf of the call that each input is; None for a cotangent."""
     leaves = call.leaves
     return [leaves[i] if i >= 0 else None for i in traced.input_leaves]
 
 
 def fixed_inputs(
-    traced: Traced,
+    traced: TracedFunction,
     call: FlatCall,
     specs: Sequence[SpecLike],
     mesh: Mesh,
@@ -145,7 +145,11 @@ def _annotated(op: Op, value: Value, mesh: Mesh) -> FixedLayout:
 
 
 def warn_of_misspelled_names(
-    traced: Traced, graph: Graph, inputs: Mapping[int, FixedLayout], outputs: Mapping[int, FixedLayout], mesh: Mesh
+    traced: TracedFunction,
+    graph: Graph,
+    inputs: Mapping[int, FixedLayout],
+    outputs: Mapping[int, FixedLayout],
+    mesh: Mesh,
 ) -> None:
     """Warns of logical names, in any spec of the program, that nearly have a rule."""
     names = traced.input_names

@@ -18,13 +18,15 @@ from shardlib.compiler.program.steps import Var
 from shardlib.core.strided_only import as_bytes
 from shardlib.frontend.guards.value_kinds import PLAIN
 from shardlib.frontend.side_effects.mutation_outputs import is_value
-from shardlib.frontend.traced_graph import Traced
+from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.sharding.placement import FixedLayout
 
 FixedAt = Mapping[int, FixedLayout]  # by position
 
 
-def is_same_program(a: Traced, b: Traced, graphs: tuple[Graph, Graph], inputs: tuple[FixedAt, FixedAt]) -> bool:
+def is_same_program(
+    a: TracedFunction, b: TracedFunction, graphs: tuple[Graph, Graph], inputs: tuple[FixedAt, FixedAt]
+) -> bool:
     """True if two simplified traces, with their graphs and fixed inputs, give one program.
 
     They may differ in the objects that a call reads and writes.
@@ -53,7 +55,7 @@ def is_placed_alike(after: FixedAt, before: FixedAt, outputs: Sequence[Any]) -> 
     return True
 
 
-def _facts(x: Traced) -> tuple[Any, ...]:
+def _facts(x: TracedFunction) -> tuple[Any, ...]:
     """Returns everything that stages read of a trace but its graph; leaves of the call become input positions."""
     after, at = x.after, {leaf: i for i, leaf in enumerate(x.input_leaves) if leaf >= 0}
     written = after.grads, after.written, after.data, after.gradients

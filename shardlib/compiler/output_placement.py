@@ -16,7 +16,7 @@ from shardlib.core.torch_private import pytree
 from shardlib.frontend.guards.argument_specs import describe_non_tensor
 from shardlib.frontend.guards.flatten_call import FlatCall
 from shardlib.frontend.side_effects.mutation_values import Part, Result
-from shardlib.frontend.traced_graph import Traced
+from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FixedLayout
@@ -26,7 +26,7 @@ from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
 def place_outputs(
-    traced: Traced,
+    traced: TracedFunction,
     graph: Graph,
     call: FlatCall,
     fixed_inputs: Mapping[int, FixedLayout],
@@ -89,7 +89,7 @@ def state_away(
     return frozenset(away)
 
 
-def outputs_of_state(traced: Traced, away: Collection[int]) -> frozenset[int]:
+def outputs_of_state(traced: TracedFunction, away: Collection[int]) -> frozenset[int]:
     """Returns the outputs that replace these inputs: as another `data`, or in an object."""
     leaves = {traced.input_leaves[i] for i in away}
     parts = (part for kept in traced.after.rebound for part in kept.parts if isinstance(part, Result))
@@ -97,7 +97,7 @@ def outputs_of_state(traced: Traced, away: Collection[int]) -> frozenset[int]:
     return frozenset(replacing + [at for leaf, at in traced.after.data if leaf in leaves])
 
 
-def forget_moved(traced: Traced, graph: Graph) -> Traced:
+def forget_moved(traced: TracedFunction, graph: Graph) -> TracedFunction:
     """Forgets the old places of values in objects, if the function ends by a `shard` of the new value."""
     moved = {op.results[0] for op in graph.ops if op.constrains}
     at = {i for i, x in enumerate(graph.outputs) if isinstance(x, Value) and x in moved}
@@ -113,7 +113,7 @@ def _whole(value: Value) -> FixedLayout:
     return FixedLayout.at(Layout.replicated(value.shape))
 
 
-def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, FixedLayout]:
+def fixed_outputs(traced: TracedFunction, graph: Graph, out_specs: Any, mesh: Mesh) -> dict[int, FixedLayout]:
     if out_specs is None:
         return {}
     own = graph.outputs[: traced.out_tree.num_leaves]
@@ -130,7 +130,7 @@ def fixed_outputs(traced: Traced, graph: Graph, out_specs: Any, mesh: Mesh) -> d
     return {i: r.by(f"out_specs: {item[0]} {r.spec}") for (i, item), r in zip(items, resolved, strict=True)}
 
 
-def gradients(traced: Traced, graph: Graph, fixed_inputs: Mapping[int, FixedLayout]) -> dict[int, FixedLayout]:
+def gradients(traced: TracedFunction, graph: Graph, fixed_inputs: Mapping[int, FixedLayout]) -> dict[int, FixedLayout]:
     """Returns the layouts of returned gradients: those of their inputs."""
     at = {graph.inputs[i]: (traced.input_names[i], fixed) for i, fixed in fixed_inputs.items()}
     fixed_at = {}

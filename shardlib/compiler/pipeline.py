@@ -45,7 +45,7 @@ from shardlib.frontend.guards.flatten_call import FlatCall, flatten_call
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.trace import trace
-from shardlib.frontend.traced_graph import Traced
+from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FixedLayout
 from shardlib.tensor.sharded_tensor import REGATHER
@@ -55,7 +55,7 @@ from shardlib.tensor.sharded_tensor import REGATHER
 class Compiled:
     """The results of all stages for one function at one set of shapes; `seconds` is the time that each stage took."""
 
-    traced: Traced
+    traced: TracedFunction
     mesh: Mesh
     graph: Graph
     propagate_whole: Callable[[], Propagated]
@@ -91,7 +91,7 @@ def compile_program(
     watch: MutationTracker | None = None,
     donate: Collection[int | str] = (),
     options: MemoryOptions = MemoryOptions(),  # noqa: B008 it is frozen
-    tracer: Callable[..., Traced] = trace,
+    tracer: Callable[..., TracedFunction] = trace,
     before: Iterable[Compiled] = (),
     clock: StageClock | None = None,
 ) -> Compiled:
@@ -137,13 +137,13 @@ def compile_program(
     return Compiled(traced, mesh, graph, whole, program, names, inputs, halves, recomputed, seconds, outputs, search)
 
 
-def _simplify(traced: Traced, mesh: Mesh) -> Traced:
+def _simplify(traced: TracedFunction, mesh: Mesh) -> TracedFunction:
     with mesh, tracing():
         return normalize(traced)
 
 
 def _annotate(
-    traced: Traced,
+    traced: TracedFunction,
     graph: Graph,
     call: FlatCall,
     inputs: Mapping[int, FixedLayout],
@@ -161,7 +161,7 @@ def _annotate(
 
 def _reusable(
     before: Iterable[Compiled],
-    traced: Traced,
+    traced: TracedFunction,
     graph: Graph,
     inputs: Mapping[int, FixedLayout],
     outputs: Mapping[int, FixedLayout],
@@ -175,7 +175,7 @@ def _reusable(
 
 
 def _finish(
-    traced: Traced,
+    traced: TracedFunction,
     program: Program,
     call: FlatCall,
     donate: Collection[int | str],
@@ -192,18 +192,18 @@ def _finish(
     return PassRunner(traced, away, options, absent, dump).run(program)
 
 
-def _regathered(traced: Traced, graph: Graph, call: FlatCall) -> set[Value]:
+def _regathered(traced: TracedFunction, graph: Graph, call: FlatCall) -> set[Value]:
     """Returns the parameters that their strategy gathers again for the backward pass."""
     pairs = zip(input_tensors(traced, call), graph.inputs, strict=True)
     return {value for x, value in pairs if getattr(x, REGATHER, False) is True}
 
 
-def _donated(traced: Traced, donate: Collection[int | str]) -> frozenset[int]:
+def _donated(traced: TracedFunction, donate: Collection[int | str]) -> frozenset[int]:
     paths = enumerate(traced.input_paths)
     return frozenset(i for i, path in paths if path is not None and argument_key(path) in donate)
 
 
-def _replaced(traced: Traced, program: Program) -> dict[int, int]:
+def _replaced(traced: TracedFunction, program: Program) -> dict[int, int]:
     """Returns the inputs that a call overwrites, each with the output that holds its new value."""
     inputs = {leaf: i for i, leaf in enumerate(traced.input_leaves)}
     others = {leaf for leaf, *_ in (*traced.after.data, *traced.after.takes)}  # they get other memory

@@ -17,14 +17,14 @@ from shardlib.compiler.passes.split_backward import Halves, split
 from shardlib.compiler.program.buffers import peak_bytes
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.schedule_options import Schedule
-from shardlib.frontend.traced_graph import Traced
+from shardlib.frontend.traced_graph import TracedFunction
 
 
 @dataclass(frozen=True)
 class PassRunner:
     """The inputs `away` live in the host's memory between calls; `absent` accepts names that the program may lack."""
 
-    traced: Traced
+    traced: TracedFunction
     away: Collection[int]
     options: MemoryOptions
     absent: Callable[[str], bool]

@@ -36,8 +36,8 @@ from shardlib.core.torch_private import FakeTensorMode, pytree, running_node, sc
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.eager.arg_slots import choose_device, fill_slots, replace_devices, requested_devices, thaw_args
 from shardlib.frontend.functionalize import functionalize
-from shardlib.frontend.lazy_graph_module import lazily
-from shardlib.frontend.traced_graph import Traced
+from shardlib.frontend.lazy_graph_module import skip_graph_source
+from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FactorNames, FixedLayout
 from shardlib.tensor.local_shards import refuse_valueless
@@ -183,17 +183,17 @@ class _GraphWriter:
             if node.kwargs.get("device") == torch.device("meta"):
                 node.kwargs = {**node.kwargs, "device": self.device}
 
-    def finish(self, name: str, inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> Traced:
+    def finish(self, name: str, inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> TracedFunction:
         node = self.graph.output(tuple(outputs))
         node.meta.update(self.meta)
         paths, _ = flatten_with_path((tuple(range(len(inputs))), {}))
         names = tuple(n.name for n in inputs)
-        with lazily(), self.mode:
+        with skip_graph_source(), self.mode:
             gm = fx.GraphModule({}, self.graph)
             functionalize(gm, names)
             self.replace_meta_devices(gm)
             out_paths, out_tree = flatten_with_path(tuple(range(len(outputs))))
-            traced = Traced(
+            traced = TracedFunction(
                 gm,
                 name,
                 names,
@@ -210,7 +210,7 @@ def _fix_form(form: Form, source: str) -> FixedLayout:
 
 
 def _compile(
-    traced: Traced, operands: Sequence[Operand], outputs: dict[int, FixedLayout], mesh: Mesh, fresh: int | None
+    traced: TracedFunction, operands: Sequence[Operand], outputs: dict[int, FixedLayout], mesh: Mesh, fresh: int | None
 ) -> Compiled:
     graph = graphs.build(traced.graph)
     fixed = {i: _fix_form(x.form, f"argument {i}") for i, x in enumerate(operands)}

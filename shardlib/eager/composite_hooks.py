@@ -18,7 +18,7 @@ from shardlib.core.torch_private import TransformType, keys_below, keys_of, sche
 from shardlib.eager.arg_slots import list_tensors
 from shardlib.eager.inplace import make_out_runner
 from shardlib.frontend.torch_rewrites import flex_attention
-from shardlib.frontend.torch_rewrites.recurrent import LAYERS, written_as_ops
+from shardlib.frontend.torch_rewrites.recurrent import LAYERS, layers_as_ops
 from shardlib.primitives.random.keys import PlainDraws
 from shardlib.tensor import view_aliases
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -75,7 +75,7 @@ def _batch_sizes(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs recurrent layers as one op each."""
-    result = written_as_ops(LAYERS[op])(*args, **kwargs)
+    result = layers_as_ops(LAYERS[op])(*args, **kwargs)
     return _batch_sizes(op, *args, **kwargs) if result is None else result
 
 
@@ -140,7 +140,7 @@ for _layers in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu):
 @flex_attention.OPERATOR.py_impl(_KEY)  # type: ignore[untyped-decorator]
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
     """Runs `flex_attention` above autograd as ops, which autograd then records as usual."""
-    if flex_attention.ours(query, key, value):
+    if flex_attention.is_handled(query, key, value):
         sharded = any(isinstance(x, ShardedTensor) for x in (query, key, value))
         return flex_attention.flex_attention(query, key, value, *rest, **options, fused=sharded)
     keys = keys_of((query, key, value, *rest), options, flex_attention.OPERATOR.non_fallthrough_keys.remove(_KEY))

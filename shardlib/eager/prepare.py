@@ -33,7 +33,7 @@ from shardlib.eager.compile_op import CompiledOp, Operand, compile_op
 from shardlib.eager.fits_locally import LocalFit, fit_locally
 from shardlib.eager.infer_meta import Outcome, recall_outcome, remember_outcome, similarity_key
 from shardlib.eager.local_call import LocalCall
-from shardlib.frontend.retarget_device import placed
+from shardlib.frontend.retarget_device import with_device
 from shardlib.rules.rule import Call, Meta
 from shardlib.rules.table import rule_for
 from shardlib.sharding.layout import Layout
@@ -62,7 +62,7 @@ class PreparedCall:
         if requested:
             args, kwargs = replace_devices((args, kwargs), self.device)
         if self.device.type != "cpu":  # new tensors without a device would go to the CPU
-            tupled, kwargs = placed(op, tuple(args), kwargs, self.device)
+            tupled, kwargs = with_device(op, tuple(args), kwargs, self.device)
             args = list(tupled)
         self.args, self.kwargs = args, kwargs
         self.forms = [operand_form(x, mesh, self.device) for x in self.tensors]

@@ -1,6 +1,6 @@
-"""What the nodes of a traced graph show of each other's memory, and the nodes that hold their values by now.
+"""Tracks which nodes of a traced graph are views of others, and which node holds each value after writes.
 
-A view is remembered as (what it views, how). One that is read after its owner changed is made again.
+A view is its parent and a function that makes it again. A view that is read after a write to its owner is made again.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ aten = torch.ops.aten
 
 @dataclass
 class View:
-    """One node as a view of `parent`; what a write returns is a view of what it wrote to."""
+    """One node as a view of `parent`. The result of a write is a view of the tensor that was written to."""
 
     parent: fx.Node
     remake: Callable[[fx.Node], fx.Node]  # from the value of the parent
-    version: int  # of the owner, when the view's value was made
-    itself: bool = False  # shows all of the parent, as it is
+    version: int  # of the owner, when the value of the view was computed
+    itself: bool = False  # shows all of the parent, in its shape
     same: bool = False  # is the parent, as `x.add_(1)` is `x`
 
 
 class Views:
-    """Of one graph; `at` is the node that is being rewritten, in front of which new ones are written."""
+    """The views of one graph. `at` is the node that is being rewritten; new nodes go in front of it."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.value: dict[fx.Node, fx.Node] = {}  # traced node -> the node that holds its value now, if it is another
+        self.value: dict[fx.Node, fx.Node] = {}  # traced node -> the other node that holds its value now
         self.views: dict[fx.Node, View] = {}
         self.version: dict[fx.Node, int] = {}  # owner -> how often it was written to
-        self.version_at: dict[fx.Node, int] = {}  # of what an index picks from, when it did
+        self.version_at: dict[fx.Node, int] = {}  # of the source of `x[i]`, when the index read it
         self.at: fx.Node = graph.output_node()
-        self._values: dict[Any, Tensor] = {}  # of what was written, by the op and what is known of its arguments
+        self._values: dict[Any, Tensor] = {}  # results of emitted ops, by op and forms of the arguments
 
     def read(self, node: fx.Node) -> None:
         node.args, node.kwargs = self.current(node.args), self.current(node.kwargs)
@@ -51,7 +51,7 @@ class Views:
         return fx.map_arg(arguments, self.fresh)
 
     def fresh(self, node: fx.Node) -> fx.Node:
-        """The node that holds what the traced `node` shows now: made again if its owner was written to since."""
+        """Returns the node with the present value of the traced `node`; makes a view again after a write."""
         source = self.picked(node)
         if source is not None and self.version_of(source) != self.version_at.get(self.owner(node), 0):
             self.refuse_picked("read after x was written to", "x[i].clone() in front of the write, or x[i] behind it")
@@ -70,7 +70,7 @@ class Views:
         return self.version.get(self.owner(node), 0)
 
     def note_view(self, node: fx.Node) -> None:
-        """Remember how a view is made: an op on its first operand, or one item of an op that lists views."""
+        """Records how a view is made: by an op on its first operand, or as one item of an op that lists views."""
         target, args, kwargs = node.target, node.args, dict(node.kwargs)
         source = args[0] if args else None
         if not isinstance(source, fx.Node):
@@ -88,19 +88,19 @@ class Views:
             )
 
     def rewrite_strided(self, node: fx.Node) -> None:
-        """Replace `as_strided` by views that know dims."""
+        """Replaces `as_strided` by views of dims."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        made: list[fx.Node] = []
+        views: list[fx.Node] = []
 
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            made.append(self.emit(target, *args, **kwargs))
-            return made[-1]
+            views.append(self.emit(target, *args, **kwargs))
+            return views[-1]
 
         base: Tensor = source.meta["val"]
         size, stride, at = (get_argument(node, name) for name in ("size", "stride", "storage_offset"))
         first, result = int(base.storage_offset()) if at is None else at, None
-        for whole in dict.fromkeys((source, self.owner(source))):  # what it reads may be beside what it is taken of
+        for whole in dict.fromkeys((source, self.owner(source))):  # its elements may lie outside of the source
             val: Tensor = whole.meta["val"]
             offset = first - int(val.storage_offset())
             reach = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
@@ -113,7 +113,7 @@ class Views:
                 rule="views name dims; strides are a matter of one device's memory",
                 remedy="use slices, permute and reshape",
             )
-        for view in made:
+        for view in views:
             if view.target in (aten.reshape.default, aten.index.Tensor):
                 self.note_own(view)
             else:
@@ -123,22 +123,22 @@ class Views:
         self.views[node] = View(result, lambda b: b, self.version_of(result), itself=True)
 
     def note_own(self, node: fx.Node) -> None:
-        """A reshape or an index that stands for a strided view is one, whatever its schema says."""
-        source, what = node.args
+        """Records a reshape or an index in place of a strided view as a view, against its schema."""
+        source, argument = node.args
         assert isinstance(source, fx.Node)
         read = node.target
         if read is aten.reshape.default:
             node.target = aten.view.default
-        self.views[node] = View(source, lambda b: self.emit(read, b, what), self.version_of(source))
+        self.views[node] = View(source, lambda b: self.emit(read, b, argument), self.version_of(source))
 
     def shown(self, node: fx.Node) -> fx.Node:
-        """Whose memory `node` shows all of, as it is."""
+        """Returns the node whose memory `node` shows, all of it in its shape."""
         while (view := self.views.get(node)) is not None and (view.itself or has_trait(node.target, "is_alias")):
             node = view.parent
         return node
 
     def picked(self, node: fx.Node) -> fx.Node | None:
-        """What `x[i]` picks from, where `i` is a tensor without dims and `node` shows that: in torch a view."""
+        """Returns `x` if `node` shows `x[i]` for a tensor `i` without dims, a view in torch; else None."""
         owner = self.owner(node)
         return owner.args[0] if owner.meta.get("picked") else None  # type: ignore[return-value]
 
@@ -151,17 +151,17 @@ class Views:
         )
 
     def show(self, node: fx.Node, written: fx.Node, *, same: bool = True) -> None:
-        """Make `node` another name of what was written to."""
+        """Makes `node` another name of the tensor that was written to."""
         self.views[node] = View(written, lambda b: b, self.version_of(written), itself=True, same=same)
         self.value[node] = self.fresh(written)
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node in front of the one that is being rewritten, with its line, and its value computed on fakes."""
+        """Returns a new node in front of `at`, with the line of `at`, and a value computed on fakes."""
         with self.graph.inserting_before(self.at):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update({k: self.at.meta[k] for k in ("line", "backward") if k in self.at.meta})
         fakes = replace_by_hints(fx.map_arg((args, kwargs), lambda n: n.meta["val"]))
-        key = target, _known(fakes)
+        key = target, _form_of(fakes)
         if (value := self._values.get(key)) is None:
             value = target(*fakes[0], **fakes[1])
             if isinstance(value, Tensor) and not is_view(target) and not may_return_view(target):
@@ -170,12 +170,12 @@ class Views:
         return node
 
 
-def _known(x: Any) -> Any:
-    """What the shape and the dtype of an op's result depend on."""
+def _form_of(x: Any) -> Any:
+    """Returns the part of an argument that decides the shape and dtype of an op's result."""
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.requires_grad
     if isinstance(x, tuple | list):
-        return type(x), tuple(map(_known, x))
+        return type(x), tuple(map(_form_of, x))
     if isinstance(x, dict):
-        return tuple((k, _known(y)) for k, y in x.items())
+        return tuple((k, _form_of(y)) for k, y in x.items())
     return type(x), x

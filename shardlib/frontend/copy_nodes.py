@@ -1,8 +1,8 @@
-"""Nodes of a trace, written out again for other values, without running anything.
+"""Copies nodes of a trace for other operands, without running Python again.
 
-What a piece of Python wrote into the graph is what it would write for other tensors of the same shapes. A copy costs
-one node; running the piece again costs every op a way through torch's dispatcher. A copy stands in the name of the line
-that the first one has; what is drawn in it is drawn anew.
+Python that ran for some tensors would write the same nodes for other tensors of the same shapes. A copy costs one node;
+running the code costs each op a way through torch's dispatcher. A copy has the line of its original, and draws random
+numbers of its own.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from shardlib.core.torch_private import (
     set_slot,
     without_transforms,
 )
-from shardlib.frontend.lifted_inputs import Lifted
+from shardlib.frontend.lifted_inputs import LiftedInputs
 from shardlib.primitives.random.keys import CopiedDraws
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
 class Copy:
-    """One copy: `nodes` are what stands for each node that it is of. What it does not know is the same for all.
+    """One copy: `nodes` maps each original to its copy. Nodes outside of the map are common to all copies.
 
-    `made` are tensors that are there already, which nothing has computed, by the nodes that they become.
+    `results` are tensors that exist already and become copies, by their original nodes.
     """
 
-    def __init__(self, made: Mapping[fx.Node, Tensor] | None = None) -> None:
+    def __init__(self, results: Mapping[fx.Node, Tensor] | None = None) -> None:
         self.nodes: dict[fx.Node, fx.Node] = {}
-        self.is_followed = made is not None
-        self._made = dict(made or {})
+        self.is_followed = results is not None
+        self._results = dict(results or {})
         self._redrawn = CopiedDraws()
 
     def begin(self, env: Mapping[fx.Node | None, Tensor | None]) -> None:
-        """These nodes are these tensors."""
+        """Maps inputs of the original to tensors of the copy."""
         for node, x in env.items():
             if node is not None and x is not None:
-                self.nodes[node] = node_of(innermost(x))
+                self.nodes[node] = find_node(innermost(x))
 
     def write(self, nodes: Iterable[fx.Node], same: Mapping[fx.Node, fx.Node] | None = None) -> None:
-        """Write nodes again into the graph that is being traced, but for those that are the `same` as another one."""
+        """Copies nodes into the graph that is being traced. A node in `same` has the copy of another node."""
         graph: fx.Graph = _tracer().graph
         env, late = self.nodes, running_node() is not None
         for node in nodes:
@@ -65,12 +65,12 @@ class Copy:
                 env[node] = env[same[node]]
                 continue
             if (key := self._redrawn.key(node)) is not None:
-                env[node] = node_of(key)
+                env[node] = find_node(key)
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env.get(x, x))
             name = _NUMBER.sub("", node.name)
             new = env[node] = graph.create_node("call_function", node.target, (), {}, name)
-            _assign(new, "args", args)  # given to it, fx would look through them once more
+            _assign(new, "args", args)  # `create_node` would look through them again
             if kwargs:
                 _assign(new, "kwargs", kwargs)
             self._redrawn.renumber(new)
@@ -80,37 +80,40 @@ class Copy:
                 new.meta["backward"] = True
 
     def tensor(self, node: fx.Node) -> Tensor:
-        """A tensor that is the copy of a node: a new one, or the one that waits for it."""
-        x = self._made.pop(node) if node in self._made else alike(node.meta["val"])
-        shows(x, self.nodes.get(node, node))
+        """Returns the tensor of a node's copy: a new one, or the one in `results`."""
+        x = self._results.pop(node) if node in self._results else make_like(node.meta["val"])
+        set_node(x, self.nodes.get(node, node))
         return x
 
 
-_assign = object.__setattr__  # fx's own files the node anew in its table of targets, which stay
+_assign = object.__setattr__  # fx's own would file the node again under its target, which stays
 _NUMBER = re.compile(r"_\d+$")
 _KEPT = ("val", "line", "default", "backward")
 
 
-def node_of(x: Tensor) -> fx.Node:
-    """The node that is a tensor in the graph that is being traced."""
-    tracer, lifted = _tracer(), Lifted.current()
-    known = lifted.seen(x) if lifted is not None and isinstance(x, ShardedTensor) else x
-    if has_proxy_slot(known, tracer):
-        found: fx.Node = get_proxy_slot(known, tracer).proxy.node
-        return found
-    made: fx.Node = tracer.create_arg(known)
-    return made
+def find_node(x: Tensor) -> fx.Node:
+    """Returns the node of a tensor in the graph that is being traced."""
+    tracer, x = _tracer(), _in_trace(x)
+    if has_proxy_slot(x, tracer):
+        node: fx.Node = get_proxy_slot(x, tracer).proxy.node
+    else:
+        node = tracer.create_arg(x)
+    return node
 
 
-def shows(x: Tensor, node: fx.Node) -> None:
-    """From now on, a tensor is this node."""
-    tracer, lifted = _tracer(), Lifted.current()
-    known = lifted.seen(x) if lifted is not None and isinstance(x, ShardedTensor) else x
-    set_slot(known, tracer, SLOT(fx.Proxy(node, tracer), None))
+def set_node(x: Tensor, node: fx.Node) -> None:
+    """Makes a tensor the value of this node, from now on."""
+    tracer = _tracer()
+    set_slot(_in_trace(x), tracer, SLOT(fx.Proxy(node, tracer), None))
 
 
-def alike(x: Tensor) -> Tensor:
-    """A tensor like x that nobody has traced."""
+def _in_trace(x: Tensor) -> Tensor:
+    lifted = LiftedInputs.current()
+    return lifted.seen(x) if lifted is not None and isinstance(x, ShardedTensor) else x
+
+
+def make_like(x: Tensor) -> Tensor:
+    """Returns a new tensor like x, which has no node yet."""
     if type(x) is FakeTensor:
         with without_transforms():
             return make_fake_like(x)  # type: ignore[no-any-return]
@@ -124,32 +127,32 @@ def _tracer() -> Any:
     return mode.tracer
 
 
-class Region:
-    """What Python writes from here to `end`, without gradients, reading and writing `inputs`, and reading `shared`.
+class RecordedNodes:
+    """The nodes that Python writes until `end`, without gradients; they read and write `inputs`, and read `shared`.
 
-    A tensor that was found has two nodes, its own and that of what stands for it, which the last write to it moves.
+    A closed-over tensor has two nodes: its own, and that of its stand-in. The last write to it moves both.
     """
 
     def __init__(self, inputs: Sequence[Any], shared: Sequence[Any]) -> None:
         self._graph: fx.Graph = _tracer().graph
-        self._shared = {node for x in shared for node in map(node_of, _handles(x))}
-        self.before = [list(map(node_of, _handles(x))) for x in inputs]
+        self._shared = {node for x in shared for node in map(find_node, _handles(x))}
+        self.before = [list(map(find_node, _handles(x))) for x in inputs]
         self._last = next(iter(reversed(self._graph.nodes)))
 
     def end(self, inputs: Sequence[Any], results: Sequence[Any]) -> bool:
-        """All is written; `results` are what stands in the places of the inputs now. Whether it can be copied."""
+        """Ends the recording with `results` in the places of the inputs; returns whether the nodes can be copied."""
         node, self.nodes = self._last.next, list[fx.Node]()
         while node.op != "root":
             self.nodes.append(node)
             node = node.next
-        self.after = [list(map(node_of, _handles(x))) for x in results]
+        self.after = [list(map(find_node, _handles(x))) for x in results]
         self.is_same = [x is y for x, y in zip(inputs, results, strict=True)]
-        known = {*self.nodes, *self._shared, *(node for nodes in self.before for node in nodes)}
+        own = {*self.nodes, *self._shared, *(node for nodes in self.before for node in nodes)}
         read = (x for node in self.nodes for x in node.all_input_nodes)
-        return all(x in known or x.op == "get_attr" or "scalar" in x.meta for x in read)
+        return all(x in own or x.op == "get_attr" or "scalar" in x.meta for x in read)
 
     def again(self, inputs: Sequence[Any]) -> list[Any]:
-        """Write it for other inputs; returns what stands in their places then."""
+        """Copies the nodes for other inputs; returns the tensors in their places then."""
         copy, handles = Copy(), list(map(_handles, inputs))
         for nodes, xs in zip(self.before, handles, strict=True):
             copy.begin(dict(zip(nodes, xs, strict=True)))
@@ -160,15 +163,15 @@ class Region:
                 x = copy.tensor(now[0]) if now else None
             for old, new, y in zip(was, now, xs, strict=True) if same else ():
                 if new is not old:
-                    shows(y, copy.nodes[new])
+                    set_node(y, copy.nodes[new])
             results.append(x)
         return results
 
 
 def _handles(x: Any) -> list[Tensor]:
-    """The tensors by which ops of the trace know this one."""
-    lifted = Lifted.current()
+    """Returns the tensors that ops of the trace read in place of this one."""
+    lifted = LiftedInputs.current()
     if not isinstance(x, Tensor) or lifted is None:
         return [x] if isinstance(x, Tensor) else []
-    seen, stands = lifted.seen(x), lifted.stand_in(x)
-    return [seen] if seen is stands else [seen, stands]
+    seen, stand_in = lifted.seen(x), lifted.stand_in(x)
+    return [seen] if seen is stand_in else [seen, stand_in]

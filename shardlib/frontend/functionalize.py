@@ -1,9 +1,9 @@
-"""In-place ops of a traced graph, rewritten into functional ones.
+"""Rewrites in-place ops of a traced graph into functional ones.
 
 A write to a view is carried up, view by view, into the tensor that owns the memory: a write to `x[1:]` becomes
-`slice_scatter(x, value, ...)`. `x.data = y` makes `x` another view of `y`, and what showed `x` goes on to show what it
-was. What is written to an input, and the memory that one is given, are further results. Writes into other tensors that
-the function finds outside would outlive the program unseen: they are refused, all of them at once.
+`slice_scatter(x, value, ...)`. `x.data = y` makes `x` another view of `y`; older views of `x` keep its former memory.
+New values and new memory of inputs are further results. Writes into other tensors from outside would outlive the
+program unseen: one error refuses all of them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Written:
-    """Inputs that a function changes, by position: `values` are written into their memory, `data` is memory that they
-    show from then on; the graph returns these, in this order. `others` have that of another input, which comes second.
+    """Inputs that a function changes, by position.
+
+    The graph returns the new values of `values`, then the new memory of `data`. `others` are pairs: the first input
+    gets the memory of the second.
     """
 
     values: tuple[int, ...] = ()
@@ -42,11 +44,11 @@ class Written:
 
 
 def functionalize(gm: fx.GraphModule, input_names: Sequence[str] = (), body: bool = False) -> Written:
-    """Rewrite `gm` so that no op writes to memory; `input_names` are the placeholders' names in errors.
+    """Rewrites `gm` so that no op writes to memory; `input_names` are the placeholders' names in errors.
 
-    The `body` of a loop writes to nothing but what it makes.
+    The `body` of a loop may write only to tensors that it makes.
 
-    Returns what becomes of inputs: their new values are further results.
+    Returns the changed inputs, whose new values are further results.
     Raises ShardingError for writes into captured tensors, and for writes that have no functional form.
     """
     written = Written()
@@ -59,13 +61,13 @@ def functionalize(gm: fx.GraphModule, input_names: Sequence[str] = (), body: boo
         if has_trait(node.target, "reshapes"):
             node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(node.meta["val"].shape)), {}
         if node.target in _LAZY:
-            _at_once(node)
+            _resolve_lazy(node)
     gm.recompile()
     return written
 
 
-def _at_once(node: fx.Node) -> None:
-    """A bit that says "conjugate me when you are read" would not travel with the bytes of a tensor."""
+def _resolve_lazy(node: fx.Node) -> None:
+    """Computes a conjugate or a negation now: the bit that delays it does not travel with the bytes of a tensor."""
     target, number = _LAZY[node.target]
     if isinstance(node.args[0], fx.Node):
         node.target = target
@@ -88,12 +90,14 @@ class _Rewriter(Views):
     def __init__(self, graph: fx.Graph, names: dict[fx.Node, str], body: bool) -> None:
         super().__init__(graph)
         self.names, self.body = names, body
-        self.memory: dict[fx.Node, fx.Node] = {}  # input with other data -> what stands for the memory that it had
-        self.returned: dict[fx.Node, Sequence[fx.Node]] = {}  # a write to several tensors -> these, which it returns
+        self.memory: dict[fx.Node, fx.Node] = {}  # input with other data -> the node of its former memory
+        self.returned: dict[
+            fx.Node, Sequence[fx.Node]
+        ] = {}  # a write to several tensors -> the tensors that it returns
         self.offenders: list[str] = []
 
     def run(self) -> Written:
-        """Rewrite all ops; returns what becomes of inputs."""
+        """Rewrites all ops; returns the changed inputs."""
         replaced = []
         for node in list(self.graph.nodes):
             self.at = node
@@ -139,7 +143,7 @@ class _Rewriter(Views):
         )
 
     def rename_view(self, node: fx.Node) -> None:
-        """`x.squeeze_()` writes to no memory: what comes after it sees the same memory in another shape."""
+        """Makes an op like `x.squeeze_()` a view: later ops see the same memory in another shape."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         assert isinstance(node.target, OpOverload)
@@ -167,7 +171,7 @@ class _Rewriter(Views):
             self.resize(node, source)
 
     def resize(self, node: fx.Node, source: fx.Node) -> None:
-        """The same elements in another shape, or the first of them; what was empty is new memory."""
+        """Makes a resize a view of the first elements; a resized empty tensor is new memory."""
         old, new = source.meta["val"], node.meta["val"]
         if old.numel() == 0 and new.numel():
             node.target, node.args = aten.empty.memory_format, (list(new.shape),)
@@ -200,7 +204,7 @@ class _Rewriter(Views):
             self.returned[node] = written
 
     def set_data(self, x: fx.Node, value: fx.Node) -> None:
-        """`x` shows what `value` shows; what showed the memory of `x` until now still does."""
+        """Makes `x` a view of `value`; older views of `x` keep its former memory."""
         if x.op == "get_attr" or (self.body and x.op == "placeholder"):
             self.offenders.append(self.describe(x))
             return
@@ -226,7 +230,7 @@ class _Rewriter(Views):
         self.show(x, value, same=False)
 
     def functional(self, node: fx.Node, written: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:
-        """The new values of what `node` writes to; and the node of its own results, if it has any beside these."""
+        """Returns the new values of the tensors that `node` writes to, and the node of its other results or None."""
         assert isinstance(node.target, OpOverload)
         if special := _SPECIAL.get(node.target):
             return [special(self.emit, *self.current(node.args), **self.current(node.kwargs))], None
@@ -259,7 +263,7 @@ class _Rewriter(Views):
         return values[own:], (values[0] if alone else result) if own else None
 
     def write(self, node: fx.Node, value: fx.Node) -> None:
-        """Make `value` what `node` shows, and carry it up to the owner."""
+        """Makes `value` the value of `node`, and carries it up to the owner."""
         shown = [(node, value)]
         while (view := self.views.get(node)) is not None:
             if not view.itself:
@@ -282,7 +286,7 @@ class _Rewriter(Views):
                 self.views[link].version = version
 
     def fitted(self, value: fx.Node, like: Tensor) -> fx.Node:
-        """A write keeps the dtype of what it writes to."""
+        """Returns `value` in the dtype of `like`: a write keeps the dtype of its target."""
         return (
             value
             if value.meta["val"].dtype == like.dtype
@@ -291,13 +295,13 @@ class _Rewriter(Views):
 
     def describe(self, node: fx.Node) -> str:
         owner = self.owner(node)
-        what = f"input {self.names[owner]}" if owner.op == "placeholder" else "a tensor that the function closes over"
+        tensor = f"input {self.names[owner]}" if owner.op == "placeholder" else "a tensor that the function closes over"
         through = "" if owner is node else ", through a view,"
-        return f"{what}{through} is written to at {self.at.meta['line']}"
+        return f"{tensor}{through} is written to at {self.at.meta['line']}"
 
 
 def body_writes(offenders: Sequence[str]) -> ShardingError:
-    """The error for the body of a loop that writes to what it is given, or finds outside."""
+    """Returns the error for the body of a loop that writes to its arguments, or to tensors from outside."""
     return ShardingError(
         "the body of scan writes to tensors that it did not make",
         list(dict.fromkeys(offenders)),

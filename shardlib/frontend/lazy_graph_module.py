@@ -1,4 +1,4 @@
-"""Graphs whose Python source nobody reads, so that torch does not write it."""
+"""Turns off the Python source of graphs: nothing reads the source, and generating it takes time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _before = False
 
 
 @contextmanager
-def lazily() -> Iterator[None]:
-    """Graph modules made inside have no source until somebody asks. Torch's own switch is for one thread at a time."""
+def skip_graph_source() -> Iterator[None]:
+    """Delays the source of graph modules that are made inside, in any number of threads, until it is read."""
     global _inside, _before
     with _lock:
         if not _inside:

@@ -1,7 +1,7 @@
-"""Tensors that a traced function finds around itself, in modules, closures and objects, as inputs of its graph.
+"""Makes inputs of the tensors that a traced function reads from modules, closures and objects.
 
-A tensor is known to the tracer by itself, so that code that holds it need not change. What an op then reads is its
-stand-in, a fake: `_StandIns` puts it in the place of a plain tensor, `redirected` in that of a ShardedTensor.
+The tracer knows such a tensor by itself, so code that holds it need not change. An op computes with its stand-in, a
+fake: `_StandIns` replaces plain tensors, `run_on_stand_ins` ShardedTensors.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from shardlib.core.tree_paths import children_with_keys, flatten_with_path
 from shardlib.frontend.guards.attributes import attribute_items, instance_dict
 from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.results import Carried
-from shardlib.frontend.retarget_device import placed
+from shardlib.frontend.results import ObjectResult
+from shardlib.frontend.retarget_device import with_device
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
-_current: ContextVar[Lifted | None] = ContextVar("shardlib_lifted", default=None)
+_current: ContextVar[LiftedInputs | None] = ContextVar("shardlib_lifted", default=None)
 
 
-class Lifted:
-    """The state of a call, while its function is traced."""
+class LiftedInputs:
+    """The tensors of a call's state while its function is traced, each with its node and its stand-in."""
 
     def __init__(self, state: State, mode: FakeTensorMode, watch: MutationTracker | None = None) -> None:
         self.state, self.mode, self.watch = state, mode, watch
         self.nodes: list[fx.Node] = []
-        self.refusal: ShardingError | None = None  # of what another thread did
+        self.refusal: ShardingError | None = None  # an error that the function may have caught
         self.is_over = False
-        self.not_meta: torch.device | None = None  # where those are that stand for tensors on meta, if any do
+        self.not_meta: torch.device | None = None  # device of the stand-ins for tensors on meta
         self._stand_ins: dict[int, Tensor] = {}
         self._exit = ExitStack()
 
-    def __enter__(self) -> Lifted:
+    def __enter__(self) -> LiftedInputs:
         token = _current.set(self)
         self._exit.callback(lambda: _current.reset(token))
         self._exit.callback(self._forget)
@@ -64,9 +64,9 @@ class Lifted:
             x.__dict__.pop("proxy", None)
 
     def enter(self, tracer: Any, device: torch.device | str | None) -> None:
-        """Make an input of every tensor."""
+        """Makes an input of every tensor."""
         for x in self.state.tensors:
-            stand_in = placeholder(tracer, self.mode, x, device)
+            stand_in = Placeholder(tracer, self.mode, x, device)
             self.nodes.append(stand_in.node)
             if x.is_meta:
                 self.not_meta = stand_in.value.device
@@ -74,15 +74,15 @@ class Lifted:
                 self._stand_ins[id(x)] = stand_in.value
                 if not isinstance(x, ShardedTensor):
                     set_slot(x, tracer, SLOT(stand_in.proxy, None))
-                    # What needs no gradient, and every process has whole, decides nothing.
+                    # A whole tensor without a gradient decides no layout.
                     stand_in.node.meta["constant"] = not x.requires_grad
 
     def seen(self, x: Any) -> Any:
-        """A tensor as the trace knows it."""
+        """Returns the stand-in of a ShardedTensor; the tracer knows other tensors themselves."""
         if not isinstance(x, ShardedTensor):
             return x
-        if (found := self._stand_ins.get(id(x))) is not None:
-            return found
+        if (stand_in := self._stand_ins.get(id(x))) is not None:
+            return stand_in
         raise ShardingError(
             f"a traced function closes over {typeof(x)}",
             ["it is neither an argument nor found in the function's variables, modules or objects"],
@@ -95,30 +95,30 @@ class Lifted:
         return self._stand_ins.get(id(x), x)
 
     @staticmethod
-    def current() -> Lifted | None:
+    def current() -> LiftedInputs | None:
         """Returns the instance of the running trace; None outside a trace."""
         return _current.get()
 
     def stand_ins(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The tensors, each with what stands for it."""
+        """Yields the tensors, each with its stand-in."""
         return ((x, self._stand_ins[id(x)]) for x in self.state.tensors)
 
     def is_own(self, x: Tensor) -> bool:
-        """Returns whether a tensor is of this trace, or stands in it for an input."""
+        """Returns whether a tensor is a value of this trace, or an input of it."""
         return isinstance(x, FakeTensor | ShardedTensor) or id(x) in self._stand_ins
 
     def returned(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of a result as the trace knows them, with their history; one that comes twice is one."""
-        found: dict[int, Any] = {}
+        """Returns the leaves of a result as the trace knows them, with their history; equal leaves stay one object."""
+        known_as: dict[int, Any] = {}
         for x in leaves:
-            if id(x) not in found:
-                goes_on = isinstance(x, ShardedTensor) and x.requires_grad and id(x) in self._stand_ins
+            if id(x) not in known_as:
+                has_gradient = isinstance(x, ShardedTensor) and x.requires_grad and id(x) in self._stand_ins
                 with torch.enable_grad():
-                    found[id(x)] = x.view_as(x) if goes_on else self.seen(x)
-        return [found[id(x)] for x in leaves]
+                    known_as[id(x)] = x.view_as(x) if has_gradient else self.seen(x)
+        return [known_as[id(x)] for x in leaves]
 
     def prune(self, gm: fx.GraphModule) -> list[int]:
-        """Drop the inputs that nothing reads; returns those that stay."""
+        """Drops the inputs that no op reads; returns the positions of the others."""
         for node in self.nodes:
             if not node.users:
                 gm.graph.erase_node(node)
@@ -127,32 +127,32 @@ class Lifted:
 
 
 class _StandIns(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Between the tracer, which knows the tensors themselves, and torch's fake tensors, which compute real ones.
+    """Replaces tensors by their stand-ins, between the tracer and torch's fake tensors.
 
-    What asks a tensor on meta for its device makes things beside what stands for it.
+    An op on the device of a tensor on meta makes its result on the device of the stand-in.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, lifted: Lifted) -> None:
+    def __init__(self, lifted: LiftedInputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.lifted = lifted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.lifted.not_meta is not None:
-            args, kwargs = placed(func, args, kwargs or {}, self.lifted.not_meta, from_meta=True)
-        return func(*map(self._of, args), **{k: self._of(x) for k, x in (kwargs or {}).items()})
+            args, kwargs = with_device(func, args, kwargs or {}, self.lifted.not_meta, from_meta=True)
+        return func(*map(self._replace, args), **{k: self._replace(x) for k, x in (kwargs or {}).items()})
 
-    def _of(self, x: Any) -> Any:
+    def _replace(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             return self.lifted.stand_in(x)
-        return [self._of(y) for y in x] if type(x) is list else x
+        return [self._replace(y) for y in x] if type(x) is list else x
 
 
-class placeholder:
-    """A new input of the graph that is being traced: `proxy`, `node`, and the `value` that stands for it.
+class Placeholder:
+    """A new input of the graph that is being traced: its `proxy`, its `node`, and the `value` in the trace.
 
-    The node has that value, or, where nobody is to keep it, a `snapshot`.
+    With `snapshot`, `meta["val"]` is another tensor of the same form, so the node does not keep the value alive.
     """
 
     def __init__(
@@ -168,9 +168,9 @@ class placeholder:
             set_slot(self.value, tracer, SLOT(self.proxy, None))
 
 
-def redirected(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An op of a traced function that reads ShardedTensors, on what stands for them."""
-    lifted = _current.get() or Lifted(State(), FakeTensorMode())
+def run_on_stand_ins(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an op of a traced function on the stand-ins of its ShardedTensors."""
+    lifted = _current.get() or LiftedInputs(State(), FakeTensorMode())
     args, kwargs = pytree.tree_map_only(ShardedTensor, lifted.seen, (args, kwargs))
     return op(*args, **kwargs)
 
@@ -184,12 +184,12 @@ class Contents:
     objects: list[tuple[tuple[Any, ...], Any, dict[str, Any]]]
 
     @staticmethod
-    def of(arguments: Any) -> Contents:
+    def read(arguments: Any) -> Contents:
         return Contents(*pytree.tree_flatten(arguments), list(_with_attributes(arguments, ())))
 
 
 def _with_attributes(x: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any, dict[str, Any]]]:
-    """The nodes of a pytree that have attributes of their own, with these."""
+    """Yields the nodes of a pytree that have attributes of their own: path, node, attributes."""
     for key, child in (children := children_with_keys(x)) or ():
         yield from _with_attributes(child, (*path, key))
     if children is not None and isinstance(instance_dict(x), dict):
@@ -197,7 +197,7 @@ def _with_attributes(x: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any,
 
 
 def refuse_changed_arguments(name: str, before: Contents, now: Any) -> None:
-    """Refuse other values in the containers and objects among the arguments: the caller's own would not change."""
+    """Refuses new values in containers and objects among the arguments: the caller's own would not change."""
     leaves, tree = flatten_with_path(now)
     old_ids = {id(x) for x in before.leaves}
     changed = tree != before.tree or any(x is not y for (_, x), y in zip(leaves, before.leaves, strict=True))
@@ -220,18 +220,18 @@ def refuse_changed_arguments(name: str, before: Contents, now: Any) -> None:
     )
 
 
-def flatten_result(result: Any, known: Mapping[int, Any]) -> tuple[list[tuple[Any, Any]], Any, list[str]]:
+def flatten_result(result: Any, existing: Mapping[int, Any]) -> tuple[list[tuple[Any, Any]], Any, list[str]]:
     """Flattens a result into leaves, each with its path, and a tree; objects that hold tensors are taken apart.
 
-    Objects that were there before the call are `known`. The strings describe the objects that cannot be taken apart.
+    Objects from before the call are `existing`, by id. The strings describe the objects that cannot be taken apart.
     """
     leaves, tree = flatten_with_path(result)
     parts, opaque = list[Any](), list[str]()
     for path, x in leaves:
-        is_new = not isinstance(x, Tensor) and known.get(id(x)) is not x
+        is_new = not isinstance(x, Tensor) and existing.get(id(x)) is not x
         holding = [k for k, y in _inside(x).items() if _carries(y)] if is_new else []
         is_lazy = is_new and isinstance(x, _LAZY)
-        carried = Carried.take_apart(x, known) if holding and not is_lazy else None
+        carried = ObjectResult.take_apart(x, existing) if holding and not is_lazy else None
         if carried is None and (holding or is_lazy):
             tensors = f", with tensors in {', '.join(holding)}" if holding else ""
             opaque.append(f"result{pytree.keystr(path)} is a {type(x).__name__}{tensors}")
@@ -285,4 +285,4 @@ def _carries(x: Any, depth: int = 4) -> bool:
     return any(_carries(y, depth - 1) for y in _inside(x).values())
 
 
-tensor_hooks.trace_op = redirected
+tensor_hooks.trace_op = run_on_stand_ins

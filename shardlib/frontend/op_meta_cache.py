@@ -1,8 +1,8 @@
-"""Ops that are called again on operands of the same form: nobody is asked what they make, in this trace or a later one.
+"""Caches the forms of ops' results by the forms of their operands, across traces.
 
-Torch takes half a millisecond for a node: it looks for decompositions, computes the result on fake tensors, notes what
-it knows. Of the second product of two matrices of some shapes all of that is known, and so it is of a view, which is in
-the memory of its operand, and of the parts that an op makes.
+Torch takes half a millisecond for a node: it looks for decompositions, computes the result on fake tensors, and notes
+facts. The second product of two matrices of the same shapes skips that. So does a view, which is in the memory of its
+operand, and an op with several results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardlib.core.fake_tensors import make_fake
 from shardlib.core.torch_private import SLOT, FakeTensor, OpOverload, memory_of, schema_of, set_slot
 
 Key = tuple[Any, ...]
-# They take every number, and make the same of each: a rate is another one in every call.
+# Their results have the same form for every number: a learning rate is another number in every call.
 _OF_ANY_NUMBER = frozenset({"add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp", "pow"})
 _PLAIN = frozenset({bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None)})
 BY_VALUES = {
@@ -34,7 +34,7 @@ BY_VALUES = {
 
 
 _aten = torch.ops.aten
-# Views, in the memory of the first operand, of which nothing is known but where they are.
+# Views in the memory of the first operand.
 _VIEWS = frozenset({_aten.detach.default, _aten.view.default, _aten.t.default, _aten.transpose.int})
 _VIEWS |= {_aten.permute.default, _aten.expand.default, _aten.unsqueeze.default, _aten.slice.Tensor}
 _VIEWS |= {_aten._unsafe_view.default, _aten.select.int, _aten.squeeze.dim}
@@ -43,7 +43,7 @@ OWN = frozenset({"shardlib::attention", "shardlib::attention_backward"})  # ops 
 
 
 class _Facts(NamedTuple):
-    """What is known of an op, for good."""
+    """Constant facts about an op."""
 
     op: Any
     is_cached: bool
@@ -60,7 +60,7 @@ class _Form(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What an op makes: tensors of these forms, in a tuple, in a list, or the only one (None)."""
+    """The results of an op: tensors of these forms, in a tuple, in a list, or a single one (None)."""
 
     kind: type | None
     forms: tuple[_Form | None, ...]  # None: no tensor
@@ -71,29 +71,29 @@ def _form(x: Any) -> _Form | None:
 
 
 def _fakes(results: _Results, first: Any, is_view: bool) -> list[Tensor | None]:
-    """Tensors of these forms: a view's in the memory of its first operand."""
+    """Returns tensors of these forms; those of a view are in the memory of its first operand."""
     mode, memory = first.fake_mode, first.untyped_storage() if is_view else None
     return [x if x is None else make_fake(mode, *x[:4], memory, x.offset) for x in results.forms]
 
 
-# What ops make; None: it was more than nodes of their own.
+# Results by key; None if the call wrote more than the op's own nodes.
 _FORMS: BoundedCache[Key, _Results | None] = BoundedCache(1 << 13)
 
 
-class Repeated:
-    """What ops make in a trace, by the forms of their operands."""
+class OpMetaCache:
+    """The results of ops in a trace, by the forms of their operands."""
 
     def __init__(self, tracer: Any, write: Callable[..., fx.Node]) -> None:
         self._tracer, self._write = tracer, write
         self._slots = tracer.tensor_tracker
-        self._known: dict[Key, tuple[_Results, list[Any]]] = {}  # and what nodes of this trace say of it, and share
+        self._known: dict[Key, tuple[_Results, list[Any]]] = {}  # with the `val`s that nodes of this trace share
 
     def __call__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]) -> Any:
-        """What `op` makes, by `call`, or as it did before."""
+        """Returns the results of `op`: those of `call`, or new tensors of the cached forms."""
         nodes: list[Any] = []
         tensors: list[Any] = []
         if (key := self._key(op, args, kwargs, nodes, tensors)) is None:
-            return self._asked(op, args, call)
+            return self._call_any_number(op, args, call)
         if (entry := self._known.get(key)) is None and (results := _FORMS.get(key)) is not None:
             entry = self._known[key] = results, _fakes(results, tensors[0], op in _VIEWS)
         if entry is not None:
@@ -107,25 +107,24 @@ class Repeated:
                 self._known[key] = results, values
         return out
 
-    def _asked(self, op: Any, args: Sequence[Any], call: Callable[[], Any]) -> Any:
-        """What a call makes; what torch asked on the way of a number that changes nothing is forgotten."""
-        given = next((x for x in args if type(x) is torch.SymFloat), None)
-        if given is None or not _is_plain(op) or op.overloadpacket.__name__ not in _OF_ANY_NUMBER:
+    def _call_any_number(self, op: Any, args: Sequence[Any], call: Callable[[], Any]) -> Any:
+        """Returns the result of `call`, and drops torch's guards on a number that does not change the form."""
+        number = next((x for x in args if type(x) is torch.SymFloat), None)
+        if number is None or not _is_plain(op) or op.overloadpacket.__name__ not in _OF_ANY_NUMBER:
             return call()
-        guards: list[Any] = given.node.shape_env.guards
+        guards: list[Any] = number.node.shape_env.guards
         count, out = len(guards), call()
         slot = get_proxy_slot(out, self._tracer, None) if type(out) is FakeTensor else None
         node = None if slot is None else slot.proxy.node
         if node is not None and node.target is op and any("scalar" in x.meta for x in node.all_input_nodes):
-            # one that equals something is a constant by now
+            # an equality makes a constant of the number
             guards[count:] = [g for g in guards[count:] if getattr(g.expr, "rel_op", "") == "=="]
         return out
 
     def _key(
         self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: list[Any], tensors: list[Any]
     ) -> Key | None:
-        """The forms of all operands, which join `nodes` as they stand in the graph, and `tensors`; None of other than
-        plain calls."""
+        """Returns the key of a plain call, or None. Operands join `nodes`, as in the graph, and `tensors`."""
         facts = _facts.get(id(op)) or _note(op)
         if not facts.is_cached:
             return None
@@ -158,7 +157,7 @@ class Repeated:
         return tuple(key) if tensors else None
 
     def _operand(self, x: Any, facts: _Facts, key: list[Any]) -> fx.Node | None:
-        """The node of a tensor, whose form joins the key; None of one of which more is known."""
+        """Returns the node of a tensor, whose form joins the key; None if the tensor has other properties."""
         slot = self._slots.get(x)
         if slot is None or slot.constant is not None or x.layout is not torch.strided or x.dtype.is_complex:
             return None
@@ -171,7 +170,7 @@ class Repeated:
         return node
 
     def _alone(self, op: Any, nodes: Sequence[Any], first: Any, out: Any) -> list[Any] | None:
-        """What the nodes of results say of these, where that is all that the call wrote."""
+        """Returns the `val`s of the results' nodes, or None if the call wrote other nodes, too."""
         parts = list(out) if type(out) in (tuple, list) else [out]
         tensors = [x for x in parts if x is not None]
         slots = [get_proxy_slot(x, self._tracer, None) if type(x) is FakeTensor else None for x in tensors]
@@ -195,28 +194,28 @@ class Repeated:
     def _again(
         self, op: OpOverload, entry: tuple[_Results, list[Any]], first: Any, nodes: list[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The nodes, whose values are of these forms, and new tensors as their results."""
+        """Writes the nodes, with the cached values, and returns new tensors as their results."""
         results, values = entry
         fakes = _fakes(results, first, op in _VIEWS)
         count = len(nodes) - len(kwargs)
         named = dict(zip(kwargs, nodes[count:], strict=True))
         node = self._write(op, tuple(nodes[:count]), named, op.overloadpacket.__name__)
         if results.kind is None:
-            return self._shows(fakes[0], node, values[0])
+            return self._track(fakes[0], node, values[0])
         node.meta["val"] = results.kind(values)
         for i, (x, value) in enumerate(zip(fakes, values, strict=True)):
-            self._shows(x, self._write(operator.getitem, (node, i), {}), value)
+            self._track(x, self._write(operator.getitem, (node, i), {}), value)
         return results.kind(fakes)
 
-    def _shows(self, x: Tensor | None, node: fx.Node, value: Any) -> Tensor | None:
-        """The tensor, which is this node from now on; the node has this value."""
+    def _track(self, x: Tensor | None, node: fx.Node, value: Any) -> Tensor | None:
+        """Makes a tensor the value of a node, whose `val` is `value`; returns the tensor."""
         if x is not None:
             node.meta["val"] = value
             set_slot(x, self._tracer, SLOT(fx.Proxy(node, self._tracer), None))
         return x
 
 
-_facts: dict[int, _Facts] = {}  # by the op's id, which stays its own: it is kept
+_facts: dict[int, _Facts] = {}  # by the op's id; the entry keeps the op alive
 
 
 def _note(op: Any) -> _Facts:
@@ -234,7 +233,7 @@ def _differ(memories: Sequence[int]) -> bool:
 
 @cache
 def _is_plain(op: Any) -> bool:
-    """Whether a call makes tensors in memory of their own, whose forms are a matter of those of its operands."""
+    """Returns whether the results have memory of their own, and forms that follow from those of the operands."""
     if not isinstance(op, OpOverload) or is_view(op) or may_return_view(op):
         return False
     schema = schema_of(op)

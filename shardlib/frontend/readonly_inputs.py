@@ -1,4 +1,4 @@
-"""Inputs that a program cannot write to: their new values come back when it has run, element by element."""
+"""Refuses writes to inputs that cannot get their new values back element by element, after the program ran."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from torch import Tensor, fx
 from shardlib.core.errors import ShardingError
 
 
-def refuse_unwritable(said: str, owner: fx.Node, target: fx.Node, value: fx.Node) -> None:
-    """Refuse a write of `value` to `target`, which shows the input `owner`."""
-    given, old, new = owner.meta["val"], target.meta["val"], value.meta["val"]
-    if not _is_apart(given):
+def refuse_unwritable(description: str, owner: fx.Node, target: fx.Node, value: fx.Node) -> None:
+    """Refuses a write of `value` to `target`, a view of the input `owner`."""
+    whole, old, new = owner.meta["val"], target.meta["val"], value.meta["val"]
+    if not _has_distinct_elements(whole):
         raise ShardingError(
             "the traced function writes to an argument whose elements share memory",
-            [said, f"its shape is {list(given.shape)}, with strides {list(given.stride())}"],
+            [description, f"its shape is {list(whole.shape)}, with strides {list(whole.stride())}"],
             rule="a write to one element would show in others, on one device",
             remedy="pass x.clone(), or what it was expanded from, and expand it inside",
         )
     if old.shape != new.shape:
         raise ShardingError(
             "the traced function gives out= a tensor of another size",
-            [said, f"its shape is {list(old.shape)}, that of the result {list(new.shape)}"],
+            [description, f"its shape is {list(old.shape)}, that of the result {list(new.shape)}"],
             rule="what a program is given keeps its shape; values are written back, shapes are not",
             remedy=f"return the result; or pass torch.empty({list(new.shape)})",
         )
 
 
-def _is_apart(x: Tensor) -> bool:
-    """Whether every element has memory of its own: each stride is beyond the reach of those below it."""
+def _has_distinct_elements(x: Tensor) -> bool:
+    """Returns whether every element has memory of its own: each stride exceeds the reach of the smaller ones."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)) if x.numel() else ():
         if size > 1 and stride <= reach:

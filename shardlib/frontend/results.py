@@ -22,13 +22,13 @@ from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.tensor.sharded_tensor import user_attributes
 
 if TYPE_CHECKING:
-    from shardlib.frontend.epilogue import ExtraOutputs
+    from shardlib.frontend.extra_outputs import ExtraOutputs
 
 
-def strides_of(
+def output_strides(
     returned: Sequence[Any], after: ExtraOutputs, leaves: Sequence[Any]
 ) -> tuple[tuple[int, ...] | None, ...]:
-    """The strides of all outputs; a gradient has those of its tensor, as autograd would keep it."""
+    """Returns the strides of all outputs; a gradient has those of its tensor, as autograd would keep it."""
     own = [x.stride() if isinstance(x, torch.Tensor) else None for x in returned]
     at = len(own) - len(after.gradients)
     tensors = [leaves[leaf] for leaf, _ in after.gradients]
@@ -37,9 +37,9 @@ def strides_of(
 
 
 def refuse_attributes(named: Iterable[tuple[str, Any, Any]]) -> None:
-    """Refuse other attributes on what stands for tensors: they are lost when the trace is over.
+    """Refuses new attributes on stand-ins: they are lost when the trace is over.
 
-    Each is given by its name, the caller's tensor, None for a result, and what stands for it.
+    Each item is a name, the caller's tensor (None for a result), and its stand-in.
     """
     wrong = []
     for name, own, x in named:
@@ -58,11 +58,11 @@ def refuse_attributes(named: Iterable[tuple[str, Any, Any]]) -> None:
 
 
 _GONE = object()
-_FAKES = frozenset(FakeTensor.__annotations__)  # torch's own, of fake tensors
+_FAKES = frozenset(FakeTensor.__annotations__)  # attributes of fake tensors
 
 
-def repeated(results: Sequence[Any]) -> dict[int, int]:
-    """The tensors among these that are an earlier one, with its place."""
+def find_repeats(results: Sequence[Any]) -> dict[int, int]:
+    """Maps the places of tensors that occur earlier to the earlier place."""
     first: dict[int, int] = {}
     places = {i: first.setdefault(id(x), i) for i, x in enumerate(results) if isinstance(x, torch.Tensor)}
     return {i: at for i, at in places.items() if i != at}
@@ -70,20 +70,20 @@ def repeated(results: Sequence[Any]) -> dict[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """An object without its tensors: bytes, in which objects that were there before are `existing` by position."""
+    """An object without its tensors: bytes, which refer to the `existing` objects by position."""
 
     text: bytes
     existing: tuple[Any, ...]
 
 
-class Carried:
+class ObjectResult:
     """A pytree node that stands for an object: its children are tensors; put together, it is the object again."""
 
     def __init__(self, tensors: list[Tensor], frame: Frame) -> None:
         self.tensors, self.frame = tensors, frame
 
     @staticmethod
-    def take_apart(x: Any, existing: Mapping[int, Any]) -> Carried | None:
+    def take_apart(x: Any, existing: Mapping[int, Any]) -> ObjectResult | None:
         """Takes an object apart; None if pickle cannot: local classes, generators, numbers of a trace."""
         out = io.BytesIO()
         taken = _Apart(out, existing)
@@ -92,11 +92,11 @@ class Carried:
         except _FAULTS:
             return None
         tensors, objects = ([x for _, x in numbered.values()] for numbered in (taken.tensors, taken.before))
-        return Carried(tensors, Frame(out.getvalue(), tuple(objects)))
+        return ObjectResult(tensors, Frame(out.getvalue(), tuple(objects)))
 
 
-# What pickle raises of what it does not take (local classes, locks, generators: the first three), and what classes do
-# whose `__reduce__` or `__getstate__` refuses.
+# Errors of pickle for objects that it does not support (local classes, locks, generators: the first three), and errors
+# of classes whose `__reduce__` or `__getstate__` refuses.
 _FAULTS = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError)
 
 
@@ -134,16 +134,16 @@ class _Together(pickle.Unpickler):
         return self.held[kind][at]
 
 
-def together(tensors: list[Any], frame: Frame) -> Any:
+def rebuild_object(tensors: list[Any], frame: Frame) -> Any:
     """Puts an object together from its tensors; with anything else in their places, returns its stand-in."""
     if all(isinstance(x, Tensor) for x in tensors):
         return _Together(frame, tensors).load()
-    return Carried(tensors, frame)
+    return ObjectResult(tensors, frame)
 
 
 pytree.register_pytree_node(
-    Carried,
+    ObjectResult,
     lambda x: (x.tensors, x.frame),
-    lambda tensors, frame: together(list(tensors), frame),
+    lambda tensors, frame: rebuild_object(list(tensors), frame),
     flatten_with_keys_fn=lambda x: ([(pytree.SequenceKey(i), y) for i, y in enumerate(x.tensors)], x.frame),
 )

@@ -1,9 +1,8 @@
-"""A graph for devices that are not those it was traced on.
+"""Moves a graph to other devices than those it was traced on.
 
-All tensors of a program live on its mesh's devices. Arguments may have been meta tensors, or tensors on the CPU, where
-only a plan is wanted, and the mesh's devices may be GPUs that this machine does not have: then the function is traced
-on the CPU, and each op's results are worked out again as the mesh's devices have them: which dtype a statistic has,
-and how large a buffer is, depends on the device.
+All tensors of a program live on its mesh's devices. If only a plan is wanted, arguments may be meta tensors, and the
+mesh's GPUs may be absent: then the function is traced on the CPU. The results of each op are computed again for the
+mesh's devices, since the dtype of a statistic, or the size of a buffer, depends on the device.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import FakeTensorMode, OpOverload, pytree, schema_of
 
 
-def is_here(device: torch.device) -> bool:
-    """Whether a function can be traced on the device: autograd takes fake tensors of real devices only."""
+def can_trace_on(device: torch.device) -> bool:
+    """Returns whether a function can be traced on the device: autograd takes only fake tensors of present devices."""
     return device.type == "cpu" or torch.cuda.is_available()
 
 
-def move(gm: fx.GraphModule, device: torch.device) -> None:
-    """Whatever the graph makes, it makes on `device`; values are as there, also where the device is not here.
+def retarget(gm: fx.GraphModule, device: torch.device) -> None:
+    """Makes all tensors of the graph on `device`, with the forms that they have there; the device may be absent.
 
     Raises `ShardingError` for ops that the device does not have.
     """
-    again = not is_here(device)
+    is_absent = not can_trace_on(device)
     with FakeTensorMode():
         for node in gm.graph.nodes:
             if node.op == "call_function":
-                made = pytree.tree_leaves(node.meta["val"])
-                if not any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in made):
-                    node.args, node.kwargs = placed(node.target, node.args, node.kwargs, device)
-                if again:
+                results = pytree.tree_leaves(node.meta["val"])
+                if not any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in results):
+                    node.args, node.kwargs = with_device(node.target, node.args, node.kwargs, device)
+                if is_absent:
                     node.meta["val"] = _result(node)
-            elif again:
+            elif is_absent:
                 node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda x: _like(x, device), node.meta["val"])
 
 
@@ -60,13 +59,13 @@ def _result(node: fx.Node) -> Any:
         ) from error
 
 
-def placed(
+def with_device(
     op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, *, from_meta: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call that makes what it makes on `device`; or `from_meta`, what it would make there.
+    """Returns the arguments of a call that makes its results on `device`; with `from_meta`, only results on meta move.
 
     Example:
-        >>> placed(torch.ops.aten.arange.default, (3,), {}, torch.device("cuda", 0))
+        >>> with_device(torch.ops.aten.arange.default, (3,), {}, torch.device("cuda", 0))
         ((3,), {'device': device(type='cuda', index=0)})
     """
     out = dict(kwargs)
@@ -74,11 +73,11 @@ def placed(
     if place is None:
         return args, out
     i, name = place
-    given = args[i] if i < len(args) else out.get(name)
+    argument = args[i] if i < len(args) else out.get(name)
     if from_meta:
-        moves = given is not None and torch.device(given).type == "meta"
+        moves = argument is not None and torch.device(argument).type == "meta"
     else:
-        moves = given is not None or makes
+        moves = argument is not None or makes
     if not moves:
         return args, out
     if i < len(args):
@@ -88,7 +87,7 @@ def placed(
 
 @cache
 def _device_argument(op: Any) -> tuple[tuple[int, str] | None, bool]:
-    """Where an op takes a device, and whether it makes a tensor of nothing: then none given means the default one."""
+    """Returns the place and name of an op's device argument, and True if an absent one means the default device."""
     if not isinstance(op, OpOverload):
         return None, False
     kinds = [str(a.type) for a in schema_of(op).arguments]

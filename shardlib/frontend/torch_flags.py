@@ -1,4 +1,4 @@
-"""Torch's switches as a trace has them: one graph, whatever device it is for, of code that does not look at values."""
+"""Sets torch's switches for a trace: one graph for every device, of code that does not look at values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from shardlib.core.context import is_tracing
 from shardlib.core.torch_private import CHECKS_ALL, IS_COMPILING, VALIDATES, has_onednn, set_onednn
-from shardlib.frontend.hazards.constant_values import is_known
+from shardlib.frontend.hazards.constant_values import has_known_values
 
 
 @contextmanager
-def switched() -> Iterator[None]:
-    """While on: no kernels of cuDNN and oneDNN, and what `torch.compile` has made runs as the function it is made of;
-    where a function is traced, distributions take their arguments unseen, and what libraries check of values is checked
-    where the program runs."""
+def hold_trace_flags() -> Iterator[None]:
+    """Turns off cuDNN and oneDNN, and runs functions of `torch.compile` in Python, inside the context.
+
+    In a traced function, distributions do not validate their arguments, and libraries' checks of values become ops.
+    """
     onednn = has_onednn()
     with (
         torch.backends.cudnn.flags(enabled=False),
         torch.compiler.set_stance("force_eager"),
-        VALIDATES.holding(_Elsewhere(VALIDATES.value)),
-        CHECKS_ALL.holding(_checked(CHECKS_ALL.value)),
+        VALIDATES.holding(_OffInTraces(VALIDATES.value)),
+        CHECKS_ALL.holding(_check_by_op(CHECKS_ALL.value)),
     ):
         set_onednn(False)
         try:
@@ -34,9 +35,9 @@ def switched() -> Iterator[None]:
 
 
 def _is_compiling() -> bool:
-    """True where a function is traced, or torch compiles: the code of `torch.compiler.is_compiling` from now on.
+    """Returns True in a traced function, or if torch compiles; it becomes the code of `torch.compiler.is_compiling`.
 
-    Model libraries ask it before they look at the values of masks and positions, by names that they imported earlier.
+    Model libraries ask it, by imported names, before they look at the values of masks and positions.
     """
     import torch
 
@@ -52,8 +53,8 @@ IS_COMPILING.value = _is_compiling.__code__.replace(  # TorchScript reads the so
 )
 
 
-class _Elsewhere:
-    """What a switch says in all other threads, and false where a function is traced."""
+class _OffInTraces:
+    """A switch that is false in a traced function; other threads see its own value."""
 
     def __init__(self, switch: Any) -> None:
         self.switch = switch
@@ -62,12 +63,12 @@ class _Elsewhere:
         return bool(self.switch) and not is_tracing()
 
 
-def _checked(check: Callable[..., None]) -> Callable[..., None]:
-    """A check of a tensor of bools that is an op of the program where a traced function's arguments decide it."""
+def _check_by_op(check: Callable[..., None]) -> Callable[..., None]:
+    """Wraps torch's check of a tensor of bools: if a traced function's arguments decide it, an op checks it."""
 
     def check_all(error: type[Exception], cond: Any, message: Callable[[], object] | None = None) -> None:
         traced = is_tracing() and isinstance(cond, Tensor) and cond.dtype is torch.bool
-        if traced and error is RuntimeError and not is_known(cond):  # which is what the op raises
+        if traced and error is RuntimeError and not has_known_values(cond):  # the op raises it, too
             text = str(message()) if message else "Expected cond to be True, but got False"  # as torch says
             torch.ops.aten._assert_async.msg(cond.all(), text)
         else:

@@ -1,4 +1,4 @@
-"""What a trace gives: a graph, and how its values map to the function's arguments and results."""
+"""The result of a trace: a graph, and how its values map to the function's arguments and results."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from torch import fx
 
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.epilogue import ExtraOutputs
+from shardlib.frontend.extra_outputs import ExtraOutputs
 from shardlib.frontend.guards.flatten_call import wrap_static
 from shardlib.frontend.guards.number_guards import NumberGuards
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedFunction:
     """One traced function: a functional graph, and how its values map to the function's arguments and results.
 
-    `graph` takes the tensors that are inputs, in order, named `input_names`; behind the arguments' come those of the
-    call's state. It returns the leaves of the result (those that are no tensors stand in its output node as they are),
-    then what `after` lists.
+    `graph` takes the input tensors in order, named `input_names`: those of the arguments, then those of the call's
+    state. It returns the leaves of the result, which need not be tensors, and then the outputs that `after` lists.
     """
 
     graph: fx.GraphModule
@@ -35,11 +34,11 @@ class Traced:
     static: Collection[int | str] = ()
     after: ExtraOutputs = field(default_factory=ExtraOutputs)
     served: NumberGuards = field(default_factory=NumberGuards)  # calls, by their numbers
-    asked: bool = False  # where its arguments lie in memory
-    looked: bool = False  # at a `.grad` that it found
-    twins: Mapping[str, str] = field(default_factory=dict)  # arguments that are another input, with its name
+    asks_memory: bool = False  # where its arguments lie in memory
+    looked: bool = False  # at a `.grad` from before the call
+    twins: Mapping[str, str] = field(default_factory=dict)  # argument -> input that is the same tensor
     strides: tuple[tuple[int, ...] | None, ...] = ()  # of every output, on one device; None: dense, dims in order
-    same: Mapping[int, int] = field(default_factory=dict)  # leaves of the result that are an earlier one
+    same: Mapping[int, int] = field(default_factory=dict)  # leaf of the result -> earlier leaf that is the same tensor
     outlived: tuple[weakref.ref[Any], ...] = ()  # stand-ins of the trace
 
     @property
@@ -48,12 +47,12 @@ class Traced:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """A node for every tensor leaf of the result, and of what comes after; other leaves as they are."""
+        """The graph's outputs: nodes of tensors, and other leaves themselves."""
         return tuple(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """What every output is called: `result['loss']`, `w.grad`, `gradient of w`, `w (written)`."""
+        """The name of every output: `result['loss']`, `w.grad`, `gradient of w`, `w (written)`."""
         named = dict(zip(self.input_leaves, self.input_names, strict=True))
         after = {at: f"{named.get(leaf, 'an argument')}.grad" for leaf, at in self.after.grads}
         after |= {at: f"gradient of {named[leaf]}" for leaf, at in self.after.gradients}
@@ -63,10 +62,10 @@ class Traced:
         return (*own, *(after[at] for at in range(len(own), len(self.outputs))))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph op by op on real tensors: the oracle for every later stage."""
+        """Runs the graph op by op on real tensors: the oracle for every later stage."""
         leaves = pytree.tree_leaves(wrap_static(args, kwargs, self.static))
-        given = (leaves[i] for i in self.input_leaves)
-        flat = _Interpreter(self.graph, leaves).run(*given, enable_io_processing=False)
+        inputs = (leaves[i] for i in self.input_leaves)
+        flat = _Interpreter(self.graph, leaves).run(*inputs, enable_io_processing=False)
         return pytree.tree_unflatten(list(flat)[: self.out_tree.num_leaves], self.out_tree)
 
 

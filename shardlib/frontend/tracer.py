@@ -1,4 +1,4 @@
-"""The tracer of `make_fx`: every node that it makes gets the user's line, and its graph the user's names."""
+"""Adapts the tracer of `make_fx`: every node gets the user's line, and the graph the user's names."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ from shardlib.core.torch_private import (
     rename,
     schema_of,
 )
-from shardlib.frontend.epilogue import move_inputs_first
 from shardlib.frontend.guards.number_inputs import to_scalar
 from shardlib.frontend.hazards.collectives import refuse_collective
-from shardlib.frontend.hazards.constant_values import answer, examples
+from shardlib.frontend.hazards.constant_values import answer_query, find_examples
 from shardlib.frontend.hazards.unsupported import refuse_ghost, refuse_unseen
-from shardlib.frontend.op_meta_cache import Repeated
+from shardlib.frontend.op_meta_cache import OpMetaCache
 
 _DEVICE = torch.ops.prim.device.default
 _ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
@@ -44,17 +43,17 @@ _call, _trace_of_fx = _CALL.value, FX_TRACE.value
 
 
 @contextmanager
-def called() -> Iterator[None]:
-    """While on, `make_fx` sees calls of modules, and nothing else of them.
+def intercept_module_calls() -> Iterator[None]:
+    """Shows calls of modules to `make_fx`, and nothing else of them, inside the context.
 
-    Torch's own way puts another `__getattr__` into their class as well, for tracers that record parameters, and looks
-    for functions to wrap: each such change goes through all classes of modules that a process has.
+    Torch also replaces `__getattr__` of modules, for tracers that record parameters, and looks for functions to wrap.
+    Each such change goes through all classes of modules in the process.
     """
 
     def trace(tracer: Any, root: Any, concrete_args: Any = None) -> fx.Graph:
         if not is_tracing() or not isinstance(root, types.FunctionType):
-            found: fx.Graph = _trace_of_fx(tracer, root, concrete_args)
-            return found
+            fx_graph: fx.Graph = _trace_of_fx(tracer, root, concrete_args)
+            return fx_graph
         tracer.root, tracer.graph, tracer.tensor_attrs = torch.nn.Module(), fx.Graph(tracer_cls=type(tracer)), {}
 
         @functools.wraps(_call)
@@ -72,36 +71,36 @@ def called() -> Iterator[None]:
         yield
 
 
-def recorded(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = ()) -> Any:
-    """The running tracer, changed to give every node that it makes a line, and to be nothing to function modes; it
-    knows what of `inputs`, what stands for arguments and those, may be looked at.
+def instrument_tracer(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = ()) -> Any:
+    """Returns the running tracer, changed to give every node a line, and to bypass function modes.
 
-    Ops that autograd's engine runs, where these modes stay on, would show them all that the tracer reads of tensors.
+    `inputs` are stand-ins with the caller's arguments, whose values may answer a query. Function modes stay on in
+    autograd's engine, and would otherwise see all that the tracer reads of tensors.
     """
     mode: Any = get_proxy_mode()
     assert mode is not None, "make_fx runs the function under its proxy mode"
     tracer: Any = mode.tracer
 
     def write(target: Any, args: Any, kwargs: Any, name: str | None = None) -> fx.Node:
-        """A node without a way through the classes of tracers, which look for what only Inductor asks."""
+        """Creates a node directly: the classes of tracers would collect facts that only Inductor reads."""
         node: fx.Node = tracer.graph.create_node("call_function", target, args, kwargs, name)
         lines.record(node)
         return node
 
-    dispatch, repeated = mode.__torch_dispatch__, Repeated(tracer, write)
-    tracer.examples = examples(inputs)
+    dispatch, repeated = mode.__torch_dispatch__, OpMetaCache(tracer, write)
+    tracer.examples = find_examples(inputs)
 
-    def unseen(mode: Any, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch_unseen(mode: Any, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # the engine asks for it at every turn
         if getattr(op, "namespace", "") == "c10d":
             refuse_collective(str(op), sys._getframe(1))
         with torch.DisableTorchFunction():
-            if (known := answer(op, args, tracer)) is not None:
-                return known
+            if (value := answer_query(op, args, tracer)) is not None:
+                return value
             return repeated(op, args, kwargs or {}, lambda: dispatch(op, kinds, args, kwargs or {}))
 
-    mode.__torch_dispatch__ = types.MethodType(unseen, mode)
+    mode.__torch_dispatch__ = types.MethodType(dispatch_unseen, mode)
     create = tracer.create_node
 
     def create_node(*args: Any, **kwargs: Any) -> fx.Node:
@@ -110,20 +109,22 @@ def recorded(lines: LineRecorder, inputs: Sequence[tuple[torch.Tensor, Any]] = (
         return node
 
     tracer.create_node = create_node
-    tracer.call_module = inside
-    # Torch would look at every node of the graph for sizes that nobody reads: here they are all numbers.
+    tracer.call_module = call_in_module
+    # Torch would search the graph for unread symbolic sizes: here all sizes are numbers.
     tracer.graph.eliminate_dead_code = lambda *args, **kwargs: False
     return tracer
 
 
-def forget(tracer: Any) -> None:
-    """Let the constants go that a tracer, which is done, has met: its graph module has those that it reads. A tracer is
-    in a circle, and who asks what is left of a trace would have to collect garbage first."""
+def release_constants(tracer: Any) -> None:
+    """Drops a finished tracer's references to constants; the graph module keeps those that it reads.
+
+    A tracer is part of a reference cycle, so it would keep them until garbage is collected.
+    """
     tracer.root, tracer.tensor_attrs, tracer.examples = torch.nn.Module(), {}, ()
 
 
-def inside(m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a module; what is traced then is inside it."""
+def call_in_module(m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a module, whose nodes get its path."""
     token = modules.set(modules.get().entered(m))
     try:
         return forward(*args, **kwargs)
@@ -131,14 +132,14 @@ def inside(m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         modules.reset(token)
 
 
-def called_inside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function; a module's own method is inside that module, from whose paths all under it are told."""
+def call_in_own_module(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function; nodes of a module's method get paths that begin at that module."""
     method = inspect.unwrap(fn, stop=inspect.ismethod)
     module = method.__self__ if inspect.ismethod(method) else None
-    return inside(module, fn, args, kwargs) if isinstance(module, torch.nn.Module) else fn(*args, **kwargs)
+    return call_in_module(module, fn, args, kwargs) if isinstance(module, torch.nn.Module) else fn(*args, **kwargs)
 
 
-def finish(
+def finish_graph(
     gm: fx.GraphModule,
     names: Sequence[str],
     leaves: Sequence[Any],
@@ -147,15 +148,15 @@ def finish(
     *,
     differentiable: bool,
 ) -> None:
-    """Name the inputs as the user does, put constants among the outputs, fill in what has no line."""
+    """Names the inputs as the user does, adds constant outputs, and gives a line to nodes without one."""
     graph = gm.graph
     vars(graph).pop("eliminate_dead_code", None)
     for mark in reversed([n for n in graph.nodes if is_mark(n)]):
         graph.erase_node(mark)  # their names are in the lines of the nodes between them
     for node in reversed([n for n in graph.nodes if "val" not in n.meta and not n.users]):
         if isinstance(node.target, OpOverload) and schema_of(node.target).returns:
-            graph.erase_node(node)  # torch refused the call, and somebody caught that
-    move_inputs_first(graph)
+            graph.erase_node(node)  # torch refused the call, and the user's code caught the error
+    _move_inputs_first(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
         rename(node, re.sub(r"\W+", "_", name).strip("_") or "x")
@@ -163,16 +164,16 @@ def finish(
     returned = iter(output.args[0])  # type: ignore[arg-type]
     output.args = (tuple(next(returned) if isinstance(x, torch.Tensor) else to_scalar(x) for x in leaves),)
     values = [(n, x) for n in graph.nodes for x in _values(n)]
-    if not all(map(is_strided, {id(x): x for _, x in values}.values())):  # nodes that are alike share one
+    if not all(map(is_strided, {id(x): x for _, x in values}.values())):  # equal nodes share one value
         refuse_unstrided("the traced function", ((f"the result of {n.target}", x) for n, x in values))
     for node in graph.nodes:
         node.meta.setdefault("line", line)
-        node.meta.setdefault("val", None)  # a gradient that nobody asked for
+        node.meta.setdefault("val", None)  # a gradient that is not requested
         if node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):
-            made = node.meta["val"]  # under vmap, a Python number that meets a tensor changes its dtype alone
+            value = node.meta["val"]  # under vmap, a Python number that meets a tensor changes its dtype alone
             node.target = torch.ops.aten.scalar_tensor.default
-            node.kwargs = {"dtype": made.dtype, "device": made.device}
-        if node.target is _ZERO_TENSOR:  # of a program, zeros have memory
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
+        if node.target is _ZERO_TENSOR:  # zeros of a program have memory
             node.target = torch.ops.aten.zeros.default
         if node.op == "get_attr":
             constant = operator.attrgetter(str(node.target))(gm)
@@ -184,7 +185,13 @@ def finish(
                 node.meta["val"] = mode.from_tensor(constant)
 
 
+def _move_inputs_first(graph: fx.Graph) -> None:
+    """Moves inputs that were found while the function ran in front of all ops."""
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in graph.find_nodes(op="placeholder"):
+        first.prepend(node)
+
+
 def _values(node: fx.Node) -> list[torch.Tensor]:
     val = node.meta.get("val") if node.op == "call_function" else None
-    found = [val] if isinstance(val, torch.Tensor) else [] if val is None else pytree.tree_leaves(val)
-    return [x for x in found if isinstance(x, torch.Tensor)]
+    return [x for x in pytree.tree_leaves(val) if isinstance(x, torch.Tensor)]

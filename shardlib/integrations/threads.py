@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.frontend.hazards.threads import elsewhere
+from shardlib.frontend.hazards.threads import guard_thread_work
 from shardlib.integrations.on_import import replaces, when_imported
 
 
@@ -14,7 +14,7 @@ def _patch_thread(_: Any) -> None:
     @replaces("threading.Thread.start")
     def start(original: Callable[..., None], self: Any) -> None:
         run = self.run
-        if (watched := elsewhere(run)) is not run:  # a needless attribute would keep the thread alive by a cycle
+        if (watched := guard_thread_work(run)) is not run:  # an attribute keeps the thread alive by a cycle
             self.run = watched
         original(self)
 
@@ -23,4 +23,4 @@ def _patch_thread(_: Any) -> None:
 def _patch_pool(_: Any) -> None:
     @replaces("concurrent.futures.thread.ThreadPoolExecutor.submit")
     def submit(original: Callable[..., Any], self: Any, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return original(self, elsewhere(fn), *args, **kwargs)
+        return original(self, guard_thread_work(fn), *args, **kwargs)

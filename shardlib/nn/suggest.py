@@ -26,8 +26,8 @@ from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.core.errors import NoProgramError, ShardingError
 from shardlib.core.text_tables import format_si
-from shardlib.frontend.hazards.constant_values import by_example
-from shardlib.frontend.hazards.rng_state import Chance
+from shardlib.frontend.hazards.constant_values import answer_by_example
+from shardlib.frontend.hazards.rng_state import RandomStates
 from shardlib.jit.jit import jit
 from shardlib.nn.head_factors import shard_factors
 from shardlib.nn.parameters import list_named
@@ -138,13 +138,13 @@ def _compiled(module: nn.Module, mesh: Mesh, example: Any, more: Any) -> Compile
     }
 
     def forward(weights: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-        chance = Chance(())
+        chance = RandomStates(())
         try:
             return functional_call(module, dict(weights), args, kwargs)
         finally:
             chance.put_back()  # the table does not depend on the drawn numbers
 
-    with mesh, by_example():
+    with mesh, answer_by_example():
         try:
             plan: Plan = jit(forward).plan(weights, example, more)
         except NoProgramError as error:

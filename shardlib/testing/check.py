@@ -15,7 +15,8 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.steps import Program, makes
 from shardlib.core.errors import CollectiveError, ShardingError
 from shardlib.core.torch_private import pytree
-from shardlib.frontend.epilogue import FREED, ExtraOutputs
+from shardlib.frontend.extra_outputs import ExtraOutputs
+from shardlib.frontend.gradients.joint_backward import FREED
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, leaf_names
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.jit.call.compile_call import Invocation

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlib.core.context import single_device
 from shardlib.core.torch_private import IS_PARAMETER, pytree
-from shardlib.frontend.autograd_history import Autograd
+from shardlib.frontend.gradients.autograd_history import AutogradState
 from shardlib.frontend.guards.flatten_call import flatten_call, leaf_names
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.side_effects.snapshot import Snapshot
@@ -65,7 +65,7 @@ class Reruns:
         self.before = {name: copy_full(x) for name, x in self.tensors.items()}
         generators = [x for x in pytree.tree_leaves(self.call) if isinstance(x, torch.Generator)]
         self.generators = [(g, g.get_state()) for g in (*generators, *self.tracker.before.generators)]
-        self.histories = [(x, Autograd.of(x)) for x in self.tensors.values() if x is not None]
+        self.histories = [(x, AutogradState.read(x)) for x in self.tensors.values() if x is not None]
         self.stays: list[str] = []  # ShardedTensors in places that cannot hold plain tensors
         self.computed = {name for name, x in self.tensors.items() if x is not None and x.grad_fn is not None}
 
@@ -205,7 +205,7 @@ class _PlainCopies:
                 plain = torch.nn.Parameter(plain, x.requires_grad)
             plain.requires_grad_(x.requires_grad)
             if x.is_leaf:
-                Autograd.of(x).lend_hooks(plain)
+                AutogradState.read(x).lend_hooks(plain)
             if (grad := _grad(x)) is not None:
                 plain.grad = self.copy(grad)
             self.by_id[id(x)] = plain

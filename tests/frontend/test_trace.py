@@ -565,7 +565,7 @@ def test_an_op_that_was_called_before_is_traced_as_the_first_time(family, monkey
         given = [leaves[i] for i in where]
         other = [x.mT.contiguous().mT if x.dim() > 1 and not x.is_sparse else x for x in given]  # other strides
         with monkeypatch.context() as plain:
-            plain.setattr(op_meta_cache.Repeated, "_key", lambda *_: None)
+            plain.setattr(op_meta_cache.OpMetaCache, "_key", lambda *_: None)
             expected = [written(call, xs) for xs in (given, other)]
         assert [written(call, xs) for xs in (given, other, given, other)] == expected * 2, name
 
@@ -599,11 +599,11 @@ def test_what_was_traced_before_is_asked_of_nobody(f, monkeypatch):
     twice = lambda *args: (f(*args), f(*args))
     monkeypatch.setattr(op_meta_cache, "_FORMS", {})
     with monkeypatch.context() as plain:
-        plain.setattr(op_meta_cache.Repeated, "_key", lambda *_: None)
+        plain.setattr(op_meta_cache.OpMetaCache, "_key", lambda *_: None)
         expected = written(twice, args)
     assert written(twice, args) == expected
-    for name in ("_alone", "_asked"):  # called for an op that is new, and for one that is never repeated
-        monkeypatch.setattr(op_meta_cache.Repeated, name, None)
+    for name in ("_alone", "_call_any_number"):  # called for an op that is new, and for one that is never repeated
+        monkeypatch.setattr(op_meta_cache.OpMetaCache, name, None)
     assert written(twice, args) == expected
     assert None not in op_meta_cache._FORMS.values()  # each of these ops is its own nodes, and is known from now on
 
@@ -645,7 +645,7 @@ def test_a_view_that_was_taken_before_is_in_the_memory_of_its_operand(view, monk
     monkeypatch.setattr(op_meta_cache, "_FORMS", {})
     args = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4)
     with monkeypatch.context() as plain:
-        plain.setattr(op_meta_cache.Repeated, "_key", lambda *_: None)
+        plain.setattr(op_meta_cache.OpMetaCache, "_key", lambda *_: None)
         expected = written(f, args)
     assert [written(f, args) for _ in range(3)] == [expected] * 3
     assert len(seen) == 20

@@ -13,6 +13,7 @@ from tests.repository.names_lint import offenders
 CLEAN = ["core", "build", "distributed", "sharding", "tensor", "eager", "jit", "nn", "testing", "examples"]
 CLEAN += ["compiler/simplify"]
 CLEAN += ["frontend/guards", "frontend/reuse"]
+CLEAN += [f"frontend/{folder}" for folder in ("gradients", "hazards", "side_effects", "torch_rewrites")]
 
 
 @pytest.mark.parametrize("package", CLEAN)

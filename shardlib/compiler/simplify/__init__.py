@@ -41,7 +41,7 @@ from shardlib.compiler.simplify.single_ops import (
 )
 from shardlib.compiler.simplify.value_ranges import count_loss_targets
 from shardlib.core.aten.schemas import written_arguments
-from shardlib.frontend.traced_graph import Traced
+from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.primitives.out_spec_claims import check_claims
 
 PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
@@ -79,7 +79,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
 )
 
 
-def normalize(traced: Traced) -> Traced:
+def normalize(traced: TracedFunction) -> TracedFunction:
     """Runs all passes on the traced graph, in place, and returns it.
 
     Example:

@@ -1,1 +1,1 @@
-"""What a traced function may not do, or does beside returning, found out and said in words."""
+"""Detects what a traced function may not do, and explains it in errors on the user's line."""

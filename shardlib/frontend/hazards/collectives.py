@@ -1,7 +1,6 @@
-"""Calls of torch.distributed that communicate, while a function is traced: refused before any rank sends something.
+"""Refuses collectives of torch.distributed in a traced function, before any rank sends something.
 
-Their tensors are a rank's own, and a traced function has whole ones. What only asks (`get_rank`, `get_world_size`) is
-answered by torch.
+Their tensors are a rank's own, and a traced function has whole ones. Queries (`get_rank`, `get_world_size`) are fine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import user_line
 from shardlib.core.torch_private import C10D
 from shardlib.frontend.hazards.unsupported import COLLECTIVES
-from shardlib.frontend.lifted_inputs import Lifted
+from shardlib.frontend.lifted_inputs import LiftedInputs
 
 
 def collectives_error(calls: Sequence[str]) -> ShardingError:
@@ -26,21 +25,21 @@ def collectives_error(calls: Sequence[str]) -> ShardingError:
 
 
 def refuse_while_tracing(op: str) -> None:
-    """Raise `ShardingError` if a function is being traced; `op` stands for calls that no function of c10d makes."""
+    """Raises `ShardingError` if a function is being traced; `op` names a call outside of c10d's functions."""
     if is_tracing():
         refuse_collective(op, sys._getframe(1))
 
 
 def refuse_collective(op: str, frame: FrameType) -> NoReturn:
-    """Raise the error for the call that `frame` is inside of, also if the function catches it."""
+    """Raises the error for the call around `frame`; the trace raises it again if the function catches it."""
     error = collectives_error([f"{_public_name(frame) or op} at {user_line(frame)}"])
-    if (lifted := Lifted.current()) is not None:
+    if (lifted := LiftedInputs.current()) is not None:
         lifted.refusal = error
     raise error
 
 
 def _public_name(frame: FrameType | None) -> str:
-    """The function, or class, of torch.distributed that the user called."""
+    """Returns the function or class of torch.distributed that the user called."""
     name = ""
     while frame is not None:
         if frame.f_globals.get("__name__") == C10D:

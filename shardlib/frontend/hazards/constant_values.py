@@ -1,8 +1,8 @@
-"""Values of a trace that depend on no input: whoever asks for one gets it, as each call would make it again.
+"""Answers queries of values that depend on no input: every call would compute the same ones.
 
-`nn.Transformer` compares its mask with a causal one, and takes a faster way if they are alike. A mask that the function
-makes itself, of sizes alone, is the same in every call, so that its program may be for the answer. A program that only
-its reader uses may be for that of the arguments at hand, too (`by_example`).
+`nn.Transformer` compares its mask with a causal one, and is faster if they are equal. A mask that the function makes
+from sizes alone is the same in every call, so the program may rely on the answer. A plan that nothing runs may also
+rely on the values of the arguments (`answer_by_example`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shardlib.core.torch_private import FakeTensor, OpOverload, pytree, schema_o
 _EQUAL = torch.ops.aten.equal.default
 _ASKS = (torch.ops.aten._local_scalar_dense.default, _EQUAL)
 _FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-_LARGE = 1 << 26  # elements of what is worked out for an answer
+_LARGE = 1 << 26  # elements that are computed for an answer
 _by_example: ContextVar[bool] = ContextVar("shardlib_by_example", default=False)
 
 
 @contextmanager
-def by_example() -> Iterator[None]:
-    """While on, a traced function that asks is told what holds of the arguments that it is traced with."""
+def answer_by_example() -> Iterator[None]:
+    """Answers a traced function's queries from the values of its arguments, inside the context."""
     token = _by_example.set(True)
     try:
         yield
@@ -39,57 +39,57 @@ def by_example() -> Iterator[None]:
         _by_example.reset(token)
 
 
-def examples(inputs: Iterable[tuple[Tensor, Any]]) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Of what stands for arguments, and those, what may be looked at: nothing is held for anybody else."""
+def find_examples(inputs: Iterable[tuple[Tensor, Any]]) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Returns the pairs of stand-in and argument whose values may answer queries; none outside `answer_by_example`."""
     if not _by_example.get():
         return ()
-    return tuple((x, of) for x, of in inputs if type(of) in (Tensor, Parameter) and of.device.type != "meta")
+    kinds = (Tensor, Parameter)
+    return tuple((x, real) for x, real in inputs if type(real) in kinds and real.device.type != "meta")
 
 
-def answer(op: Any, args: Any, tracer: Any) -> Any:
-    """What `op` says of values of no input but the tracer's examples; None where it asks for none, or they do."""
+def answer_query(op: Any, args: Any, tracer: Any) -> Any:
+    """Returns the result of `op` if it reads values that depend on constants and examples alone; else None."""
     if op not in _ASKS or not all(type(x) is FakeTensor and has_proxy_slot(x, tracer) for x in args):
         return None
-    asked = [get_proxy_slot(x, tracer).proxy.node for x in args]
+    nodes = [get_proxy_slot(x, tracer).proxy.node for x in args]
     with without_modes():
-        given = {get_proxy_slot(x, tracer).proxy.node: of.detach() for x, of in tracer.examples}
-        values = _replayed(tracer, asked, given)
+        examples = {get_proxy_slot(x, tracer).proxy.node: real.detach() for x, real in tracer.examples}
+        values = _replay(tracer, nodes, examples)
         return None if values is None else op(*values)
 
 
-def is_known(x: Tensor) -> bool:
-    """Whether whoever asks for the values of a tensor gets them: no trace runs, or it has them."""
+def has_known_values(x: Tensor) -> bool:
+    """Returns whether the values of a tensor can be read: no trace runs, or the trace can compute them."""
     mode: Any = get_proxy_mode()
-    return mode is None or answer(_EQUAL, (x, x), mode.tracer) is not None
+    return mode is None or answer_query(_EQUAL, (x, x), mode.tracer) is not None
 
 
-def _replayed(tracer: Any, asked: list[fx.Node], given: Mapping[fx.Node, Tensor]) -> list[Tensor] | None:
-    """The values of nodes, made again by all that they are made of; None if that is an input that is not given, a draw,
-    or too large."""
+def _replay(tracer: Any, nodes: list[fx.Node], examples: Mapping[fx.Node, Tensor]) -> list[Tensor] | None:
+    """Computes the values of nodes; None if they depend on an input without example or on a draw, or are too large."""
     needed: set[fx.Node] = set()
-    todo = list(asked)
+    todo = list(nodes)
     while todo:
         while todo:
             if (node := todo.pop()) not in needed:
-                if node not in given and not _is_constant(node):
+                if node not in examples and not _is_constant(node):
                     return None
                 needed.add(node)
                 todo += node.all_input_nodes
-        for node in tracer.graph.nodes:  # what shows their memory, and writes to it
+        for node in tracer.graph.nodes:  # views of the needed nodes, and writes to them
             touches = not needed.isdisjoint(_written(node) if _is_quiet(node) else node.all_input_nodes)
             if touches and node not in needed:
                 todo.append(node)
     if sum(x.numel() for node in needed for x in traced_values(node)) > _LARGE:
         return None
-    known: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
     for node in tracer.graph.nodes:
         if node in needed:
-            known[node] = given[node].clone() if node in given else _run(tracer, node, known)
-    return [known[node] for node in asked]
+            values[node] = examples[node].clone() if node in examples else _run(tracer, node, values)
+    return [values[node] for node in nodes]
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The operands that a node writes to."""
+    """Returns the operands that a node writes to."""
     if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return []
     named = zip((a.name for a in schema_of(node.target).arguments), node.args, strict=False)
@@ -99,32 +99,32 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def is_literal(node: fx.Node) -> bool:
-    """Whether a `get_attr` is what `torch.tensor` makes, and not a tensor that somebody may write to."""
+    """Returns whether a `get_attr` comes from `torch.tensor`; other code may write to other tensors."""
     return all(user.target in _FRESH for user in node.users)
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether it makes the same of the same operands in every call."""
+    """Returns whether equal operands give equal results in every call."""
     if node.op == "get_attr":
         return is_literal(node)
     return node.target is operator.getitem or is_deterministic(node.target)
 
 
 def _is_of_torch(node: fx.Node) -> bool:
-    """Whether its schema says all that it does."""
+    """Returns whether the schema of a node's op describes all its effects."""
     named = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
     return named.startswith(("aten::", "prims::")) or node.target is operator.getitem
 
 
 def _is_quiet(node: fx.Node) -> bool:
-    """Whether its results have memory of their own, and its schema says what it writes."""
+    """Returns whether a node's results have memory of their own, and its schema describes its writes."""
     op = node.target
     return isinstance(op, OpOverload) and _is_of_torch(node) and not (is_view(op) or may_return_view(op))
 
 
-def _run(tracer: Any, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+def _run(tracer: Any, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if node.op == "get_attr":
         return getattr(tracer.root, str(node.target)).clone()
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     op: Any = node.target
     return op(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The default dtype, which is one while a program runs: that which the traced function leaves."""
+"""Refuses functions that compute with several default dtypes: a program has one, the last of the trace."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardlib.core.torch_private import pytree
 
 
 @contextmanager
-def given_back() -> Iterator[None]:
-    """After an error the default is what it was: the function may be traced again."""
+def restore_default_on_error() -> Iterator[None]:
+    """Restores the default dtype after an error: the function may be traced again."""
     before = torch.get_default_dtype()
     try:
         yield
@@ -24,8 +24,8 @@ def given_back() -> Iterator[None]:
         raise
 
 
-def refuse_other_default(name: str, graph: fx.Graph) -> None:
-    """Refuse ops whose result has the default dtype, where that was another one when they were called."""
+def refuse_changed_default(name: str, graph: fx.Graph) -> None:
+    """Refuses ops whose result had another default dtype when they were called."""
     left = torch.get_default_dtype()
     wrong = [
         f"{node.meta['default']} at {node.meta['line']}"
@@ -42,13 +42,13 @@ def refuse_other_default(name: str, graph: fx.Graph) -> None:
 
 
 def _takes_default(node: fx.Node) -> bool:
-    """Whether nothing but the default says of which floating-point dtype the result is."""
-    given = pytree.tree_leaves((node.args, node.kwargs))
+    """Returns whether the default dtype alone decides the floating-point dtype of the result."""
+    arguments = pytree.tree_leaves((node.args, node.kwargs))
     return (
         node.op == "call_function"
         and any(map(_is_floating, _values(node.meta.get("val"))))
-        and not any(isinstance(x, torch.dtype) for x in given)
-        and not any(_is_floating(y) for x in given if isinstance(x, fx.Node) for y in _values(x.meta.get("val")))
+        and not any(isinstance(x, torch.dtype) for x in arguments)
+        and not any(_is_floating(y) for x in arguments if isinstance(x, fx.Node) for y in _values(x.meta.get("val")))
     )
 
 

@@ -1,9 +1,8 @@
-"""What torch's kernels refuse and its fake tensors let pass: dtypes that do not go together, or that a kernel does not
-take, and numbers that a dtype cannot hold.
+"""Refuses dtypes and numbers that torch's kernels do not support, though its fake tensors accept them.
 
-A fake tensor knows shapes; of dtypes it asks little, and the program would fail when it runs. So a call of each kind
-(op, dtypes, ranks, numbers) is tried once, on tiny tensors. It is refused if the kernel refuses it whatever integers
-hold, but would take operands of these sizes in other dtypes, or other numbers: else the sizes do not fit.
+Without this check the program would fail when it runs. One call of each kind (op, dtypes, ranks, numbers) is tried on
+tiny tensors. It is refused if the kernel fails for all tried integers, but runs on operands of these sizes with other
+dtypes or numbers: else the tiny sizes do not fit.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from shardlib.core.aten.functional_forms import functional_form
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.torch_private import OpOverload, schema_of, without_autocast, without_modes
-from shardlib.frontend.hazards.fake_tensor_gaps import OnOneDevice
-from shardlib.frontend.hazards.user_errors import refused
+from shardlib.frontend.hazards.fake_tensor_gaps import RealOutcome
+from shardlib.frontend.hazards.user_errors import describe_refusal
 
 # Beside pointwise ops and reductions: ops that take tensors whose dims are all of one size.
 _OTHERS = frozenset(
@@ -41,12 +40,12 @@ _OTHERS = frozenset(
         *("linalg_inv_ex", "linalg_cross", "_linalg_solve_ex", "linalg_solve_triangular", "searchsorted", "bucketize"),
     )
 )
-_SIZES = (1, 2, 3)  # what torch does with one element it may not do with more; a cross product takes three
+_SIZES = (1, 2, 3)  # some ops support only one element, and a cross product takes three
 _SIZED = ("size", "normalized_shape", "N", "C", "HxW", "steps", "pad")  # arguments that are sizes
 _ONE = ("groups", "group")
 _KINDS = (torch.float64, torch.int64, torch.bool, torch.complex64)
 _TINY = 1 << 12  # elements
-_MANY = 3  # operands, whose kinds are not combined any more
+_MANY = 3  # more operands are not tried in all combinations
 
 
 class _Tensor(NamedTuple):
@@ -57,29 +56,29 @@ class _Tensor(NamedTuple):
 
 
 def refuse_kernels(graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
-    """Raise the error of the first call in the user's own part of a graph that no kernel of the CPU takes."""
+    """Refuses the first call, in the forward part of a graph, that no kernel of the CPU supports."""
     for node in graph.nodes:
-        if node.op != "call_function" or node.meta.get("backward") or not _tried(node.target):
+        if node.op != "call_function" or node.meta.get("backward") or not _is_checked(node.target):
             continue
         if any(isinstance(x.meta.get("val"), torch.Tensor) and not x.meta["val"].numel() for x in node.all_input_nodes):
-            continue  # of what is empty, kernels do not look at the dtype
+            continue  # kernels ignore the dtype of empty tensors
         args = [_token(x) for x in node.args]
         kwargs = {k: _token(x) for k, x in node.kwargs.items() if k != "device"}
         key = (node.target, _frozen(args), _frozen(kwargs.items()))
-        if key not in _known:
+        if key not in _errors:
             with _plainly():
-                _known[key] = _fault(node.target, args, kwargs)
-        if (error := _known[key]) is not None:
+                _errors[key] = _fault(node.target, args, kwargs)
+        if (error := _errors[key]) is not None:
             name = str(schema_of(node.target).name).removeprefix("aten::")
             operands = ((names.get(x, "an operand"), x.meta["val"]) for x in map(_source, node.all_input_nodes))
-            raise refused(error, name, [str(node.meta["line"])], operands, OnOneDevice(error=error))
+            raise describe_refusal(error, name, [str(node.meta["line"])], operands, RealOutcome(error=error))
 
 
-_known: BoundedCache[Any, Exception | None] = BoundedCache(1 << 10)
+_errors: BoundedCache[Any, Exception | None] = BoundedCache(1 << 10)
 
 
 @cache
-def _tried(op: Any) -> bool:
+def _is_checked(op: Any) -> bool:
     if not isinstance(op, OpOverload) or op.namespace != "aten":
         return False
     form = functional_form(op) if schema_of(op).is_mutable else op
@@ -98,7 +97,7 @@ def _token(x: Any) -> Any:
 
 
 def _frozen(x: Any) -> Any:
-    """A key: numbers count by their type, too."""
+    """Returns a hashable key, in which numbers of different types differ."""
     if isinstance(x, _Tensor):
         return x
     if isinstance(x, Iterable) and not isinstance(x, str):
@@ -132,21 +131,21 @@ def _call(
     fill: int,
     dtypes: Iterator[torch.dtype] | None = None,
 ) -> Exception | None:
-    """What the kernel says to tensors whose integers are `fill`, whose other numbers are 1."""
+    """Returns the kernel's error for tensors whose integers are `fill` and whose other numbers are 1; or None."""
 
-    def made(x: Any) -> Any:
+    def make(x: Any) -> Any:
         if isinstance(x, _Tensor):
             dtype = x.dtype if dtypes is None else next(dtypes)
             return torch.full([size] * x.rank, 1 if dtype.is_floating_point else fill, dtype=dtype, device="cpu")
-        return [made(y) for y in x] if isinstance(x, list) else x
+        return [make(y) for y in x] if isinstance(x, list) else x
 
     schema = [a.name for a in schema_of(op).arguments]
-    a = [made(_small(name, x, size)) for name, x in zip(schema, args, strict=False)]
-    k = {name: made(_small(name, x, size)) for name, x in kwargs.items()}
+    a = [make(_small(name, x, size)) for name, x in zip(schema, args, strict=False)]
+    k = {name: make(_small(name, x, size)) for name, x in kwargs.items()}
     try:
         op(*a, **k)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
-        return error.with_traceback(None)  # which would keep who calls
+        return error.with_traceback(None)  # the traceback would keep the caller's frames
     return None
 
 
@@ -157,7 +156,7 @@ def _small(name: str, x: Any, size: int) -> Any:
 
 
 def _tame(x: Any) -> Any:
-    """Arguments with numbers that every dtype can hold."""
+    """Replaces numbers by 1.0, which every dtype can hold."""
     if isinstance(x, list):
         return [_tame(y) for y in x]
     return 1.0 if isinstance(x, float | complex) else x
@@ -173,7 +172,7 @@ def _tensors(x: Any) -> Iterator[_Tensor]:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Kernels themselves, whatever the user has switched on."""
+    """Runs kernels directly, without the user's modes, autocast and warnings."""
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stack.enter_context(torch.DisableTorchFunction())
@@ -184,7 +183,7 @@ def _plainly() -> Iterator[None]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a view is of: users name that."""
+    """Returns the tensor behind views: users name that one."""
     while isinstance(node.target, OpOverload) and node.target.is_view and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

@@ -1,7 +1,7 @@
-"""What outlives a trace: stand-ins for numbers and tensors that the function put where nobody looks for them.
+"""Finds stand-ins of numbers and tensors that outlive their trace, in places that no walk reaches.
 
-A key of a dict, an exception, an iterator, a context variable: what holds a value of the trace there, the next reader
-takes for a number or a tensor. So each stand-in is watched until it is gone.
+Such a place is a key of a dict, an exception, an iterator or a context variable. Its next reader would take the
+stand-in for a number or a tensor. So weak references watch each stand-in until it is gone.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ class HeldByHistory:
     version: int
 
 
-def outlived(tracked: Mapping[Any, Any], inputs: Collection[int]) -> tuple[weakref.ref[Any], ...]:
-    """The values of a trace, among the tensors that its tracer knows, that are there when it is over.
+def collect_survivors(tracked: Mapping[Any, Any], inputs: Collection[int]) -> tuple[weakref.ref[Any], ...]:
+    """Returns references to the computed values of a trace among the tensors that its tracer knows.
 
-    `inputs` are the ids of what stands for tensors that were found: its nodes have these. The call's key, which the
-    history of pieces that draw holds, is shown to nobody.
+    `inputs` are the ids of stand-ins of inputs, which the graph keeps. The key of random draws is left out: autograd's
+    history holds it, and no user code sees it.
     """
-    made = ((x, slot.proxy.node) for x, slot in list(tracked.items()) if isinstance(x, FakeTensor))
-    return tuple(weakref.ref(x) for x, node in made if id(x) not in inputs and not has_trait(node.target, "draws_key"))
+    values = ((x, slot.proxy.node) for x, slot in list(tracked.items()) if isinstance(x, FakeTensor))
+    return tuple(
+        weakref.ref(x) for x, node in values if id(x) not in inputs and not has_trait(node.target, "draws_key")
+    )
 
 
 def keeps_numbers(refs: Refs) -> bool:
-    """Whether somebody still has a number of the trace."""
+    """Returns whether a number of the trace is still alive."""
     return bool(_alive(refs, numbers=True))
 
 
 def refuse_kept(name: str, refs: Refs) -> None:
-    """Refuse tensors of a trace that somebody in Python still has."""
+    """Refuses tensors of a trace that are still alive, unless autograd's history alone holds them."""
     kept = _alive(refs, numbers=False)
     caches = {id(x): at for at, x in parametrized().items()}
     if cached := [f"{at[1]} of a module, {typeof(x)}" for x in kept if (at := caches.get(id(x))) is not None]:
@@ -60,7 +62,7 @@ def refuse_kept(name: str, refs: Refs) -> None:
             "computes has no values that somebody outside could read again",
             remedy="enter parametrize.cached() inside the jitted function, jit(step), or inside forward",
         )
-    held = {f"{who} holds a value of the trace, {typeof(x)}": None for x in kept if (who := _holders(x, kept))}
+    held = {f"{holders} holds a value of the trace, {typeof(x)}": None for x in kept if (holders := _holders(x, kept))}
     if held:
         raise ShardingError(
             f"{name} keeps tensors that it computes while it is traced",
@@ -71,21 +73,21 @@ def refuse_kept(name: str, refs: Refs) -> None:
 
 
 def _alive(refs: Refs, *, numbers: bool) -> list[Any]:
-    def found() -> list[Any]:
+    def living() -> list[Any]:
         return [x for ref in refs if (x := ref()) is not None and is_traced_number(x) == numbers]
 
-    if found():
-        gc.collect()  # rarely: what a trace makes is hardly ever in a circle
-    return found()
+    if living():
+        gc.collect()  # rarely: values of a trace are hardly ever in a cycle
+    return living()
 
 
 def _holders(x: Any, kept: list[Any]) -> str:
-    """Who holds it, in words; "" where only torch's own history does."""
+    """Returns the holders of a value in words; "" if only autograd's history holds it."""
     kinds: dict[str, None] = {}
     for y in gc.get_referrers(x):
         if y is kept or isinstance(y, types.FrameType | HeldByHistory):
             continue
-        if (value := _value_of_body(y)) is not None:  # whose stack it is: a history may hold that
+        if (value := _value_of_body(y)) is not None:  # this is its stack, which a history may hold
             kinds |= dict.fromkeys(filter(None, [_holders(value, kept)]))
         else:
             kinds[f"a {type(y).__name__}"] = None

@@ -1,4 +1,4 @@
-"""Where torch's fake tensors refuse what its kernels take."""
+"""Tries calls that fake tensors refuse on small real tensors: the kernels may support them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ _SMALL = 1 << 20  # elements
 
 
 @dataclass(frozen=True)
-class OnOneDevice:
-    """How a call that fake tensors refuse ends on real ones, of ones: it `runs`, or raises an `error`; neither where
-    the call is not to be tried."""
+class RealOutcome:
+    """The outcome of a call on real tensors of ones: it `runs`, or raises `error`; neither if it was not tried."""
 
     runs: bool = False
     error: Exception | None = None
 
 
-def tried(func: Any, args: Any, kwargs: Any) -> OnOneDevice:
+def try_on_real_tensors(func: Any, args: Any, kwargs: Any) -> RealOutcome:
     """Calls an op or a function of torch on small real tensors of the operands' shapes and dtypes."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     is_torchs = isinstance(func, _WRITTEN_IN_C) or getattr(func, "__module__", "") in _WRITTEN_IN_PYTHON
     if not is_torchs or sum(x.numel() for x in tensors) > _SMALL:
-        return OnOneDevice()
+        return RealOutcome()
     with ExitStack() as stack:
         for mode in (
             torch.DisableTorchFunction(),
@@ -45,5 +44,5 @@ def tried(func: Any, args: Any, kwargs: Any) -> OnOneDevice:
         try:
             func(*args, **kwargs)
         except (RuntimeError, TypeError, LookupError, ValueError, ArithmeticError) as error:
-            return OnOneDevice(error=error)
-    return OnOneDevice(runs=True)
+            return RealOutcome(error=error)
+    return RealOutcome(runs=True)

@@ -1,4 +1,4 @@
-"""Iterators that a traced function goes on with: every call would get the same items."""
+"""Refuses functions that advance iterators of their surroundings: every call would get the same items."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardlib.core.errors import ShardingError
 from shardlib.frontend.guards.attributes import instance_dict
 
 
-class Iterators:
-    """Knows how far the iterators are that a function holds."""
+class IteratorPositions:
+    """The positions of the iterators that a function holds."""
 
     def __init__(self, held: Iterable[Any]) -> None:
         self.held = [x for x in held if _is_iterator(x)]
-        self.before = [_far(x) for x in self.held]
+        self.before = [_position(x) for x in self.held]
 
     def refuse_steps(self, name: str) -> None:
-        """Raise the error if items were taken since."""
-        wrong = [x for x, before in zip(self.held, self.before, strict=True) if _far(x) != before]
+        """Raises an error if items were taken since."""
+        wrong = [x for x, before in zip(self.held, self.before, strict=True) if _position(x) != before]
         if wrong:
             raise ShardingError(
                 f"{name} takes items from an iterator that is not its own",
@@ -36,31 +36,31 @@ def _is_iterator(x: Any) -> bool:
     return not isinstance(x, type) and hasattr(type(x), "__next__")
 
 
-def _far(x: Any) -> list[Any]:
-    """How far an iterator is: what tells it, also of the iterators inside; other things count by who they are."""
-    known: list[Any] = []
+def _position(x: Any) -> list[Any]:
+    """Returns facts that change when an iterator, or one inside, advances; other objects count by identity."""
+    facts: list[Any] = []
     seen: set[int] = set()
     todo = [x]
     while todo and len(seen) < _MANY:
         x = todo.pop()
         if type(x) in _PLAIN:
-            known.append((type(x), str(x)))
+            facts.append((type(x), str(x)))
         elif type(x) is tuple:
             todo += x
         elif not _is_iterator(x):
-            known.append(_Who(x))
+            facts.append(_Identity(x))
         elif id(x) not in seen:
             seen.add(id(x))
-            known.append(type(x))
+            facts.append(type(x))
             todo += _inside(x)
-    return known
+    return facts
 
 
 def _inside(x: Any) -> Iterator[Any]:
     if isinstance(x, types.GeneratorType):
         yield -1 if x.gi_frame is None else x.gi_frame.f_lasti
         yield from gc.get_referents(x)
-    elif type(x).__module__ not in ("builtins", "itertools"):  # what it counts, and what it goes through
+    elif type(x).__module__ not in ("builtins", "itertools"):  # its counters, and the iterators that it reads
         yield from (y for y in instance_dict(x).values() if type(y) in _PLAIN or _is_iterator(y))
     elif (left := operator.length_hint(x, -1)) >= 0:
         yield left
@@ -73,14 +73,14 @@ def _inside(x: Any) -> Iterator[Any]:
                 yield from gc.get_referents(x)
 
 
-class _Who:
-    """An object by who it is; it lives as long as this does."""
+class _Identity:
+    """Compares an object by identity, and keeps it alive."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _Who and other.x is self.x
+        return type(other) is _Identity and other.x is self.x
 
     __hash__ = None  # type: ignore[assignment]
 

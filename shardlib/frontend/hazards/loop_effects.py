@@ -1,4 +1,4 @@
-"""What the body of a loop changes where it stands outside: it runs once, and would count one step."""
+"""Refuses loop bodies that change values outside: a body runs once, so they would change for one step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.torch_private import pytree
 from shardlib.frontend.guards.attributes import cell_content
 from shardlib.frontend.guards.value_kinds import PLAIN
-from shardlib.frontend.lifted_inputs import Lifted
+from shardlib.frontend.lifted_inputs import LiftedInputs
 from shardlib.frontend.side_effects.snapshot import Snapshot
 
 
 @contextmanager
 def refuse_counts(body: Callable[..., Any]) -> Iterator[None]:
-    """Refuse other values (no tensors) when `body` has run: of its variables, of what the traced function holds."""
+    """Refuses changes by `body` of its variables, and of objects that the traced function holds, except tensors."""
     before, cells = _look(), dict(_variables(body))
     yield
     wrong = [
@@ -46,10 +46,10 @@ def refuse_counts(body: Callable[..., Any]) -> Iterator[None]:
 
 
 def _look() -> Snapshot | None:
-    lifted = Lifted.current()
+    lifted = LiftedInputs.current()
     if lifted is None or lifted.watch is None:
         return None
-    with torch.DisableTorchFunction():  # to the body, a look is none of its own
+    with torch.DisableTorchFunction():  # the snapshot must not count as an action of the body
         return lifted.watch.look()
 
 

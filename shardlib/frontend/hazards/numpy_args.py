@@ -1,4 +1,4 @@
-"""Numpy's arrays among the arguments of a traced function: tensors stand for them, also where torch expects arrays."""
+"""Supports stand-ins of numpy arrays among the arguments of a traced function, where torch expects arrays."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardlib.core.source_lines import error_line, line_at
 
 
 @contextmanager
-def shown() -> Iterator[None]:
-    """While on, `torch.from_numpy` of what stands for an array is the tensor that it is."""
+def accept_stand_ins() -> Iterator[None]:
+    """Makes `torch.from_numpy` return an array's stand-in, which is a tensor already, inside the context."""
     original = torch.from_numpy
 
     def from_numpy(ndarray: Any) -> Tensor:
@@ -33,7 +33,7 @@ def shown() -> Iterator[None]:
 
 
 def refuse_writes(gm: fx.GraphModule, held: Iterable[Any]) -> None:
-    """Refuse a traced function that writes to numpy arrays among what it closes over (`held`): tracing copied them."""
+    """Refuses writes to numpy arrays in the closed-over objects `held`: tracing copied them."""
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default)
     written = find_written_nodes(gm.graph) if copies else {}
     arrays = find_arrays(held) if written else []
@@ -54,24 +54,24 @@ def refuse_writes(gm: fx.GraphModule, held: Iterable[Any]) -> None:
         )
 
 
-def taken_for_array(error: Exception, frames: Sequence[FrameType]) -> ShardingError | None:
-    """The error where a tensor is used as only an array can be; None for any other."""
+def explain_array_use(error: Exception, frames: Sequence[FrameType]) -> ShardingError | None:
+    """Returns the error for a tensor that code uses like an array; None for any other error."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None
     line = error_line(error)
     inside = next((i for i, frame in enumerate(frames) if _is_of_numpy_on_tensors(frame)), 0)
     if isinstance(error, AttributeError) and isinstance(error.obj, Tensor) and hasattr(numpy.ndarray, str(error.name)):
-        what = f"reads .{error.name} of a tensor, as of an array"
+        use = f"reads .{error.name} of a tensor, as of an array"
     elif isinstance(error, TypeError) and inside:
-        what, caller = "gives a tensor to a function of numpy", frames[inside - 1]
+        use, caller = "gives a tensor to a function of numpy", frames[inside - 1]
         line = line_at(caller.f_code, caller.f_lineno)
     elif isinstance(error, TypeError) and "expected np.ndarray (got FakeTensor)" in str(error):
-        what = "gives a tensor to from_numpy"
+        use = "gives a tensor to from_numpy"
     else:
         return None
     return ShardingError(
-        f"the traced function {what}",
+        f"the traced function {use}",
         [str(line)],
         rule="numpy's arrays among the arguments are tensors inside jit: Python runs once, on shapes",
         remedy="use torch's functions and x.to(dtype); or call numpy outside, and pass what it returns",

@@ -1,4 +1,4 @@
-"""Numbers drawn from Python's and numpy's generators while a function is traced: every call would use the same ones."""
+"""Refuses draws from Python's and numpy's generators in a traced function: every call would get the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardlib.core.errors import NoProgramError
 
 
 class _Generator(NamedTuple):
-    """A generator: what it is called, its state, and how it gets back there."""
+    """A generator: its name, its state before the trace, and how to read and set the state."""
 
     name: str
     get: Callable[[], Any]
@@ -20,8 +20,8 @@ class _Generator(NamedTuple):
     before: Any
 
     @staticmethod
-    def of(name: str, x: Any) -> _Generator:
-        """One of Python's, or a module of its functions; or one of numpy's, of the new kind or the old."""
+    def read(name: str, x: Any) -> _Generator:
+        """Reads a generator or module of Python's, or a generator of numpy's, of the new kind or the old."""
         if hasattr(x, "getstate"):
             get, put = x.getstate, x.setstate
         elif hasattr(x, "get_state"):
@@ -35,33 +35,35 @@ class _Generator(NamedTuple):
         return pickle.dumps(self.get()) != pickle.dumps(self.before)
 
 
-class Chance:
-    """Knows where generators stand: the global ones, and those that a function holds. Where an error ends the trace,
-    who is traced anew, or runs as it is, draws the same."""
+class RandomStates:
+    """The states of the global generators, and of those that a function holds.
+
+    After an error in the trace they are restored, so that the next trace or run draws the same numbers.
+    """
 
     def __init__(self, held: Iterable[Any]) -> None:
         numpy = sys.modules.get("numpy.random")
         kinds = (random.Random,) if numpy is None else (random.Random, numpy.Generator, numpy.RandomState)
         mine = [x for x in held if isinstance(x, kinds) and not isinstance(x, random.SystemRandom)]  # has no state
-        known = [("Python's random", random), *([] if numpy is None else [("numpy.random", numpy)])]
-        self.generators = [_Generator.of(*x) for x in (*known, *((f"a {type(x).__name__}", x) for x in mine))]
+        everyones = [("Python's random", random), *([] if numpy is None else [("numpy.random", numpy)])]
+        self.generators = [_Generator.read(*x) for x in (*everyones, *((f"a {type(x).__name__}", x) for x in mine))]
 
     def __enter__(self) -> None:
-        """The trace begins."""
+        """Does nothing: the states were read before."""
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
             self.put_back()
 
     def put_back(self) -> list[_Generator]:
-        """Have the next numbers be the same again; returns the generators that have moved."""
+        """Restores the states; returns the generators whose state had changed."""
         moved = [x for x in self.generators if x.is_moved]
         for x in moved:
             x.set(x.before)
         return moved
 
     def refuse_draws(self, name: str) -> None:
-        """Raise the error if numbers were drawn since; the next ones are the same again."""
+        """Raises an error if numbers were drawn, after it restored the states."""
         if moved := self.put_back():
             drawn = list(dict.fromkeys(x.name for x in moved))
             raise NoProgramError(

@@ -1,4 +1,4 @@
-"""What cannot be traced, on the user's line and in his words."""
+"""Explains why a function cannot be traced, with the user's line and names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import fx
 from shardlib.core.errors import ShardingError, ValueNeededError
 from shardlib.core.source_lines import error_line, user_line
 from shardlib.core.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from shardlib.frontend.hazards.user_errors import called, frames_of
-from shardlib.frontend.retarget_device import is_here
+from shardlib.frontend.hazards.user_errors import find_failed_call, frames_of
+from shardlib.frontend.retarget_device import can_trace_on
 from shardlib.tensor.sharded_tensor import typeof
 
 _ONCE = "Python runs once, on shapes; the values of tensors are known only when the program runs"
@@ -65,7 +65,7 @@ _SWAP = (
     "exchange the names, x, y = y, x, or the values: before = x.clone(); x.copy_(y); y.copy_(before)",
 )
 _QUANTIZED = (
-    "a program's values are numbers as they are; what is quantized is read by dequantize() alone",
+    "a program's values are plain numbers; a quantized tensor is read by dequantize() alone",
     "call x.dequantize() at once; or torch.fake_quantize_per_tensor_affine(x, scale, zero, low, high), or "
     "fake_quantize_per_channel_affine, which gives the numbers; quantize results outside",
 )
@@ -102,39 +102,39 @@ _TEXTS: tuple[tuple[type[Exception], str, str, tuple[str, str]], ...] = (
 )
 
 
-def refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> ShardingError | None:
-    """The error that explains, on the user's line, why a function cannot be traced; None for any other error.
+def explain_refusal(error: Exception, tracer: Any, names: Mapping[int, str]) -> ShardingError | None:
+    """Returns the error that explains why a function cannot be traced; None if `error` has another cause.
 
     `names` are those of the traced function's inputs, by their ids.
     """
-    name, operands = called(error, names)
+    name, operands = find_failed_call(error, names)
     if isinstance(error, DataDependentOutputException):
-        named = [(x, known) for known, x in operands if known]
+        named = [(x, label) for label, x in operands if label]
         smallest = min(named, key=lambda operand: operand[0].numel(), default=None)
-        said = f"{smallest[1]} ({_kind(smallest[0])})" if smallest else None
-        what, (rule, remedy) = f"needs the value of {said or _last_operand(tracer)}", _VALUE
+        description = f"{smallest[1]} ({_kind(smallest[0])})" if smallest else None
+        action, (rule, remedy) = f"needs the value of {description or _last_operand(tracer)}", _VALUE
     elif isinstance(error, DynamicOutputShapeException):
         by = "x[mask]" if name == "__getitem__" else name or error.func
-        what, rule = f"makes a shape that depends on values, by {by}", "every shape is known before the program runs"
+        action, rule = f"makes a shape that depends on values, by {by}", "every shape is known before the program runs"
         remedy = _SHAPES.get(name, _MASK)
     else:
         for kind, text, meaning, advice in _TEXTS:
             if isinstance(error, kind) and text in str(error):
-                what, (rule, remedy) = meaning, advice
+                action, (rule, remedy) = meaning, advice
                 break
         else:
             return None
-    line = error_line(error) or user_line(sys._getframe(1))  # somebody may catch it before it gets there
+    line = error_line(error) or user_line(sys._getframe(1))  # the error may not have reached the user's line
     if deciding := [frame for frame in frames_of(error) if frame.f_code.co_filename.startswith(_OPTIM)]:
-        asked = ((f.f_code.co_name, f.f_locals.get("self")) for f in deciding)
-        method, of = next(((name, x) for name, x in asked if hasattr(type(x), name)), ("step", None))
+        methods = ((f.f_code.co_name, f.f_locals.get("self")) for f in deciding)
+        method, optimizer = next(((name, x) for name, x in methods if hasattr(type(x), name)), ("step", None))
         remedy = f"call {method}() behind the jitted function"
         if method == "step":
-            remedy = _CLOSURE if isinstance(of, torch.optim.LBFGS) else _STEP
+            remedy = _CLOSURE if isinstance(optimizer, torch.optim.LBFGS) else _STEP
     remedy = remedy or _INSTEAD.get(name, _COUNT)
     needs_values = rule == _ONCE or isinstance(error, DynamicOutputShapeException)
     kind = ValueNeededError if needs_values else ShardingError
-    return kind(f"the traced function {what}", [str(line)], rule=rule, remedy=remedy)
+    return kind(f"the traced function {action}", [str(line)], rule=rule, remedy=remedy)
 
 
 def _kind(x: torch.Tensor) -> str:
@@ -142,7 +142,7 @@ def _kind(x: torch.Tensor) -> str:
 
 
 def refuse_ghost(x: FakeTensor, line: Any, mode: Any) -> NoReturn:
-    """Raise the error for a value of an earlier trace, or of the body of a scan, which somebody kept."""
+    """Raises the error for a value of an earlier trace, or of the body of a scan, that code kept."""
     if x.fake_mode is mode:
         raise ShardingError(
             "the traced function reads a tensor that the body of scan left behind",
@@ -158,29 +158,29 @@ def refuse_ghost(x: FakeTensor, line: Any, mode: Any) -> NoReturn:
     )
 
 
-def refuse_absent(graph: fx.Graph, there: torch.device | None) -> None:
-    """Refuse devices that are neither here nor the mesh's."""
+def refuse_absent(graph: fx.Graph, device_of_mesh: torch.device | None) -> None:
+    """Refuses devices that are neither present nor the mesh's."""
     for node in graph.nodes:
         device = node.kwargs.get("device") if node.op == "call_function" else None
-        known = ("meta", there and there.type)
-        if isinstance(device, torch.device) and not is_here(device) and device.type not in known:
+        supported = ("meta", device_of_mesh and device_of_mesh.type)
+        if isinstance(device, torch.device) and not can_trace_on(device) and device.type not in supported:
             rule, remedy = _ELSEWHERE
-            what = f"the traced function asks for a device that is not here, {device}"
-            raise ShardingError(what, [str(node.meta["line"])], rule=rule, remedy=remedy)
+            problem = f"the traced function asks for a device that is not here, {device}"
+            raise ShardingError(problem, [str(node.meta["line"])], rule=rule, remedy=remedy)
 
 
 def refuse_quantized(graph: fx.Graph) -> None:
-    """Refuse quantized tensors that anything but `dequantize` reads: torch's fakes are plain ones."""
-    made = [x for x in graph.nodes if getattr(x.target, "__name__", "").startswith("quantize_per_")]
-    wrong = [x for x in made if any(user.target is not torch.ops.aten.dequantize.self for user in x.users)]
+    """Refuses quantized tensors that an op other than `dequantize` reads: torch's fakes are plain tensors."""
+    quantized = [x for x in graph.nodes if getattr(x.target, "__name__", "").startswith("quantize_per_")]
+    wrong = [x for x in quantized if any(user.target is not torch.ops.aten.dequantize.self for user in x.users)]
     if wrong:
         rule, remedy = _QUANTIZED
-        what = "the traced function makes a quantized tensor"
-        raise ShardingError(what, [str(x.meta["line"]) for x in wrong], rule=rule, remedy=remedy)
+        problem = "the traced function makes a quantized tensor"
+        raise ShardingError(problem, [str(x.meta["line"]) for x in wrong], rule=rule, remedy=remedy)
 
 
 def refuse_subclasses(leaves: Iterable[tuple[str, Any]]) -> None:
-    """Refuse tensors of classes that nobody here knows: what stands for them in a trace has none of their methods."""
+    """Refuses tensors of unknown classes: their stand-ins in a trace have none of their methods."""
     wrong = [
         f"{name} is a {type(x).__module__}.{type(x).__qualname__}"
         for name, x in leaves
@@ -196,7 +196,7 @@ def refuse_subclasses(leaves: Iterable[tuple[str, Any]]) -> None:
 
 
 def refuse_unseen(x: torch.Tensor, line: Any) -> NoReturn:
-    """Raise the error for a parameter that no look at variables and objects has found: its gradient would be lost."""
+    """Raises the error for a parameter that is in no known variable or object: its gradient would be lost."""
     raise ShardingError(
         "the traced function reads a tensor that requires a gradient, from where jit does not look",
         [f"{typeof(x)}, read at {line}"],
@@ -206,7 +206,7 @@ def refuse_unseen(x: torch.Tensor, line: Any) -> NoReturn:
 
 
 def _last_operand(tracer: Any) -> str:
-    """The tensor that the op traced last reads: `gt (bool[])`."""
+    """Returns the operand of the last traced op: `gt (bool[])`."""
     last = next(iter(reversed(tracer.graph.nodes)))
     source = next(iter(last.all_input_nodes), None)
     val = source.meta.get("val") if source is not None else None

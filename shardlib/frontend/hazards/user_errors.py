@@ -1,7 +1,7 @@
-"""What torch refuses in a user's function, said on his line: the function, its operands by name, and torch's own words.
+"""Explains torch's errors in a traced function: the user's line, the function, its operands by name, torch's words.
 
-The operands are read off the traceback. While a function is traced its calls of torch go through torch-function modes,
-so the frame of such a mode has the call; the user's frame, outside it, has the names that he gave to its tensors.
+The traceback has the operands. Calls of torch go through function modes in a trace, so the frame of a mode holds the
+call, and the user's frame around it the names of the tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError
 from shardlib.core.source_lines import error_line, user_line
 from shardlib.core.torch_private import FAKES_LOG
-from shardlib.frontend.hazards.fake_tensor_gaps import OnOneDevice, tried
-from shardlib.frontend.hazards.numpy_args import taken_for_array
+from shardlib.frontend.hazards.fake_tensor_gaps import RealOutcome, try_on_real_tensors
+from shardlib.frontend.hazards.numpy_args import explain_array_use
 
 _KINDS = (TypeError, IndexError, ValueError, OverflowError, AssertionError, RuntimeError)
 _TORCH = str(Path(torch.__file__).parent)
@@ -38,19 +38,19 @@ _INSTEAD = {
     "sharding": "shard(x, spec) says where it lives; step.plan(...).layout_of(name) answers outside",
 }
 
-# Who expects torch's own type gets it, too.
+# The errors are also of torch's own type, for code that catches it.
 _TYPES: dict[type, Any] = {kind: type(f"Sharding{kind.__name__}", (ShardingError, kind), {}) for kind in _KINDS}
 _TYPES[ValueError] = ShardingError
 
-_NOT_TRIED = OnOneDevice()
+_NOT_TRIED = RealOutcome()
 _TOO = "it fails on one device, too"
 
-# Torch logs what its fake tensors refuse, traceback and all; the error says it.
+# Torch logs errors of fake tensors with their traceback; our error says the same.
 logging.getLogger(FAKES_LOG).addFilter(lambda record: not is_tracing())
 
 
-def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
-    """The error that says on the user's line what torch refuses; None where it was not torch that raised.
+def explain_mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
+    """Returns the error that explains torch's refusal on the user's line; None if other code raised.
 
     `names` are those of the traced function's inputs, by their ids.
     """
@@ -83,57 +83,57 @@ def mistake(error: Exception, names: Mapping[int, str]) -> ShardingError | None:
             remedy="x.detach().clone().requires_grad_() inside; or make the parameter outside",
         )
     frames = list(frames_of(error))
-    if (refused_array := taken_for_array(error, frames)) is not None:
+    if (refused_array := explain_array_use(error, frames)) is not None:
         return refused_array
     if isinstance(error, ShardingError) or not isinstance(error, _KINDS) or not _library(frames[-1]):
         return None
     if isinstance(error, AssertionError) and not frames[-1].f_code.co_filename.startswith(_TORCH):
         return None
-    name, operands = called(error, names)
+    name, operands = find_failed_call(error, names)
     if not name:
         return None
-    line = error_line(error) or user_line(sys._getframe(1))  # a module's own code has no line of the user's
+    line = error_line(error) or user_line(sys._getframe(1))  # torch's code of modules has no line of the user's
     call = _call(error) or {}
-    really = tried(call["func"], call.get("args", ()), call.get("kwargs") or {})
+    outcome = try_on_real_tensors(call["func"], call.get("args", ()), call.get("kwargs") or {})
     places = [*([str(line)] if line else []), *_modules(frames)]
-    return refused(error, name, places, ((known or "an operand", x) for known, x in operands), really)
+    return describe_refusal(error, name, places, ((label or "an operand", x) for label, x in operands), outcome)
 
 
-def called(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[str, Any]]]:
-    """The function of torch that raised, and its operands with the user's names of them, or none."""
+def find_failed_call(error: Exception, names: Mapping[int, str]) -> tuple[str, list[tuple[str, Any]]]:
+    """Returns the name of the function of torch that raised, and its operands, each with the user's name or ""."""
     frames = list(frames_of(error))
     call = _call(error)
     if call is None:
         return "", []
-    known = dict(names) | _members(frames) | _locals([f for f in frames if not _library(f)][-1:])
+    labels = dict(names) | _members(frames) | _locals([f for f in frames if not _library(f)][-1:])
     operands = [*_operands(call.get("args", ())), *_operands(tuple((call.get("kwargs") or {}).values()))]
-    return getattr(call["func"], "__name__", str(call["func"])), [(known.get(id(x), ""), x) for x in operands]
+    return getattr(call["func"], "__name__", str(call["func"])), [(labels.get(id(x), ""), x) for x in operands]
 
 
 def _call(error: Exception) -> Mapping[str, Any] | None:
-    """The call of torch that raised: its `func`, `args` and `kwargs`."""
-    found = next((f.f_locals for f in reversed([*frames_of(error)]) if f.f_code.co_name == "__torch_function__"), None)
-    return None if found is None or "func" not in found else found
+    """Returns the call of torch that raised: its `func`, `args` and `kwargs`."""
+    call = next((f.f_locals for f in reversed([*frames_of(error)]) if f.f_code.co_name == "__torch_function__"), None)
+    return None if call is None or "func" not in call else call
 
 
-def refused(
+def describe_refusal(
     error: Exception,
     name: str,
     places: Sequence[str],
     operands: Iterable[tuple[str, Any]],
-    really: OnOneDevice = _NOT_TRIED,
+    outcome: RealOutcome = _NOT_TRIED,
 ) -> ShardingError:
-    """Returns what torch says to a call of `name` with these operands, as a `ShardingError` of torch's own type, too.
+    """Returns torch's error for a call of `name` with these operands, as a `ShardingError` of the same type.
 
-    `places` are the line and the module of the call; `really` is how it ends on one device, whose words are the ones
-    that torch's users know.
+    `places` are the line and the module of the call; `outcome` is that of the call on real tensors, whose words users
+    know.
     """
-    if really.error is not None:
+    if outcome.error is not None:
         rule, remedy = (
             "plain torch fails here, too: shapes and dtypes are those of one device",
             "mend the line: " + _TOO,
         )
-    elif really.runs:
+    elif outcome.runs:
         rule = (
             "torch works out shapes and dtypes on tensors without values, and refuses more of them than on one device"
         )
@@ -142,8 +142,8 @@ def refused(
         rule = "a jitted function, and the forward of a parallelized module, calls torch as on one device"
         remedy = f"mend the line: {_TOO}, unless Python looks at values there, which are not known yet"
     out: ShardingError = _TYPES[next(kind for kind in _KINDS if isinstance(error, kind))](
-        f"torch refuses {name}: {_first_sentence(really.error or error).rstrip('.')}",
-        [*places, *(f"{called} is {_described(x)}" for called, x in operands)],
+        f"torch refuses {name}: {_first_sentence(outcome.error or error).rstrip('.')}",
+        [*places, *(f"{label} is {_described(x)}" for label, x in operands)],
         rule=rule,
         remedy=remedy,
     )
@@ -151,7 +151,7 @@ def refused(
 
 
 def _modules(frames: Sequence[FrameType]) -> list[str]:
-    """Where the innermost module that runs is: `in layers.0.up, a Linear`."""
+    """Returns the place of the innermost running module: `in layers.0.up, a Linear`."""
     running = [m for f in frames if isinstance(m := f.f_locals.get("self"), torch.nn.Module)]
     paths = [name for name, m in running[0].named_modules() if m is running[-1]] if running else []
     return [f"in {path}, {_article(type(running[-1]).__name__)}" for path in paths[:1] if path]
@@ -162,7 +162,7 @@ def _article(noun: str) -> str:
 
 
 def frames_of(error: BaseException) -> Iterator[FrameType]:
-    """The frames that an error went through, the innermost last."""
+    """Yields the frames that an error went through, the innermost last."""
     step = error.__traceback__
     while step is not None:
         yield step.tb_frame
@@ -174,7 +174,7 @@ def _library(frame: FrameType) -> bool:
 
 
 def _members(frames: Sequence[FrameType]) -> dict[int, str]:
-    """Parameters and buffers of the modules whose methods run."""
+    """Names parameters and buffers of the modules whose methods run."""
     modules = {id(m): m for f in frames if isinstance(m := f.f_locals.get("self"), torch.nn.Module)}
     return {
         id(x): f"{type(m).__name__}.{name}"
@@ -188,7 +188,7 @@ def _locals(frames: Sequence[FrameType]) -> dict[int, str]:
 
 
 def _operands(args: Any) -> Iterator[Any]:
-    """Tensors, also those in lists, and lists where torch wants a tensor."""
+    """Yields tensors, also those in lists, and lists in the place of a tensor."""
     for x in args:
         if isinstance(x, torch.Tensor):
             yield x

@@ -27,19 +27,19 @@ def is_traced(x: Any) -> bool:
     return isinstance(innermost(x), FakeTensor)
 
 
-def shown(x: Tensor, **_: Any) -> str | None:
-    """The text of a value: its type, and how to see more."""
+def format_traced(x: Tensor, **_: Any) -> str | None:
+    """Returns the text of a traced value: its type, and how to see more."""
     return f'<{typeof(x)}, traced: sl.debug_print("{{}}", x) shows its values>' if is_traced(x) else None
 
 
-def formatted(x: Tensor, spec: str) -> str | None:
-    """The same in an f-string; a format of numbers needs one."""
-    return None if spec else shown(x)
+def format_traced_spec(x: Tensor, spec: str) -> str | None:
+    """Returns the text in an f-string; None for a format of numbers, which torch refuses."""
+    return None if spec else format_traced(x)
 
 
 @contextmanager
-def logged() -> Iterator[None]:
-    """While on, `logging.info("%.3f", x)` of a traced value raises; logging would print a traceback and go on."""
+def raise_from_logging() -> Iterator[None]:
+    """Makes `logging.info("%.3f", x)` of a traced value raise; logging would print a traceback and go on."""
     handle_error = _HANDLE_ERROR.value
 
     def raise_refusal(handler: logging.Handler, record: logging.LogRecord) -> None:
@@ -51,19 +51,19 @@ def logged() -> Iterator[None]:
         yield
 
 
-def pickled(x: Tensor, *_: Any) -> None:
+def refuse_pickle(x: Tensor, *_: Any) -> None:
     """Refuses to write a value of a trace to a file."""
     remedy = "return the tensor, and save it outside: torch.save(step(x), path)"
     _refuse(x, "saves a tensor", remedy, rule="the values of tensors are known only when the program runs")
 
 
-def exported(x: Tensor, **_: Any) -> None:
+def refuse_dlpack(x: Tensor, **_: Any) -> None:
     """Refuses to hand out the memory of a value of a trace."""
     remedy = "return the tensor, and hand it out outside; what needs memory is an op: torch.library.custom_op"
     _refuse(x, "hands out the memory of a tensor by DLPack", remedy)
 
 
-def located(x: Tensor) -> None:
+def refuse_address(x: Tensor) -> None:
     """Refuses to say where a value of a trace is."""
     remedy = "compare tensors by `is`; code that needs memory is an op: torch.library.custom_op"
     _refuse(x, "asks for the address of a tensor", remedy)

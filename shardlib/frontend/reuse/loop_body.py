@@ -30,13 +30,13 @@ from shardlib.core.torch_private import (
     saved_hooks_forbidden,
     without_transforms,
 )
-from shardlib.frontend.copy_nodes import alike
+from shardlib.frontend.copy_nodes import make_like
 from shardlib.frontend.functionalize import COPIED_VIEWS, body_writes, functionalize
 from shardlib.frontend.reuse.loop_captures import CaptureMode, is_followed, refuse_lost, stand_in
 from shardlib.frontend.reuse.loop_replay import Body, NotReusableError
 from shardlib.frontend.reuse.pure_calls import has_hooks
 from shardlib.frontend.torch_rewrites.decompositions import DECOMPOSITIONS
-from shardlib.frontend.tracer import forget, recorded
+from shardlib.frontend.tracer import instrument_tracer, release_constants
 
 
 class _JointFunction:
@@ -61,7 +61,7 @@ class _JointFunction:
 
     def run(self, *inputs: Tensor) -> list[Tensor | None]:
         """Returns the results of the body, then the gradients of its inputs and captured tensors."""
-        self.tracer = recorded(LineRecorder(self.line))
+        self.tracer = instrument_tracer(LineRecorder(self.line))
         self.captures = CaptureMode()
         with self.captures:
             try:
@@ -77,7 +77,7 @@ class _JointFunction:
             raise NotReusableError("it hooks a tensor that it reads")
         self.results = len(flat)
         self.dependencies = {i: _reached_inputs(x, reads) for i, x in enumerate(flat) if x.requires_grad}
-        self.cotangents = [alike(flat[i]) for i in self.dependencies]
+        self.cotangents = [make_like(flat[i]) for i in self.dependencies]
         self.trace_values = tuple(weakref.ref(x) for x in list(self.tracer.tensor_tracker))
         return [*flat, *self._differentiate(flat, reads)]
 
@@ -123,7 +123,7 @@ def trace_body(
         stack.enter_context(disable_proxy_modes_tracing())
         stack.enter_context(torch.set_grad_enabled(differentiate))
         stack.enter_context(_saved_tensors_hooks())
-        inputs = [stand_in(x) if i < carried or is_followed(x) else alike(x) for i, x in enumerate(leaves)]
+        inputs = [stand_in(x) if i < carried or is_followed(x) else make_like(x) for i, x in enumerate(leaves)]
         joint = _JointFunction(fn, leaves, names, line, strict=strict)
         gm = make_fx(joint.run, DECOMPOSITIONS, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
         for node in gm.graph.nodes:
@@ -138,12 +138,12 @@ def trace_body(
     if joint.refused is not None:
         body = replace(body, backward=(), saved=(), refused=joint.refused)
     if not strict:
-        like = [alike(x) for x in leaves]
+        like = [make_like(x) for x in leaves]
         body = replace(body, trace_derivative=lambda body: _derivative(body, fn, like, names, line))
-    forget(joint.tracer)
+    release_constants(joint.tracer)
     for node in gm.graph.find_nodes(op="get_attr"):  # a copy reads only the form of these
         if isinstance(node.meta["val"], FakeTensor):
-            node.meta["val"] = alike(node.meta["val"])
+            node.meta["val"] = make_like(node.meta["val"])
             setattr(gm, str(node.target), node.meta["val"])
     return body
 
@@ -160,7 +160,7 @@ def _is_copied_view(node: Any) -> bool:
 def _derivative(body: Body, fn: Callable[..., Any], leaves: Sequence[Tensor], names: Sequence[str], line: Line) -> Body:
     """Traces the gradient of `fn` as a body: from the leaves and the cotangents to the gradients that exist."""
     differentiated = [i for i, x in enumerate(body.gradients) if x is not None]
-    cotangents = [alike(body.outputs[i].meta["val"]) for i in body.differentiable]
+    cotangents = [make_like(body.outputs[i].meta["val"]) for i in body.differentiable]
 
     def gradient(*tensors: Tensor) -> list[Tensor]:
         out = fn(*tensors[: len(leaves)])

@@ -26,8 +26,8 @@ from shardlib.core.torch_private import (
     version_of,
     without_transforms,
 )
-from shardlib.frontend.copy_nodes import alike
-from shardlib.frontend.lifted_inputs import Lifted
+from shardlib.frontend.copy_nodes import make_like
+from shardlib.frontend.lifted_inputs import LiftedInputs
 
 
 class CaptureMode(PersistentFunctionMode):
@@ -59,7 +59,7 @@ class CaptureMode(PersistentFunctionMode):
 
     def refuse_grads(self, inputs: Iterable[tuple[str, Tensor]]) -> None:
         """Raises `ShardingError` if the body has set `.grad` of one of its named inputs or captured tensors."""
-        state = Lifted.current()
+        state = LiftedInputs.current()
         state_names = (
             {}
             if state is None
@@ -97,9 +97,9 @@ class CaptureMode(PersistentFunctionMode):
             refuse_lost(x)
         self.originals.append(x)
         with without_transforms():  # a transform in the body may be active
-            lifted = Lifted.current()
+            lifted = LiftedInputs.current()
             like = x if lifted is None else lifted.stand_in(x)
-            y = self._replacements[id(x)] = stand_in(like) if is_followed(x) else alike(like)
+            y = self._replacements[id(x)] = stand_in(like) if is_followed(x) else make_like(like)
         self.stand_ins.append(y)
         self._grads.append(None)
         if x is base and (x.is_leaf or x.retains_grad):
@@ -139,7 +139,7 @@ def _in_autograd_function() -> bool:
 
 def stand_in(x: Tensor) -> Tensor:
     """Returns a tensor like `x` that requires a gradient, if its dtype allows one."""
-    y = alike(x)
+    y = make_like(x)
     return y.requires_grad_(y.is_floating_point() or y.is_complex())
 
 

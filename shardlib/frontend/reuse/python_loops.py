@@ -33,7 +33,7 @@ from shardlib.core.torch_private import (
     set_slot,
     transforms,
 )
-from shardlib.frontend.copy_nodes import node_of, shows
+from shardlib.frontend.copy_nodes import find_node, set_node
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.hazards.memory_queries import GRAD_FN
@@ -286,6 +286,6 @@ class _Same(torch.autograd.Function):
 
 def _replace(x: Tensor, value: Tensor) -> None:
     """Makes `x` this value in the graph and for autograd."""
-    shows(x, node_of(value))
+    set_node(x, find_node(value))
     if value.requires_grad:
         _Same.apply(value, [x])  # type: ignore[no-untyped-call]

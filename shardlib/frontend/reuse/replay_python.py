@@ -23,12 +23,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from shardlib.core.torch_private import INTO_FUNCTION, OpOverload, function_modes, saved_hooks, transforms
-from shardlib.frontend.copy_nodes import alike
+from shardlib.frontend.copy_nodes import make_like
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.state_walk import plain_form
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.guards.value_kinds import PLAIN, QUICK
-from shardlib.frontend.hazards.memory_queries import ASKED, user_is_asking
+from shardlib.frontend.hazards.memory_queries import TENSOR_QUERIES, is_user_query
 from shardlib.frontend.results import refuse_attributes
 from shardlib.frontend.reuse.loop_replay import NotReusableError
 from shardlib.frontend.reuse.pure_calls import last_node
@@ -128,7 +128,7 @@ class CallRecording(_CallMatcher):
     def _result_form(self, out: Any) -> Form:
         if isinstance(out, Tensor) and self.number(out) is None:
             at = self._meet(out, partial(itself, out))
-            self.created[at] = alike(out)
+            self.created[at] = make_like(out)
             self.created[at].requires_grad_(out.requires_grad)
             return Tensor, at
         if isinstance(out, tuple | list) and _has_tensors(out):
@@ -203,7 +203,7 @@ class CallReplay(_CallMatcher):
         if at < len(self.met):
             return self.met[at]()
         like = self._record.created[at]
-        x = alike(like).requires_grad_(like.requires_grad)
+        x = make_like(like).requires_grad_(like.requires_grad)
         self._meet(x, weakref.ref(x))
         return x
 
@@ -238,7 +238,7 @@ def intercept_autograd_functions(mode: TorchFunctionMode, act: Callable[[], None
 
 def _refuse_identity_read(func: Any, caller: types.FrameType) -> None:
     """Raises `NotReusableError` if user code reads the storage or the history of a tensor."""
-    if func in ASKED and user_is_asking(caller):
+    if func in TENSOR_QUERIES and is_user_query(caller):
         raise NotReusableError("it reads the identity of a tensor")
 
 

@@ -1,1 +1,1 @@
-"""What a call changes beside its results: mutations, leaks, what stands in for tensors."""
+"""Detects and repeats the changes of a call beside its results: mutations, leaks, stand-ins of tensors."""

@@ -61,12 +61,12 @@ class MutationTracker:
         self._tuples: dict[Place, tuple[Any, ...]] = {}  # tuples with inputs in them
         self._leaf: dict[Place, int] = {}
         self._unsupported: dict[Place, Any] = {}  # new values that no call can bind again
-        self._cut: Mapping[int, Any] = {}  # what stands for tensors, and for tuples of them, by ids
-        self._standing = Substitution(self.before)  # where such a tensor, or tuple, is held
+        self._cut: Mapping[int, Any] = {}  # id of a stand-in -> tensor, or tuple of tensors
+        self._substitution = Substitution(self.before)  # puts the stand-ins into their holders
         self._after = self.before  # when the function had returned
         self._returned: set[Place | int] = set()  # places, and containers, that have got back what they had since
         self._late: dict[str, None] = {}
-        self.is_still = False  # whether nothing was another when the function had returned
+        self.is_still = False  # True if the function left everything unchanged
 
     def can_be_given(self, places: Iterable[Place]) -> set[Place]:
         """Returns the places, of some that hold numbers, in which another number can be put."""
@@ -81,7 +81,7 @@ class MutationTracker:
             number = numbers.give(i, self.before.name(at), value, rate=rate)
             if self.can_be_given([place]):
                 self._give(place, number, i)
-            elif is_traced_number(number):  # something else has this id by now: the program is for its number
+            elif is_traced_number(number):  # another object has this id now: the program serves this number alone
                 number.specialize()
 
     def _give(self, place: Place, number: Any, leaf: int) -> None:
@@ -91,7 +91,7 @@ class MutationTracker:
             return
         around = owner, key.key
         held = self.before.values[around]
-        held = self._tuples.get(around, self._standing.tuples.get(id(held), (held,))[0])
+        held = self._tuples.get(around, self._substitution.tuples.get(id(held), (held,))[0])
         if type(held) is list:
             held[key.index] = number
             self._leaf[id(held), key.index] = leaf
@@ -101,21 +101,21 @@ class MutationTracker:
 
     @contextmanager
     def cut(self, state: State) -> Iterator[None]:
-        """Cuts tensors off from the ops outside that stand_in them: in all places they are leaves inside."""
+        """Replaces results of ops outside by leaves without history, wherever they are held, inside the context."""
         for i, x in enumerate(state.tensors):
             if x.is_leaf or x.retains_grad:
                 continue
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
             leaf.__dict__.update({k: y for k, y in x.__dict__.items() if k not in leaf.__dict__})
-            if self._standing.put(x, leaf):
+            if self._substitution.put(x, leaf):
                 state.tensors[i], state.cut = leaf, {**state.cut, id(leaf): x}
-        self._cut = {**state.cut, **{id(stand_in): was for stand_in, was in self._standing.tuples.values()}}
+        self._cut = {**state.cut, **{id(stand_in): was for stand_in, was in self._substitution.tuples.values()}}
         try:
             yield
         finally:
             state.tensors[:] = [state.cut.get(id(x), x) for x in state.tensors]
-            self._standing.end(self.look().values if self._standing.places else {})
+            self._substitution.end(self.look().values if self._substitution.places else {})
             state.cut = {}
 
     def take_back(self, *, gone_back: bool = False) -> None:
@@ -134,7 +134,7 @@ class MutationTracker:
         self._tuples.clear()
 
     def leaves(self, now: Snapshot) -> bool:
-        """Returns whether nothing has to be undone in what stands there `now`, and nothing new is learned."""
+        """Returns whether the state `now` needs no undoing, and teaches nothing new."""
         if self.numbers or self.holders or self.logs:
             return False
         if not (self.before.numbers or now.leaks or now.caches):
@@ -158,7 +158,7 @@ class MutationTracker:
             mine = place[0] in before.owners and place[0] not in before.copies and place[0] in after.owners
             if mine and not isinstance(place[1], Item) and not is_same(had, has):
                 put_back(before.owners[place[0]], place, before)
-        self._standing.again()  # it is traced again
+        self._substitution.again()  # it is traced again
 
     def learn(self, changing: MutablePlaces) -> bool:
         """Notes what the function changes; returns whether the program is right.

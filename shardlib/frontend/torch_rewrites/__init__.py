@@ -1,1 +1,1 @@
-"""Parts of torch that are traced in a form of their own."""
+"""Replaces parts of torch while a function is traced, by forms that read no values of tensors."""

@@ -1,8 +1,8 @@
-"""Attention, caught whole while a function is traced, before torch picks a kernel for the device at hand.
+"""Captures attention as one op while a function is traced, before torch picks a kernel for a device.
 
-`torch.nn.functional.scaled_dot_product_attention` and `flex_attention` are caught where they are called. Kernels that
-somebody calls by name, or that stand in a graph traced elsewhere, are caught one level below, as decompositions:
-forward and backward. Dropout is drawn from a key, so that it does not depend on the sharding.
+A function mode captures calls of `scaled_dot_product_attention` and `flex_attention`. Decompositions capture kernels,
+forward and backward, that code calls by name or that are in a graph traced elsewhere. Dropout is drawn from a key, so
+that it does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SDPA = F.scaled_dot_product_attention
 
 
 class AttentionCapture(PersistentFunctionMode):
-    """While on, torch's `scaled_dot_product_attention` is this op, whole and independent of the device.
+    """Replaces torch's `scaled_dot_product_attention` by an op that is the same on every device.
 
-    `flex_attention` is its plain form. `only_dropout` leaves calls that drop nothing as they are.
+    `flex_attention` is written in plain ops. With `only_dropout`, calls without dropout run torch's code.
     """
 
     def __init__(self, *, only_dropout: bool = False) -> None:
         super().__init__()
-        flex_attention.direct()
+        flex_attention.install_switches()
         self.traces = not only_dropout
         self.attention = _where_dropped if only_dropout else _captured
 
@@ -47,9 +47,9 @@ class AttentionCapture(PersistentFunctionMode):
         kwargs = kwargs or {}
         if func is _SDPA or func in (_aten.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default):
             return self.attention(*args, **kwargs)
-        if func is F.ctc_loss or func is torch.ctc_loss:  # inside, it makes tensors where no tracer sees it
+        if func is F.ctc_loss or func is torch.ctc_loss:  # torch's code makes tensors that the tracer does not see
             return ctc_loss(*args, **kwargs)
-        if func is F.multi_head_attention_forward:  # Python code: the mode is off inside, and it calls attention there
+        if func is F.multi_head_attention_forward:  # its Python code calls attention, where this mode is off
             with _replaced(self.attention):
                 return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator) and not torch.compiler.is_dynamo_compiling():  # it will call again
@@ -61,11 +61,11 @@ class AttentionCapture(PersistentFunctionMode):
 
 
 flex_attention.MODES.add(AttentionCapture)
-_DYNAMO = "<eval_with_key>"  # the file of what it compiled: nobody wrote that
+_DYNAMO = "<eval_with_key>"  # the file name of compiled code
 
 
 def _refuse_nodes(op: HigherOrderOperator) -> None:
-    """An operator that would stand in the graph with the functions that it takes; others call theirs at once."""
+    """Refuses an operator that would enter the graph with its functions; other operators call theirs at once."""
     if ProxyTorchDispatchMode in op.python_key_table:
         frame = sys._getframe(1)
         while frame.f_back is not None and (line := user_line(frame)) and line.file.startswith(_DYNAMO):
@@ -113,8 +113,8 @@ def _captured(
     odd = query.shape[-1] != value.shape[-1] or min(query.dim(), key.dim(), value.dim()) < 3
     if odd or not query.is_floating_point() or not 0 <= dropout_p < 1:
         return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    query, key, value = map(flex_attention.narrowed, (query, key, value))
-    mask = attn_mask if attn_mask is None else flex_attention.narrowed(attn_mask)
+    query, key, value = map(flex_attention.cast_for_autocast, (query, key, value))
+    mask = attn_mask if attn_mask is None else flex_attention.cast_for_autocast(attn_mask)
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])  # type: ignore[no-untyped-call]
     q, k, v = (x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     heads = q.shape[1] if enable_gqa else max(q.shape[1], k.shape[1])
@@ -129,13 +129,16 @@ def _captured(
 
 
 def _sorted(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """torch's mask as a mask, where it is bool, or as a bias, where it is added."""
+    """Returns torch's mask as (mask, None) if it is bool, else as (None, bias)."""
     return (mask, None) if mask is None or mask.dtype == torch.bool else (None, mask)
 
 
 def _key(device: torch.device) -> Tensor:
-    """A key of this call's own. Under vmap examples are further rows of the batch, so each has its own numbers; with
-    tangents attention is written out, and examples share them."""
+    """Draws a key for this call.
+
+    Under vmap, examples are further rows of the batch, and each has its own random numbers. With tangents, attention is
+    written in plain ops, and examples share the numbers.
+    """
     shares = is_forward_mode()
     supported = "same" if shares else "different"
     if wrong := [mode for mode in _vmap_modes() if mode != supported]:
@@ -160,17 +163,17 @@ def _vmap_modes() -> Iterator[str]:
 
 _NAMES = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _KERNELS = tuple(f"_scaled_dot_product_{name}" for name in (*_NAMES, "fused_attention_overrideable"))
-_LSE_ROWS = 32  # the memory-efficient kernel gives lse in multiples of as many rows
+_LSE_ROWS = 32  # the memory-efficient kernel pads lse to a multiple of these rows
 
 
 def _forward_of(op: Any) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = _bound(op, args, kwargs)
-        q, k, v = given["query"], given["key"], given["value"]
-        if q.shape[-1] != v.shape[-1] or q.dim() != 4 or not _may_drop(op, given["dropout_p"]):
+        call = _bound(op, args, kwargs)
+        q, k, v = call["query"], call["key"], call["value"]
+        if q.shape[-1] != v.shape[-1] or q.dim() != 4 or not _may_drop(op, call["dropout_p"]):
             return NotImplemented
-        key = fresh_key(device=q.device) if given["dropout_p"] else None
-        o, lse = torch.ops.shardlib.attention(q, k, v, *_variant(given, key))
+        key = fresh_key(device=q.device) if call["dropout_p"] else None
+        o, lse = torch.ops.shardlib.attention(q, k, v, *_variant(call, key))
         return tuple(_result(op, r.name, q, k, o, lse, key) for r in schema_of(op).returns)
 
     return forward
@@ -178,16 +181,16 @@ def _forward_of(op: Any) -> Callable[..., Any]:
 
 def _backward_of(op: Any) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        given = _bound(op, args, kwargs)
-        q, k, v = given["query"], given["key"], given["value"]
-        if q.shape[-1] != v.shape[-1] or q.dim() != 4 or not _may_drop(op, given["dropout_p"]):
+        call = _bound(op, args, kwargs)
+        q, k, v = call["query"], call["key"], call["value"]
+        if q.shape[-1] != v.shape[-1] or q.dim() != 4 or not _may_drop(op, call["dropout_p"]):
             return NotImplemented
-        grad_o = given["grad_out_"] if "grad_out_" in given else given["grad_out"]
-        lse = given["logsumexp"].flatten(2)[:, :, : q.shape[2]]
-        variant = _variant(given, given["philox_seed"] if given["dropout_p"] else None)
-        wants_bias = variant[1] is not None and bool(given.get("grad_input_mask", (False,))[-1])
+        grad_o = call["grad_out_"] if "grad_out_" in call else call["grad_out"]
+        lse = call["logsumexp"].flatten(2)[:, :, : q.shape[2]]
+        variant = _variant(call, call["philox_seed"] if call["dropout_p"] else None)
+        wants_bias = variant[1] is not None and bool(call.get("grad_input_mask", (False,))[-1])
         grads = torch.ops.shardlib.attention_backward(
-            grad_o, None, q, k, v, given["out"], lse, *variant, need_bias=wants_bias
+            grad_o, None, q, k, v, call["out"], lse, *variant, need_bias=wants_bias
         )
         return tuple(grads[: len(schema_of(op).returns)])
 
@@ -195,26 +198,26 @@ def _backward_of(op: Any) -> Callable[..., Any]:
 
 
 def _bound(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by their names, defaults too."""
+    """Returns all arguments of a call by name, with defaults."""
     schema = schema_of(op).arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    return given | {a.name: x for a, x in zip(schema, args, strict=False)} | kwargs
+    call = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return call | {a.name: x for a, x in zip(schema, args, strict=False)} | kwargs
 
 
 def _may_drop(op: Any, p: float) -> bool:
-    """A kernel that drops something out hands its state on to its backward: ours is a key."""
+    """Returns whether dropout `p` is supported: the kernel must pass its random state, our key, to its backward."""
     return p == 0 or (0 < p < 1 and "for_cpu" not in str(op))
 
 
-def _variant(given: dict[str, Any], key: Tensor | None) -> tuple[Any, ...]:
-    """The arguments of `shardlib::attention` behind q, k and v."""
-    mask, bias = _sorted(given.get("attn_mask", given.get("attn_bias")))
-    scale = given["query"].shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
-    return mask, bias, None, key, given["is_causal"], scale, 0, given["dropout_p"]
+def _variant(call: dict[str, Any], key: Tensor | None) -> tuple[Any, ...]:
+    """Returns the arguments of `shardlib::attention` behind q, k and v."""
+    mask, bias = _sorted(call.get("attn_mask", call.get("attn_bias")))
+    scale = call["query"].shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
+    return mask, bias, None, key, call["is_causal"], scale, 0, call["dropout_p"]
 
 
 def _result(op: Any, name: str, q: Tensor, k: Tensor, o: Tensor, lse: Tensor, key: Tensor | None) -> Any:
-    """One of the results of torch's kernel; the state of its generator is the key."""
+    """Returns one result of torch's kernel by name; the state of its generator is the key."""
     if name == "output":
         return o
     if name in ("logsumexp", "log_sumexp"):

@@ -1,4 +1,4 @@
-"""`AveragedModel` inside a trace: whether an average is the first one, a copy, is a value, and both are computed."""
+"""Traces `AveragedModel`: whether an update is the first one, a copy, is a value, so both results are computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardlib.core.torch_private import AVERAGES
 
 
 class _Later:
-    """The count of an average which is not the first: torch asks that of it, and counts on."""
+    """The count of updates, which compares as if it were positive: torch takes the path of a later update."""
 
     def __init__(self, count: Tensor) -> None:
         self.count = count
@@ -34,8 +34,8 @@ class _Later:
         return self.count.to(*args, **kwargs)
 
 
-def averaging() -> AbstractContextManager[Any]:
-    """While on, modules are averaged so wherever a function is traced."""
+def trace_averages() -> AbstractContextManager[Any]:
+    """Averages modules in this way in traced functions, inside the context."""
     original = AVERAGES.value
 
     def update_parameters(average: Any, model: nn.Module) -> None:
@@ -56,7 +56,7 @@ def averaging() -> AbstractContextManager[Any]:
 
 
 def _pairs(average: Any, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """What is averaged, with what of."""
+    """Pairs the averaged tensors with the model's."""
     if not average.use_buffers:
         return zip(average.parameters(), model.parameters(), strict=False)
     first, second = (itertools.chain(x.parameters(), x.buffers()) for x in (average.module, model))

@@ -1,9 +1,8 @@
-"""Functions of torch that look at values on their way, written so that they do not.
+"""Rewrites functions of torch that read values of tensors into forms that do not.
 
-A traced function knows shapes only. These ones check their arguments (`cov`, `gaussian_nll_loss`), go through a mask
-(`combinations`) or differentiate through one (`index_fill`, `index_put`) although the shape of what they return does
-not depend on it. What they check of values is checked where the program runs. Layers of cells want all they read on one
-device, and are told so of parameters that were made on meta.
+A traced function knows only shapes. These functions check their arguments (`cov`, `gaussian_nll_loss`), or use a mask
+(`combinations`, `index_fill`, `index_put`), although the shape of the result does not depend on values. Their checks of
+values run with the program. Recurrent layers need all operands on one device, also parameters made on meta.
 """
 
 from __future__ import annotations
@@ -20,22 +19,28 @@ from torch import Tensor
 
 from shardlib.core.mode_restore import PersistentFunctionMode
 from shardlib.core.torch_private import UPDATES_SCALE, pytree
-from shardlib.frontend.hazards.value_inspection import exported, formatted, located, pickled, shown
-from shardlib.frontend.lifted_inputs import Lifted
+from shardlib.frontend.hazards.value_inspection import (
+    format_traced,
+    format_traced_spec,
+    refuse_address,
+    refuse_dlpack,
+    refuse_pickle,
+)
+from shardlib.frontend.lifted_inputs import LiftedInputs
 from shardlib.frontend.torch_rewrites.grad_scaler import update_scale
-from shardlib.frontend.torch_rewrites.recurrent import LAYERS, written_as_ops
-from shardlib.frontend.torch_rewrites.tensor_index import picked, read_at, write_at
+from shardlib.frontend.torch_rewrites.recurrent import LAYERS, layers_as_ops
+from shardlib.frontend.torch_rewrites.tensor_index import mark_as_copy, read_at_tensor, write_at_tensor
 from shardlib.ops.checks import WITHIN
 
 
 class Composites(PersistentFunctionMode):
-    """While on, the functions of this module stand for torch's."""
+    """Replaces torch's functions by the forms of this module; a form that returns None leaves the call to torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         form = _FORMS.get(func)
-        found = form(*args, **kwargs) if form is not None else None
-        return func(*args, **kwargs) if found is None else found
+        result = form(*args, **kwargs) if form is not None else None
+        return func(*args, **kwargs) if result is None else result
 
 
 def _cov(
@@ -52,19 +57,19 @@ def _cov(
     if w is not None and aweights is not None and correction:
         norm = total - correction * (w * aweights).sum() / total
     x = x - mean.unsqueeze(1)
-    found = x @ (x if w is None else x * w).t().conj()
-    return (found / (norm.clamp(min=0) if isinstance(norm, Tensor) else max(norm, 0))).squeeze()
+    result = x @ (x if w is None else x * w).t().conj()
+    return (result / (norm.clamp(min=0) if isinstance(norm, Tensor) else max(norm, 0))).squeeze()
 
 
 def _corrcoef(input: Tensor) -> Tensor | None:
-    found = _cov(input)
-    if found is None or found.dim() == 0:
-        return found if found is None else found / found
-    deviation = torch.real(found.diag()).sqrt()
-    found = found / deviation.unsqueeze(1) / deviation
-    if found.is_complex():
-        return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
-    return found.clip(-1, 1)
+    result = _cov(input)
+    if result is None or result.dim() == 0:
+        return result if result is None else result / result
+    deviation = torch.real(result.diag()).sqrt()
+    result = result / deviation.unsqueeze(1) / deviation
+    if result.is_complex():
+        return torch.complex(result.real.clip(-1, 1), result.imag.clip(-1, 1))
+    return result.clip(-1, 1)
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor | None:
@@ -103,8 +108,8 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor | None:
     if num_classes <= 0 or tensor.dtype != torch.int64:
         return None
     classes = WITHIN(tensor, 0, num_classes - 1, f"there are {num_classes} classes, from 0 on")
-    found: Tensor = classes.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)
-    return found.to(torch.int64)
+    result: Tensor = classes.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)
+    return result.to(torch.int64)
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor | None:
@@ -120,13 +125,13 @@ def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Tensor | None:
     if not isinstance(start, Tensor):
         return None
     start = torch.where(start < 0, start + input.shape[dim], start)
-    return picked(input.index_select(dim, start + torch.arange(length, device=input.device)))
+    return mark_as_copy(input.index_select(dim, start + torch.arange(length, device=input.device)))
 
 
 def _index_put(
     input: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor | None:
-    """Values that are the same wherever a mask is true need not be counted."""
+    """Writes one value wherever a mask is true, without counting the places."""
     if len(indices) != 1 or not isinstance(mask := indices[0], Tensor) or mask.dtype is not torch.bool:
         return None
     rest = input.dim() - mask.dim()
@@ -139,9 +144,9 @@ def _index_put(
 
 
 def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor | None:
-    """Around a dim stand rows of its other end; torch writes all of them to places of an empty tensor."""
-    given = [*reversed(range(input.dim()))][: len(pad) // 2]
-    ends = list(zip(given, pad[::2], pad[1::2], strict=False))
+    """Pads circularly by concatenation; torch would write into an empty tensor."""
+    dims = [*reversed(range(input.dim()))][: len(pad) // 2]
+    ends = list(zip(dims, pad[::2], pad[1::2], strict=False))
     if mode != "circular" or len(pad) != 2 * (input.dim() - 2):
         return None
     if any(not 0 <= n <= input.shape[dim] for dim, *both in ends for n in both):
@@ -166,7 +171,7 @@ def _stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Tensor | None:
-    """The spectra of windows of a dim, which torch cuts out of memory."""
+    """Returns the spectra of windows of a dim, unfolded; torch would use strides."""
     hop, size = hop_length or n_fft // 4, win_length or n_fft
     around = n_fft // 2 if center else 0
     fits = input.dim() in (1, 2) and 0 < n_fft <= input.shape[-1] + 2 * around and 0 < size <= n_fft and hop > 0
@@ -182,8 +187,8 @@ def _stft(
         window = input.new_ones(size) if window is None else window
         frames = frames * F.pad(window, (before, n_fft - size - before))
     transform = torch.fft.fft if onesided is False else torch.fft.rfft
-    found: Tensor = transform(frames, norm="ortho" if normalized else None).mT
-    return found if input.dim() == 2 else found[0]
+    result: Tensor = transform(frames, norm="ortho" if normalized else None).mT
+    return result if input.dim() == 2 else result[0]
 
 
 def _in_place(form: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
@@ -199,7 +204,7 @@ def _along(x: Tensor, dim: int, like: Tensor) -> Tensor:
 
 
 def _deep_copy(input: Tensor, memo: dict[int, Any]) -> Tensor | None:
-    """A leaf of its own, with the same value."""
+    """Returns a leaf of its own, with the same value."""
     if not input.is_leaf or id(input) in memo:
         return memo.get(id(input))
     memo[id(input)] = out = input.detach().clone().requires_grad_(input.requires_grad)
@@ -207,14 +212,13 @@ def _deep_copy(input: Tensor, memo: dict[int, Any]) -> Tensor | None:
 
 
 def _matrix_rank(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Torch forgets to write to `out` while it is traced."""
+    """Writes to `out`, which torch omits in a trace."""
     return None if out is None else out.copy_(torch.linalg.matrix_rank(*args, **kwargs))
 
 
 def _of_cells(layers: Callable[..., Any], cell: str) -> Callable[..., Any]:
-    """Layers of cells as ops; where torch writes them out, views of parameters made on meta are on the program's
-    device, and the parameters themselves say that they are not."""
-    as_ops = written_as_ops(cell)
+    """Runs recurrent layers as ops. Where torch's steps run, views of meta parameters are on the program's device."""
+    as_ops = layers_as_ops(cell)
 
     def form(*args: Any, **kwargs: Any) -> Any:
         if (result := as_ops(*args, **kwargs)) is not None:
@@ -230,8 +234,8 @@ def _of_cells(layers: Callable[..., Any], cell: str) -> Callable[..., Any]:
 def _made_by(
     make: Callable[..., Tensor], data: Any, dtype: Any = None, device: Any = None, **more: Any
 ) -> Tensor | None:
-    """A tensor of numbers beside one on meta, for which another stands."""
-    lifted = Lifted.current()
+    """Makes a tensor of numbers on the device of stand-ins, for a call that names meta."""
+    lifted = LiftedInputs.current()
     if device is None or torch.device(device).type != "meta" or lifted is None or lifted.not_meta is None:
         return None
     return make(data, dtype=dtype, device=lifted.not_meta, **more)
@@ -244,14 +248,14 @@ def _new_tensor(x: Tensor, data: Any, *, dtype: Any = None, device: Any = None, 
 _FORMS: dict[Any, Callable[..., Any]] = {
     **{make: functools.partial(_made_by, make) for make in (torch.tensor, torch.as_tensor)},
     Tensor.new_tensor: _new_tensor,
-    Tensor.__repr__: shown,
-    Tensor.__format__: formatted,
-    Tensor.__reduce_ex__: pickled,
+    Tensor.__repr__: format_traced,
+    Tensor.__format__: format_traced_spec,
+    Tensor.__reduce_ex__: refuse_pickle,
     Tensor.__deepcopy__: _deep_copy,
-    Tensor.data_ptr: located,
-    Tensor.__dlpack__: exported,
-    Tensor.__getitem__: read_at,
-    Tensor.__setitem__: write_at,
+    Tensor.data_ptr: refuse_address,
+    Tensor.__dlpack__: refuse_dlpack,
+    Tensor.__getitem__: read_at_tensor,
+    Tensor.__setitem__: write_at_tensor,
     torch.linalg.matrix_rank: _matrix_rank,
     UPDATES_SCALE: update_scale,
     torch.cov: _cov,

@@ -1,4 +1,4 @@
-"""Ops that are written as other ops while they are traced."""
+"""Lists the ops that a trace replaces by other ops."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardlib.rules.table import DECOMPOSITIONS as OF_RULES
 
 
 def _shifted(op: Any) -> Callable[..., Any]:
-    """`x << n` and `x >> n` take bools, too, but not on tensors without values."""
+    """Returns a shift that converts bools first, which torch's shifts of fake tensors do not support."""
 
     def shift(x: torch.Tensor, n: Any) -> torch.Tensor:
-        found: torch.Tensor = op(x.to(torch.result_type(x, n)), n)
-        return found
+        shifted: torch.Tensor = op(x.to(torch.result_type(x, n)), n)
+        return shifted
 
     return shift
 

@@ -1,4 +1,4 @@
-"""Gradients that nobody differentiates again, taken as plain autograd takes them.
+"""Takes gradients without recording their backward pass, unless code can differentiate them again.
 
 `torch.func.grad` records its own backward pass, in case someone differentiates that too. Recording is slow, and makes
 torch prefer differentiable formulas to fused ones: silu's backward becomes seven ops instead of one. While a function
@@ -19,8 +19,8 @@ from shardlib.core.torch_private import FUNC_GRAD, is_wrapped, unwrapped
 
 
 @contextmanager
-def first_order() -> Iterator[None]:
-    """While on, torch.func's gradients record their backward pass only if it can be differentiated from outside."""
+def record_only_if_visible() -> Iterator[None]:
+    """Makes torch.func's gradients record their backward pass only if it can be differentiated from outside."""
     original = FUNC_GRAD.value
 
     def autograd_grad(
@@ -43,7 +43,7 @@ def first_order() -> Iterator[None]:
 
 
 def _is_tracked(x: torch.Tensor) -> bool:
-    """Whether a gradient, of any transform around or of plain autograd, follows a tensor."""
+    """Returns whether a gradient of a surrounding transform, or of plain autograd, follows a tensor."""
     while not x.requires_grad and is_wrapped(x):
         x = unwrapped(x)
     return x.requires_grad

@@ -1,12 +1,12 @@
-"""`flex_attention`, written in plain ops, so that the rules of these shard it.
+"""Writes `flex_attention` in plain ops, whose rules shard it.
 
-torch runs it as an operator that takes functions, `score_mod` and `mask_mod`, of one score and its place. Here they are
-mapped over all places, as in torch's own form for the CPU. What has no `score_mod`, or one that does nothing but hide
-scores (`where(i >= j, score, -inf)`), is `shardlib::attention`, with or without a mask, which knows how to cut a
-sequence. The blocks of a `BlockMask` only save work: its `mask_mod` says what is seen.
+Torch runs it as an operator that takes functions, `score_mod` and `mask_mod`, of one score and its place. Here they are
+mapped over all places, as in torch's form for the CPU. Without `score_mod`, or with one that only hides scores
+(`where(i >= j, score, -inf)`), the call is `shardlib::attention`, which can shard a sequence. The blocks of a
+`BlockMask` only save work: its `mask_mod` is the mask.
 
-A traced function calls the operator under a mode that catches it; for `ShardedTensor`s it has a kernel
-(`eager/composite_hooks.py`). Neither goes through dynamo, which torch asks to look at every other call: see `_Direct`.
+In a traced function, a mode captures the operator; for `ShardedTensor`s it has a kernel (`eager/composite_hooks.py`).
+Neither goes through dynamo, which torch uses for every other call: see `_Direct`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def flex_attention(
     *,
     fused: bool = True,
 ) -> Stats:
-    """What torch's operator of that name returns: o `[B, H, S, Ev]`, and log2-sum-exp2 and maximum `[B, H, S]`.
+    """Returns the results of torch's operator: o `[B, H, S, Ev]`, and log2-sum-exp2 and maximum `[B, H, S]`.
 
-    query is `[B, H, S, E]`, key `[B or 1, KV, T, E]`, value `[B or 1, KV, T, Ev]`. Statistics that nobody asked for
-    (`kernel_options`) are empty. A row that sees no key gives o = 0, lse = -inf and zero gradients. With `fused`,
-    `shardlib::attention` runs where there is no `score_mod`.
+    query is `[B, H, S, E]`, key `[B or 1, KV, T, E]`, value `[B or 1, KV, T, Ev]`. Statistics that
+    `kernel_options` do not request are empty. A row that sees no key gives o = 0, lse = -inf and zero gradients. With
+    `fused`, `shardlib::attention` runs where there is no `score_mod`.
 
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
 
@@ -69,7 +69,7 @@ def flex_attention(
         (torch.Size([2, 4, 3, 8]), [0.0, 2.0, 4.0, 6.0])
     """
     device = query.device.type
-    query, key, value = map(narrowed, (query, key, value))
+    query, key, value = map(cast_for_autocast, (query, key, value))
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     score = None if score_mod is FLEX_IDENTITY else _mapped(score_mod, True, score_mod_other_buffers)
@@ -91,7 +91,7 @@ def flex_attention(
 
 
 class _OtherError(Exception):
-    """Something else happens to a score than that it is hidden."""
+    """A `score_mod` does more than hide scores."""
 
 
 def _refused(*_: Any) -> Any:
@@ -99,7 +99,7 @@ def _refused(*_: Any) -> Any:
 
 
 class _Score(Tensor):
-    """Stands for a score: seen where all of `seen` are true. Whatever else is asked of it is an error."""
+    """Stands for a score that is visible where all of `seen` are true; any op but a mask is an error."""
 
     @staticmethod
     def that_is(*seen: Tensor) -> _Score:
@@ -121,11 +121,11 @@ class _Score(Tensor):
 
 
 def _seen_by(score_mod: Callable[..., Any], buffers: Sequence[Any], places: Sequence[Tensor]) -> list[Tensor] | None:
-    """The mask that a `score_mod` is that does nothing but hide scores; None if it is another one."""
+    """Returns the mask of a `score_mod` that only hides scores; None for any other."""
 
     def seen(*at: Any) -> Tensor:
-        found = score_mod(_Score.that_is(), *at)
-        masks: tuple[Tensor, ...] = found.__dict__["seen"] if type(found) is _Score else ()
+        score = score_mod(_Score.that_is(), *at)
+        masks: tuple[Tensor, ...] = score.__dict__["seen"] if type(score) is _Score else ()
         return functools.reduce(torch.logical_and, masks) if masks else _refused()
 
     try:
@@ -134,8 +134,8 @@ def _seen_by(score_mod: Callable[..., Any], buffers: Sequence[Any], places: Sequ
         return None
 
 
-def narrowed(x: Tensor) -> Tensor:
-    """An operand of attention as autocast has it where it is on."""
+def cast_for_autocast(x: Tensor) -> Tensor:
+    """Casts an operand of attention as autocast does if it is on."""
     device = x.device.type
     if not x.is_floating_point() or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x
@@ -160,7 +160,7 @@ def _dense(
         scores = score(scores, *places)
     if keep is not None:
         scores = torch.where(keep(*places), scores, -math.inf)
-    # Rows that see nothing are computed as zeros, and left out after: so nothing is infinite on the way back, either.
+    # Rows that see no key are computed as zeros and masked later, so the backward pass has no infinities either.
     seen = (scores != -math.inf).any(-1, keepdim=True)
     finite = torch.where(seen, scores, 0.0)
     weights = torch.where(seen, torch.softmax(finite, -1), 0.0)
@@ -174,12 +174,12 @@ def _dense(
 
 
 def _places(query: Tensor, key: Tensor) -> list[Tensor]:
-    """Batch, head, query and key indices."""
+    """Returns batch, head, query and key indices."""
     return [torch.arange(n, device=query.device) for n in (*query.shape[:3], key.shape[2])]
 
 
 def _mapped(fn: Callable[..., Tensor], scores: bool, buffers: Sequence[Any]) -> Callable[..., Tensor]:
-    """A function of one place as a function of all places, `[B, H, S, T]`."""
+    """Maps a function of one place over all places, `[B, H, S, T]`."""
     for dim in (3, 2, 1, 0):
         dims = tuple(0 if d == dim else None for d in range(4))
         fn = torch.vmap(fn, in_dims=((0,) if scores else ()) + dims + (None,) * len(buffers))
@@ -188,7 +188,7 @@ def _mapped(fn: Callable[..., Tensor], scores: bool, buffers: Sequence[Any]) -> 
 
 
 def _unrepeated(mask: Tensor) -> Tensor:
-    """A mask without the dims along which it is the same: vmap repeats what does not depend on a place."""
+    """Removes the dims along which a mask is constant: vmap repeats them with stride 0."""
     for d in range(2):
         if mask.shape[d] > 1 and mask.stride(d) == 0:
             mask = mask.narrow(d, 0, 1)
@@ -196,13 +196,13 @@ def _unrepeated(mask: Tensor) -> Tensor:
 
 
 def _for_all_heads(x: Tensor, heads: int) -> Tensor:
-    """Query head h reads key head `h // (H // KV)`."""
+    """Repeats heads: query head h reads key head `h // (H // KV)`."""
     b, kv, t, e = x.shape
     return x if kv == heads else x.unsqueeze(2).expand(b, kv, heads // kv, t, e).reshape(b, heads, t, e)
 
 
 def _strided_as(query: Tensor, o: Tensor) -> Tensor:
-    """The dims of o in memory in the order of the query's, so that a view that torch can take can be taken."""
+    """Lays out o in memory like the query, so that the same views are possible as in torch."""
     inner = sorted(range(3), key=lambda d: query.stride(d))
     order = [*reversed(inner), 3]
     if order == [0, 1, 2, 3]:
@@ -211,7 +211,7 @@ def _strided_as(query: Tensor, o: Tensor) -> Tensor:
 
 
 class _ReadByPlace(TorchFunctionMode):
-    """While on, `table[h, i - j]` reads a tensor at places that are tensors; Python would want their values."""
+    """Makes `table[h, i - j]` read at places that are tensors; Python would need their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -229,21 +229,21 @@ class _ReadByPlace(TorchFunctionMode):
 # --- how calls come here ----------------------------------------------------------------------------------------------
 
 
-MODES: set[type] = set()  # while one is on, all calls of the operator come here
-TYPES: set[type] = set()  # as do calls with such tensors
+MODES: set[type] = set()  # while one is on, this module handles all calls of the operator
+TYPES: set[type] = set()  # it also handles calls with such tensors
 
 
-def ours(*tensors: Any) -> bool:
-    """Whether a call of the operator with these tensors comes here."""
+def is_handled(*tensors: Any) -> bool:
+    """Returns whether this module handles a call of the operator with these tensors."""
     modes: list[Any] = [*function_modes(), *dispatch_modes()]
     return any(type(mode) in MODES for mode in modes) or any(type(innermost(x)) in TYPES for x in tensors)
 
 
 class _Direct:
-    """torch's switch whether `flex_attention` calls its operator directly, and not through dynamo.
+    """Torch's switch that makes `flex_attention` call its operator directly, and not through dynamo.
 
-    Dynamo knows neither tensors in pieces nor this package's modes. So the switch is on where these take part, in
-    the very call that reads it, whatever other calls do, and for other calls it is what the user set it to.
+    Dynamo supports neither sharded tensors nor this package's modes. So the switch is on for the calls that this module
+    handles; for other calls it has the user's value.
     """
 
     def __init__(self, others: Any) -> None:
@@ -251,30 +251,30 @@ class _Direct:
 
     def __bool__(self) -> bool:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not IN_FLEX:  # it passes the switch on, too
+        while frame is not None and frame.f_code is not IN_FLEX:  # the frame of a caller reads the switch
             frame = frame.f_back
         call = {} if frame is None else frame.f_locals
-        return bool(self.others) or ours(*(call.get(name) for name in ("query", "key", "value")))
+        return bool(self.others) or is_handled(*(call.get(name) for name in ("query", "key", "value")))
 
 
 def _validating(check: Callable[..., None]) -> Callable[..., None]:
-    """torch's check of devices, for calls that are not ours: its kernel for the CPU has no gradients."""
+    """Wraps torch's check of devices to skip our calls: torch's kernel for the CPU has no gradients, ours has."""
 
     @functools.wraps(check)
     def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
-        if torch.compiler.is_dynamo_compiling() or not ours(query, key, value):
+        if torch.compiler.is_dynamo_compiling() or not is_handled(query, key, value):
             check(query, key, value)
 
     validate.ours = True  # type: ignore[attr-defined]
     return validate
 
 
-def direct() -> None:
-    """Make the switch and the check ours, again if somebody set them."""
+def install_switches() -> None:
+    """Installs the switch and the check, again if other code replaced them."""
     if not isinstance(switch := FLEX_DIRECT.value, _Direct):
         FLEX_DIRECT.value = _Direct(switch)
     if not hasattr(check := FLEX_DEVICES.value, "ours"):
         FLEX_DEVICES.value = _validating(check)
 
 
-direct()
+install_switches()

@@ -1,8 +1,7 @@
-"""`GradScaler` inside a trace: whether gradients are finite is a value, and a step that is skipped changes nothing.
+"""Traces `GradScaler`: whether gradients are finite is a value of the program, and a skipped step changes nothing.
 
-Torch asks for that value, and then calls `optimizer.step()` or not. Here the step is part of the program, and every
-parameter, moment and counter of it stays what it was where some gradient is not finite: all devices find that by one
-sum.
+Torch reads that value, and then calls `optimizer.step()` or not. Here the step is part of the program. If a gradient is
+not finite, every parameter, moment and counter keeps its value. One sum tells all devices.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from shardlib.core.torch_private import SCALER_CHECKS, SCALER_STEPS
 
 @dataclass
 class _Skips:
-    """Whether the step that runs is skipped, and whether its optimizer has asked."""
+    """The running step: a tensor that is true if it is skipped, and whether its optimizer has read that."""
 
-    found: Tensor
-    is_asked: bool = False
+    is_skipped: Tensor
+    is_read: bool = False
 
 
 _skips: ContextVar[_Skips | None] = ContextVar("shardlib_skips", default=None)
 
 
 @contextmanager
-def scaling() -> Iterator[None]:
-    """While on, gradient scalers are such wherever a function is traced."""
+def trace_grad_scalers() -> Iterator[None]:
+    """Runs gradient scalers in this way in traced functions, inside the context."""
     with ExitStack() as stack:
         for slot, form in ((SCALER_CHECKS, _unscale), (SCALER_STEPS, _step)):
             stack.enter_context(slot.holding(_traced(slot.value, form)))
@@ -46,7 +45,7 @@ def _traced(original: Callable[..., Any], form: Callable[..., Any]) -> Callable[
 
 
 def _unscale(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
-    """Unscale all gradients, and count what is not finite in them."""
+    """Unscales all gradients, and counts their infinite values."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
         raise ValueError("Attempting to unscale FP16 gradients.")
@@ -60,36 +59,36 @@ def _unscale(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, 
 
 
 def _step(scaler: Any, optimizer: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """The optimizer's step, which changes nothing where some gradient is not finite."""
-    found: Any = sum(state["found_inf_per_device"].values())
-    skips = _Skips(found > 0)
+    """Runs the optimizer's step, which changes nothing if some gradient is not finite."""
+    infinite: Any = sum(state["found_inf_per_device"].values())
+    skips = _Skips(infinite > 0)
     token = _skips.set(skips)
     try:
-        made = optimizer.step(*args, **kwargs)
+        result = optimizer.step(*args, **kwargs)
     finally:
         _skips.reset(token)
-    if not skips.is_asked:
+    if not skips.is_read:
         raise ShardingError(
             f"a gradient scaler steps {type(optimizer).__name__} inside a traced function",
             rule="a step that is skipped is part of the program all the same: torch's own optimizers then change "
             "nothing",
             remedy="scaler.unscale_(opt) inside, and opt.step() outside jit; or bfloat16, which needs no scaler",
         )
-    return made
+    return result
 
 
-def skipping(run: Callable[..., None], call: dict[str, Any]) -> tuple[Callable[..., None], Tensor | None]:
-    """An update of parameters, `run(**call)`, that is skipped where the step is: what it changes, it changes back; and
-    the tensor that says so.
+def make_skippable(run: Callable[..., None], call: dict[str, Any]) -> tuple[Callable[..., None], Tensor | None]:
+    """Makes an update of parameters, `run(**call)`, undo its changes if the step is skipped.
 
-    A fused optimizer is told so itself, and unscales its gradients.
+    Returns the update, and the tensor that is true for a skipped step, or None. A fused optimizer passes that tensor
+    itself, and unscales its gradients.
     """
-    now, told, scale = _skips.get(), call.get("found_inf"), call.get("grad_scale")
-    skips = None if now is None else now.found
+    now, found_inf, scale = _skips.get(), call.get("found_inf"), call.get("grad_scale")
+    skips = None if now is None else now.is_skipped
     if now is not None:
-        now.is_asked = True
-    if told is not None:
-        skips = told > 0
+        now.is_read = True
+    if found_inf is not None:
+        skips = found_inf > 0
         call |= {"found_inf": None, "grad_scale": None}
     if scale is not None:
         call["grads"] = [grad / scale.to(grad.dtype) for grad in call["grads"]]
@@ -111,7 +110,7 @@ def skipping(run: Callable[..., None], call: dict[str, Any]) -> tuple[Callable[.
 
 
 def _begun(name: str, x: Tensor, skips: Tensor, call: Mapping[str, Any]) -> Tensor:
-    """What an update makes at its first step: on the next one it begins with zeros, if this one is skipped."""
+    """Returns a state that the first step creates; zeros if this step is skipped, where the next one begins."""
     if call.get("dampening"):
         raise ShardingError(
             f"the first step of SGD with dampening may be skipped by a gradient scaler, which has no {name} then",
@@ -125,7 +124,7 @@ def update_scale(
     scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth_factor: float, backoff_factor: float,
     growth_interval: int,
 ) -> Tensor:  # fmt: skip
-    """`torch._amp_update_scale_`, of whole tensors: less where something was not finite, more after some steps."""
+    """Runs `torch._amp_update_scale_`: a smaller scale after infinite gradients, a larger one after some steps."""
     skipped = found_inf > 0
     steps = growth_tracker + 1
     grows = ~skipped & (steps == growth_interval)

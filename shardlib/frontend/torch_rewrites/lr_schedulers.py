@@ -1,4 +1,4 @@
-"""`torch.optim.lr_scheduler` inside a trace: a step is code of its own, which each call runs on its numbers."""
+"""Traces schedulers of `torch.optim`: each call of the program runs a scheduler's step on its own numbers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _runs: ContextVar[bool] = ContextVar("shardlib_schedule_runs", default=False)  #
 
 
 @contextmanager
-def scheduling(watch: MutationTracker | None, numbers: NumberMode | None) -> Iterator[None]:
-    """While on, torch's schedules step like this wherever the function is traced."""
+def trace_schedulers(watch: MutationTracker | None, numbers: NumberMode | None) -> Iterator[None]:
+    """Steps torch's schedulers in this way in the traced function, inside the context."""
     with ExitStack() as stack:
         if watch is not None:
             for kind in [kind for kind in _kinds(LRScheduler) if "step" in vars(kind)]:
@@ -37,7 +37,7 @@ def scheduling(watch: MutationTracker | None, numbers: NumberMode | None) -> Ite
 
 
 def _kinds(kind: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
-    """Torch's own: a user's `step` is code like other."""
+    """Yields torch's own classes: a user's `step` is traced like other code."""
     if kind.__module__.startswith("torch."):
         yield kind
         for below in kind.__subclasses__():
@@ -54,7 +54,7 @@ def _traced(step: Callable[..., Any], watch: MutationTracker, numbers: NumberMod
 
 
 def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker, numbers: NumberMode | None) -> bool:
-    """Step a schedule, the first of `call`, by code that each call runs; whether that can be."""
+    """Steps a scheduler, the first of `call`, by code that each call runs; returns whether that is possible."""
     if wrong := [x for x in (*call[1], *call[2].values()) if isinstance(x, Tensor)]:
         raise ValueNeededError(
             f"{type(call[0]).__name__} is stepped by a value that the traced function computes, {typeof(wrong[0])}",
@@ -68,45 +68,45 @@ def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker
     if any(isinstance(x, Tensor) for x in before.others):
         return False
     copies: Copies = {}
-    of = copy_schedules(call, lambda x: replace_by_hints(to_scalar(x)), copies)
+    copy = copy_schedules(call, lambda x: replace_by_hints(to_scalar(x)), copies)
     like = {id(new): old for old, new in copies.values()}
     own = not all(map(_is_torchs, (*(type(x) for x, _ in copies.values()), *before.others)))
-    if own and any(_changed(watch, copies)):  # what it reads is another thing in front of the call
+    if own and any(_changed(watch, copies)):  # it reads values that differ before a call
         return False
 
     def run() -> None:
         token = _runs.set(True)
         try:
-            step(of[0], *of[1], **of[2])
+            step(copy[0], *copy[1], **copy[2])
         finally:
             _runs.reset(token)
 
     run()
-    if own and (changed := list(_changed(watch, copies))):  # it does more than to work out numbers
+    if own and (changed := list(_changed(watch, copies))):  # it does more than compute numbers
         for owner, place in changed:
             put_back(owner, place, watch.before)
         return False
-    after = ScheduleContents.read(of, like)
+    after = ScheduleContents.read(copy, like)
     if after.facts != before.facts or any(map(is_traced_number, after.numbers)):
         return False
     pairs = zip(before.numbers, after.numbers, strict=True)
     free = [i for i, (a, b) in enumerate(pairs) if is_traced_number(a) or after.own[i] or not is_same_number(a, b)]
-    given, values = tuple(map(to_scalar, before.numbers)), list(after.numbers)
-    hosted = HostStep(run, of, given, tuple(values), after.facts, tuple(free), numbers.last)
+    scalars, values = tuple(map(to_scalar, before.numbers)), list(after.numbers)
+    hosted = HostStep(run, copy, scalars, tuple(values), after.facts, tuple(free), numbers.last)
     for i, x in zip(free, numbers.host(hosted, type(call[0]).__name__), strict=True):
         values[i] = x
-    fill_numbers(of, iter(values), like)
+    fill_numbers(copy, iter(values), like)
     return True
 
 
 def _is_torchs(x: Any) -> bool:
-    """Whether a class or a function is torch's, or Python's own: what it does depends on what it is given."""
+    """Returns whether a class or a function is torch's or Python's: its effects depend on its arguments alone."""
     x = x.func if isinstance(x, functools.partial) else x
     return (getattr(x, "__module__", None) or "").partition(".")[0] in ("torch", "builtins", "collections")
 
 
 def _changed(watch: MutationTracker, copies: Copies) -> Iterator[tuple[Any, Any]]:
-    """What the function has changed so far, beside the schedule, settings of its optimizer, and tensors."""
+    """Yields the changes of the function so far, except in the scheduler, its optimizer's settings, and tensors."""
     for place, owner, value, _ in watch.changes(watch.look()):
         inner = value.values() if isinstance(value, dict) else (value,)
         if id(owner) not in copies and not all(isinstance(x, Tensor) for x in inner):

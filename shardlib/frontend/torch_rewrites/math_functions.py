@@ -1,7 +1,7 @@
-"""Functions of Python's `math` of numbers that a call gives: `math.sqrt(1 - beta**n)` is one program for all n.
+"""Traces functions of Python's `math`: `math.sqrt(1 - beta**n)` gives one program for all n.
 
-They would ask for the value, which the program would then be for. A name that somebody imported, `from math import
-sqrt`, is Python's own, and does.
+Python's own functions would read the value, and the program would serve that value alone. So do functions that code
+imported by name, as in `from math import sqrt`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardlib.frontend.guards.number_inputs import TracedNumber, is_traced_numbe
 def _following(function: Callable[..., float]) -> Callable[..., Any]:
     @functools.wraps(function)
     def follow(*args: Any) -> Any:
-        given = [x for x in args if is_traced_number(x)]
-        if not given or any(not is_traced_number(x) and type(x) not in (int, float, bool) for x in args):
+        numbers = [x for x in args if is_traced_number(x)]
+        if not numbers or any(not is_traced_number(x) and type(x) not in (int, float, bool) for x in args):
             return function(*args)
         return TracedNumber.wrap(
-            Scalar.apply(function, *(x.scalar if is_traced_number(x) else x for x in args)), given[0].numbers
+            Scalar.apply(function, *(x.scalar if is_traced_number(x) else x for x in args)), numbers[0].numbers
         )
 
     return follow
@@ -33,8 +33,8 @@ _SLOTS = {Slot(name): _following(function) for function, name in MATH.items()}
 
 
 @contextmanager
-def followed() -> Iterator[None]:
-    """While on, these functions give expressions of such numbers."""
+def trace_math() -> Iterator[None]:
+    """Makes these functions return expressions of traced numbers, inside the context."""
     with ExitStack() as stack:
         for slot, follow in _SLOTS.items():
             stack.enter_context(slot.holding(follow))

@@ -1,6 +1,7 @@
-"""Optimizers that count their steps in a tensor: inside a trace they compute with it, outside they read its value.
+"""Traces optimizers that count steps in a tensor: a trace computes with it, while torch reads its value.
 
-Most can: they are `capturable`. Three cannot, or compute otherwise then, and are written here.
+Most of torch's optimizers support that: they are `capturable`. Three do not, or compute something else then; this
+module has forms of them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.core.context import is_tracing
 from shardlib.core.torch_private import BY_LISTS, OPTIMIZERS, SINGLY, UPDATES, is_wrapped
-from shardlib.frontend.copy_nodes import Region
+from shardlib.frontend.copy_nodes import RecordedNodes
 from shardlib.frontend.torch_rewrites import muon
-from shardlib.frontend.torch_rewrites.grad_scaler import skipping
+from shardlib.frontend.torch_rewrites.grad_scaler import make_skippable
 from shardlib.ops.adam import ADAM, DTYPES
 from shardlib.rules.tensor_ops.foreach import ADAGRAD
 
 
 @contextmanager
-def counting() -> Iterator[None]:
-    """While on, optimizers are `capturable` wherever a function is traced: torch's word for just that.
+def trace_optimizers() -> Iterator[None]:
+    """Makes optimizers `capturable` in traced functions, inside the context.
 
-    What one of them does to one parameter is copied for others of its shape.
+    The nodes of one parameter's update are copied for other parameters of its shape.
     """
     with ExitStack() as stack:
         for module, name, update in _updates():
@@ -55,8 +56,8 @@ def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
             update(*args, **kwargs)
             return
         call = signature.bind(*args, **kwargs).arguments
-        if name == "muon" and muon.are_cut(call["params"]):
-            skipping(muon.update, call)[0](**call)
+        if name == "muon" and muon.are_sharded(call["params"]):
+            make_skippable(muon.update, call)[0](**call)
         else:
             _one_by_one(run, call)
 
@@ -65,46 +66,46 @@ def _traced(update: Callable[..., Any]) -> Callable[..., Any]:
 
 def _capturable(update: Callable[..., Any]) -> Callable[..., Any]:
     def run(**call: Any) -> None:
-        # Read as Python's numbers, 0.999**n keeps all its digits.
+        # In float64, 0.999**n has all digits, as for Python's numbers.
         exact = {k: [x.double() for x in call[k]] for k in _NUMBERS if k in call}
         update(**call | exact | {"capturable": True})
-        for k, made in exact.items():
-            for x, now in zip(call[k], made, strict=True):
+        for k, updated in exact.items():
+            for x, now in zip(call[k], updated, strict=True):
                 x.copy_(now)
 
     return run
 
 
-_NUMBERS = ("state_steps", "etas", "mus")  # what updates keep in tensors, and read as numbers
+_NUMBERS = ("state_steps", "etas", "mus")  # tensors that updates read as numbers
 
 
 def _one_by_one(run: Callable[..., Any], call: dict[str, Any]) -> None:
-    """Update each parameter by itself; one that is as another was is a copy of what that one's update wrote."""
-    run, told = skipping(run, call)
+    """Updates each parameter by itself; a parameter of an earlier form gets a copy of the earlier nodes."""
+    run, skips = make_skippable(run, call)
     count = len(call["params"])
     lists = [k for k, x in call.items() if isinstance(x, list) and len(x) == count and all(map(_is_state, x))]
-    if torch.is_grad_enabled() or get_proxy_mode() is None:  # somebody differentiates through the step
+    if torch.is_grad_enabled() or get_proxy_mode() is None:  # code may differentiate through the step
         run(**call)
         return
-    known: dict[Any, Region] = {}
-    shared = [*(x for k, x in call.items() if k not in lists), told]
+    recorded: dict[Any, RecordedNodes] = {}
+    shared = [*(x for k, x in call.items() if k not in lists), skips]
     for i in range(count):
         with torch.DisableTorchFunction():
-            given = [call[k][i] for k in lists]
-            key = tuple(map(_form, given)), tuple(map([id(x) for x in given].index, map(id, given)))
-            region = known.get(key)
+            operands = [call[k][i] for k in lists]
+            key = tuple(map(_form, operands)), tuple(map([id(x) for x in operands].index, map(id, operands)))
+            region = recorded.get(key)
             if region is not None:
-                made = region.again(given)
+                results = region.again(operands)
         if region is None:
             with torch.DisableTorchFunction():
-                region = Region(given, shared)
-            one = {k: [x] for k, x in zip(lists, given, strict=True)}
+                region = RecordedNodes(operands, shared)
+            one = {k: [x] for k, x in zip(lists, operands, strict=True)}
             run(**call | one)
-            made = [one[k][0] for k in lists]
+            results = [one[k][0] for k in lists]
             with torch.DisableTorchFunction():
-                if region.end(given, made):
-                    known[key] = region
-        for k, x in zip(lists, made, strict=True):
+                if region.end(operands, results):
+                    recorded[key] = region
+        for k, x in zip(lists, results, strict=True):
             if x is not call[k][i]:
                 call[k][i] = x
 
@@ -119,38 +120,38 @@ def _form(x: Any) -> Any:
 
 @functools.cache
 def _updates() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What updates parameters, with the module of torch's that has it."""
+    """Returns the functions of torch that update parameters, each with its module and name."""
     modules = [importlib.import_module(f"torch.optim.{name}") for name in OPTIMIZERS]
     named = ((m, name, x) for m in modules for name, x in vars(m).items() if name.startswith(UPDATES))
     return [(m, name, x) for m, name, x in named if callable(x)]
 
 
 def _singly() -> dict[str, Callable[..., Any]]:
-    """What updates one parameter after the other, by its name: some that take lists make factors of them in float32."""
+    """Returns the updates that take one parameter at a time, by name: some others compute factors in float32."""
     return {name.removeprefix(SINGLY): x for _, name, x in _updates() if name.startswith(SINGLY)}
 
 
-def _adam(plainly: Callable[..., Any]) -> Callable[..., Any]:
-    """As one op a parameter, where that is what torch computes."""
+def _adam(run_plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps Adam's update to be one op per parameter, where the op computes the same as torch."""
 
     def run(**call: Any) -> None:
         state = [call[k] for k in ("params", "grads", "exp_avgs", "exp_avg_sqs")]
         numbers = [call[k] for k in ("lr", "beta1", "beta2")]
         if call["amsgrad"] or any(isinstance(x, Tensor) for x in numbers) or not _is_one_op(state, call["state_steps"]):
-            plainly(**call)
+            run_plain(**call)
             return
         decoupled = call.get("decoupled_weight_decay", False)
         for p, grad, *moments, step in zip(*state, call["state_steps"], strict=True):
             grad = -grad if call["maximize"] else grad
-            made = ADAM(p, grad, *moments, step, *numbers, call["eps"], call["weight_decay"], decoupled)
-            for old, new in zip((p, *moments, step), made, strict=True):
+            results = ADAM(p, grad, *moments, step, *numbers, call["eps"], call["weight_decay"], decoupled)
+            for old, new in zip((p, *moments, step), results, strict=True):
                 old.copy_(new)
 
     return run
 
 
 def _is_one_op(state: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> bool:
-    """Whether `ADAM` is told all: it knows no gradient, no tangent, no batch, one counter, and these dtypes."""
+    """Returns whether `ADAM` supports the call: no gradient, tangent or batch, one counter, and its dtypes."""
     if torch.is_grad_enabled() or any(x.dim() for x in steps):
         return False
     unpacked: Callable[..., Any] = unpack_dual
@@ -230,5 +231,5 @@ def _adafactor(
         p.sub_(update * (rate / (update.norm(2).double() / (root * d)).clamp(min=1)))
 
 
-# What is run instead of an update that reads its numbers.
+# Replacements of updates that read their numbers.
 _OWN: dict[str, Callable[..., None]] = {"adagrad": _adagrad, "nadam": _nadam, "adafactor": _adafactor}

@@ -27,10 +27,10 @@ LAYERS: dict[Any, str] = {
 }
 
 
-def written_as_ops(cell: str) -> Callable[..., Any]:
-    """`torch.gru` and the like, of a padded or a packed sequence, in ops with rules.
+def layers_as_ops(cell: str) -> Callable[..., Any]:
+    """Returns a form of `torch.gru` and the like, for padded and packed sequences, in ops with rules.
 
-    It returns None where torch's own steps are right: they have tangents, and errors for what does not fit.
+    The form returns None where torch's own steps have to run: they support tangents, and raise errors of shapes.
     """
 
     def form(*args: Any, **kwargs: Any) -> Any:
@@ -58,12 +58,12 @@ def _packed(
     cell: str, data: Tensor, batch_sizes: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int,
     dropout: float, train: bool, bidirectional: bool,
 ) -> Any:  # fmt: skip
-    """Rows of all sequences stand step by step, as many in a step as sequences are that long, the longest first."""
+    """Runs packed layers: the rows of all sequences, step by step, the longest sequence first."""
     sizes = batch_sizes.to(data.device)
     row = torch.arange((hx if isinstance(hx, Tensor) else hx[0]).shape[1], device=data.device)
     ends = sizes.cumsum(0)
     starts = ends - sizes
-    x = data[(starts.unsqueeze(1) + row).clamp(max=len(data) - 1)]  # past its end a sequence reads any row
+    x = data[(starts.unsqueeze(1) + row).clamp(max=len(data) - 1)]  # past its end a sequence may read any row
     layers = _layers(cell, x, hx, params, has_biases, num_layers, bidirectional) if data.dim() == 2 else None
     if layers is None:
         return None
@@ -100,7 +100,7 @@ class _Direction(NamedTuple):
 def _layers(
     cell: str, x: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, layers: int, bidirectional: bool
 ) -> list[list[_Direction]] | None:
-    """Layers, each of one or two directions; None where something does not fit."""
+    """Returns layers, each of one or two directions; None if a shape or dtype does not fit."""
     states = [hx] if isinstance(hx, Tensor) else [*hx]
     ways = 2 if bidirectional else 1
     projects = len(states) == 2 and states[0].shape[-1] != states[1].shape[-1]
@@ -125,7 +125,7 @@ def _layers(
 def _run(
     cell: str, x: Tensor, layers: Sequence[Sequence[_Direction]], dropout: float, lengths: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Of x `[T, B, F]`: what the last layer gives, and the last states of all layers and directions, stacked."""
+    """Runs layers on x `[T, B, F]`; returns the last layer's output, and the last states of all layers, stacked."""
     last: list[tuple[Tensor, ...]] = []
     lower = torch.get_autocast_dtype(x.device.type) if _is_autocast(x) and x.dtype != torch.float64 else None
     for i, layer in enumerate(layers):
@@ -133,7 +133,7 @@ def _run(
         for way, direction in enumerate(layer):
             gates = F.linear(x, direction.input_weight, direction.input_bias)
             inner = (direction.weight, direction.bias, direction.projection)
-            weights = (w if w is None or lower is None else w.to(lower) for w in inner)  # no cast reaches into the op
+            weights = (w if w is None or lower is None else w.to(lower) for w in inner)  # autocast skips the op
             states = Recurrence.apply(gates, *weights, direction.h0, direction.c0, lengths, cell, way == 1)  # type: ignore[no-untyped-call]
             outputs.append(states[0])
             last.append(tuple(x[0 if way else -1] for x in states[: 2 if cell == "lstm" else 1]))

@@ -1,6 +1,6 @@
-"""`x[:, i]` where `i` is a tensor of one integer: torch reads its value for a view, a program takes it as an index.
+"""Traces `x[:, i]` with a tensor `i` of one integer: torch reads its value for a view, a program indexes.
 
-What is read so is a copy. Where a program would tell it from a view, by writing to either, it is refused.
+The result is a copy. A function that writes to the copy, or to `x` before it reads the copy, is refused.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from shardlib.core.torch_private import innermost, is_batched, is_wrapped, unwra
 aten = torch.ops.aten
 
 
-def read_at(x: Tensor, index: Any) -> Tensor | None:
-    """The value of `x[index]`; None where there is no such tensor, or there are other ones."""
-    if (found := _parted(x, index)) is None:
+def read_at_tensor(x: Tensor, index: Any) -> Tensor | None:
+    """Returns `x[index]`; None if the index has no such tensor, or other tensors."""
+    if (parts := _split_index(x, index)) is None:
         return None
-    return picked(aten.index.Tensor(*found))
+    return mark_as_copy(aten.index.Tensor(*parts))
 
 
-def picked(x: Tensor) -> Tensor:
-    """The tensor itself, marked as a copy that is a view in torch: it is not to be written to."""
+def mark_as_copy(x: Tensor) -> Tensor:
+    """Marks a tensor as a copy that is a view in torch, so that writes are refused; returns the tensor."""
     if (mode := get_proxy_mode()) is not None:
         get_proxy_slot(innermost(x), mode.tracer).proxy.node.meta["picked"] = True
     return x
 
 
-def write_at(x: Tensor, index: Any, value: Any) -> Tensor | None:
-    """`x[index] = value`; None where `read_at` gives None."""
-    if (found := _parted(x, index)) is None:
+def write_at_tensor(x: Tensor, index: Any, value: Any) -> Tensor | None:
+    """Sets `x[index] = value` and returns `x`; None where `read_at_tensor` returns None."""
+    if (parts := _split_index(x, index)) is None:
         return None
-    view, places = found
+    view, places = parts
     value = torch.as_tensor(value, device=x.device).to(x.dtype)
     rank = view.dim() - sum(i is not None for i in places)
     while value.dim() > rank and value.shape[0] == 1:
@@ -43,8 +43,8 @@ def write_at(x: Tensor, index: Any, value: Any) -> Tensor | None:
     return x
 
 
-def _parted(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
-    """The view of `x` without such tensors in its index, and these by its dims."""
+def _split_index(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]] | None:
+    """Returns the view of `x` without such tensors in its index, and these tensors by dim."""
     items = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_place, items)):
         return None

@@ -151,7 +151,7 @@ class Invocation:
                 mine = [x for x in effects if not any(text.startswith(after.name(x.place)) for text in late)]
                 refuse_effects(name, mine, after.name, partial(describe_read, self.key[2]))
             is_known = watch.learn(programs.changing)
-            programs.asks |= plan.compiled.traced.asked
+            programs.asks |= plan.compiled.traced.asks_memory
             tensors = [*map(id, self.state.tensors)]
             if left is not watch.before or programs.asks:
                 self.read()

@@ -20,7 +20,7 @@ from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError, WrittenError
 from shardlib.core.torch_private import MODULE_DICTS, preserved_versions, pytree, version_of
 from shardlib.eager.placement_autograd import place_tracked
-from shardlib.frontend.autograd_history import hooks_of
+from shardlib.frontend.gradients.autograd_history import read_hooks
 from shardlib.frontend.guards.flatten_call import Static, wrap_static
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import autocast_dtypes
@@ -291,7 +291,7 @@ def _without_grads(tensors: Sequence[Tensor]) -> Iterator[None]:
 @contextmanager
 def _without_hooks(tensors: Iterator[Tensor]) -> Iterator[None]:
     """Removes hooks meanwhile: they run outside, on the final gradients."""
-    hooks = [pair for x in tensors for pair in hooks_of(x).values()]
+    hooks = [pair for x in tensors for pair in read_hooks(x).values()]
     for own, _ in hooks:
         own.clear()
     try:

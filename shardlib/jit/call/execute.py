@@ -24,7 +24,7 @@ from shardlib.core.numpy_bridge import array_bounds, find_arrays
 from shardlib.core.torch_private import memory_of
 from shardlib.distributed.provenance import record_origin
 from shardlib.distributed.turn_errors import hash_texts
-from shardlib.frontend.epilogue import ExtraOutputs
+from shardlib.frontend.extra_outputs import ExtraOutputs
 from shardlib.frontend.side_effects.mutation_values import rebind
 from shardlib.jit.call.alias_checks import refuse_overlaps
 from shardlib.jit.call.generated_glue import Pieces, builder, gatherer, origins, wrapper

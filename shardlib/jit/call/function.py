@@ -18,7 +18,7 @@ from shardlib.frontend.guards.closure import Closure
 from shardlib.frontend.guards.flatten_call import find_aliases, read_arguments, wrap_static
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
-from shardlib.frontend.hazards.memory_queries import at_home
+from shardlib.frontend.hazards.memory_queries import owns_memory
 from shardlib.jit.call.program_cache import Programs
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -75,7 +75,7 @@ class Function:
             state.kept.extend(x for x in state.keys if id(x) not in at)
             key.append(tuple(at.get(id(x), -id(x)) for x in state.keys))
         if programs.asks:
-            key.append(tuple(map(at_home, leaves)))
+            key.append(tuple(map(owns_memory, leaves)))
         if not state.quick:
             leaves += [x for x, _ in state.numbers.values()]
         return (mesh or self._mesh_of(leaves), modes, tuple(key)), leaves

@@ -16,11 +16,11 @@ from torch import fx
 
 from shardlib.core.context import mesh_queries
 from shardlib.frontend.trace import trace
-from shardlib.frontend.traced_graph import Traced
+from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.jit.call.program_cache import PLANS, Kept
 from shardlib.sharding.mesh.mesh import Mesh
 
-_traces: ContextVar[Kept[tuple[Mesh, Traced]] | None] = ContextVar("shardlib_traces", default=None)
+_traces: ContextVar[Kept[tuple[Mesh, TracedFunction]] | None] = ContextVar("shardlib_traces", default=None)
 
 
 @contextmanager
@@ -38,20 +38,22 @@ def is_one_trace() -> bool:
     return _traces.get() is not None
 
 
-def tracer(key: Any, leaves: list[Any]) -> Callable[..., Traced]:
+def tracer(key: Any, leaves: list[Any]) -> Callable[..., TracedFunction]:
     """Returns the tracer of a call: `trace`, or one that reuses the trace of another mesh."""
     traces = _traces.get()
     return trace if traces is None or key is None else partial(_traced, traces, key, leaves)
 
 
-def _traced(traces: Kept[tuple[Mesh, Traced]], key: Any, leaves: list[Any], *args: Any, **how: Any) -> Traced:
+def _traced(
+    traces: Kept[tuple[Mesh, TracedFunction]], key: Any, leaves: list[Any], *args: Any, **how: Any
+) -> TracedFunction:
     mesh, *rest = key
     mesh_key = tuple(mesh.axes), frozenset(mesh.rules.items()), mesh.kind, mesh.device, mesh.strict, *rest
     match = traces.find(mesh_key, leaves)
     if match is not None and match[0][0] != mesh:  # a second trace on one mesh means that the first was wrong
         return replace(match[0][1], graph=_copied(match[0][1].graph))
     count = mesh_queries.value
-    traced: Traced = trace(*args, **how)
+    traced: TracedFunction = trace(*args, **how)
     if count == mesh_queries.value:
         traces.keep(mesh_key, (mesh, replace(traced, graph=_copied(traced.graph), outlived=())), traced.served)
     return traced

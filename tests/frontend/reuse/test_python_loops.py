@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardlib as sl
 from shardlib.compiler import pipeline
 from shardlib.frontend import trace as tracing
+from shardlib.frontend import trace_attempt
 from shardlib.frontend.reuse import python_loops
 
 LAYERS, WIDTH = 8, 8
@@ -246,7 +247,7 @@ def test_the_graph_is_that_of_every_round_traced(
     loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     followed = graph_of(step_of(loss), monkeypatch)
-    monkeypatch.setattr(tracing, "LoopReuse", lambda *args: None)
+    monkeypatch.setattr(trace_attempt, "LoopReuse", lambda *args: None)
     assert followed == graph_of(step_of(loss), monkeypatch)
 
 
@@ -553,7 +554,7 @@ def test_rounds_that_draw_are_not_followed(
 ) -> None:
     graph = graph_of(loss, monkeypatch)
     assert not rounds[0]
-    monkeypatch.setattr(tracing, "LoopReuse", lambda *args: None)
+    monkeypatch.setattr(trace_attempt, "LoopReuse", lambda *args: None)
     assert graph == graph_of(loss, monkeypatch)
 
 

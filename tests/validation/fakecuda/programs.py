@@ -70,7 +70,7 @@ def run_sample(seen: Seen, sample: Sample, limit: int | None = None) -> None:
     call."""
     name, args, kwargs = sample
     with world(seen, name):
-        args, kwargs = retarget_device.placed(target_of(name), *on_gpu((args, kwargs)), CUDA)
+        args, kwargs = retarget_device.with_device(target_of(name), *on_gpu((args, kwargs)), CUDA)
         alone = Seen()
         try:
             with Watch(alone):

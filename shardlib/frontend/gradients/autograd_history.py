@@ -1,4 +1,4 @@
-"""What autograd knows of tensors: their hooks and flags, where their history ends, and the way back through it."""
+"""Reads and restores autograd's state of tensors, and walks the history of results."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.autograd.function import BackwardCFunction
 from shardlib.core.torch_private import TENSOR_HOOKS, ReentrantCheckpoint
 
 
-def pulled(outs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:
-    """The gradients of `wanted`, None where nothing depends on one.
+def compute_gradients(outs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:
+    """Returns the gradients of `inputs`; None for inputs that no result depends on.
 
-    A reentrant checkpoint calls `backward()` itself, inside another: what it finds is in the `.grad` of leaves.
+    A reentrant checkpoint calls `backward()` inside another, which puts gradients into the `.grad` of leaves.
     """
-    if not _reenters(outs) or not all(x.is_leaf for x in wanted):
-        return torch.autograd.grad(outs, wanted, cotangents, allow_unused=True)
-    before = [x.grad for x in wanted]
+    if not _has_reentrant_checkpoint(outs) or not all(x.is_leaf for x in inputs):
+        return torch.autograd.grad(outs, inputs, cotangents, allow_unused=True)
+    before = [x.grad for x in inputs]
     try:
-        for x in wanted:
+        for x in inputs:
             x.grad = None
         torch.autograd.backward(outs, cotangents)
-        return [x.grad for x in wanted]
+        return [x.grad for x in inputs]
     finally:
-        for x, grad in zip(wanted, before, strict=True):
+        for x, grad in zip(inputs, before, strict=True):
             x.grad = grad
 
 
-def _reenters(outs: Sequence[Tensor]) -> bool:
-    """Whether the way back leads through a reentrant checkpoint."""
+def _has_reentrant_checkpoint(outs: Sequence[Tensor]) -> bool:
+    """Returns whether the backward pass goes through a reentrant checkpoint."""
     seen: set[Any] = set()
     todo = [x.grad_fn for x in outs]
     while todo:
@@ -47,15 +47,15 @@ def _reenters(outs: Sequence[Tensor]) -> bool:
     return False
 
 
-def end(x: Tensor) -> Any:
-    """Where the history of what is made of `x` ends."""
+def history_end(x: Tensor) -> Any:
+    """Returns the end of the history of values computed from `x`: its node, or the id of a leaf."""
     return id(x) if x.grad_fn is None else x.grad_fn
 
 
-def origins(outs: Sequence[Tensor], *, through: bool = False) -> dict[Any, frozenset[int]]:
-    """For every end of the history of `outs`, from which of these it is reached.
+def find_origins(outs: Sequence[Tensor], *, through: bool = False) -> dict[Any, frozenset[int]]:
+    """Maps every end of the history of `outs` to the positions of the results that lead to it.
 
-    Only if asked to, `through` Functions of the user's: these may have no gradient for an input.
+    Stops at the user's Functions, which may have no gradient for an input, unless `through`.
     """
     order: dict[Any, None] = {}  # from the ends
     todo: list[tuple[Any, bool]] = [(x.grad_fn, False) for x in outs]
@@ -66,23 +66,23 @@ def origins(outs: Sequence[Tensor], *, through: bool = False) -> dict[Any, froze
             order[node] = None
         elif node is not None and node not in open_:
             open_.add(node)
-            todo += [(node, True), *((behind, False) for behind, _ in _behind(node, through))]
-    found: dict[Any, frozenset[int]] = {}
+            todo += [(node, True), *((behind, False) for behind, _ in _next_functions(node, through))]
+    reached: dict[Any, frozenset[int]] = {}
     for i, x in enumerate(outs):
-        start = end(x)
-        found[start] = found.get(start, frozenset()) | {i}
+        start = history_end(x)
+        reached[start] = reached.get(start, frozenset()) | {i}
     for node in reversed(order):
-        for behind, _ in _behind(node, through):
+        for behind, _ in _next_functions(node, through):
             if behind is not None:
-                found[behind] = found.get(behind, frozenset()) | found[node]
-    for node, which in list(found.items()):
+                reached[behind] = reached.get(behind, frozenset()) | reached[node]
+    for node, which in list(reached.items()):
         if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = found.get(id(leaf), frozenset()) | which
-    return found
+            reached[id(leaf)] = reached.get(id(leaf), frozenset()) | which
+    return reached
 
 
-def is_within(outs: Sequence[Tensor]) -> list[bool]:
-    """Of each, whether another one is made of it."""
+def mark_intermediates(outs: Sequence[Tensor]) -> list[bool]:
+    """Returns, for each result, whether another one depends on it."""
     below: set[Any] = set()
     todo = [node for x in outs if x.grad_fn is not None for node, _ in x.grad_fn.next_functions]
     while todo:
@@ -93,32 +93,32 @@ def is_within(outs: Sequence[Tensor]) -> list[bool]:
     return [x.grad_fn in below for x in outs]
 
 
-def _behind(node: Any, through: bool) -> Any:
+def _next_functions(node: Any, through: bool) -> Any:
     return () if isinstance(node, BackwardCFunction) and not through else node.next_functions
 
 
 @dataclass(frozen=True)
-class Autograd:
-    """What autograd knows of a tensor: whether it requires a gradient, where it comes from, its hooks by kind."""
+class AutogradState:
+    """Autograd's state of a tensor: its flag, its history, and its hooks by kind."""
 
     requires_grad: bool
     grad_fn: Any
     hooks: dict[str, tuple[Any, dict[int, Any]]]
 
     @staticmethod
-    def of(x: Tensor) -> Autograd:
-        return Autograd(x.requires_grad, x.grad_fn, hooks_of(x))
+    def read(x: Tensor) -> AutogradState:
+        return AutogradState(x.requires_grad, x.grad_fn, read_hooks(x))
 
-    def change(self, x: Tensor) -> str:
-        """What is otherwise now, in words."""
+    def describe_change(self, x: Tensor) -> str:
+        """Returns the difference from the present state in words; "" if there is none."""
         if x.grad_fn is not self.grad_fn:
             return "is written to, and what is written has a history"
         if x.requires_grad != self.requires_grad:
             return f"has requires_grad={x.requires_grad} now"
-        return "" if _keys(hooks_of(x)) == _keys(self.hooks) else "has another hook now"
+        return "" if _keys(read_hooks(x)) == _keys(self.hooks) else "has another hook now"
 
     def restore(self, x: Tensor) -> None:
-        """Undo what a trace did to a tensor that outlives it. Handles of hooks know the dict that they stand in."""
+        """Gives a tensor this state back. Dicts of hooks stay the same objects, since handles refer to them."""
         if x.grad_fn is not self.grad_fn:
             x.detach_()
         if x.requires_grad != self.requires_grad:
@@ -132,13 +132,13 @@ class Autograd:
                 setattr(x, kind, mine)
 
     def lend_hooks(self, x: Tensor) -> None:
-        """Give `x`, which stands for this tensor, these hooks."""
+        """Gives these hooks to `x`, the stand-in of this tensor."""
         for kind, (_, held) in self.hooks.items():
             setattr(x, kind, OrderedDict(held))
 
 
-def hooks_of(x: Any) -> dict[str, tuple[Any, dict[int, Any]]]:
-    """By kind, the dict of the hooks of a tensor, and what is in it now."""
+def read_hooks(x: Any) -> dict[str, tuple[Any, dict[int, Any]]]:
+    """Returns, by kind, the dict of a tensor's hooks, and a copy of it."""
     return {kind: (hooks, dict(hooks)) for kind in TENSOR_HOOKS if (hooks := getattr(x, kind, None)) is not None}
 
 

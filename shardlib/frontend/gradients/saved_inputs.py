@@ -1,4 +1,4 @@
-"""Which inputs the way back reads as they are: they may not be written to between a call and its backward pass."""
+"""Finds the inputs whose memory the backward pass reads: no write may come between a call and its backward pass."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardlib.core.torch_private import OpOverload, schema_of
 
 # In training batch normalization only writes to these; torch's formula for its gradient has them all the same.
 _STATISTICS = {"running_mean", "running_var"}
-_ASKED = {*_STATISTICS, "train"}
+_ARGUMENTS = {*_STATISTICS, "train"}
 
 
-def read_back(graph: fx.Graph, leaves: Sequence[int], gradients: int) -> tuple[int, ...]:
-    """Of the leaves that are inputs of a functional graph (-1: a cotangent), whose last results are gradients, those
-    whose memory is read on the way back, by itself or through views: those that torch saves.
+def find_saved_inputs(graph: fx.Graph, leaves: Sequence[int], gradients: int) -> tuple[int, ...]:
+    """Returns the leaves whose memory the backward pass reads, directly or through views. Torch saves the same ones.
 
-    On the way back is what depends on a cotangent, and what autograd computes beside, for no result of the call's own.
+    `leaves` are those of the graph's inputs (-1: a cotangent), and the last `gradients` results are gradients. An op is
+    in the backward pass if it depends on a cotangent, or if autograd computes it for no result of the call.
     """
     results: Any = graph.output_node().args[0]
     own = _needed(results[:-gradients])
@@ -50,18 +50,18 @@ def read_back(graph: fx.Graph, leaves: Sequence[int], gradients: int) -> tuple[i
 
 
 def _needed(results: Sequence[Any]) -> set[fx.Node]:
-    """All nodes that lead to these."""
-    found: set[fx.Node] = set()
+    """Returns all nodes that these depend on, and these."""
+    needed: set[fx.Node] = set()
     open_ = [x for x in results if isinstance(x, fx.Node)]
     while open_:
-        if (node := open_.pop()) not in found:
-            found.add(node)
+        if (node := open_.pop()) not in needed:
+            needed.add(node)
             open_ += node.all_input_nodes
-    return found
+    return needed
 
 
 def _values(node: fx.Node) -> list[fx.Node]:
-    names = _names(node.target) & _ASKED
+    names = _names(node.target) & _ARGUMENTS
     if not names & _STATISTICS or ("train" in names and not get_argument(node, "train")):
         return node.all_input_nodes
     unread = [get_argument(node, name) for name in names & _STATISTICS]

@@ -1,4 +1,4 @@
-"""Which nodes are gradients of inputs: these live where the input does, unless somebody says otherwise."""
+"""Marks the nodes that are gradients of inputs: by default these get the layout of the input."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from shardlib.core.torch_private import ENGINE, innermost
 
 
 @contextmanager
-def noted() -> Iterator[None]:
-    """While on, gradients that autograd returns are known as such."""
+def tag_engine_gradients() -> Iterator[None]:
+    """Marks the gradients that autograd's engine returns, inside the context."""
     engine = ENGINE.value
 
     @functools.wraps(engine)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = engine(*args, **kwargs)
-        for grad, x in zip(found or (), args[4] if len(args) > 4 else (), strict=False):
-            note(grad, x)
-        return found
+        gradients = engine(*args, **kwargs)
+        for grad, x in zip(gradients or (), args[4] if len(args) > 4 else (), strict=False):
+            tag_gradient(grad, x)
+        return gradients
 
     with ENGINE.holding(run):
         yield
 
 
-def note(grad: object, x: object) -> None:
-    """Note, in `meta["gradient of"]`, that a tensor is the gradient of another one, if that is an input."""
+def tag_gradient(grad: object, x: object) -> None:
+    """Notes in `meta["gradient of"]` that a tensor is the gradient of `x`, if `x` is an input."""
     node, source = _node(grad), _node(x)
     if node is not None and source is not None and source.op == "placeholder":
         node.meta.setdefault("gradient of", source)
