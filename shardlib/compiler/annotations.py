@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardlib.compiler.graph.ir import Graph, Op, Value, is_door
+from shardlib.compiler.graph.ir import Graph, Op, Value, is_body_boundary
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
@@ -158,7 +158,7 @@ def warn_of_misspelled_names(
     uses += [(f"out_specs of {names[i]}", f.spec) for i, f in outputs.items() if f.spec is not None]
     lines: dict[Any, Use] = {}  # a line in a loop counts once
     for op in graph.ops:
-        if (op.constrains or is_door(op.target)) and not op.backward:
+        if (op.constrains or is_body_boundary(op.target)) and not op.backward:
             call, spec = "shard" if op.constrains else "shard_map", Spec.convert(str(op.node.args[1]))
             lines.setdefault((op.line, spec), (f"{call}({op.operands[0].name}) at {format_path_line(op.line)}", spec))
     warn_of_typos([*uses, *lines.values()], mesh)

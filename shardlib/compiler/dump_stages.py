@@ -98,7 +98,7 @@ def _typed(value: Value) -> str:
 def _decision_lines(graph: Graph, propagated: Propagated) -> Iterable[str]:
     propagation = propagated.propagation
     for value in graph.inputs:
-        factors = zip(propagation.leaves(value), propagated.input_cut(value), strict=True)
+        factors = zip(propagation.dim_factors(value), propagated.input_axes(value), strict=True)
         dims = [_sharded(str(propagation.dims.size(factor)), axes) for factor, axes in factors]
         yield f"input {value.name}: {' '.join(dims)}".rstrip()
     for op in graph.ops:

@@ -20,10 +20,10 @@ from shardlib.compiler.dump_stages import StageDump
 from shardlib.compiler.equivalence import is_placed_alike, is_same_program
 from shardlib.compiler.graph import ir as graphs
 from shardlib.compiler.graph.expert_rows import mark_group_rows
-from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.graph.ir import Graph, Value
 from shardlib.compiler.graph.local_sort import DisorderError, forget_orders, mark_orders
 from shardlib.compiler.graph.regather import mark_regathered
-from shardlib.compiler.layer_folding import fold, spread, unroll
+from shardlib.compiler.layer_folding import fold, spread_decisions, unroll
 from shardlib.compiler.lower import Part, Senders, lower_in_parts
 from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.output_placement import fixed_outputs, forget_moved, gradients, place_outputs, state_away
@@ -33,6 +33,7 @@ from shardlib.compiler.passes.memory.remat_policies import is_absent
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Program
 from shardlib.compiler.propagate import Propagated, propagate
+from shardlib.compiler.propagate.pins import Pins
 from shardlib.compiler.propagate.solver.effort import Planning
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.run_passes import PassRunner
@@ -117,23 +118,23 @@ def compile_program(
     dump.write_traced("simplified", traced.graph)
     graph = graphs.build(traced.graph)
     traced = forget_moved(traced, graph)
-    fixed = _annotate(traced, graph, call, inputs, out_specs, placed, mesh)
+    pins = _annotate(traced, graph, call, inputs, out_specs, placed, mesh)
     mark_regathered(graph, options.regather, _regathered(traced, graph, call))
     mark_group_rows(graph)
     mark_orders(graph)
     clock.stop("rules")
     before = () if options.schedule.state else before  # offloaded state belongs to this call's objects
-    if (reused := _reusable(before, traced, graph, inputs, fixed.outputs)) is not None:
+    if (reused := _reusable(before, traced, graph, inputs, pins.outputs)) is not None:
         return replace(reused, traced=replace(traced, graph=reused.traced.graph), seconds=clock.seconds)
     try:
-        lowered = _lower(graph, mesh, fixed, options.planning, clock, dump)
+        lowered = _lower(graph, mesh, pins, options.planning, clock, dump)
     except DisorderError:
         forget_orders(graph)
-        lowered = _lower(graph, mesh, fixed, options.planning, clock, dump)
+        lowered = _lower(graph, mesh, pins, options.planning, clock, dump)
     program, halves, recomputed = _finish(traced, lowered.program, call, donate, options, dump)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    whole, seconds, outputs, search = lowered.propagate_whole, clock.seconds, fixed.outputs, lowered.search
+    whole, seconds, outputs, search = lowered.propagate_whole, clock.seconds, pins.outputs, lowered.search
     return Compiled(traced, mesh, graph, whole, program, names, inputs, halves, recomputed, seconds, outputs, search)
 
 
@@ -150,13 +151,13 @@ def _annotate(
     out_specs: Any,
     placed: Callable[[Any], FixedLayout | None],
     mesh: Mesh,
-) -> _Annotations:
+) -> Pins:
     """Collects all layouts that are fixed, and warns of misspelled names in them."""
     values = {graph.inputs[i]: f for i, f in inputs.items()} | fixed_constraints(graph, mesh)
     outputs = gradients(traced, graph, inputs) | fixed_outputs(traced, graph, out_specs, mesh)
     warn_of_misspelled_names(traced, graph, inputs, outputs, mesh)
     outputs |= place_outputs(traced, graph, call, inputs, placed, mesh)
-    return _Annotations(values, outputs, fixed_body_inputs(graph, mesh))
+    return Pins(values, outputs, fixed_body_inputs(graph, mesh))
 
 
 def _reusable(
@@ -211,14 +212,6 @@ def _replaced(traced: TracedFunction, program: Program) -> dict[int, int]:
     return {i: at for i, at in pairs.items() if i not in program.donated}
 
 
-class _Annotations(NamedTuple):
-    """The layouts that are fixed: of values, of outputs by position, and of operands of shard_map bodies."""
-
-    values: Mapping[Value, FixedLayout]
-    outputs: Mapping[int, FixedLayout]
-    body_inputs: Mapping[Op, FixedLayout]
-
-
 class _Lowered(NamedTuple):
     program: Program
     parts: list[Part]
@@ -226,25 +219,21 @@ class _Lowered(NamedTuple):
     search: Search
 
 
-def _lower(
-    graph: Graph, mesh: Mesh, fixed: _Annotations, planning: Planning, clock: StageClock, dump: StageDump
-) -> _Lowered:
+def _lower(graph: Graph, mesh: Mesh, pins: Pins, planning: Planning, clock: StageClock, dump: StageDump) -> _Lowered:
     """Decides and lowers; of equal layers only some are planned, and their steps are repeated."""
     dump.write_graph(graph)
     sends = Senders(mesh).messages
-    folded = fold(graph, *fixed)
+    folded = fold(graph, pins)
     clock.stop("propagate")
     if folded is not None:
-        restrict = folded.restrict
-        short_fixed = _Annotations(restrict(fixed.values), restrict(fixed.outputs), restrict(fixed.body_inputs))
-        short = _lower(folded.graph, mesh, short_fixed, planning, clock, dump)
+        short = _lower(folded.graph, mesh, folded.restrict(pins), planning, clock, dump)
         unrolled = unroll(folded, short.propagate_whole(), short.program, short.parts)
         clock.stop("lower")
         if unrolled is not None:
             dump.write_program("unrolled", unrolled[0])
-            whole = cache(lambda: spread(folded, short.propagate_whole(), mesh, *fixed, sends))
+            whole = cache(lambda: spread_decisions(folded, short.propagate_whole(), mesh, pins, sends))
             return _Lowered(*unrolled, whole, short.search)
-    propagated = propagate(graph, mesh, *fixed, sends, planning)
+    propagated = propagate(graph, mesh, pins, sends, planning)
     clock.stop("propagate")
     dump.write_decisions(graph, propagated)
     program, parts = lower_in_parts(graph, propagated, mesh)

@@ -25,6 +25,7 @@ from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.propagate import propagate
+from shardlib.compiler.propagate.pins import Pins
 from shardlib.compiler.simplify import normalize
 from shardlib.core.aten.op_names import CLONE
 from shardlib.core.aten.op_traits import has_trait
@@ -214,9 +215,8 @@ def _compile(
 ) -> Compiled:
     graph = graphs.build(traced.graph)
     fixed = {i: _fix_form(x.form, f"argument {i}") for i, x in enumerate(operands)}
-    propagated = propagate(
-        graph, mesh, {graph.inputs[i]: f for i, f in fixed.items()}, outputs, {}, Senders(mesh).messages
-    )
+    pins = Pins({graph.inputs[i]: f for i, f in fixed.items()}, outputs)
+    propagated = propagate(graph, mesh, pins, Senders(mesh).messages)
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     program = run_passes(replace(lower(graph, propagated, mesh), owned=fresh))
     return Compiled(traced, mesh, graph, lambda: propagated, program, names, fixed)

@@ -116,7 +116,9 @@ def propose_specs(
     inputs = zip(compiled.traced.input_leaves, graph.inputs, strict=True)
     weights = {names[i]: value for i, value in inputs if 0 <= i < len(names)}
     kinds = [k for k in _kinds(graph, propagation, weights, mesh.axes[axis]) if k.parts.keys().isdisjoint(decided)]
-    best = _choose_kinds(kinds, [{propagation.dims.find(x) for x in propagation.leaves(v)} for v in propagation.value])
+    best = _choose_kinds(
+        kinds, [{propagation.dims.find(x) for x in propagation.dim_factors(v)} for v in propagation.value]
+    )
     table: dict[str, str] = {}
     why: dict[str, str] = {}
     for kind in best:
@@ -172,13 +174,13 @@ def _kinds(graph: Graph, propagation: Propagation, weights: Mapping[str, Value],
     similar: dict[frozenset[tuple[str, Part]], list[DimFactor]] = defaultdict(list)
     for leaf, own in parts.items():
         similar[frozenset((numberless(name), part) for name, part in own.items())].append(leaf)
-    weight_factors = [{propagation.dims.find(x) for x in propagation.leaves(v)} for v in weights.values()]
+    weight_factors = [{propagation.dims.find(x) for x in propagation.dim_factors(v)} for v in weights.values()]
     kinds = []
     for leaves in similar.values():
         groups = [leaves] if all(len(v & {*leaves}) < 2 for v in weight_factors) else [[leaf] for leaf in leaves]
         kinds += [_Kind({*group}, {n: at for leaf in group for n, at in parts[leaf].items()}) for group in groups]
     for op, at, name in _reads(graph, weights):
-        for label in _labels(op, at, _classes(propagation, propagation.leaves(weights[name])), propagation):
+        for label in _labels(op, at, _classes(propagation, propagation.dim_factors(weights[name])), propagation):
             if label in propagation.whole[op]:  # the weight would be gathered there
                 kinds = [k for k in kinds if k.factors.isdisjoint(_classes(propagation, propagation.labels[op][label]))]
     sent = [(leaf, _follow_sum(value)) for op in graph.ops for leaf, value in _sent_values(op, propagation)]
@@ -196,7 +198,10 @@ def _sent_values(op: Op, propagation: Propagation) -> Iterator[tuple[DimFactor, 
     """
     if op.rule is None:
         yield from (
-            (leaf, v) for v in op.operands if not v.constant for leaf in _classes(propagation, propagation.leaves(v))
+            (leaf, v)
+            for v in op.operands
+            if not v.constant
+            for leaf in _classes(propagation, propagation.dim_factors(v))
         )
         return
     classes = {label: _classes(propagation, leaves) for label, leaves in propagation.labels.get(op, {}).items()}
@@ -231,7 +236,7 @@ def _follow_sum(value: Value) -> Value:
 
 def _classes(propagation: Propagation, leaves: Any) -> set[DimFactor]:
     """Returns the representatives of the classes of these factors."""
-    return {propagation.dims.find(x) for leaf in leaves for x in propagation.dims.leaves([leaf])}
+    return {propagation.dims.find(x) for leaf in leaves for x in propagation.dims.resolve([leaf])}
 
 
 def _choose_kinds(kinds: list[_Kind], values: list[set[DimFactor]]) -> list[_Kind]:
@@ -279,7 +284,7 @@ def _reasons(
     graph: Graph, propagation: Propagation, weights: Mapping[str, Value], kind: _Kind
 ) -> Iterator[tuple[str, tuple[bool, str]]]:
     """Yields for every weight of a kind whether its contracted dim is sharded, and the reason in words."""
-    find, factors_of = propagation.dims.find, propagation.leaves
+    find, factors_of = propagation.dims.find, propagation.dim_factors
     own = {name: {find(x) for x in factors_of(weights[name])} & kind.factors for name in kind.parts}
     once = {name for name in own if sum(find(x) in own[name] for x in factors_of(weights[name])) == 1}
     rows: dict[str, Value] = {}

@@ -14,6 +14,20 @@ CLEAN = ["core", "build", "distributed", "sharding", "tensor", "eager", "jit", "
 CLEAN += ["compiler/simplify"]
 CLEAN += ["frontend/guards", "frontend/reuse"]
 CLEAN += [f"frontend/{folder}" for folder in ("gradients", "hazards", "side_effects", "torch_rewrites")]
+CLEAN = [
+    "core",
+    "build",
+    "distributed",
+    "sharding",
+    "tensor",
+    "eager",
+    "jit",
+    "nn",
+    "testing",
+    "examples",
+    "compiler/graph",
+    "compiler/propagate",
+]
 
 
 @pytest.mark.parametrize("package", CLEAN)

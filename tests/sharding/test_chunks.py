@@ -397,7 +397,7 @@ def test_a_dim_is_split_only_between_pieces() -> None:
         parts = dims.refine(whole, (64 // minor, minor))
         assert (parts is None) == (inner is None)
         if parts is not None:
-            major, rest = (dims.size(dims.leaves(p)[0]) for p in parts)
+            major, rest = (dims.size(dims.resolve(p)[0]) for p in parts)
             assert str(Factor(major, (DATA,))) == f"{64 // minor}@data=[{inner}]"
             assert rest == minor
     # A second choice holds its class together as well, but the first one stands.

@@ -67,12 +67,12 @@ class Value:
     index: int = 0
     constant: bool = False
     manual: bool = False  # a device's tensor inside a shard_map body: its shape is local, it has no layout
-    readers: list[tuple[Op, int]] = field(default_factory=list)  # (op, operand position)
+    readers: list[tuple[Op, int]] = field(default_factory=list)  # an op and the operand's position
     is_output: bool = False
-    like: Value | None = None  # the input whose gradient this is; a constant has the form of this input
+    like: Value | None = None  # its input, for a gradient; for a constant, an input with equal dims
     again: bool = False  # the backward pass gathers it again
     rows: Rows | None = None  # devices may hold only the rows of their own groups
-    counted: str | None = None  # counts rows of this sort, of which each device may count its own
+    counted: str | None = None  # the sort whose rows it counts; each device may count its own
     times: int = 1  # how many values of the whole graph it represents
 
     @property
@@ -281,7 +281,7 @@ def is_creation(target: Any) -> bool:
 
 
 @cache
-def is_door(target: Any) -> bool:
+def is_body_boundary(target: Any) -> bool:
     """True if a tensor enters or leaves a shard_map body."""
     return has_trait(target, "enters_body") or has_trait(target, "leaves_body")
 
@@ -294,7 +294,7 @@ def _kind(target: Any) -> str:
 @cache
 def _is_manual(target: Any) -> bool:
     """True if an op always belongs to a shard_map body."""
-    return has_trait(target, "per_device") or is_door(target)
+    return has_trait(target, "per_device") or is_body_boundary(target)
 
 
 def _refuse_random(ops: Iterable[Op]) -> None:

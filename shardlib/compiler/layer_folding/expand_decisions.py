@@ -3,55 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.layer_folding.fold_graph import Folded, Layer
-from shardlib.compiler.propagate import Propagated, propagated
+from shardlib.compiler.propagate import Propagated, collect_decisions
 from shardlib.compiler.propagate.decision_units import DecisionUnit
 from shardlib.compiler.propagate.dim_factors import DimFactor
+from shardlib.compiler.propagate.pins import Pins
 from shardlib.compiler.propagate.propagate_axes import spread_annotations
 from shardlib.compiler.propagate.propagation import Assignment, Message, Propagation
 from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import FixedLayout
 
 Member = Op | Value
 
 
-def spread(
+def spread_decisions(
     folded: Folded,
     short: Propagated,
     mesh: Mesh,
-    fixed: Mapping[Value, FixedLayout],
-    outputs: Mapping[int, FixedLayout],
-    doors: Mapping[Op, FixedLayout],
+    pins: Pins,
     sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
 ) -> Propagated:
     """Returns the decisions about the whole graph, after those about the short one."""
     graph, near = folded.whole, short.propagation
-    loose = {key: dims for mine, dims in near.loose.items() for key, _ in _represented(folded, mine)}
-    met = {
+    relaxed = {key: dims for mine, dims in near.relaxed.items() for key, _ in _represented(folded, mine)}
+    borrowed = {
         key: tuple(p and (folded.seen(p[0], folded.layer(mine), layer), p[1]) for p in places)
-        for mine, places in near.met.items()
+        for mine, places in near.borrowed.items()
         for key, layer in _represented(folded, mine)
     }
-    whole = spread_annotations(graph, fixed, outputs, doors, loose, met)
-    whole.sends = partial(sends, whole)
-    leaves = _leaves(folded, graph, near, whole)
-    requests = whole.requests
-    whole.requests = {
-        leaf: [
-            next((own for own in requests.get(leaf, ()) if own.axis == want.axis), want) for want in near.requests[mine]
+    whole = spread_annotations(graph, pins, relaxed, borrowed)
+    factors = _factors(folded, graph, near, whole)
+    requests = {
+        factor: [
+            next((own for own in whole.requests.get(factor, ()) if own.axis == request.axis), request)
+            for request in near.requests[mine]
         ]
-        for leaf, mine in leaves.items()
+        for factor, mine in factors.items()
         if mine in near.requests
     }
-    for twin, key in folded.twins.items():
-        seen = whole.apart[key]
-        whole.value[twin], whole.twins[twin], whole.copies[twin] = whole.value[seen], whole.twins[seen], key
+    pinned = {twin: whole.pin_twins[key] for twin, key in folded.twins.items()}
+    whole = replace(
+        whole,
+        requests=requests,
+        copies=dict(folded.twins),
+        value=whole.value | {twin: whole.value[seen] for twin, seen in pinned.items()},
+        twins=whole.twins | {twin: whole.twins[seen] for twin, seen in pinned.items()},
+    )
     units = short.search.problem.units
 
     def representative(member: Member) -> Member:
@@ -60,13 +63,13 @@ def spread(
         )
         return near_member
 
-    problem = Problem(graph, whole, mesh)
+    problem = Problem(graph, whole, mesh, partial(sends, whole))
 
     def start(member: Member) -> Order:
         mine = representative(member)
-        return _with_slots(short.search.order(mine), units.unit[mine], problem.units.unit[member], leaves)
+        return _with_slots(short.search.order(mine), units.unit[mine], problem.units.unit[member], factors)
 
-    return propagated(Search(problem, start), doors, outputs)
+    return collect_decisions(Search(problem, start), pins)
 
 
 def _represented(folded: Folded, mine: Any) -> Iterator[tuple[Any, Layer]]:
@@ -77,7 +80,7 @@ def _represented(folded: Folded, mine: Any) -> Iterator[tuple[Any, Layer]]:
             yield folded.in_layer(mine, layer), layer
 
 
-def _leaves(folded: Folded, graph: Graph, near: Propagation, whole: Propagation) -> dict[DimFactor, DimFactor]:
+def _factors(folded: Folded, graph: Graph, near: Propagation, whole: Propagation) -> dict[DimFactor, DimFactor]:
     """Maps the dim factors of the whole to those of the short graph that represent them."""
     short: dict[DimFactor, DimFactor] = {}
     for op in graph.ops:
@@ -86,7 +89,9 @@ def _leaves(folded: Folded, graph: Graph, near: Propagation, whole: Propagation)
             short.update(zip(leaves, near.labels[mine].get(name, ()), strict=False))
     for value in graph.values():
         if value in whole.value:
-            short.update(zip(whole.leaves(value), near.leaves(folded.representative_value(value)), strict=False))
+            short.update(
+                zip(whole.dim_factors(value), near.dim_factors(folded.representative_value(value)), strict=False)
+            )
     return short
 
 

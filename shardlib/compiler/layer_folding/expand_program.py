@@ -30,7 +30,8 @@ def unroll(
 class _Unroller(LayeredProgram):
     def __init__(self, folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]) -> None:
         super().__init__(folded, program, parts)
-        self.apart = {twin: key for key, twin in propagated.propagation.apart.items()} | propagated.propagation.copies
+        self.apart = {twin: key for key, twin in propagated.propagation.pin_twins.items()}
+        self.apart |= propagated.propagation.copies
         self.draws = {op.node.args[at]: op for op in folded.graph.ops if (at := COUNTER.get(op.target)) is not None}
         self.vars: dict[tuple[Var, Layer], Var] = {}
         self.names: dict[str, int] = {}

@@ -18,6 +18,7 @@ import numpy as np
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.layer_folding.periodic_runs import MIN_REPEATS, Run, find_runs
+from shardlib.compiler.propagate.pins import Pins
 from shardlib.primitives.random.keys import COUNTER
 from shardlib.sharding.placement import FixedLayout
 
@@ -69,17 +70,12 @@ class Layers:
         return item
 
 
-def find_layers(
-    graph: Graph,
-    fixed: Mapping[Value, FixedLayout],
-    outputs: Mapping[int, FixedLayout],
-    doors: Mapping[Op, FixedLayout],
-) -> Layers | None:
+def find_layers(graph: Graph, pins: Pins) -> Layers | None:
     """Returns the layers of a graph, equal in their annotations, too; None if nothing is repeated often enough."""
     number: dict[Hashable, int] = {}
     row = np.array([number.setdefault(_op_key(op), len(number)) for op in graph.ops], dtype=np.int64)
     runs = find_runs(row)
-    return _Search(graph, runs, fixed, outputs, doors).layers() if runs else None
+    return _Search(graph, runs, pins).layers() if runs else None
 
 
 def _op_key(op: Op) -> Hashable:
@@ -100,16 +96,8 @@ def _call_key(op: Op) -> Hashable:
 class _Search:
     """Finds the layer of every repeat of every run, and the range of layers that read alike."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        runs: Sequence[Run],
-        fixed: Mapping[Value, FixedLayout],
-        outputs: Mapping[int, FixedLayout],
-        doors: Mapping[Op, FixedLayout],
-    ) -> None:
-        self.graph, self.runs = graph, [*runs]
-        self.fixed, self.outputs, self.doors = fixed, outputs, doors
+    def __init__(self, graph: Graph, runs: Sequence[Run], pins: Pins) -> None:
+        self.graph, self.runs, self.pins = graph, [*runs], pins
         self.at: dict[Op, tuple[int, int, int]] = {}  # run, position in it, repeat
         for r, run in enumerate(runs):
             self._place(r, run)
@@ -261,7 +249,7 @@ class _Search:
         ends += [] if op.owns is None else [op.owns.ends]
         seen = tuple([self._seen(v, layer) for v in (*op.operands, *ends)])
         likes = tuple([r.like and self._seen(r.like, layer) for r in results])
-        fixed = tuple([_fixed_key(self.fixed.get(r)) for r in results]), _fixed_key(self.doors.get(op))
+        fixed = tuple([_fixed_key(self.pins.values.get(r)) for r in results]), _fixed_key(self.pins.body_inputs.get(op))
         return seen, likes, fixed, tuple([tuple(self._outside(r)) for r in results])
 
     def _seen(self, value: Value, layer: int) -> Hashable:
@@ -275,7 +263,7 @@ class _Search:
 
     def _input_key(self, value: Value) -> Hashable:
         like = value.like and self._seen(value.like, self.inputs[value].layer)
-        fixed = _fixed_key(self.fixed.get(value))
+        fixed = _fixed_key(self.pins.values.get(value))
         form = value.shape, value.dtype, value.constant, value.again, value.is_output
         return form, like, fixed, value.op, value.rows, len(value.readers), tuple(self._outside(value))
 
@@ -298,7 +286,7 @@ class _Search:
                 part = ("result", place.part, index, times[place, index])
                 times[place, index] += 1
                 places[i] = Place(part, place.layer)
-                fixed[part][place.layer] = _fixed_key(self.outputs.get(i))
+                fixed[part][place.layer] = _fixed_key(self.pins.outputs.get(i))
         alike = all(len(keys) == len(layers) and len({*keys.values()}) == 1 for keys in fixed.values())
         return places if alike else None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Owns, Rows, Value
 from shardlib.compiler.layer_folding.find_layers import Item, Layers, Place, find_layers
+from shardlib.compiler.propagate.pins import Pins
 from shardlib.sharding.placement import FixedLayout
 
 WORTH = 400  # ops that are left out, or it is not worth it
@@ -140,9 +141,13 @@ class Folded:
         place = self.place(item)
         return place is None or place.layer not in self.left_out
 
-    def restrict(self, fixed: Mapping[Any, FixedLayout]) -> dict[Any, FixedLayout]:
-        """Restricts what is fixed in the whole graph to the short one."""
-        return {mine: fixed[theirs] for mine, theirs in self.original.items() if theirs in fixed}
+    def restrict(self, pins: Pins) -> Pins:
+        """Returns the pins of the whole graph that the short one has, too."""
+
+        def short(of_whole: Mapping[Any, FixedLayout]) -> dict[Any, FixedLayout]:
+            return {mine: of_whole[theirs] for mine, theirs in self.original.items() if theirs in of_whole}
+
+        return Pins(short(pins.values), short(pins.outputs), short(pins.body_inputs))
 
     def _times(self, item: Item) -> int:
         place, many = self.place(item), 1 if isinstance(item, int) else item.times
@@ -190,14 +195,9 @@ class Folded:
         return copy
 
 
-def fold(
-    graph: Graph,
-    fixed: Mapping[Value, FixedLayout],
-    outputs: Mapping[int, FixedLayout],
-    doors: Mapping[Op, FixedLayout],
-) -> Folded | None:
+def fold(graph: Graph, pins: Pins) -> Folded | None:
     """Returns a short graph for one that repeats itself; None if it would hardly be shorter."""
-    if len(graph.ops) < WORTH or (layers := find_layers(graph, fixed, outputs, doors)) is None:
+    if len(graph.ops) < WORTH or (layers := find_layers(graph, pins)) is None:
         return None
     left_out = range(layers.first + 2, layers.last - 2)
     fewer = sum(isinstance(x, Op) and place.layer in left_out for x, place in layers.places.items())

@@ -78,15 +78,15 @@ class Lowering:
             if value.constant:
                 self.builder.inputs.append(self.constants.whole(value))
                 continue
-            given, cut = self.p.given(value)
+            given, cut = self.p.placed_input(value)
             self.builder.inputs.append(self.values.make(given, (cut, SETTLED)))
         for value, tensor in self.graph.captured:
             self.builder.captured.append((self.constants.whole(value), tensor))
         for value in self.graph.inputs:
-            if value in self.propagation.apart and self.sums.readers[value]:
+            if value in self.propagation.pin_twins and self.sums.readers[value]:
                 self.values.reader = None
                 self._begun.append((value, len(self.builder.steps)))
-                self.values.as_(self.propagation.apart[value], value, self.p.input_cut(value))
+                self.values.as_(self.propagation.pin_twins[value], value, self.p.input_axes(value))
         for op in self.graph.ops:
             if not op.constant and not op.transparent:
                 for reader, waiting in self.between.turn(op):
@@ -119,7 +119,7 @@ class Lowering:
         if op.constrains:
             result = op.results[0]
             assert result is not None
-            said, cut = self.propagation.apart.get(result, result), self.propagation.fixed[result][0]
+            said, cut = self.propagation.pin_twins.get(result, result), self.propagation.fixed[result][0]
             self.values.as_(op.operands[0], said, cut)
             if said is not result:
                 self.values.as_(said, result, cut)
@@ -185,7 +185,7 @@ class Lowering:
         if op.owns is None or op not in self.units.op_slots:
             return frozenset()
         slot = self.units.op_slots[op].get((op.owns.factor, 0))
-        axes = () if slot is None else self.p.unit_cut(self.units.unit[op])[slot]
+        axes = () if slot is None else self.p.unit_axes(self.units.unit[op])[slot]
         forms = {i: self.values.own.form(op.operands[i]) for i in op.owns.reads}
         return frozenset(i for i, form in forms.items() if axes and form is not None and {*form[1].axes} == {*axes})
 
@@ -218,7 +218,7 @@ class Lowering:
         form, slots = self.values.owing(value), self.units.op_slots.get(reader)
         if form is None or slots is None:
             return
-        cuts, i = self.p.unit_cut(self.units.unit[reader]), reader.operands.index(value)
+        cuts, i = self.p.unit_axes(self.units.unit[reader]), reader.operands.index(value)
         factors = value_factors(self.propagation, reader, i, operand=True)
         want = tuple(cuts[slots[x]] if x in slots else () for x in factors)
         more = [b[len(a) :] for a, b in zip(form[0], want, strict=True) if b[: len(a)] == a]
@@ -229,7 +229,7 @@ class Lowering:
         """No rule: whole operands, the plain op, whole results."""
         args, kwargs = substitute(op.node, list(map(self.values.whole, op.operands)))
         outs = [
-            None if r is None else self.values.make(r, (((),) * len(self.propagation.leaves(r)), SETTLED))
+            None if r is None else self.values.make(r, (((),) * len(self.propagation.dim_factors(r)), SETTLED))
             for r in op.results
         ]
         self.builder.compute(op.target, args, kwargs | more, outs, "no rule: runs replicated")
@@ -257,15 +257,17 @@ class Lowering:
             assert result is not None
             value = op.operands[0]
             if value.constant:
-                var = self.constants.get(value, self._door_dims(op))
+                var = self.constants.get(value, self._body_input_dims(op))
             else:
-                var = self.values.as_(value, self.propagation.apart.get(op, value), self.propagation.doors[op][0])
+                var = self.values.as_(
+                    value, self.propagation.pin_twins.get(op, value), self.propagation.body_inputs[op][0]
+                )
             self.values.have[result][(), SETTLED] = var
             return
         operands = [self.constants.get(v, ()) if v.constant else self.values.have[v][(), SETTLED] for v in op.operands]
         if has_trait(op.target, "leaves_body"):
             assert result is not None
-            said, cut = self.propagation.apart.get(result, result), self.propagation.fixed[result][0]
+            said, cut = self.propagation.pin_twins.get(result, result), self.propagation.fixed[result][0]
             out = self.values.make(said, (cut, SETTLED))
             self.builder.compute(ALIAS, (operands[0],), {}, [out])
             if said is not result:
@@ -280,8 +282,8 @@ class Lowering:
             outs = [None if r is None else self.values.make(r, ((), SETTLED)) for r in op.results]
             self.builder.compute(op.target, args, kwargs, outs, "shard_map")
 
-    def _door_dims(self, op: Op) -> tuple[Any, ...]:
-        layout = self.p.doors[op].layout
+    def _body_input_dims(self, op: Op) -> tuple[Any, ...]:
+        layout = self.p.pins.body_inputs[op].layout
         return tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
 
     def _operand(self, op: Op, i: int, assignment: Assignment, owed: Owed = SETTLED) -> Var:
@@ -313,12 +315,12 @@ class Lowering:
         self._there(viewed(value))
         self.values.own.settle(value)
         if i in self.propagation.outputs:
-            return self.values.as_(value, self.propagation.apart.get(i, value), self.propagation.outputs[i][0])
+            return self.values.as_(value, self.propagation.pin_twins.get(i, value), self.propagation.outputs[i][0])
         annotated = self.propagation.fixed.get(value) if value.op is not None else None
         if value.constant:
-            said = self.p.outputs.get(i) or (annotated and annotated[1])
+            said = self.p.pins.outputs.get(i) or (annotated and annotated[1])
             dims = () if said is None else tuple(tuple((f.size, f.axes) for f in dim) for dim in said.layout.dims)
             return self.constants.get(value, dims)
         if annotated is not None:
-            return self.values.get(self.propagation.apart.get(value, value), annotated[0])
+            return self.values.get(self.propagation.pin_twins.get(value, value), annotated[0])
         return self.values.get(value, self.values.natural(value))

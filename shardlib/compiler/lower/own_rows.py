@@ -101,7 +101,10 @@ class OwnRows:
             form,
             self.values.whole(ends),
             [(self.propagation.dims.size(x), cut[at + k]) for k, x in enumerate(leaves[dim])],
-            [(self.propagation.dims.size(x), axes * (k == 0)) for k, x in enumerate(self.propagation.owners[ends])],
+            [
+                (self.propagation.dims.size(x), axes * (k == 0))
+                for k, x in enumerate(self.propagation.group_factors[ends])
+            ],
             own=ends.counted is not None,
         )
         for _ in range(dim + 1, len(value.shape)):

@@ -10,8 +10,8 @@ from shardlib.compiler.lower.arguments import substitute
 from shardlib.compiler.lower.count_comm import Senders
 from shardlib.compiler.lower.emit import Emitter
 from shardlib.compiler.program.steps import Var
-from shardlib.compiler.propagate.decision_units import may_cut
-from shardlib.compiler.propagate.pinned import shared_out, write_down
+from shardlib.compiler.propagate.decision_units import can_shard
+from shardlib.compiler.propagate.lock_pins import distribute_factor, lock_layout
 from shardlib.compiler.propagate.propagation import Assignment, OpFactor, Propagation
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
@@ -101,8 +101,8 @@ def _assigned(op: Op, index: int, layout: Layout, propagation: Propagation) -> A
     assert rule is not None
     labels = {name: dims.new(size) for name, size in rule.sizes.items()}
     raw = [[leaf for name in names for leaf in labels[name]] for names in rule.results[index]]
-    parts = write_down(dims, raw, layout)
-    propagation.labels[op] = {name: tuple(dims.leaves(found)) for name, found in labels.items()}
+    parts = lock_layout(dims, raw, layout)
+    propagation.labels[op] = {name: tuple(dims.resolve(found)) for name, found in labels.items()}
     propagation.whole[op] = frozenset(rule.whole).union(*rule.ties.required.items())
     factor = {leaf: (name, k) for name, found in propagation.labels[op].items() for k, leaf in enumerate(found)}
     assignment: dict[OpFactor, Axes] = {}
@@ -112,8 +112,8 @@ def _assigned(op: Op, index: int, layout: Layout, propagation: Propagation) -> A
                 return None
             continue
         for group, one in zip(groups, factors, strict=True):
-            for leaf, axes, _ in shared_out(dims, group, one):
-                if axes and not may_cut(propagation, op, factor[leaf]):
+            for leaf, axes, _ in distribute_factor(dims, group, one):
+                if axes and not can_shard(propagation, op, factor[leaf]):
                     return None
                 assignment |= {factor[leaf]: axes} if axes else {}
     return assignment

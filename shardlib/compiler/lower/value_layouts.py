@@ -17,7 +17,7 @@ from shardlib.compiler.lower.sharded_constants import Constants
 from shardlib.compiler.program.steps import Asked, Var
 from shardlib.compiler.propagate.decision_units import value_factors
 from shardlib.compiler.propagate.propagation import Assignment, OpFactor
-from shardlib.compiler.propagate.solver.edge_reshards import settled
+from shardlib.compiler.propagate.solver.reshard_costs import place_returned_sum
 from shardlib.sharding import reshard
 from shardlib.sharding.reshard import Axes, FactorAxes
 
@@ -74,7 +74,7 @@ class Values:
         """The value, complete, on every device."""
         if value.constant:
             return self.constants.get(value, ())
-        return self.get(value, ((),) * len(self.propagation.leaves(value)))
+        return self.get(value, ((),) * len(self.propagation.dim_factors(value)))
 
     def as_(self, value: Value, target: Value, cut: FactorAxes) -> Var:
         """`value` in a cut of `target`, the same tensor under another annotation: with other factors, or pieces."""
@@ -254,7 +254,7 @@ class Values:
         if value.op is not None and value.op.transparent and not self.have[value]:
             assignment = self.pulled(value.op, self.natural(value.op.operands[0]))
             if assignment is None:
-                return ((),) * len(self.propagation.leaves(value))
+                return ((),) * len(self.propagation.dim_factors(value))
             return self.forms.result_form(value.op, 0, assignment, SETTLED)[0]
         (cut, owed), *_ = self.have[value]
         complete = [form for form in self.have[value] if not form[1]]
@@ -263,9 +263,9 @@ class Values:
         requests = self.propagation.requests
         leaves = [
             ([w.axis for w in requests.get(x, ())], self.propagation.dims.size(x))
-            for x in self.propagation.leaves(value)
+            for x in self.propagation.dim_factors(value)
         ]
-        return settled(cut, owed.axes, leaves)
+        return place_returned_sum(cut, owed.axes, leaves)
 
     def _typed(self, value: Value, cut: FactorAxes, owed: Owed) -> str:
         return f"[{self.forms.layout(value, cut, owed)}]"

@@ -101,7 +101,7 @@ class Explainer:
         unit = self.compiled.propagated.units.unit.get(op) if isinstance(op, Op) else None
         if unit is None or not unit.spares or c.kind != "all_gather":
             return ""
-        program, cuts = self.compiled.program, self.compiled.propagated.unit_cut(unit)
+        program, cuts = self.compiled.program, self.compiled.propagated.unit_axes(unit)
         if axes & {a for slot in unit.spares for a in cuts[slot]}:
             return ""
         requested = [x for x in program.collectives if isinstance(x.because, Asked) and x.because.by is op]
@@ -158,7 +158,7 @@ class Explainer:
         if value is None or op is None or op.rule is None or op not in units.unit:
             return ""
         axes = {p for a in c.axes for p in a.primes()}
-        cuts = propagated.unit_cut(units.unit[op])
+        cuts = propagated.unit_axes(units.unit[op])
         kept = {label for labels in op.rule.results[value.index] for label in labels}
         over = [
             self.naming.leaf(propagated.propagation.labels[op][label][k])
@@ -222,7 +222,7 @@ class Explainer:
             return [f"fixed by {propagation.fixed[v][1].source}"]
         lines = []
         for leaf, axes in zip(
-            propagation.leaves(v) if v in propagation.value else (),
+            propagation.dim_factors(v) if v in propagation.value else (),
             var.placement[0] if var.placement else (),
             strict=False,
         ):
@@ -230,7 +230,7 @@ class Explainer:
                 source = self._source(leaf, axis)
                 lines.append(f"{self.naming.leaf(leaf)} is cut over {axis}, asked for by {source}")
         if not lines and v in propagation.value:
-            wanted = [leaf for leaf in propagation.leaves(v) if propagation.requests.get(leaf)]
+            wanted = [leaf for leaf in propagation.dim_factors(v) if propagation.requests.get(leaf)]
             lines = [] if wanted else ["whole: no annotation reaches its dims"]
         return lines
 

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.decision_units import DecisionUnit, Units
-from shardlib.compiler.propagate.fused_weights import Met
-from shardlib.compiler.propagate.fused_weights import met as find_met
-from shardlib.compiler.propagate.pinned import Key
+from shardlib.compiler.propagate.fused_weights import find_borrowed_dims
+from shardlib.compiler.propagate.pins import PinKey, Pins
 from shardlib.compiler.propagate.propagate_axes import spread_annotations
-from shardlib.compiler.propagate.propagation import Assignment, AxisRequest, Message, Propagation
-from shardlib.compiler.propagate.relax_cuts import Loose, matter
+from shardlib.compiler.propagate.propagation import (
+    Assignment,
+    AxisRequest,
+    BorrowedDims,
+    Message,
+    Propagation,
+    RelaxedDims,
+)
+from shardlib.compiler.propagate.relax_pins import are_for_arithmetic, find_misfits
 from shardlib.compiler.propagate.solver.effort import Effort, Planning
-from shardlib.compiler.propagate.solver.overlap import hidden
-from shardlib.compiler.propagate.solver.problem import Order, Problem
+from shardlib.compiler.propagate.solver.hidden_messages import find_hidden_values
+from shardlib.compiler.propagate.solver.problem import Problem
 from shardlib.compiler.propagate.solver.propose_axes import offer_axes
-from shardlib.compiler.propagate.solver.search import Search, better
-from shardlib.compiler.propagate.solver.take_apart import hide_messages, send_less, take_apart
+from shardlib.compiler.propagate.solver.search import Search, choose_search
+from shardlib.compiler.propagate.solver.split_units import hide_messages, send_less, split_units
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.reshard import FactorAxes
 
-# Of the effort, the share that is spent at most when the first decision stands, and that in another problem; when units
-# are parted and offers made; and when fewer bytes are sent.
-_FIRST, _OTHER, _PARTED, _LESS = 0.4, 0.5, 0.7, 0.9
+# The share of the effort that is spent at most when the first decision stands, that in another problem, when units are
+# split and offers made, and when fewer bytes are sent.
+_FIRST, _OTHER, _SPLIT, _LESS = 0.4, 0.5, 0.7, 0.9
 _OFFER = "an offer: nothing else would use it there"
 
 
@@ -38,97 +43,96 @@ class Propagated:
     propagation: Propagation
     units: Units
     search: Search
-    doors: Mapping[Op, FixedLayout]
-    outputs: Mapping[int, FixedLayout]
+    pins: Pins
 
-    def unit_cut(self, unit: DecisionUnit) -> tuple[tuple[Axis, ...], ...]:
-        """The mesh axes on each slot of `unit`, in prime parts."""
-        return self.search.cut(unit.ops[0] if unit.ops else unit.values[0])
+    def unit_axes(self, unit: DecisionUnit) -> tuple[tuple[Axis, ...], ...]:
+        """Returns the mesh axes on each slot of `unit`, in prime parts."""
+        return self.search.slot_axes(unit.ops[0] if unit.ops else unit.values[0])
 
     def assignment(self, op: Op) -> Assignment:
-        """The mesh axes over which each factor of `op` is cut."""
-        cuts = self.search.cut(op)
-        return {x: cuts[s] for x, s in self.units.op_slots[op].items() if cuts[s]}
+        """Returns the mesh axes over which each factor of `op` is sharded."""
+        axes = self.search.slot_axes(op)
+        return {x: axes[s] for x, s in self.units.op_slots[op].items() if axes[s]}
 
-    def given(self, value: Value) -> tuple[Value, FactorAxes]:
-        """An input as it is given, and its cut."""
-        given = self.propagation.apart.get(value, value)
-        return given, self.propagation.fixed[given][0] if given in self.propagation.fixed else self.input_cut(value)
+    def placed_input(self, value: Value) -> tuple[Value, FactorAxes]:
+        """Returns the twin of an input that has one, or the input, with the axes in which the call gets it."""
+        placed, fixed = self.propagation.pin_twins.get(value, value), self.propagation.fixed
+        return placed, fixed[placed][0] if placed in fixed else self.input_axes(value)
 
-    def input_cut(self, value: Value) -> FactorAxes:
-        """The cut of an input: as annotated, or as inferred."""
+    def input_axes(self, value: Value) -> FactorAxes:
+        """Returns the axes of an input, as pinned or as inferred."""
         if value in self.propagation.fixed:
             return self.propagation.fixed[value][0]
         if value not in self.units.unit:
-            return ((),) * len(self.propagation.leaves(value))
-        cuts = self.search.cut(value)
-        return tuple(() if s is None else cuts[s] for s in self.units.value_slots[value])
+            return ((),) * len(self.propagation.dim_factors(value))
+        axes = self.search.slot_axes(value)
+        return tuple(() if s is None else axes[s] for s in self.units.value_slots[value])
 
 
 def propagate(
     graph: Graph,
     mesh: Mesh,
-    fixed: Mapping[Value, FixedLayout],
-    outputs: Mapping[int, FixedLayout],
-    doors: Mapping[Op, FixedLayout],
+    pins: Pins,
     sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
     planning: Planning = None,
 ) -> Propagated:
-    """Decide every op's cut; `fixed`, `outputs` and `doors` hold the user's decisions.
+    """Decides the sharding of every op within `pins`.
 
-    `sends` says what an op sends while it runs, if it is cut in some way.
+    `sends` returns the messages inside an op under an assignment.
 
-    There is one problem, which is built once, and one search in it. Whole units choose first, then their ops alone;
-    dims that nobody annotated are offered axes; messages that arithmetic can hide count less; and of two decisions that
-    take about as long, the one that sends less stands. `planning` says how long that may take, as in `jit`.
+    Each problem is built once, for one search. Whole units choose first, then single ops. Dims without an annotation
+    are offered axes. Messages that arithmetic can hide count less. Of two decisions that take about as long, the one
+    that sends less stands. `planning` limits the time, as in `jit`.
     """
-    effort = Effort.of(planning, len(graph.ops))
+    effort = Effort.limited(planning, len(graph.ops))
     effort.share = _FIRST
+    hidden = find_hidden_values(graph, mesh)
 
-    def spread(loose: Loose, met: Met) -> Propagation:
-        return spread_annotations(graph, fixed, outputs, doors, loose, met)
+    def spread(relaxed: RelaxedDims, borrowed: BorrowedDims) -> Propagation:
+        return spread_annotations(graph, pins, relaxed, borrowed)
 
-    def begin(propagation: Propagation, start: Callable[[Op | Value], Order] | None = None) -> Search:
-        propagation.hidden, propagation.sends = hidden(graph, mesh), partial(sends, propagation)
-        search = Search(Problem(graph, propagation, mesh), start, effort)
+    def begin(propagation: Propagation) -> Search:
+        search = Search(Problem(graph, propagation, mesh, partial(sends, propagation), hidden), effort=effort)
         search.minimize(search.domains(search.problem.groups))
         return search
 
     search = begin(spread({}, {}))
     effort.share = _OTHER
-    if (met := find_met(search.problem.propagation, graph)) and not effort.stops():
-        search = better(search, begin(spread({}, met)))
-    now, loose = search.problem.propagation, dict[Key, frozenset[int]]()
-    if now.tight and matter(now, graph) and not effort.stops():
-        while now.tight.keys() - loose.keys():
-            loose |= now.tight
-            now = spread(loose, now.met)
-        search = better(search, begin(now))
+    if (borrowed := find_borrowed_dims(search.problem.propagation, graph)) and not effort.stops():
+        search = choose_search(search, begin(spread({}, borrowed)))
+    now, relaxed = search.problem.propagation, dict[PinKey, frozenset[int]]()
+    misfits = find_misfits(now, graph)
+    if misfits and are_for_arithmetic(now, misfits, graph) and not effort.stops():
+        while misfits.keys() - relaxed.keys():
+            relaxed |= misfits
+            now = spread(relaxed, now.borrowed)
+            misfits = find_misfits(now, graph)
+        search = choose_search(search, begin(now))
     first = search.state
-    effort.share = _PARTED
-    take_apart(search)
+    effort.share = _SPLIT
+    split_units(search)
     if offer_axes(search, first):
-        take_apart(search)
+        split_units(search)
     effort.share = _LESS
     send_less(search)
     effort.share = 1.0
     hide_messages(search)
-    return propagated(search, doors, outputs)
+    return collect_decisions(search, pins)
 
 
-def propagated(search: Search, doors: Mapping[Op, FixedLayout], outputs: Mapping[int, FixedLayout]) -> Propagated:
-    """The decisions of a search, with units whose parts choose alike."""
-    problem = search.problem
-    for leaf, name in search.offers:
-        for member in [leaf for leaf, family in problem.families.items() if family == leaf]:
-            requests = problem.propagation.requests.setdefault(member, [])
-            requests += [
-                AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(want.axis != a for want in requests)
-            ]
+def collect_decisions(search: Search, pins: Pins) -> Propagated:
+    """Returns the decisions of a search, with its offers as requests, and with units whose parts choose alike."""
+    problem, requests = search.problem, dict(search.problem.propagation.requests)
+    for factor, name in search.offers:
+        for member in [x for x, family in problem.families.items() if family == factor]:
+            own = requests.get(member, [])
+            new = [AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(w.axis != a for w in own)]
+            requests[member] = own + new
 
     def part(member: Op | Value) -> object:
-        kind = problem.kind.get(problem.units.unit[member])
-        return None if kind is None else search.choices[kind]
+        unit_class = problem.class_of.get(problem.units.unit[member])
+        return None if unit_class is None else search.choices[unit_class]
 
-    units = problem.coarse.apart(part) if len(search.variables()) > len(problem.groups) else problem.coarse
-    return Propagated(problem.propagation, units, search, doors, outputs)
+    is_split = len(search.variables()) > len(problem.groups)
+    units = problem.whole_units.split(part) if is_split else problem.whole_units
+    return Propagated(replace(problem.propagation, requests=requests), units, search, pins)

@@ -24,7 +24,7 @@ _FULLER = 1.5  # how many times as much as in chunks a device may hold
 
 @dataclass(frozen=True)
 class Place:
-    """Element s of `base`, a size that is sharded in chunks, lies beside element `scale * s + shift` of a factor."""
+    """Element s of `base`, a size sharded in chunks, belongs next to element `scale * s + shift` of a factor."""
 
     base: int
     scale: Fraction = Fraction(1)
@@ -33,8 +33,10 @@ class Place:
 
 @dataclass(frozen=True)
 class _Tie:
-    """Element s of another leaf lies beside `scale * s + shift` of this one, for a shift from `low` to `high`; `bytes`
-    of it move for each element that they are apart."""
+    """Element s of factor `other` belongs next to element `scale * s + shift` of this one, `low <= shift <= high`.
+
+    For each element of distance, `bytes` move.
+    """
 
     other: DimFactor
     scale: Fraction
@@ -43,28 +45,30 @@ class _Tie:
     bytes: int
 
 
-def align(graph: Graph, f: Propagation) -> None:
+def align_shards(graph: Graph, f: Propagation) -> None:
     """Gives every free factor the shards of the factors that it is tied to."""
     ties: dict[DimFactor, list[_Tie]] = defaultdict(list)
     for op in graph.ops:
-        for leaf, tie in _ties(op, f):
-            ties[leaf].append(tie)
+        for dim_factor, tie in _ties(op, f):
+            ties[dim_factor].append(tie)
     if not ties:
         return
     bound = _bound(graph, f)
     places = {
-        leaf: Place(f.dims.size(leaf)) for leaf in ties if leaf in bound or isinstance(f.dims.size(leaf), UnchunkedSize)
+        dim_factor: Place(f.dims.size(dim_factor))
+        for dim_factor in ties
+        if dim_factor in bound or isinstance(f.dims.size(dim_factor), UnchunkedSize)
     }
-    waiting = [leaf for leaf in ties if leaf not in places]
+    waiting = [dim_factor for dim_factor in ties if dim_factor not in places]
     while waiting:
         left = []
-        for leaf in waiting:
-            found = _found(f.dims.size(leaf), ties[leaf], places)
-            if found is None:
-                left.append(leaf)
+        for dim_factor in waiting:
+            place = _choose_place(f.dims.size(dim_factor), ties[dim_factor], places)
+            if place is None:
+                left.append(dim_factor)
             else:
-                places[leaf] = _taken(f, leaf, found)
-        if len(left) == len(waiting):  # nothing leads here: the first is in chunks
+                places[dim_factor] = _take_place(f, dim_factor, place)
+        if len(left) == len(waiting):  # no tie leads to these factors: the first one is sharded in chunks
             first = left.pop(0)
             places[first] = Place(f.dims.size(first))
         waiting = left
@@ -81,17 +85,17 @@ def _ties(op: Op, f: Propagation) -> Iterator[tuple[DimFactor, _Tie]]:
         (x, *inner), (y, *others) = labels[name], labels[by]
         if x == y:
             continue
-        across, along = (Fraction(_product(f, of)) for of in (inner, others))
+        across, along = (Fraction(_product(f, minor)) for minor in (inner, others))
         step, (a, b) = stride * along / across, (Fraction(n) / across for n in (low, high))
         nbytes = _row(op, name, op.rule.sizes[name]) * count * op.times
         yield y, _Tie(x, 1 / step, -b / step, -a / step, nbytes)
         yield x, _Tie(y, step, a, b, nbytes)
 
 
-def _product(f: Propagation, leaves: Sequence[DimFactor]) -> int:
+def _product(f: Propagation, dim_factors: Sequence[DimFactor]) -> int:
     n = 1
-    for leaf in leaves:
-        n *= int(f.dims.size(leaf))
+    for dim_factor in dim_factors:
+        n *= int(f.dims.size(dim_factor))
     return n
 
 
@@ -99,32 +103,37 @@ def _row(op: Op, name: str, size: int) -> int:
     """The bytes of one element of a factor."""
     assert op.rule is not None
     values = (*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True))
-    found = [v.nbytes for v, labels in values if v is not None and any(name in dim for dim in labels)]
-    return max(found, default=0) // max(size, 1)
+    nbytes = [v.nbytes for v, labels in values if v is not None and any(name in dim for dim in labels)]
+    return max(nbytes, default=0) // max(size, 1)
 
 
 def _bound(graph: Graph, f: Propagation) -> set[DimFactor]:
-    """The leaves of what is seen from outside, or fixed."""
+    """Returns the factors of inputs, outputs and pinned values."""
     outside = [v for v in (*graph.inputs, *graph.outputs, *f.fixed, *f.twins) if isinstance(v, Value)]
     outside += [v for op in graph.ops if op.constrains or op.manual for v in (*op.operands, *op.results) if v]
-    bound = {leaf for v in outside if not v.constant and v in f.value for leaf in f.leaves(v)}
-    return bound | {leaf for ends in f.owners.values() for leaf in ends} | f.same.keys() | f.kin.keys()
+    bound = {dim_factor for v in outside if not v.constant and v in f.value for dim_factor in f.dim_factors(v)}
+    return (
+        bound
+        | {dim_factor for ends in f.group_factors.values() for dim_factor in ends}
+        | f.same.keys()
+        | f.resized.keys()
+    )
 
 
-def _found(size: int, ties: Sequence[_Tie], places: dict[DimFactor, Place]) -> Place | None:
-    """Returns the best place of a factor with `size` elements beside factors that have places, if any tie has one."""
+def _choose_place(size: int, ties: Sequence[_Tie], places: dict[DimFactor, Place]) -> Place | None:
+    """Returns the best place of a factor of `size` elements, by ties to factors with places; None without such ties."""
     settled = all(tie.other in places for tie in ties)
     groups: dict[tuple[int, Fraction], list[tuple[Fraction, Fraction, int]]] = defaultdict(list)
     for tie in ties:
-        if (there := places.get(tie.other)) is None:
+        if (place := places.get(tie.other)) is None:
             continue
-        moved = tie.scale * there.shift
-        groups[there.base, tie.scale * there.scale].append((moved + tie.low, moved + tie.high, tie.bytes))
+        shift = tie.scale * place.shift
+        groups[place.base, tie.scale * place.scale].append((shift + tie.low, shift + tie.high, tie.bytes))
     if not groups:
         return None
-    (base, scale), spans = max(groups.items(), key=lambda of: sum(nbytes for *_, nbytes in of[1]))
-    # What moves is least at the median. At one end of it the least messages go, in the middle all that is still to come
-    # is near.
+    (base, scale), spans = max(groups.items(), key=lambda group: sum(nbytes for *_, nbytes in group[1]))
+    # The least bytes move at the median. A shift of 0 sends the fewest messages; while some ties have no places yet,
+    # the middle is near all of them.
     low, high = _median([(end, nbytes) for a, b, nbytes in spans for end in (a, b)])
     middle = Fraction(size - 1) / 2 - scale * Fraction(base - 1) / 2
     shift = min(max(Fraction(0) if settled else middle, low), high)
@@ -142,15 +151,15 @@ def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
     return points[-1][0], points[-1][0]
 
 
-def _taken(f: Propagation, leaf: DimFactor, place: Place) -> Place:
+def _take_place(f: Propagation, dim_factor: DimFactor, place: Place) -> Place:
     """Takes a place for a factor, or its own chunks where some device would hold too much; returns the one taken."""
-    size, base = f.dims.size(leaf), place.base
-    axes = Axis.merge(w.axis for w in f.requests.get(leaf, ()))
+    size, base = f.dims.size(dim_factor), place.base
+    axes = Axis.merge(w.axis for w in f.requests.get(dim_factor, ()))
     if place == Place(size) or not axes or not size or not base:
         return place if place == Place(size) or not axes else Place(size)
     aligned = AlignedSize(size, base, place.scale, place.shift)
     if largest_shard(aligned, axes) > _FULLER * largest_shard(size, axes):
         return Place(size)
     if isinstance(restrict_size(aligned, axes), UnchunkedSize):
-        f.dims.place(leaf, aligned)
+        f.dims.place(dim_factor, aligned)
     return place

@@ -19,17 +19,17 @@ from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import OpFactor, Propagation
 
-Slots = tuple[int | None, ...]  # per leaf of a value: the unit's slot, or None (never cut)
+Slots = tuple[int | None, ...]  # per factor of a value: the unit's slot, or None if it is never sharded
 
 
 @dataclass(eq=False)
 class DecisionUnit:
-    """`slots`: the class in each slot; `ops` and `values`: the members.
+    """Ops and values that take one layout together; `slots` holds a factor class each.
 
-    `rounds`: {slot: another one}: the first is cut only together with the other, by the same axes. `lends`: {slot:
-    another one}: the first may take an axis that only the other wants. `follows`: {slot: another one}: cut only
-    together too, which is no choice of its own. `spares`: slots that may stay whole though they want an axis. `part`:
-    which part of a larger unit this is, if it was taken apart; units of different parts never share a decision.
+    `rounds` maps a slot to another one: it takes the other's axes, or none, as keys that go round a ring. `follows`
+    maps a slot to another one with the same axes, and leaves no choice. `lends` maps a slot to another one, whose axes
+    it may take. `spares` are slots that may stay whole though they request an axis. `part` identifies a part of a split
+    unit; units of different parts never share a decision.
     """
 
     slots: list[DimFactor]
@@ -53,33 +53,33 @@ class Units:
     unit: dict[Op | Value, DecisionUnit] = field(default_factory=dict)
     op_slots: dict[Op, dict[OpFactor, int]] = field(default_factory=dict)
     value_slots: dict[Value, Slots] = field(default_factory=dict)
-    owner_slots: dict[Value, int] = field(default_factory=dict)  # of groups that are cut, of values in rows
+    owner_slots: dict[Value, int] = field(default_factory=dict)  # of values in rows: the slot of their groups
     roots: dict[Value, tuple[Value, tuple[int | None, ...]]] = field(default_factory=dict)
-    # Slots, and those of sums that are owed, of what ops read and make: those of units that are taken apart, too.
+    # Memos of operands and results: their slots, and the slots over which they are partial sums.
     read: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
-    made: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
+    written: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
 
     def root(self, value: Value) -> tuple[Value, tuple[int | None, ...]]:
-        """The value that `value` is a view of, and for each leaf of `value` its position there (None: not there)."""
+        """Returns the value that `value` is a view of, and its factors' positions there, None for a missing one."""
         return self.roots[value]
 
     def reads(self) -> Counter[Value]:
-        """How often each root is read, or returned."""
+        """Counts how often each root is read or returned."""
         reads: Counter[Value] = Counter()
         for value, (root, _) in self.roots.items():
             reads[root] += sum(not (op.transparent or op.constant) for op, _ in value.readers) + value.is_output
         return reads
 
-    def apart(self, part: Callable[[Op | Value], object]) -> Units:
-        """The same members in units of their own for every part, on the same slots; a result goes with its op."""
+    def split(self, part: Callable[[Op | Value], object]) -> Units:
+        """Splits each unit into its parts, on the same slots; a result stays with its op."""
         parts: dict[tuple[DecisionUnit, object], DecisionUnit] = {}
         split: dict[Op | Value, DecisionUnit] = {}
         for member, unit in self.unit.items():
             if unit.alone or unit.follows or not unit.slots:
                 split[member] = unit
                 continue
-            made_by = member.op if isinstance(member, Value) else None
-            key = part(made_by if made_by is not None and self.unit.get(made_by) is unit else member)
+            producer = member.op if isinstance(member, Value) else None
+            key = part(producer if producer is not None and self.unit.get(producer) is unit else member)
             mine = parts.setdefault((unit, key), DecisionUnit(unit.slots, spares=unit.spares, part=key))
             if isinstance(member, Op):
                 mine.ops.append(member)
@@ -90,7 +90,7 @@ class Units:
 
 
 def build_units(graph: Graph, f: Propagation) -> Units:
-    """Group ops and values, in program order."""
+    """Groups ops and values, in program order."""
     u, reads_less = Units(), cache(_reads_less)
     for value in graph.by_use():
         _add_root(u, f, value)
@@ -104,13 +104,13 @@ def build_units(graph: Graph, f: Propagation) -> Units:
         if op.rule is not None and not op.constrains:
             factors = [
                 (label, k)
-                for label, leaves in f.labels[op].items()
-                for k in range(len(leaves))
-                if may_cut(f, op, (label, k))
+                for label, dim_factors in f.labels[op].items()
+                for k in range(len(dim_factors))
+                if can_shard(f, op, (label, k))
             ]
             first = {label for label, k in factors if k == 0}
             tied = op.rule.ties.required
-            kept = {(t, 0) for t, s in tied.items() if {t, s} <= first and t not in _made_whole(op)}
+            kept = {(t, 0) for t, s in tied.items() if {t, s} <= first and t not in _find_whole_followers(op)}
             factors = [x for x in factors if x[0] not in tied or x in kept]
             lends = {h: s for h, s in op.rule.ties.lends.items() if s in first and h not in f.whole[op]}
             factors += [(h, 0) for h in lends if f.labels[op].get(h) and (h, 0) not in factors]
@@ -131,9 +131,8 @@ def build_units(graph: Graph, f: Propagation) -> Units:
     return u
 
 
-def may_cut(f: Propagation, op: Op, factor: OpFactor) -> bool:
-    """Returns whether `op` can run with the factor cut: its local form, if it asks for offsets, needs one contiguous
-    range."""
+def can_shard(f: Propagation, op: Op, factor: OpFactor) -> bool:
+    """Returns whether `op` can run with a sharded factor; a local form that asks for offsets needs one range."""
     assert op.rule is not None
     label, k = factor
     owner = op.owns is not None and label == op.owns.factor
@@ -141,42 +140,41 @@ def may_cut(f: Propagation, op: Op, factor: OpFactor) -> bool:
 
 
 def _reads_less(read: tuple[Value, ...]) -> bool:
-    """Returns whether the operands of some ops may be less to gather than to sum up their results, which takes twice
-    the bytes of these."""
+    """Returns whether gathering some operands may send less than summing up results, which sends twice their bytes."""
     others = dict.fromkeys(o for v in read for o, _ in v.readers if v in _gathered(o))
     return sum(v.nbytes for v in read) < 2 * sum(r.nbytes for o in others for r in o.results if r is not None)
 
 
 def _gathered(op: Op) -> list[Value]:
-    """The operands with a factor that may stay whole."""
+    """Returns the operands with a factor that may stay whole."""
     if op.rule is None or not op.rule.gathers:
         return []
     return [v for v, t in zip(op.operands, op.rule.operands, strict=True) if any(op.rule.gathers & {*d} for d in t)]
 
 
-def _made_whole(op: Op) -> set[str]:
-    """Followers that constants alone have: whole, each device takes of them what it needs, and nothing is sent."""
+def _find_whole_followers(op: Op) -> set[str]:
+    """Returns the followers that only constants have: whole, each device slices them without a message."""
     assert op.rule is not None
     if not op.rule.ties.follows:
         return set()
     read = [(v, labels) for v, labels in zip(op.operands, op.rule.operands, strict=True) if not v.constant]
-    made = [(v, labels) for v, labels in zip(op.results, op.rule.results, strict=True) if v is not None]
-    live = {f for _, labels in (*read, *made) for dim in labels for f in dim}
+    written = [(v, labels) for v, labels in zip(op.results, op.rule.results, strict=True) if v is not None]
+    live = {f for _, labels in (*read, *written) for dim in labels for f in dim}
     return {t for t in op.rule.ties.follows if t not in live}
 
 
 def _add_root(u: Units, f: Propagation, value: Value) -> None:
     if value.constant:
         return
-    leaves = f.leaves(value)
-    u.roots[value] = (value, tuple(range(len(leaves))))
+    dim_factors = f.dim_factors(value)
+    u.roots[value] = (value, tuple(range(len(dim_factors))))
     if value in f.fixed or (value.op is not None and value.op.rule is None):
         return
-    unit = DecisionUnit([*leaves], [], [value])
+    unit = DecisionUnit([*dim_factors], [], [value])
     if value.rows is not None:
         u.owner_slots[value] = len(unit.slots)
-        unit.slots.append(f.owners[value.rows.ends][0])
-    u.unit[value], u.value_slots[value] = unit, tuple(range(len(leaves)))
+        unit.slots.append(f.group_factors[value.rows.ends][0])
+    u.unit[value], u.value_slots[value] = unit, tuple(range(len(dim_factors)))
 
 
 def _look_through(u: Units, f: Propagation, op: Op) -> None:
@@ -192,22 +190,22 @@ def _look_through(u: Units, f: Propagation, op: Op) -> None:
 
 
 def value_factors(f: Propagation, op: Op, position: int, *, operand: bool) -> list[OpFactor | None]:
-    """For each leaf of an operand (or result) of `op`: the op's factor there; None where none fits it."""
+    """Returns the op's factor for each factor of an operand (or result) of `op`; None where none fits."""
     key = (op, position, operand)
-    if (known := f.factors.get(key)) is not None:
-        return known
+    if (memo := f.factors_memo.get(key)) is not None:
+        return memo
     assert op.rule is not None
     value = op.operands[position] if operand else op.results[position]
     assert value is not None
     out: list[OpFactor | None] = []
     labels = f.labels[op]
-    for d, leaves in enumerate(f.value[value]):
+    for d, dim_factors in enumerate(f.value[value]):
         factors = f.operand_factors(op, position, d) if operand else f.result_factors(op, position, d)
-        if tuple([labels[name][k] for name, k in factors]) == leaves:
+        if tuple([labels[name][k] for name, k in factors]) == dim_factors:
             out += factors
         else:
-            out += [None] * len(leaves)
-    f.factors[key] = out
+            out += [None] * len(dim_factors)
+    f.factors_memo[key] = out
     return out
 
 
@@ -235,9 +233,9 @@ def _join_members(u: Units, f: Propagation, op: Op) -> None:
 
 
 def _merge(u: Units, a: DecisionUnit, b: DecisionUnit, pairs: dict[int, int]) -> None:
-    """Make `a` and `b` one; slot i of `a` is slot pairs[i] of `b`."""
+    """Merges two units; slot i of `a` is slot pairs[i] of `b`."""
     if a is b:
-        return  # a second way round (x + x.t()) may disagree; then the first one stands and this edge is a reshard
+        return  # a second path (x + x.t()) may disagree; then the first one stands, and this operand is resharded
     if len(a.ops) + len(a.values) > len(b.ops) + len(b.values):
         a, b, pairs = b, a, {j: i for i, j in pairs.items()}
     for op in a.ops:
@@ -252,7 +250,7 @@ def _merge(u: Units, a: DecisionUnit, b: DecisionUnit, pairs: dict[int, int]) ->
     b.values += a.values
 
 
-def op_cut_slots(u: Units, op: Op, factors: Sequence[OpFactor | None]) -> Slots:
-    """The unit's slot of each of `factors`."""
+def find_slots(u: Units, op: Op, factors: Sequence[OpFactor | None]) -> Slots:
+    """Returns the unit's slot of each of `factors`."""
     slots = u.op_slots[op]
     return tuple([None if x is None else slots.get(x) for x in factors])

@@ -10,53 +10,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.propagation import Propagation
-
-Place = tuple[Value, int]  # an input, and a dim of it
-Met = Mapping[Value, tuple[Place | None, ...]]  # for each dim of a value: which one of an input it is
+from shardlib.compiler.propagate.propagation import BorrowedDims, InputDim, Propagation
 
 
-def met(f: Propagation, graph: Graph) -> Met:
-    """The values that ops read beside an input, or what is made of one dim by dim, of which some dim has other factors
-    than the input's; and, backwards, what these are made of, dim by dim."""
-    found: dict[Value, tuple[Place | None, ...]] = {}
+def find_borrowed_dims(f: Propagation, graph: Graph) -> BorrowedDims:
+    """Returns the values that shall have the factors of an input's dims, although their ops have other factors.
+
+    An op reads such a value beside the sharded input, or beside a result with the input's dims. Values from which such
+    a value is computed, dim by dim, borrow the same dims.
+    """
+    borrowed: dict[Value, tuple[InputDim | None, ...]] = {}
     if not f.dims.refused:
-        return found
+        return borrowed
     ops = [op for op in graph.ops if not (op.rule is None or op.constant or op.constrains)]
-    cut: dict[Value, tuple[Place | None, ...]] = {
-        v: tuple((v, d) for d in range(len(v.shape))) for v in graph.inputs if _is_cut(f, v)
+    sharded: dict[Value, tuple[InputDim | None, ...]] = {
+        v: tuple((v, d) for d in range(len(v.shape))) for v in graph.inputs if _is_sharded(f, v)
     }
     for op in ops:
-        known = {name: p for v, names in _operands(op) for name, p in zip(names, cut.get(v, ()), strict=False)}
+        dim_of = {name: p for v, names in _operands(op) for name, p in zip(names, sharded.get(v, ()), strict=False)}
         for value, names in _results(op):
-            if (places := _places(names, known)) and not _differs(f, value, places):
-                cut[value] = places
+            if (places := _places(names, dim_of)) and not _differs(f, value, places):
+                sharded[value] = places
     for op in reversed(ops):
         assert op.rule is not None
-        known = {name: p for v, names in _results(op) for name, p in zip(names, found.get(v, ()), strict=False)}
+        dim_of = {name: p for v, names in _results(op) for name, p in zip(names, borrowed.get(v, ()), strict=False)}
         refused = f.whole[op] - set(op.rule.whole)
         for value, names in _operands(op):
             if refused.intersection(names):
-                known |= {name: p for name, p in zip(names, cut.get(value, ()), strict=False) if name}
+                dim_of |= {name: p for name, p in zip(names, sharded.get(value, ()), strict=False) if name}
         for value, names in _operands(op):
-            if value.constant or value in found or value in cut:
+            if value.constant or value in borrowed or value in sharded:
                 continue
-            if (places := _places(names, known)) and _differs(f, value, places) and _may(f, value, places):
-                found[value] = places
-    return found
+            if (places := _places(names, dim_of)) and _differs(f, value, places) and _can_borrow(f, value, places):
+                borrowed[value] = places
+    return borrowed
 
 
-def _places(names: Sequence[str], known: Mapping[str, Place | None]) -> tuple[Place | None, ...]:
+def _places(names: Sequence[str], dim_of: Mapping[str, InputDim | None]) -> tuple[InputDim | None, ...]:
     """Returns the input dim that each dim of a value is; empty if some dim is none."""
-    places = tuple(known.get(name) if name else None for name in names)
+    places = tuple(dim_of.get(name) if name else None for name in names)
     return places if any(places) and all(p or not name for p, name in zip(places, names, strict=True)) else ()
 
 
-def _differs(f: Propagation, value: Value, places: Sequence[Place | None]) -> bool:
+def _differs(f: Propagation, value: Value, places: Sequence[InputDim | None]) -> bool:
     return any(p is not None and f.value[value][d] != f.value[p[0]][p[1]] for d, p in enumerate(places))
 
 
-def _may(f: Propagation, value: Value, places: Sequence[Place | None]) -> bool:
+def _can_borrow(f: Propagation, value: Value, places: Sequence[InputDim | None]) -> bool:
     """Returns whether no annotation pins the value to other factors."""
     if value not in f.fixed:
         return True
@@ -65,12 +65,12 @@ def _may(f: Propagation, value: Value, places: Sequence[Place | None]) -> bool:
     return all(a == b or [x.axes for x in a] == whole for a, b in zip(dims, theirs, strict=True))
 
 
-def _is_cut(f: Propagation, value: Value) -> bool:
+def _is_sharded(f: Propagation, value: Value) -> bool:
     return any(f.fixed.get(value, ((),))[0])
 
 
 def _operands(op: Op) -> Iterator[tuple[Value, tuple[str, ...]]]:
-    """Operands with a factor for each dim, `""` where there is none."""
+    """Yields operands whose dims have one factor at most, with the names of these, `""` for none."""
     assert op.rule is not None
     for value, dims in zip(op.operands, op.rule.operands, strict=True):
         if all(len(names) <= 1 for names in dims):

@@ -14,7 +14,7 @@ from shardlib.sharding.split_axes import split_axes
 
 
 def sizes(dims: Dims, dim: list[DimFactor]) -> list[int]:
-    return [dims.size(leaf) for leaf in dims.leaves(dim)]
+    return [dims.size(leaf) for leaf in dims.resolve(dim)]
 
 
 def made(dims: Dims, *parts: int) -> list[DimFactor]:
@@ -45,7 +45,7 @@ def test_unify(left: list[int], right: list[int], common: list[int] | None) -> N
         assert (sizes(dims, a), sizes(dims, b)) == (left, right), "nothing is done"
     else:
         assert sizes(dims, a) == common
-        assert dims.leaves(a) == dims.leaves(b)
+        assert dims.resolve(a) == dims.resolve(b)
 
 
 def test_a_split_is_seen_by_everybody() -> None:
@@ -117,10 +117,10 @@ class _Story:
 
     def step(self) -> None:
         dims, kind = self.dims, self.rng.randrange(4)
-        before = [dims.leaves(d) for d, _ in self.made]
+        before = [dims.resolve(d) for d, _ in self.made]
         if kind == 0:
             dim = self.pick()
-            leaves = dims.leaves(dim)
+            leaves = dims.resolve(dim)
             ways = [self.rng.choice([2, 3]) for _ in range(self.rng.randint(1, 2))]
             if leaves:
                 dims.lock(leaves[0], ways)
@@ -132,15 +132,15 @@ class _Story:
             parts = dims.refine(dim, [k, n // k])
             if parts is not None:
                 assert [math.prod(sizes(dims, part)) for part in parts] == [k, n // k]
-                assert [x for part in parts for x in dims.leaves(part)] == dims.leaves(dim)
+                assert [x for part in parts for x in dims.resolve(part)] == dims.resolve(dim)
         else:
             a, b = self.pick(), self.pick()
-            before = [dims.leaves(d) for d, _ in self.made]
+            before = [dims.resolve(d) for d, _ in self.made]
             if dims.unify(a, b):
-                assert dims.leaves(a) == dims.leaves(b)
+                assert dims.resolve(a) == dims.resolve(b)
                 assert dims.unify(b, a)
             else:
-                assert [dims.leaves(d) for d, _ in self.made] == before, "a refusal changes nothing"
+                assert [dims.resolve(d) for d, _ in self.made] == before, "a refusal changes nothing"
         for dim, n in self.made:
             assert math.prod(sizes(dims, dim)) == n
         for dim, ways in self.locks:

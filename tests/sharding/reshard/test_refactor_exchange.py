@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardlib as sl
-from shardlib.compiler.propagate.solver.edge_reshards import LayoutCosts, Moves
-from shardlib.compiler.propagate.solver.edges import End, Record
+from shardlib.compiler.propagate.solver.reshard_costs import LayoutCosts, ValueReshards
+from shardlib.compiler.propagate.solver.value_records import ValueEnd, ValueRecord
 from shardlib.sharding.chunks import ShardSizes
 from shardlib.sharding.mesh.axis import Axis, Coords
 from shardlib.sharding.reshard import DEFAULT_PRICES
@@ -124,9 +124,9 @@ def test_a_dim_of_very_many_ranges_is_gathered() -> None:
 
 def test_decisions_price_the_exchange() -> None:
     axes = Axis("t", 8).primes()
-    made = End(None, cut=((), axes))
-    read = End(None, cut=((), ()), into=(((64,), (3, 16)), ((), (), axes)))
-    seconds = Moves(Record(((64,), (48,)), 4, (made,), (read,)), 1, LayoutCosts(((64,), (48,)), 4)).at(())
+    made = ValueEnd(None, cut=((), axes))
+    read = ValueEnd(None, cut=((), ()), into=(((64,), (3, 16)), ((), (), axes)))
+    seconds = ValueReshards(ValueRecord(((64,), (48,)), 4, (made,), (read,)), 1, LayoutCosts(((64,), (48,)), 4)).at(())
     assert seconds == pytest.approx(DEFAULT_PRICES.comm_seconds(axes, 4 * 64 * 48 / 8, "all_to_all"), rel=1e-3)
 
 

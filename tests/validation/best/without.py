@@ -27,7 +27,7 @@ from shardlib.compiler.lower.partial_sums.reassociate_sums import Regrouping
 from shardlib.compiler.lower.value_layouts import Values
 from shardlib.compiler.propagate import propagate_axes
 from shardlib.compiler.propagate.solver import propose_axes
-from shardlib.compiler.propagate.solver.edges import Records
+from shardlib.compiler.propagate.solver.value_records import RecordFinder
 from tests.validation.best import Row
 
 Switch = tuple[Any, str, Any]  # a module or class, the name of an attribute, and its stand-in
@@ -40,26 +40,26 @@ def returns(value: Any) -> Any:
 
 HEURISTICS: Mapping[str, Sequence[Switch]] = {
     # Of propagation and its search.
-    "align_chunks": [(propagate_axes, "align", returns(None))],
-    "fused_weights": [(propagate, "find_met", returns({}))],
+    "align_chunks": [(propagate_axes, "align_shards", returns(None))],
+    "fused_weights": [(propagate, "find_borrowed_dims", returns({}))],
     "hide_messages": [(propagate, "hide_messages", returns(None))],
     "offer_axes": [(propagate, "offer_axes", returns(False))],
-    "offer_beside_moves": [(propose_axes, "beside_moves", returns({}))],
+    "offer_beside_moves": [(propose_axes, "rate_dims_near_reshards", returns({}))],
     "offer_beside_selections": [(propose_axes, "_beside_selections", returns({}))],
     "offer_eased": [(propose_axes, "_eased", returns([]))],
     "offer_summed": [(propose_axes, "_summed", returns([]))],
-    "relax_cuts": [(propagate, "matter", returns(False))],
+    "relax_cuts": [(propagate, "are_for_arithmetic", returns(False))],
     "send_less": [(propagate, "send_less", returns(None))],
-    "take_apart": [(propagate, "take_apart", returns(None)), (propose_axes, "take_apart", returns(None))],
-    "meeting_sums": [(Records, "_meeting_sums", lambda *args: set[Value]())],
+    "take_apart": [(propagate, "split_units", returns(None)), (propose_axes, "split_units", returns(None))],
+    "meeting_sums": [(RecordFinder, "_meeting_sums", lambda *args: set[Value]())],
     # Of lowering.
     "branching_sums": [(Branching, "consider", returns(None))],
     "carried_sums": [(PartialSums, "carried", returns(None))],
     "crossed_factors": [(Values, "_crossed", returns(False))],
     "gathered_rows": [(LookedUp, "reach", returns(None))],
-    "local_sort": [(pipeline, "mark_ordered", returns(None))],
+    "local_sort": [(pipeline, "mark_orders", returns(None))],
     "reassociate_sums": [(Regrouping, "waits", returns(False))],
-    "own_rows": [(pipeline, "mark_owned", returns(None))],
+    "own_rows": [(pipeline, "mark_group_rows", returns(None))],
     "sums_onto_sums": [(PartialSums, "_onto", returns(None))],
 }
 

@@ -12,9 +12,9 @@ from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero, viewed
 from shardlib.compiler.lower.placement import SETTLED, Owed, Placement
 from shardlib.compiler.lower.value_layouts import Values
 from shardlib.compiler.propagate import Propagated
-from shardlib.compiler.propagate.decision_units import may_cut, value_factors
+from shardlib.compiler.propagate.decision_units import can_shard, value_factors
 from shardlib.compiler.propagate.propagation import Assignment
-from shardlib.compiler.propagate.solver.problem import work
+from shardlib.compiler.propagate.solver.problem import estimate_work
 from shardlib.sharding import reshard
 from shardlib.sharding.mesh.axis import group_size
 from shardlib.sharding.reshard import FactorAxes
@@ -141,7 +141,7 @@ class Branching:
         if op.owns is None or op not in self.p.units.op_slots:
             return False
         slot = self.p.units.op_slots[op].get((op.owns.factor, 0))
-        return slot is not None and bool(self.p.unit_cut(self.p.units.unit[op])[slot])
+        return slot is not None and bool(self.p.unit_axes(self.p.units.unit[op])[slot])
 
     def form(self, value: Value, forms: Mapping[Value, Placement]) -> Placement | None:
         """How a view of what is pending is pending."""
@@ -156,7 +156,7 @@ class Branching:
     def decided(self, op: Op, i: int) -> FactorAxes:
         """The cut in which an op was to have an operand."""
         if op.rule is None or op not in self.p.units.unit:
-            return ((),) * len(self.propagation.leaves(op.operands[i]))
+            return ((),) * len(self.propagation.dim_factors(op.operands[i]))
         assignment = self.p.assignment(op)
         return tuple((x and assignment.get(x)) or () for x in value_factors(self.propagation, op, i, operand=True))
 
@@ -190,7 +190,9 @@ class Branching:
                     (_, before), (_, now) = (self.values.through(value.op, cut) for cut in (before, now))
                     (value,) = value.op.operands
                 besides += self.seconds(value, (before, SETTLED), now)
-        return besides, work(op, self.values.prices) * (share(op, assignment) - share(op, self.p.assignment(op)))
+        return besides, estimate_work(op, self.values.prices) * (
+            share(op, assignment) - share(op, self.p.assignment(op))
+        )
 
 
 def fitting(values: Values, op: Op, cuts: Mapping[int, FactorAxes]) -> Assignment | None:
@@ -204,7 +206,7 @@ def fitting(values: Values, op: Op, cuts: Mapping[int, FactorAxes]) -> Assignmen
     assignment = {x: axes for x, axes in pairs if x is not None and axes}
     # A factor that one addend has cut must be cut the same way in all.
     fits = all(
-        not axes if x is None else assignment.get(x, ()) == axes and (not axes or may_cut(values.propagation, op, x))
+        not axes if x is None else assignment.get(x, ()) == axes and (not axes or can_shard(values.propagation, op, x))
         for x, axes in pairs
     )
     taken = [a for axes in assignment.values() for axis in axes for a in axis.primes()]

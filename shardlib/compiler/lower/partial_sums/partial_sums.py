@@ -12,7 +12,7 @@ from shardlib.compiler.lower.value_layouts import Values
 from shardlib.compiler.propagate import Propagated
 from shardlib.compiler.propagate.decision_units import value_factors
 from shardlib.compiler.propagate.propagation import Assignment
-from shardlib.compiler.propagate.solver.problem import work
+from shardlib.compiler.propagate.solver.problem import estimate_work
 from shardlib.core.aten.op_traits import has_trait
 
 Carried = tuple[Assignment, Owed, frozenset[int]]  # an op's assignment, what is owed, on which operands
@@ -115,7 +115,7 @@ class PartialSums:
                 else:
                     besides += max(0.0, self.values.price(value, now) - self.values.price(value, then))
         saved = sum(prices) - max(prices) * (made / most if most else 1)
-        more = work(op, self.values.prices) * (share(op, assignment) - share(op, decided))
+        more = estimate_work(op, self.values.prices) * (share(op, assignment) - share(op, decided))
         if besides:
             return saved - besides if saved - besides > max(more, 0.0) else None
         return None if more > max(saved, 0.0) else saved

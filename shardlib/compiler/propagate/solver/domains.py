@@ -14,14 +14,14 @@ import numpy as np
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.compiler.propagate.solver.bucket_elimination import Numbers
-from shardlib.compiler.propagate.solver.edges import Kind
 from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, Role
+from shardlib.compiler.propagate.solver.value_records import UnitClass
 from shardlib.sharding.mesh.axis import Axis, group_size
 
-_LISTED, _MANY, _ORDERS = 5_000, 100, 150  # orders of the slots of a kind
+_LISTED, _MANY, _ORDERS = 5_000, 100, 150  # limits on the orders of a unit class's slots
 
-Cuts = tuple[tuple[Axis, ...], ...]  # the axes on every slot
-Variable = tuple[Kind, ...]  # kinds that take one choice together
+SlotAxes = tuple[tuple[Axis, ...], ...]  # the axes on every slot
+Variable = tuple[UnitClass, ...]  # kinds that take one choice together
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Domain:
 
     @cached_property
     def places(self) -> Numbers:
-        """The numbers of all choices."""
+        """Returns the numbers of all choices."""
         return np.arange(len(self.orders))
 
     @cached_property
@@ -40,15 +40,15 @@ class Domain:
         return {order: n for n, order in enumerate(self.orders)}
 
 
-Offer = tuple[DimFactor, str]  # a family of leaves, and a mesh axis
+Offer = tuple[DimFactor, str]  # a family of factors, and a mesh axis
 Offers = frozenset[Offer]
 
 
 class Domains:
     """The domains of all variables of a problem, by the axes that are offered to dims.
 
-    `contested` are the mesh axes that several dims want of which one can take them, `grouping` those that shard groups
-    of rows. Where nothing contradicts annotations they are followed; where something does, an axis may stay unused.
+    `contested` are the mesh axes that several dims of a unit request, though only one can take them; `grouping` those
+    that shard groups of rows. Uncontested requests are granted; a contested axis may stay unused.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -58,16 +58,16 @@ class Domains:
         self.contested = disputed | {a.name for roles in rivals.values() for role in roles for a in role.requests}
         self.grouping = set(_grouping(problem.propagation)) - self.contested
         self._memo: dict[object, Domain] = {}
-        self._cut_memo: dict[tuple[Kind, Order], Cuts] = {}
+        self._axes_memo: dict[tuple[UnitClass, Order], SlotAxes] = {}
 
-    def cut(self, kind: Kind, choice: Order) -> Cuts:
+    def slot_axes(self, kind: UnitClass, choice: Order) -> SlotAxes:
         """Returns the axes on every slot of a kind under `choice`, which has one entry per mesh axis, in mesh order."""
         key = (kind, choice)
-        if (known := self._cut_memo.get(key)) is not None:
-            return known
+        if (memo := self._axes_memo.get(key)) is not None:
+            return memo
         roles = self.problem.slots[kind]
         axes: list[list[Axis]] = [[] for _ in roles]
-        beside = self.problem.beside[kind]
+        siblings = self.problem.siblings[kind]
         for name, order in zip(self.problem.mesh.axis_names, choice, strict=True):
             atoms = self.problem.atoms[name]
             offered = {~slot for slot in order if slot < 0}
@@ -78,7 +78,7 @@ class Domains:
                     both = {slot, self.problem.rounds[kind].get(slot, slot)}
                     fit = {
                         i
-                        for i in both | beside[slot]
+                        for i in both | siblings[slot]
                         if (i in offered or atom in roles[i].requests)
                         and roles[i].size >= group_size(axes[i]) * atom.size
                     }
@@ -91,35 +91,34 @@ class Domains:
             tuple(sorted(mine, key=lambda a: order.index(a) if a in order else len(order)))
             for order, mine in zip(requested, axes, strict=True)
         )
-        self._cut_memo[key] = result
+        self._axes_memo[key] = result
         return result
 
     @staticmethod
     def _takes_minor(role: Role, offered: bool, atoms: Sequence[Axis]) -> bool:
-        """Returns whether a slot that may not have all of an axis takes its minor part: only that can be exchanged at
-        once."""
+        """Returns whether a slot without room for all of an axis takes its minor part, for one exchange at a time."""
         alone = offered and role.size < group_size(atoms) and not {*atoms} & {*role.requests}
         return bool({*role.lent} & {*atoms}) or alone
 
-    def candidates(self, kind: Kind, name: str, offers: Offers) -> list[int]:
-        """The slots that may take a mesh axis; ~s for a slot s to which it is offered."""
-        problem, leaves = self.problem, self.problem.members[kind][0].slots
+    def candidates(self, kind: UnitClass, name: str, offers: Offers) -> list[int]:
+        """Returns the slots that may take a mesh axis; ~s for a slot s to which it is offered."""
+        problem, dim_factors = self.problem, self.problem.members[kind][0].slots
         slots = problem.candidates[kind].get(name, [])
         if not offers:
             return slots
         atoms, roles = problem.atoms[name], problem.slots[kind]
-        able = {s for s, leaf in enumerate(leaves) if (problem.families[leaf], name) in offers}
+        able = {s for s, dim_factor in enumerate(dim_factors) if (problem.families[dim_factor], name) in offers}
         able |= {s for s, lender in problem.members[kind][0].lends.items() if lender in able}
         offered = [s for s in sorted(able) if not {*atoms} <= {*roles[s].requests}]
         wanting = {*slots, *offered}
         offered = [s for s in offered if problem.rounds[kind].get(s, s) in wanting]
         return [*(s for s in slots if s not in offered), *(~s for s in offered)]
 
-    def of(self, variable: Variable, offers: Offers) -> Domain:
-        """A choice for each way in which a variable can be sharded: some order of its slots on every mesh axis.
+    def choices_of(self, variable: Variable, offers: Offers) -> Domain:
+        """Returns a choice for each sharding of a variable: some order of its slots on every mesh axis.
 
         Of an order only those count that take a part of the axis, and the first. Where there are many orders, those
-        remain that cut the leaves of a dim one after another, and of these fewer slots count, down to two.
+        remain that cut the dim_factors of a dim one after another, and of these fewer slots count, down to two.
         """
         kind, problem = variable[0], self.problem
         slots = {name: tuple(self.candidates(kind, name, offers)) for name in problem.atoms}
@@ -129,10 +128,10 @@ class Domains:
             domain = self._memo[key] = Domain(tuple(self._ways(kind, slots, idle)))
         return domain
 
-    def _ways(self, kind: Kind, slots: Mapping[str, Sequence[int]], idle: Sequence[bool]) -> Iterable[Order]:
-        cut = self.cut
+    def _ways(self, kind: UnitClass, slots: Mapping[str, Sequence[int]], idle: Sequence[bool]) -> Iterable[Order]:
+        slot_axes = self.slot_axes
         nothing: Order = tuple(() for _ in slots)
-        ways: dict[object, Order] = {cut(kind, nothing): nothing}
+        ways: dict[object, Order] = {slot_axes(kind, nothing): nothing}
         for a, (name, some) in enumerate(slots.items()):
             longest = min(len(some), len(self.problem.atoms[name]) + 1)
             while longest > 2 and math.perm(len(some), longest) > _LISTED:
@@ -149,35 +148,39 @@ class Domains:
             tried = [(*choice[:a], order, *choice[a + 1 :]) for choice in ways.values() for order in orders]
             ways = {}
             for way in tried:
-                ways.setdefault(cut(kind, way), way)
+                ways.setdefault(slot_axes(kind, way), way)
         return ways.values()
 
-    def _one_after_another(self, kind: Kind, slots: Sequence[int]) -> bool:
-        """Returns whether slots that are leaves of one dim come from the major to the minor one, and without a gap.
+    def _one_after_another(self, kind: UnitClass, slots: Sequence[int]) -> bool:
+        """Returns whether slots that are factors of one dim come from the major to the minor one, without a gap.
 
         Leaves that one tensor has in one order and another in the other come in the order of their slots.
         """
-        of, ordered = self.problem.members[kind][0].slots, self.problem.ordered
+        factors, ordered = self.problem.members[kind][0].slots, self.problem.ordered
         places = [max(s, ~s) for s in slots]
         for i, j in itertools.combinations(places, 2):
-            if (of[j], of[i]) in ordered and (j < i or (of[i], of[j]) not in ordered):
+            if (factors[j], factors[i]) in ordered and (j < i or (factors[i], factors[j]) not in ordered):
                 return False
-        return all(ordered.get((of[i], of[j]), True) for i, j in itertools.pairwise(places))
+        return all(ordered.get((factors[i], factors[j]), True) for i, j in itertools.pairwise(places))
 
-    def _may_idle(self, kind: Kind, name: str, slots: Sequence[int], offers: Offers) -> bool:
-        """Returns whether a kind may leave an axis unused. Attention on a sharded sequence never does: the whole
-        sequence may not fit on a device."""
+    def _may_idle(self, kind: UnitClass, name: str, slots: Sequence[int], offers: Offers) -> bool:
+        """Returns whether a unit class may leave an axis unused.
+
+        Attention on a sharded sequence may not: the whole sequence may not fit on a device.
+        """
         unit = self.problem.members[kind][0]
         if not {*unit.rounds.values(), *unit.lends.values()}.isdisjoint(max(s, ~s) for s in slots):
             return False
-        beside = name in self.grouping and not any(op.owns and op.owns.begins for op in unit.ops)
+        is_grouping = name in self.grouping and not any(op.owns and op.owns.begins for op in unit.ops)
         offered = all(s < 0 for s in slots)
-        contested = name in self.contested or any((leaf, name) in offers for leaf in self.problem.doubled)
-        return beside or offered or contested or not unit.spares.isdisjoint(slots)
+        contested = name in self.contested or any((dim_factor, name) in offers for dim_factor in self.problem.doubled)
+        return is_grouping or offered or contested or not unit.spares.isdisjoint(slots)
 
     def _rivals(self, name: str) -> list[Role]:
-        """The roles that compete for the axis in some unit, in the order of their first appearance; also one that two
-        dims have (a matrix times itself, turned round), of which one can take it."""
+        """Returns the roles that compete for the axis in some unit, in the order of their first appearance.
+
+        The two dims of a matrix times its own transpose have one role, and compete, too.
+        """
         rivals: dict[Role, None] = {}
         problem = self.problem
         for members, slots, candidates in zip(problem.members, problem.slots, problem.candidates, strict=True):
@@ -192,13 +195,15 @@ def _contradicted(problem: Problem) -> Iterator[str]:
     """Yields the mesh axes that some annotation leaves out of a factor which requests them elsewhere."""
     propagation, graph = problem.propagation, problem.graph
     fixed = [(value, cut) for value, (cut, _) in propagation.fixed.items()]
-    fixed += [(propagation.apart.get(i, graph.outputs[i]), cut) for i, (cut, _) in propagation.outputs.items()]
+    fixed += [(propagation.pin_twins.get(i, graph.outputs[i]), cut) for i, (cut, _) in propagation.outputs.items()]
     for value, cut in fixed:
-        for leaf, axes in zip(propagation.leaves(value), cut, strict=True):
-            yield from (w.axis.name for w in propagation.requests.get(leaf, ()) if w.axis not in axes and not w.offered)
+        for dim_factor, axes in zip(propagation.dim_factors(value), cut, strict=True):
+            yield from (
+                w.axis.name for w in propagation.requests.get(dim_factor, ()) if w.axis not in axes and not w.offered
+            )
 
 
 def _grouping(propagation: Propagation) -> Iterator[str]:
-    """Mesh axes that shard groups of rows: for the sake of their products, and what is beside these may stay whole."""
-    for leaf in (x for owners in propagation.owners.values() for x in owners):
-        yield from (w.axis.name for w in propagation.requests.get(leaf, ()))
+    """Yields the mesh axes that shard groups of rows: only grouped products need them, so other ops may stay whole."""
+    for dim_factor in (x for owners in propagation.group_factors.values() for x in owners):
+        yield from (w.axis.name for w in propagation.requests.get(dim_factor, ()))

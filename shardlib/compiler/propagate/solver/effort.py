@@ -1,4 +1,4 @@
-"""How long a search goes on."""
+"""Limits how long a search goes on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LEAST = 4.0  # that every search may take
 
 @dataclass
 class Effort:
-    """How long searches go on: for `limit` seconds, of which so many are `spent`; `stopped`: it did not suffice.
-    A search may take a `share` of them until it leaves the rest to others.
+    """Searches may take `limit` seconds, and have `spent` some; `stopped` if the limit cut one short.
 
-    The seconds are counted, not measured, from what is looked at: so a program gets the same plan on every machine and
-    on every rank.
+    The present search may take only a `share` of the limit, and leaves the rest to later ones. Seconds are counted from
+    the table entries and layouts that a search prices, not measured: so a program gets the same plan on every machine
+    and on every rank.
     """
 
     limit: float = math.inf
@@ -31,11 +31,11 @@ class Effort:
     share: float = 1.0
 
     @staticmethod
-    def of(planning: Planning, ops: int) -> Effort:
-        """The effort for a program of so many ops; by default as long as tracing them, 4 seconds at least.
+    def limited(planning: Planning, ops: int) -> Effort:
+        """Returns the effort for a program of so many ops; by default as long as tracing them, 4 seconds at least.
 
         Example:
-            >>> Effort.of("fast", 100).limit, Effort.of(None, 100).limit, Effort.of(None, 2000).limit
+            >>> Effort.limited("fast", 100).limit, Effort.limited(None, 100).limit, Effort.limited(None, 2000).limit
             (0.0, 4.0, 10.0)
         """
         if planning is None:
@@ -43,13 +43,13 @@ class Effort:
         return Effort(_WORDS[planning] if isinstance(planning, str) else planning)
 
     def stops(self) -> bool:
-        """Returns whether nothing more shall be looked at."""
+        """Returns whether the search must stop."""
         stops = self.spent >= self.limit * self.share
         self.stopped = self.stopped or stops
         return stops
 
     def count(self, entries: int, ways: int) -> None:
-        """Count a minimum over tables of so many entries, for which so many ways between layouts were worked out."""
+        """Counts a minimum over tables with so many entries, and so many newly priced routes between layouts."""
         self.spent += _PER_MINIMUM + entries * _PER_ENTRY + ways * _PER_WAY
 
 
@@ -57,7 +57,7 @@ _WORDS = {"fast": 0.0, "best": math.inf}
 
 
 def planning_of(planning: Any) -> Planning:
-    """What a user says of the time for planning. Raises `ShardingError` for what says nothing."""
+    """Checks the option `planning`. Raises `ShardingError` for any other value."""
     number = isinstance(planning, int | float) and not isinstance(planning, bool) and planning > 0
     if planning is None or (isinstance(planning, str) and planning in _WORDS) or number:
         return float(planning) if number else planning

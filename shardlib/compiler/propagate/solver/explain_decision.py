@@ -1,4 +1,4 @@
-"""Why a unit takes a mesh axis in one of its dims: the estimated seconds of every alternative."""
+"""Explains why a unit takes a mesh axis in one of its dims: the estimated seconds of every alternative."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.solver.domains import Cuts, Variable
-from shardlib.compiler.propagate.solver.edges import Kind
+from shardlib.compiler.propagate.solver.domains import SlotAxes, Variable
 from shardlib.compiler.propagate.solver.problem import Choice
 from shardlib.compiler.propagate.solver.search import TIE, Search
+from shardlib.compiler.propagate.solver.value_records import UnitClass
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Decision:
 
     axis: str
     winner: str
-    alternatives: tuple[tuple[str, float, Choice], ...]  # what is cut, seconds, the slot that comes first
+    alternatives: tuple[tuple[str, float, Choice], ...]  # the sharded dim, seconds, the first slot
     units: int
 
     def __str__(self) -> str:
@@ -29,54 +29,56 @@ class Decision:
 
 
 def explain_decision(search: Search, member: Op | Value, name: str) -> Decision | None:
-    """Return why the unit of a member uses (or leaves) mesh axis `name`; None where there was nothing to decide."""
+    """Returns why the unit of a member uses, or does not use, mesh axis `name`; None if it has no choice."""
     variable = _variable(search, member)
     if variable is None or not search.candidates(variable[0], name):
         return None
     kind, a = variable[0], search.problem.mesh.axis_names.index(name)
-    rows: dict[Cuts, tuple[str, float, Choice]] = {}
+    rows: dict[SlotAxes, tuple[str, float, Choice]] = {}
     for alternative in _alternatives(search, kind, name):
         choices = list(search.choices)
         for k in variable:
             choices[k] = (*choices[k][:a], alternative, *choices[k][a + 1 :])
-        cut = search.estimate.cut(kind, choices[kind])
+        cut = search.estimate.slot_axes(kind, choices[kind])
         seconds = search.estimate.cost(variable, choices, search.weights)
         first = tuple(max(s, ~s) for s in alternative[:1])
         rows.setdefault(cut, (_takers(search, kind, name, alternative, cut), seconds, first))
-    winner = _takers(search, kind, name, search.choices[kind][a], search.cut(member))
+    winner = _takers(search, kind, name, search.choices[kind][a], search.slot_axes(member))
     return Decision(name, winner, tuple(rows.values()), search.problem.count(kind))
 
 
 def near_tie(search: Search, member: Op | Value, name: str) -> tuple[str, float] | None:
-    """Return what else mesh axis `name` could cut in the unit of a member if the program then takes hardly longer, or
-    less, all other units deciding anew, and the seconds of that; the nearest."""
+    """Returns the best other dim that mesh axis `name` could shard in the unit of a member, with the program's seconds.
+
+    All other units decide anew. None if the program would take markedly longer.
+    """
     variable, a = _variable(search, member), search.problem.mesh.axis_names.index(name)
     if variable is None:
         return None
     kind, mine, limit = variable[0], search.choices, search.seconds * TIE
-    winner = _takers(search, kind, name, mine[kind][a], search.cut(member))
+    winner = _takers(search, kind, name, mine[kind][a], search.slot_axes(member))
     others = search.domains(v for v in search.variables() if v != variable)
     seconds_of: dict[str, float] = {}
     for choice in search.domain(variable).orders:
-        what = _takers(search, kind, name, choice[a], search.estimate.cut(kind, choice))
+        takers = _takers(search, kind, name, choice[a], search.estimate.slot_axes(kind, choice))
         rest = (*choice[:a], *choice[a + 1 :]) == (*mine[kind][:a], *mine[kind][a + 1 :])
-        if rest and what != winner:
+        if rest and takers != winner:
             search.choices = [choice if k in variable else now for k, now in enumerate(mine)]
             search.improve(others)
-            seconds_of[what] = min(search.seconds, seconds_of.get(what, math.inf))
+            seconds_of[takers] = min(search.seconds, seconds_of.get(takers, math.inf))
             search.choices = mine
-    near = [(seconds, what) for what, seconds in seconds_of.items() if seconds <= limit]
+    near = [(seconds, takers) for takers, seconds in seconds_of.items() if seconds <= limit]
     return (min(near)[1], min(near)[0]) if near else None
 
 
 def _variable(search: Search, member: Op | Value) -> Variable | None:
-    """The kinds that choose together with that of a member."""
-    kind = search.problem.kind.get(search.problem.units.unit[member])
+    """Returns the unit classes that choose together with that of a member."""
+    kind = search.problem.class_of.get(search.problem.units.unit[member])
     return None if kind is None else next(v for v in search.variables() if kind in v)
 
 
-def _alternatives(search: Search, kind: Kind, name: str) -> list[Choice]:
-    """Every slot first, and the axis unused; where a unit may share it out, every two."""
+def _alternatives(search: Search, kind: UnitClass, name: str) -> list[Choice]:
+    """Returns choices with every slot first, and the unused axis; for attention, with every two slots first."""
     slots = search.candidates(kind, name)
     if search.problem.members[kind][0].alone:
         orders = [(i, j, *(k for k in slots if k not in (i, j))) for i, j in itertools.permutations(slots, 2)]
@@ -84,8 +86,8 @@ def _alternatives(search: Search, kind: Kind, name: str) -> list[Choice]:
     return [*((i, *(j for j in slots if j != i)) for i in slots), ()]
 
 
-def _takers(search: Search, kind: Kind, name: str, choice: Choice, cut: Sequence[Sequence[object]]) -> str:
-    """What the axis cuts: the first slot, or, where a unit may share it out, all that get some of it."""
+def _takers(search: Search, kind: UnitClass, name: str, choice: Choice, cut: Sequence[Sequence[object]]) -> str:
+    """Names the dims that the axis shards: the first slot; for attention, all slots that get a part of it."""
     problem = search.problem
     rounds, unit = problem.rounds[kind], problem.members[kind][0]
     slots = tuple(max(s, ~s) for s in choice)
@@ -103,6 +105,6 @@ def _takers(search: Search, kind: Kind, name: str, choice: Choice, cut: Sequence
     return " and ".join(names) or "nothing"
 
 
-def _role_name(search: Search, kind: Kind, slot: int) -> str:
+def _role_name(search: Search, kind: UnitClass, slot: int) -> str:
     role = search.problem.slots[kind][slot]
     return role.name or f"a dim of {role.size}"

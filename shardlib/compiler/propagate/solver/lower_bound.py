@@ -1,11 +1,10 @@
-"""How good a decision can be at all: a lower bound on the estimate, whatever the search finds.
+"""Computes a lower bound on the estimate of any decision, to compare the search with.
 
-It is the minimum of the same costs, with every op deciding alone, or less where that is too much to write down: a table
-that is too large counts nothing, and one that would become too large on the way is minimized in parts (`tables`).
+It is the minimum of the same costs, with every op deciding alone. It is less than that where tables get too large: such
+a table of one value counts nothing, and such a sum of tables is minimized in parts.
 
-It covers the choices that decisions have: a dim takes axes that an annotation or an offer gave it, in the factors that
-propagation found. What cutting another dim could do is not bounded: 0 % above it says that the search is good, not that
-nobody could plan better.
+The bound covers the choices of the search: a dim takes axes that an annotation or an offer requests, on the factors of
+propagation. Another dim, or other factors, could be better: 0 % above the bound means only that the search is good.
 """
 
 from __future__ import annotations
@@ -16,27 +15,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, floors, least
-from shardlib.compiler.propagate.solver.cost import Choices, Weights
+from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, find_floors, find_least
 from shardlib.compiler.propagate.solver.domains import Domain, Variable
-from shardlib.compiler.propagate.solver.edges import Kind
+from shardlib.compiler.propagate.solver.estimate import Choices, Weights
 from shardlib.compiler.propagate.solver.search import Search
+from shardlib.compiler.propagate.solver.value_records import UnitClass
 
-_WRITTEN, _BRIEFLY = 1 << 20, 1 << 14  # entries of a cost that are worth working out, and where that shall be quick
+_WRITTEN, _BRIEFLY = 1 << 20, 1 << 14  # the most entries of a table; fewer for a brief bound
 _TURNS = 30
-_MANY = 128  # decisions, above which choices are not given up one by one
-_TRIALS = 3  # to write down all costs, with sums of so many entries to tell what may be given up
+_MANY = 128  # with more decisions, choices are not ruled out one by one
+_TRIALS = 3  # to write down all tables; sums of `_ROUGHLY` entries tell which choices to rule out
 _ROUGHLY = 1 << 14
 _ROUNDING = 1e-9  # sums in another order
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """How far the decisions of a plan are from the best, by the estimate that they are made by.
+    """A bound of `seconds` on the estimate of any decision, beside the estimate of the present one, `decided`.
 
-    `seconds`: nothing that could be decided is estimated to take less; `decided`: what was decided takes. `exact` where
-    `seconds` is the minimum itself. `decisions` is the number of those taken apart: one for each op and value, or for
-    all that are alike.
+    If `exact`, the bound is the minimum itself. `decisions` counts the ops and values, or classes of equal ones, that
+    decide.
 
     Example:
         >>> print(LowerBound(100e-6, 102e-6, True, 12))
@@ -50,19 +48,19 @@ class LowerBound:
 
     @property
     def gap(self) -> float:
-        """How much longer the decision takes than the bound, as a share of the bound."""
+        """Returns how much longer the decision takes than the bound, as a share of the bound."""
         if self.decided <= self.seconds * (1 + _ROUNDING):
             return 0.0
         return self.decided / self.seconds - 1 if self.seconds else math.inf
 
     def __str__(self) -> str:
-        what = f"{'the minimum' if self.exact else 'a bound'} of {self.seconds * 1e6:.1f} us"
-        return f"{self.decided * 1e6:.1f} us, {100 * self.gap:.3g} % above {what} ({self.decisions} decisions)"
+        bound = f"{'the minimum' if self.exact else 'a bound'} of {self.seconds * 1e6:.1f} us"
+        return f"{self.decided * 1e6:.1f} us, {100 * self.gap:.3g} % above {bound} ({self.decisions} decisions)"
 
 
 @dataclass(frozen=True)
 class Minimum:
-    """At least `seconds`, and `exact` where choices reach it; `choices` are good ones, those then."""
+    """A lower bound, which the `choices` reach if it is `exact`."""
 
     seconds: float
     exact: bool
@@ -70,28 +68,27 @@ class Minimum:
 
 
 def lower_bound(search: Search, *, brief: bool = False) -> LowerBound:
-    """The bound on what was decided, every op deciding alone where it may; a lower one where it shall be there in a
-    `brief` time."""
+    """Returns the bound for a search, with every op deciding alone if it may; a `brief` one is quicker and lower."""
     variables = _deciding(search)
-    decided, best = search.estimate.cost(_kinds(variables), search.choices), minimum(search, brief=brief)
+    decided, best = search.estimate.cost(_kinds(variables), search.choices), find_minimum(search, brief=brief)
     return LowerBound(min(best.seconds, decided), decided, best.exact, len(variables))
 
 
 def _deciding(search: Search) -> list[Variable]:
-    """Those with a slot that may take an axis: ops, or whole units where nothing is contested."""
+    """Returns the variables with a slot that may take an axis: ops, or whole units if no axis is contested."""
     names, kinds = search.problem.atoms, range(len(search.choices))
     variables = [(kind,) for kind in kinds] if search.has_choice else search.problem.groups
     return [v for v in variables if any(search.candidates(kind, name) for kind in v for name in names)]
 
 
-def _kinds(variables: Iterable[Variable]) -> list[Kind]:
+def _kinds(variables: Iterable[Variable]) -> list[UnitClass]:
     return [kind for variable in variables for kind in variable]
 
 
-def minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> Minimum:
-    """The least estimate of all choices of a search, or less, with sums of at most that many entries.
+def find_minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> Minimum:
+    """Returns the least estimate of all choices of a search, or less, with sums of at most `largest` entries.
 
-    What is known to be above the estimate of what was decided is given up, so that more can be written down.
+    Choices that are certainly worse than the present decision are ruled out, so that tables get smaller.
     """
     estimate, weights, variables = search.estimate, Weights(), _deciding(search)
     limit = estimate.cost(_kinds(variables), search.choices)
@@ -106,12 +103,12 @@ def minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> M
         sizes = {v[0]: len(at) for v, (_, at) in free.items()}
         if whole or brief or len(free) > _MANY or trial == _TRIALS - 1:
             break
-        floor = floors(tables, sizes, _ROUGHLY)
+        floor = find_floors(tables, sizes, _ROUGHLY)
         free = {
             v: (domain, at[np.broadcast_to(floor[v[0]], len(at)) <= limit * (1 + _ROUNDING)])
             for v, (domain, at) in free.items()
         }
-    best = least(tables, sizes, largest, written=written, turns=turns)
+    best = find_least(tables, sizes, largest, written=written, turns=turns)
     choices = list(search.choices)
     for variable, (domain, at) in free.items():
         for kind in variable:

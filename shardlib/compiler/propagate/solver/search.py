@@ -5,7 +5,7 @@ sharded. Costs are tables over these. Where all tables can be written down, the 
 (`bucket_elimination`); in larger problems the search finds the minimum of one axis, and that of the variables around
 each, until nothing improves.
 
-`choices` hold what is decided so far; whatever else is tried starts there, on the same problem.
+`choices` hold the present decision; every trial starts there, on the same problem.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, least
-from shardlib.compiler.propagate.solver.cost import Choices, Estimate, Free, Weights, grained
-from shardlib.compiler.propagate.solver.domains import Cuts, Domain, Domains, Offer, Variable
-from shardlib.compiler.propagate.solver.edges import Kind
+from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, find_least
+from shardlib.compiler.propagate.solver.domains import Domain, Domains, Offer, SlotAxes, Variable
 from shardlib.compiler.propagate.solver.effort import Effort
+from shardlib.compiler.propagate.solver.estimate import Choices, Estimate, Free, Weights, round_to_grain
 from shardlib.compiler.propagate.solver.problem import Order, Problem
+from shardlib.compiler.propagate.solver.value_records import UnitClass
 
-TIE = 1.05  # estimates are no better than that: of two ends as near, the one that sends less
+TIE = 1.05  # estimates are no more exact: of two plans within this factor, the one that sends less is better
 _DEARER = (2.0, 4.0, 12.0, 256.0)
-_LEAST = 1e-3  # the share of the estimated time that a variable and its neighbors may save, or nobody looks at them
-_AT_ONCE = 1 << 18  # entries of tables that are worth working out to find a minimum,
-_NEARBY = 1 << 13  # around one variable: first where there are few,
-_JOINED = 1 << 21  # and of those that are made of several on the way
+_LEAST = 1e-3  # the search skips a variable whose neighborhood may save a smaller share of the estimated time
+# The most entries of tables for one minimum; around one variable in the first rounds; and of sums of tables.
+_AT_ONCE, _NEARBY, _JOINED = 1 << 18, 1 << 13, 1 << 21
 
 
 @dataclass(frozen=True)
-class State:
+class SearchState:
     """The decisions, and the dims that may take an axis which no annotation requests."""
 
     choices: Choices
@@ -41,73 +40,75 @@ class State:
 
 
 class Search:
-    """The choices of all kinds of a problem; with a `start`, the one that it gives for a member of each."""
+    """Searches the choices of all unit classes of a problem; begins with `start` of a member of each, if given."""
 
     def __init__(
         self, problem: Problem, start: Callable[[Op | Value], Order] | None = None, effort: Effort | None = None
     ) -> None:
         self.problem, self.allowed, self.weights = problem, Domains(problem), Weights()
-        self.estimate = Estimate(problem, self.allowed.cut)
+        self.estimate = Estimate(problem, self.allowed.slot_axes)
         self.effort = Effort() if effort is None else effort
-        self.solves = 0  # minima that were sought
-        self._priced: dict[Estimate, int] = {}  # ways from layout to layout, when last counted
+        self.solves = 0  # how many minima were computed
+        self._priced: dict[Estimate, int] = {}  # routes between layouts at the last count
         propagation = problem.propagation
         requests = [
-            (problem.families.get(leaf, leaf), w) for leaf, requests in propagation.requests.items() for w in requests
+            (problem.families.get(dim_factor, dim_factor), w)
+            for dim_factor, requests in propagation.requests.items()
+            for w in requests
         ]
-        self.offers: frozenset[Offer] = frozenset((leaf, w.axis.name) for leaf, w in requests if w.offered)
+        self.offers: frozenset[Offer] = frozenset((dim_factor, w.axis.name) for dim_factor, w in requests if w.offered)
         self.choices: Choices = [self.domain((kind,)).orders[0] for kind in range(len(problem.members))]
         if start is not None:
             self.choices = [start(problem.first(kind)) for kind in range(len(problem.members))]
             self.settle((kind,) for kind in range(len(problem.members)))
 
     @property
-    def state(self) -> State:
-        return State(self.choices, self.offers)
+    def state(self) -> SearchState:
+        return SearchState(self.choices, self.offers)
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: SearchState) -> None:
         self.choices, self.offers = state.choices, state.offers
 
     @property
     def seconds(self) -> float:
-        """The estimated time of the whole program."""
+        """Returns the estimated time of all parts with a choice."""
         return self.estimate.total(self.choices)
 
     @property
     def has_choice(self) -> bool:
-        """Returns whether parts of a unit may be better apart."""
+        """Returns whether splitting units may help."""
         return bool(self.allowed.contested or self.offers)
 
     def order(self, member: Op | Value) -> Order:
-        """The choice of a member, for every mesh axis."""
-        return self.choices[self.problem.kind[self.problem.units.unit[member]]]
+        """Returns the choice of a member, for every mesh axis."""
+        return self.choices[self.problem.class_of[self.problem.units.unit[member]]]
 
-    def cut(self, member: Op | Value) -> Cuts:
-        """The mesh axes on each slot of a member's unit."""
+    def slot_axes(self, member: Op | Value) -> SlotAxes:
+        """Returns the mesh axes on each slot of a member's unit."""
         unit = self.problem.units.unit[member]
-        kind = self.problem.kind.get(unit)
-        return ((),) * len(unit.slots) if kind is None else self.allowed.cut(kind, self.choices[kind])
+        kind = self.problem.class_of.get(unit)
+        return ((),) * len(unit.slots) if kind is None else self.allowed.slot_axes(kind, self.choices[kind])
 
     def variables(self) -> list[Variable]:
-        """The kinds that choose alike, as parts of one unit do until they are taken apart."""
-        parts: dict[object, list[Kind]] = {}
+        """Returns the unit classes that choose alike, as parts of one unit do until it is split."""
+        parts: dict[object, list[UnitClass]] = {}
         for g, group in enumerate(self.problem.groups):
             for kind in group:
                 parts.setdefault((g, self.choices[kind]), []).append(kind)
         return [tuple(kinds) for kinds in parts.values()]
 
-    def candidates(self, kind: Kind, name: str) -> list[int]:
-        """The slots that may take a mesh axis; ~s for a slot s to which it is offered."""
+    def candidates(self, kind: UnitClass, name: str) -> list[int]:
+        """Returns the slots that may take a mesh axis; ~s for a slot s to which it is offered."""
         return self.allowed.candidates(kind, name, self.offers)
 
     def domain(self, variable: Variable) -> Domain:
-        """A choice for each way in which a variable can be sharded now."""
-        return self.allowed.of(variable, self.offers)
+        """Returns the present domain of a variable."""
+        return self.allowed.choices_of(variable, self.offers)
 
     def settle(self, variables: Iterable[Variable]) -> None:
-        """Take for every variable the choice of its domain that shards as its present one, or the first."""
-        choices, cut = list(self.choices), self.allowed.cut
+        """Takes for every variable the choice of its domain that shards like its present one, or the first."""
+        choices, cut = list(self.choices), self.allowed.slot_axes
         for variable in variables:
             kind, domain = variable[0], self.domain(variable)
             if choices[kind] not in domain.number:
@@ -118,12 +119,12 @@ class Search:
         self.choices = choices
 
     def take(self, offer: Offer, variables: Iterable[Variable]) -> None:
-        """Let every variable that holds an offered dim take the axis there, as far as its domain has that."""
+        """Lets every variable that holds an offered dim take the axis there, if its domain has such a choice."""
         family, name = offer
         a, choices = self.problem.mesh.axis_names.index(name), list(self.choices)
         for variable in variables:
             kind = variable[0]
-            slots = {~s for s, leaf in enumerate(self.problem.members[kind][0].slots)}
+            slots = {~s for s, dim_factor in enumerate(self.problem.members[kind][0].slots)}
             slots = {s for s in slots if self.problem.families[self.problem.members[kind][0].slots[~s]] == family}
             rest = (*choices[kind][:a], *choices[kind][a + 1 :])
             orders = (x for x in self.domain(variable).orders if (*x[:a], *x[a + 1 :]) == rest)
@@ -133,16 +134,18 @@ class Search:
         self.choices = choices
 
     def domains(self, variables: Iterable[Variable]) -> Free:
-        """The domains of variables that have a choice."""
+        """Returns the domains of variables that have a choice."""
         domains = {variable: self.domain(variable) for variable in variables}
         return {v: (domain, domain.places) for v, domain in domains.items() if len(domain.orders) > 1}
 
     # The search -----------------------------------------------------------------------------------------------------
 
     def minimize(self, whole: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
-        """Find the least estimate of all variables at once or, if that is too much to write down, by local moves until
-        nothing improves or the effort is spent: of one axis, of each variable, and of all variables around each, those
-        first that cost most."""
+        """Minimizes the estimate over all variables at once, or by local moves if the tables would be too large.
+
+        A move minimizes over one axis, over one variable, or over a variable and its neighbors, the costliest first.
+        Moves go on until none improves or the effort is spent.
+        """
         last: dict[Variable, Choices] = {}  # the choices around it with which nothing could be improved
         kinds = [kind for variable in whole for kind in variable]
         least = _LEAST * self.estimate.cost(kinds, self.choices, self.weights)
@@ -154,7 +157,7 @@ class Search:
             lambda: [self._improve_around(v, whole, allowed, last, least, nearby) for v in self._by_cost(whole)],
         )
         while self.improve(whole, allowed) is None:
-            for move in moves[:2]:  # whatever the effort
+            for move in moves[:2]:  # even without effort
                 move()
             while any(any(move()) for move in moves if not self.effort.stops()):
                 pass
@@ -166,7 +169,7 @@ class Search:
         return sorted(whole, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
 
     def spare(self, whole: Free, limit: float) -> None:
-        """Send fewer bytes within a limit of seconds: follow the minimum while bytes grow dearer and dearer."""
+        """Sends fewer bytes within a limit of seconds: minimizes again with dearer and dearer bytes."""
         seconds, weights = self.estimate, self.weights
         self.estimate = bytes_alone = self.of_bytes
 
@@ -186,16 +189,16 @@ class Search:
 
     @property
     def of_bytes(self) -> Estimate:
-        """The estimate of the bytes of messages, without their latency."""
+        """Returns the estimate of the bytes of messages, without their latency."""
         if self._of_bytes is None:
-            self._of_bytes = Estimate(self.problem, self.allowed.cut, of_bytes=True)
+            self._of_bytes = Estimate(self.problem, self.allowed.slot_axes, of_bytes=True)
         return self._of_bytes
 
     _of_bytes: Estimate | None = None
 
     @contextmanager
     def optimistic(self) -> Iterator[None]:
-        """Work out no messages inside ops here: those that are not known are taken to cost nothing."""
+        """Computes no messages inside ops in this block: those not yet computed cost nothing."""
         self.estimate.optimistic = self.of_bytes.optimistic = True
         try:
             yield
@@ -203,7 +206,7 @@ class Search:
             self.estimate.optimistic = self.of_bytes.optimistic = False
 
     def _on_axis(self, a: int, whole: Free) -> Free:
-        """What differs on one axis only from what is chosen."""
+        """Returns the choices that differ from the present ones on one axis only."""
 
         near: dict[Variable, tuple[Domain, Numbers]] = {}
         for variable, (domain, at) in whole.items():
@@ -222,17 +225,18 @@ class Search:
         least: float,
         at_once: int,
     ) -> bool | None:
-        """Choose best for a variable and those beside it if that may save more than the `least`, unless all is as it
-        was when it could not be improved."""
+        """Minimizes over a variable and its neighbors if that may save more than `least` seconds.
+
+        Skips the variable if all choices around it are those of its last vain try.
+        """
         if self.effort.stops():
             return False
-        beside = self.estimate.beside(*variable)
-        now = [self.choices[k] for k in self.estimate.beside(*beside)]
+        near = self.estimate.neighbors(*variable)
+        now = [self.choices[k] for k in self.estimate.neighbors(*near)]
         if last.get(variable) == now:
             return False
-        near = {*beside}
         better = self.improve(
-            {v: domain for v, domain in whole.items() if not near.isdisjoint(v)}, allowed, least, at_once
+            {v: domain for v, domain in whole.items() if not {*near}.isdisjoint(v)}, allowed, least, at_once
         )
         if better is False:
             last[variable] = now
@@ -245,8 +249,10 @@ class Search:
         least_gain: float = 0.0,
         at_once: int = _AT_ONCE,
     ) -> bool | None:
-        """Choose best for the variables that are `free`, as all others stand, if that may save more than `least_gain`
-        seconds; whether that is better, None where there are too many choices to tell."""
+        """Minimizes over the `free` variables, all others fixed, if that may save more than `least_gain` seconds.
+
+        Returns whether the estimate improves; None if the tables would be too large.
+        """
         estimate, weights = self.estimate, self.weights
         free = estimate.worth(free, self.choices, weights, least_gain)
         if not free:
@@ -258,7 +264,7 @@ class Search:
         priced = estimate.priced
         self.effort.count(sum(table.costs.size for table in tables), priced - self._priced.get(estimate, 0))
         self._priced[estimate] = priced
-        best = least(tables, {variable[0]: len(at) for variable, (_, at) in free.items()}, _JOINED // len(free))
+        best = find_least(tables, {variable[0]: len(at) for variable, (_, at) in free.items()}, _JOINED // len(free))
         tried = list(self.choices)
         for variable, (domain, at) in free.items():
             for kind in variable:
@@ -270,9 +276,9 @@ class Search:
         return True
 
 
-def better(a: Search, b: Search) -> Search:
-    """Of two searches in other problems that are about as fast, the one that sends less; else the faster one."""
+def choose_search(a: Search, b: Search) -> Search:
+    """Returns the search that sends less, of two whose results are about as fast; else the faster one."""
     whole = [search.estimate.whole(search.choices) for search in (a, b)]
     near = max(map(sum, whole)) <= min(map(sum, whole)) * TIE
-    keys = [tuple(map(grained, seconds[::-1] if near else (sum(seconds),))) for seconds in whole]
+    keys = [tuple(map(round_to_grain, seconds[::-1] if near else (sum(seconds),))) for seconds in whole]
     return b if keys[1] < keys[0] else a

@@ -25,8 +25,8 @@ def estimated(plan: Plan) -> tuple[float, int]:
         (nbytes, sender.times)
         for kind, senders in enumerate(search.problem.senders)
         for sender in senders
-        for cut in [search.estimate.cut(kind, search.choices[kind])]
-        for _, _, nbytes in search.problem.propagation.sends(sender.op, {x: cut[s] for x, s in sender.slots if cut[s]})
+        for cut in [search.estimate.slot_axes(kind, search.choices[kind])]
+        for _, _, nbytes in search.problem.sends(sender.op, {x: cut[s] for x, s in sender.slots if cut[s]})
     ]
     return sum(nbytes * times for nbytes, times in found), sum(times for _, times in found)
 

@@ -14,8 +14,15 @@ import torch
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.compiler.propagate.solver.bucket_elimination import Table, Whole, _eliminated, _pruned, _shifted, least
-from shardlib.compiler.propagate.solver.lower_bound import LowerBound, minimum
+from shardlib.compiler.propagate.solver.bucket_elimination import (
+    DenseTable,
+    Table,
+    _eliminated,
+    _pruned,
+    _shifted,
+    find_least,
+)
+from shardlib.compiler.propagate.solver.lower_bound import LowerBound, find_minimum
 from shardlib.compiler.propagate.solver.problem import Order
 from shardlib.compiler.propagate.solver.search import Search
 from tests.validation import bounds
@@ -63,11 +70,11 @@ def test_elimination_finds_the_minimum_or_less(seed: int) -> None:
     tables, sizes = _random(np.random.default_rng(seed))
     best = min(_cost(tables, at) for at in _all(map(range, sizes.values())))
     pruned, kept = _pruned(tables, sizes)
-    whole, left = [Whole(t.kinds, t.whole()) for t in pruned], {k: len(some) for k, some in kept.items()}
+    whole, left = [DenseTable(t.kinds, t.whole()) for t in pruned], {k: len(some) for k, some in kept.items()}
     assert min(_cost(tables, at) for at in _all(kept.values())) == best, "what is pruned is no better"
     for largest in (1, 4, 16, 1 << 20):
         assert _eliminated(_shifted(whole, left, 30), left, largest).seconds <= best + 1e-9
-        found = least(tables, sizes, largest)
+        found = find_least(tables, sizes, largest)
         assert found.seconds <= best + 1e-9
         if found.exact:
             assert found.seconds == _cost(tables, found.choices) == best
@@ -82,7 +89,7 @@ def test_elimination_finds_the_minimum_or_less(seed: int) -> None:
 def test_nothing_is_estimated_to_take_less(seed: int) -> None:
     """All choices where they can be counted, else some of them."""
     search = _search(seed)
-    domains, least = _domains(search), minimum(search)
+    domains, least = _domains(search), find_minimum(search)
     rng = random.Random(seed)
     few = math.prod(map(len, domains)) <= 3000
     tried = itertools.product(*domains) if few else ([rng.choice(d) for d in domains] for _ in range(1000))
@@ -93,7 +100,7 @@ def test_nothing_is_estimated_to_take_less(seed: int) -> None:
     assert search.estimate.total(least.choices) == pytest.approx(least.seconds)
     if few:
         assert fewest == pytest.approx(least.seconds)
-    assert minimum(search, 8).seconds <= least.seconds * (1 + 1e-9), "small tables give less, never more"
+    assert find_minimum(search, 8).seconds <= least.seconds * (1 + 1e-9), "small tables give less, never more"
 
 
 @pytest.mark.long

@@ -1,8 +1,8 @@
-"""Messages that arithmetic hides: weights that are gathered ahead of who reads them, gradients that are reduced behind.
+"""Finds messages that arithmetic hides: weights gathered ahead of their readers, gradients reduced later.
 
-Nobody waits for these, as long as there is enough arithmetic in front of a reader, or behind what made a sum. On a
-machine whose devices compute while messages fly, they cost what is left of them: a program takes its arithmetic, what
-is waited for, and of all other messages those that take longer than the arithmetic.
+No op waits for these if there is enough arithmetic in front of the reader, or behind the gradient's producer. If
+devices compute while they communicate, a program takes its arithmetic, its exposed messages, and the part of the hidden
+messages that takes longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ import torch
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.graph.regather import origin
-from shardlib.compiler.propagate.solver.problem import work
+from shardlib.compiler.propagate.solver.problem import estimate_work
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.reshard import Prices
 
 
-def hidden(graph: Graph, mesh: Mesh) -> frozenset[Value]:
-    """The values whose messages arithmetic may hide: of inputs that are gathered for every pass anew (`regather`), and
-    of their gradients; where the mesh names a machine, of all inputs."""
+def find_hidden_values(graph: Graph, mesh: Mesh) -> frozenset[Value]:
+    """Returns the values whose messages arithmetic may hide.
+
+    These are inputs that every pass gathers again (`regather`), and their gradients; with a named machine, all inputs.
+    """
     prices = Prices.for_mesh(mesh)
-    ahead = {v for v in graph.values() if _is_given(v) and (v.again or mesh.machine is not None)}
+    ahead = {v for v in graph.values() if _is_input(v) and (v.again or mesh.machine is not None)}
     if not ahead or not prices.machine.device.overlaps:
         return frozenset()
     begins, now = dict[Op, float](), 0.0
     for op in graph.ops:
         begins[op] = now
         if op.rule is not None and not (op.constant or op.transparent):
-            now += work(op, prices) * op.times / mesh.size
+            now += estimate_work(op, prices) * op.times / mesh.size
     return frozenset((*_ahead(ahead, begins, prices), *_behind(graph, begins, now, prices)))
 
 
-def _is_given(value: Value) -> bool:
+def _is_input(value: Value) -> bool:
     return not value.constant and origin(value).op is None
 
 
@@ -46,8 +48,10 @@ def _ahead(values: Collection[Value], begins: dict[Op, float], prices: Prices) -
 
 
 def _behind(graph: Graph, begins: dict[Op, float], end: float, prices: Prices) -> Iterator[Value]:
-    """The gradients that nobody reads before the backward pass is over, whose bytes take no longer than what is left of
-    it; element by element they may become others."""
+    """Yields the gradients that no op of the backward pass reads, and that take no longer than the rest of this pass.
+
+    Ops by element may lie between a gradient and the end of the pass.
+    """
     over = max((begins[op] for op in graph.ops if op.backward), default=end)
     late: set[Value] = set()
     for op in reversed(graph.ops):
@@ -61,7 +65,6 @@ def _behind(graph: Graph, begins: dict[Op, float], end: float, prices: Prices) -
 
 
 def _passes(op: Op, late: Collection[Value]) -> bool:
-    """Returns whether an op makes of each element one of a gradient that nobody reads before the backward pass is
-    over."""
+    """Returns whether an op works by element, and all its results are gradients that are read late."""
     by_element = torch.Tag.pointwise in getattr(op.target, "tags", ()) or op.transparent
     return by_element and all(r in late for r in op.results)

@@ -1,11 +1,11 @@
-"""The cost of a decision: estimated seconds of the whole program.
+"""Estimates the cost of a decision: the seconds of the whole program.
 
-Every value pays the reshards from the layout in which it is made to every distinct layout in which it is read (a
-partial sum once; sums that only meet in an addition are added first and then reduced once). Every unit pays its
-arithmetic, divided by the ways in which it is sharded: so replicated work costs its time.
+Every value costs the reshards from the layout of its producer to every distinct layout of its readers. A partial sum is
+reduced once; sums that only meet in an addition are added first and then reduced once. Every unit costs its arithmetic,
+divided by the number of its shards: so replicated work costs its time.
 
-Every cost is worked out once, whoever asks for it: the cost of a value is an array over the layouts of its ends, which
-is filled in where somebody looks.
+Every cost is computed once: the cost of a value is an array over the layouts of its ends, with entries computed on
+first use.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Costs, Numbers, Table
-from shardlib.compiler.propagate.solver.domains import Cuts, Domain, Variable
-from shardlib.compiler.propagate.solver.edge_reshards import LayoutCosts, Moves
-from shardlib.compiler.propagate.solver.edges import Kind, Record
+from shardlib.compiler.propagate.solver.domains import Domain, SlotAxes, Variable
 from shardlib.compiler.propagate.solver.problem import Order, Problem
+from shardlib.compiler.propagate.solver.reshard_costs import LayoutCosts, ValueReshards
+from shardlib.compiler.propagate.solver.value_records import UnitClass, ValueRecord
 from shardlib.sharding.mesh.axis import group_size
 
-# Behind so much of all arithmetic the schedule hides messages, by the simulator's clock: there is none in front of the
-# first layer, and messages are not spread as evenly.
+# The share of all arithmetic behind which the schedule hides messages, by the simulator's clock: the first layer has no
+# arithmetic in front of it, and messages are unevenly spread.
 _HIDES = 0.5
 _FEW = 8  # choices: the tables of these have an entry for each, though several may cost the same
 
@@ -35,8 +35,7 @@ Choices = list[Order]  # for every kind
 
 @dataclass(frozen=True)
 class Weights:
-    """The worth of a second of messages, beside one of arithmetic: `sent`, and `hidden` times that where arithmetic
-    hides it."""
+    """A second of messages counts as `sent` seconds of arithmetic; a hidden one as `sent * hidden`."""
 
     sent: float = 1.0
     hidden: float = 1.0
@@ -46,63 +45,71 @@ Free = Mapping[Variable, tuple[Domain, Numbers]]  # variables that may choose, a
 
 
 class Estimate:
-    """Seconds of choices, of which `cut` says how they shard; `of_bytes`: messages take what their bytes do, no
-    latency. `evaluations` counts the costs of values and units that were worked out."""
+    """Estimates the seconds of choices; `slot_axes` returns the axes on a unit's slots under a choice.
 
-    def __init__(self, problem: Problem, cut: Callable[[Kind, Order], Cuts], *, of_bytes: bool = False) -> None:
-        self.problem, self.cut = problem, cut
+    With `of_bytes`, messages have no latency.
+    """
+
+    def __init__(
+        self, problem: Problem, slot_axes: Callable[[UnitClass, Order], SlotAxes], *, of_bytes: bool = False
+    ) -> None:
+        self.problem, self.slot_axes = problem, slot_axes
         self.prices = problem.prices.of_bytes if of_bytes else problem.prices
-        self.optimistic = False  # messages inside ops count only where they are known already
+        self.optimistic = False  # messages inside ops count only if an earlier call computed them
         self._layouts: dict[object, LayoutCosts] = {}
         self.moves = [self._moves(record, n) for record, n in problem.records.items()]
-        self._touching: dict[Kind, list[int]] = defaultdict(list)
+        self._touching: dict[UnitClass, list[int]] = defaultdict(list)
         for i, moves in enumerate(self.moves):
             for kind in moves.record.kinds:
                 self._touching[kind].append(i)
-        self._class_memo: list[dict[tuple[Kind, Order], int]] = [{} for _ in self.moves]
-        self._domain_memo: dict[tuple[int, Kind, Domain], Numbers] = {}
+        self._class_memo: list[dict[tuple[UnitClass, Order], int]] = [{} for _ in self.moves]
+        self._domain_memo: dict[tuple[int, UnitClass, Domain], Numbers] = {}
         self._merged_memo: dict[tuple[int, Variable, Domain], tuple[Numbers, Numbers]] = {}
         self._works_memo: dict[tuple[Variable, Domain, float], Costs] = {}
-        self._work_memo: dict[tuple[Kind, Order], tuple[float, float]] = {}
+        self._work_memo: dict[tuple[UnitClass, Order], tuple[float, float]] = {}
 
     @property
     def evaluations(self) -> int:
+        """Returns how many costs of values and units were computed."""
         return len(self._work_memo) + sum(moves.evaluations for moves in self.moves)
 
     @property
     def priced(self) -> int:
-        """How many ways from one layout to another were worked out."""
+        """Returns how many routes between layouts were priced."""
         return sum(layouts.priced for layouts in self._layouts.values())
 
-    def _class(self, i: int, kind: Kind, choice: Order) -> int:
-        """The number of the layouts of those ends of record number `i` that a kind decides."""
+    def _class(self, i: int, kind: UnitClass, choice: Order) -> int:
+        """Returns the number of the layouts that a unit class gives to its ends of record number `i`."""
         memo = self._class_memo[i]
         if (number := memo.get((kind, choice))) is None:
-            number = memo[kind, choice] = self.moves[i].number(kind, self.cut(kind, choice))
+            number = memo[kind, choice] = self.moves[i].number(kind, self.slot_axes(kind, choice))
         return number
 
     def sent(self, i: int, choices: Choices) -> float:
-        """Seconds of the reshards of all values that record number `i` stands for."""
+        """Returns the seconds of the reshards of all values that record number `i` represents."""
         moves = self.moves[i]
         return moves.at(tuple([self._class(i, kind, choices[kind]) for kind in moves.kinds]))
 
     def _weighed(self, i: int, choices: Choices, weights: Weights) -> float:
         seconds = self.sent(i, choices) * weights.sent
         hidden = weights.hidden != 1.0 and self.moves[i].record.hidden
-        return grained(seconds * weights.hidden) if hidden else seconds
+        return round_to_grain(seconds * weights.hidden) if hidden else seconds
 
-    def work(self, kind: Kind, choice: Order) -> tuple[float, float]:
-        """Seconds of a kind's arithmetic, and of what its ops send while they run."""
+    def work(self, kind: UnitClass, choice: Order) -> tuple[float, float]:
+        """Returns the seconds of a unit class's arithmetic, and of the messages inside its ops."""
         if (seconds := self._work_memo.get((kind, choice))) is None:
-            cut = self.cut(kind, choice)
+            cut = self.slot_axes(kind, choice)
             work, passed = self._work(kind, cut)
             if self.optimistic and self.problem.senders[kind]:
-                return grained(work), grained(passed)
-            seconds = self._work_memo[kind, choice] = grained(work), grained(passed + self._sent_inside(kind, cut))
+                return round_to_grain(work), round_to_grain(passed)
+            seconds = self._work_memo[kind, choice] = (
+                round_to_grain(work),
+                round_to_grain(passed + self._sent_inside(kind, cut)),
+            )
         return seconds
 
-    def _work(self, kind: Kind, cut: Cuts) -> tuple[float, float]:
-        """Seconds of arithmetic, and of what is passed round."""
+    def _work(self, kind: UnitClass, cut: SlotAxes) -> tuple[float, float]:
+        """Returns the seconds of arithmetic, and of tensors passed round a ring."""
         work, total = (
             sum(s / math.prod(group_size(cut[i]) for i in slots) for s, slots in self.problem.compute[kind]),
             0.0,
@@ -111,37 +118,39 @@ class Estimate:
         for p in self.problem.passed[kind]:
             local = p.bytes / math.prod(group_size(cut[i]) for i in p.slots)
             around, wanted = cut[p.slot], self.problem.slots[kind][p.slot].requests
-            beside = tuple(a for a in cut[p.beside] if a in wanted and a not in around)
-            passed, held = group_size(around), group_size(beside)
-            total += local * (p.pieces(passed) / prices.rate(around) + (held - 1) / held / prices.rate(beside))
-            # All ways of doing attention on a cut sequence count as many messages: their bytes shall decide.
-            total += p.times * (held > 1) * prices.latency(beside)
+            gathered = tuple(a for a in cut[p.leader] if a in wanted and a not in around)
+            passed, held = group_size(around), group_size(gathered)
+            total += local * (
+                p.count_received(passed) / prices.rate(around) + (held - 1) / held / prices.rate(gathered)
+            )
+            # All forms of attention on a sharded sequence count equally many messages, so that their bytes decide.
+            total += p.times * (held > 1) * prices.latency(gathered)
             total += p.times * 2 * (passed > 1 and p.operand) * prices.latency(around)
         return work, total
 
-    def _sent_inside(self, kind: Kind, cut: Cuts) -> float:
-        """Seconds of what ops send while they run."""
+    def _sent_inside(self, kind: UnitClass, cut: SlotAxes) -> float:
+        """Returns the seconds of the messages inside ops."""
         total = 0.0
         for sender in self.problem.senders[kind]:
             assignment = {factor: cut[slot] for factor, slot in sender.slots if cut[slot]}
-            messages = self.problem.propagation.sends(sender.op, assignment)
+            messages = self.problem.sends(sender.op, assignment)
             total += sender.times * sum(self.prices.comm_seconds(axes, nbytes, how) for how, axes, nbytes in messages)
         return total
 
-    def cost(self, kinds: Iterable[Kind], choices: Choices, weights: Weights = Weights()) -> float:
-        """Seconds of everything that touches one of `kinds`."""
+    def cost(self, kinds: Iterable[UnitClass], choices: Choices, weights: Weights = Weights()) -> float:
+        """Returns the seconds of unit classes, with the reshards of the values at them."""
         kinds = [*kinds]
         works = [self.work(kind, choices[kind]) for kind in kinds]
         moved = sum([self._weighed(i, choices, weights) for i in self._touched(kinds)])
         return sum(mine for mine, _ in works) + moved + sum(mine for _, mine in works) * weights.sent
 
     def around(self, kinds: Variable, choices: Choices) -> float:
-        """Seconds of what is sent by the ops of some kinds, and of the reshards of values beside them."""
+        """Returns the seconds of messages inside some unit classes, and of reshards of the values at them."""
         inside = sum(self.work(kind, choices[kind])[1] for kind in kinds)
         return inside + sum(self.sent(i, choices) for i in self._touched(kinds))
 
-    def costly(self, choices: Choices, domains: Mapping[Kind, Domain], least: float) -> set[Kind]:
-        """The kinds that could save more than so many seconds: by other messages beside them, or by less work."""
+    def costly(self, choices: Choices, domains: Mapping[UnitClass, Domain], least: float) -> set[UnitClass]:
+        """Returns the unit classes that could save more than `least` seconds, by other reshards or by less work."""
         sent = (moves.kinds for i, moves in enumerate(self.moves) if self.sent(i, choices) > least)
         excess = (
             kind
@@ -150,15 +159,18 @@ class Estimate:
         )
         return {*(kind for kinds in sent for kind in kinds), *excess}
 
-    def beside(self, *kinds: Kind) -> tuple[Kind, ...]:
-        """Kinds and those that share a value with one of them."""
+    def neighbors(self, *kinds: UnitClass) -> tuple[UnitClass, ...]:
+        """Returns unit classes, and those that share a value with one of them."""
         return tuple(dict.fromkeys([*kinds, *(k for i in self._touched(kinds) for k in self.moves[i].record.kinds)]))
 
     def worth(self, free: Free, choices: Choices, weights: Weights, least: float = 0.0) -> Free:
-        """The choices of variables that are `free` with which all could cost less than as chosen: not those whose work
-        alone is so much more than the least as all that could be saved. Nobody, where no more than `least` could."""
+        """Returns the `free` variables with the choices that could cost less than the present ones.
+
+        A choice cannot if its own work exceeds the least by more than all that could be saved. Empty if no more than
+        `least` seconds could be saved.
+        """
         works = {v: self._works(v, domain, weights)[at] for v, (domain, at) in free.items()}
-        floor = {v: of.min() for v, of in works.items()}
+        floor = {v: seconds.min() for v, seconds in works.items()}
         now = sum(self._work_of(v, choices[v[0]], weights) - floor[v] for v in works)
         spent = now + sum([self._weighed(i, choices, weights) for i in self._touched(k for v in free for k in v)])
         if spent <= least:
@@ -170,7 +182,7 @@ class Estimate:
         return sum(mine + sent * weights.sent for mine, sent in (self.work(kind, choice) for kind in variable))
 
     def _works(self, variable: Variable, domain: Domain, weights: Weights) -> Costs:
-        """Seconds of the ops of a variable, for every choice of its domain."""
+        """Returns the seconds of the ops of a variable, for every choice of its domain."""
         key = variable, domain, weights.sent
         if (works := self._works_memo.get(key)) is None:
             works = np.array([self._work_of(variable, choice, weights) for choice in domain.orders])
@@ -178,26 +190,28 @@ class Estimate:
                 self._works_memo[key] = works
         return works
 
-    def _touched(self, kinds: Iterable[Kind]) -> list[int]:
+    def _touched(self, kinds: Iterable[UnitClass]) -> list[int]:
         return sorted({i for kind in kinds for i in self._touching[kind]})
 
     def tables(
         self, free: Free, choices: Choices, weights: Weights, largest: float = math.inf, at_once: float = math.inf
     ) -> tuple[list[Table], bool]:
-        """The costs of all that variables which are `free` to choose touch, others being as in `choices`, and whether
-        they are all there: tables larger than `largest` are left out, and all where they had more than `at_once`
-        entries. Variables are known by their first kinds."""
+        """Returns the costs of `free` variables and the values at them, other choices being as in `choices`.
+
+        Also returns whether the tables are complete: those larger than `largest` are left out, and all of them if they
+        had more than `at_once` entries. A table names a variable by its first unit class.
+        """
         owner = {kind: variable for variable in free for kind in variable}
-        asked = []
+        merged_of = []
         for i in self._touched(owner):
-            variables = sorted({owner[k] for k in self.moves[i].kinds if k in owner})  # as tables have them
-            asked.append((i, {v: self._merged(i, v, *free[v]) for v in variables}))
-        sizes = [math.prod(len(first) for first, _ in merged.values()) for _, merged in asked]
+            variables = sorted({owner[k] for k in self.moves[i].kinds if k in owner})  # in the order of tables
+            merged_of.append((i, {v: self._merged(i, v, *free[v]) for v in variables}))
+        sizes = [math.prod(len(first) for first, _ in merged.values()) for _, merged in merged_of]
         if sum(sizes) > at_once:
             return [], False
         alone = {v: self._works(v, domain, weights)[at] for v, (domain, at) in free.items()}
         tables = []
-        for size, (i, merged) in zip(sizes, asked, strict=True):
+        for size, (i, merged) in zip(sizes, merged_of, strict=True):
             if size <= largest:
                 table = self._table(i, free, merged, choices, weights)
                 if len(table.kinds) == 1:
@@ -205,15 +219,14 @@ class Estimate:
                     alone[variable] = alone[variable] + table.costs[table.classes[0]]
                 elif table.kinds:
                     tables.append(table)
-                else:  # the same whatever is chosen
+                else:  # no choice makes a difference
                     variable = next(iter(merged))
                     alone[variable] = alone[variable] + table.costs
         unary = [Table(v[:1], costs, (np.arange(len(costs)),)) for v, costs in alone.items()]
         return [*unary, *tables], all(size <= largest for size in sizes)
 
     def _merged(self, i: int, variable: Variable, domain: Domain, at: Numbers) -> tuple[Numbers, Numbers]:
-        """Of choices of a domain, one of each class of those that put the ends of record number `i` alike, and the
-        class of every choice."""
+        """Returns one choice for each layout of the ends of record number `i`, and the layout of every choice."""
         key = i, variable, domain
         if (merged := self._merged_memo.get(key)) is None:
             codes = np.zeros(len(domain.orders), np.int64)
@@ -229,7 +242,7 @@ class Estimate:
         some, class_of = np.unique(class_of[at], return_inverse=True)
         return first[some], class_of
 
-    def _classes(self, i: int, kind: Kind, domain: Domain) -> Numbers:
+    def _classes(self, i: int, kind: UnitClass, domain: Domain) -> Numbers:
         key = i, kind, domain
         if (classes := self._domain_memo.get(key)) is None:
             classes = self._domain_memo[key] = np.array([self._class(i, kind, x) for x in domain.orders])
@@ -243,7 +256,7 @@ class Estimate:
         choices: Choices,
         weights: Weights,
     ) -> Table:
-        """The table of record number `i` over the variables whose choices make a difference there."""
+        """Returns the table of record number `i` over the variables that make a difference there."""
         moves = self.moves[i]
         along = {v: n for n, v in enumerate(v for v, (first, _) in merged.items() if len(first) > 1)}
         owner = {kind: variable for variable in merged for kind in variable}
@@ -261,39 +274,39 @@ class Estimate:
         return Table(tuple(v[0] for v in along), weighed, tuple(merged[v][1] for v in along))
 
     def whole(self, choices: Choices) -> tuple[float, float]:
-        """Seconds of arithmetic and of communication, with what nobody decides."""
+        """Returns the seconds of arithmetic and of communication, including parts without a choice."""
         mine, moved = self.parts(choices)
         return self.problem.undecided + mine, moved + sum(seconds for _, seconds in self._settled)
 
     def unhidden(self, choices: Choices) -> float:
-        """Seconds of the whole program where arithmetic hides the messages that nobody waits for, as far as it goes."""
+        """Returns the seconds of the whole program if arithmetic hides the messages of hidden values."""
         work, sent = self.whole(choices)
         hidden = sum([self.sent(i, choices) for i, moves in enumerate(self.moves) if moves.record.hidden])
         hidden += sum(seconds for record, seconds in self._settled if record.hidden)
         return work + sent - hidden + max(hidden - _HIDES * work, 0.0)
 
     def parts(self, choices: Choices) -> tuple[float, float]:
-        """Seconds of arithmetic and of communication, of all that is decided."""
+        """Returns the seconds of arithmetic and of communication, of parts with a choice."""
         works = [self.work(kind, choice) for kind, choice in enumerate(choices)]
         sent = sum([self.sent(i, choices) for i in range(len(self.moves))])
         return sum(mine for mine, _ in works), sent + sum(mine for _, mine in works)
 
     def total(self, choices: Choices) -> float:
-        """Seconds of all that is decided."""
+        """Returns the seconds of all parts with a choice."""
         return sum(self.parts(choices))
 
-    def _moves(self, record: Record, count: int) -> Moves:
+    def _moves(self, record: ValueRecord, count: int) -> ValueReshards:
         key = record.sizes, record.itemsize, record.returned
         if (layouts := self._layouts.get(key)) is None:
             layouts = self._layouts[key] = LayoutCosts(*key, self.problem.prices, self.prices)
-        return Moves(record, count, layouts)
+        return ValueReshards(record, count, layouts)
 
     @cached_property
-    def _settled(self) -> list[tuple[Record, float]]:
-        """Values that nobody decides about, with the seconds of their reshards."""
+    def _settled(self) -> list[tuple[ValueRecord, float]]:
+        """Returns the values between units without a choice, with the seconds of their reshards."""
         return [(record, self._moves(record, n).at(())) for record, n in self.problem.settled.items()]
 
 
-def grained(seconds: float) -> float:
-    """The nearest multiple of `GRAIN`."""
+def round_to_grain(seconds: float) -> float:
+    """Returns the nearest multiple of `GRAIN`."""
     return round(seconds / GRAIN) * GRAIN

@@ -64,7 +64,7 @@ def test_values(program: Callable[..., Any], shapes: Any, specs: Any, mesh: dict
     with sl.Mesh(mesh):
         step = sl.jit(program, in_specs=specs)
         found, plan = step(*args), step.plan(*args)
-    assert plan.compiled.propagated.propagation.apart, "nothing stands apart"
+    assert plan.compiled.propagated.propagation.pin_twins, "nothing stands apart"
     for mine, plain in zip(pytree.tree_leaves(found), pytree.tree_leaves(program(*args)), strict=True):
         torch.testing.assert_close(mine.full_tensor(), plain)
 
@@ -83,7 +83,7 @@ def test_a_cut_that_nothing_takes_apart_stays() -> None:
     with sl.Mesh.abstract(x=8):
         step = sl.jit(gated, in_specs=("n d", "d (two=2 f@x)", "f@x d"))
         plan = step.plan(*[torch.empty(s, device="meta") for s in ((256, 64), (64, 512), (256, 64))])
-    assert not plan.compiled.propagated.propagation.apart
+    assert not plan.compiled.propagated.propagation.pin_twins
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
 
 

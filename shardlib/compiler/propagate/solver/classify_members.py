@@ -1,4 +1,4 @@
-"""Members of units that are alike: they decide alike, however many there are."""
+"""Classifies members of units: equal ones decide alike, however many there are."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.decision_units import DecisionUnit
-from shardlib.compiler.propagate.solver.edges import Kind
+from shardlib.compiler.propagate.solver.value_records import UnitClass
 
 Member = Op | Value
 
 
-def place_members(
-    units: Mapping[Member, DecisionUnit], kinds: Mapping[DecisionUnit, Kind], looks: Mapping[Member, int]
+def classify_members(
+    units: Mapping[Member, DecisionUnit], kinds: Mapping[DecisionUnit, UnitClass], looks: Mapping[Member, int]
 ) -> dict[Member, object]:
-    """Return each member's place in its unit; members with equal places decide alike.
+    """Returns each member's place in its unit; members with equal places decide alike.
 
     Units of one kind have their members in the same order, so the n-th members of all of them are alike. A unit that
     goes through all layers has the same ops over and over: its members are alike if they look the same.
@@ -25,7 +25,7 @@ def place_members(
         members[unit].append(member)
     count = Counter(kinds.values())
     places: dict[Member, object] = {}
-    shapes: dict[Kind, object] = {}
+    shapes: dict[UnitClass, object] = {}
     for unit, mine in members.items():
         kind = kinds.get(unit)
         shape = [m.target if isinstance(m, Op) else None for m in mine]
@@ -38,27 +38,27 @@ def place_members(
     return places
 
 
-def look(graph: Graph, rounds: int) -> dict[Member, int]:
-    """Number every op and value by itself and its neighbors, so many steps around: color refinement."""
+def color_members(graph: Graph, rounds: int) -> dict[Member, int]:
+    """Numbers every op and value by itself and its neighbors within `rounds` steps: color refinement."""
     around: dict[Member, tuple[Sequence[Member], Sequence[Member]]] = {}
-    what: dict[Member, object] = {}
+    own: dict[Member, object] = {}
     for value in graph.values():
         around[value] = [value.op] if value.op else (), [op for op, _ in value.readers]
-        what[value] = value.shape, value.dtype
+        own[value] = value.shape, value.dtype
     for op in graph.ops:
         around[op] = op.operands, [v for v in op.results if v is not None]
-        what[op] = op.target, op.line, op.backward
-    number = {member: i for i, member in enumerate(what)}
-    beside = [([number[y] for y in around[x][0]], [number[y] for y in around[x][1]]) for x in what]
+        own[op] = op.target, op.line, op.backward
+    number = {member: i for i, member in enumerate(own)}
+    neighbors = [([number[y] for y in around[x][0]], [number[y] for y in around[x][1]]) for x in own]
     colors: dict[object, int] = {}
-    looks = [colors.setdefault(y, len(colors)) for y in what.values()]
+    looks = [colors.setdefault(y, len(colors)) for y in own.values()]
     for _ in range(rounds):
         before, colors = len(colors), {}
         color_of, number_of = looks.__getitem__, colors.setdefault
         looks = [
             number_of((mine, tuple(map(color_of, to)), tuple(sorted(map(color_of, fro)))), len(colors))
-            for mine, (to, fro) in zip(looks, beside, strict=True)
+            for mine, (to, fro) in zip(looks, neighbors, strict=True)
         ]
         if len(colors) == before:  # another round would change nothing
             break
-    return dict(zip(what, looks, strict=True))
+    return dict(zip(own, looks, strict=True))

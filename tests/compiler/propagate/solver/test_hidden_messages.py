@@ -73,11 +73,11 @@ def test_of_a_named_machine_all_inputs_may_be_gathered_ahead() -> None:
 
 def test_whose_messages_are_hidden() -> None:
     """Not those of what is read first, or made last; and of no value inside."""
-    propagation = by_strategy(256).compiled.propagated.search.problem.propagation
-    names = {value.name for value in propagation.hidden}
+    problem = by_strategy(256).compiled.propagated.search.problem
+    names = {value.name for value in problem.hidden}
     matrices = {f"m_{layer}_{part}_weight" for layer in range(LAYERS) for part in (1, 3)}
     assert matrices - names == {"m_0_1_weight"}
-    made = [v for v in propagation.hidden if v.op is not None and v.op.kind == "mm"]
+    made = [v for v in problem.hidden if v.op is not None and v.op.kind == "mm"]
     assert len(made) == len(matrices) - 1, "gradients of all matrices but the first"
     assert not names & {"x", "mm", "relu"}
 
