@@ -24,7 +24,7 @@ from shardlib.compiler.graph.ir import Graph, Value
 from shardlib.compiler.graph.local_sort import DisorderError, forget_orders, mark_orders
 from shardlib.compiler.graph.regather import mark_regathered
 from shardlib.compiler.layer_folding import fold, spread_decisions, unroll
-from shardlib.compiler.lower import Part, Senders, lower_in_parts
+from shardlib.compiler.lower import MessageCounter, Part, lower_in_parts
 from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.output_placement import fixed_outputs, forget_moved, gradients, place_outputs, state_away
 from shardlib.compiler.passes.memory.offload_saved import refuse_offload
@@ -222,7 +222,7 @@ class _Lowered(NamedTuple):
 def _lower(graph: Graph, mesh: Mesh, pins: Pins, planning: Planning, clock: StageClock, dump: StageDump) -> _Lowered:
     """Decides and lowers; of equal layers only some are planned, and their steps are repeated."""
     dump.write_graph(graph)
-    sends = Senders(mesh).messages
+    sends = MessageCounter(mesh).messages
     folded = fold(graph, pins)
     clock.stop("propagate")
     if folded is not None:

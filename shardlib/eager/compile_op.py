@@ -19,7 +19,7 @@ from torch import fx
 
 from shardlib.compiler.codegen import distributed, virtual
 from shardlib.compiler.graph import ir as graphs
-from shardlib.compiler.lower import Senders, lower
+from shardlib.compiler.lower import MessageCounter, lower
 from shardlib.compiler.passes import run_passes
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.plan import Plan
@@ -216,7 +216,7 @@ def _compile(
     graph = graphs.build(traced.graph)
     fixed = {i: _fix_form(x.form, f"argument {i}") for i, x in enumerate(operands)}
     pins = Pins({graph.inputs[i]: f for i, f in fixed.items()}, outputs)
-    propagated = propagate(graph, mesh, pins, Senders(mesh).messages)
+    propagated = propagate(graph, mesh, pins, MessageCounter(mesh).messages)
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     program = run_passes(replace(lower(graph, propagated, mesh), owned=fresh))
     return Compiled(traced, mesh, graph, lambda: propagated, program, names, fixed)

@@ -28,6 +28,7 @@ CLEAN = [
     "compiler/graph",
     "compiler/propagate",
 ]
+CLEAN += ["compiler/lower", "compiler/passes"]
 
 
 @pytest.mark.parametrize("package", CLEAN)

@@ -178,7 +178,9 @@ class LayeredProgram:
 def _blocks(folded: Folded, program: Program, parts: Sequence[Part]) -> Iterator[Block]:
     """Groups the steps of a program by layer."""
     steps = iter(program.steps)
-    by_layer = ((folded.layer(part.of), OwnedStep(part.of, next(steps))) for part in parts for _ in range(part.steps))
+    by_layer = (
+        (folded.layer(part.reader), OwnedStep(part.reader, next(steps))) for part in parts for _ in range(part.steps)
+    )
     for layer, group in groupby(by_layer, key=lambda pair: pair[0]):
         yield Block(layer, tuple(mine for _, mine in group))
 

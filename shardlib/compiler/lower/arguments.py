@@ -1,4 +1,4 @@
-"""Arguments of a call: tensors replaced by local ones, integers by local sizes."""
+"""Replaces a call's tensors by local ones, and its integers by local sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardlib.rules.rule import Path
 
 
 def substitute(node: fx.Node, operands: Sequence[Var]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The node's arguments with its tensors replaced, in order."""
+    """Returns the node's arguments with its tensors replaced, in order."""
     feed = iter(operands)
 
     def change(x: Any) -> Any:
@@ -28,13 +28,13 @@ def substitute(node: fx.Node, operands: Sequence[Var]) -> tuple[tuple[Any, ...],
 def put(
     args: tuple[Any, ...], kwargs: dict[str, Any], path: Path, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with one integer replaced."""
+    """Returns the arguments with one integer replaced."""
 
     def put(x: Any, rest: Path) -> Any:
         if not rest:
             return value
         if isinstance(x, dict):
-            return {**x, rest[0]: put(x.get(rest[0]), rest[1:])}  # torch leaves out what has its default
+            return {**x, rest[0]: put(x.get(rest[0]), rest[1:])}  # torch omits arguments that equal their defaults
         i = rest[0]
         assert isinstance(i, int)
         return type(x)([*x[:i], put(x[i], rest[1:]), *x[i + 1 :]])

@@ -1,4 +1,4 @@
-"""A program that is being written, step by step, in the name of the line that is being lowered."""
+"""Collects the steps of a program, each with the source line that is being lowered."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from shardlib.sharding.mesh.mesh import Mesh
 
 
 class Builder:
-    """Collects steps; names are those of variables of this program, each once."""
+    """Collects steps. Each name of a variable is unique in the program."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.first = Device(mesh, {})  # what it holds of values that no layout describes
+        self.first = Device(mesh, {})  # the first device, with the shapes of values that no layout describes
         self.steps: list[Step] = []
         self.inputs: list[Var] = []
         self.captured: list[tuple[Var, torch.Tensor]] = []
@@ -42,12 +42,12 @@ class Builder:
         self.backward = False
         self.inside: tuple[Module, ...] = ()
         self._names: dict[str, int] = {}
-        self.now: dict[Var, Var] = {}  # what stands for a variable of a local form by now
-        self.sent: dict[Any, Any] = {}  # what was exchanged at borders, of which value
+        self.now: dict[Var, Var] = {}  # maps a variable of a local form to the variable that replaced it
+        self.sent: dict[Any, Any] = {}  # results of exchanged borders, by value and ranges
 
     @contextmanager
     def at(self, line: Line | None, backward: bool = False) -> Iterator[None]:
-        """What is written in here belongs to this line."""
+        """Assigns the steps written inside to a source line."""
         before = self.line, self.backward
         self.line, self.backward = line, backward
         try:
@@ -56,7 +56,7 @@ class Builder:
             self.line, self.backward = before
 
     def name(self, base: str) -> str:
-        """A name that no variable has had."""
+        """Returns an unused name."""
         n = self._names[base] = self._names.get(base, -1) + 1
         return base if n == 0 else self.name(f"{base}_{n}")
 
@@ -70,9 +70,9 @@ class Builder:
         flops: float = 0.0,
         work: Sym | None = None,
     ) -> None:
-        """Write one call."""
-        said = self.line, self.backward, note, flops
-        self.steps.append(Compute(target, args, kwargs, tuple(outs), *said, inside=self.inside, work=work))
+        """Appends one call."""
+        where = self.line, self.backward
+        self.steps.append(Compute(target, args, kwargs, tuple(outs), *where, note, flops, work, inside=self.inside))
 
     def communicate(
         self,
@@ -86,7 +86,7 @@ class Builder:
         reason: str = "",
         because: Asked | Inside | None = None,
     ) -> Var:
-        """Write one collective; its result."""
+        """Appends one collective and its wait; returns its result."""
         c = Collective(kind, axes, source, out, params, nbytes, reduce, self.line, self.backward, reason, because)
         self.steps += together(c)
         if out.layout is None:
@@ -94,9 +94,7 @@ class Builder:
         return out
 
     def become(self, var: Var, out: Var, first: int) -> None:
-        """Let `out` stand for a variable that was made at step `first` or later; an older one, or one that is another
-        result already, is shown by it.
-        """
+        """Replaces a variable made at step `first` or later by `out`; `out` is an alias of any other variable."""
         new = self.steps[first:]
         if not any(var in step.outs for step in new if isinstance(step, Compute | Start)):
             self.compute(ALIAS, (self.now.get(var, var),), {}, [out])

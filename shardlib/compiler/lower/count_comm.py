@@ -1,6 +1,6 @@
-"""What an op sends while it runs, if it is cut in some way: its local form is written down for that, and asked.
+"""Counts the messages inside an op, for one sharding, by emitting its local form into a scratch program.
 
-So what decisions pay is what the plan will say, whatever the op, and users' local forms count as the library's own.
+So the cost model counts the bytes that the plan will show, for the library's local forms and for users'.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from shardlib.rules.rule import Rule
 from shardlib.rules.table import text_of
 from shardlib.sharding.mesh.mesh import Mesh
 
-# What the library's own forms answered, in whatever plan, each with its rule, whose id is part of the key.
-_ANSWERS: BoundedCache[Any, tuple[Rule, tuple[Message, ...]]] = BoundedCache(1 << 12)
+# Messages of the library's local forms, for all plans. The entry holds the rule, because the key has the rule's id.
+_LIBRARY_MESSAGES: BoundedCache[Any, tuple[Rule, tuple[Message, ...]]] = BoundedCache(1 << 12)
 
 
-class Senders:
-    """Asks local forms, each question once; those of users once in every plan, since they may have changed."""
+class MessageCounter:
+    """Caches the messages of local forms: the library's for all plans, users' for one plan, since they may change."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._known: dict[Any, tuple[Message, ...]] = {}
+        self._by_key: dict[Any, tuple[Message, ...]] = {}
 
     def messages(self, propagation: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
-        """What `op` sends, message by message, if its factors are cut as in `assignment`."""
+        """Returns the messages of `op` if `assignment` shards its factors."""
         rule = op.rule
         if rule is None or rule.local.emit is None or not any(f in rule.local.factors for f, _ in assignment):
             return ()
         sizes = tuple([(f, *map(propagation.dims.size, leaves)) for f, leaves in propagation.labels[op].items()])
         key = id(rule), sizes, tuple(assignment.items())
-        if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._found(rule, key, propagation, op, assignment)
-        return known
+        if (messages := self._by_key.get(key)) is None:
+            messages = self._by_key[key] = self._cached(rule, key, propagation, op, assignment)
+        return messages
 
-    def _found(
+    def _cached(
         self, rule: Rule, key: Any, propagation: Propagation, op: Op, assignment: Assignment
     ) -> tuple[Message, ...]:
         if text_of(op.target):
-            return self._asked(propagation, op, assignment)
+            return self._emitted(propagation, op, assignment)
         key = *key, self.mesh, torch.get_default_dtype(), tuple([v.dtype for v in op.operands])
-        if (known := _ANSWERS.get(key)) is None:
-            known = _ANSWERS[key] = rule, self._asked(propagation, op, assignment)
-        return known[1]
+        if (entry := _LIBRARY_MESSAGES.get(key)) is None:
+            entry = _LIBRARY_MESSAGES[key] = rule, self._emitted(propagation, op, assignment)
+        return entry[1]
 
-    def _asked(self, propagation: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
+    def _emitted(self, propagation: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
         assert op.rule is not None
         builder = Builder(self.mesh)
         emitter = Emitter(builder, propagation)

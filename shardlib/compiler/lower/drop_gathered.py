@@ -1,6 +1,9 @@
-"""Where the direction of a program changes: what is gathered anew (`regather`) is given up, as ZeRO-3 does it
-(Rajbhandari et al. 2020, arXiv:1910.02054), and sums that wait for those of the next micro-step are scattered, as in
-MiCS (Zhang et al. 2022, arXiv:2205.00119). Neither is there whole while other layers run."""
+"""Drops gathered values, and scatters partial sums, where a program turns from forward to backward or back.
+
+Values marked `regather` are gathered again in the next pass, as in ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
+Sums that a later microbatch adds to are scattered, as in MiCS (Zhang et al. 2022, arXiv:2205.00119). So no whole copy
+of either is held while other layers run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from shardlib.compiler.lower.value_layouts import Values
 
 
 class Between:
-    """What is given up between two passes. `passes` numbers them, for every op."""
+    """Tracks the values to drop between two passes; `passes` maps every op to the number of its pass."""
 
     def __init__(self, values: Values, graph: Graph) -> None:
         self.values = values
@@ -22,25 +25,32 @@ class Between:
         self._waiting: dict[int, list[tuple[Op, Value]]] = defaultdict(list)
         for op in graph.ops if self.again else ():
             for value in op.operands:
-                made = viewed(value).op
-                if made is not None and made.backward and op.backward and self.passes[made] < self.passes[op]:
-                    self._waiting[self.passes[made]].append((op, value))
+                producer = viewed(value).op
+                if (
+                    producer is not None
+                    and producer.backward
+                    and op.backward
+                    and self.passes[producer] < self.passes[op]
+                ):
+                    self._waiting[self.passes[producer]].append((op, value))
 
     def turn(self, op: Op) -> list[tuple[Op, Value]]:
-        """Give up what was gathered, if `op` begins another pass.
+        """Drops gathered values if `op` begins another pass.
 
-        Returns the sums that wait for a later pass, and who reads them there.
+        Returns the partial sums that a later pass reads, each with its reader.
         """
         if not self.again or self.passes[op] == self._now:
             return []
         before, self._now = self._now, self.passes[op]
         for value in self.again:
             self.values.forget(value)
-        return [(reader, value) for reader, value in self._waiting[before] if self.values.owing(value) is not None]
+        return [
+            (reader, value) for reader, value in self._waiting[before] if self.values.partial_form(value) is not None
+        ]
 
 
 def _passes(graph: Graph) -> Mapping[Op, int]:
-    """For each op, how often the direction has changed in front of it."""
+    """Maps each op to the number of changes of direction before it."""
     passes, n, backward = {}, 0, False
     for op in graph.ops:
         n += op.backward != backward

@@ -1,4 +1,4 @@
-"""One reshard step -> instructions: where a factor sits inside a dim, sizes per member, local slices."""
+"""Emits a reshard step: views that expose a factor as a dim, sizes per member, local slices."""
 
 from __future__ import annotations
 
@@ -30,94 +30,96 @@ from shardlib.sharding.reshard.refactor_exchange import Dim, held_ranges
 
 LocalDims = tuple[tuple[tuple[int, Axes], ...], ...]  # per dim, (size, axes) per factor
 LocalShape = list[Sym | int]
-Places = Callable[[Coords], list[tuple[int, int]]]  # on every device, ranges of what it has of a dim: (start, size)
+Places = Callable[[Coords], list[tuple[int, int]]]  # ranges (start, size) of a dim of each device's shard
 
 
 class Mover:
-    """Writes the steps of reshards."""
+    """Emits the steps of reshards."""
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
 
     def step(self, step: Step, var: Var, dims: LocalDims, out: Var, *, reason: str, because: Asked | None) -> None:
-        """Write `step` on `var`, whose factors are `dims`, with this result."""
+        """Emits `step` from `var`, whose factors are `dims`, to `out`."""
         if step.crossing:
             self.cross(step.crossing, var, out, reason, because)
             return
         if step.exchanges:
             self._exchange(step, var, dims, out, reason, because)
             return
-        new, params = _recut(dims, step), {}
+        new, params = _reshard_dims(dims, step), {}
         x, back, pairs = var, None, []
         if step.kind == "ppermute":
-            old_cut, new_cut = ([axes for dim in of for _, axes in dim] for of in (dims, new))
-            params = {"pairs": _senders(step.axes, old_cut, new_cut)}
+            old_axes, new_axes = ([axes for dim in shards for _, axes in dim] for shards in (dims, new))
+            params = {"pairs": _senders(step.axes, old_axes, new_axes)}
         elif step.kind != "all_reduce":
             pairs = [_locate(dims, step.factor)] + ([_locate(dims, step.to)] if step.kind == "all_to_all" else [])
             x, at, back = self._expose(var, dims, pairs, new)
-            params = _told(step, dims, new, pairs, at)
-        made = self._before(out, back)
+            params = _step_params(step, dims, new, pairs, at)
+        result = self._before(out, back)
         if step.kind == "slice":
-            self._call(NARROW, (x, *params.values()), made)
+            self._call(NARROW, (x, *params.values()), result)
         else:
-            args = step.kind, step.axes, x, made, params, step.bytes, step.reduce
+            args = step.kind, step.axes, x, result, params, step.bytes, step.reduce
             self.builder.communicate(*args, reason, because)
-        self._view_back(made, out, back)
+        self._view_back(result, out, back)
 
     def _exchange(self, step: Step, var: Var, dims: LocalDims, out: Var, reason: str, because: Asked | None) -> None:
-        """Several factors at once: what goes to each device is a row, and a row from each comes back."""
+        """Emits an all_to_all of several factors: row i goes to member i, and a row from each member returns."""
         local = [_local(size, axes) for dim in dims for size, axes in dim]
         n, parts = group_size(step.axes), [group_size(axes) for axes, _, _ in step.exchanges]
         split = [[k for k, x in enumerate(step.exchanges) if x.to == i] for i in range(len(local))]
         joined = [[k for k, x in enumerate(step.exchanges) if x.factor == i][::-1] for i in range(len(local))]
-        rest = [size // math.prod(parts[k] for k in of) for size, of in zip(local, split, strict=True)]
+        rest = [size // math.prod(parts[k] for k in ks) for size, ks in zip(local, split, strict=True)]
         sizes, columns = [*parts, *rest], product(rest)
-        assert not isinstance(columns, Sym), f"{step} exchanges pieces of one size"
+        assert not isinstance(columns, Sym), f"{step} exchanges shards of one size"
 
         def order(parted: list[list[int]]) -> list[int]:
-            """Every factor, of all sizes, behind the parts that it is split into, or joined from."""
-            return [k for i, of in enumerate(parted) for k in (*of, len(parts) + i)]
+            """Returns the order of dims in which each factor follows the parts split from it, or joined into it."""
+            return [k for i, ks in enumerate(parted) for k in (*ks, len(parts) + i)]
 
-        there, back = order(split), order(joined)
-        x = self._viewed(RESHAPE, var, [sizes[k] for k in there])
-        x = self._viewed(PERMUTE, x, [there.index(k) for k in range(len(sizes))])
+        before, after = order(split), order(joined)
+        x = self._viewed(RESHAPE, var, [sizes[k] for k in before])
+        x = self._viewed(PERMUTE, x, [before.index(k) for k in range(len(sizes))])
         x = self._viewed(RESHAPE, x, [n, columns])
-        made = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
+        received = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
         params = {"split_dim": 0, "split_sizes": [1] * n, "concat_dim": 1, "concat_sizes": [columns] * n}
-        self.builder.communicate(step.kind, step.axes, x, made, params, step.bytes, step.reduce, reason, because)
-        x = self._viewed(PERMUTE, self._viewed(RESHAPE, made, sizes), back)
-        self._call(RESHAPE, (x, [product([_local(n, a) for n, a in dim]) for dim in _recut(dims, step)]), out)
+        self.builder.communicate(step.kind, step.axes, x, received, params, step.bytes, step.reduce, reason, because)
+        x = self._viewed(PERMUTE, self._viewed(RESHAPE, received, sizes), after)
+        self._call(RESHAPE, (x, [product([_local(n, a) for n, a in dim]) for dim in _reshard_dims(dims, step)]), out)
 
     def _viewed(self, target: Any, x: Var, how: Sequence[Sym | int]) -> Var:
-        made = Var(self.builder.name(f"{x.name.partition('.sent')[0]}.sent"), None, x.dtype)
+        view = Var(self.builder.name(f"{x.name.partition('.sent')[0]}.sent"), None, x.dtype)
         with self.builder.at(None):
-            self._call(target, (x, [*how]), made)
-        return made
+            self._call(target, (x, [*how]), view)
+        return view
 
     def cross(self, crossing: RefactorExchange, var: Var, out: Var, reason: str, because: Asked | None) -> None:
-        """A dim in other factors: what others are to hold goes to them, in their order, and ours comes in theirs."""
+        """Emits the exchange of a dim that is factored in another way: each member sends what others will hold."""
         d, n, axes = crossing.dim, group_size(crossing.axes), (*crossing.axes, *crossing.others)
-        x, made = var, out
+        x, received = var, out
         if not _in_order(crossing.leaving, crossing.before, axes):
             x = Var(self.builder.name(f"{var.name}.sent"), None, var.dtype)
             self._ordered(var, d, crossing.leaving, axes, x)
         if not _in_order(crossing.arriving, crossing.after, axes):
-            made = Var(self.builder.name(f"{out.name}.sent"), None, out.dtype)
+            received = Var(self.builder.name(f"{out.name}.sent"), None, out.dtype)
 
         def sent(i: int, j: int) -> Sym | int:
             if not crossing.others:  # the same in every group
                 return crossing.sent({a.name: 0 for a in axes}, i, j)
-            found: Sym | int = tabulate(partial(crossing.sent, i=i, j=j), axes, crossing.axes)
-            return found
+            size: Sym | int = tabulate(partial(crossing.sent, i=i, j=j), axes, crossing.axes)
+            return size
 
         sizes = [[sent(i, j) for j in range(n)] for i in range(n)]
         params = {"split_dim": d, "split_sizes": sizes, "concat_dim": d, "concat_sizes": []}
-        self.builder.communicate("all_to_all", crossing.axes, x, made, params, crossing.bytes, "sum", reason, because)
-        if made is not out:
-            self._ordered(made, d, crossing.arriving, axes, out)
+        self.builder.communicate(
+            "all_to_all", crossing.axes, x, received, params, crossing.bytes, "sum", reason, because
+        )
+        if received is not out:
+            self._ordered(received, d, crossing.arriving, axes, out)
 
     def _ordered(self, x: Var, d: int, places: Places, axes: Axes, out: Var) -> None:
-        """Those ranges of dim d next to each other."""
+        """Concatenates ranges of dim d."""
         parts = []
         for k in range(max(len(places(c)) for c in everywhere(apart(axes)))):
             start, size = (tabulate(partial(_place, places, k, i), axes) for i in (0, 1))
@@ -127,20 +129,20 @@ class Mover:
         self._call(CAT, (parts, d), out)
 
     def slice_all(self, var: Var, dims: LocalDims, out: Var) -> None:
-        """Cut a whole value as `dims` says, locally."""
+        """Slices a whole value to the shard that `dims` describes."""
         have: LocalDims = tuple(tuple((n, ()) for n, _ in dim) for dim in dims)
-        cuts = [(d, k) for d, dim in enumerate(dims) for k, (_, axes) in enumerate(dim) if axes]
-        for d, k in cuts:
+        sharded = [(d, k) for d, dim in enumerate(dims) for k, (_, axes) in enumerate(dim) if axes]
+        for d, k in sharded:
             size, axes = dims[d][k]
             new = _replace(have, d, k, axes)
             x, (where,), back = self._expose(var, have, [(d, k)], new)
             post = product([n for n, _ in dims[d][k + 1 :]])
             start, length = _relative(size, (), size, axes)
-            last = (d, k) == cuts[-1]
+            last = (d, k) == sharded[-1]
             end = out if last else Var(self.builder.name(out.name), None, var.dtype)
-            made = self._before(end, back)
-            self._call(NARROW, (x, where, start * post, length * post), made)
-            self._view_back(made, end, back)
+            result = self._before(end, back)
+            self._call(NARROW, (x, where, start * post, length * post), result)
+            self._view_back(result, end, back)
             var, have = end, new
 
     def _call(self, target: Any, args: tuple[Any, ...], out: Var) -> None:
@@ -149,7 +151,10 @@ class Mover:
     def _expose(
         self, var: Var, dims: LocalDims, pairs: list[tuple[int, int]], new: LocalDims
     ) -> tuple[Var, list[int], LocalShape | None]:
-        """View `var` so that each of `pairs` leads a dim of its own: (view, where they are, the shape to view back)."""
+        """Views `var` so that each factor of `pairs` is the major one of its dim.
+
+        Returns the view, the dims of the factors, and the shape to view the result back (None: no view was needed).
+        """
         before = {(d, k): [p for p in pairs if p[0] == d and p[1] < k] for d, k in pairs}
         splits = sorted(p for p in {*pairs} if before[p] or any(_local(n, a) != 1 for n, a in dims[p[0]][: p[1]]))
         at = [d + sum(split <= (d, k) for split in splits) for d, k in pairs]
@@ -166,16 +171,16 @@ class Mover:
         return view, at, [product([_local(n, a) for n, a in dim]) for dim in new]
 
     def _before(self, out: Var, back: LocalShape | None) -> Var:
-        """What a step makes: the result, or, where dims were exposed, what is viewed back."""
+        """Returns the variable that a step writes: `out`, or the one that is viewed back to it."""
         return out if back is None else Var(self.builder.name(f"{out.name}.split"), None, out.dtype)
 
-    def _view_back(self, made: Var, out: Var, back: LocalShape | None) -> None:
+    def _view_back(self, result: Var, out: Var, back: LocalShape | None) -> None:
         if back is not None:
-            self._call(RESHAPE, (made, back), out)
+            self._call(RESHAPE, (result, back), out)
 
 
 def _in_order(places: Places, dim: Dim, axes: Axes) -> bool:
-    """Returns whether these are all of a dim as it is, on every device: what follows each other is one range."""
+    """Returns whether these ranges are the whole local dim in its order, on every device."""
     for c in everywhere(apart(axes)):
         n = sum(b - a for a, b in held_ranges(dim, c))
         if places(c) != ([(0, n)] if n else []):
@@ -184,13 +189,15 @@ def _in_order(places: Places, dim: Dim, axes: Axes) -> bool:
 
 
 def _place(places: Places, k: int, i: int, coords: Coords) -> int:
-    """Start (0) or size (1) of the k-th range on a device; nothing of it where there are fewer."""
-    found = places(coords)
-    return found[k][i] if k < len(found) else 0
+    """Returns the start (i=0) or the size (i=1) of the k-th range on a device; 0 if it has fewer ranges."""
+    ranges = places(coords)
+    return ranges[k][i] if k < len(ranges) else 0
 
 
-def _told(step: Step, dims: LocalDims, new: LocalDims, pairs: list[tuple[int, int]], at: list[int]) -> dict[str, Any]:
-    """What a step is told of dims and sizes; a slice, in this order: where, from where on, how much."""
+def _step_params(
+    step: Step, dims: LocalDims, new: LocalDims, pairs: list[tuple[int, int]], at: list[int]
+) -> dict[str, Any]:
+    """Returns the parameters of a step; those of a slice are dim, start and length, in this order."""
     d, k = pairs[0]
     post = _after(dims, d, k, pairs)
     if step.kind == "slice":
@@ -221,12 +228,12 @@ def _locate(dims: LocalDims, flat: int) -> tuple[int, int]:
 
 
 def _after(dims: LocalDims, d: int, k: int, pairs: Sequence[tuple[int, int]]) -> Any:
-    """The local size of what stands behind a factor in the dim that `_expose` made for it."""
+    """Returns the local size of the factors behind one factor, in the dim that `_expose` made for it."""
     stop = min([m for e, m in pairs if e == d and m > k], default=len(dims[d]))
     return product([_local(n, a) for n, a in dims[d][k + 1 : stop]])
 
 
-def _recut(dims: LocalDims, step: Step) -> LocalDims:
+def _reshard_dims(dims: LocalDims, step: Step) -> LocalDims:
     after = iter(zip(step.sizes, step.result, strict=True))
     return tuple(tuple(next(after) for _ in dim) for dim in dims)
 
@@ -237,21 +244,21 @@ def _replace(dims: LocalDims, d: int, k: int, axes: Axes) -> LocalDims:
 
 
 def _relative(whole: int, old: Axes, size: int, new: Axes) -> tuple[Any, Any]:
-    """Start and length of a device's piece of `size` under `new` inside its piece of `whole` under `old`."""
+    """Returns the start and length of a device's shard of `size` over `new` inside its shard of `whole` over `old`."""
     old, new = Axis.merge(old), Axis.merge(new)
     return offset(size, new) - offset(whole, old), local_size(size, new)
 
 
 def _member_sizes(size: int, finer: Axes, group: Axes, post: Sym | int) -> list[Sym | int]:
-    """Sizes of the group's members along the dim, in group order; the group's axes are the minor ones of `finer`."""
-    piece = product([local_size(size, finer), post])
-    if not isinstance(piece, Sym):
-        return [piece] * group_size(group)
-    return [of_member(piece, group, i) for i in range(group_size(group))]
+    """Returns the members' sizes along the dim, in group order; the group's axes are the minor ones of `finer`."""
+    local = product([local_size(size, finer), post])
+    if not isinstance(local, Sym):
+        return [local] * group_size(group)
+    return [of_member(local, group, i) for i in range(group_size(group))]
 
 
 def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: Sym | int) -> list[list[Sym | int]]:
-    """How much each member of the group sends to each, when a factor's pieces change from `old` to `new`."""
+    """Returns the elements that each member sends to each, if a factor's size and axes change from `old` to `new`."""
     (have, before), (want, after) = ((n, Axis.merge(a)) for n, a in (old, new))
 
     def sent(coords: Coords, i: int, j: int) -> int:
@@ -264,18 +271,17 @@ def _exchanged(old: tuple[int, Axes], new: tuple[int, Axes], group: Axes, post: 
 
 
 def _senders(group: Axes, old: Sequence[Axes], new: Sequence[Axes]) -> list[tuple[int, int]]:
-    """Who sends to whom, for pieces cut by `old` to be cut by `new` (the axes of every factor).
+    """Returns the (source, destination) positions of a ppermute that turns axes `old` into `new`, per factor.
 
-    Pairs of (source, destination) positions in the group. As many members hold a piece before as after; those that hold
-    it before and after keep it.
+    Each shard has as many holders after as before. A member that holds the same shard before and after keeps it.
     """
     origin = {a.name: 0 for axes in (group, *old, *new) for a in axes}
     members = [member_coords(origin, group, i) for i in range(group_size(group))]
-    before, after = ([tuple(group_position(c, axes) for axes in cut) for c in members] for cut in (old, new))
+    before, after = ([tuple(group_position(c, axes) for axes in shards) for c in members] for shards in (old, new))
     kept = [i for i, (p, q) in enumerate(zip(before, after, strict=True)) if p == q]
     free: dict[tuple[int, ...], list[int]] = {}
-    for i, piece in enumerate(before):
+    for i, shard in enumerate(before):
         if i not in kept:
-            free.setdefault(piece, []).append(i)
-    moved = [(free[piece].pop(0), i) for i, piece in enumerate(after) if i not in kept]
+            free.setdefault(shard, []).append(i)
+    moved = [(free[shard].pop(0), i) for i, shard in enumerate(after) if i not in kept]
     return sorted([*((i, i) for i in kept), *moved], key=lambda pair: pair[1])

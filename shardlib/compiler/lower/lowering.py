@@ -1,7 +1,7 @@
-"""Decisions -> the per-device program.
+"""Lowers decisions to the per-device program.
 
-Ops are lowered in program order. Each op asks for its operands in the cut that its unit decided (`values`), or takes a
-pending sum as it is, if it may (`pending`), and is emitted (`emit`).
+Ops are lowered in program order. Each op gets its operands in the sharding that was decided (`Values`), or as partial
+sums if it may (`PartialSums`). Then it is emitted (`Emitter`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from shardlib.compiler.lower.arguments import substitute
 from shardlib.compiler.lower.builder import Builder
 from shardlib.compiler.lower.drop_gathered import Between
 from shardlib.compiler.lower.emit import Emitter
-from shardlib.compiler.lower.partial_sums.gathered_rows import LookedUp, Passed
+from shardlib.compiler.lower.emit_reshard import LocalDims
+from shardlib.compiler.lower.partial_sums.gathered_rows import GatheredRows, RowsOp
 from shardlib.compiler.lower.partial_sums.partial_sums import PartialSums
 from shardlib.compiler.lower.partial_sums.reassociate_sums import Regrouping
-from shardlib.compiler.lower.placement import SETTLED, Owed, Placement
+from shardlib.compiler.lower.placement import COMPLETE, Partial, Placement
 from shardlib.compiler.lower.value_layouts import Values
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.program.sym_int import Sym, place_in
@@ -31,29 +32,33 @@ from shardlib.core.aten.op_names import ALIAS
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.primitives.debug_print import OP as PRINT
 from shardlib.rules.rule import OWNED
+from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.sharding.reshard import FactorAxes
 
 
 class Part(NamedTuple):
-    """Steps that follow each other, by their number; and what for: an op, an input, or a result by its position."""
+    """A run of consecutive steps, and their reader: an op, an input, or an output by its position."""
 
-    of: Op | Value | int
+    reader: Op | Value | int
     steps: int
 
 
 def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
-    """Emit the program; raises `ProgramError` for one that cannot run, which would be a fault of ours."""
+    """Returns the program; raises `ProgramError` if it cannot run, which is a fault of the compiler."""
     return lower_in_parts(graph, propagated, mesh)[0]
 
 
 def lower_in_parts(graph: Graph, propagated: Propagated, mesh: Mesh) -> tuple[Program, list[Part]]:
-    """The program, and what its steps are for."""
+    """Returns the program and the readers of its steps."""
     lowering = Lowering(graph, propagated, mesh)
     return verify(lowering.run()), lowering.parts()
 
 
 class Lowering:
+    """Lowers one graph."""
+
     def __init__(self, graph: Graph, propagated: Propagated, mesh: Mesh) -> None:
         self.graph, self.p = graph, propagated
         self.propagation, self.units = propagated.propagation, propagated.units
@@ -62,24 +67,24 @@ class Lowering:
         self.values = Values(self.emitter)
         self.constants = self.values.constants
         self.sums = PartialSums(self.values, graph, propagated)
-        self.looked_up = LookedUp(self.sums.branching)
+        self.gathered_rows = GatheredRows(self.sums.branching)
         self.between = Between(self.values, graph)
         self.regrouping = Regrouping(self.values, self.sums.readers, self.between.passes)
-        self._begun: list[tuple[Op | Value | int, int]] = []  # what steps are for, and the first of them
+        self._begun: list[tuple[Op | Value | int, int]] = []  # readers, each with the first step for it
 
     def parts(self) -> list[Part]:
-        """What the steps are for, in their order."""
+        """Returns the parts of the program in order."""
         last = self._begun[-1:] and [(self._begun[-1][0], len(self.builder.steps))]
         pairs = itertools.pairwise([*self._begun, *last])
-        return [Part(of, end - first) for (of, first), (_, end) in pairs if end > first]
+        return [Part(reader, end - first) for (reader, first), (_, end) in pairs if end > first]
 
     def run(self) -> Program:
         for value in self.graph.inputs:
             if value.constant:
                 self.builder.inputs.append(self.constants.whole(value))
                 continue
-            given, cut = self.p.placed_input(value)
-            self.builder.inputs.append(self.values.make(given, (cut, SETTLED)))
+            placed, sharding = self.p.placed_input(value)
+            self.builder.inputs.append(self.values.make(placed, (sharding, COMPLETE)))
         for value, tensor in self.graph.captured:
             self.builder.captured.append((self.constants.whole(value), tensor))
         for value in self.graph.inputs:
@@ -91,13 +96,13 @@ class Lowering:
             if not op.constant and not op.transparent:
                 for reader, waiting in self.between.turn(op):
                     self._at(waiting.op, reader)
-                    self._scattered(waiting, reader)
-                self.looked_up.reach(op)
-                passed = op in self.looked_up.passed
-                for first in self.regrouping.met_by(op, swaps=not passed):
+                    self._scatter(waiting, reader)
+                self.gathered_rows.reach(op)
+                is_row_op = op in self.gathered_rows.passed
+                for first in self.regrouping.met_by(op, swaps=not is_row_op):
                     self._at(first, first)
                     self._op(first)
-                if passed or not self.regrouping.waits(op):
+                if is_row_op or not self.regrouping.waits(op):
                     self._at(op, op)
                     self._op(op)
         check_order(self.emitter.noted)
@@ -109,9 +114,9 @@ class Lowering:
 
     def _op(self, op: Op) -> None:
         for value in op.operands:
-            self._there(viewed(value))
-        if (way := self.looked_up.passed.get(op)) is not None:
-            self._passed(op, way)
+            self._recompute(viewed(value))
+        if (way := self.gathered_rows.passed.get(op)) is not None:
+            self._op_on_rows(op, way)
             return
         for value in op.operands:
             if op.owns is None:
@@ -119,10 +124,10 @@ class Lowering:
         if op.constrains:
             result = op.results[0]
             assert result is not None
-            said, cut = self.propagation.pin_twins.get(result, result), self.propagation.fixed[result][0]
-            self.values.as_(op.operands[0], said, cut)
-            if said is not result:
-                self.values.as_(said, result, cut)
+            annotated, sharding = self._annotated(result)
+            self.values.as_(op.operands[0], annotated, sharding)
+            if annotated is not result:
+                self.values.as_(annotated, result, sharding)
             return
         if op.manual:
             self._manual(op)
@@ -136,36 +141,40 @@ class Lowering:
         if op.rule is None:
             self._replicated(op)
             return
-        own = self._own(op)
+        own = self._own_row_operands(op)
         for i, value in enumerate(op.operands):
             if i not in own:
                 self.values.own.settle(value)
-        if not own and (passed := self.sums.carried(op)) is not None:
-            assignment, owed, linear = passed
+        if not own and (carried := self.sums.carried(op)) is not None:
+            assignment, partial, linear = carried
         else:
             assignment = dict(self.p.assignment(op))
-            owed, linear = SETTLED, frozenset()
+            partial, linear = COMPLETE, frozenset()
             if op.owns is not None and not op.owns.begins and not own:
-                assignment.pop((op.owns.factor, 0), None)  # whole rows are as good
+                assignment.pop((op.owns.factor, 0), None)  # operands have all rows
         operands = [
             self._own_rows(op, i, assignment) if i in own
-            else self._operand(op, i, assignment, owed if i in linear else SETTLED)
+            else self._operand(op, i, assignment, partial if i in linear else COMPLETE)
             for i in range(len(op.operands))
         ]  # fmt: skip
         outs = [
-            None if r is None else self._made(r, self.values.forms.result_form(op, i, assignment, owed))
+            None if r is None else self._new_var(r, self.values.forms.result_form(op, i, assignment, partial))
             for i, r in enumerate(op.results)
         ]
         self.emitter.op(op, op.rule, assignment, operands, outs)
         for r in op.results if op.owns is not None else ():
             if r is not None and (form := self.values.own.form(r)) is not None:
-                self._no_sum_besides(op, r, form, assignment)
-        self.looked_up.made(op, carried=bool(linear))
+                self._merge_sums(op, r, form, assignment)
+        self.gathered_rows.note_results(op, carried=bool(linear))
 
-    def _passed(self, op: Op, way: Passed) -> None:
-        """An op on looked-up rows that nobody adds up."""
+    def _annotated(self, result: Value) -> tuple[Value, FactorAxes]:
+        """Returns the value that stands for an annotated result under other factors, and its sharding."""
+        return self.propagation.pin_twins.get(result, result), self.propagation.fixed[result][0]
+
+    def _op_on_rows(self, op: Op, way: RowsOp) -> None:
+        """Lowers an op on gathered rows that are not added up."""
         assert op.rule is not None
-        own = way.owed.kind == OWNED
+        own = way.partial.kind == OWNED
         operands = [
             self._as_is(x, form) if (form := way.forms.get(i)) else self._operand(op, i, way.assignment)
             for i, x in enumerate(op.operands)
@@ -173,15 +182,15 @@ class Lowering:
         outs: list[Var | None] = [None] * len(op.results)
         for i, r in enumerate(op.results):
             if r is not None:
-                form = self.values.forms.result_form(op, i, way.assignment, SETTLED if own else way.owed)
-                outs[i] = self._made(r, (form[0], way.owed) if own else form)
+                form = self.values.forms.result_form(op, i, way.assignment, COMPLETE if own else way.partial)
+                outs[i] = self._new_var(r, (form[0], way.partial) if own else form)
         self.emitter.op(op, op.rule, way.assignment, operands, outs)
 
     def _as_is(self, value: Value, form: Placement) -> Var:
         return self.values.own.as_is(value, form) if form[1].kind == OWNED else self.values.native(value, *form)
 
-    def _own(self, op: Op) -> frozenset[int]:
-        """The operands of which an op takes the rows of own groups, which are all that there are."""
+    def _own_row_operands(self, op: Op) -> frozenset[int]:
+        """Returns the operands that an op takes as rows of own groups."""
         if op.owns is None or op not in self.units.op_slots:
             return frozenset()
         slot = self.units.op_slots[op].get((op.owns.factor, 0))
@@ -193,57 +202,57 @@ class Lowering:
         factors = value_factors(self.propagation, op, i, operand=True)
         return self.values.own.get(op.operands[i], tuple(assignment.get(x, ()) if x else () for x in factors))
 
-    def _made(self, value: Value, form: Placement) -> Var:
-        """A variable for a result of an op."""
+    def _new_var(self, value: Value, form: Placement) -> Var:
+        """Returns a variable for a result of an op."""
         if form[1].kind != OWNED or not form[1]:
             return self.values.make(value, form)
         return self.values.own.make(value, form)
 
-    def _no_sum_besides(self, op: Op, value: Value, form: Placement, assignment: Assignment) -> None:
-        """Rows of own groups that are a pending sum over other axes, too, are one sum over all of them."""
+    def _merge_sums(self, op: Op, value: Value, form: Placement, assignment: Assignment) -> None:
+        """Turns rows of own groups that are a partial sum over other axes into one partial sum over all axes."""
         assert op.owns is not None
         axes = assignment[op.owns.factor, 0]
         if {*axes} == {*form[1].axes}:
             return
         var = self.values.own.forms.pop(value)[form]
-        self.values.own.zeroed(value, form[0], axes, var, self.values.make(value, (form[0], Owed(form[1].axes))))
+        self.values.own.zeroed(value, form[0], axes, var, self.values.make(value, (form[0], Partial(form[1].axes))))
 
-    def _there(self, value: Value) -> None:
-        """Make a value once more that was given up."""
+    def _recompute(self, value: Value) -> None:
+        """Lowers the op of a dropped value again."""
         if value.again and value.op is not None and not value.op.transparent and not self.values.have.get(value):
             self._op(value.op)
 
-    def _scattered(self, value: Value, reader: Op) -> None:
-        """Scatter a pending sum over the axes over which its reader is cut more than it is."""
-        form, slots = self.values.owing(value), self.units.op_slots.get(reader)
+    def _scatter(self, value: Value, reader: Op) -> None:
+        """Scatters a partial sum over the axes that shard its reader and not the sum."""
+        form, slots = self.values.partial_form(value), self.units.op_slots.get(reader)
         if form is None or slots is None:
             return
-        cuts, i = self.p.unit_axes(self.units.unit[reader]), reader.operands.index(value)
+        unit_axes, i = self.p.unit_axes(self.units.unit[reader]), reader.operands.index(value)
         factors = value_factors(self.propagation, reader, i, operand=True)
-        want = tuple(cuts[slots[x]] if x in slots else () for x in factors)
+        want = tuple(unit_axes[slots[x]] if x in slots else () for x in factors)
         more = [b[len(a) :] for a, b in zip(form[0], want, strict=True) if b[: len(a)] == a]
         if len(more) == len(want) and {a for axes in more for a in axes} <= {*form[1].axes}:
             self.values.scatter(value, want)
 
     def _replicated(self, op: Op, **more: Any) -> None:
-        """No rule: whole operands, the plain op, whole results."""
+        """Lowers an op without a rule: whole operands, the plain op, whole results."""
         args, kwargs = substitute(op.node, list(map(self.values.whole, op.operands)))
         outs = [
-            None if r is None else self.values.make(r, (((),) * len(self.propagation.dim_factors(r)), SETTLED))
+            None if r is None else self.values.make(r, (((),) * len(self.propagation.dim_factors(r)), COMPLETE))
             for r in op.results
         ]
         self.builder.compute(op.target, args, kwargs | more, outs, "no rule: runs replicated")
 
     def _call_key(self, op: Op) -> None:
-        """The first device draws the key, the others hold 0: a pending sum over the mesh."""
+        """Draws a random key on the first device; 0 on the others makes it a partial sum over the mesh."""
         (result,) = op.results
         assert result is not None
         args, kwargs = substitute(op.node, [])
         kwargs |= {"lead": self._first(), "apart": self.builder.mesh.kind == "distributed"}
-        self.builder.compute(op.target, args, kwargs, [self.values.make(result, ((), Owed(self._all_axes())))])
+        self.builder.compute(op.target, args, kwargs, [self.values.make(result, ((), Partial(self._all_axes())))])
 
     def _first(self) -> Sym | int:
-        """1 on the first device, 0 elsewhere."""
+        """Returns 1 on the first device, 0 elsewhere."""
         place = place_in(Axis.merge(self._all_axes()))
         return place.eq(0) if isinstance(place, Sym) else 1
 
@@ -251,7 +260,7 @@ class Lowering:
         return tuple(p for name, n in self.builder.mesh.axes.items() if n > 1 for p in Axis(name, n).primes())
 
     def _manual(self, op: Op) -> None:
-        """Per-device code of a shard_map body, as it is written."""
+        """Lowers an op of a shard_map body: per-device code runs as written."""
         result = op.results[0]
         if has_trait(op.target, "enters_body"):
             assert result is not None
@@ -259,50 +268,44 @@ class Lowering:
             if value.constant:
                 var = self.constants.get(value, self._body_input_dims(op))
             else:
-                var = self.values.as_(
-                    value, self.propagation.pin_twins.get(op, value), self.propagation.body_inputs[op][0]
-                )
-            self.values.have[result][(), SETTLED] = var
+                twin = self.propagation.pin_twins.get(op, value)
+                var = self.values.as_(value, twin, self.propagation.body_inputs[op][0])
+            self.values.have[result][(), COMPLETE] = var
             return
-        operands = [self.constants.get(v, ()) if v.constant else self.values.have[v][(), SETTLED] for v in op.operands]
+        operands = [self.constants.get(v, ()) if v.constant else self.values.have[v][(), COMPLETE] for v in op.operands]
         if has_trait(op.target, "leaves_body"):
             assert result is not None
-            said, cut = self.propagation.pin_twins.get(result, result), self.propagation.fixed[result][0]
-            out = self.values.make(said, (cut, SETTLED))
+            annotated, sharding = self._annotated(result)
+            out = self.values.make(annotated, (sharding, COMPLETE))
             self.builder.compute(ALIAS, (operands[0],), {}, [out])
-            if said is not result:
-                self.values.as_(said, result, cut)
+            if annotated is not result:
+                self.values.as_(annotated, result, sharding)
         elif has_trait(op.target, "per_device"):
             assert result is not None
-            self.values.have[result][(), SETTLED] = manual.collective(
+            self.values.have[result][(), COMPLETE] = manual.collective(
                 self.builder, op, operands[0], self.builder.name(result.name)
             )
         else:
             args, kwargs = substitute(op.node, operands)
-            outs = [None if r is None else self.values.make(r, ((), SETTLED)) for r in op.results]
+            outs = [None if r is None else self.values.make(r, ((), COMPLETE)) for r in op.results]
             self.builder.compute(op.target, args, kwargs, outs, "shard_map")
 
     def _body_input_dims(self, op: Op) -> tuple[Any, ...]:
-        layout = self.p.pins.body_inputs[op].layout
-        return tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
+        return _local_dims(self.p.pins.body_inputs[op].layout)
 
-    def _operand(self, op: Op, i: int, assignment: Assignment, owed: Owed = SETTLED) -> Var:
+    def _operand(self, op: Op, i: int, assignment: Assignment, partial: Partial = COMPLETE) -> Var:
         value = op.operands[i]
         assert op.rule is not None
         if value.constant:
-            dims = []
-            for names in op.rule.operands[i]:
-                dims.append(
-                    tuple(
-                        (self.emitter.leaf_size(op, x), assignment.get(x, ())) for x in self.emitter.factors(op, names)
-                    )
-                )
+            factors = ([*self.emitter.factors(op, names)] for names in op.rule.operands[i])
+            dims = [tuple((self.emitter.leaf_size(op, x), assignment.get(x, ())) for x in dim) for dim in factors]
             return self.constants.get(value, tuple(dims))
-        cut = tuple([assignment.get(x, ()) if x else () for x in value_factors(self.propagation, op, i, operand=True)])
-        return self.values.native(value, cut, owed) if owed else self.values.get(value, cut)
+        factor_axes = (assignment.get(x, ()) if x else () for x in value_factors(self.propagation, op, i, operand=True))
+        want = tuple(factor_axes)
+        return self.values.native(value, want, partial) if partial else self.values.get(value, want)
 
     def _at(self, op: Op | None, reader: Op | int) -> None:
-        """What is emitted now belongs to the line of `op`, and is done for `reader`."""
+        """Assigns the next steps to the source line of `op`, and to `reader`."""
         self._begun.append((reader, len(self.builder.steps)))
         self.builder.line, self.builder.backward = (op.line, op.backward) if op is not None else (None, False)
         self.builder.inside = () if op is None else op.node.meta.get("modules", ())
@@ -312,15 +315,19 @@ class Lowering:
 
     def _output(self, i: int, value: Value) -> Var:
         self._at(value.op, i)
-        self._there(viewed(value))
+        self._recompute(viewed(value))
         self.values.own.settle(value)
         if i in self.propagation.outputs:
             return self.values.as_(value, self.propagation.pin_twins.get(i, value), self.propagation.outputs[i][0])
         annotated = self.propagation.fixed.get(value) if value.op is not None else None
         if value.constant:
-            said = self.p.pins.outputs.get(i) or (annotated and annotated[1])
-            dims = () if said is None else tuple(tuple((f.size, f.axes) for f in dim) for dim in said.layout.dims)
-            return self.constants.get(value, dims)
+            pin = self.p.pins.outputs.get(i) or (annotated and annotated[1])
+            return self.constants.get(value, () if pin is None else _local_dims(pin.layout))
         if annotated is not None:
             return self.values.get(self.propagation.pin_twins.get(value, value), annotated[0])
         return self.values.get(value, self.values.natural(value))
+
+
+def _local_dims(layout: Layout) -> LocalDims:
+    """Returns `(size, axes)` per factor, per dim."""
+    return tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)

@@ -1,4 +1,4 @@
-"""Collectives that a user wrote in a shard_map body, as steps of the program."""
+"""Emits the collectives of a shard_map body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardlib.sharding.mesh.axis import Axis, group_size
 
 
 def collective(builder: Builder, op: Op, source: Var, name: str) -> Var:
-    """Append one `shardlib::manual_<kind>` op; returns its result."""
+    """Emits one `shardlib::manual_<kind>` op; returns its result."""
     result, args = op.results[0], op.call.args
     assert result is not None
     out = Var(name, Layout.replicated(result.shape), result.dtype, result, ((), None))
@@ -26,17 +26,18 @@ def collective(builder: Builder, op: Op, source: Var, name: str) -> Var:
     if kind == "axis_index":
         builder.compute(FILLED, (source, [], place_in(axes)), {"dtype": torch.int64}, [out])
         return out
-    params, reduce, sent = told(kind, args[2:], [[size] * n for size in shape], n, result.nbytes)
-    said = "the transpose of a collective in a shard_map body" if op.backward else "written in a shard_map body"
-    return builder.communicate(kind, axes, source, out, params, sent, reduce, said)
+    params, reduce, sent = collective_arguments(kind, args[2:], [[size] * n for size in shape], n, result.nbytes)
+    reason = "the transpose of a collective in a shard_map body" if op.backward else "written in a shard_map body"
+    return builder.communicate(kind, axes, source, out, params, sent, reduce, reason)
 
 
-def told(
+def collective_arguments(
     kind: str, args: Sequence[Any], members: Sequence[Sequence[Any]], n: int, nbytes: float
 ) -> tuple[dict[str, Any], str, float]:
-    """What a collective is told by these arguments: its parameters, its reduction, and the bytes that a device sends.
+    """Returns a collective's parameters, its reduction, and the bytes that each device sends.
 
-    `members` are, dim by dim, the sizes of what each of the n members holds; `nbytes` are those of the result.
+    `args` are those of the manual op. `members` has, per dim, the sizes of the `n` members' operands. `nbytes` are the
+    bytes of the result.
     """
     match kind:
         case "all_reduce":

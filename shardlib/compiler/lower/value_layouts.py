@@ -1,6 +1,6 @@
-"""Where every value is: the layouts in which it is there, and the cheapest way to another.
+"""Holds the forms of every value: the layouts in which it exists, and the cheapest reshard to another.
 
-Views are looked through: what one asks of a view is asked of its root, unless a form of the view is nearer.
+A request for a view is a request for its root, unless a form of the view is nearer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.lower.emit import Emitter
 from shardlib.compiler.lower.emit_reshard import Mover
 from shardlib.compiler.lower.own_rows import OwnRows
-from shardlib.compiler.lower.placement import SETTLED, Owed, Placement, Placements, written
+from shardlib.compiler.lower.placement import COMPLETE, Partial, Placement, Placements, written
 from shardlib.compiler.lower.sharded_constants import Constants
 from shardlib.compiler.program.steps import Asked, Var
 from shardlib.compiler.propagate.decision_units import value_factors
@@ -23,7 +23,7 @@ from shardlib.sharding.reshard import Axes, FactorAxes
 
 
 class Values:
-    """The forms of every value of a program that is being written; `reader` is who asks for them."""
+    """Maps every value to its forms; `reader` is the op or output that requests them."""
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter, self.propagation, self.builder = emitter, emitter.propagation, emitter.builder
@@ -37,19 +37,19 @@ class Values:
 
     # Another layout -------------------------------------------------------------------------------------------------
 
-    def _view(self, op: Op, assignment: Assignment, operand: Var, owed: Owed = SETTLED) -> Var:
+    def _view(self, op: Op, assignment: Assignment, operand: Var, partial: Partial = COMPLETE) -> Var:
         value = op.results[0]
         assert value is not None
         assert op.rule is not None
-        form = self.forms.result_form(op, 0, assignment, owed)
-        if (known := self.have[value].get(form)) is not None:
-            return known
+        form = self.forms.result_form(op, 0, assignment, partial)
+        if (existing := self.have[value].get(form)) is not None:
+            return existing
         var = self.make(value, form)
         self.emitter.op(op, op.rule, assignment, [operand], [var])
         return var
 
     def through(self, op: Op, want: FactorAxes) -> tuple[Assignment, FactorAxes]:
-        """What a view's operand must be for its result to be `want`, as nearly as the view allows."""
+        """Returns the assignment and the operand's sharding that give a view `want`, as nearly as the view allows."""
         assignment = {
             x: axes
             for x, axes in zip(value_factors(self.propagation, op, 0, operand=False), want, strict=True)
@@ -59,80 +59,82 @@ class Values:
         return assignment, tuple([assignment.get(x, ()) if x else () for x in factors])
 
     def get(self, value: Value, want: FactorAxes) -> Var:
-        """The value, complete, in cut `want`."""
-        if (known := self.have[value].get((want, SETTLED))) is not None:
-            return known
+        """Returns the value, complete, in sharding `want`."""
+        if (existing := self.have[value].get((want, COMPLETE))) is not None:
+            return existing
         if value.op is not None and value.op.transparent and not self._ready_cheaply(value, want):
-            assignment, operand_cut = self.through(value.op, want)
-            self._view(value.op, assignment, self.get(value.op.operands[0], operand_cut))
-            if (known := self.have[value].get((want, SETTLED))) is not None:
-                return known
+            assignment, operand_axes = self.through(value.op, want)
+            self._view(value.op, assignment, self.get(value.op.operands[0], operand_axes))
+            if (existing := self.have[value].get((want, COMPLETE))) is not None:
+                return existing
         source, steps = self._cheapest(value, want)
         return self.move(value, source, steps)
 
     def whole(self, value: Value) -> Var:
-        """The value, complete, on every device."""
+        """Returns the whole value, complete, on every device."""
         if value.constant:
             return self.constants.get(value, ())
         return self.get(value, ((),) * len(self.propagation.dim_factors(value)))
 
-    def as_(self, value: Value, target: Value, cut: FactorAxes) -> Var:
-        """`value` in a cut of `target`, the same tensor under another annotation: with other factors, or pieces."""
-        if target is not value and self._repieced(value, target):
-            if (cut, SETTLED) not in self.have[target]:
+    def as_(self, value: Value, target: Value, sharding: FactorAxes) -> Var:
+        """Returns `value` as `target`, the same tensor under another annotation, with other factors or shard sizes."""
+        if target is not value and self._differs_in_sizes(value, target):
+            if (sharding, COMPLETE) not in self.have[target]:
                 if not self.have[value]:  # a view
-                    self.get(value, cut)
-                self.move(target, *self._cheapest(value, cut, target), value)
+                    self.get(value, sharding)
+                self.move(target, *self._cheapest(value, sharding, target), value)
         elif target is not value:
-            near = self.propagation.across(cut, target, value, pieces=True)
-            if not self._crossed(value, target, near, cut):
-                self.have[target][self.propagation.across(near, value, target), SETTLED] = self.get(value, near)
-        return self.get(target, cut)
+            near = self.propagation.across(sharding, target, value, pieces=True)
+            if not self._crossed(value, target, near, sharding):
+                self.have[target][self.propagation.across(near, value, target), COMPLETE] = self.get(value, near)
+        return self.get(target, sharding)
 
-    def _crossed(self, value: Value, target: Value, near: FactorAxes, cut: FactorAxes) -> bool:
-        """Make `target` in other factors of what `value` is cut in, where that costs less than to make these whole."""
+    def _crossed(self, value: Value, target: Value, near: FactorAxes, sharding: FactorAxes) -> bool:
+        """Emits `target` from shards of `value` by exchanges between factors; returns False if gathering is cheaper."""
         starts = {form[0]: None for form in self.have[value]} or {self.natural(value): None}
         sizes = self.propagation.sizes(value), self.propagation.sizes(target)
         ways = [
-            reshard.plan_refactor_exchanges(sizes[0], value.dtype.itemsize, near, src, sizes[1], cut) for src in starts
+            reshard.plan_refactor_exchanges(sizes[0], value.dtype.itemsize, near, src, sizes[1], sharding)
+            for src in starts
         ]
         priced = [
             (self.price(value, way[0]) + reshard.refactor_seconds(way[1], self.prices), way) for way in ways if way
         ]
         if not priced:
             return False
-        price, (via, steps) = min(priced, key=lambda of: of[0])
+        price, (via, steps) = min(priced, key=lambda option: option[0])
         if price >= self.price(value, near):
             return False
         var, dims = self.get(value, via), [*self.forms.dims(value, via)]
-        there = [*self.forms.dims(target, self.propagation.across(near, value, target))]
-        reason = self._reason(target, (via, SETTLED), (cut, SETTLED), value)
+        target_dims = [*self.forms.dims(target, self.propagation.across(near, value, target))]
+        reason = self._reason(target, (via, COMPLETE), (sharding, COMPLETE), value)
         for step in steps:
-            dims[step.dim] = there[step.dim] = step.after
-            form = tuple(axes for dim in there for _, axes in dim), SETTLED
+            dims[step.dim] = target_dims[step.dim] = step.after
+            form = tuple(axes for dim in target_dims for _, axes in dim), COMPLETE
             out = Var(self.builder.name(target.name), written(dims), value.dtype, target, form)
             self.mover.cross(step, var, out, reason, Asked(self.reader))
             var = self.have[target][form] = out
         return True
 
-    def _repieced(self, a: Value, b: Value) -> bool:
-        """Returns whether two forms of a tensor have the same factors, and some of them in other pieces."""
+    def _differs_in_sizes(self, a: Value, b: Value) -> bool:
+        """Returns whether two annotations of a tensor have the same factors, some with other shard sizes."""
         dims = zip(self.propagation.value[a], self.propagation.value[b], strict=True)
         return self.propagation.value[a] != self.propagation.value[b] and all(
             self.propagation.alike(x, y) for x, y in dims
         )
 
     def _ready_cheaply(self, value: Value, want: FactorAxes) -> bool:
-        """Returns whether a view that exists already reaches `want` for less than its operand does."""
+        """Returns whether a form of a view reaches `want` at less cost than its operand does."""
         forms = [form for form in self.have[value] if not form[1]]
         if not forms:
             return False
         assert value.op is not None
-        _, operand_cut = self.through(value.op, want)
-        return self._cheapest_price(value, want) <= self.price(value.op.operands[0], operand_cut)
+        _, operand_axes = self.through(value.op, want)
+        return self._cheapest_price(value, want) <= self.price(value.op.operands[0], operand_axes)
 
     def price(self, value: Value, want: FactorAxes) -> float:
-        if value.constant or (want, SETTLED) in self.have[value]:
+        """Returns the estimated seconds of a reshard to `want`; 0 if the form exists."""
+        if value.constant or (want, COMPLETE) in self.have[value]:
             return 0.0
         prices = [self._cheapest_price(value, want)] if self.have[value] else []
         if value.op is not None and value.op.transparent:
@@ -161,18 +163,18 @@ class Values:
         origin: Value | None = None,
         forms: dict[Value, dict[Placement, Var]] | None = None,
     ) -> Var:
-        """Emit `hops` from `source`; every stop on the way is a form that others may start from.
+        """Emits `hops` from `source`; every intermediate result is recorded as a form of the value.
 
-        From a form of `origin`, which has other pieces, only the end is.
+        If `source` is a form of `origin`, which has other shard sizes, only the last result is recorded.
         """
         have = self.have if forms is None else forms
-        var, owed = have[origin or value][source], source[1]
+        var, partial = have[origin or value][source], source[1]
         for hop in hops:
             step = hop.step
             if step.kind in ("reduce_scatter", "all_reduce"):
                 done = {p for a in step.axes for p in a.primes()}
-                owed = Owed(tuple(a for a in owed.axes if a not in done), owed.kind)
-            form = (hop.after, owed)
+                partial = Partial(tuple(a for a in partial.axes if a not in done), partial.kind)
+            form = (hop.after, partial)
             out = self.var(value, form, hop.sizes)
             reason = self._reason(value, source, form, origin)
             self.mover.step(step, var, hop.dims, out, reason=reason, because=Asked(self.reader))
@@ -180,83 +182,85 @@ class Values:
             if origin is None:
                 have[value].setdefault(form, var)
         if origin is not None:
-            self.have[value][hops[-1].after if hops else source[0], SETTLED] = var
+            self.have[value][hops[-1].after if hops else source[0], COMPLETE] = var
         return var
 
     def _reason(self, value: Value, source: Placement, form: Placement, origin: Value | None) -> str:
-        made = self._typed(origin or value, *source)
+        source_text = self._typed(origin or value, *source)
         at = self.reader
         reader = at.name if isinstance(at, Op) else "the program" if at is None else f"output {at}"
-        return f"{value.name} is {made}, {reader} needs {self._typed(value, *form)}"
+        return f"{value.name} is {source_text}, {reader} needs {self._typed(value, *form)}"
 
     def forget(self, value: Value) -> None:
-        """Give up all forms of a value; of an input, all but the one in which it is given."""
+        """Drops all forms of a value; an input keeps its original form."""
         if forms := self.have.get(value):
             self.have[value] = {} if value.op is not None else dict([next(iter(forms.items()))])
 
-    # Pending sums ---------------------------------------------------------------------------------------------------
+    # Partial sums ---------------------------------------------------------------------------------------------------
 
-    def owing(self, value: Value) -> Placement | None:
-        """The form of a value that exists only as a pending sum; None where it is complete."""
+    def partial_form(self, value: Value) -> Placement | None:
+        """Returns the form of a value that exists only as a partial sum; None if it is complete."""
         if value.constant:
             return None
         if value.op is not None and value.op.transparent and not self.have[value]:
-            form = self.owing(value.op.operands[0])
+            form = self.partial_form(value.op.operands[0])
             if form is None:
                 return None
-            assignment = self.pulled(value.op, form[0])
+            assignment = self.assign_view(value.op, form[0])
             if assignment is None:
                 return None
             return self.forms.result_form(value.op, 0, assignment, form[1])
         forms = list(self.have[value])
         return forms[0] if len(forms) == 1 and forms[0][1] else None
 
-    def pulled(self, op: Op, cut: FactorAxes) -> Assignment | None:
-        """The assignment of a view that leaves its operand in `cut`."""
+    def assign_view(self, op: Op, sharding: FactorAxes) -> Assignment | None:
+        """Returns the assignment of a view of an operand in `sharding`; None if the view does not allow that."""
         assignment: dict[OpFactor, Axes] = {}
-        for x, axes in zip(value_factors(self.propagation, op, 0, operand=True), cut, strict=True):
+        for x, axes in zip(value_factors(self.propagation, op, 0, operand=True), sharding, strict=True):
             if axes:
                 if x is None or x[0] in self.propagation.whole[op]:
                     return None
                 assignment[x] = axes
         return assignment
 
-    def native(self, value: Value, cut: FactorAxes, owed: Owed) -> Var:
-        """The variable of a pending value, as it is."""
-        if (known := self.have[value].get((cut, owed))) is not None:
-            return known
+    def native(self, value: Value, sharding: FactorAxes, partial: Partial) -> Var:
+        """Returns the variable of a partial sum as it is."""
+        if (existing := self.have[value].get((sharding, partial))) is not None:
+            return existing
         op = value.op
         assert op is not None
         assert op.transparent
-        form = self.owing(op.operands[0])
+        form = self.partial_form(op.operands[0])
         assert form is not None
-        assignment = self.pulled(op, form[0])
+        assignment = self.assign_view(op, form[0])
         assert assignment is not None
-        return self._view(op, assignment, self.native(op.operands[0], *form), owed)
+        return self._view(op, assignment, self.native(op.operands[0], *form), partial)
 
     def scatter(self, value: Value, want: FactorAxes) -> None:
-        """From now on a pending sum is there in cut `want`, over more of the axes that it owes; it owes the others."""
-        form = self.owing(value)
-        assert form is not None, "a sum is pending"
+        """Replaces a partial sum by its reduce_scatter to sharding `want`; axes that `want` lacks stay partial."""
+        form = self.partial_form(value)
+        assert form is not None, "the value is a partial sum"
         self.native(value, *form)
-        cut, owed = form
-        axes = tuple(a for a in owed.axes if any(a in mine for mine in want))
+        sharding, partial = form
+        axes = tuple(a for a in partial.axes if any(a in mine for mine in want))
         sizes, itemsize = self.propagation.sizes(value), value.dtype.itemsize
-        hops = reshard.plan_route(sizes, itemsize, cut, want, axes, owed.kind, prices=self.prices)
+        hops = reshard.plan_route(sizes, itemsize, sharding, want, axes, partial.kind, prices=self.prices)
         self.move(value, form, hops)
         self.have[value] = dict([list(self.have[value].items())[-1]])
 
     def natural(self, value: Value) -> FactorAxes:
-        """As it was made, or as an annotation says that it is; a pending sum goes to the factors that want its axes:
-        gradients land like parameters."""
+        """Returns the sharding of a value: that of its annotation, or of its first complete form.
+
+        The axes of a partial sum go to the factors that request them, so that gradients are sharded like parameters.
+        """
         if value in self.propagation.fixed:
             return self.propagation.fixed[value][0]
         if value.op is not None and value.op.transparent and not self.have[value]:
-            assignment = self.pulled(value.op, self.natural(value.op.operands[0]))
+            assignment = self.assign_view(value.op, self.natural(value.op.operands[0]))
             if assignment is None:
                 return ((),) * len(self.propagation.dim_factors(value))
-            return self.forms.result_form(value.op, 0, assignment, SETTLED)[0]
-        (cut, owed), *_ = self.have[value]
+            return self.forms.result_form(value.op, 0, assignment, COMPLETE)[0]
+        (sharding, partial), *_ = self.have[value]
         complete = [form for form in self.have[value] if not form[1]]
         if complete:
             return complete[0][0]
@@ -265,16 +269,16 @@ class Values:
             ([w.axis for w in requests.get(x, ())], self.propagation.dims.size(x))
             for x in self.propagation.dim_factors(value)
         ]
-        return place_returned_sum(cut, owed.axes, leaves)
+        return place_returned_sum(sharding, partial.axes, leaves)
 
-    def _typed(self, value: Value, cut: FactorAxes, owed: Owed) -> str:
-        return f"[{self.forms.layout(value, cut, owed)}]"
+    def _typed(self, value: Value, sharding: FactorAxes, partial: Partial) -> str:
+        return f"[{self.forms.layout(value, sharding, partial)}]"
 
     def var(self, value: Value, form: Placement, sizes: Sequence[int] | None = None) -> Var:
-        """A variable that is to be `value` in this form."""
+        """Returns a new variable for `value` in this form."""
         return Var(self.builder.name(value.name), self.forms.layout(value, *form, sizes), value.dtype, value, form)
 
     def make(self, value: Value, form: Placement) -> Var:
-        """The same, of which others may know already."""
+        """Returns a new variable for `value` in this form, and records the form before the variable is written."""
         var = self.have[value][form] = self.var(value, form)
         return var

@@ -1,4 +1,4 @@
-"""Passes over a lowered program, each from program to program. What the last one makes runs, and is what plans show."""
+"""Runs the passes over a lowered program, each from program to program. The last program runs, and plans show it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ _MOVING = frozenset({row_overlap.parts, bucket_collectives.bundle, hide_messages
 
 @dataclass(frozen=True)
 class Hosted:
-    """What is in the host's memory: saved `values` meanwhile, beside those that the schedule names; by their positions
-    `inputs` that are there before, and `outputs` that go there."""
+    """The values in the host's memory, besides those that the schedule names.
+
+    Saved `values` are there until the backward pass. `inputs` (by position) start there; `outputs` end there.
+    """
 
     values: Collection[Var] = ()
     inputs: Collection[int] = ()
@@ -54,15 +56,14 @@ def run_passes(
     report: Callable[[str, Program], None] = lambda stage, program: None,
     peak: Callable[[Program], int] = peak_bytes,
 ) -> Program:
-    """The program after all passes, checked after each, and verified after the last, unless it is a `draft`, of which
-    only figures are wanted. `peak` says how many bytes are in use at once where it runs. `report` takes the module name
-    of each pass and its program, but for drafts.
+    """Returns the program after all passes, checked after each, and verified after the last.
 
-    Raises `ProgramError` for what would be a fault of ours.
+    A `draft` is not checked; only its figures are of use. `peak` returns a program's peak in bytes. `report` takes the
+    module name and the program of each pass, except for drafts. Raises `ProgramError` for a fault of the compiler.
 
-    What hides messages holds memory. Messages run `ahead` so far (`AHEAD`); None: the furthest that fits into `memory`
-    bytes (None: what a device of the machine has, if the mesh names one). Where no program fits, it is the one in which
-    nothing moves if `memory` was asked for, and else the one that hides most.
+    Messages that run further ahead hide more, and hold more memory. `ahead` is one of `AHEAD`; None is the furthest
+    that fits into `memory` bytes (None: those of a device, if the mesh names a machine). If no program fits, the result
+    is the one in which nothing moves if `memory` is not None, and else the one that hides most.
     """
     limit = _memory(program) if memory is None else memory
     whole, near = replace(how, parts=1), replace(how, parts=1, prefetch=0)
@@ -78,7 +79,7 @@ def run_passes(
             if not draft:
                 report(stage, result)
         if not draft:
-            verify(result)  # every message's sizes, on every kind of device
+            verify(result)  # including every message's sizes, on every kind of device
         return result
 
     def fits(way: _Way) -> bool:
@@ -88,13 +89,13 @@ def run_passes(
         return passed(ways[ahead])
     if fits(first) or not (program.collectives or passed(first).copied):
         return passed(first)
-    if memory is None and not fits(others[-1]):  # nobody asked for it: few trials
+    if memory is None and not fits(others[-1]):  # no budget was requested: few trials
         return passed(first)
     return passed(next(filter(fits, others), others[-1]))
 
 
 def _memory(program: Program) -> float:
-    """Bytes of a device of the machine that the mesh names."""
+    """Returns a device's bytes of memory, if the mesh names a machine; else infinity."""
     machine = program.mesh.machine
     return math.inf if machine is None else Machine.convert(machine).device.memory
 
@@ -109,30 +110,28 @@ class _Way(NamedTuple):
 def _passed(program: Program, way: _Way, hosted: Hosted) -> Iterator[tuple[str, Program]]:
     """Runs each pass; yields the name of its module and its program."""
     how = way.how
-    told: dict[Any, Callable[[Program], Program]] = {
-        row_overlap.parts: partial(
-            row_overlap.parts, how=replace(how, parts=1) if hosted.values else how
-        ),  # which are whole
+    whole_rows = replace(how, parts=1) if hosted.values else how  # values on the host are whole
+    configured: dict[Any, Callable[[Program], Program]] = {
+        row_overlap.parts: partial(row_overlap.parts, how=whole_rows),
         bucket_collectives.bundle: lambda p: bucket_collectives.bundle(p, how),
         offload_saved.offload: partial(offload_saved.offload, how=how, chosen=hosted.values),
         update_in_place.settle: partial(_settled, how=how, hosted=hosted),
     }
     for one in PASSES:
         if one not in way.without:
-            program = told.get(one, one)(program)
+            program = configured.get(one, one)(program)
             yield one.__module__.rpartition(".")[2], program
 
 
 def _settled(program: Program, how: Schedule, hosted: Hosted) -> Program:
-    """State is written over where it is, last; what lives in the host's memory is brought there, or goes as soon as it
-    is made, whichever holds less."""
+    """Updates state in place, and moves state to and from the host's memory, in the order that holds less memory."""
     if not hosted.inputs and not hosted.outputs:
         return update_in_place.settle(program)
     moved = partial(offload_state.offload_state, away=hosted.inputs, sent=hosted.outputs, how=how)
-    there, settled = (
-        {i: program.replaced[i] for i in hosted.inputs if i in program.replaced},
-        update_in_place.settle(program),
-    )
-    settled = replace(settled, replaced={**settled.replaced, **there})  # also what no step writes in place goes there
+    on_host = {i: program.replaced[i] for i in hosted.inputs if i in program.replaced}
+    settled = update_in_place.settle(program)
+    settled = replace(
+        settled, replaced={**settled.replaced, **on_host}
+    )  # including state that no step updates in place
     both = moved(settled), update_in_place.settle(moved(program))
-    return min(both, key=lambda made: peak_bytes(free.free(reuse_buffers.reuse(made))))
+    return min(both, key=lambda candidate: peak_bytes(free.free(reuse_buffers.reuse(candidate))))

@@ -1,6 +1,4 @@
-"""Two calls that torch has as one: `x + c * y` and `x - c * y` are one pass over memory (torch's `alpha`), as in every
-parameter update.
-"""
+"""Fuses `x + c * y` and `x - c * y` into one call (torch's `alpha`), as in every parameter update."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from shardlib.core.call_scalar import Scalar
 
 
 def fuse(program: Program) -> Program:
-    """The program with such calls as one."""
+    """Fuses products by a number into the sums that read them."""
     uses = Counter(v for step in program.steps for v in reads(step))
     uses.update(program.results)
     scaled: dict[Var, Compute] = {}
@@ -31,7 +29,7 @@ def fuse(program: Program) -> Program:
 
 
 def _scaled_operand(step: Compute, scaled: dict[Var, Compute], uses: Counter[Var]) -> Compute | None:
-    """What scales the second operand of a sum, where nobody else wants that."""
+    """Returns the product that is a sum's second operand, if the sum is its only reader."""
     if not has_trait(step.target, "takes_alpha") or len(step.args) != 2 or step.kwargs:
         return None
     x, y = step.args
@@ -42,7 +40,7 @@ def _scaled_operand(step: Compute, scaled: dict[Var, Compute], uses: Counter[Var
 
 
 def _scales(step: Compute) -> bool:
-    """Returns whether this multiplies a floating tensor by a Python number."""
+    """Returns whether a call multiplies a floating tensor by a Python number."""
     if not has_trait(step.target, "multiplies") or len(step.args) != 2:
         return False
     x, c = step.args

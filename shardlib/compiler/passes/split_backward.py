@@ -1,4 +1,4 @@
-"""A joint program of forward and backward, as two: what the results need, and the rest. Only saved values cross."""
+"""Splits a joint program into a forward one, which computes the results, and a backward one that reads saved values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardlib.core.aten.op_traits import is_view
 class Halves:
     """`forward` takes the program's own inputs, and returns its results but the gradients, then `saved`.
 
-    `backward` takes `saved`, then the cotangents, and returns the gradients. Where none of the cotangents that a
-    gradient `needs` is given, there is none, as in torch.
+    `backward` takes `saved`, then the cotangents, and returns the gradients. A gradient without any of the cotangents
+    that it `needs` is None, as in torch.
     """
 
     forward: Program
@@ -26,10 +26,12 @@ class Halves:
 
     @property
     def joint(self) -> Program:
-        """Both, one after the other."""
+        """Both programs, one after the other."""
         first, second, saved = self.forward, self.backward, len(self.saved)
         crossing = zip(second.inputs[:saved], first.outputs[len(first.outputs) - saved :], strict=True)
-        second = second.with_vars({v: other for v, other in crossing if v is not other})  # where it is in another tier
+        second = second.with_vars(
+            {v: other for v, other in crossing if v is not other}
+        )  # if the value is in another tier
         return replace(
             first,
             steps=first.steps + second.steps,
@@ -39,19 +41,19 @@ class Halves:
 
     @property
     def own(self) -> int:
-        """How many results are the program's own; those behind them are saved."""
+        """Number of the program's own results; saved values follow them."""
         return len(self.forward.outputs) - len(self.saved)
 
 
 def split(program: Program, cotangents: int, gradients: int, *, whole: bool = False) -> Halves:
-    """Cut `program`, of whose inputs the last ones are cotangents and of whose outputs the last ones are gradients.
+    """Splits `program`, whose last inputs are cotangents and whose last outputs are gradients.
 
-    Where views of a value cross, it crosses itself if that is to be `whole`, and the views are taken again.
+    If `whole`, the backward program gets saved values in place of their views, and takes the views again.
     """
-    inputs, given = program.inputs[:-cotangents], program.inputs[-cotangents:]
+    inputs, incoming = program.inputs[:-cotangents], program.inputs[-cotangents:]
     own, results = program.outputs[:-gradients], program.outputs[-gradients:]
     needed = {v for v in own if isinstance(v, Var)}
-    late = set(given)  # what depends on a cotangent
+    late = set(incoming)  # values that depend on a cotangent
     first: list[Step] = []
     second: list[Step] = []
     for step in program.steps:
@@ -68,15 +70,15 @@ def split(program: Program, cotangents: int, gradients: int, *, whole: bool = Fa
     second.reverse()
     if whole:
         second, results = _viewed(first, second, results)
-    there = {*program.inputs, *(v for s in first for v in makes(s))} - set(given)
+    available = {*program.inputs, *(v for s in first for v in makes(s))} - set(incoming)
     wanted = dict.fromkeys(v for s in second for v in reads(s))
     wanted |= dict.fromkeys(v for v in results if isinstance(v, Var))
-    saved = tuple(v for v in wanted if v in there)
+    saved = tuple(v for v in wanted if v in available)
     forward = replace(program, steps=tuple(first), inputs=inputs, outputs=(*own, *saved), owned=len(own))
     varies = varying(program)
-    known = {v: varies[v] for v in saved}
-    backward = Program(program.mesh, tuple(second), (*saved, *given), program.captured, results, varies=known)
-    from_: dict[Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(given)}
+    saved_varies = {v: varies[v] for v in saved}
+    backward = Program(program.mesh, tuple(second), (*saved, *incoming), program.captured, results, varies=saved_varies)
+    from_: dict[Var, frozenset[int]] = {v: frozenset({i}) for i, v in enumerate(incoming)}
     for step in second:
         origins = frozenset[int]().union(*(from_.get(v, ()) for v in needs(step)))
         from_ |= dict.fromkeys(gives(step), origins)
@@ -87,7 +89,7 @@ def split(program: Program, cotangents: int, gradients: int, *, whole: bool = Fa
 def _viewed(
     first: Sequence[Step], second: Sequence[Step], results: Sequence[Any]
 ) -> tuple[list[Step], tuple[Any, ...]]:
-    """The second half, and its results, with views of its own."""
+    """Returns the second half, and its results, with views taken again."""
     maker = {v: step for step in first for v in makes(step)}
     steps: list[Step] = []
     again: dict[Var, Var] = {}
@@ -106,16 +108,15 @@ def _viewed(
 
 
 def needs(step: Step) -> Iterable[Var]:
-    """What a step reads; a wait, the message that it is for."""
+    """Returns the values that a step reads; a wait needs the results of its message."""
     return step.outs if isinstance(step, Wait) else reads(step)
 
 
 def gives(step: Step) -> tuple[Var, ...]:
-    """What a step makes; what is in flight, where it starts."""
+    """Returns the values that a step makes; a start makes the results of its message."""
     return step.outs if isinstance(step, Start) else makes(step)
 
 
 def stays(step: Step) -> bool:
-    """Returns whether a step belongs to where it is, whoever reads it: draws of keys, and what may be there for its
-    effect."""
+    """Returns whether a step may not move or vanish: it draws a key, or has a side effect."""
     return isinstance(step, Compute) and not step.is_pure

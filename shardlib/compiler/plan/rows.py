@@ -164,7 +164,7 @@ def _recomputed(plan: Plan) -> str:
         f"{again.moved} value{'s wait' if again.moved > 1 else ' waits'} in the host's memory" if again.moved else ""
     )
     if not again.values:
-        return f"{again.said}: {waits or 'nothing is made again'}"
+        return f"{again.request}: {waits or 'nothing is made again'}"
     ops = [f"{op} x {n}" for op, n in Counter(again.ops).most_common(_OPS)]
     ops += ["..."] if len(again.ops) > _OPS else []
     freed = f"{again.values} values ({', '.join(ops)}), {format_si(again.nbytes, 'B')} less"
@@ -175,4 +175,4 @@ def _recomputed(plan: Plan) -> str:
     if kept is not None and plan.peak_memory > kept:
         more = f"; the peak is higher for it, {format_si(plan.peak_memory, 'B')} instead of {format_si(kept, 'B')}"
     more += waits and f"; {waits}"
-    return f"{again.said}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"
+    return f"{again.request}: made again for the backward pass are {freed} to keep, {cost}{sent}{more}"

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from shardlib.compiler import passes, pipeline, propagate, simplify
 from shardlib.compiler.graph.ir import Value
-from shardlib.compiler.lower.partial_sums.gathered_rows import LookedUp
+from shardlib.compiler.lower.partial_sums.gathered_rows import GatheredRows
 from shardlib.compiler.lower.partial_sums.partial_sum_fanout import Branching
 from shardlib.compiler.lower.partial_sums.partial_sums import PartialSums
 from shardlib.compiler.lower.partial_sums.reassociate_sums import Regrouping
@@ -56,7 +56,7 @@ HEURISTICS: Mapping[str, Sequence[Switch]] = {
     "branching_sums": [(Branching, "consider", returns(None))],
     "carried_sums": [(PartialSums, "carried", returns(None))],
     "crossed_factors": [(Values, "_crossed", returns(False))],
-    "gathered_rows": [(LookedUp, "reach", returns(None))],
+    "gathered_rows": [(GatheredRows, "reach", returns(None))],
     "local_sort": [(pipeline, "mark_orders", returns(None))],
     "reassociate_sums": [(Regrouping, "waits", returns(False))],
     "own_rows": [(pipeline, "mark_group_rows", returns(None))],

@@ -1,1 +1,1 @@
-"""What rules' local forms write, by hand or as torch code that is recorded."""
+"""Emits the local forms of rules: calls written by hand, or recorded torch code."""

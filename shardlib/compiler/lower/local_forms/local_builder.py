@@ -1,4 +1,4 @@
-"""What rules write their local forms with: calls and small reductions, emitted into the program."""
+"""Implements `LocalForm`, with which rules write their local forms: calls and messages, emitted into the program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from shardlib.compiler.graph.ir import Op
 from shardlib.compiler.lower.local_forms.record_torch_code import code
-from shardlib.compiler.lower.manual import told
+from shardlib.compiler.lower.manual import collective_arguments
 from shardlib.compiler.program.abstract_device import REFUSALS, Local
 from shardlib.compiler.program.nested_args import leaves
 from shardlib.compiler.program.steps import Compute, Inside, Var
@@ -38,7 +38,7 @@ from shardlib.sharding.reshard import Axes
 if TYPE_CHECKING:
     from shardlib.compiler.lower.emit import Emitter
 
-BORDERS = "exchanged at the borders"  # what is done with what a halo needs
+BORDERS = "exchanged at the borders"
 _DONE = {
     "all_reduce": "reduced",
     "reduce_scatter": "reduced",
@@ -49,7 +49,7 @@ _DONE = {
 
 
 class LocalForm:
-    """What rules write their local forms with; see `shardlib.rules.rule.Local`."""
+    """Emits the steps of a rule's local form; see `shardlib.rules.rule.Local`."""
 
     def __init__(self, emitter: Emitter, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
         assert op.rule is not None
@@ -60,24 +60,24 @@ class LocalForm:
 
     @property
     def origin(self) -> Coords:
-        """The first device."""
+        """Coordinates of the first device."""
         return dict.fromkeys(self._builder.mesh.axis_names, 0)
 
     @property
     def prices(self) -> reshard.Prices:
-        """What arithmetic and messages take on the mesh's machine."""
+        """Prices of arithmetic and messages on the mesh's machine."""
         return reshard.Prices.for_mesh(self._builder.mesh)
 
     @property
     def factors(self) -> list[str]:
-        """The factors that code may speak of, those of size 1 as well."""
+        """Names that code may use: the rule's factors, and those of size 1."""
         return [*self.rule.sizes, *self.rule.local.ones]
 
     @property
     def device(self) -> torch.device:
-        """Where the operands live. (Eager calls of tensors on CPUs are planned on meta tensors.)"""
-        found: torch.device = self._op.node.all_input_nodes[0].meta["val"].device
-        return torch.device("cpu") if found.type == "meta" else found
+        """Device of the operands. (Eager calls of tensors on CPUs are planned on meta tensors.)"""
+        device: torch.device = self._op.node.all_input_nodes[0].meta["val"].device
+        return torch.device("cpu") if device.type == "meta" else device
 
     def axes(self, factor: str) -> Axes:
         if factor not in self.rule.sizes:  # of size 1
@@ -119,15 +119,15 @@ class LocalForm:
         if not isinstance(value, Sym):
             return value
         axes = Axis.merge(self.axes(factor))
-        of = lambda c: value.at(member_coords(c, axes, member(group_position(c, axes))))
-        found: Sym | int = tabulate(of, {*value.axes, *axes})
-        return found
+        at_member = lambda c: value.at(member_coords(c, axes, member(group_position(c, axes))))
+        result: Sym | int = tabulate(at_member, {*value.axes, *axes})
+        return result
 
     def position(self, factor: str) -> Sym | int:
         return place_in(Axis.merge(self.axes(factor)))
 
     def calc(self, function: Callable[..., Any], *values: Any) -> Any:
-        """Worked out at once, so that what is alike everywhere is no symbol, and nothing is worked out twice."""
+        """Evaluates a function of symbolic values as a table, so that an equal result everywhere is a plain number."""
         axes = [a for v in values if isinstance(v, Sym) for a in v.axes]
         return tabulate(lambda c: function(*(local_value(v, c) for v in values)), axes) if axes else function(*values)
 
@@ -139,7 +139,7 @@ class LocalForm:
         return out
 
     def shares(self, factor: str) -> list[int]:
-        """The sizes that `size` is there, one by one; for all devices that ask worked out once."""
+        """Returns the members' sizes of a factor."""
         if factor not in self._shares:
             self._shares[factor] = [size for (size,) in self.values(self.size(factor), factor)]
         return self._shares[factor]
@@ -189,14 +189,16 @@ class LocalForm:
         )
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` writes, or wrote before in this program: two ops need the same borders of one value, and the
-        gradient of a convolution's weight needs those that the convolution did."""
+        """Returns the result of `make`, which emits steps once per program.
+
+        Two ops need the same borders of one value: a convolution, and the gradient of its weight.
+        """
         if key not in self._builder.sent:
             self._builder.sent[key] = make()
         return self._builder.sent[key]
 
     def now(self, var: Var) -> Var:
-        """What stands for a variable that was made before."""
+        """Returns the variable that replaced `var` since `once` returned it."""
         return self._builder.now.get(var, var)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -205,19 +207,19 @@ class LocalForm:
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         n = sum(r.real_type.isSubtypeOf(torch.TensorType.get()) for r in schema_of(target).returns)
         step = Compute(target, args, kwargs, (None,) * len(schema_of(target).returns[: max(1, n)]))
-        outs = self.emit(target, args, kwargs, self._made(step)[: len(step.outs)])
+        outs = self.emit(target, args, kwargs, self._results(step)[: len(step.outs)])
         return outs[0] if len(outs) == 1 else outs
 
-    def emit(self, target: Any, args: tuple[Any, ...], kwargs: Any, made: Sequence[Local | None]) -> tuple[Var, ...]:
-        """Write a call that makes these on the first device."""
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: Any, results: Sequence[Local | None]) -> tuple[Var, ...]:
+        """Emits a call with these results on the first device."""
         operands = [a.dtype for a in leaves((args, kwargs), Var)]
-        dtypes = [(operands or [torch.get_default_dtype()])[0] if x is None else x.dtype for x in made]
+        dtypes = [(operands or [torch.get_default_dtype()])[0] if x is None else x.dtype for x in results]
         if target is self._op.target and operands == [v.dtype for v in self._op.operands]:
-            # one more call of the op itself, whose dtypes the device knows
+            # another call of the op itself has the dtypes of its results
             dtypes = [d if r is None else r.dtype for r, d in zip(self._op.results, dtypes, strict=False)]
         name = f"{self._op.name}.{schema_of(target).name.split('::')[-1]}"
         outs = tuple(self._var(name, dtype) for dtype in dtypes)
-        for out, x in zip(outs, made, strict=False):
+        for out, x in zip(outs, results, strict=False):
             self._builder.first.hold(out, x)
         self._builder.compute(target, args, kwargs, outs, f"part of {self._op.name}")
         return outs
@@ -225,9 +227,9 @@ class LocalForm:
     def communicate(
         self, kind: str, factors: Sequence[str], value: Var, members: Sequence[Any], args: Sequence[Any], nbytes: int
     ) -> Var:
-        """Write a collective of the members of the group along some factors, as `told`."""
+        """Emits a collective along some factors; `members` and `args` are those of `collective_arguments`."""
         axes = Axis.merge(a for f in factors for a in self.axes(f))
-        params, reduce, sent = told(kind, args, members, group_size(axes), nbytes)
+        params, reduce, sent = collective_arguments(kind, args, members, group_size(axes), nbytes)
         done, over = _DONE[kind], " and ".join(factors)
         why = f"needs its {reduce} over {over}" if done == "reduced" else f"needs what is {done} along {over}"
         out = self._var(f"{value.name}.{done.replace(' ', '_')}", value.dtype)
@@ -235,19 +237,19 @@ class LocalForm:
         reason = f"{self._op.name} {why}"
         return self._builder.communicate(kind, axes, value, out, params, sent, reduce, reason=reason, because=because)
 
-    def _made(self, step: Compute) -> Sequence[Local | None]:
-        """What torch says that a call makes on the first device."""
+    def _results(self, step: Compute) -> Sequence[Local | None]:
+        """Returns a call's results on the first device, as torch's meta kernels compute them."""
         with without_modes():
             try:
                 return self._builder.first.compute(step)
-            except REFUSALS:  # a kernel for tensors without values may be stricter than the one that will run
+            except REFUSALS:  # a meta kernel may be stricter than the kernel that will run
                 return [None] * len(step.outs)
 
     def _var(self, name: str, dtype: torch.dtype, layout: Layout | None = None) -> Var:
         return Var(self._builder.name(name), layout, dtype)
 
     def layout(self, labels: Labels, factor: str = "", parts: int = 1) -> Layout:
-        """The layout of a tensor of these labels, or of one of `parts` equal parts along `factor` of every piece."""
+        """Returns the layout of a tensor with these labels, or of one of `parts` parts of every shard of `factor`."""
         emitter, op = self._emitter, self._op
         pairs = [*self.rule.ties.follows.items(), *self.rule.ties.ring.items()]
         alike = {factor, *(t for t, s in pairs if s == factor), *(s for t, s in pairs if t == factor)}
@@ -262,6 +264,6 @@ class LocalForm:
 
 
 def _most(shape: Sequence[Sym | int]) -> int:
-    """Elements on the fullest device."""
+    """Returns the elements on the fullest device."""
     axes = apart(a for n in shape for a in axes_of(n))
     return max(math.prod(int(local_value(n, c)) for n in shape) for c in everywhere(axes))

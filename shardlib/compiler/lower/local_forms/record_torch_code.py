@@ -1,7 +1,7 @@
-"""Local forms that are torch code: run on tensors without values, and written down as steps.
+"""Records local forms that are torch code: runs them on tensors without values, and emits their calls as steps.
 
-Devices whose pieces have the same sizes take the same steps, so the code runs once for every kind of device. Where the
-whole numbers differ that it passes to torch, the steps' arguments are `Sym`s; whatever else differs is an error.
+Devices with shards of the same sizes take the same steps, so the code runs once for each kind of device. Integers that
+differ by device become `Sym`s in the steps. Any other difference is an error.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ _HALOS = {"fetch": emit_halo.fetch, "give_back": emit_halo.give_back}
 
 
 def code(local: LocalForm, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The values of the program that `function` gives for these arguments; see `rules.rule.Local.run`."""
+    """Emits the calls of `function` with these arguments; returns its results. See `rules.rule.Local.run`."""
     flat, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     uneven = [f for f in local.rule.sizes if isinstance(local.size(f), Sym)]
     differ = {a for f in uneven for a in local.axes(f)} | {a for x in flat if isinstance(x, Sym) for a in x.axes}
     kinds: dict[Any, _Run] = {}
     on: dict[tuple[int, ...], _Run] = {}  # by device
-    asked: dict[Sym, None] = {}  # numbers that the code was told, in order
+    queried: dict[Sym, None] = {}  # numbers that the code queried, in order
     with without_modes(), torch.no_grad():
         while True:
-            axes, runs = apart([*differ, *(a for n in asked for a in n.axes)]), []
+            axes, runs = apart([*differ, *(a for n in queried for a in n.axes)]), []
             for at in everywhere(axes):
                 coords = {**local.origin, **at}
-                given = [
+                inputs = [
                     x.layout.local_shape(coords) if isinstance(x, Var) and x.layout else local_value(x, at)
                     for x in flat
                 ]
-                told = [local_value(n, coords) for n in asked]
-                key, device = repr((given, told)), tuple(coords.values())
+                numbers = [local_value(n, coords) for n in queried]
+                key, device = repr((inputs, numbers)), tuple(coords.values())
                 if key not in kinds:
                     if device not in on:
-                        on[device] = _Run(local, coords).of(function, flat, given, tree)
+                        on[device] = _Run(local, coords).record(function, flat, inputs, tree)
                     kinds[key] = on[device]
                 runs.append(kinds[key])
-                if not runs[-1].asked.keys() <= asked.keys():
-                    break  # devices are told apart by more than was known
+                if not runs[-1].queried.keys() <= queried.keys():
+                    break  # new numbers may divide the devices into more kinds
             else:
                 break
-            asked |= runs[-1].asked
+            queried |= runs[-1].queried
     _check(local, list({id(run): run for run in runs}.values()))
     return _write(local, flat, axes, runs)
 
 
 @dataclass(frozen=True)
 class _Ref:
-    """A tensor of the code: the n-th that there was."""
+    """The n-th tensor that the code created."""
 
     n: int
 
 
-class _Made(NamedTuple):
-    """One call: its arguments, and the results, as references."""
+class _Call(NamedTuple):
+    """One recorded call; tensors among its arguments and results are references."""
 
     op: Any
     args: Any
@@ -83,66 +83,66 @@ class _Made(NamedTuple):
 
 
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What the code does on one device."""
+    """Records the calls of the code on one device."""
 
     def __init__(self, local: LocalForm, coords: Coords) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.local, self.coords = local, coords
-        self.calls: list[_Made] = []
-        self.held: list[Local] = []  # of all tensors
+        self.calls: list[_Call] = []
+        self.held: list[Local] = []  # forms of all tensors
         self.results: Any = None
-        self.guesses = False  # whether a shape in `held` is only what the rule says
-        self.asked: dict[Sym, None] = {}  # numbers that differ by device, and were told
-        self._known: dict[int, tuple[_Ref, Tensor]] = {}
+        self.guesses = False  # True if a form in `held` comes from the rule, not from torch
+        self.queried: dict[Sym, None] = {}  # numbers that differ by device, and that the code queried
+        self._refs: dict[int, tuple[_Ref, Tensor]] = {}
 
-    def of(self, function: Callable[..., Any], flat: Sequence[Any], given: Sequence[Any], tree: Any) -> _Run:
-        """Run it on operands of the shapes in `given`."""
-        pairs = zip(flat, given, strict=True)
-        given = [self.new(Local.dense(n, x.dtype)) if isinstance(x, Var) else n for x, n in pairs]
-        args, kwargs = pytree.tree_unflatten(given, tree)
+    def record(self, function: Callable[..., Any], flat: Sequence[Any], inputs: Sequence[Any], tree: Any) -> _Run:
+        """Runs the code; `inputs` has shapes in place of the variables in `flat`."""
+        pairs = zip(flat, inputs, strict=True)
+        leaves = [self.new(Local.dense(n, x.dtype)) if isinstance(x, Var) else n for x, n in pairs]
+        args, kwargs = pytree.tree_unflatten(leaves, tree)
         ways = {f: self.local.ways(f) for f in self.local.factors}
         like = self.new(Local.dense((), torch.int64))
         with enter_body(Body(None, tuple(ways), like, form=self, dims=ways)), self:
             try:
-                found = function(*args, **kwargs)
+                results = function(*args, **kwargs)
             except ShardingError:
                 raise
             except REFUSALS as error:
                 raise self.fault("fails", [f"{type(error).__name__}: {error}"]) from error
-        self.results = self.noted(found)
+        self.results = self.noted(results)
         return self
 
     def piece(self, name: str) -> Piece:
-        return Piece(self._told(self.local.offset(name)), self.share(name), self.local.rule.sizes.get(name, 1))
+        return Piece(self._query(self.local.offset(name)), self.share(name), self.local.rule.sizes.get(name, 1))
 
     def share(self, name: str) -> int:
-        return self._told(self.local.size(name))
+        return self._query(self.local.size(name))
 
     def shares(self, name: str) -> list[int]:
         return self.local.shares(name)
 
     def place(self, name: str) -> int:
-        return self._told(self.local.position(name))
+        return self._query(self.local.position(name))
 
-    def _told(self, n: Sym | int) -> int:
+    def _query(self, n: Sym | int) -> int:
         if isinstance(n, Sym):
-            self.asked[n] = None
+            self.queried[n] = None
         return int(local_value(n, self.coords))
 
     def new(self, x: Local) -> Tensor:
-        """A tensor that is there from now on."""
+        """Returns a new tensor without values."""
         tensor = torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta")
-        self._known[id(tensor)] = _Ref(len(self.held)), tensor
+        self._refs[id(tensor)] = _Ref(len(self.held)), tensor
         self.held.append(x)
         return tensor
 
     def noted(self, x: Any) -> Any:
-        """An argument, with references for tensors."""
+        """Returns an argument with references in place of tensors."""
         if isinstance(x, Tensor):
-            if id(x) not in self._known:
-                what = [f"a tensor of shape {list(x.shape)} is no operand, and not made of any"]
-                raise self.fault("reads what no program has", what, "pass it to the op, or use numbers")
-            return self._known[id(x)][0]
+            if id(x) not in self._refs:
+                offender = f"a tensor of shape {list(x.shape)} is no operand, and not made of any"
+                raise self.fault("reads what no program has", [offender], "pass it to the op, or use numbers")
+            return self._refs[id(x)][0]
         if isinstance(x, list | tuple):
             return [*map(self.noted, x)]
         if isinstance(x, dict):
@@ -158,49 +158,49 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in op.tags and not has_trait(op, "per_device"):
             raise self.fault("draws random numbers", [str(op)], "draw them outside, and pass them to the op")
         args, kwargs = self.noted(args), self.noted(kwargs or {})
-        made: Sequence[Local | None] = results_of(op, self.local_value(args), self.local_value(kwargs))
-        if not made:
-            made, self.guesses = self._unknown(op), True
-        out = [None if x is None else self.new(x) for x in made] if schema_of(op).returns else []
-        self.calls.append(_Made(op, args, kwargs, self.noted(out)))
+        results: Sequence[Local | None] = results_of(op, self.local_value(args), self.local_value(kwargs))
+        if not results:
+            results, self.guesses = self._unknown(op), True
+        out = [None if x is None else self.new(x) for x in results] if schema_of(op).returns else []
+        self.calls.append(_Call(op, args, kwargs, self.noted(out)))
         if returns_list(op):
             return out
         return tuple(out) if len(out) > 1 else out[0] if out else None
 
     def _unknown(self, op: Any) -> Sequence[Local | None]:
-        """What an op makes of which torch does not say it: for the op itself, on pieces, the rule does."""
+        """Returns the forms of results without a meta kernel: for the op itself, the rule knows the shapes."""
         if op is not self.local.call.target:
             raise NotImplementedError(f"{op} has no form for tensors without values: torch.library.register_fake")
         every = enumerate(self.local.call.results)
         return [None if m is None else Local.dense(_shape(self.local, self.coords, i), m.dtype) for i, m in every]
 
-    def fault(self, what: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
-        return _fault(self.local, what, offenders, remedy)
+    def fault(self, fault: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
+        return _fault(self.local, fault, offenders, remedy)
 
 
 def _shape(local: LocalForm, coords: Coords, result: int) -> tuple[int, ...]:
-    """What a device has of a result."""
+    """Returns the shape of a device's shard of a result."""
     return tuple(math.prod(local_value(local.size(f), coords) for f in dim) for dim in local.rule.results[result])
 
 
-def _fault(local: LocalForm, what: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
+def _fault(local: LocalForm, fault: str, offenders: Sequence[str], remedy: str = "") -> ShardingError:
     return ShardingError(
-        f"the local form of {local.call.target} {what}",
+        f"the local form of {local.call.target} {fault}",
         offenders,
         rule="it is torch code for one device, which makes the pieces of the results, and takes the same steps on all",
         remedy=remedy or "let nothing but arguments and shapes decide what it does; it never sees values",
     )
 
 
-# --- what has to be the same ------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _check(local: LocalForm, runs: Sequence[_Run]) -> None:
-    """The same steps on all devices, and results that are pieces."""
+    """Checks that all devices take the same steps, and that results are shards of the rule's results."""
     for k, calls in enumerate(zip(*(run.calls for run in runs), strict=False)):
-        if len({(len(c.args), *c.kwargs) for c in calls}) > 1:  # torch leaves out an argument that has its default
+        if len({(len(c.args), *c.kwargs) for c in calls}) > 1:  # torch omits arguments that equal their defaults
             for run in runs:
-                run.calls[k] = _whole(run.calls[k])
+                run.calls[k] = _with_defaults(run.calls[k])
     first, *rest = runs
     mine = _steps(first) if rest else []
     for run in rest:
@@ -214,8 +214,8 @@ def _check(local: LocalForm, runs: Sequence[_Run]) -> None:
         raise _fault(local, "makes other results than the rule says", list(dict.fromkeys(wrong)))
 
 
-def _whole(call: _Made) -> _Made:
-    """The call with all its arguments."""
+def _with_defaults(call: _Call) -> _Call:
+    """Returns the call with all its arguments."""
     args, kwargs = list(call.args), {}
     for a in schema_of(call.op).arguments[len(args) :]:
         value = call.kwargs.get(a.name, a.default_value)
@@ -227,31 +227,31 @@ def _whole(call: _Made) -> _Made:
 
 
 def _steps(run: _Run) -> list[str]:
-    """Its calls and results, with `n` for every whole number."""
+    """Returns the calls and results as text, with `n` for every integer."""
 
-    def said(x: Any) -> str:
+    def text(x: Any) -> str:
         if isinstance(x, _Ref):
             return f"%{x.n}"
         if isinstance(x, list | tuple):
-            return f"[{', '.join(map(said, x))}]"
+            return f"[{', '.join(map(text, x))}]"
         return "n" if type(x) is int else repr(x)
 
-    def called(c: _Made) -> str:
-        given = [*map(said, c.args), *(f"{k}={said(v)}" for k, v in c.kwargs.items())]
-        return f"{c.op}({', '.join(given)}) -> {', '.join(map(said, c.out))}"
+    def called(c: _Call) -> str:
+        arguments = [*map(text, c.args), *(f"{k}={text(v)}" for k, v in c.kwargs.items())]
+        return f"{c.op}({', '.join(arguments)}) -> {', '.join(map(text, c.out))}"
 
-    return [*map(called, run.calls), f"return {said(run.results)}"]
+    return [*map(called, run.calls), f"return {text(run.results)}"]
 
 
 def _unlike(local: LocalForm, run: _Run) -> Iterator[str]:
     if has_trait(local.call.target, "device_shapes"):
-        return  # whose results are what the device says
-    found = run.results if isinstance(run.results, tuple | list) else [run.results]
+        return  # the device decides the shapes of the results
+    results = run.results if isinstance(run.results, tuple | list) else [run.results]
     wanted = local.call.results
-    if len(found) != len(wanted):
-        yield f"{len(found)} results, not {len(wanted)}"
+    if len(results) != len(wanted):
+        yield f"{len(results)} results, not {len(wanted)}"
         return
-    for i, (ref, meta) in enumerate(zip(found, wanted, strict=True)):
+    for i, (ref, meta) in enumerate(zip(results, wanted, strict=True)):
         if meta is None:
             continue
         if not isinstance(ref, _Ref):
@@ -267,12 +267,12 @@ def _unlike(local: LocalForm, run: _Run) -> Iterator[str]:
 
 
 def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: Sequence[_Run]) -> Any:
-    """Write what all of them do; `runs` has one for every position along `axes`."""
+    """Emits the common calls; `runs` has one run for every position along `axes`."""
     values: list[Any] = [x for x in flat if isinstance(x, Var)]
-    values += values[:1]  # what stands for the device
+    values += values[:1]  # the tensor `like` of a body
 
     def joined(each: Sequence[Any]) -> Any:
-        """An argument, as it is on each device."""
+        """Merges an argument of all devices; integers that differ become `Sym`s."""
         first = each[0]
         if isinstance(first, _Ref):
             return values[first.n]
@@ -285,7 +285,7 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
     for calls in zip(*(run.calls for run in runs), strict=True):
         op, out = calls[0].op, calls[0].out
         args, kwargs = joined([c.args for c in calls]), joined([c.kwargs for c in calls])
-        if all(map(_nothing, runs, calls)):
+        if all(map(_returns_operand, runs, calls)):
             values.append(args[0])
         elif has_trait(op, "per_device"):
             before, after = ([run.held[ref.n] for run in runs] for ref in (calls[0].args[0], out[0]))
@@ -293,17 +293,17 @@ def _write(local: LocalForm, flat: Sequence[Any], axes: tuple[Axis, ...], runs: 
             values.append(_communicate(local, op, args, joined([x.shape for x in before]), nbytes))
         else:
             write = partial(local.emit, op, tuple(args), kwargs, [ref and runs[0].held[ref.n] for ref in out])
-            if op is VIEW:  # one of all that regroup a value alike, so that they share its borders
+            if op is VIEW:  # equal views of a value are one view, so that ops on them share its borders
                 source, shape = args
-                made = tuple(map(local.now, local.once((VIEW, local.now(source), tuple(shape)), write)))
+                results = tuple(map(local.now, local.once((VIEW, local.now(source), tuple(shape)), write)))
             else:
-                made = write()
-            values += [x for x, ref in zip(made, out, strict=True) if ref is not None]
+                results = write()
+            values += [x for x, ref in zip(results, out, strict=True) if ref is not None]
     return joined([run.results for run in runs])
 
 
-def _nothing(run: _Run, call: _Made) -> bool:
-    """Returns whether a call gives what it is given: a slice of all, no padding."""
+def _returns_operand(run: _Run, call: _Call) -> bool:
+    """Returns whether a call returns its operand: a full slice, or an empty pad."""
     if run.guesses:
         return False
     if call.op is SLICE:
@@ -313,7 +313,7 @@ def _nothing(run: _Run, call: _Made) -> bool:
 
 
 def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequence[Sym | int], nbytes: int) -> Var:
-    """Write a collective along dims of the rule, over the axes that cut them here."""
+    """Emits a collective along factors of the rule, over the axes that shard them."""
     source: Var = args[0]
     names, *rest = args[1:]
     axes = Axis.merge(a for f in names for a in local.axes(f))
@@ -334,6 +334,6 @@ def _communicate(local: LocalForm, op: Any, args: Sequence[Any], before: Sequenc
     if kind == "gather":
         return local.communicate("all_gather", names, source, members, rest, nbytes)
     if wrong := [m for m in members if len(set(m)) > 1]:
-        what = [f"of a dim they have {', '.join(map(str, sizes))}" for sizes in wrong]
-        raise _fault(local, f"hands pieces that differ in size to {kind}", what, "pad them to one size")
+        offenders = [f"of a dim they have {', '.join(map(str, sizes))}" for sizes in wrong]
+        raise _fault(local, f"hands pieces that differ in size to {kind}", offenders, "pad them to one size")
     return local.communicate(kind, names, source, members, rest, nbytes)

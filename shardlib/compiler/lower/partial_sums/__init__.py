@@ -1,1 +1,1 @@
-"""Sums that devices hold in part: how far they go before they meet."""
+"""Decides how far partial sums pass through the program before they are reduced."""

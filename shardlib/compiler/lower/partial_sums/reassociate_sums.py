@@ -1,5 +1,8 @@
-"""Additions of pending sums meet before they meet what is complete: `(x + a) + b` is `x + (a + b)` where only `a` and
-`b` are pending, so that one reduction serves both. Gradients of a residual stream come in the first order."""
+"""Reorders additions so that partial sums are added first.
+
+`(x + a) + b` becomes `x + (a + b)` if only `a` and `b` are partial. So one reduction serves both.
+Gradients of a residual stream arrive in the first order.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from shardlib.core.aten.op_traits import has_trait
 
 
 class Regrouping:
-    """Additions of a complete and a pending value, which wait for another of their result in the same pass."""
+    """Delays the addition of a complete value and a partial sum until the addition that reads its result."""
 
     def __init__(self, values: Values, readers: Mapping[Value, int], passes: Mapping[Op, int]) -> None:
         self.values, self.readers, self.passes = values, readers, passes
         self.waiting: dict[Value, Op] = {}
 
     def waits(self, op: Op) -> bool:
-        """Returns whether an op need not be lowered yet."""
-        if not self._adds(op) or sum(self._pending(x) is None for x in op.operands) != 1:
+        """Returns whether an op is lowered later, in front of its reader."""
+        if not self._adds(op) or sum(self._partial_form(x) is None for x in op.operands) != 1:
             return False
         (result,) = op.results
         assert result is not None, "a sum has a value"
@@ -31,18 +34,18 @@ class Regrouping:
         return True
 
     def met_by(self, op: Op, *, swaps: bool) -> Iterator[Op]:
-        """Those that waited for this op and are lowered in front of it, maybe with operands that changed places."""
+        """Yields the delayed additions that `op` reads; `swaps` allows operands of both to change places."""
         for i, value in enumerate(op.operands):
             if (first := self.waiting.pop(value, None)) is not None:
                 a, b = first.operands
-                complete, term = (a, b) if self._pending(a) is None else (b, a)
+                complete, term = (a, b) if self._partial_form(a) is None else (b, a)
                 other = op.operands[1 - i]
-                if swaps and other is not value and self._pending(other) == self._pending(term):
+                if swaps and other is not value and self._partial_form(other) == self._partial_form(term):
                     first.operands, op.operands = (term, other), (value, complete)
                 yield first
 
     def _adds(self, op: Op) -> bool:
-        """Returns whether it is the sum of two tensors like its result."""
+        """Returns whether an op adds two tensors that have the layout factors of its result."""
         propagation = self.values.propagation
         if (
             op.rule is None
@@ -61,7 +64,7 @@ class Regrouping:
             and all(propagation.value[x] == propagation.value[result] for x in op.operands)
         )
 
-    def _pending(self, value: Value) -> object:
-        """What a value owes, with its cut; None where it is complete, or where others read it."""
-        form = self.values.owing(value)
+    def _partial_form(self, value: Value) -> object:
+        """Returns the partial form of a value with one reader; None if it is complete or has several readers."""
+        form = self.values.partial_form(value)
         return form if form is not None and form[1].kind == "sum" and self.readers[value] == 1 else None

@@ -1,10 +1,10 @@
-"""When collectives start, and which of them together.
+"""Decides when collectives start, and which share a message.
 
-Reductions start as soon as their source is there. What is gathered starts when the layer before the one that reads it
-begins (`units`; how many before, and under which cap, says the `Schedule`). Collectives of one kind over one group
-travel in one message as long as nobody waits for it, weights only with others of their layer, up to the size from which
-on a message's latency does not matter. Each message is waited for in front of the first step that reads one of its
-results. Every rank bundles the same program the same way, so the ranks meet in the same order.
+Reductions start as soon as their source is computed. Weights are gathered when the layer before their reader begins
+(`units`; the `Schedule` has the number of layers and the cap). Collectives of one kind over one group share a message
+until a step reads a result, or until the message is so large that its latency is negligible. Weights share messages
+only with weights of their layer. A message is waited for in front of the first step that reads one of its results.
+All ranks bundle the same program in the same way, so their collectives match.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.reshard.prices import Prices
 
-MESSAGE_BYTES = 4 << 20  # a message may always be so long,
-_LATENCIES = 8  # and so many times what could be sent while it pays its latency
-AHEAD = 2 * MESSAGE_BYTES  # bytes of sums that may be on their way, however many messages they are
+MESSAGE_BYTES = 4 << 20  # a message may always have so many bytes,
+_LATENCIES = 8  # and so many times the bytes that could be sent during its latency
+AHEAD = 2 * MESSAGE_BYTES  # bytes of sums that may be in flight, in any number of messages
 _SUMS = ("all_reduce", "reduce_scatter")
 GATHERS = ("all_gather", "all_to_all")
-_FLYING = 2  # sums that may be on their way, however many bytes they have
-FLIGHT = 8  # steps that a collective is given before another one builds on it
+_FLYING = 2  # sums that may be in flight, of any size
+FLIGHT = 8  # assumed steps between a collective and another one that reads its result
 
 _TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @cache_weakly
 def bundle(program: Program, how: Schedule = DEFAULT) -> Program:
-    """The program with collectives that start early, and together."""
+    """Starts collectives early, and merges them into messages."""
     if not program.collectives:
         return program
     return replace(program, steps=tuple(_Bundler(program, how).run()))
@@ -66,7 +66,7 @@ _Item = Compute | Copy | Free | Collective
 
 
 class _Bundler:
-    """Goes through the collectives, each for itself, and all other steps, by their places."""
+    """Reorders single collectives and all other steps, which it addresses by position."""
 
     def __init__(self, program: Program, how: Schedule) -> None:
         self.program, self.how = program, how
@@ -103,7 +103,7 @@ class _Bundler:
     # Bundles --------------------------------------------------------------------------------------------------------
 
     def _bundles(self) -> dict[int, list[Sequence[Collective]]]:
-        """Bundles by the place in front of which they start."""
+        """Returns the bundles by the position of the step that follows their start."""
         levels: dict[int, list[int]] = defaultdict(list)
         depth: dict[int, int] = {}
         for i, item in enumerate(self.items):
@@ -119,7 +119,7 @@ class _Bundler:
         return due
 
     def _root(self, var: Var) -> int | None:
-        """Where `var` comes from by one-operand steps, which are brought forward to it; None: from an input."""
+        """Returns the origin of `var` before one-operand steps, which move along with it; None if it is an input."""
         while (i := self.producer.get(var)) is not None and not isinstance(self.items[i], Collective):
             sources = reads(self.items[i])
             if len(sources) != 1:
@@ -128,7 +128,7 @@ class _Bundler:
         return i
 
     def _below(self, var: Var) -> int | None:
-        """The collective that `var` comes from by one-operand steps, if there is one."""
+        """Returns the collective from which one-operand steps compute `var`, if there is one."""
         i = self._root(var)
         return i if i is None or isinstance(self.items[i], Collective) else None
 
@@ -150,27 +150,27 @@ class _Bundler:
         return [(bundle.start, bundle.members) for bundle in bundles]
 
     def _collective(self, i: int) -> Collective:
-        found = self.items[i]
-        assert isinstance(found, Collective)
-        return found
+        item = self.items[i]
+        assert isinstance(item, Collective)
+        return item
 
     def _wanted(self, c: Collective, i: int) -> int:
-        """The earliest place in front of which collective c, at i, should start."""
+        """Returns the earliest position at which collective c, at i, should start."""
         if c.kind == "ppermute":
-            return i  # what goes round stands where it runs under the arithmetic; two hops early, it would wait for one
+            return i  # a local form already placed its ring messages beside its arithmetic
         return min(max(self._ready(c.source), self.earliest.get(c, 0)), i)
 
     def _ready(self, var: Var) -> int:
-        """The place behind which `var` can be there."""
+        """Returns the position behind which `var` can exist."""
         if (i := self._root(var)) is None:
             return 0
         item = self.items[i]
         return min(self.start[item] + FLIGHT, i + 1) if isinstance(item, Collective) else i + 1
 
     def _room(self, c: Collective) -> int:
-        """Bytes of a message of this kind and group."""
-        if (said := self.how.nbytes("bucket")) is not None:
-            return said
+        """Returns the largest bytes of a message of this kind and group."""
+        if (bucket := self.how.nbytes("bucket")) is not None:
+            return bucket
         key = c.kind, c.axes
         if key not in self.rooms:
             mesh = self.program.mesh
@@ -180,13 +180,13 @@ class _Bundler:
         return self.rooms[key]
 
     def _earliest(self) -> dict[Collective, int]:
-        """For each gather, the place in front of which it does not start: what is gathered too early is held longer.
+        """Returns the earliest start of each gather: gathered earlier, it would hold memory for longer.
 
-        That is where the unit so many before its own is first read, or later, where the cap would not hold.
+        That is the first reader of the unit `prefetch` units earlier, or later if the cap requires it.
         """
         prices = Prices.for_mesh(self.program.mesh)
-        found = [(self.first_use.get(c.out, i), i, c) for i, c in enumerate(self.items) if isinstance(c, Collective)]
-        gathers = sorted((use, i) for use, i, c in found if c.kind in GATHERS)
+        uses = [(self.first_use.get(c.out, i), i, c) for i, c in enumerate(self.items) if isinstance(c, Collective)]
+        gathers = sorted((use, i) for use, i, c in uses if c.kind in GATHERS)
         moved = [self._collective(i) for _, i in gathers]
         keys = [(c.kind, c.axes, c.line, c.backward, c.out.layout, c.out.dtype) for c in moved]
         ahead = self.how.prefetch
@@ -200,7 +200,7 @@ class _Bundler:
         self.layer = max(size.values(), default=0)
         ahead = 1 if ahead is None else ahead
         room, held = self.how.nbytes("cap"), 0
-        ends: list[tuple[int, int]] = []  # where what is held is read last, and its bytes
+        ends: list[tuple[int, int]] = []  # last readers of gathered values, and their bytes
         earliest = {}
         for (use, i), unit, c in zip(gathers, numbers, moved, strict=True):
             if self._root(c.source) is None:
@@ -226,7 +226,7 @@ class _Bundler:
         self._land_oldest()
 
     def _land_oldest(self) -> None:
-        """What is sent stays in memory until its message has landed: of sums that nobody waits for, a few may fly."""
+        """Waits for the oldest sums if many are in flight, because messages hold their sources in memory."""
         sums = [start for start in dict.fromkeys(self.flying.values()) if start.moves[0].kind in _SUMS]
         held = [sum(c.source.nbytes for c in start.moves) for start in sums]
         for k, start in enumerate(sums[:-_FLYING]):
@@ -234,16 +234,16 @@ class _Bundler:
                 self._land(start.outs[:1])
 
     def _bring(self, var: Var) -> None:
-        """Write what makes `var`, if it has not been written."""
-        todo, found = [var], dict[int, Compute | Copy | Free]()
+        """Writes the steps that compute `var`, if they are not written."""
+        todo, missing = [var], dict[int, Compute | Copy | Free]()
         while todo:
             i = self.producer.get(todo.pop())
-            if i is None or i in self.done or i in found or isinstance(item := self.items[i], Collective):
+            if i is None or i in self.done or i in missing or isinstance(item := self.items[i], Collective):
                 continue
-            found[i] = item
+            missing[i] = item
             todo += reads(item)
-        for i in sorted(found):
-            self._write(i, found[i])
+        for i in sorted(missing):
+            self._write(i, missing[i])
 
     def _write(self, i: int, step: Compute | Copy | Free) -> None:
         self._land(reads(step))
@@ -251,7 +251,7 @@ class _Bundler:
         self.done.add(i)
 
     def _land(self, variables: Sequence[Var]) -> None:
-        """Wait for these."""
+        """Waits for the messages that bring these."""
         for var in variables:
             if (start := self.flying.get(var)) is not None:
                 self.steps.append(Wait(start.outs))

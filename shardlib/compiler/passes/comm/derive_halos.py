@@ -1,7 +1,8 @@
-"""Borders of a value that is made of others, element by element, need not travel where the borders of these do: whoever
-has them makes them there, to the same bits. So squares and products of two images cost no borders beside those of the
-images, and multiples of one value are borders of that. Of a value whose elements are there several times, as of an
-enlarged image, travels each once."""
+"""Derives borders of a pointwise result from the borders of its operands, so that only these are sent.
+
+The receiver computes the same bits. So squares and products of two images need no messages besides those of the images.
+If elements are repeated, as in an enlarged image, each is sent once.
+"""
 
 from __future__ import annotations
 
@@ -20,46 +21,52 @@ _DEEP = 4  # ops between one border and others
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a message brought, as it is had where it arrives: a border by itself, or an op on those of its operands; or
-    a range, `cut`, of what their border is, repeated."""
+class DerivedBorder:
+    """The border that a message carried: sent itself, or computed by `step` from borders of its operands.
+
+    If `step` repeats elements, the border is the range `repeated_range` of the repeated border.
+    """
 
     move: Collective
     border: Border | None
     step: Compute | None = None
-    of: tuple[Made, ...] = ()
-    cut: Border | None = None
+    operands: tuple[DerivedBorder, ...] = ()
+    repeated_range: Border | None = None
 
     def borders(self) -> Iterator[Border]:
+        """Yields the borders that are sent."""
         if self.border is not None:
             yield self.border
-        for made in self.of:
-            yield from made.borders()
+        for operand in self.operands:
+            yield from operand.borders()
 
     @property
     def value(self) -> Var:
-        """Whose border it is."""
+        """The variable whose border this is."""
         if self.border is not None:
             return self.border.root
         assert self.step is not None
         return self.step.made[0]
 
-    def opened(self, values: Collection[Var], steps: Mapping[Var, Compute]) -> Made:
-        """The same, with the borders of some values made of those of their operands."""
+    def opened(self, values: Collection[Var], steps: Mapping[Var, Compute]) -> DerivedBorder:
+        """Returns the border with those of `values` computed from their operands' borders."""
         if self.border is None:
-            return replace(self, of=tuple(made.opened(values, steps) for made in self.of))
+            return replace(self, operands=tuple(x.opened(values, steps) for x in self.operands))
         if self.border.root not in values:
             return self
         step = steps[self.border.root]
         if times := repeats(step):
-            of_one = Made(self.move, self.border.of_repeated(step.operands[0], times)).opened(values, steps)
-            return Made(self.move, None, step, (of_one,), self.border)
-        of = (Made(self.move, replace(self.border, root=x)).opened(values, steps) for x in dict.fromkeys(step.operands))
-        return Made(self.move, None, step, tuple(of))
+            single = DerivedBorder(self.move, self.border.before_repeat(step.operands[0], times)).opened(values, steps)
+            return DerivedBorder(self.move, None, step, (single,), self.border)
+        operands = (
+            DerivedBorder(self.move, replace(self.border, root=x)).opened(values, steps)
+            for x in dict.fromkeys(step.operands)
+        )
+        return DerivedBorder(self.move, None, step, tuple(operands))
 
 
 def joined(borders: Iterable[Border]) -> list[Border]:
-    """As few borders as these can be."""
+    """Merges borders into as few as possible."""
     groups = dict[Hashable, list[Border]]()
     for border in borders:
         alike = groups.setdefault(border.kind, [])
@@ -72,45 +79,47 @@ def joined(borders: Iterable[Border]) -> list[Border]:
     return [border for alike in groups.values() for border in alike]
 
 
-def derive(borders: Sequence[Border], steps: Mapping[Var, Compute]) -> list[Made]:
-    """How each of these borders is had, in such a way that least is sent."""
-    made, better = [Made(border.moves[0], border) for border in borders], True
+def derive(borders: Sequence[Border], steps: Mapping[Var, Compute]) -> list[DerivedBorder]:
+    """Returns the derivations of borders that send the fewest elements."""
+    derived, better = [DerivedBorder(border.moves[0], border) for border in borders], True
     while better:
-        better, of = False, _by_value(made)
-        for path in _ways(of.keys(), steps):
+        better, by_value = False, _by_value(derived)
+        for path in _ways(by_value.keys(), steps):
             values = dict.fromkeys([*path, *(x for value in path for x in steps[value].operands)])
-            now = [border for value in values for border in of.get(value, ())]
-            then = [x for border in now for x in Made(border.moves[0], border).opened(path, steps).borders()]
+            now = [border for value in values for border in by_value.get(value, ())]
+            then = [x for border in now for x in DerivedBorder(border.moves[0], border).opened(path, steps).borders()]
             if _sent(then) < _sent(now):
-                made = [each.opened(path, steps) for each in made]
-                better, of = True, _by_value(made)
-    return made
+                derived = [each.opened(path, steps) for each in derived]
+                better, by_value = True, _by_value(derived)
+    return derived
 
 
-def _by_value(made: Iterable[Made]) -> dict[Var, list[Border]]:
-    of = dict[Var, list[Border]]()
-    for border in (border for each in made for border in each.borders()):
-        of.setdefault(border.root, []).append(border)
-    return of
+def _by_value(derived: Iterable[DerivedBorder]) -> dict[Var, list[Border]]:
+    borders = dict[Var, list[Border]]()
+    for border in (border for each in derived for border in each.borders()):
+        borders.setdefault(border.root, []).append(border)
+    return borders
 
 
 def _ways(roots: Collection[Var], steps: Mapping[Var, Compute]) -> list[Collection[Var]]:
-    """Sets of values whose borders may be made instead: of others that are sent, or several of one that is not, or of
-    one that repeats another."""
-    found, of_one = list[Collection[Var]](), dict[Var, list[list[Var]]]()
+    """Returns sets of values whose borders may be computed.
+
+    They depend on other values whose borders are sent; or several depend on one value; or one repeats another.
+    """
+    paths, by_source = list[Collection[Var]](), dict[Var, list[list[Var]]]()
     for root in roots:
         if (path := _path(root, {*roots} - {root}, steps)) is not None:
-            found.append(path)
+            paths.append(path)
         value, path = root, []
         while len(path) < _DEEP and (step := _exact(value, steps)) is not None and len({*step.operands}) == 1:
             path, value = [*path, value], step.operands[0]
-            of_one.setdefault(value, []).append(path)
-    several = [[x for path in paths for x in path] for paths in of_one.values()]
-    return found + [path for path in several if len(path) > 1 or repeats(steps[path[0]])]
+            by_source.setdefault(value, []).append(path)
+    several = [[x for path in shared for x in path] for shared in by_source.values()]
+    return paths + [path for path in several if len(path) > 1 or repeats(steps[path[0]])]
 
 
 def _path(value: Var, ends: Collection[Var], steps: Mapping[Var, Compute], deep: int = _DEEP) -> list[Var] | None:
-    """The values between one and `ends` that it is made of; None where it is made of others, too."""
+    """Returns the values between `ends` and a value computed from them; None if it depends on others, too."""
     step = _exact(value, steps)
     if step is None or not deep:
         return None
@@ -124,7 +133,7 @@ def _path(value: Var, ends: Collection[Var], steps: Mapping[Var, Compute], deep:
 
 
 def repeats(step: Compute) -> Sequence[int]:
-    """How often, by dim, a step repeats each element of a value that lies as what it makes; empty if it does not."""
+    """Returns the number of repetitions of each element, by dim, if a step repeats a value that is sharded alike."""
     if len(step.operands) != 1 or len(step.made) != 1:
         return ()
     (x,), (value,) = step.operands, step.made
@@ -137,7 +146,7 @@ def repeats(step: Compute) -> Sequence[int]:
 
 
 def _in_blocks(one: Dim, other: Dim, n: int) -> bool:
-    """Returns whether a device has n elements of a dim for each that it has of another one."""
+    """Returns whether each device has `n` elements of dim `other` for each of its elements of dim `one`."""
     if not any(f.axes for f in (*one, *other)):
         return True
     *outer, (last, inner) = itertools.zip_longest(one, other, fillvalue=Factor(1))
@@ -146,7 +155,7 @@ def _in_blocks(one: Dim, other: Dim, n: int) -> bool:
 
 
 def _exact(value: Var, steps: Mapping[Var, Compute]) -> Compute | None:
-    """What makes a value, of others that lie as it does, if that rounds once, or rounds nothing."""
+    """Returns the step that computes a value from others of its layout, if it rounds alike on all devices."""
     step = steps.get(value)
     if step is not None and repeats(step):
         return step
@@ -158,12 +167,12 @@ def _exact(value: Var, steps: Mapping[Var, Compute]) -> Compute | None:
 
 
 def _sent(borders: Iterable[Border]) -> tuple[int, int]:
-    """Elements and messages."""
+    """Returns the elements and the number of messages."""
     groups = joined(borders)
     return sum(map(elements, groups)), len(groups)
 
 
 def elements(border: Border) -> int:
-    """How many some device sends."""
+    """Returns the elements that the busiest device sends."""
     lines = max(b - a for a, b in border.ranges.values())
     return lines * math.prod(n for d, n in enumerate(border.shape) if d != border.dim)

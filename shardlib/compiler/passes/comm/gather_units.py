@@ -1,4 +1,4 @@
-"""Which gathers of weights belong together: a layer's, where the program repeats itself."""
+"""Groups gathers of weights into units: the layers that a program repeats."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _LONGEST = 64  # weights of one layer
 
 
 def units(keys: Sequence[Hashable], sizes: Sequence[int], least: float) -> list[int]:
-    """The number of the unit of each gather, in the order in which they are first read.
+    """Returns the number of each gather's unit, in the order of their first readers.
 
-    `keys` are alike for what layers repeat. A unit is what is followed by the same again, as often as it is; units of
-    fewer than `least` bytes are joined. What does not repeat is a unit by itself.
+    `keys` are equal for gathers that layers repeat. Each repetition of a sequence of keys is a unit, and so is a gather
+    that does not repeat. Adjacent units of fewer than `least` bytes are merged.
 
     Example:
         >>> units(["table", "q", "k", "q", "k", "q", "k", "head"], [1] * 8, 1)
@@ -28,19 +28,19 @@ def units(keys: Sequence[Hashable], sizes: Sequence[int], least: float) -> list[
         ends.append(i := i + (period or 1))
         while period and row[i : i + period] == row[i - period : i]:
             ends.append(i := i + period)
-    found: list[int] = []
+    numbers: list[int] = []
     unit, held = 0, 0
     for end in ends:
-        size = sum(sizes[len(found) : end])
-        found += [unit] * (end - len(found))
+        size = sum(sizes[len(numbers) : end])
+        numbers += [unit] * (end - len(numbers))
         held += size
         if held >= least:
             unit, held = unit + 1, 0
-    return found
+    return numbers
 
 
 def _period(row: Sequence[int], i: int) -> int:
-    """How many of them are followed by the same; 0: nothing repeats here."""
+    """Returns the length of the sequence at `i` that repeats at once; 0 if none does."""
     for n in range(1, min(_LONGEST, (len(row) - i) // 2) + 1):
         if row[i] == row[i + n] and row[i : i + n] == row[i + n : i + 2 * n]:
             return n

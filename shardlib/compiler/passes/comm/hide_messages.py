@@ -1,7 +1,7 @@
-"""Work for the time in which a message is in flight, by the clock of the mesh's machine.
+"""Moves calls so that they run while a message is in flight, on the simulated clock of the mesh's machine.
 
-Where a message would be waited for, what stands a little later and does not need it goes in front of the wait; calls
-that stand before its start and do not lead to it go behind. No message passes another of its group.
+Calls that do not need a message move from behind its wait to the front of it. Calls that the message does not need move
+from the front of its start to behind it. No message passes another of its group.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from shardlib.core.cached import cache_weakly
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.machine import Machine
 
-WINDOW = 32  # steps around a wait among which work is looked for
-_SURE = 2  # times the seconds of a message that are covered: they are estimates
+WINDOW = 32  # steps around a wait that are searched for work
+_SURE = 2  # covers this multiple of a message's seconds, because they are estimates
 
 
 @cache_weakly
 def schedule(program: Program) -> Program:
-    """The program with such work beside its messages."""
+    """Moves calls beside the messages that they can hide."""
     return replace(program, steps=tuple(_Clock(program).run())) if program.collectives else program
 
 
 class _Clock:
-    """Writes the steps anew, and knows when each would run."""
+    """Writes the steps in a new order, and simulates when each runs."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -38,12 +38,12 @@ class _Clock:
         self.done: set[int] = set()
         self.steps: list[Step] = []
         self.now = 0.0
-        self.free: dict[bool, float] = {}  # when each link is
+        self.free: dict[bool, float] = {}  # when each link is free
         self.ends: dict[tuple[Var, ...], float] = {}
-        self.before: dict[Start, float] = {}  # when the link of a message was free
+        self.before: dict[Start, float] = {}  # when the link of a message was free before it
         self.waits = {step.outs: i for i, step in enumerate(program.steps) if isinstance(step, Wait)}
         self.gathered = {v for s in program.steps if isinstance(s, Start) and s.first.kind in GATHERS for v in s.outs}
-        self.stalled = 0  # the steps written so far that stand in front of a wait which took time
+        self.stalled = 0  # number of steps before the last wait that took time
 
     def run(self) -> list[Step]:
         for i in range(len(self.program.steps)):
@@ -52,7 +52,7 @@ class _Clock:
         return self.steps
 
     def _take(self, i: int) -> None:
-        """Write a step, and beside it what hides a message."""
+        """Writes a step, and the steps that hide a message."""
         step = self.program.steps[i]
         if isinstance(step, Wait):
             self._cover(i, step)
@@ -80,10 +80,10 @@ class _Clock:
         return self.seconds[step] if isinstance(step, Compute) else 0.0
 
     def _cover(self, i: int, wait: Wait) -> None:
-        """Write what stands behind a wait and does not need it, in order, until the message is there."""
+        """Writes steps behind a wait that do not need it, in order, until the message has arrived."""
         end = self.ends[wait.outs]
         until = self.now + _SURE * (end - self.now)
-        needed, groups = set(wait.outs), set[tuple[Axis, ...]]()  # what waits, and the groups of messages among it
+        needed, groups = set(wait.outs), set[tuple[Axis, ...]]()  # values and groups of messages that wait
         for j in range(i + 1, min(i + 1 + WINDOW, len(self.program.steps))):
             step = self.program.steps[j]
             if self.now >= until or stays(step):
@@ -91,7 +91,7 @@ class _Clock:
             if j in self.done:
                 continue
             is_late = isinstance(step, Wait) and self.ends.get(step.outs, end) > self.now
-            if isinstance(step, Start):  # what is gathered is held from then on: when, is decided already
+            if isinstance(step, Start):  # an earlier pass decided when gathers start, since they hold memory
                 is_late = step.first.axes in groups or step.first.kind in GATHERS
             if is_late or not needed.isdisjoint(needs(step)):
                 needed.update(gives(step))
@@ -100,9 +100,9 @@ class _Clock:
                 self._take(j)
 
     def _behind(self, i: int, start: Start) -> list[Step]:
-        """Take back what does not lead to a message, until that takes as long; its start comes before them.
+        """Removes written steps that do not lead to a message, to be written behind its start.
 
-        A start among it comes along, unless it is of the same group.
+        They take about as long as the message. Starts of messages of other groups move along.
         """
         seconds = _SURE * self._transfer(start).seconds
         for k in range(i + 1, self.waits[start.outs]):
@@ -110,7 +110,7 @@ class _Clock:
                 return []
             seconds -= 0.0 if k in self.done else self._seconds(self.program.steps[k])
         needed, kept, late = set(start.sources), [start.first.axes], list[Step]()
-        held = self.gathered if start.first.kind in GATHERS else set()  # whose readers end that
+        held = self.gathered if start.first.kind in GATHERS else set()  # their last readers free them
         for k in range(len(self.steps) - 1, max(self.stalled, len(self.steps) - WINDOW) - 1, -1):
             if seconds <= 0 or stays(step := self.steps[k]):
                 break

@@ -1,7 +1,9 @@
-"""Borders of one value are one message: ranges that lie over or beside each other are sent once, as one, and what some
-devices send goes with what others do. So a pad that goes round a ring costs no round of its own. Where the borders of
-what a value is made of, element by element, are there, its own are made of these, and where elements are repeated, of
-those that are (`derived`)."""
+"""Merges the messages that carry borders of one value to the same neighbors.
+
+Overlapping and adjacent ranges are sent once, and different devices' ranges share a message. So a circular pad costs no
+message of its own. Borders of a pointwise result, or of repeated elements, are computed from the borders of its
+operands if these are sent anyway (`derive_halos`).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardlib.compiler.passes.comm.derive_halos import Made, derive, elements, joined, repeats
-from shardlib.compiler.passes.comm.halo import MOVES, Border, Found
+from shardlib.compiler.passes.comm.derive_halos import DerivedBorder, derive, elements, joined, repeats
+from shardlib.compiler.passes.comm.halo import MOVES, Border, Trace
 from shardlib.compiler.program.steps import (
     Collective,
     Compute,
@@ -32,7 +34,7 @@ from shardlib.sharding.mesh.axis import group_size
 
 
 def share_borders(program: Program) -> Program:
-    """The program with as few messages between neighbors as there are ways to go."""
+    """Merges the messages of each value between the same neighbors."""
     moves = [c for c in program.collectives if c.kind == "ppermute"]
     if not moves:
         return program
@@ -40,23 +42,23 @@ def share_borders(program: Program) -> Program:
     for step in program.steps:
         for v in reads(step):
             readers.setdefault(v, []).append(step)
-    found = {axes: Found(program, frozenset(a.name for a in axes)) for axes in dict.fromkeys(c.axes for c in moves)}
+    traces = {axes: Trace(program, frozenset(a.name for a in axes)) for axes in dict.fromkeys(c.axes for c in moves)}
     borders = [
         border
-        for border in filter(None, (found[c.axes].border(c) for c in moves))
+        for border in filter(None, (traces[c.axes].border(c) for c in moves))
         if border.is_read_where_it_arrives(readers.get(border.moves[0].out, ()), program)
     ]
     steps = {v: step for step in program.steps if isinstance(step, Compute) for v in step.made}
-    made = {each.move: each for each in derive(borders, steps)}
-    groups = joined(border for each in made.values() for border in each.borders())
-    shared = [g for g in groups if len(g.moves) > 1 or made[g.moves[0]].border is None]
-    return _written(program, shared, made) if shared else program
+    derived = {each.move: each for each in derive(borders, steps)}
+    groups = joined(border for each in derived.values() for border in each.borders())
+    shared = [g for g in groups if len(g.moves) > 1 or derived[g.moves[0]].border is None]
+    return _rewrite(program, shared, derived) if shared else program
 
 
-# --- what is written instead ------------------------------------------------------------------------------------------
+# --- rewriting --------------------------------------------------------------------------------------------------------
 
 
-def _written(program: Program, shared: Sequence[Border], made: Mapping[Collective, Made]) -> Program:
+def _rewrite(program: Program, shared: Sequence[Border], derived: Mapping[Collective, DerivedBorder]) -> Program:
     gone = {c.out: c for g in shared for c in g.moves}
     place = {c: i for i, c in enumerate(program.collectives)}
     first = defaultdict[Collective, list[Border]](list)
@@ -68,7 +70,7 @@ def _written(program: Program, shared: Sequence[Border], made: Mapping[Collectiv
         if isinstance(step, Start) and (move := gone.get(step.first.out)) is not None:
             for border in first[move]:
                 steps += _message(border, names, other, parts)
-            other[move.out] = _arrived(made[move], names, parts, steps)
+            other[move.out] = _emit_border(derived[move], names, parts, steps)
         elif not (isinstance(step, Wait) and step.outs[0] in gone):
             steps.append(swapped(step, other))
     return replace(program, steps=tuple(_needed(steps, program)))
@@ -80,31 +82,33 @@ def _new(like: Var, name: str, names: set[str]) -> Var:
     return Var(free, None, like.dtype)
 
 
-def _arrived(made: Made, names: set[str], parts: Mapping[tuple[Collective, Var], Var], steps: list[Step]) -> Var:
-    """What a message brought, or what is written to make it."""
-    move, step = made.move, made.step
+def _emit_border(
+    derived: DerivedBorder, names: set[str], parts: Mapping[tuple[Collective, Var], Var], steps: list[Step]
+) -> Var:
+    """Returns the variable of a border, received or computed; emits the computation."""
+    move, step = derived.move, derived.step
     if step is None:
-        return parts[move, made.value]
-    found = {each.value: _arrived(each, names, parts, steps) for each in made.of}
-    if made.cut is not None:
-        (x,) = found.values()
-        return _repeated(made, made.cut, x, names, steps)
-    args = [found[x] if isinstance(x, Var) else x for x in step.args]
+        return parts[move, derived.value]
+    operands = {each.value: _emit_border(each, names, parts, steps) for each in derived.operands}
+    if derived.repeated_range is not None:
+        (x,) = operands.values()
+        return _emit_repeated(derived, derived.repeated_range, x, names, steps)
+    args = [operands[x] if isinstance(x, Var) else x for x in step.args]
     out = _new(move.out, f"{move.out.name}.made", names)
-    note, flops = "made of borders", float(max(map(elements, made.borders())))
+    note, flops = "made of borders", float(max(map(elements, derived.borders())))
     steps.append(Compute(step.target, tuple(args), {}, (out,), move.line, move.backward, note, flops))
     return out
 
 
-def _repeated(made: Made, cut: Border, x: Var, names: set[str], steps: list[Step]) -> Var:
-    """What a message brought, of what is repeated to make it."""
-    assert made.step is not None
-    move, times = made.move, repeats(made.step)
-    (at, shape, sends, ranges), n = cut.parts[0], times[cut.dim]
+def _emit_repeated(derived: DerivedBorder, target_range: Border, x: Var, names: set[str], steps: list[Step]) -> Var:
+    """Emits a border of repeated elements from the border of the elements."""
+    assert derived.step is not None
+    move, times = derived.move, repeats(derived.step)
+    (at, shape, sends, ranges), n = target_range.parts[0], times[target_range.dim]
     begin = _numbers(move, {dst: ranges[src][0] % n for src, dst in sends.items()})
     count = _numbers(move, {dst: ranges[src][1] - ranges[src][0] for src, dst in sends.items()})
     calls: list[tuple[Any, ...]] = [(REPEAT, m, dim) for dim, m in enumerate(times) if m > 1]
-    calls.append((NARROW, cut.dim, begin, count))
+    calls.append((NARROW, target_range.dim, begin, count))
     calls.append((VIEW, [count if d == at else size for d, size in enumerate(shape)]))
     for target, *args in calls:
         out = _new(move.out, f"{move.out.name}.made", names)
@@ -114,7 +118,7 @@ def _repeated(made: Made, cut: Border, x: Var, names: set[str], steps: list[Step
 
 
 def _numbers(move: Collective, each: Mapping[int, int]) -> Sym | int:
-    """A number by places in the group of a message; 0 where none is said."""
+    """Returns a number that differs by position in the group of a message; 0 for members without one."""
     numbers = tuple(each.get(i, 0) for i in range(group_size(move.axes)))
     return numbers[0] if len({*numbers}) == 1 else Sym("at", (move.axes, numbers))
 
@@ -122,7 +126,7 @@ def _numbers(move: Collective, each: Mapping[int, int]) -> Sym | int:
 def _message(
     border: Border, names: set[str], other: Mapping[Var, Var], parts: dict[tuple[Collective, Var], Var]
 ) -> Iterator[Step]:
-    """One message in place of several, and what of it each of these was."""
+    """Emits one message in place of several; records in `parts` the range of each."""
     move, members = border.moves[0], range(group_size(border.moves[0].axes))
     line, backward = move.line, move.backward
     number = partial(_numbers, move)
@@ -149,14 +153,14 @@ def _message(
     for c, (at, shape, sends, ranges) in zip(border.moves, border.parts, strict=True):
         begin = number({dst: ranges[src][0] - low[src] for src, dst in sends.items()})
         count = number({dst: ranges[src][1] - ranges[src][0] for src, dst in sends.items()})
-        part, mine = (_new(move.out, f"{c.out.name}.{word}", names) for word in ("part", "own"))
+        part, view = (_new(move.out, f"{c.out.name}.{word}", names) for word in ("part", "own"))
         yield call(NARROW, out, border.dim, begin, count, out=part)
-        yield call(VIEW, part, [count if d == at else n for d, n in enumerate(shape)], out=mine)
-        parts[c, border.root] = mine
+        yield call(VIEW, part, [count if d == at else n for d, n in enumerate(shape)], out=view)
+        parts[c, border.root] = view
 
 
 def _needed(steps: Sequence[Step], program: Program) -> Iterator[Step]:
-    """The steps without what was only there to be sent."""
+    """Yields the steps without those that only prepared removed messages."""
     used, kept = {*program.results}, list[Step]()
     for step in reversed(steps):
         if isinstance(step, Compute) and step.target in MOVES and used.isdisjoint(step.made):

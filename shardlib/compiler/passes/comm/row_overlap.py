@@ -1,8 +1,8 @@
-"""A batch in parts, worked on in turn: while what one part sends is in flight, a device computes the other.
+"""Splits a batch into parts: a device computes one part while a message of the other is in flight.
 
-So sums of tensor parallelism, which the next step waits for, are hidden as well (Wang et al., "Domino", 2024,
-arXiv:2409.15241). Messages stay as they are but for their size; what is summed up over rows, as gradients of weights
-are, is a sum of parts. Values are the same up to the order of that sum.
+This hides the sums of tensor parallelism, which the next step waits for (Wang et al., "Domino", 2024,
+arXiv:2409.15241). Each part sends the same messages, with fewer bytes. Sums over rows, such as gradients of weights,
+are sums of the parts, so values are the same up to the order of additions.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shardlib.core.torch_private import without_modes
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.machine import Machine
 
-_WORTH = 0.05  # of a step's seconds, by which it is to be less
-_NOTE = "part"  # of steps that slice and join
-_TRIED = 4  # messages that are waited for longest
-_WRITTEN = 3  # of the regions that these are in
+_WORTH = 0.05  # required saving, as a fraction of a program's seconds
+_NOTE = "part"  # marks steps that slice and concatenate
+_TRIED = 4  # messages with the longest waits that are tried
+_WRITTEN = 3  # regions around them that are written
 
 
 def parts(program: Program, how: Schedule = DEFAULT) -> Program:
-    """The program with its rows in parts: in as many as the schedule says, or in two where the mesh names a machine on
-    which that takes less. What waits in the host's memory between the passes does so as a whole.
+    """Splits rows into as many parts as the schedule names, or into two if the mesh's machine predicts a gain.
 
-    A machine has to say what calls take to begin, and that messages fly meanwhile: else more of both are for nothing.
+    The machine must know the launch time of calls, and overlap messages with arithmetic. Programs that offload saved
+    values are not split by default.
     """
     n, machine = how.parts, Machine.convert(program.mesh.machine)
     decides = n is None and how.saved is None and machine.device.overlaps and machine.device.launch > 0
@@ -50,14 +50,14 @@ def parts(program: Program, how: Schedule = DEFAULT) -> Program:
         return program
     cutter = Cutter(program, n or 2)
     every = [_Writer(program, region, cutter).run() for region in _regions(cutter, before, least * before.seconds)]
-    made = min(every, key=lambda made: timed(made).seconds, default=program)
-    return made if n is not None or timed(made).seconds < (1 - least) * before.seconds else program
+    best = min(every, key=lambda candidate: timed(candidate).seconds, default=program)
+    return best if n is not None or timed(best).seconds < (1 - least) * before.seconds else program
 
 
 def _regions(cutter: Cutter, before: Timeline, least: float) -> list[Region]:
-    """The regions with arithmetic, and with most of the seconds that are waited for, at least so many."""
+    """Returns the regions with arithmetic in which devices wait longest, each for more than `least` seconds."""
     late = sorted(before.waits, key=before.waits.__getitem__, reverse=True)
-    found, tried = list[tuple[float, Region]](), set[Any]()
+    regions, tried = list[tuple[float, Region]](), set[Any]()
     for c in (c for start in late[:_TRIED] for c in start.moves):
         for cut in cutter.seeds(c.source):
             if (c.source, cut) in tried:
@@ -67,29 +67,29 @@ def _regions(cutter: Cutter, before: Timeline, least: float) -> list[Region]:
             sent = {c for step in region.ways if isinstance(step, Start) for c in step.moves}
             held = sum(seconds for start, seconds in before.waits.items() if not sent.isdisjoint(start.moves))
             if held > least and any(isinstance(step, Compute) and step.flops for step in region.ways):
-                found.append((held, region))
-    found.sort(key=lambda one: one[0], reverse=True)
-    return [region for _, region in found[:_WRITTEN]]
+                regions.append((held, region))
+    regions.sort(key=lambda one: one[0], reverse=True)
+    return [region for _, region in regions[:_WRITTEN]]
 
 
 class _Writer:
-    """Writes the steps of a region once for each part, message by message; all others between these."""
+    """Writes the steps of a region once for each part, alternating at messages; other steps stay whole."""
 
     def __init__(self, program: Program, region: Region, cutter: Cutter) -> None:
         self.program, self.region, self.n, self.device = program, region, cutter.n, cutter.device
         self.steps: list[Step] = []
-        self.now: Step | None = None  # what is written
-        self.whole: set[Var] = set(program.given)
-        self.made: dict[Var, Cut] = {}  # what is made in parts
+        self.now: Step | None = None  # the step that is being written
+        self.whole: set[Var] = set(program.given)  # values that exist as a whole
+        self.cuts: dict[Var, Cut] = {}  # values that are computed in parts
         self.parts: dict[Var, tuple[Var, ...]] = {}
-        self.buffer: list[list[list[Step]]] = []  # step by step, what is written for each part
-        self.waiting: set[Var] = set()  # what the buffer makes
+        self.buffer: list[list[list[Step]]] = []  # per step, the steps of each part
+        self.waiting: set[Var] = set()  # results of the buffer
 
     def run(self) -> Program:
         with without_modes():
             for step in self.program.steps:
                 self.now = step
-                if isinstance(step, Wait) and step.outs[0] in self.made:
+                if isinstance(step, Wait) and step.outs[0] in self.cuts:
                     continue  # each part waits for its own
                 way = self.region.ways.get(step)
                 if way is None or not self._in_parts(step, way):
@@ -100,7 +100,7 @@ class _Writer:
         return replace(self.program, steps=self._read())
 
     def _read(self) -> tuple[Step, ...]:
-        """What was written, but for slices of what turned out to be taken as a whole."""
+        """Returns the written steps without slices that no step reads."""
         used, kept = {*self.program.results}, list[Step]()
         for step in reversed(self.steps):
             if not (isinstance(step, Compute) and step.note == _NOTE and used.isdisjoint(step.made)):
@@ -115,7 +115,7 @@ class _Writer:
         self.whole.update(makes(step))
 
     def _in_parts(self, step: Step, way: Way) -> bool:
-        """Write a step in parts; whether it can be: views may want strides that parts have not."""
+        """Writes a step in parts; returns False if parts do not have the strides that a view needs."""
         assert isinstance(step, Compute | Start)
         operands = step.operands if isinstance(step, Compute) else step.sources
         taken = [self._taken(v, cut) for v, cut in zip(operands, way.operands, strict=True)]
@@ -127,7 +127,7 @@ class _Writer:
         for i in range(self.n):
             outs = tuple(None if parts is None else parts[i] for parts in results)
             steps = self._one(step, way, iter([parts[i] for parts in taken]), outs)
-            if not self._is(steps[0], outs, step.outs, way):
+            if not self._gives_parts(steps[0], outs, step.outs, way):
                 return False
             every.append(steps)
         for v, cut, parts in zip(step.outs, way.results, results, strict=True):
@@ -138,14 +138,14 @@ class _Writer:
                 self._sum(v, parts, every)
                 self.whole.add(v)
             else:
-                self.made[v], self.parts[v] = cut, parts
+                self.cuts[v], self.parts[v] = cut, parts
         self.buffer.append(every)
         if isinstance(step, Start):
             self._flush()
         return True
 
     def _one(self, step: Compute | Start, way: Way, taken: Iterator[Var], outs: tuple[Var | None, ...]) -> list[Step]:
-        """A step on one part; a message, and the wait for it."""
+        """Returns a step on one part; a message with its wait."""
         if isinstance(step, Compute):
             args, kwargs = rebuild((step.args, dict(step.kwargs)), lambda x: next(taken) if isinstance(x, Var) else x)
             for path, size in way.ints.items():
@@ -160,24 +160,24 @@ class _Writer:
         part = replace(step.first, source=next(taken), out=out, params=params, bytes=step.first.bytes / self.n)
         return [Start((part,)), Wait((out,))]
 
-    def _is(self, part: Step, outs: Sequence[Var | None], whole: Sequence[Var | None], way: Way) -> bool:
-        """Returns whether a step makes parts of what is made as a whole, as torch says."""
-        made: Sequence[Local | None] = ()
+    def _gives_parts(self, part: Step, outs: Sequence[Var | None], whole: Sequence[Var | None], way: Way) -> bool:
+        """Returns whether a step on a part returns parts of the whole results, as torch's meta kernels see it."""
+        results: Sequence[Local | None] = ()
         if isinstance(part, Start):
-            made = [self.device.moved(part.first)]
+            results = [self.device.moved(part.first)]
         elif isinstance(part, Compute):
-            made = self.device.called(part)
+            results = self.device.called(part)
         for r, (v, x, cut) in enumerate(zip(whole, outs, way.results, strict=True)):
             if v is None or x is None:
                 continue
-            every, have = self.device.held(v), made[r] if r < len(made) else None
+            every, have = self.device.held(v), results[r] if r < len(results) else None
             if have is None or every is None or have.shape != _shape(every.shape, cut, self.n):
                 return False
             self.device.hold(x, have)
         return True
 
     def _sum(self, v: Var, parts: Sequence[Var], every: list[list[Step]]) -> None:
-        """Add up what parts make: products, while they are made."""
+        """Adds the parts' results; a product adds to the sum in the same call."""
         total = parts[0]
         for i, (part, steps) in enumerate(zip(parts[1:], every[1:], strict=True), 2):
             last, out = steps[-1], v if i == self.n else self._other(v, f"sum{i}of{self.n}.all")
@@ -190,7 +190,7 @@ class _Writer:
             total = out
 
     def _flush(self) -> None:
-        """Write what waits, part after part."""
+        """Writes the buffer, part after part."""
         for i in range(self.n):
             self.steps += [step for every in self.buffer for step in every[i]]
         self.buffer, self.waiting = [], set()
@@ -198,8 +198,8 @@ class _Writer:
     # Between parts and the whole ------------------------------------------------------------------------------------
 
     def _taken(self, v: Var, cut: Cut | None) -> tuple[Var, ...]:
-        """What the parts of a step read of a value."""
-        if v in self.parts and cut is not None and self.made.get(v, cut) == cut:
+        """Returns the operand of each part of a step."""
+        if v in self.parts and cut is not None and self.cuts.get(v, cut) == cut:
             return self.parts[v]
         self._join(v)
         if cut is None:
@@ -215,7 +215,7 @@ class _Writer:
         return replace(v, name=name, layout=layout, shape=shape, part=(i + 1, self.n))
 
     def _slice(self, v: Var, cut: Cut, parts: Sequence[Var]) -> None:
-        """Take parts of a value that is there."""
+        """Slices a whole value into parts."""
         held = self.device.held(v)
         assert held is not None
         x, dim, seen = v, cut.dim, held.shape
@@ -230,13 +230,13 @@ class _Writer:
                 self._call(RESHAPE, (out, [*_shape(held.shape, cut, self.n)]), part)
 
     def _join(self, v: Var) -> None:
-        """Make a value of its parts, where it is not there."""
+        """Concatenates a value's parts, if it does not exist as a whole."""
         if v in self.waiting:
             self._flush()
         if v in self.whole:
             return
         self.whole.add(v)
-        cut, parts, held = self.made[v], self.parts[v], self.device.held(v)
+        cut, parts, held = self.cuts[v], self.parts[v], self.device.held(v)
         assert held is not None
         if cut.outer == 1:
             self._call(CAT, ([*parts], cut.dim), v)
@@ -246,13 +246,13 @@ class _Writer:
         x = self._call(CAT, (every, cut.dim + 1), self._other(v, "seen"))
         self._call(RESHAPE, (x, [*held.shape]), v)
 
-    def _other(self, v: Var, what: str) -> Var:
-        return Var(f"{v.name}.{what}", None, v.dtype)
+    def _other(self, v: Var, suffix: str) -> Var:
+        return Var(f"{v.name}.{suffix}", None, v.dtype)
 
     def _step(self, target: Any, args: tuple[Any, ...], out: Var) -> Compute:
         at = self.now.first if isinstance(self.now, Start) else self.now
-        said = (at.line, at.backward) if isinstance(at, Compute | Collective) else (None, False)
-        return Compute(target, args, {}, (out,), *said, note=_NOTE)
+        where = (at.line, at.backward) if isinstance(at, Compute | Collective) else (None, False)
+        return Compute(target, args, {}, (out,), *where, note=_NOTE)
 
     def _call(self, target: Any, args: tuple[Any, ...], out: Var) -> Var:
         self.steps.append(self._step(target, args, out))
@@ -261,17 +261,17 @@ class _Writer:
 
 
 def _seen(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
-    """A shape in which the cut dim is two, of which the second one is to be cut."""
+    """Returns a shape with the dim as two; the second one is split into parts."""
     return (*shape[: cut.dim], cut.outer, shape[cut.dim] // cut.outer, *shape[cut.dim + 1 :])
 
 
 def _shape(shape: tuple[int, ...], cut: Cut | None, n: int) -> tuple[int, ...]:
-    """The shape of a part."""
+    """Returns the shape of a part."""
     return shape if cut is None else (*shape[: cut.dim], shape[cut.dim] // n, *shape[cut.dim + 1 :])
 
 
 def _layout(layout: Layout, cut: Cut, n: int) -> Layout | None:
-    """The layout of a part: a factor of the dim is smaller."""
+    """Returns the layout of a part: a factor of the dim is smaller."""
     outer, dim = cut.outer, layout.dims[cut.dim]
     for k, f in enumerate(dim):
         local = int(f.size) // f.ways

@@ -1,7 +1,7 @@
-"""Which values of a device can be there in parts: what steps may do to some rows after the others.
+"""Finds the steps that a device may run in parts, on some rows after the others.
 
-One dim of one value is cut, and rules say where it comes from and where it goes: what they let devices cut, a device
-may work on in turns.
+A cut splits one dim of one value. The sharding rules show where it comes from and where it leads: a factor that may be
+sharded over devices may also be split in time.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from shardlib.sharding.mesh.axis import group_size
 
 
 class Cut(NamedTuple):
-    """Dim `dim` of a local tensor in parts: seen as (`outer`, parts, rest), part i is all that has i in the middle."""
+    """Splits dim `dim` of a local tensor, seen as (`outer`, parts, rest): part i has index i in the middle."""
 
     dim: int
     outer: int = 1
 
 
 class Way(NamedTuple):
-    """How a step works on a part: how each of its operands and results is cut (None: not at all), and, by path, the
-    integers among its arguments that are sizes of parts. A result that is not cut is the sum of what parts make."""
+    """The way a step runs on a part: the cut of each operand and result (None: whole).
+
+    `ints` are the integers among its arguments that are sizes of parts, by path. A result without a cut is the sum of
+    the parts' results.
+    """
 
     operands: tuple[Cut | None, ...]
     results: tuple[Cut | None, ...]
@@ -42,8 +45,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Region:
-    """Steps that one cut leads through; `cuts` are those of their values, and `sums` what parts add up, which is then
-    there as a whole."""
+    """Steps that one cut leads through, and the `cuts` of their values; `sums` are whole results that parts add up."""
 
     cuts: dict[Var, Cut]
     ways: dict[Step, Way] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class Region:
 
 
 class Cutter:
-    """Finds what of a program can be in `n` parts."""
+    """Finds the regions of a program that can run in `n` parts."""
 
     def __init__(self, program: Program, n: int) -> None:
         self.n = n
@@ -64,29 +66,29 @@ class Cutter:
             self.device.run(program.steps)
 
     def shape(self, v: Var) -> tuple[int, ...]:
-        """The shape that a value has on every device; () where nobody knows."""
+        """Returns the shape of a value on every device; () if it is unknown or differs."""
         x = None if v in self.uneven else self.device.held(v)
         return () if x is None or 0 in x.shape else x.shape
 
     def seeds(self, v: Var) -> Iterator[Cut]:
-        """Every dim of a value that can be cut."""
+        """Returns a cut of every dim that the number of parts divides."""
         return (Cut(d) for d, size in enumerate(self.shape(v)) if size % self.n == 0)
 
     def region(self, v: Var, cut: Cut) -> Region:
-        """All that a cut leads to."""
-        found, todo = Region({v: cut}), deque([v])
+        """Returns the region that a cut leads to."""
+        region, todo = Region({v: cut}), deque([v])
         while todo:
             for step in self.around[todo.popleft()]:
-                if step in found.ways or (way := self._way(step, found)) is None:
+                if step in region.ways or (way := self._way(step, region)) is None:
                     continue
-                found.ways[step] = way
-                found.sums.update(_summed(step, way))
-                todo += [v for v, _ in _said(step, way) if v not in found.cuts]
-                found.cuts |= _said(step, way)
-        return found
+                region.ways[step] = way
+                region.sums.update(_summed(step, way))
+                todo += [v for v, _ in _cuts_of(step, way) if v not in region.cuts]
+                region.cuts |= _cuts_of(step, way)
+        return region
 
     def _way(self, step: Step, region: Region) -> Way | None:
-        """How a step works in parts, some of whose values are cut; None: it does not."""
+        """Returns the way a step with cut values runs in parts; None if it cannot."""
         cuts = region.cuts
         if isinstance(step, Start):
             ways = self._sent(step.moves, cuts)
@@ -95,14 +97,14 @@ class Cutter:
         else:
             return None
         for way in ways:
-            said = dict[Var, Cut]()
-            same = all(said.setdefault(v, cuts.get(v, cut)) == cut for v, cut in _said(step, way))
-            if same and region.sums.isdisjoint(said) and cuts.keys().isdisjoint(_summed(step, way)):
+            step_cuts = dict[Var, Cut]()
+            same = all(step_cuts.setdefault(v, cuts.get(v, cut)) == cut for v, cut in _cuts_of(step, way))
+            if same and region.sums.isdisjoint(step_cuts) and cuts.keys().isdisjoint(_summed(step, way)):
                 return way
         return None
 
     def _computed(self, step: Compute, cuts: Mapping[Var, Cut]) -> Iterator[Way]:
-        """A way along each factor that is cut."""
+        """Yields a way along each cut factor."""
         if step.work is not None or not step.is_pure or not (call := self._call(step)) or not (rule := rule_for(call)):
             return
         labels = (*rule.operands, *rule.results)
@@ -128,7 +130,7 @@ class Cutter:
                 yield Way(tuple(operands), tuple(results), ints)
 
     def _factor(self, dim: Sequence[str], sizes: Mapping[str, int], outer: int) -> tuple[str, int] | None:
-        """The factor of a dim that a cut cuts, and what is outside the cut in it."""
+        """Returns the factor of a dim that a cut splits, and the cut's outer size in it."""
         for f in dim:
             if sizes[f] % (outer * self.n) == 0:
                 return f, outer
@@ -138,12 +140,12 @@ class Cutter:
         return None
 
     def _call(self, step: Compute) -> Call | None:
-        """A call as rules see it; None where they would not see all that matters."""
+        """Returns a call for the rules; None if its arguments differ by device, or its shapes are unknown."""
         metas = {v: x for v in (*step.operands, *step.made) if (x := self._meta(v)) is not None}
         if not all(v in metas for v in (*step.operands, *step.made)) or not isinstance(step.target, OpOverload):
             return None
         if len(step.told) > len(step.operands) and torch.Tag.pointwise not in step.target.tags:
-            return None  # told of sizes or places, which are those of all rows
+            return None  # its `Sym`s are sizes or positions of all rows
 
         def seen(x: Any) -> Any:
             if isinstance(x, tuple | list):
@@ -160,12 +162,12 @@ class Cutter:
         return None if x is None or 0 in x.shape else Meta(x.shape, x.dtype)
 
     def _sent(self, moves: Sequence[Collective], cuts: Mapping[Var, Cut]) -> Iterator[Way]:
-        """A way of a message along what is cut of what it brings or takes."""
+        """Yields the way of a message along the cut of its source or its result."""
         (c,) = moves if len(moves) == 1 else (None,)
         if c is None or c.kind not in _DIMS or not self.shape(c.source) or not self.shape(c.out):
             return
         n = group_size(c.axes)
-        parted, joined = (c.params.get(key) for key in _DIMS[c.kind])  # dims that it cuts, and that it joins
+        parted, joined = (c.params.get(key) for key in _DIMS[c.kind])  # the dims that it scatters and gathers
         is_even = all(type(n) is int and n == sizes[0] for sizes in _sizes(c) for n in sizes)
         if not is_even or "shapes" in c.params or (parted is not None and parted == joined):
             return
@@ -185,13 +187,13 @@ class Cutter:
 
 
 def _through(cut: Cut, n: int, parted: int | None, joined: int | None) -> Cut | None:
-    """A cut behind a message that parts a dim among so many members, and joins another of theirs."""
+    """Returns a cut behind a message that scatters dim `parted` over `n` members, and gathers dim `joined`."""
     if cut.dim == parted:
         return Cut(cut.dim, cut.outer // n) if cut.outer % n == 0 else None
     return Cut(cut.dim, cut.outer * n) if cut.dim == joined else cut
 
 
-# By kind of message, which of what it is told are the dim that it cuts, and the one that it joins.
+# Per kind of message, the parameters that name the dim that it scatters, and the dim that it gathers.
 _DIMS = {
     "all_reduce": ("", ""),
     "all_gather": ("", "dim"),
@@ -201,7 +203,7 @@ _DIMS = {
 }
 
 
-# By what it is told of a dim, what it is told of sizes along it.
+# Per parameter that names a dim, the parameter that has the sizes along it.
 SIZES = {"dim": "sizes", "split_dim": "split_sizes", "concat_dim": "concat_sizes"}
 
 
@@ -210,24 +212,24 @@ def _sizes(c: Collective) -> Iterator[Sequence[Any]]:
 
 
 def _fixed(rule: Rule) -> set[str]:
-    """The factors of which an op must have all, or more than its own rows."""
+    """Returns the factors that cannot be split: the op needs them whole, or reads beyond its own rows."""
     pairs = {
         *rule.ties.ring.items(),
         *rule.ties.follows.items(),
         *((f, x.by) for f, x in rule.accesses.windows.items()),
     }
-    found = {
+    factors = {
         *rule.whole,
         *rule.local.factors,
         *(f for pair in pairs for f in pair),
         *(h.factor for h in rule.accesses.blocks),
     }
-    found |= {rule.accesses.groups.factor, rule.accesses.groups.along} if rule.accesses.groups else set()
-    return found | ({*rule.accesses.lookup.rows} if rule.accesses.lookup else set())
+    factors |= {rule.accesses.groups.factor, rule.accesses.groups.along} if rule.accesses.groups else set()
+    return factors | ({*rule.accesses.lookup.rows} if rule.accesses.lookup else set())
 
 
 def _cut(labels: Labels, f: str, outer: int, sizes: Mapping[str, int]) -> Cut | None:
-    """The cut of a tensor of which a factor is cut."""
+    """Returns the cut of a tensor along a factor; None if the tensor lacks the factor."""
     for d, dim in enumerate(labels):
         if f in dim:
             return Cut(d, outer * math.prod(sizes[x] for x in dim[: dim.index(f)]))
@@ -235,37 +237,38 @@ def _cut(labels: Labels, f: str, outer: int, sizes: Mapping[str, int]) -> Cut | 
 
 
 def _values(step: Step) -> tuple[Var | None, ...]:
-    """The operands and results of a step, each as often as it occurs."""
+    """Returns the operands and results of a step, each as often as it occurs."""
     if isinstance(step, Start):
         return (*step.sources, *step.outs)
     return (*step.operands, *step.outs) if isinstance(step, Compute) else ()
 
 
-def _said(step: Step, way: Way) -> list[tuple[Var, Cut]]:
-    """The values of a step that are cut, and how."""
+def _cuts_of(step: Step, way: Way) -> list[tuple[Var, Cut]]:
+    """Returns the cut values of a step with their cuts."""
     pairs = zip(_values(step), (*way.operands, *way.results), strict=True)
     return [(v, cut) for v, cut in pairs if v is not None and cut is not None]
 
 
 def _summed(step: Step, way: Way) -> list[Var]:
-    """The results of a step that are sums of what parts make."""
+    """Returns the results of a step that are sums over the parts."""
     outs = step.outs if isinstance(step, Compute) else ()
     return [v for v, cut in zip(outs, way.results, strict=False) if v is not None and cut is None]
 
 
 def _uneven(program: Program) -> set[Var]:
-    """Values of which devices may hold pieces of different sizes."""
-    found = {v for v in program.given if _differs(v)}
+    """Returns the values whose shards may differ in size."""
+    uneven = {v for v in program.given if _differs(v)}
     for step in program.steps:
-        made = gives(step)
-        told = isinstance(step, Compute) and len(step.told) > len(step.operands)
+        has_syms = isinstance(step, Compute) and len(step.told) > len(step.operands)
         if isinstance(step, Compute) and torch.Tag.pointwise in getattr(step.target, "tags", ()):
-            told = False  # numbers, not sizes
+            has_syms = False  # its `Sym`s are numbers, not sizes
         elif isinstance(step, Start):
-            told = not all(type(n) is int and n == sizes[0] for c in step.moves for sizes in _sizes(c) for n in sizes)
-        lost = told or not found.isdisjoint(reads(step))
-        found.update(v for v in made if _differs(v) or (v.layout is None and lost))
-    return found
+            has_syms = not all(
+                type(n) is int and n == sizes[0] for c in step.moves for sizes in _sizes(c) for n in sizes
+            )
+        is_unknown = has_syms or not uneven.isdisjoint(reads(step))
+        uneven.update(v for v in gives(step) if _differs(v) or (v.layout is None and is_unknown))
+    return uneven
 
 
 def _differs(v: Var) -> bool:

@@ -1,5 +1,4 @@
-"""What two ops send of the same operands while they run is sent once: the largest of a row to `log_softmax`, say,
-and to `logsumexp`."""
+"""Sends equal messages of local forms once: `log_softmax` and `logsumexp` of a value share its maximum."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from shardlib.compiler.program.value_numbering import ValueNumbers
 
 
 def share_messages(program: Program) -> Program:
-    """The program without messages, and what was only done for them, that bring what an earlier one brought; every
-    result keeps its own."""
+    """Removes messages that repeat an earlier one, and the steps that only they need; results keep their own."""
     if sum(c.source.layout is None for c in program.collectives) < 2:
         return program
     alike, same, returned = ValueNumbers(), dict[Var, Var](), {*program.results}

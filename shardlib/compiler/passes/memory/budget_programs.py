@@ -1,4 +1,4 @@
-"""The candidates under a budget of memory, and the programs that are made of choices among them."""
+"""Builds and simulates the programs that a memory budget chooses among."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from shardlib.compiler.simulate.collectives import transfer
 from shardlib.compiler.simulate.timeline import COMPUTE, Timeline, timeline
 from shardlib.sharding.mesh.machine import Machine
 
-WAYS = AHEAD[1:]  # to hide messages that are tried: parts of rows take longer to find than all else
+WAYS = AHEAD[1:]  # distances of messages that are tried; rows in parts are too slow to plan
 KEPT, DROPPED, MOVED = "kept", "dropped", "moved"
-_HIDDEN = 0.02  # of the time of messages and copies, which counts also where they are hidden
+_HIDDEN = 0.02  # fraction of the time of messages and copies that counts even if they are hidden
 
 
 class Finish(Protocol):
-    """The program after all later passes, within so many bytes, with such values in the host's memory meanwhile, and
-    messages `ahead` so far."""
+    """Runs all later passes with a memory limit, offloaded values, and messages `ahead` so far."""
 
     def __call__(
         self, program: Program, memory: float | None, moved: Collection[Var], ahead: str | None = None, /
@@ -35,38 +34,37 @@ class Finish(Protocol):
 
 
 class Choice(NamedTuple):
-    """The memory that is dropped and recomputed, and what waits in the host's memory; all else is kept."""
+    """The memory that is recomputed, and the memory that is offloaded; all other is kept."""
 
     dropped: frozenset[Var] = frozenset()
     moved: frozenset[Var] = frozenset()
 
     def put(self, values: Collection[Var], way: str) -> Choice:
-        """The same, in which these values are `"kept"`, `"dropped"` or `"moved"`."""
+        """Returns the choice in which these values are `"kept"`, `"dropped"` or `"moved"`."""
         dropped, moved = self.dropped.difference(values), self.moved.difference(values)
         if way == KEPT:
             return Choice(dropped, moved)
         return Choice(dropped.union(values), moved) if way == DROPPED else Choice(dropped, moved.union(values))
 
     def way(self, value: Var) -> str:
-        """How it treats a value."""
+        """Returns the way a value is treated."""
         return DROPPED if value in self.dropped else MOVED if value in self.moved else KEPT
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes that are copied, and that are recomputed."""
+        """Bytes that are copied, and bytes that are recomputed."""
         return sum(v.nbytes for v in self.moved), sum(v.nbytes for v in self.dropped)
 
 
 class Trial(NamedTuple):
-    """The peak of a program, and its seconds."""
+    """The peak of a program in bytes, and its seconds."""
 
     peak: int
     seconds: float
 
 
 class Candidates:
-    """The values that may be given up, each in one or two `ways`, and the programs of choices among them, after all
-    passes, with their peaks and seconds."""
+    """The values that may be dropped or offloaded (`ways`), and the finished programs of choices with their trials."""
 
     def __init__(
         self,
@@ -98,7 +96,7 @@ class Candidates:
     # Programs -------------------------------------------------------------------------------------------------------
 
     def program(self, choice: Choice, ahead: str) -> tuple[Program, Timeline]:
-        """The program of a choice, whose messages run ahead so far, and its simulation."""
+        """Returns the program of a choice and its simulation."""
         if (choice, ahead) not in self.programs:
             program = self.finish(self._remade(choice.dropped), self.budget, choice.moved, ahead)
             self.programs[choice, ahead] = program, timeline(program, self.machine)
@@ -110,15 +108,15 @@ class Candidates:
         return self._last[1]
 
     def trial(self, choice: Choice, ahead: str) -> Trial:
-        """What the program takes."""
+        """Returns the peak and the seconds of a choice's program."""
         if (choice, ahead) not in self.tried:
             program, line = self.program(choice, ahead)
             sent = sum(event.seconds for event in line.events if event.stream != COMPUTE)
             self.tried[choice, ahead] = Trial(peak_bytes(program), line.seconds + _HIDDEN * sent)
         return self.tried[choice, ahead]
 
-    def of(self, choice: Choice) -> Trial:
-        """What the program takes whose messages run ahead as far as the budget allows."""
+    def furthest_trial(self, choice: Choice) -> Trial:
+        """Returns the trial of a choice with messages as far ahead as the budget allows."""
         least = self.trial(choice, WAYS[-1])
         if least.peak > self.budget:
             return least
@@ -127,37 +125,36 @@ class Candidates:
 
     @property
     def best(self) -> tuple[Choice, str] | None:
-        """The fastest program that fits, and of equal ones that which copies and recomputes least; None if none."""
+        """The choice and distance of the fastest program that fits; equal ones by fewer copied and recomputed bytes."""
         fitting = [key for key, trial in self.tried.items() if trial.peak <= self.budget]
         cost = lambda key: (self.tried[key].seconds, *key[0].nbytes)
         return min(fitting, key=cost, default=None)
 
     def excess(self, choice: Choice) -> int:
-        """Bytes above the budget, added up over the steps of the program in which no message runs ahead."""
+        """Returns the bytes above the budget, summed over the steps of the program without messages ahead."""
         peak = self.trial(choice, WAYS[-1]).peak
         levels = alive(self.programs[choice, WAYS[-1]][0])
         return sum(size - self.budget for size in levels if size > self.budget) if peak > self.budget else 0
 
     def in_use(self, choice: Choice, ahead: str) -> dict[Var, None]:
-        """The memory that is in use at the fullest step, as it is or as a copy, the largest first."""
+        """Returns the memory in use at the fullest step, itself or a copy of it, the largest first."""
         program, _ = self.program(choice, ahead)
         return {o: None for v in largest(program) if (o := original(v.name, self.owner)) is not None}
 
     def is_worth(self, choice: Choice, ahead: str) -> bool:
-        """Returns whether a program is faster than the best, be it within the budget or not."""
+        """Returns whether a program is faster than the best, even if it does not fit."""
         return self.best is None or self.trial(choice, ahead).seconds < self.tried[self.best].seconds
 
     @cached_property
     def all_moved(self) -> Choice:
-        """All values in the host's memory that may be there."""
+        """The choice that offloads every value that it may."""
         return self.base.put([o for o, ways in self.ways.items() if MOVED in ways], MOVED)
 
     def copies(self, ahead: str) -> tuple[Mapping[Var, Trip], Mapping[Var, float]]:
-        """Where each value leaves, and returns, and how long calls wait for it, if all are in the host's memory that
-        may be there, and messages run ahead so far."""
+        """Returns the trip of each value, and the seconds of waits for it, in the program that offloads all it may."""
         if ahead not in self._copies:
             program, line = self.program(self.all_moved, ahead)
-            levels = Levels.of(program, line, self.owner, {})
+            levels = Levels.analyze(program, line, self.owner, {})
             self._copies[ahead] = trips(program, self.crossing, self.owner), levels.waits
         return self._copies[ahead]
 
@@ -180,27 +177,27 @@ class Candidates:
     # Estimates ------------------------------------------------------------------------------------------------------
 
     def levels(self, choice: Choice, ahead: str) -> Levels:
-        """The bytes in use at each step of the program of a choice."""
+        """Returns the bytes in use at each step of the program of a choice."""
         if (choice, ahead) not in self._levels:
             trips, waits = self.copies(ahead) if self.all_moved.moved else ({}, {})
-            levels = Levels.of(*self.program(choice, ahead), self.owner, trips)
+            levels = Levels.analyze(*self.program(choice, ahead), self.owner, trips)
             self._levels[choice, ahead] = replace(levels, copies={**waits, **levels.waits})
         return self._levels[choice, ahead]
 
     def estimate(self, choice: Choice, copies: Mapping[Var, float]) -> float:
-        """Seconds of the steps that run again, and of the waits for copies."""
+        """Returns the seconds of repeated steps, and of waits for copies."""
         waits = (copies.get(o, 0.0) for o in choice.moved)
-        return math.fsum([*(self.seconds[i] for i in self.again(choice)), *waits])  # the same in whatever order
+        return math.fsum([*(self.seconds[i] for i in self.again(choice)), *waits])  # exact in any order
 
     def again(self, choice: Choice) -> set[int]:
-        """The steps that run once more."""
+        """Returns the steps that run again."""
         again = set[int]()
         for o in choice.dropped - self.base.dropped:
             self.repeat(o, choice, again)
         return again
 
     def repeat(self, owner: Var, choice: Choice, again: set[int]) -> float:
-        """Add the steps that run once more for a dropped value to those that do, and return their seconds."""
+        """Adds the steps that a dropped value repeats to `again`; returns the seconds of the new ones."""
         todo, seconds = [owner], 0.0
         while todo:
             if (i := self.crossing.maker[todo.pop()]) not in again:

@@ -1,4 +1,4 @@
-"""When memory is given back: behind the last step that reads a value, or the wait of a message that carries it."""
+"""Frees each value behind the last step that reads it, or behind the wait of a message that carries it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardlib.compiler.program.steps import Free, Program, Step, Var
 
 
 def free(program: Program) -> Program:
-    """The program with a `Free` for all that it makes and does not return."""
+    """Adds a `Free` for every value that the program makes and does not return."""
     kept = {*program.given, *program.results}
     ends: dict[int, list[Var]] = defaultdict(list)
     for var, i in last_reads(program.steps).items():

@@ -1,4 +1,4 @@
-"""Where the layers of a forward pass begin: what it repeats, cut where the least has to be handed on."""
+"""Finds the layers of a forward pass: the sequences that it repeats, divided where the fewest bytes are live."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from shardlib.compiler.program.steps import Compute, Start, Step, Var, reads
 
 _LEAST = 4  # steps of a layer
 
-Handed = tuple[int, int]  # bytes that are handed on at a step, and those of them that nobody else holds
+Live = tuple[int, int]  # live bytes at a step, and those of them that no backward step reads
 
 
 def boundaries(crossing: Crossing) -> list[int]:
-    """The steps in front of which something begins that the program has several of, and the step behind the last.
+    """Returns the first step of each layer, and the step behind the last layer.
 
-    Where a turn repeats nothing, it is cut into about as many parts as each then has products.
+    A turn without repetitions is divided into about as many parts as each part has products.
     """
-    found: list[int] = []
+    bounds: list[int] = []
     for first, last in _forward(crossing):
         keys = [key(step) for step in crossing.program.steps[first:last]]
-        cost = _handed_on(crossing, first, last)
+        cost = _live(crossing, first, last)
         work = [bool(getattr(s, "flops", 0)) and _contracts(s) for s in crossing.program.steps[first:last]]
         at = list(_repeats(keys, cost, work, 0, last - first))
-        found += [first + i for i in at or _even(cost, work)]
-    return found
+        bounds += [first + i for i in at or _even(cost, work)]
+    return bounds
 
 
 def frontier(crossing: Crossing, at: int) -> set[Var]:
-    """The memory that the turn of step `at` made, or turns before it, and steps of it from `at` on read."""
+    """Returns the memory made before step `at` that later steps of its turn read."""
     turn = crossing.turn[at]
     later = (i for i in range(at, len(crossing.turn)) if crossing.turn[i] == turn)
     owners = {crossing.owner.get(v, v) for i in later for v in reads(crossing.program.steps[i])}
@@ -42,7 +42,7 @@ def frontier(crossing: Crossing, at: int) -> set[Var]:
 
 
 def _forward(crossing: Crossing) -> Iterator[tuple[int, int]]:
-    """The turns that a turn back follows."""
+    """Yields the forward turns that a backward turn follows."""
     first = 0
     for i in range(1, len(crossing.turn)):
         if crossing.turn[i] != crossing.turn[first]:
@@ -52,7 +52,7 @@ def _forward(crossing: Crossing) -> Iterator[tuple[int, int]]:
 
 
 def key(step: Step) -> Hashable:
-    """What is alike in equal steps of equal layers."""
+    """Returns a key that is equal for the same step of equal layers."""
     if isinstance(step, Compute):
         return str(step.target), tuple(map(_form, step.outs))
     kinds = [c.kind for c in step.moves] if isinstance(step, Start) else []
@@ -64,14 +64,16 @@ def _form(v: Var | None) -> Hashable:
 
 
 def _contracts(step: Step) -> bool:
-    """Returns whether most of a step's work is a product."""
+    """Returns whether a step is a product."""
     tags = getattr(getattr(step, "target", None), "tags", ())
     return not (torch.Tag.pointwise in tags or torch.Tag.reduction in tags)
 
 
-def _handed_on(crossing: Crossing, first: int, last: int) -> list[Handed]:
-    """Of what is made before each step of a turn and read from there on, the bytes, of what is still to be summed twice
-    as many; and those that no step back reads (a user's checkpoints hold what goes into them, and no more)."""
+def _live(crossing: Crossing, first: int, last: int) -> list[Live]:
+    """Returns the live bytes at each step of a turn; partial sums count twice.
+
+    The second number has only memory that no backward step reads: a user's checkpoints hold only their inputs.
+    """
     change = [(0, 0)] * (last - first + 1)
 
     def count(i: int, bytes_: int, unread: int) -> None:
@@ -79,21 +81,21 @@ def _handed_on(crossing: Crossing, first: int, last: int) -> list[Handed]:
 
     held = set(crossing.held)
     for owner, readers in crossing.readers.items():
-        made = crossing.maker.get(owner, -1)
+        maker = crossing.maker.get(owner, -1)
         inside = [i for i in readers if first <= i < last]
-        if made >= first and inside:
-            owed = owner.layout is not None and bool(owner.layout.pending_axes)
-            size = owner.nbytes * (1 + owed)
+        if maker >= first and inside:
+            is_partial = owner.layout is not None and bool(owner.layout.pending_axes)
+            size = owner.nbytes * (1 + is_partial)
             unread = 0 if owner in held else size
-            count(made - first + 1, size, unread)
+            count(maker - first + 1, size, unread)
             count(inside[-1] - first + 1, -size, -unread)
     return list(accumulate(change[:-1], lambda a, b: (a[0] + b[0], a[1] + b[1])))
 
 
 def _repeats(
-    keys: Sequence[Hashable], cost: Sequence[Handed], work: Sequence[bool], first: int, last: int
+    keys: Sequence[Hashable], cost: Sequence[Live], work: Sequence[bool], first: int, last: int
 ) -> Iterator[int]:
-    """Of the longest stretch that goes on as it began, where each period begins; then of what is beside it."""
+    """Yields the beginning of each period of the longest periodic run, then those of the steps around the run."""
     number: dict[Any, int] = {}
     row = torch.tensor([number.setdefault(k, len(number)) for k in keys[first:last]])
     n, best = last - first, (0, 0, 0)
@@ -116,8 +118,8 @@ def _repeats(
     yield from _repeats(keys, cost, work, end, last)
 
 
-def _even(cost: Sequence[Handed], work: Sequence[bool]) -> list[int]:
-    """Cuts for about as many parts as each has products, where the least is handed on."""
+def _even(cost: Sequence[Live], work: Sequence[bool]) -> list[int]:
+    """Returns bounds of about as many parts as each has products, at steps with few live bytes."""
     products = [i for i, is_product in enumerate(work) if is_product]
     parts = max(math.isqrt(len(products)), 1)
     ends = [products[len(products) * k // parts] for k in range(1, parts)] if products else []

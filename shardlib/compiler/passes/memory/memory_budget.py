@@ -1,12 +1,11 @@
-"""Which values are recomputed, and which wait in the host's memory, so that a program fits into a budget of memory and
-takes as little longer as possible.
+"""Searches for the values to recompute or offload, so that a program fits into a memory budget and loses least time.
 
-Whole programs decide, by their peaks and their simulation on the machine of the mesh, and there are few of them. Each
-one shows its bytes at every step, and from where to where a value waits for the backward pass (`memory_levels`). The
-effect of a change on bytes and seconds is estimated from that, without a program. A descent gives up, at the fullest
-step, the value that frees most bytes for a second, until the estimate is within the budget. It makes that program and
-goes on from its levels, once for each distance that messages may run ahead. Then values are exchanged, the most
-promising exchange first. Where no descent fits, single values and pairs are changed, by whole programs, until one does.
+A few whole programs are built and simulated; their peaks and seconds decide. Each program has its bytes at every step,
+and the spans in which values wait for the backward pass (`memory_levels`). From these, the effect of a change is
+estimated without a program. A descent drops, at the fullest step, the value that frees most bytes per second, until the
+estimate is within the budget. It builds that program and continues from its levels, for each distance that messages may
+run ahead. Then values are exchanged, the most promising first. If no descent fits, single values and pairs are changed
+in whole programs until one fits.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, format_path_line
 from shardlib.sharding.mesh.machine import Machine
 
-PROGRAMS = 40  # whole programs that a search makes, at most, before it exchanges nothing more
-LAST_RESORT = 240  # so many with planning="best", and where none of them fits
-EXCHANGED = 24  # behind the first that fits, where that came late
-_ROUNDS = 4  # programs of one descent,
-_CORRECTED = 2  # and of one exchange
-_FAILURES = 6  # of the programs, one in so many may be for exchanges in a row that do not help
-_CHANGES = 64  # from which exchanges are made
+PROGRAMS = 40  # that a search builds at most
+LAST_RESORT = 240  # the same, with planning="best", or if no program fits
+EXCHANGED = 24  # further programs, if the first that fits came late
+_ROUNDS = 4  # of a descent
+_CORRECTED = 2
+_FAILURES = 6  # one program in so many may fail in a row
+_CHANGES = 64  # most promising changes that are tried
 _SHOWN = 5
 
 
@@ -46,16 +45,16 @@ def within(
     trial: Finish | None = None,
     programs: int = PROGRAMS,
 ) -> Choice:
-    """What to give up, none of it `fixed`, for a program whose peak is at most `budget` bytes; `movable` are values
-    that may wait in the host's memory. A `trial` is a quick `finish`, which leaves out what only makes it faster. About
-    so many `programs` are made, more only where none of them fits.
+    """Returns the choice of values for a program whose peak is at most `budget` bytes.
 
-    Raises `ShardingError` where none was found, with the least peak that was.
+    Values in `fixed` stay; those in `movable` may be offloaded. `trial` is a quick version of `finish`. The search
+    builds about `programs` programs, and more only if none of them fits. Raises `ShardingError` with the least peak if
+    none was found.
     """
     candidates = Candidates(crossing, budget, trial or finish, machine, fixed, movable)
     fits = candidates.trial(Choice(), WAYS[0]).peak <= budget
     if fits and peak_bytes(finish(crossing.program, math.inf, ())) <= budget:
-        return Choice()  # and nothing has to move less for that
+        return Choice()
     alone = [(MOVED,)] if candidates.all_moved.moved else []
     _search(candidates, candidates.base, [*_ways(candidates), *alone], programs)
     for start in _layers(candidates):
@@ -72,7 +71,7 @@ def within(
 
 
 def _search(candidates: Candidates, start: Choice, ways: Sequence[Collection[str]], programs: int) -> None:
-    """Descend from a choice, for each distance that messages run ahead with which a program may be the fastest."""
+    """Descends from a choice, for each distance of messages that may give the fastest program."""
     for ahead, some in product(WAYS, ways):
         for units in ((), candidates.groups) if some == (DROPPED,) else ((),):
             goes_on = candidates.best is None or len(candidates.programs) < programs
@@ -88,7 +87,7 @@ def _descend(
     rounds: int,
     units: Sequence[Sequence[Var]] = (),
 ) -> None:
-    """Make programs of choices that give up more and more, until one fits whose messages run ahead so far."""
+    """Builds programs that drop more and more values, until one fits with messages `ahead` so far."""
     useless = set[tuple[Var, str]]()  # values that a program keeps although the choice offloads them
     for _ in range(rounds):
         levels = candidates.levels(choice, ahead)
@@ -111,8 +110,7 @@ def _give_up(
     but: Collection[tuple[Var, str]] = (),
     units: Sequence[Sequence[Var]] = (),
 ) -> tuple[Choice, Levels]:
-    """Give up, of the values that wait at the fullest step, those that free most bytes for a second, until the
-    estimated peak is within the budget."""
+    """Drops or offloads the values of the fullest step that free most bytes per second, until the estimate fits."""
     again = candidates.again(choice)
 
     def price(option: tuple[Var, str]) -> tuple[float, bool, int]:
@@ -140,7 +138,7 @@ def _give_up(
 def _reclaim_channels(
     candidates: Candidates, choice: Choice, levels: Levels, gains: Mapping[Var, float], but: Collection[Var] = ()
 ) -> Choice:
-    """Keep the values that the estimated levels leave room for, those first that save most seconds."""
+    """Keeps the values that fit into the estimated levels, those that save most seconds first."""
     for o, gain in gains.items():
         if gain >= 0 and o not in but and (way := choice.way(o)) != KEPT:
             begin, end = span = _absence(levels, o, way)
@@ -150,9 +148,9 @@ def _reclaim_channels(
 
 
 def _exchange(candidates: Candidates, programs: int) -> Choice:
-    """Give up values in other ways, and other values for them, as long as that is better; the best choice."""
+    """Exchanges dropped values for others while that is faster; returns the best choice."""
     assert candidates.best is not None
-    candidates.of(candidates.best[0])  # whose messages may run further ahead
+    candidates.furthest_trial(candidates.best[0])  # messages may run further ahead
     seen = {choice for choice, _ in candidates.tried}
     is_late = len(candidates.programs) >= programs
     most = len(candidates.programs) + EXCHANGED if is_late else programs
@@ -173,12 +171,12 @@ def _exchange(candidates: Candidates, programs: int) -> Choice:
 
 
 def _ways(candidates: Candidates) -> list[tuple[str, ...]]:
-    """Values are recomputed only; where some may be offloaded, both."""
+    """Returns the ways to treat values: recompute, and recompute or offload if some may be offloaded."""
     return [(DROPPED,), (DROPPED, MOVED)] if candidates.all_moved.moved else [(DROPPED,)]
 
 
 def _others(candidates: Candidates, choice: Choice, ahead: str, ways: Collection[str]) -> list[Choice]:
-    """Choices that are estimated to fit, the fastest first."""
+    """Returns choices that are estimated to fit, the fastest first."""
     levels = candidates.levels(choice, ahead)
 
     def seconds(choice: Choice) -> float:
@@ -191,7 +189,7 @@ def _others(candidates: Candidates, choice: Choice, ahead: str, ways: Collection
     for values, way in _promising(candidates, choice, ways, gains, levels):
         changed = [o for o in values if choice.way(o) != way]
         if KEPT not in (way, *map(choice.way, changed)):
-            others.append(choice.put(changed, way))  # which holds about as many bytes
+            others.append(choice.put(changed, way))  # holds about as many bytes
         but = {(o, w) for o in changed for w in candidates.ways[o]}
         after = _changed(levels, changed, choice, way)
         other, after = _give_up(candidates, choice.put(changed, way), after, ways, but)
@@ -203,8 +201,7 @@ def _others(candidates: Candidates, choice: Choice, ahead: str, ways: Collection
 def _promising(
     candidates: Candidates, choice: Choice, ways: Collection[str], gains: Mapping[Var, float], levels: Levels
 ) -> list[tuple[Sequence[Var], str]]:
-    """Changes of values that equal layers share, and of single ones: the first by their seconds, and by those that the
-    bytes are worth."""
+    """Returns the most promising changes of single values, and of values that equal layers share, by estimated gain."""
     worth = max((gain / o.nbytes for o, gain in gains.items() if o.nbytes), default=0.0)
     again, prices = candidates.again(choice), list[tuple[float, Sequence[Var], str]]()
     for values in [*candidates.groups, *([o] for o in candidates.ways)]:
@@ -221,7 +218,7 @@ def _promising(
 
 
 def _layers(candidates: Candidates) -> list[Choice]:
-    """All but what layers hand on is recomputed; all is; what layers hand on is offloaded beside."""
+    """Returns choices that recompute all inside layers, recompute all, and offload the values between layers."""
     full, ways = remat_policies.full(candidates.crossing), candidates.ways
     layers = candidates.base.put([o for o in ways if o in full and DROPPED in ways[o]], DROPPED)
     every = candidates.base.put([o for o in ways if DROPPED in ways[o]], DROPPED)
@@ -229,7 +226,7 @@ def _layers(candidates: Candidates) -> list[Choice]:
 
 
 def _lower_the_peak(candidates: Candidates) -> None:
-    """Change values as long as the program is less, or for fewer steps, above the budget."""
+    """Changes values while that lowers the bytes above the budget, summed over the steps."""
     starts = [choice for choice, ahead in candidates.tried if ahead == WAYS[-1]]
     best: Choice | None = min(starts, key=candidates.excess)
     while best is not None and (excess := candidates.excess(best)):
@@ -238,8 +235,10 @@ def _lower_the_peak(candidates: Candidates) -> None:
 
 
 def _neighbors(candidates: Candidates, choice: Choice) -> Iterator[Choice]:
-    """Choices that differ in values that equal layers share, in single ones, then in two; those first that are in use,
-    as they are or copied, at the fullest step."""
+    """Yields choices that differ in the values of equal layers, in single values, or in pairs.
+
+    Values in use at the fullest step come first.
+    """
     ones, used = [[o] for o in candidates.ways], candidates.in_use(choice, WAYS[-1])
     first = [[o] for o in used if o in candidates.ways]
     shared = [group for group in candidates.groups if not used.keys().isdisjoint(group)]
@@ -256,12 +255,12 @@ def _neighbors(candidates: Candidates, choice: Choice) -> Iterator[Choice]:
 
 
 def _absence(levels: Levels, value: Var, way: str) -> Span:
-    """The steps at which a value is not in use, although it waits there, if it is kept, dropped or moved."""
+    """Returns the steps at which a waiting value takes no memory, if it is treated in this way."""
     return NOWHERE if way == KEPT else (levels.gaps if way == DROPPED else levels.away).get(value, NOWHERE)
 
 
 def _changed(levels: Levels, values: Sequence[Var], choice: Choice, way: str) -> Levels:
-    """The estimated levels of a choice if these values are treated in another way."""
+    """Returns the estimated levels of a choice in which these values are treated in another way."""
     for o in values:
         levels = levels.with_span(_absence(levels, o, choice.way(o)), o.nbytes)
         levels = levels.with_span(_absence(levels, o, way), -o.nbytes)

@@ -1,4 +1,4 @@
-"""The bytes that a program has in use at each step, and where values wait in between for the backward pass."""
+"""Computes the bytes in use at each step, and the spans in which values wait for the backward pass."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from shardlib.compiler.program.steps import TIERS, Compute, Program, Start, Step
 from shardlib.compiler.simulate.timeline import Timeline
 
 Span = tuple[int, int]  # the first step, and the step behind the last
-Trip = tuple[Var, Var]  # to the host's memory and back: what is made last before a value is gone, and first behind
+Trip = tuple[Var, Var]  # the last value made before a value has left for the host, and the first after its return began
 Owner = dict[str, Var | None]  # the memory of each value by name
 NOWHERE = 0, 0
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The bytes in use while each step runs (`level`). For each memory, the steps behind its last use forward and in
-    front of its first use back (`gaps`), and those at which it is away if it is offloaded (`away`)."""
+    """The bytes in use while each step runs (`level`).
+
+    For each memory, `gaps` has the span between its last forward and its first backward use, and `away` the span in
+    which it is on the host if it is offloaded.
+    """
 
     level: Sequence[int]
     gaps: Mapping[Var, Span]
     away: Mapping[Var, Span]
-    waits: Mapping[Var, float]  # seconds that calls wait for copies, of each memory that is offloaded,
-    copies: Mapping[Var, float] = field(default_factory=dict)  # or would be
+    waits: Mapping[Var, float]  # seconds of waits for the copies of each offloaded memory
+    copies: Mapping[Var, float] = field(default_factory=dict)  # the same, for each memory that could be offloaded
 
     @staticmethod
-    def of(program: Program, line: Timeline, owner: Owner, trips: Mapping[Var, Trip]) -> Levels:
-        """Those of a program that all passes made, whatever it recomputes or offloads."""
+    def analyze(program: Program, line: Timeline, owner: Owner, trips: Mapping[Var, Trip]) -> Levels:
+        """Returns the levels of a program after all passes."""
         last: dict[Var, int] = {}
         first: dict[Var, int] = {}
         place: dict[Var, int] = {}
@@ -59,7 +62,7 @@ class Levels:
         return Levels([size for _, size in line.memory], gaps, away, waits)
 
     def with_span(self, span: Span, nbytes: int) -> Levels:
-        """The levels with so many more bytes in use during a span."""
+        """Returns the levels with `nbytes` more bytes in use during a span."""
         begin, end = span
         if begin >= end:
             return self
@@ -73,7 +76,7 @@ class Levels:
 
 
 def trips(program: Program, crossing: Crossing, owner: Owner) -> dict[Var, Trip]:
-    """Between which steps each value is in the host's memory, of a program in which all go there that may."""
+    """Returns the trip of each value, in a program that offloads every value that it may."""
     leaves: dict[Var, Var] = {}
     returns: dict[Var, Var] = {}
     flying: list[Var] = []
@@ -94,14 +97,14 @@ def trips(program: Program, crossing: Crossing, owner: Owner) -> dict[Var, Trip]
 
 
 def is_copy(step: Step) -> bool:
-    """Returns whether a step brings a value to the host's memory, or back."""
+    """Returns whether a step copies a value to the host's memory, or back, or waits for that."""
     if isinstance(step, Start):
         return step.first.kind in TIERS
     return isinstance(step, Wait) and any(v.name.endswith((".host", ".back")) for v in step.outs)
 
 
 def _touched(program: Program) -> Iterator[tuple[Step, tuple[Var, ...]]]:
-    """Each step with the values that it makes and reads; a wait, with what its message carries."""
+    """Yields each step with the values that it makes and reads; a wait, with the sources of its message."""
     sent: dict[Var, tuple[Var, ...]] = {}
     for step in program.steps:
         if isinstance(step, Start):

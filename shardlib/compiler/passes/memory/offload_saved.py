@@ -1,8 +1,8 @@
-"""What is saved for the backward pass lives in the host's memory meanwhile.
+"""Offloads values saved for the backward pass to the host's memory.
 
-A value is copied out when it is made, and its memory is free when the copy is done, at the latest when the forward pass
-is so many layers further as the schedule prefetches. It comes back as many layers before the backward pass reads it:
-views that were taken of it are taken again, of what came back. The last layers stay, since they are read at once.
+A value is copied out when it is computed. Its memory is free when the copy is done, at the latest `prefetch` layers
+later. It returns `prefetch` layers before the backward pass reads it; views of it are taken again. The last layers stay
+on the device, since the backward pass reads them at once.
 """
 
 from __future__ import annotations
@@ -34,45 +34,51 @@ from shardlib.core.torch_private import OpOverload, schema_of
 
 
 def offload(program: Program, how: Schedule = DEFAULT, chosen: Collection[Var] = ()) -> Program:
-    """The program with what the schedule names, and the `chosen` values, in the host's memory meanwhile."""
+    """Offloads the values that the schedule names, and the `chosen` ones."""
     if how.saved is None and not chosen:
         return program
     saved = _saved(program)
-    found = [s for s in saved if s.var in chosen or _named(s.maker, how.saved)]
+    offloaded = [s for s in saved if s.var in chosen or _named(s.maker, how.saved)]
     ahead = 1 if how.prefetch is None else how.prefetch
-    moved = _Moved(program, ahead, saved if chosen else found, found)
+    moved = _Moved(program, ahead, saved if chosen else offloaded, offloaded)
     return replace(program, steps=tuple(moved.run())) if moved.due else program
 
 
 def movable(program: Program) -> tuple[Var, ...]:
-    """The values that may be `chosen`, in the order in which they are made."""
+    """Returns the values that may be `chosen`, in the order of their producers."""
     return tuple(s.var for s in _saved(program))
 
 
 def crossing(forward: Program, own: int, how: Schedule) -> tuple[int, ...]:
-    """Of what a forward program returns behind its `own` results, for a backward program, what the schedule names, by
-    position: fresh results of calls, but those of the last layers, which are read at once."""
+    """Returns the positions of the saved results of a forward program that the schedule offloads.
+
+    Saved results follow the `own` ones. Results that share memory stay, and so do those of the last layers.
+    """
     if how.saved is None:
         return ()
     steps, owner = forward.steps, owners_in(forward)
     kept = {owner.get(v, v) for v in forward.outputs[:own] if isinstance(v, Var)}
     kept |= blurred(steps, owner) | handed_on(steps, owner)
     saved = {v: at for at, v in enumerate(forward.outputs[own:], own)}
-    found = [
+    candidates = [
         (v, step)
         for step in steps
         if isinstance(step, Compute) and _named(step, how.saved)
         for v in step.made
         if v in saved and v not in kept and owner.get(v, v) is v and v.nbytes
     ]
-    layers = units([(step.target, step.line, v.layout, v.dtype) for v, step in found], [v.nbytes for v, _ in found], 0)
+    layers = units(
+        [(step.target, step.line, v.layout, v.dtype) for v, step in candidates], [v.nbytes for v, _ in candidates], 0
+    )
     last = 1 + (1 if how.prefetch is None else how.prefetch)
-    return tuple(saved[v] for (v, _), k in zip(found, layers, strict=True) if k < len({*layers}) - last)
+    return tuple(saved[v] for (v, _), k in zip(candidates, layers, strict=True) if k < len({*layers}) - last)
 
 
 def refuse_offload(program: Program, how: Schedule, absent: Callable[[str], bool], *, whole: bool) -> None:
-    """Raise `ShardingError` for names of what no call makes, but for those that are `absent`, and for state that the
-    program does not update."""
+    """Raises `ShardingError` for names of ops that the program does not call, and for state that it does not update.
+
+    Names for which `absent` is True are allowed.
+    """
     if how.offload is None:
         return
     if how.state and not whole:
@@ -82,16 +88,16 @@ def refuse_offload(program: Program, how: Schedule, absent: Callable[[str], bool
             remedy="call .backward(), or torch.autograd.grad, and step the optimizer inside the jitted function, and "
             "return what has no history: loss.detach()",
         )
-    made = dict.fromkeys(_name(s) for s in program.steps if isinstance(s, Compute))
+    ops = dict.fromkeys(_name(s) for s in program.steps if isinstance(s, Compute))
     names = how.saved if isinstance(how.saved, tuple) else ()
-    wrong = [name for name in names if name not in made and not absent(name)]
+    wrong = [name for name in names if name not in ops and not absent(name)]
     if wrong:
-        near = {name: get_close_matches(name, made, 3, 0.5) for name in wrong}
+        near = {name: get_close_matches(name, ops, 3, 0.5) for name in wrong}
         raise ShardingError(
             "offload names ops that the program does not call",
             [
-                f"{name!r} is none" + (f"; near it are {', '.join(map(repr, of))}" if of else "")
-                for name, of in near.items()
+                f"{name!r} is none" + (f"; near it are {', '.join(map(repr, matches))}" if matches else "")
+                for name, matches in near.items()
             ],
             rule=f'a name is that of an op in the plan; "{SAVED}" is all that is kept for the backward pass',
             remedy=f"Schedule(offload={SAVED!r})",
@@ -100,20 +106,20 @@ def refuse_offload(program: Program, how: Schedule, absent: Callable[[str], bool
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A value that the forward pass keeps for the backward one, and where steps make and read it, or a view of it."""
+    """A value that the forward pass saves, with the positions of its producer and of its readers and their views."""
 
     var: Var
     maker: Compute
-    made: int
+    position: int  # of the maker
     early: int  # last read by the forward pass
     late: int  # first read by the backward one
-    views: Mapping[Var, Compute] = field(default_factory=dict)  # of it, as the forward pass takes them
+    views: Mapping[Var, Compute] = field(default_factory=dict)  # that the forward pass takes
 
 
 def _saved(program: Program) -> list[Saved]:
-    """All of them, in the order in which they are made: fresh results of calls, of which nobody else has the memory."""
+    """Returns all saved values in the order of their producers: fresh results that share no memory."""
     steps, owner = program.steps, owners_in(program)
-    shown: dict[Var, list[tuple[int, Step]]] = defaultdict(list)  # steps that make what shows a memory
+    shown: dict[Var, list[tuple[int, Step]]] = defaultdict(list)  # steps that make the values of a memory
     touched: dict[Var, list[int]] = defaultdict(list)
     for i, step in enumerate(steps):
         for v in makes(step):
@@ -122,25 +128,25 @@ def _saved(program: Program) -> list[Saved]:
             touched[v].append(i)
     kept = {owner.get(v, v) for v in program.results} | blurred(steps, owner) | handed_on(steps, owner)
     turns = _turns(program)
-    found = []
-    for var, ((made, maker), *others) in shown.items():
+    result = []
+    for var, ((position, maker), *others) in shown.items():
         if var in kept or not isinstance(maker, Compute) or maker.backward or var not in maker.made or not var.nbytes:
             continue
-        turn = turns[made]
+        turn = turns[position]
         late = next((i for i in touched[var] if i >= turn), None)
         late = late if any(_is_backward(steps[i]) for i in touched[var] if i >= turn) else None
         views = [step for i, step in others if i < turn]
         if late is not None and all(isinstance(s, Compute) and is_view(s.target) and not s.copies for s in views):
-            early = max((i for i in touched[var] if i < turn), default=made)
+            early = max((i for i in touched[var] if i < turn), default=position)
             taken = {v: s for s in views if isinstance(s, Compute) for v in s.made}
-            found.append(Saved(var, maker, made, early, late, taken))
-    return found
+            result.append(Saved(var, maker, position, early, late, taken))
+    return result
 
 
 def _turns(program: Program) -> list[int]:
-    """For each step, where the backward pass behind it begins.
+    """Returns, for each step, the position at which the next backward pass begins.
 
-    That is not with a form of an input or a constant, which may come early.
+    Steps that only reshape an input or a constant do not begin a pass, because they may run early.
     """
     steps, forms = program.steps, set(program.given)
     begins = []
@@ -171,25 +177,25 @@ def _name(step: Compute) -> str:
 
 
 class _Moved:
-    """Writes the steps anew, with copies out and back; `due` are the values whose copies back start before a step.
+    """Writes the steps with copies out and back; `due` maps a step to the values whose copies back start before it.
 
-    Layers are those of `layered` values, of which those `found` move.
+    The `layered` values define the layers; the `offloaded` ones move.
     """
 
-    def __init__(self, program: Program, ahead: int, layered: Sequence[Saved], found: Sequence[Saved]) -> None:
+    def __init__(self, program: Program, ahead: int, layered: Sequence[Saved], offloaded: Sequence[Saved]) -> None:
         self.program = program
         self.due: dict[int, list[Saved]] = defaultdict(list)
-        self.out: dict[int, list[Saved]] = defaultdict(list)  # behind which step a copy out starts,
-        self.gone: dict[int, list[Saved]] = defaultdict(list)  # and is waited for
-        self.home: dict[Var, Var] = {}  # of each value, where it is on the host
-        self.back: dict[Var, Var] = {}  # what came, or will come, back; what to read in place of a value
+        self.out: dict[int, list[Saved]] = defaultdict(list)  # steps behind which copies out start,
+        self.gone: dict[int, list[Saved]] = defaultdict(list)  # and behind which they are waited for
+        self.home: dict[Var, Var] = {}  # maps a value to its copy on the host
+        self.back: dict[Var, Var] = {}  # maps a value to the copy that returned
         self.flying: dict[Var, tuple[Saved, Var]] = {}
         keys = [(s.maker.target, s.maker.line, s.var.layout, s.var.dtype) for s in layered]
         layers: dict[int, list[Saved]] = defaultdict(list)
         for one, unit in zip(layered, units(keys, [s.var.nbytes for s in layered], 0), strict=True):
             layers[unit].append(one)
-        moves = set(found)
-        begins = [min(s.made for s in layers[u]) for u in range(len(layers))]
+        moves = set(offloaded)
+        begins = [min(s.position for s in layers[u]) for u in range(len(layers))]
         order = sorted(layers, key=lambda u: min(s.late for s in layers[u]))
         first = [min(s.late for s in layers[u]) for u in order]
         place = {u: k for k, u in enumerate(order)}
@@ -200,7 +206,7 @@ class _Moved:
                     continue
                 gone = max(one.early, begins[unit + ahead + 1] - 1)
                 if gone + 1 < one.late:
-                    self.out[one.made].append(one)
+                    self.out[one.position].append(one)
                     self.gone[gone].append(one)
                     self.due[min(max(at, gone + 1), one.late)].append(one)
 
@@ -224,7 +230,7 @@ class _Moved:
         return together(_copy("to_device", self.home[one.var], back, one))[0]
 
     def _landed(self, var: Var) -> list[Step]:
-        """What brings a value that is read: the wait for its copy, and the views that lead there."""
+        """Returns the steps that bring a value to its reader: the wait for its copy, and views of the copy."""
         if var not in self.flying:
             return []
         one, back = self.flying.pop(var)
@@ -235,7 +241,7 @@ class _Moved:
             self.flying.pop(one.var, None)
         if (view := one.views.get(var)) is not None:
             steps += self._landed(view.operands[0])
-            for v in view.made:  # all of a view with several results
+            for v in view.made:  # all results of the view
                 self.back[v] = replace(v, name=f"{v.name}.back")
                 self.flying.pop(v, None)
             steps.append(swapped(view, self.back))

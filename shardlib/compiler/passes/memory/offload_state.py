@@ -1,9 +1,8 @@
-"""Inputs and outputs in the host's memory: state that lives there between calls (what an optimizer keeps, parameters),
-and what a forward program saves for a backward one of its own.
+"""Keeps inputs and outputs in the host's memory: state between calls, and values saved for a separate backward program.
 
-A value is copied in where it is read, so many groups of values ahead as the schedule prefetches, and is gone with its
-last reader; where others are read for long until it is read again, it is copied in once more. Groups are what layers
-repeat. What goes there is copied out as soon as it is made, and has left so many groups later.
+An input is copied in `prefetch` groups of values before its reader, and freed behind its last reader. If other groups
+are read for long before it is read again, it is copied in a second time. Groups are the values of a layer. An output is
+copied out as soon as it is computed; the copy is waited for `prefetch` groups later.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from shardlib.core.aten.op_traits import is_view
 def offload_state(
     program: Program, away: Collection[int] = (), sent: Collection[int] = (), how: Schedule = DEFAULT
 ) -> Program:
-    """The program whose inputs `away`, by position, what replaces them, and outputs `sent` are in the host's memory."""
+    """Puts the inputs `away`, their replacements, and the outputs `sent` (all by position) into the host's memory."""
     if not away and not sent:
         return program
     return _Away(program, away, sent, 1 if how.prefetch is None else how.prefetch).run()
@@ -42,18 +41,17 @@ def offload_state(
 
 @dataclass(eq=False)
 class _Visit:
-    """A stretch of steps for which an input is on the device, its `number`-th; `here` is what they read in place of it
-    and its views."""
+    """The `number`-th stay of an input on the device; `copies` maps it and its views to their copies."""
 
     root: Var
     first: int
     number: int
-    here: dict[Var, Var] = field(default_factory=dict)
+    copies: dict[Var, Var] = field(default_factory=dict)
     flying: Var | None = None
 
 
 class _Away:
-    """Writes the steps anew, with copies in and out; `end` is the place of who reads the results."""
+    """Writes the steps with copies in and out; readers of the results are at position `end`."""
 
     def __init__(self, program: Program, away: Collection[int], sent: Collection[int], ahead: int) -> None:
         self.fate = {at: program.inputs[i] for i, at in program.replaced.items() if i in away} | dict.fromkeys(sent)
@@ -70,7 +68,7 @@ class _Away:
         self.visits = self._visits()
 
     def _reads(self) -> Iterator[tuple[int, Var]]:
-        """Who reads which input, or a view of it, in order; results that stay as they are read nothing."""
+        """Yields the readers of inputs and of their views, in order; an output that returns its input reads nothing."""
         for i, step in enumerate(self.program.steps):
             if not self._is_view(step):
                 yield from ((i, self.root[v]) for v in dict.fromkeys(reads(step)) if v in self.root)
@@ -83,8 +81,8 @@ class _Away:
         return isinstance(step, Compute) and any(self.views.get(v) is step for v in step.made)
 
     def _visits(self) -> dict[tuple[int, Var], _Visit]:
-        """The visit that a reader needs."""
-        found: dict[tuple[int, Var], _Visit] = {}
+        """Maps each reader to the visit that it needs."""
+        visits: dict[tuple[int, Var], _Visit] = {}
         every = list(self._reads())
         roots = [*dict.fromkeys(root for _, root in every)]
         layer = dict(zip(roots, units([_form(v) for v in roots], [v.nbytes for v in roots], 0), strict=True))
@@ -94,9 +92,9 @@ class _Away:
             between = {layer[other] for _, other in every[at:k]} - {layer[root]}
             if visit is None or len(between) > self.ahead:
                 visit = _Visit(root, i, 1 if visit is None else visit.number + 1)
-            found[i, root] = visit
+            visits[i, root] = visit
             last[root] = k, visit
-        return found
+        return visits
 
     def run(self) -> Program:
         steps = self.program.steps
@@ -118,8 +116,8 @@ class _Away:
                 break
             if not self._is_view(step):
                 out += self._taken(i, reads(step))
-                here = {v: self.visits[i, self.root[v]].here[v] for v in reads(step) if v in self.root}
-                out.append(swapped(step, here) if here else step)
+                copies = {v: self.visits[i, self.root[v]].copies[v] for v in reads(step) if v in self.root}
+                out.append(swapped(step, copies) if copies else step)
             for v in makes(step):
                 if v in leaves:
                     start, wait = _copied(v, sent)
@@ -128,7 +126,7 @@ class _Away:
         out += [step for late in sorted(waits) for step in waits[late]]
         out += self._taken(self.end, [v for _, v in self._last()])
         for at, v in self._last():
-            outputs[at] = self.visits[self.end, self.root[v]].here[v]
+            outputs[at] = self.visits[self.end, self.root[v]].copies[v]
         for at, was in self.fate.items():
             if outputs[at] is was:
                 outputs[at] = self.home[was]
@@ -147,15 +145,17 @@ class _Away:
         )
 
     def _leaves(self, new: Collection[Var]) -> dict[Var, int]:
-        """Where it is waited for that such values are out."""
-        made = {v: i for i, step in enumerate(self.program.steps) for v in makes(step) if v in new}
-        group = units([_form(v) for v in made], [v.nbytes for v in made], 0)
-        begins = [next(i for i, g in zip(made.values(), group, strict=True) if g == k) for k in range(len({*group}))]
+        """Maps values that are copied out to the position of the wait."""
+        positions = {v: i for i, step in enumerate(self.program.steps) for v in makes(step) if v in new}
+        group = units([_form(v) for v in positions], [v.nbytes for v in positions], 0)
+        begins = [
+            next(i for i, g in zip(positions.values(), group, strict=True) if g == k) for k in range(len({*group}))
+        ]
         begins += [self.end] * (self.ahead + 1)
-        return {v: begins[g + self.ahead + 1] for v, g in zip(made, group, strict=True)}
+        return {v: begins[g + self.ahead + 1] for v, g in zip(positions, group, strict=True)}
 
     def _last(self) -> list[tuple[int, Var]]:
-        """The results that show an input, by position."""
+        """Returns the outputs that view an input, with their positions."""
         shown = enumerate(self.program.outputs)
         return [(at, v) for at, v in shown if isinstance(v, Var) and (self.end, self.root.get(v)) in self.visits]
 
@@ -164,7 +164,7 @@ class _Away:
         return together(_copy("to_device", self.home[one.root], one.flying))[0]
 
     def _taken(self, i: int, wanted: Collection[Var]) -> list[Step]:
-        """What brings inputs that step `i` reads, and views of them."""
+        """Returns the steps that bring inputs, and views of them, to step `i`."""
         steps: list[Step] = []
         for v in wanted:
             if v not in self.root:
@@ -172,18 +172,18 @@ class _Away:
             one = self.visits[i, self.root[v]]
             if one.flying is not None:
                 steps.append(Wait((one.flying,)))
-                one.here[one.root], one.flying = one.flying, None
+                one.copies[one.root], one.flying = one.flying, None
             steps += self._viewed(one, v)
         return steps
 
     def _viewed(self, one: _Visit, v: Var) -> list[Step]:
-        if v in one.here:
+        if v in one.copies:
             return []
         view = self.views[v]
         steps = self._viewed(one, view.operands[0])
         for w in view.made:
-            one.here[w] = self._brought(one, w)
-        return [*steps, swapped(view, one.here)]
+            one.copies[w] = self._brought(one, w)
+        return [*steps, swapped(view, one.copies)]
 
     def _brought(self, one: _Visit, v: Var) -> Var:
         return replace(v, name=f"{v.name}.here{one.number}")

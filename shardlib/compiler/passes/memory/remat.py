@@ -1,9 +1,9 @@
-"""Values that are made again for the backward pass rather than kept from the forward one (Griewank and Walther 2000,
+"""Recomputes values in the backward pass instead of keeping them from the forward one (Griewank and Walther 2000,
 doi:10.1145/347837.347846; Chen et al. 2016, arXiv:1604.06174).
 
-In front of the first step back that reads what was given up, the calls that made it stand once more, down to what is
-kept. What the backward pass makes by itself, gathered weights and what a user's checkpoint runs again, comes earlier
-instead, so that nothing is gathered a third time. Random numbers are functions of a key, so they are the same.
+The calls that made a dropped value run again before the first backward step that reads it, from the kept values on. If
+the backward pass computes the same value itself (a gathered weight, a user's checkpoint), that computation moves up
+instead, so that no weight is gathered a third time. Random numbers are functions of a key, so they repeat.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, 
 
 
 def remade(crossing: Crossing, dropped: Collection[Var]) -> Program:
-    """The program in which the memory that is `dropped` goes with the turn that made it."""
+    """Returns the program that drops memory at the end of the turn that made it, and recomputes it."""
     if not dropped:
         return crossing.program
     return replace(crossing.program, steps=_read(_Again(crossing, dropped).run(), crossing.program.results))
 
 
 def _read(steps: Sequence[Step], results: Iterable[Var]) -> tuple[Step, ...]:
-    """The steps but for those that only made what is made again."""
+    """Returns the steps without those whose results are only recomputed."""
     wanted, kept = set(results), list[Step]()
     for step in reversed(steps):
         is_pure = is_repeatable(step) or isinstance(step, Wait)
@@ -35,7 +35,7 @@ def _read(steps: Sequence[Step], results: Iterable[Var]) -> tuple[Step, ...]:
 
 
 class _Again:
-    """One turn back after the other; `again` are the values of this one that stand for others."""
+    """Rewrites one backward turn after the other; `again` maps values to their replacements in the current turn."""
 
     def __init__(self, crossing: Crossing, dropped: Collection[Var]) -> None:
         self.c, self.dropped = crossing, dropped
@@ -44,7 +44,7 @@ class _Again:
         self.steps: list[Step] = []
         self.done: set[int] = set()
         self.again: dict[Var, Var] = {}
-        self.same: dict[Var, Var] = {}  # by first value, what this turn makes of it by itself
+        self.same: dict[Var, Var] = {}  # maps a first value to the equal one that this turn computes itself
         self.times: dict[Var, int] = {}
 
     def run(self) -> list[Step]:
@@ -58,15 +58,15 @@ class _Again:
         return self.steps
 
     def _own(self, i: int) -> dict[Var, Var]:
-        """What the turn that begins at i makes, of values that there were before."""
-        found: dict[Var, Var] = {}
+        """Maps earlier values to the equal ones that the turn from step i on computes itself."""
+        own: dict[Var, Var] = {}
         for j in range(i, len(self.old)):
             if self.c.turn[j] != self.c.turn[i]:
                 break
             for v in makes(self.old[j]):
                 if (first := self.c.first.get(v, v)) is not v:
-                    found.setdefault(first, v)
-        return found
+                    own.setdefault(first, v)
+        return own
 
     def _write(self, i: int, step: Step) -> None:
         self.done.add(i)
@@ -76,15 +76,12 @@ class _Again:
         self.steps.append(step)
 
     def _gone(self, v: Var) -> bool:
-        """Returns whether there is no such value any more, in this turn."""
+        """Returns whether a value was dropped and is not replaced in this turn."""
         return v not in self.again and self.c.owner.get(v, v) in self.dropped and not self.c.back[self.c.maker[v]]
 
     def _make(self, wanted: Collection[Var]) -> None:
-        """Write what makes these values once more, in the order in which they were made."""
-        todo, missing = (
-            [v for v in wanted if self._gone(v)],
-            dict[Var, None](),
-        )  # in an order that is none of addresses'
+        """Writes the steps that recompute these values, in their original order."""
+        todo, missing = [v for v in wanted if self._gone(v)], dict[Var, None]()  # a dict, for a reproducible order
         while todo:
             if (v := todo.pop()) in missing:
                 continue
@@ -103,21 +100,21 @@ class _Again:
                 self._repeat(self.c.maker[v])
 
     def _behind(self, own: Var) -> list[Var]:
-        """What is gone of all that leads to a value of this turn."""
-        found, todo, seen = [], [own], set[Var]()
+        """Returns the dropped values among the ancestors of a value of this turn."""
+        dropped, todo, seen = [], [own], set[Var]()
         while todo:
             if (v := todo.pop()) in seen or self.c.maker.get(v, -1) in self.done:
                 continue
             seen.add(v)
             for w in reads(self.old[self.c.maker[v]]) if v in self.c.maker else ():
                 if self._gone(w):
-                    found.append(w)
+                    dropped.append(w)
                 elif w in self.c.maker and self.c.back[self.c.maker[w]]:
                     todo.append(w)
-        return found
+        return dropped
 
     def _bring(self, own: Var) -> None:
-        """Write a value of this turn now, with all that leads to it."""
+        """Writes a value of this turn now, with its ancestors."""
         todo, steps = [own], set[int]()
         while todo:
             i = self.c.maker.get(todo.pop(), -1)

@@ -1,4 +1,4 @@
-"""What is given up by name: everything but what layers hand on, what is inside attention, what modules and ops make."""
+"""Chooses the values to recompute by name: all inside layers, all in attention, those of named modules and ops."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Module
 from shardlib.core.torch_private import OpOverload, schema_of
 
-_NEAR = 3  # names that an error lists as near one,
-_LISTED = 12  # and as those that there are
+_NEAR = 3  # similar names that an error lists
+_LISTED = 12  # known names that an error lists
 
 
 def full(crossing: Crossing) -> set[Var]:
-    """All that is made in front of where the last layer ends, but for what one layer hands on to the next."""
+    """Returns all values of layers except those that the next layer reads."""
     kept, last = set[Var](), dict[int, int]()
     for at in boundaries(crossing):
         kept |= frontier(crossing, at)
@@ -35,29 +35,30 @@ def full(crossing: Crossing) -> set[Var]:
 
 
 def attention(crossing: Crossing) -> set[Var]:
-    """What attention as one op makes; of attention that is written out, all from the scores to the last of what their
-    product with the values reads."""
-    found = set[Var]()
+    """Returns the results of attention ops, and the values between the products of attention written out."""
+    chosen = set[Var]()
     for owner in crossing.droppable:
         name = kind(owner)
         if name.startswith(("attention", "_scaled_dot_product")):
-            found.add(owner)
+            chosen.add(owner)
         elif name in ("softmax", "_softmax", "_safe_softmax"):
-            found.update(_scores(crossing, owner))
-    return found
+            chosen.update(_scores(crossing, owner))
+    return chosen
 
 
 def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool]) -> set[Var]:
-    """What ops of these names make, and what modules of these paths or classes make for themselves: what others read of
-    it is kept, as `torch.utils.checkpoint` keeps what goes in and out. Raises `ShardingError` for names of nothing,
-    but for those that are `absent`."""
+    """Returns the results of ops with these names, and the inner values of modules with these paths or classes.
+
+    Values that other modules read are kept, as `torch.utils.checkpoint` keeps inputs and outputs. Raises
+    `ShardingError` for unknown names, except those that are `absent`.
+    """
     ops = {owner: _ops(crossing, owner) for owner in crossing.droppable}
     scopes = {owner: _made_in(crossing, owner) for owner in crossing.droppable}
-    every = {name for known in ops.values() for name in known}
-    every |= {name for known in scopes.values() for module in known for name in module}
+    every = {name for op_names in ops.values() for name in op_names}
+    every |= {name for modules in scopes.values() for module in modules for name in module}
     wrong = []
     for name in names:
-        if not any(_fits(name, known) for known in every) and not absent(name):
+        if not any(_fits(name, known_name) for known_name in every) and not absent(name):
             words = list(dict.fromkeys((*WORDS, *_short(sorted(every)))))
             near = difflib.get_close_matches(name.replace("*", "").lower(), words, _NEAR, 0.5)
             wrong.append(f"{name!r} is none" + (f"; near it are {', '.join(map(repr, near))}" if near else ""))
@@ -70,27 +71,26 @@ def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool
             remedy=f"here these are {_listed(ops[owner] | {module.kind for module in scopes[owner]} for owner in ops)}",
         )
     meant = {x for x in every if any(_fits(name, x) for name in names)}
-    found = {owner for owner, known in ops.items() if not meant.isdisjoint(known)}
-    for owner, known in scopes.items():
-        around = {module for module in known if not meant.isdisjoint(module)}
+    chosen = {owner for owner, op_names in ops.items() if not meant.isdisjoint(op_names)}
+    for owner, modules in scopes.items():
+        around = {module for module in modules if not meant.isdisjoint(module)}
         if any(all(module in _around(crossing, i) for i in _readers(crossing, owner)) for module in around):
-            found.add(owner)
-    return found
+            chosen.add(owner)
+    return chosen
 
 
 def is_absent(objects: Iterable[object], name: str) -> bool:
-    """Returns whether a name is of some module among these objects, or of an op, though a program lacks it: not all
-    modules train, and evaluation makes less."""
+    """Returns whether a name is that of a module or an op that a program may lack, because a module is in eval mode."""
     modules = [x for x in objects if isinstance(x, nn.Module)]
     if all(m.training for m in modules):
         return False
     paths = {path for m in modules for path, _ in m.named_modules()} | {type(m).__name__ for m in modules}
     ops = torch.ops.aten, torch.ops.shardlib
-    return any(_fits(name, path) for path in paths) or any(hasattr(of, name) for of in ops)
+    return any(_fits(name, path) for path in paths) or any(hasattr(namespace, name) for namespace in ops)
 
 
 def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
-    """The memory around a softmax that is as large, up to the products before and behind it."""
+    """Yields the memory around a softmax of its size, up to the products before and behind it."""
     todo, seen, size = [softmax], set[Var](), softmax.numel
     while todo:
         if (o := todo.pop()) in seen or o not in crossing.droppable or o.numel != size:
@@ -99,9 +99,9 @@ def _scores(crossing: Crossing, softmax: Var) -> Iterator[Var]:
         yield o
         makers = [crossing.program.steps[crossing.maker[o]]]
         readers = [crossing.program.steps[i] for i in crossing.readers[o] if not crossing.back[i]]
-        beside = [v for step in makers if not _is_product(step) for v in reads(step)]
-        beside += [v for step in readers if not _is_product(step) for v in (*gives(step), *reads(step))]
-        todo += [crossing.owner.get(v, v) for v in beside]
+        neighbors = [v for step in makers if not _is_product(step) for v in reads(step)]
+        neighbors += [v for step in readers if not _is_product(step) for v in (*gives(step), *reads(step))]
+        todo += [crossing.owner.get(v, v) for v in neighbors]
 
 
 def _is_product(step: Step) -> bool:
@@ -109,7 +109,7 @@ def _is_product(step: Step) -> bool:
 
 
 def kind(v: Var) -> str:
-    """The op whose result a variable is a piece of."""
+    """Returns the kind of the op whose result a variable is a shard of."""
     return v.value.op.kind if v.value is not None and v.value.op is not None else ""
 
 
@@ -119,14 +119,14 @@ def _op(target: object) -> str:
 
 
 def _ops(crossing: Crossing, owner: Var) -> set[str]:
-    """The names of the op that makes a value."""
+    """Returns the names of the op that makes a value."""
     step = crossing.program.steps[crossing.maker[owner]]
-    found = {kind(owner), _op(step.target) if isinstance(step, Compute) else ""}
-    return (found | {op.strip("_") for op in found}) - {""}
+    names = {kind(owner), _op(step.target) if isinstance(step, Compute) else ""}
+    return (names | {op.strip("_") for op in names}) - {""}
 
 
 def _made_in(crossing: Crossing, owner: Var) -> frozenset[Module]:
-    """The modules in which a value is made; a message belongs to what it brings."""
+    """Returns the modules in which a value is computed; a message belongs to the modules of its source."""
     step = crossing.program.steps[crossing.maker[owner]]
     if isinstance(step, Start):
         step = next((s for s in _before(crossing, owner) if isinstance(s, Compute)), step)
@@ -134,12 +134,12 @@ def _made_in(crossing: Crossing, owner: Var) -> frozenset[Module]:
 
 
 def _readers(crossing: Crossing, owner: Var) -> Iterator[int]:
-    """The steps of the forward pass that read a memory."""
+    """Returns the forward steps that read a memory."""
     return (i for i in crossing.readers.get(owner, ()) if not crossing.back[i])
 
 
 def _around(crossing: Crossing, i: int) -> frozenset[Module]:
-    """The modules in which a step reads; a message, those that all have who read what it brings."""
+    """Returns the modules of a step; of a message, the common modules of its readers."""
     step = crossing.program.steps[i]
     if isinstance(step, Compute):
         return frozenset(step.inside)
@@ -148,7 +148,7 @@ def _around(crossing: Crossing, i: int) -> frozenset[Module]:
 
 
 def _before(crossing: Crossing, owner: Var) -> Iterator[Step]:
-    """What makes the source of a message, and of that one."""
+    """Yields the steps behind a message, from its source backward."""
     while (at := crossing.maker.get(owner)) is not None:
         step = crossing.program.steps[at]
         yield step
@@ -158,17 +158,17 @@ def _before(crossing: Crossing, owner: Var) -> Iterator[Step]:
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Returns whether a name, or its end behind a dot, is what a pattern says."""
+    """Returns whether a name, or its end behind a dot, matches a pattern."""
     text = ".*".join(map(re.escape, pattern.split("*")))
     return re.fullmatch(rf"(.*\.)?{text}", name) is not None
 
 
 def _listed(names: Iterable[Iterable[str]]) -> str:
-    """Names, those first that stand for most."""
+    """Formats names, the most frequent first."""
     often = [name for name, _ in Counter(name for some in names for name in some).most_common(_LISTED + 1)]
     return ", ".join(often[:_LISTED]) + (", ..." if len(often) > _LISTED else "") if often else "none"
 
 
 def _short(names: Iterable[str]) -> list[str]:
-    """Names, and their last words."""
+    """Returns names, and their last words."""
     return list(dict.fromkeys(x for name in names for x in (name, name.rpartition(".")[2])))

@@ -1,10 +1,9 @@
-"""Whose memory a result has: that of an operand which nobody reads again, or its own.
+"""Decides whose memory a result takes: that of an operand without later readers, or its own.
 
-A pointwise result may take over the memory of an operand of its shape and dtype, and so may one of which only some
-places are new: that saves fresh memory for every residual add, parameter update and gradient of a table. Whoever shares
-that memory (views of it, results of collectives) counts as a reader.
-What a result of the program shows of other memory (of an argument, a captured tensor, another result) is copied at the
-end.
+A pointwise result may take the memory of an operand of its shape and dtype, and so may a result that changes only some
+places of an operand. This saves memory for every residual add, parameter update and gradient of a table. Values that
+share the memory (views, results of collectives) count as readers. A result of the program that views other memory (of
+an argument, a captured tensor, another result) is copied at the end.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from shardlib.compiler.program.steps import Compute, Copy, Program, Start, Step,
 
 
 def reuse(program: Program) -> Program:
-    """The program with in-place calls and copied results."""
-    memory = _Memory.of(program)
+    """Turns calls into in-place calls, and copies results that view other memory."""
+    memory = _Memory.analyze(program)
     steps: list[Step] = [memory.in_place(i, step) for i, step in enumerate(program.steps)]
     copies = {var: replace(var, name=f"{var.name}.own") for var in _borrowed(program, memory)}
     steps += [Copy(var, own) for var, own in copies.items()]
@@ -35,23 +34,23 @@ def reuse(program: Program) -> Program:
 
 @dataclass
 class _Memory:
-    """Who owns the memory of each value, which owners nobody may write over, and where each memory is last read."""
+    """The owner of each value's memory, the owners that must not be overwritten, and each memory's last reader."""
 
     owner: Mapping[Var, Var]
     kept: set[Var]
     last: Mapping[Var, int]
 
     @staticmethod
-    def of(program: Program) -> _Memory:
+    def analyze(program: Program) -> _Memory:
         owner = owners_in(program)
-        given = program.given - {program.inputs[i] for i in program.donated}
+        borrowed = program.given - {program.inputs[i] for i in program.donated}
         messages = (v for step in program.steps if isinstance(step, Start) for v in reads(step))
-        kept = {owner.get(v, v) for v in (*given, *program.results, *messages)} | blurred(program.steps, owner)
+        kept = {owner.get(v, v) for v in (*borrowed, *program.results, *messages)} | blurred(program.steps, owner)
         last = {owner.get(v, v): i for i, step in enumerate(program.steps) for v in reads(step)}
         return _Memory(owner, kept, last)
 
     def in_place(self, i: int, step: Step) -> Step:
-        """The step, in place of operands where it may be."""
+        """Returns the step, in place of operands if possible."""
         if not isinstance(step, Compute) or step.over or not (every := takes(step)):
             return step
         over = tuple(
@@ -64,12 +63,14 @@ class _Memory:
         x = step.args[k] if k < len(step.args) else None
         if out is None or not isinstance(x, Var) or not alike(x, out):
             return False
-        alone = sum(self.owner.get(v, v) is x for v in reads(step)) == 1  # none shows the same memory: x + x.t()
+        alone = (
+            sum(self.owner.get(v, v) is x for v in reads(step)) == 1
+        )  # no other operand shares the memory, as in x + x.t()
         return alone and self.owner.get(x, x) is x and self.last[x] == i and x not in self.kept
 
 
 def _borrowed(program: Program, memory: _Memory) -> list[Var]:
-    """Results that show memory of an argument that is not donated, of a captured tensor, or of an earlier result."""
+    """Returns results that view memory of an undonated argument, a captured tensor, or an earlier result."""
     donated = {program.inputs[i] for i in program.donated}
     others = {*(program.given - donated), *blurred(program.steps, memory.owner)}
     homes = set(program.replaced.values())
@@ -85,7 +86,7 @@ def _borrowed(program: Program, memory: _Memory) -> list[Var]:
 
 
 def alike(x: Var, y: Var) -> bool:
-    """Returns whether two values fill the same memory."""
+    """Returns whether two values have the same layout, dtype and shape."""
     return x.layout is not None and (x.layout, x.dtype, _shape(x)) == (y.layout, y.dtype, _shape(y))
 
 

@@ -1,6 +1,7 @@
-"""What the forward passes of a program make and its backward passes read: memory that is held in between.
+"""Analyzes the memory that forward passes make and backward passes read.
 
-A program goes back and forth (micro-batches, penalties on gradients): a *turn* is a stretch of steps in one direction.
+A program may alternate between forward and backward (microbatches, gradient penalties). A *turn* is a run of steps in
+one direction.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from shardlib.compiler.program.value_numbering import firsts
 
 @dataclass(frozen=True)
 class Crossing:
-    """Whose memory a value has (`owner`), which step makes it (`maker`; a message, where it starts), and for every step
-    its turn and whether that goes back."""
+    """The owner of each value's memory, the step that makes it (for a message, its start), and each step's direction.
+
+    `turn` has the number of each step's turn; `back` is True for the steps of backward turns.
+    """
 
     program: Program
     owner: Mapping[Var, Var]
@@ -28,7 +31,7 @@ class Crossing:
     back: Sequence[bool]
 
     @staticmethod
-    def of(program: Program) -> Crossing:
+    def analyze(program: Program) -> Crossing:
         maker: dict[Var, int] = {}
         turn: list[int] = []
         back: list[bool] = []
@@ -47,40 +50,40 @@ class Crossing:
 
     @cached_property
     def first(self) -> Mapping[Var, Var]:
-        """For each value the first that is the same."""
+        """Maps each value to the first equal one."""
         return firsts(self.program)
 
     @cached_property
     def shown(self) -> Mapping[Var, Sequence[Var]]:
-        """For each memory that a step makes, the values that show it, in order."""
-        found: dict[Var, list[Var]] = defaultdict(list)
+        """Maps each memory that a step makes to the values that have it, in order."""
+        shown: dict[Var, list[Var]] = defaultdict(list)
         for v in self.maker:
-            found[self.owner[v]].append(v)
-        return found
+            shown[self.owner[v]].append(v)
+        return shown
 
     @cached_property
     def readers(self) -> Mapping[Var, Sequence[int]]:
-        """For each memory, the steps that read it."""
-        found: dict[Var, list[int]] = defaultdict(list)
+        """Maps each memory to the steps that read it."""
+        readers: dict[Var, list[int]] = defaultdict(list)
         for i, step in enumerate(self.program.steps):
             for owner in dict.fromkeys(self.owner.get(v, v) for v in reads(step)):
-                found[owner].append(i)
-        return found
+                readers[owner].append(i)
+        return readers
 
     @cached_property
     def held(self) -> tuple[Var, ...]:
-        """The memory that steps back read, of what was made going forward, as it is made."""
+        """Memory made by forward steps and read by backward steps, in the order of its makers."""
         return tuple(o for o in self.droppable if any(self.back[i] for i in self.readers[o]))
 
     @cached_property
     def droppable(self) -> Mapping[Var, None]:
-        """The memory of what is made going forward that may be given up at the end of that turn, and made again."""
+        """Memory made by forward steps that may be dropped at the end of the turn, and recomputed."""
         results = {self.owner.get(v, v) for v in self.program.results}
         return dict.fromkeys(o for o in self.shown if o not in results and self._may_go(o))
 
     @cached_property
     def weights(self) -> frozenset[Var]:
-        """Of what may go, what is gathered of one input, as it is or element by element."""
+        """Droppable memory of gathered inputs, or of values computed from one gathered input."""
         gathered: dict[Var, bool] = dict.fromkeys(self.program.inputs, False)
         for step in self.program.steps:
             sources = set(reads(step))
@@ -96,5 +99,5 @@ class Crossing:
 
 
 def is_repeatable(step: Step) -> bool:
-    """Returns whether a step may be done again."""
+    """Returns whether a step may run again."""
     return step.is_pure and not step.over if isinstance(step, Compute) else isinstance(step, Start)

@@ -1,11 +1,11 @@
-"""State that a call replaces is written over where it is, by the last steps of the program.
+"""Writes new values of state over the old ones, in the last steps of the program.
 
-A parameter, a moment or a buffer that the function writes to is overwritten anyway (`Program.replaced`). Where steps in
-place lead from its old value to its new one, they have its memory. They stand behind all others, so they come after
-whoever reads the old value, and what fails before (bad data, lost ranks) has changed nothing. Only what follows from
-them comes along, if no value makes it fail: arithmetic element by element, views, reductions; not what looks up, nor
-what waits for other ranks. What would keep more for the end than it saves stays where it is: a sum of gradients over
-many micro-batches.
+A call replaces parameters, moments and buffers that the function updates (`Program.replaced`). If a chain of in-place
+steps leads from the old value to the new one, the chain runs in the old value's memory. The chain runs behind all other
+steps, so every reader of the old value runs before it, and a failure (bad data, lost ranks) leaves the state unchanged.
+Only steps that depend on the chain follow it, and none of them may fail on values: pointwise arithmetic, views,
+reductions; no gathers, no messages. A chain stays in place if it would hold more memory until the end than it saves,
+such as a sum of gradients over many microbatches.
 """
 
 from __future__ import annotations
@@ -30,41 +30,45 @@ _BLOCK = 512  # bytes that allocators round up to: to keep less costs nothing
 
 
 def settle(program: Program) -> Program:
-    """The program with such steps last; `replaced` are the inputs that are written over then."""
+    """Moves such chains to the end; `replaced` keeps the inputs that are overwritten."""
     if not program.replaced:
         return program
-    found = _State.of(program)
-    chains = {i: chain for i in program.replaced if (chain := found.chain(i))}
+    state = _State.analyze(program)
+    chains = {i: chain for i in program.replaced if (chain := state.chain(i))}
     while chains:
-        late = found.behind(j for chain in chains.values() for j, _, _ in chain)
+        late = state.behind(j for chain in chains.values() for j, _, _ in chain)
         order = [*(j for j in range(len(program.steps)) if j not in late), *sorted(late)]
         place = {j: k for k, j in enumerate(order)}
-        if not (wrong := [i for i, chain in chains.items() if not found.is_good(i, chain, late, place)]):
-            return found.settled(chains, order)
+        if not (wrong := [i for i, chain in chains.items() if not state.is_good(i, chain, late, place)]):
+            return state.settled(chains, order)
         for i in wrong:
             del chains[i]
     return replace(program, replaced={})
 
 
-Chain = Sequence[tuple[int, int, int]]  # steps, each with the number of a result and of the operand whose memory it has
+Chain = Sequence[tuple[int, int, int]]  # steps, each with the numbers of a result and of the operand that it overwrites
 
 
 @dataclass
 class _State:
-    """Where the values of a program are made and read, by whom, and whose memory they show."""
+    """The producers and readers of a program's values, and the owners of their memory.
+
+    `homes` counts the inputs that a value replaces. `shown` is memory that results view. Viewers of `unclear` memory
+    are unknown, here or on other devices.
+    """
 
     program: Program
     owner: Mapping[Var, Var]
     maker: Mapping[Var, int]
-    readers: Mapping[Var, Sequence[int]]  # of a value, what is in flight included
-    touched: Mapping[Var, Sequence[int]]  # of a memory: who reads it, and who waits for messages that do
-    movable: frozenset[int]  # steps that may stand last, with all that follows from them
-    shown: frozenset[Var]  # memory that results show
-    homes: Mapping[Any, int]  # how many inputs a value replaces
-    unclear: frozenset[Var]  # memory of which nobody knows who shows it, here or on other devices
+    readers: Mapping[Var, Sequence[int]]  # steps that read a value, or wait for it
+    touched: Mapping[Var, Sequence[int]]  # steps that read a memory, or wait for messages that do
+    movable: frozenset[int]  # steps that may run last, with all that depends on them
+    shown: frozenset[Var]
+    homes: Mapping[Any, int]
+    unclear: frozenset[Var]
 
     @staticmethod
-    def of(program: Program) -> _State:
+    def analyze(program: Program) -> _State:
         steps, owner = program.steps, owners_in(program)
         maker: dict[Var, int] = {}
         readers: dict[Var, list[int]] = {}
@@ -81,7 +85,9 @@ class _State:
                 touched.setdefault(owner.get(v, v), []).append(i)
         movable: set[int] = set()
         for i in reversed(range(len(steps))):
-            after = (j for v in gives(steps[i]) for j in readers.get(v, ()) if j > i)  # a wait is for what it brings
+            after = (
+                j for v in gives(steps[i]) for j in readers.get(v, ()) if j > i
+            )  # a wait precedes the readers of its results
             if _is_safe(steps[i]) and movable.issuperset(after):
                 movable.add(i)
         shown = frozenset(owner.get(v, v) for v in program.results)
@@ -90,7 +96,7 @@ class _State:
         return _State(program, owner, maker, readers, touched, frozenset(movable), shown, homes, unclear)
 
     def chain(self, i: int) -> Chain:
-        """The steps that lead from input `i` to what replaces it, one in place of the other; empty if none do."""
+        """Returns the in-place steps that lead from input `i` to its replacement; empty if there are none."""
         x, new = self.program.inputs[i], self.program.outputs[self.program.replaced[i]]
         if not isinstance(new, Var) or new is x or self.homes[new] > 1:
             return ()
@@ -115,18 +121,17 @@ class _State:
         return ()
 
     def behind(self, first: Iterable[int]) -> set[int]:
-        """Steps, and all that follows from them."""
-        found: set[int] = set()
+        """Returns steps, and all steps that depend on them."""
+        dependents: set[int] = set()
         todo = list(first)
         while todo:
-            if (i := todo.pop()) not in found:
-                found.add(i)
+            if (i := todo.pop()) not in dependents:
+                dependents.add(i)
                 todo += [j for v in gives(self.program.steps[i]) for j in self.readers.get(v, ())]
-        return found
+        return dependents
 
     def is_good(self, i: int, chain: Chain, late: set[int], place: Mapping[int, int]) -> bool:
-        """Returns whether nobody reads memory that is written over by then, and the end keeps no more than is written
-        there."""
+        """Returns whether no step reads overwritten memory, and the chain holds no more memory than it saves."""
         steps = self.program.steps
         for j, _, k in chain:
             step = steps[j]
@@ -153,7 +158,7 @@ class _State:
 
 
 def _is_safe(step: Step) -> bool:
-    """Returns whether a step cannot fail because of values or of other ranks, and does nothing but to compute some."""
+    """Returns whether a step is free of side effects, and cannot fail because of values or other ranks."""
     tags = getattr(getattr(step, "target", None), "tags", ())
     if not isinstance(step, Compute) or not step.made or torch.Tag.nondeterministic_seeded in tags:
         return False

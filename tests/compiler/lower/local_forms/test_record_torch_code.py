@@ -176,8 +176,10 @@ _RUNS = {
 @pytest.mark.parametrize("name", _RUNS)
 def test_a_form_is_run_where_it_is_told_other_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, args, count = _RUNS[name]
-    runs, run = [], record_torch_code._Run.of
-    monkeypatch.setattr(record_torch_code._Run, "of", lambda self, *given: (runs.append(self), run(self, *given))[1])
+    runs, run = [], record_torch_code._Run.record
+    monkeypatch.setattr(
+        record_torch_code._Run, "record", lambda self, *given: (runs.append(self), run(self, *given))[1]
+    )
     call = Trial.trace(op_named(op), args, {})
     assert call.op.rule is not None
     a, b = (f for dim in call.op.rule.operands[0] for f in dim)

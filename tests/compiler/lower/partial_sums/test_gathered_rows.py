@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shardlib as sl
 from shardlib import Mesh
-from shardlib.compiler.lower.partial_sums.gathered_rows import LookedUp
+from shardlib.compiler.lower.partial_sums.gathered_rows import GatheredRows
 from shardlib.sharding.mesh.machine import Link, Machine
 
 V, D, B, L = 20000, 4, 16, 16  # rows of a table, features, samples, ids of each: to move the table is no way
@@ -181,7 +181,7 @@ def test_values_and_bytes(name: str, devices: int) -> None:
 
 def test_results_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a gradient of several tensors, wherever it is taken of looked-up rows."""
-    monkeypatch.setattr(LookedUp, "_pays", lambda self, region: True)
+    monkeypatch.setattr(GatheredRows, "_pays", lambda self, region: True)
     rows = torch.linspace(0, 1, L * D, dtype=torch.float64).reshape(L, D).sin()
     mean, scale = rows.mean(-1, keepdim=True), rows.var(-1, keepdim=True, correction=0).rsqrt()
 

@@ -316,7 +316,7 @@ def products(plan: sl.Plan) -> Counter[str]:
 
 def held(plan: sl.Plan) -> list[str]:
     """The ops whose results the backward pass reads."""
-    crossing = Crossing.of(plan.compiled.program)
+    crossing = Crossing.analyze(plan.compiled.program)
     return [v.value.op.kind for v in crossing.held if v.value is not None and v.value.op is not None]
 
 
@@ -347,7 +347,7 @@ def test_layers_of_functions_are_found() -> None:
     for fn, sizes, count in ((layered, [8] * 6, 6), (uneven, range(8, 17), 2)):
         ws = [(torch.empty(n, m), torch.empty(m, n)) for n, m in itertools.pairwise(sizes)]
         program, _ = lowered(sl.grad(fn), [ws if fn is uneven else ws + ws[:1], torch.empty(64, 8)])
-        assert len(boundaries(Crossing.of(program))) == count
+        assert len(boundaries(Crossing.analyze(program))) == count
 
 
 @pytest.mark.long
@@ -378,7 +378,9 @@ def test_nothing_is_gathered_a_third_time(way: dict[str, Any], place: str) -> No
 def test_attention_keeps_no_scores() -> None:
     before, after = (plan_of("tp", way, written=True) for way in ({}, {"remat": "attention"}))
     size = BATCH * HEADS * SEQ * SEQ
-    scores = [[v for v in Crossing.of(p.compiled.program).held if v.nbytes >= size * 8 / 4] for p in (before, after)]
+    scores = [
+        [v for v in Crossing.analyze(p.compiled.program).held if v.nbytes >= size * 8 / 4] for p in (before, after)
+    ]
     large = [[v.value.op.kind for v in of if v.value.shape[-2:] == (SEQ, SEQ)] for of in scores]
     assert "softmax" in str(large[0])
     assert large[1] == []
@@ -563,7 +565,7 @@ def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
     fn, shapes = SMALL[name]
     args = [[torch.empty(*s, device="meta") for s in shapes], torch.empty(512, 64, device="meta")]
     program, finish = lowered(sl.grad(fn), args)
-    crossing, machine = Crossing.of(program), Machine.convert(program.mesh.machine)
+    crossing, machine = Crossing.analyze(program), Machine.convert(program.mesh.machine)
     search = Candidates(crossing, 0, finish, machine, frozenset())
     every = _all(search)
     most, least = search.of(Choice()).peak, min(one.peak for one in every)
@@ -617,7 +619,7 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
     device = Device({"f32": 1e12}, bandwidth=1e11, memory=1e9, host=bandwidth, launch=1e-7, overlaps=overlaps)
     machine = Machine(device, Link(1e10, 1e-7), Link(1e10, 1e-7))
     program, finish = lowered(sl.grad(fn), args, machine=machine)
-    given = Crossing.of(program), finish, machine, frozenset[Any](), movable(program)
+    given = Crossing.analyze(program), finish, machine, frozenset[Any](), movable(program)
 
     def search(budget: int) -> Candidates:
         return Candidates(given[0], budget, *given[1:])
