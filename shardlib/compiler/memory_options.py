@@ -27,12 +27,12 @@ class MemoryOptions:
     planning: Planning = None
 
     @staticmethod
-    def of(regather: Any, remat: Any, memory: Any, schedule: Any = None, planning: Any = None) -> MemoryOptions:
+    def parse(regather: Any, remat: Any, memory: Any, schedule: Any = None, planning: Any = None) -> MemoryOptions:
         """Parses a user's options. Raises `ShardingError` for invalid ones.
 
         Example:
-            >>> MemoryOptions.of("auto", "none", "1.5 GB").memory, MemoryOptions.of("auto", ["mlp", "gelu"], None).remat
-            (1500000000, ('mlp', 'gelu'))
+            >>> MemoryOptions.parse("auto", "none", "1.5 GB").memory
+            1500000000
         """
         if regather not in WAYS:
             raise ShardingError(f"regather={regather!r} is none of {', '.join(WAYS)}", remedy='regather="always"')
@@ -56,33 +56,33 @@ class MemoryOptions:
                 remedy="leave one of them out",
             )
         word = names[0] if isinstance(remat, str) or (len(names) == 1 and names[0] in WORDS) else None
-        return MemoryOptions(regather, word or tuple(names), budget, Schedule.of(schedule), planning_of(planning))
+        return MemoryOptions(regather, word or tuple(names), budget, Schedule.convert(schedule), planning_of(planning))
 
     def but(self, remat: Any = None, memory: Any = None, schedule: Any = None, planning: Any = None) -> MemoryOptions:
         """Returns these options with some replaced (None: unchanged); a budget replaces names, and names a budget.
 
         Example:
             >>> full = MemoryOptions(remat="full")
-            >>> full.but(memory="1 kB").said, full.but(schedule="Schedule(prefetch=0)").said
+            >>> full.but(memory="1 kB").text, full.but(schedule="Schedule(prefetch=0)").text
             ('memory=1000', "remat='full', schedule=Schedule(prefetch=0)")
         """
         if remat is None and memory is None:
             remat, memory = self.remat, self.memory
         schedule = self.schedule if schedule is None else schedule
         planning = self.planning if planning is None else planning
-        return MemoryOptions.of(self.regather, "none" if remat is None else remat, memory, schedule, planning)
+        return MemoryOptions.parse(self.regather, "none" if remat is None else remat, memory, schedule, planning)
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The options that differ from their defaults, as arguments of `jit`."""
         own = (("remat", self.remat, "none"), ("memory", self.memory, None), ("schedule", self.schedule, DEFAULT))
         return ", ".join(f"{k}={x!r}" for k, x, default in (*own, ("planning", self.planning, None)) if x != default)
 
     def refuse_inside(self, name: str) -> None:
         """Raises `ShardingError` for options of a jitted function inside another one."""
-        if self.said:
+        if self.text:
             raise ShardingError(
-                f"{name} is called inside another jitted function, and says {self.said}",
+                f"{name} is called inside another jitted function, and says {self.text}",
                 rule="what is kept for the backward pass, when messages start, and how long one plans, is decided for "
                 "the whole program",
                 remedy="say it of the outermost function: jit(step, remat=...)",

@@ -120,7 +120,7 @@ class Schedule:
         return schedule
 
     @staticmethod
-    def of(schedule: Any) -> Schedule:
+    def convert(schedule: Any) -> Schedule:
         """Returns a schedule, reads the text of one, or returns the default for None."""
         if schedule is None:
             return DEFAULT

@@ -218,7 +218,7 @@ def _compile(
     pins = Pins({graph.inputs[i]: f for i, f in fixed.items()}, outputs)
     propagated = propagate(graph, mesh, pins, MessageCounter(mesh).messages)
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    program = run_passes(replace(lower(graph, propagated, mesh), owned=fresh))
+    program = run_passes(replace(lower(graph, propagated, mesh), owned_outputs=fresh))
     return Compiled(traced, mesh, graph, lambda: propagated, program, names, fixed)
 
 

@@ -96,7 +96,7 @@ def jit(
         more |= {"comm_budget": comm_budget, "redundancy_budget": redundancy_budget, "schedule": schedule}
         return functools.partial(jit, remat=remat, memory=memory, planning=planning, **more)
     refuse_others_than_functions(fn)
-    options = MemoryOptions.of(regather, remat, memory, schedule, planning)
+    options = MemoryOptions.parse(regather, remat, memory, schedule, planning)
     names = frozenset((*_tuple(static_argnums), *_tuple(static_argnames)))
     limits = checked_budgets(comm_budget, redundancy_budget)
     return Jitted(fn, in_specs, out_specs, names, frozenset(_tuple(donate_argnums)), limits, options)
@@ -335,4 +335,4 @@ class _Returning(Jitted):
 
 
 def _returning(fn: Callable[..., Any]) -> _Returning:
-    return _Returning(fn, None, None, frozenset(), frozenset(), (), MemoryOptions.of("auto", "none", None, None))
+    return _Returning(fn, None, None, frozenset(), frozenset(), (), MemoryOptions.parse("auto", "none", None, None))

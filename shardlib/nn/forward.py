@@ -124,7 +124,7 @@ class Forward:
                 message = error.what.replace("the traced function", self.fn.__name__)
                 if self.options.memory is not None and torch.is_grad_enabled():
                     raise ShardingError(
-                        f"{message}, and {self.options.said} is said of it",
+                        f"{message}, and {self.options.text} is said of it",
                         error.offenders,
                         rule="a program keeps to a budget; ops that run one by one take what they take",
                         remedy="write that line so that it is traced, or say no memory",
@@ -134,7 +134,7 @@ class Forward:
                 warnings.warn_explicit(
                     f"{message}{', at' if isinstance(error, ValueNeededError) else ':'} {error.offenders[0]}: "
                     "its ops run one by one, on ShardedTensors, outside a program"
-                    + (f", in which {self.options.said} says nothing" if self.options.said else "")
+                    + (f", in which {self.options.text} says nothing" if self.options.text else "")
                     + f"\nRule: {error.rule}\nRemedy: {error.remedy}; or leave it: the values are right, and only "
                     f"slower to get (-W {_IGNORE} hides this warning)",
                     EagerWarning,

@@ -22,7 +22,7 @@ PLACEHOLDERS = frozenset(
 )
 PHRASES = {
     "riddle": r"\bwhat\b[^.]*\bis what\b|\bwho\b[^.]{0,40}\bdoes\b|\bwhat\b[^.]*\bwhatever\b",
-    "no noun": r"\bwhatever (?:it|they|that)\b|\bof which\b|\bas they are\b|\bthe same of\b|\bwhoever\b|\bnobody\b",
+    "no noun": r"\bwhatever (?:it|they|that)\b|\bas they are\b|\bthe same of\b|\bwhoever\b|\bnobody\b",
     "passive riddle": r"\bmay be had\b|\bis told so\b|\bis to be had\b|\bsay a word\b|\blet stand\b",
     "British": r"\b\w*(?:[^o]lour|aviour|ghbour|alis[ei]|ilis[ei]|inis[ei]|ectoris|ctoris[ei])\w*\b",
 }

@@ -199,7 +199,7 @@ def _pairs(blocks: Sequence[Block], near: int, far: int) -> Iterator[tuple[int, 
 def started(step: Step) -> tuple[Var, ...]:
     """Returns the variables that a step makes, or sends on their way."""
     if isinstance(step, Compute):
-        return step.made
+        return step.out_vars
     return step.outs if isinstance(step, Start) else ()
 
 

@@ -36,7 +36,7 @@ class _Unroller(LayeredProgram):
         self.vars: dict[tuple[Var, Layer], Var] = {}
         self.names: dict[str, int] = {}
         variables = (v for block in self.blocks for mine in block.steps for v in started(mine.step))
-        self.by_name = {v.name: v for v in (*program.given, *variables)}
+        self.by_name = {v.name: v for v in (*program.entry_values, *variables)}
 
     def unrolled(self) -> tuple[Program, list[Part]]:
         """Writes all steps in the order in which the whole graph would have been lowered."""
@@ -100,7 +100,7 @@ class _Unroller(LayeredProgram):
     def _outs(self, mine: OwnedStep, step: Compute, own: Layer, layer: Layer) -> tuple[Var | None, ...]:
         """Returns the results of a call; a call without a layer may hand out results to every layer."""
         op = self.folded.original[mine.owner]
-        if own is not None or not any(self.layer(v) is not None for v in step.made):
+        if own is not None or not any(self.layer(v) is not None for v in step.out_vars):
             return tuple(v and self._var(v, layer) for v in step.outs)
         assert isinstance(op, Op)
         outs: list[Var | None] = []
@@ -109,7 +109,7 @@ class _Unroller(LayeredProgram):
                 outs.append(out and self._var(out, None))
             else:
                 like, left_out = self.folded.representative(value)
-                outs.append(self._var(next(v for v in step.made if v.value is like), left_out))
+                outs.append(self._var(next(v for v in step.out_vars if v.value is like), left_out))
         return tuple(outs)
 
     def _collected(self, mine: OwnedStep) -> list[tuple[Value, Value]]:

@@ -112,7 +112,7 @@ def _counted(steps: Sequence[Step], target: Any, flops: float, work: Sym | None,
     """
 
     def size(step: Compute) -> int:
-        tensors = (device.held(v) for v in (*reads(step), *step.made))
+        tensors = (device.held(v) for v in (*reads(step), *step.out_vars))
         return max((math.prod(x.shape) for x in tensors if x is not None), default=0)
 
     calls = [s for s in steps if isinstance(s, Compute)]

@@ -74,7 +74,7 @@ def split(program: Program, cotangents: int, gradients: int, *, whole: bool = Fa
     wanted = dict.fromkeys(v for s in second for v in reads(s))
     wanted |= dict.fromkeys(v for v in results if isinstance(v, Var))
     saved = tuple(v for v in wanted if v in available)
-    forward = replace(program, steps=tuple(first), inputs=inputs, outputs=(*own, *saved), owned=len(own))
+    forward = replace(program, steps=tuple(first), inputs=inputs, outputs=(*own, *saved), owned_outputs=len(own))
     varies = varying(program)
     saved_varies = {v: varies[v] for v in saved}
     backward = Program(program.mesh, tuple(second), (*saved, *incoming), program.captured, results, varies=saved_varies)
@@ -98,7 +98,7 @@ def _viewed(
         step = maker.get(v)
         if v not in again and isinstance(step, Compute) and is_view(step.target) and not step.copies:
             take(step.operands[0])
-            again.update({w: replace(w, name=f"{w.name}.again") for w in step.made})
+            again.update({w: replace(w, name=f"{w.name}.again") for w in step.out_vars})
             steps.append(swapped(step, again))
 
     for v in (*(v for step in second for v in reads(step)), *(v for v in results if isinstance(v, Var))):

@@ -25,7 +25,7 @@ Spot = tuple[str, str, int, bool]  # a line: its file, its text, its rank among 
 class Total:
     """A figure per device of both plans: bytes sent, FLOPs, redundant FLOPs, or peak memory."""
 
-    what: str
+    figure: str
     unit: str
     before: float
     after: float
@@ -34,7 +34,7 @@ class Total:
     def cells(self) -> tuple[str, str, str, str]:
         """Its row of the table."""
         return (
-            self.what,
+            self.figure,
             format_si(self.before, self.unit),
             format_si(self.after, self.unit),
             _share(self.before, self.after),

@@ -44,21 +44,21 @@ class Explainer:
     @cached_property
     def _viewed(self) -> dict[Var, Var]:
         """Maps views around collectives to their operands."""
-        return {step.made[0]: step.operands[0] for step in self._reshards}
+        return {step.out_vars[0]: step.operands[0] for step in self._reshards}
 
     @cached_property
     def _views(self) -> dict[Var, Var]:
-        return {operand: step.made[0] for step in self._reshards for operand in step.operands}
+        return {operand: step.out_vars[0] for step in self._reshards for operand in step.operands}
 
     @cached_property
     def _reshards(self) -> list[Compute]:
         steps = (s for s in self.compiled.program.steps if isinstance(s, Compute) and s.target in _VIEWS)
-        return [step for step in steps if step.note == "reshard" and step.made]
+        return [step for step in steps if step.note == "reshard" and step.out_vars]
 
     def subject(self, c: Collective) -> str:
         """Returns the name of the value that a collective moves."""
-        if isinstance(c.because, Inside) and c.because.what:
-            return c.because.what
+        if isinstance(c.because, Inside) and c.because.moved:
+            return c.because.moved
         before, _ = self.ends(c)
         if before.value is not None:
             return self.naming.var(before)

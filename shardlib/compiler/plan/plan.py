@@ -191,45 +191,45 @@ class Plan:
         """Logical names per output, dim and factor, aligned with the outputs' layouts."""
         return tuple(self._aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
 
-    def layout_of(self, what: str | Value) -> Layout:
+    def layout_of(self, item: str | Value) -> Layout:
         """Returns the layout of an input (`"params['w']"` or `"params.w"`), an output (`"result[0]"`) or a value of the
         program, by the name that the plan prints. Raises KeyError for any other name."""
-        layout = self._var(what).layout
+        layout = self._var(item).layout
         assert layout is not None
         return layout
 
-    def explain(self, what: str | PlannedCollective | int) -> str:
+    def explain(self, item: str | PlannedCollective | int) -> str:
         """Explains the layout of a value, or a collective (or the i-th), as a chain back to annotations.
 
         Raises KeyError for a name that is none of the plan's, IndexError past the last collective.
         """
-        if isinstance(what, PlannedCollective):
-            what = self.collectives.index(what)
-        if isinstance(what, int):
+        if isinstance(item, PlannedCollective):
+            item = self.collectives.index(item)
+        if isinstance(item, int):
             collectives = self.compiled.program.collectives
-            if not -len(collectives) <= what < len(collectives):
+            if not -len(collectives) <= item < len(collectives):
                 count = len(collectives) or "none"
-                raise IndexError(f"{self.name} has no collective {what}: it has {count}, counted from 0")
-            return self._explainer.collective(collectives[what])
-        var = self._var(what)
-        value = var.value if var.value is not None else self._naming.find(what)
+                raise IndexError(f"{self.name} has no collective {item}: it has {count}, counted from 0")
+            return self._explainer.collective(collectives[item])
+        var = self._var(item)
+        value = var.value if var.value is not None else self._naming.find(item)
         assert value is not None
         return self._explainer.value(value, var)
 
-    def _var(self, what: str | Value) -> Var:
+    def _var(self, item: str | Value) -> Var:
         value: Value | None
-        if isinstance(what, str):
+        if isinstance(item, str):
             for name, out in self._out:
-                if what in (name, shorten(name)) and isinstance(out, Var):
+                if item in (name, shorten(name)) and isinstance(out, Var):
                     return out
-            value = self._naming.find(self.compiled.traced.twins.get(what, what))
+            value = self._naming.find(self.compiled.traced.twins.get(item, item))
         else:
-            value = what
+            value = item
         for var in self._variables():
-            if var.layout is not None and (var.name == what or (value is not None and var.value is value)):
+            if var.layout is not None and (var.name == item or (value is not None and var.value is value)):
                 return var
         names = ", ".join(self._naming.inputs[:20])
-        raise KeyError(f"{self.name} has no value {what!r}; its inputs are {names}")
+        raise KeyError(f"{self.name} has no value {item!r}; its inputs are {names}")
 
     def _variables(self) -> Iterator[Var]:
         yield from self.compiled.program.inputs

@@ -56,7 +56,7 @@ def redundant(program: Program) -> tuple[Redundant, ...]:
     """
     work: defaultdict[tuple[Any, ...], list[tuple[float, int]]] = defaultdict(list)
     for step, axes in _repeated(program):
-        held = sum(v.nbytes for v in step.made if step.copies or v not in step.shown)
+        held = sum(v.nbytes for v in step.out_vars if step.copies or v not in step.shown)
         if step.flops or held:
             work[_op_of(step), format_path_line(step.line), step.backward, axes].append((step.flops, held))
     records = []
@@ -91,16 +91,16 @@ def _repeated(program: Program) -> Iterator[tuple[Compute, tuple[Axis, ...]]]:
     differ = varying(program)
     everywhere = [p for name in program.mesh.axis_names for p in program.mesh.axis(name).primes()]
     for step in program.steps:
-        if isinstance(step, Compute) and step.made:
+        if isinstance(step, Compute) and step.out_vars:
             # All results of a call differ where its operands do. Shards of one value count as different, though their
             # numbers may be equal, as in a constant.
-            layouts = [v.layout for v in step.made if v.layout is not None]
-            apart = {*differ[step.made[0]], *primes(a for x in layouts for a in (*x.axes, *x.pending_axes))}
+            layouts = [v.layout for v in step.out_vars if v.layout is not None]
+            apart = {*differ[step.out_vars[0]], *primes(a for x in layouts for a in (*x.axes, *x.pending_axes))}
             if alike := [p for p in everywhere if p not in apart]:
                 yield step, Axis.merge(alike)
 
 
 def _op_of(step: Compute) -> str:
     """Returns the name of the graph's op that a call belongs to."""
-    op = next((v.value.op for v in step.made if v.value is not None and v.value.op is not None), None)
+    op = next((v.value.op for v in step.out_vars if v.value is not None and v.value.op is not None), None)
     return called(step) if op is None else op_name(op)

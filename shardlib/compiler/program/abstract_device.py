@@ -76,9 +76,9 @@ class Device:
         """Returns the results of a call, None where they are unknown. Raises torch's own errors, `REFUSALS`."""
         if None in [self.held(v) for v in step.operands] or (not step.operands and _may_act(step.target)):
             return [None] * len(step.outs)
-        known, local = self.known, self.local
+        values, local = self.known, self.local
         args: tuple[Any, ...] = tuple(
-            [x if (kind := type(x)) in _SAME else known[x] if kind is Var else local(x) for x in step.args]
+            [x if (kind := type(x)) in _SAME else values[x] if kind is Var else local(x) for x in step.args]
         )
         kwargs = local(step.kwargs) if step.kwargs else ()
         key = id(step.target), args, kwargs  # a program keeps what it calls

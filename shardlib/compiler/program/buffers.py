@@ -25,10 +25,10 @@ def owners(steps: Iterable[Step], *, exact: bool = False) -> dict[Var, Var]:
     for step in steps:
         if isinstance(step, Compute):
             if not (shown := step.shown) or (exact and step.copies):
-                for out in step.made:
+                for out in step.out_vars:
                     owner[out] = out
                 continue
-            for out in step.made:
+            for out in step.out_vars:
                 v = shown.get(out, out)
                 owner[out] = owner.get(v, v)
         elif isinstance(step, Start):
@@ -132,13 +132,15 @@ def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapp
 
 def peak_bytes(program: Program) -> int:
     """Returns the most bytes in use at once, arguments and results included."""
-    return max(alive(program), default=sum(v.nbytes for v in program.given if not v.host))
+    return max(alive(program), default=sum(v.nbytes for v in program.entry_values if not v.host))
 
 
 def largest(program: Program) -> list[Var]:
     """Returns the values in use at the peak, the largest first."""
     peak = peak_bytes(program)
-    names = next((dict(names) for total, names in _in_use(program) if total == peak), dict.fromkeys(program.given, 1))
+    names = next(
+        (dict(names) for total, names in _in_use(program) if total == peak), dict.fromkeys(program.entry_values, 1)
+    )
     return sorted((v for v, n in names.items() if n and not v.host), key=lambda v: -v.nbytes)
 
 

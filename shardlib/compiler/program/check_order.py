@@ -65,13 +65,13 @@ class _OrderCheck:
     def __init__(self, program: Program, writers: Sequence[Compute]) -> None:
         self.program = program
         # Per value: "" if it can be read, else why it cannot, or which step wrote over it.
-        self.state: dict[Var, str | Compute] = dict.fromkeys(program.given, "")
+        self.state: dict[Var, str | Compute] = dict.fromkeys(program.entry_values, "")
         self.flying: dict[Var, tuple[Var, ...]] = {}  # value in flight -> all results of its message
         self.carried: dict[tuple[Var, ...], tuple[Var, ...]] = {}  # results of a message -> its sources
         self.held, self.roots = Counter[Var](), Counter[Var]()  # how many messages carry a value, or its memory
         owner = self.owner = owners_in(program)
         given_up = {program.inputs[i] for i in (*program.donated, *program.replaced)}
-        self.fixed = {owner.get(v, v) for v in program.given} - given_up
+        self.fixed = {owner.get(v, v) for v in program.entry_values} - given_up
         self.shown = {owner.get(v, v): list[Var]() for s in writers for v in s.overwritten.values()}
         self.written, self.lent = set[Var](), set[Var]()
         self.message_faults: dict[object, tuple[str, ...]] = {}  # by what equal collectives have in common
@@ -98,7 +98,7 @@ class _OrderCheck:
                 yield from self._wait(step)
             elif isinstance(step, Copy) and _form(step.out) != _form(step.source):
                 yield f"{describe(step)} is another tensor than {step.source}"
-            for out in step.made if isinstance(step, Compute) else makes(step):
+            for out in step.out_vars if isinstance(step, Compute) else makes(step):
                 if out in state:
                     yield f"{describe(step)} makes {out}, which is there"
                 state[out] = ""
@@ -172,7 +172,7 @@ def _wrong_positions(program: Program, writers: Sequence[Compute]) -> Iterator[s
     inputs, outputs = range(len(program.inputs)), range(len(program.outputs))
     if not {*program.donated, *program.replaced} <= {*inputs}:
         yield "an input is given up that is none"
-    if not {*program.replaced.values()} <= {*outputs} or (program.owned or 0) > len(outputs):
+    if not {*program.replaced.values()} <= {*outputs} or (program.owned_outputs or 0) > len(outputs):
         yield "a result is spoken of that is none"
     for step in writers:
         n = len(step.args)

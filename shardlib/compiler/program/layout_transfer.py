@@ -46,13 +46,13 @@ def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
         v, x = step.outs[i], None if k is None or k >= len(step.args) else step.args[k]
         if isinstance(x, Var) and (v is None or i >= len(may) or k not in may[i] or not _fits(v, x)):
             yield f"cannot write {v} over {x}"
-    if not step.owes or has_trait(step.target, "creates"):
+    if not step.has_partial_sums or has_trait(step.target, "creates"):
         return
     layouts = [x for v in step.operands if (x := _layout(v)) is not None]
     if len(layouts) < len(step.operands):
         return
     pending = {p for x in layouts if x.pending for p in _primes(x.pending_axes)}
-    for v in step.made:
+    for v in step.out_vars:
         layout = _layout(v)
         pending_after = {*_primes(layout.pending_axes)} if layout is not None and layout.pending else set[Axis]()
         if layout is None or pending_after == pending:

@@ -31,7 +31,7 @@ def leaves(x: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
                 yield from leaves(y, kind)
 
 
-def found(args: tuple[Any, ...], kinds: tuple[type, ...]) -> list[Any]:
+def list_leaves(args: tuple[Any, ...], kinds: tuple[type, ...]) -> list[Any]:
     """Lists the `leaves` of arguments; fast where most are leaves themselves, or plain."""
     every = []
     for x in args:

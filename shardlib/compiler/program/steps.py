@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.program.nested_args import found, leaves, rebuild
+from shardlib.compiler.program.nested_args import leaves, list_leaves, rebuild
 from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.cached import lazy_property
@@ -85,17 +85,17 @@ class Compute:
     inside: tuple[Module, ...] = ()
 
     @lazy_property
-    def told(self) -> tuple[Var | Sym, ...]:
+    def arg_leaves(self) -> tuple[Var | Sym, ...]:
         """The variables and the `Sym`s among its arguments, in order."""
-        return tuple(found((*self.args, *self.kwargs.values()) if self.kwargs else self.args, (Var, Sym)))
+        return tuple(list_leaves((*self.args, *self.kwargs.values()) if self.kwargs else self.args, (Var, Sym)))
 
     @lazy_property
     def operands(self) -> tuple[Var, ...]:
         """The variables among its arguments, in order."""
-        return tuple([x for x in self.told if isinstance(x, Var)])
+        return tuple([x for x in self.arg_leaves if isinstance(x, Var)])
 
     @lazy_property
-    def made(self) -> tuple[Var, ...]:
+    def out_vars(self) -> tuple[Var, ...]:
         """The results that are tensors."""
         return tuple([v for v in self.outs if v is not None])
 
@@ -107,8 +107,8 @@ class Compute:
     @lazy_property
     def is_pure(self) -> bool:
         """True if a call has no side effects and always computes the same; foreign ops count as impure."""
-        if not self.made or not isinstance(self.target, OpOverload):
-            return bool(self.made)
+        if not self.out_vars or not isinstance(self.target, OpOverload):
+            return bool(self.out_vars)
         drawn = torch.Tag.nondeterministic_seeded in self.target.tags
         return not drawn and self.target.namespace in _OURS and not schema_of(self.target).is_mutable
 
@@ -116,13 +116,13 @@ class Compute:
     def shown(self) -> Mapping[Var | None, Var]:
         """Maps results to the operands whose memory they take or view."""
         if is_view(self.target):
-            return dict.fromkeys(self.made, self.operands[0])
+            return dict.fromkeys(self.out_vars, self.operands[0])
         return self.overwritten if self.over else {}
 
     @lazy_property
-    def owes(self) -> bool:
+    def has_partial_sums(self) -> bool:
         """True if an operand or a result is a partial sum."""
-        return any(v.layout is not None and v.layout.pending for v in (*self.operands, *self.made))
+        return any(v.layout is not None and v.layout.pending for v in (*self.operands, *self.out_vars))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +134,11 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Inside:
-    """The op whose local form communicates, over these factors; `what` it moves, and `how`."""
+    """The op whose local form communicates, over these factors; the name of what is `moved`, and `how`."""
 
     op: Op
     factors: tuple[str, ...]
-    what: str = ""
+    moved: str = ""
     how: str = "passed round"
 
 
@@ -234,7 +234,7 @@ class Program:
     outputs: tuple[Any, ...] = ()
     donated: frozenset[int] = frozenset()
     varies: Mapping[Var, tuple[Axis, ...]] = field(default_factory=dict)
-    owned: int | None = None
+    owned_outputs: int | None = None
     replaced: Mapping[int, int] = field(default_factory=dict)
 
     @lazy_property
@@ -248,7 +248,7 @@ class Program:
         return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind in TIERS)
 
     @lazy_property
-    def given(self) -> frozenset[Var]:
+    def entry_values(self) -> frozenset[Var]:
         """Inputs and captured tensors."""
         return frozenset((*self.inputs, *(v for v, _ in self.captured)))
 
@@ -296,7 +296,7 @@ _READS: Mapping[type, Callable[[Any], tuple[Var, ...]]] = {
     Collective: _one("source"),
 }
 _MAKES: Mapping[type, Callable[[Any], tuple[Var, ...]]] = {
-    Compute: attrgetter("made"),
+    Compute: attrgetter("out_vars"),
     Start: _none,
     Wait: attrgetter("outs"),
     Free: _none,
@@ -318,8 +318,8 @@ def makes(step: Step | Collective) -> tuple[Var, ...]:
 def syms(step: Step) -> Iterator[Sym]:
     if isinstance(step, Start):
         yield from leaves([c.params for c in step.moves], Sym)
-    elif isinstance(step, Compute) and len(step.told) > len(step.operands):
-        yield from (x for x in step.told if isinstance(x, Sym))
+    elif isinstance(step, Compute) and len(step.arg_leaves) > len(step.operands):
+        yield from (x for x in step.arg_leaves if isinstance(x, Sym))
 
 
 def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
@@ -330,7 +330,7 @@ def swapped(step: Step, other: Mapping[Var, Var]) -> Step:
         return other.get(v, v)
 
     if isinstance(step, Compute):
-        if not replaced.isdisjoint(step.made):
+        if not replaced.isdisjoint(step.out_vars):
             changes["outs"] = tuple(v and get(v) for v in step.outs)
         if not replaced.isdisjoint(step.operands):
             args, kwargs = rebuild((step.args, step.kwargs), lambda x: get(x) if isinstance(x, Var) else x)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 
 from shardlib.compiler.program import sym_int
+from shardlib.compiler.program.parse_scalar import parse_scalar
 from shardlib.compiler.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.source_lines import Line
@@ -51,7 +51,7 @@ def show(program: Program, where: Callable[[Line | None], str] | None = None) ->
     for step in program.steps:
         line = step.line if isinstance(step, Compute) else step.first.line if isinstance(step, Start) else None
         lines.append(show_step(step) + (f"  # {where(line)}" if where is not None and line is not None else ""))
-    count = "" if program.owned is None else f" owned {program.owned}"
+    count = "" if program.owned_outputs is None else f" owned {program.owned_outputs}"
     return "\n".join([*lines, f"return {', '.join(map(_value, program.outputs))}{count}"])
 
 
@@ -248,7 +248,7 @@ class _Reader:
         if text.startswith("[") and text.endswith("]"):
             return [self.value(x) for x in _split(text[1:-1])]
         if "$" in text:
-            return _scalar(text)
+            return parse_scalar(text)
         if text.startswith("torch."):
             return getattr(torch, text.removeprefix("torch."))
         if text in ("inf", "-inf", "nan"):
@@ -311,41 +311,3 @@ def _bare(text: str) -> Iterator[tuple[int, str]]:
 def _before(text: str, mark: str) -> str:
     """Returns the text before a mark that is outside of quotes."""
     return next((text[:i] for i, _ in _bare(text) if text.startswith(mark, i)), text)
-
-
-def _scalar(text: str) -> Scalar:
-    """Reads an expression over the call's numbers; their traced values are not in the text."""
-
-    def read(node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            return Scalar.from_leaf(int(node.id.removeprefix("leaf_")), node.id, 1.0)
-        if isinstance(node, ast.BinOp):
-            return Scalar(_BINARY[type(node.op)], (read(node.left), read(node.right)), hint=1)
-        if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
-            return Scalar(operator.neg if isinstance(node.op, ast.USub) else operator.pos, (read(node.operand),))
-        if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute):
-                return Scalar(getattr(math, node.func.attr), tuple(map(read, node.args)), hint=1.0)
-            (argument,) = node.args
-            if isinstance(argument, ast.Constant):
-                return float(str(argument.value))
-            inside = read(argument)
-            if isinstance(node.func, ast.Name) and node.func.id == "abs":
-                return Scalar(operator.abs, (inside,), hint=1)
-            is_power = inside.op is operator.pow and inside.hint == 1 and type(inside.hint) is int
-            return Scalar(operator.pow, inside.args, hint=1.0) if is_power else Scalar(float, (inside,), hint=1.0)
-        return ast.literal_eval(node)
-
-    scalar: Scalar = read(ast.parse(text.replace("$", "leaf_"), mode="eval").body)
-    return scalar
-
-
-_BINARY: Mapping[type, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}

@@ -58,17 +58,17 @@ def verify(program: Program) -> Program:
 
 def _calls(program: Program) -> Iterator[str]:
     """Yields faults in what calls do to layouts, and names of several values."""
-    values = set(program.given)
+    values = set(program.entry_values)
     for step in program.steps:
         if isinstance(step, Compute):
-            values.update(step.made)
-            if step.over or step.owes or len(step.told) > len(step.operands):
+            values.update(step.out_vars)
+            if step.over or step.has_partial_sums or len(step.arg_leaves) > len(step.operands):
                 yield from (f"{describe(step)} {fault}" for fault in call_faults(program.mesh, step))
         elif not isinstance(step, Free):
             values.update(makes(step))
     if len({v.name for v in values}) < len(values):
         names = Counter(
-            v.name for v in dict.fromkeys((*program.given, *chain.from_iterable(map(makes, program.steps))))
+            v.name for v in dict.fromkeys((*program.entry_values, *chain.from_iterable(map(makes, program.steps))))
         )
         yield from (f"%{name} is several values" for name, n in names.items() if n > 1)
 
@@ -97,8 +97,10 @@ class _Differing:
             if isinstance(step, Start):
                 outs, axes = step.outs, _uneven_axes(step)
             elif isinstance(step, Compute):
-                outs = step.made
-                axes = {a.name for s in syms(step) for a in s.axes} if len(step.told) > len(step.operands) else _NONE
+                outs = step.out_vars
+                axes = (
+                    {a.name for s in syms(step) for a in s.axes} if len(step.arg_leaves) > len(step.operands) else _NONE
+                )
             elif isinstance(step, Copy):
                 outs, axes = (step.out,), _NONE
             else:

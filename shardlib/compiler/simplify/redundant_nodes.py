@@ -59,7 +59,7 @@ def merge_equal_nodes(gm: fx.GraphModule) -> None:
 
 
 def merge_reductions(gm: fx.GraphModule) -> None:
-    """Merges reductions of one operand over the same dims, of which some keep the dims.
+    """Merges reductions of one operand over the same dims, whether they keep the dims or not.
 
     A variance then takes the mean that is there already, and one message serves both.
     """

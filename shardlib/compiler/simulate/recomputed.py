@@ -23,4 +23,4 @@ def recomputed(program: Program) -> set[Compute]:
     """
     first = firsts(program)
     calls = (s for s in program.steps if isinstance(s, Compute) and s.backward and s.flops)
-    return {s for s in calls if s.made and all(first[v] is not v for v in s.made)}
+    return {s for s in calls if s.out_vars and all(first[v] is not v for v in s.out_vars)}

@@ -23,12 +23,12 @@ from shardlib.tensor.tensor_meta import short_dtype
 
 
 def _whole(step: Compute) -> float:
-    return float(sum(v.nbytes for v in (*dict.fromkeys(step.operands), *step.made)))
+    return float(sum(v.nbytes for v in (*dict.fromkeys(step.operands), *step.out_vars)))
 
 
 def _lookup_bytes(step: Compute) -> float:
     """Reads as much of the first operand as there is in the results."""
-    written = sum(v.nbytes for v in step.made)
+    written = sum(v.nbytes for v in step.out_vars)
     return float(2 * written + sum(v.nbytes for v in step.operands[1:]))
 
 
@@ -36,7 +36,7 @@ def _picked_bytes(step: Compute) -> float:
     """Reads one number of the first operand for each of the second."""
     first, *others = step.operands
     read = first.dtype.itemsize * others[0].nbytes / others[0].dtype.itemsize
-    return read + sum(v.nbytes for v in (*others, *step.made))
+    return read + sum(v.nbytes for v in (*others, *step.out_vars))
 
 
 def _shaped_as(operand: int) -> Callable[[Compute], float]:
@@ -109,7 +109,7 @@ def seconds(step: Compute, cost: Cost, device: Device) -> float:
 
 def arithmetic(step: Compute, device: Device) -> float:
     """Returns the seconds of a call's FLOPs, at the rate of the dtype of its largest operand."""
-    floats = [v for v in step.operands or step.made if v.dtype.is_floating_point or v.dtype.is_complex]
+    floats = [v for v in step.operands or step.out_vars if v.dtype.is_floating_point or v.dtype.is_complex]
     if not floats or not step.flops:
         return 0.0
     dtype = max(floats, key=lambda v: v.nbytes).dtype
@@ -134,7 +134,7 @@ def fused(program: Program) -> dict[Compute, Cost]:
     for step in program.steps:
         if isinstance(step, Compute) and _by_element(step):
             kernel[step] = epoch
-            producer |= dict.fromkeys(step.made, epoch)
+            producer |= dict.fromkeys(step.out_vars, epoch)
             epoch += _tagged(step, torch.Tag.reduction)
         elif not isinstance(step, Free) and not _is_free(step):
             epoch += 1
@@ -146,7 +146,7 @@ def fused(program: Program) -> dict[Compute, Cost]:
     seen: set[int] = set()
     for step, number in kernel.items():
         outside = [v for v in dict.fromkeys(step.operands) if producer.get(v) != number]
-        nbytes = sum(v.nbytes for v in (*outside, *(v for v in step.made if readers[v])))
+        nbytes = sum(v.nbytes for v in (*outside, *(v for v in step.out_vars if readers[v])))
         held[step] = Cost(float(nbytes), number not in seen)
         seen.add(number)
     return held

@@ -65,7 +65,7 @@ class Simulated:
     @cached_property
     def peak_memory(self) -> int:
         """The most bytes in use at once on the fullest device."""
-        return max((held for _, held in self.timeline.memory), default=sum(v.nbytes for v in self.program.given))
+        return max((held for _, held in self.timeline.memory), default=sum(v.nbytes for v in self.program.entry_values))
 
     @cached_property
     def utilization(self) -> Utilization:

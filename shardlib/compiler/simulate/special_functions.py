@@ -52,7 +52,7 @@ def evaluated(step: Compute, tile: int) -> float:
         return tiled(step, tile) * _scores(step, name)
     else:
         each = PER_ELEMENT.get(name, 0)
-    return float(each * max((v.numel for v in (*step.operands, *step.made)), default=0)) if each else 0.0
+    return float(each * max((v.numel for v in (*step.operands, *step.out_vars)), default=0)) if each else 0.0
 
 
 def tiled(step: Compute, tile: int) -> float:

@@ -617,7 +617,9 @@ def test_a_pass_that_is_wrong_is_found_behind_the_last_one(monkeypatch: pytest.M
         def wrong(program: Program, one: Pass = PASSES[i]) -> Program:
             made = one(program)
             read = {v for s in made.steps for v in reads(s)}
-            first = next(k for k, s in enumerate(made.steps) if isinstance(s, Compute) and read.intersection(s.made))
+            first = next(
+                k for k, s in enumerate(made.steps) if isinstance(s, Compute) and read.intersection(s.out_vars)
+            )
             return replace(made, steps=(*made.steps[:first], *made.steps[first + 1 :]))
 
         monkeypatch.setattr("shardlib.compiler.passes.PASSES", (*PASSES[:i], wrong, *PASSES[i + 1 :]))

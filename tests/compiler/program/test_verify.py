@@ -204,7 +204,7 @@ def _mixed(program: Program) -> Program:
 
 
 def _more_results(step: Compute) -> Sequence[Step]:
-    (out,) = step.made
+    (out,) = step.out_vars
     return [replace(step, outs=(out, replace(out, name="more")))]
 
 
@@ -212,7 +212,7 @@ def _copied(**other: Any) -> Plant:
     """With a copy of a matmul's result, which is said to be another."""
 
     def change(step: Compute) -> Sequence[Step]:
-        (out,) = step.made
+        (out,) = step.out_vars
         return [step, Copy(out, replace(out, name="copied", **other))]
 
     return _mm(change)

@@ -46,7 +46,7 @@ class DerivedBorder:
         if self.border is not None:
             return self.border.root
         assert self.step is not None
-        return self.step.made[0]
+        return self.step.out_vars[0]
 
     def opened(self, values: Collection[Var], steps: Mapping[Var, Compute]) -> DerivedBorder:
         """Returns the border with those of `values` computed from their operands' borders."""
@@ -134,9 +134,9 @@ def _path(value: Var, ends: Collection[Var], steps: Mapping[Var, Compute], deep:
 
 def repeats(step: Compute) -> Sequence[int]:
     """Returns the number of repetitions of each element, by dim, if a step repeats a value that is sharded alike."""
-    if len(step.operands) != 1 or len(step.made) != 1:
+    if len(step.operands) != 1 or len(step.out_vars) != 1:
         return ()
-    (x,), (value,) = step.operands, step.made
+    (x,), (value,) = step.operands, step.out_vars
     op = None if value.value is None else value.value.op
     times = () if op is None or op.target is not step.target else repeated(op.call)
     if not times or value.layout is None or x.layout is None:
@@ -161,7 +161,7 @@ def _exact(value: Var, steps: Mapping[Var, Compute]) -> Compute | None:
         return step
     if step is None or not has_trait(step.target, "correctly_rounded") or step.kwargs or value.layout is None:
         return None
-    plain = len(step.told) == len(step.operands) > 0 and step.outs == (value,) and value.dtype.is_floating_point
+    plain = len(step.arg_leaves) == len(step.operands) > 0 and step.outs == (value,) and value.dtype.is_floating_point
     alike = all(x.layout == value.layout and x.dtype == value.dtype for x in step.operands)
     return step if plain and alike else None
 

@@ -104,7 +104,7 @@ class Trace:
 
     @cached_property
     def producer(self) -> dict[Var, Compute]:
-        return {v: s for s in self.program.steps if isinstance(s, Compute) for v in s.made}
+        return {v: s for s in self.program.steps if isinstance(s, Compute) for v in s.out_vars}
 
     @cached_property
     def messages(self) -> dict[Var, Collective]:

@@ -48,7 +48,7 @@ def share_borders(program: Program) -> Program:
         for border in filter(None, (traces[c.axes].border(c) for c in moves))
         if border.is_read_where_it_arrives(readers.get(border.moves[0].out, ()), program)
     ]
-    steps = {v: step for step in program.steps if isinstance(step, Compute) for v in step.made}
+    steps = {v: step for step in program.steps if isinstance(step, Compute) for v in step.out_vars}
     derived = {each.move: each for each in derive(borders, steps)}
     groups = joined(border for each in derived.values() for border in each.borders())
     shared = [g for g in groups if len(g.moves) > 1 or derived[g.moves[0]].border is None]
@@ -94,7 +94,7 @@ def _emit_border(
         (x,) = operands.values()
         return _emit_repeated(derived, derived.repeated_range, x, names, steps)
     args = [operands[x] if isinstance(x, Var) else x for x in step.args]
-    out = _new(move.out, f"{move.out.name}.made", names)
+    out = _new(move.out, f"{move.out.name}.out_vars", names)
     note, flops = "made of borders", float(max(map(elements, derived.borders())))
     steps.append(Compute(step.target, tuple(args), {}, (out,), move.line, move.backward, note, flops))
     return out
@@ -111,7 +111,7 @@ def _emit_repeated(derived: DerivedBorder, target_range: Border, x: Var, names: 
     calls.append((NARROW, target_range.dim, begin, count))
     calls.append((VIEW, [count if d == at else size for d, size in enumerate(shape)]))
     for target, *args in calls:
-        out = _new(move.out, f"{move.out.name}.made", names)
+        out = _new(move.out, f"{move.out.name}.out_vars", names)
         steps.append(Compute(target, (x, *args), {}, (out,), move.line, move.backward, "made of borders"))
         x = out
     return x
@@ -163,7 +163,7 @@ def _needed(steps: Sequence[Step], program: Program) -> Iterator[Step]:
     """Yields the steps without those that only prepared removed messages."""
     used, kept = {*program.results}, list[Step]()
     for step in reversed(steps):
-        if isinstance(step, Compute) and step.target in MOVES and used.isdisjoint(step.made):
+        if isinstance(step, Compute) and step.target in MOVES and used.isdisjoint(step.out_vars):
             continue
         used.update(reads(step))
         kept.append(step)

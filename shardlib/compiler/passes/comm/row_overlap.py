@@ -79,7 +79,7 @@ class _Writer:
         self.program, self.region, self.n, self.device = program, region, cutter.n, cutter.device
         self.steps: list[Step] = []
         self.now: Step | None = None  # the step that is being written
-        self.whole: set[Var] = set(program.given)  # values that exist as a whole
+        self.whole: set[Var] = set(program.entry_values)  # values that exist as a whole
         self.cuts: dict[Var, Cut] = {}  # values that are computed in parts
         self.parts: dict[Var, tuple[Var, ...]] = {}
         self.buffer: list[list[list[Step]]] = []  # per step, the steps of each part
@@ -103,7 +103,7 @@ class _Writer:
         """Returns the written steps without slices that no step reads."""
         used, kept = {*self.program.results}, list[Step]()
         for step in reversed(self.steps):
-            if not (isinstance(step, Compute) and step.note == _NOTE and used.isdisjoint(step.made)):
+            if not (isinstance(step, Compute) and step.note == _NOTE and used.isdisjoint(step.out_vars)):
                 used.update(reads(step))
                 kept.append(step)
         return tuple(reversed(kept))

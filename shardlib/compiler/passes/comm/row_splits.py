@@ -141,10 +141,10 @@ class Cutter:
 
     def _call(self, step: Compute) -> Call | None:
         """Returns a call for the rules; None if its arguments differ by device, or its shapes are unknown."""
-        metas = {v: x for v in (*step.operands, *step.made) if (x := self._meta(v)) is not None}
-        if not all(v in metas for v in (*step.operands, *step.made)) or not isinstance(step.target, OpOverload):
+        metas = {v: x for v in (*step.operands, *step.out_vars) if (x := self._meta(v)) is not None}
+        if not all(v in metas for v in (*step.operands, *step.out_vars)) or not isinstance(step.target, OpOverload):
             return None
-        if len(step.told) > len(step.operands) and torch.Tag.pointwise not in step.target.tags:
+        if len(step.arg_leaves) > len(step.operands) and torch.Tag.pointwise not in step.target.tags:
             return None  # its `Sym`s are sizes or positions of all rows
 
         def seen(x: Any) -> Any:
@@ -257,9 +257,9 @@ def _summed(step: Step, way: Way) -> list[Var]:
 
 def _uneven(program: Program) -> set[Var]:
     """Returns the values whose shards may differ in size."""
-    uneven = {v for v in program.given if _differs(v)}
+    uneven = {v for v in program.entry_values if _differs(v)}
     for step in program.steps:
-        has_syms = isinstance(step, Compute) and len(step.told) > len(step.operands)
+        has_syms = isinstance(step, Compute) and len(step.arg_leaves) > len(step.operands)
         if isinstance(step, Compute) and torch.Tag.pointwise in getattr(step.target, "tags", ()):
             has_syms = False  # its `Sym`s are numbers, not sizes
         elif isinstance(step, Start):

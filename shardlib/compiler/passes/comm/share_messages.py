@@ -15,7 +15,7 @@ def share_messages(program: Program) -> Program:
     alike, same, returned = ValueNumbers(), dict[Var, Var](), {*program.results}
     for step in program.steps:
         if isinstance(step, Compute):
-            if any(v.layout is None for v in step.made) and step.is_pure:
+            if any(v.layout is None for v in step.out_vars) and step.is_pure:
                 alike.note(step.outs, step.target, step.args, dict(step.kwargs), step.backward)
         elif isinstance(step, Start):
             for c in (c for c in step.moves if c.source.layout is None):
@@ -34,7 +34,7 @@ def _without(program: Program, same: dict[Var, Var]) -> Program:
             steps.append(swapped(step, same))
     used, kept = {*program.results}, list[Step]()
     for step in reversed(steps):
-        if isinstance(step, Compute) and step.is_pure and used.isdisjoint(step.made):
+        if isinstance(step, Compute) and step.is_pure and used.isdisjoint(step.out_vars):
             continue
         used.update(reads(step))
         kept.append(step)

@@ -11,7 +11,7 @@ from shardlib.compiler.program.steps import Free, Program, Step, Var
 
 def free(program: Program) -> Program:
     """Adds a `Free` for every value that the program makes and does not return."""
-    kept = {*program.given, *program.results}
+    kept = {*program.entry_values, *program.results}
     ends: dict[int, list[Var]] = defaultdict(list)
     for var, i in last_reads(program.steps).items():
         if var not in kept:

@@ -277,7 +277,7 @@ def _is_inside(step: int, span: Span) -> bool:
 def _refuse(candidates: Candidates) -> NoReturn:
     least = min(candidates.tried, key=lambda key: candidates.tried[key].peak)
     (program, _), peak = candidates.program(*least), candidates.tried[least].peak
-    lines = {v: step.line for step in program.steps if isinstance(step, Compute) for v in step.made}
+    lines = {v: step.line for step in program.steps if isinstance(step, Compute) for v in step.out_vars}
     lines |= {c.out: c.line for c in program.collectives}
     held = [f"{v.nbytes:,} bytes: {v.name}, {_whence(program, v, lines)}" for v in largest(program)[:_SHOWN]]
     raise ShardingError(
@@ -290,6 +290,6 @@ def _refuse(candidates: Candidates) -> NoReturn:
 
 
 def _whence(program: Program, v: Var, lines: Mapping[Var, Line | None]) -> str:
-    if v in program.given:
+    if v in program.entry_values:
         return "an input"
     return f"made at {format_path_line(lines.get(v))}"

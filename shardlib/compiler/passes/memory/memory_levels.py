@@ -88,8 +88,8 @@ def trips(program: Program, crossing: Crossing, owner: Owner) -> dict[Var, Trip]
                 leaves.setdefault(o, before)
             elif o is not None and o in leaves:
                 flying.append(o)
-        elif isinstance(step, Compute) and step.made and step.made[0] in crossing.maker:
-            before = step.made[0]
+        elif isinstance(step, Compute) and step.out_vars and step.out_vars[0] in crossing.maker:
+            before = step.out_vars[0]
             if crossing.back[crossing.maker[before]]:
                 returns = {**dict.fromkeys(flying, before), **returns}
                 flying = []

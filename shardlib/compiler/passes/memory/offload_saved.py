@@ -64,7 +64,7 @@ def crossing(forward: Program, own: int, how: Schedule) -> tuple[int, ...]:
         (v, step)
         for step in steps
         if isinstance(step, Compute) and _named(step, how.saved)
-        for v in step.made
+        for v in step.out_vars
         if v in saved and v not in kept and owner.get(v, v) is v and v.nbytes
     ]
     layers = units(
@@ -130,7 +130,13 @@ def _saved(program: Program) -> list[Saved]:
     turns = _turns(program)
     result = []
     for var, ((position, maker), *others) in shown.items():
-        if var in kept or not isinstance(maker, Compute) or maker.backward or var not in maker.made or not var.nbytes:
+        if (
+            var in kept
+            or not isinstance(maker, Compute)
+            or maker.backward
+            or var not in maker.out_vars
+            or not var.nbytes
+        ):
             continue
         turn = turns[position]
         late = next((i for i in touched[var] if i >= turn), None)
@@ -138,7 +144,7 @@ def _saved(program: Program) -> list[Saved]:
         views = [step for i, step in others if i < turn]
         if late is not None and all(isinstance(s, Compute) and is_view(s.target) and not s.copies for s in views):
             early = max((i for i in touched[var] if i < turn), default=position)
-            taken = {v: s for s in views if isinstance(s, Compute) for v in s.made}
+            taken = {v: s for s in views if isinstance(s, Compute) for v in s.out_vars}
             result.append(Saved(var, maker, position, early, late, taken))
     return result
 
@@ -148,13 +154,13 @@ def _turns(program: Program) -> list[int]:
 
     Steps that only reshape an input or a constant do not begin a pass, because they may run early.
     """
-    steps, forms = program.steps, set(program.given)
+    steps, forms = program.steps, set(program.entry_values)
     begins = []
     for step in steps:
         needed = step.outs if isinstance(step, Wait) else reads(step)
         if len(needed) < 2 and forms.issuperset(needed):
             forms.update(step.outs if isinstance(step, Start) else makes(step))
-        begins.append(isinstance(step, Compute) and step.backward and forms.isdisjoint(step.made))
+        begins.append(isinstance(step, Compute) and step.backward and forms.isdisjoint(step.out_vars))
     turns, turn = [0] * len(steps), len(steps)
     for i in reversed(range(len(steps))):
         turn = i if begins[i] else turn
@@ -241,7 +247,7 @@ class _Moved:
             self.flying.pop(one.var, None)
         if (view := one.views.get(var)) is not None:
             steps += self._landed(view.operands[0])
-            for v in view.made:  # all results of the view
+            for v in view.out_vars:  # all results of the view
                 self.back[v] = replace(v, name=f"{v.name}.back")
                 self.flying.pop(v, None)
             steps.append(swapped(view, self.back))

@@ -63,8 +63,8 @@ class _Away:
             if not isinstance(step, Compute) or not is_view(step.target) or step.copies:
                 continue
             if (root := self.root.get(step.operands[0])) is not None:
-                self.root |= dict.fromkeys(step.made, root)
-                self.views |= dict.fromkeys(step.made, step)
+                self.root |= dict.fromkeys(step.out_vars, root)
+                self.views |= dict.fromkeys(step.out_vars, step)
         self.visits = self._visits()
 
     def _reads(self) -> Iterator[tuple[int, Var]]:
@@ -78,7 +78,7 @@ class _Away:
                 yield self.end, self.root[v]
 
     def _is_view(self, step: Step) -> bool:
-        return isinstance(step, Compute) and any(self.views.get(v) is step for v in step.made)
+        return isinstance(step, Compute) and any(self.views.get(v) is step for v in step.out_vars)
 
     def _visits(self) -> dict[tuple[int, Var], _Visit]:
         """Maps each reader to the visit that it needs."""
@@ -181,7 +181,7 @@ class _Away:
             return []
         view = self.views[v]
         steps = self._viewed(one, view.operands[0])
-        for w in view.made:
+        for w in view.out_vars:
             one.copies[w] = self._brought(one, w)
         return [*steps, swapped(view, one.copies)]
 

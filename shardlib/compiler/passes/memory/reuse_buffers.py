@@ -23,7 +23,7 @@ def reuse(program: Program) -> Program:
     steps: list[Step] = [memory.in_place(i, step) for i, step in enumerate(program.steps)]
     copies = {var: replace(var, name=f"{var.name}.own") for var in _borrowed(program, memory)}
     steps += [Copy(var, own) for var, own in copies.items()]
-    own = len(program.outputs) if program.owned is None else program.owned
+    own = len(program.outputs) if program.owned_outputs is None else program.owned_outputs
     homes = set(program.replaced.values())
     outputs = [
         copies.get(x, x) if isinstance(x, Var) and i < own and i not in homes else x
@@ -43,7 +43,7 @@ class _Memory:
     @staticmethod
     def analyze(program: Program) -> _Memory:
         owner = owners_in(program)
-        borrowed = program.given - {program.inputs[i] for i in program.donated}
+        borrowed = program.entry_values - {program.inputs[i] for i in program.donated}
         messages = (v for step in program.steps if isinstance(step, Start) for v in reads(step))
         kept = {owner.get(v, v) for v in (*borrowed, *program.results, *messages)} | blurred(program.steps, owner)
         last = {owner.get(v, v): i for i, step in enumerate(program.steps) for v in reads(step)}
@@ -72,11 +72,11 @@ class _Memory:
 def _borrowed(program: Program, memory: _Memory) -> list[Var]:
     """Returns results that view memory of an undonated argument, a captured tensor, or an earlier result."""
     donated = {program.inputs[i] for i in program.donated}
-    others = {*(program.given - donated), *blurred(program.steps, memory.owner)}
+    others = {*(program.entry_values - donated), *blurred(program.steps, memory.owner)}
     homes = set(program.replaced.values())
     out: list[Var] = []
     for var in dict.fromkeys(
-        v for i, v in enumerate(program.outputs[: program.owned]) if isinstance(v, Var) and i not in homes
+        v for i, v in enumerate(program.outputs[: program.owned_outputs]) if isinstance(v, Var) and i not in homes
     ):
         root = memory.owner.get(var, var)
         if root in others:

@@ -39,7 +39,7 @@ class Crossing:
         now, n = False, 0
         for i, step in enumerate(program.steps):
             if isinstance(step, Compute) and constant.issuperset(step.operands):
-                constant.update(step.made)  # belongs to no direction
+                constant.update(step.out_vars)  # belongs to no direction
             elif isinstance(step, Compute | Start):
                 is_back = step.backward if isinstance(step, Compute) else step.first.backward
                 now, n = is_back, n + (is_back is not now)

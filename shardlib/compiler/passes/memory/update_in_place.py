@@ -160,7 +160,7 @@ class _State:
 def _is_safe(step: Step) -> bool:
     """Returns whether a step is free of side effects, and cannot fail because of values or other ranks."""
     tags = getattr(getattr(step, "target", None), "tags", ())
-    if not isinstance(step, Compute) or not step.made or torch.Tag.nondeterministic_seeded in tags:
+    if not isinstance(step, Compute) or not step.out_vars or torch.Tag.nondeterministic_seeded in tags:
         return False
     if has_trait(step.target, "raises_on_values"):
         return False

@@ -141,7 +141,7 @@ def test_what_sees_all_rows_is_whole(fn: Callable[..., Any], spec: str) -> None:
     for step in plan.compiled.program.steps:
         if isinstance(step, Compute) and str(step.target).split(".")[1] in ("cumsum", "sort"):
             (_, d, *_) = step.args
-            assert all(v.layout.shape[d] == ROWS.shape[d] for v in (*step.operands, *step.made))
+            assert all(v.layout.shape[d] == ROWS.shape[d] for v in (*step.operands, *step.out_vars))
 
 
 HEAD = """mesh data=2, tensor=2
@@ -237,7 +237,7 @@ def one_op(target: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> tuple
     args, kwargs = mapped((tuple(args), dict(kwargs)), given)
     outs = tuple(var(x, f"y{i}") if isinstance(x, Tensor) else None for i, x in enumerate(results))
     step = Compute(target, args, kwargs, outs)
-    return Program(sl.Mesh.abstract(x=1), (step,), tuple(inputs), outputs=step.made), tensors
+    return Program(sl.Mesh.abstract(x=1), (step,), tuple(inputs), outputs=step.out_vars), tensors
 
 
 def run(program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -287,7 +287,7 @@ def test_a_part_computes_while_another_is_in_flight() -> None:
         elif isinstance(step, Wait):
             order.append(f"wait {step.outs[0].part[0]}")
         elif isinstance(step, Compute) and str(step.target) in ("aten.mm.default", "aten.addmm.default"):
-            (out,) = step.made
+            (out,) = step.out_vars
             order.append(f"product {out.part[0]}")
     first, second = ["product 1", "product 1", "start 1"], ["product 2", "product 2", "start 2"]
     assert order == [*first, *second, "wait 1", *first, "wait 2", *second, "wait 1", "wait 2"]

@@ -234,7 +234,7 @@ def test_what_is_not_saved_is_left() -> None:
     """Without a backward pass; results; what nobody is asked to move."""
     program = parse(FORWARD)
     assert offload(program, sl.Schedule(offload="saved")) is program
-    assert offload(program, chosen=program.given) is program
+    assert offload(program, chosen=program.entry_values) is program
     assert offload(program) is program
 
 
