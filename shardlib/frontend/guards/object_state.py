@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.torch_private import MODULE_DICTS, TENSOR_HOOKS
 from shardlib.frontend.guards.attributes import BoundMethod, attribute_items, cell_content, instance_dict
 from shardlib.frontend.guards.mutable_places import NUMBERS, Item, Place
@@ -183,7 +184,7 @@ class State(ReachedState):
             facts += (kind, repr(x))
         elif isinstance(x, torch.Tensor):
             self.lift(x, facts)
-        elif is_traced_number(x):
+        elif is_traced_number(x) or kind is BoundedCache:
             facts.append(kind)
         elif isinstance(x, CONTAINERS):
             self._visit_container(x, facts, depth)
