@@ -66,7 +66,7 @@ class StageDump:
         self.write("graph", lambda: "\n".join(_graph_lines(graph)))
 
     def write_decisions(self, graph: Graph, propagated: Propagated) -> None:
-        """Writes the mesh axes of every input, and of the factors of every op."""
+        """Writes the factor classes (`#n`) and mesh axes of the dims of inputs, and of the factors of ops."""
         self.write("decisions", lambda: "\n".join(_decision_lines(graph, propagated)))
 
     def write_program(self, stage: str, program: Program) -> None:
@@ -99,13 +99,17 @@ def _decision_lines(graph: Graph, propagated: Propagated) -> Iterable[str]:
     propagation = propagated.propagation
     for value in graph.inputs:
         factors = zip(propagation.dim_factors(value), propagated.input_axes(value), strict=True)
-        dims = [_sharded(str(propagation.dims.size(factor)), axes) for factor, axes in factors]
+        dims = [_sharded(f"{propagation.dims.size(factor)}#{factor}", axes) for factor, axes in factors]
         yield f"input {value.name}: {' '.join(dims)}".rstrip()
     for op in graph.ops:
         if op in propagated.units.op_slots:
             assigned = propagated.assignment(op)
-            labels = [_sharded(f"{name}.{i}" if i else name, axes) for (name, i), axes in assigned.items()]
-            yield f"{op.name} {op.kind}: {' '.join(labels) or 'replicated'}"
+            labels = [
+                _sharded(f"{f'{name}.{i}' if i else name}#{factor}", assigned.get((name, i), ()))
+                for name, factors in propagation.labels[op].items()
+                for i, factor in enumerate(factors)
+            ]
+            yield f"{op.name} {op.kind}: {' '.join(labels)}"
 
 
 def _sharded(factor: str, axes: tuple[Axis, ...]) -> str:

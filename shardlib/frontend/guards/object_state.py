@@ -3,7 +3,6 @@
 Every tensor becomes an input of the program. Each call reads it anew, so a parameter that was replaced or filled since
 has its new value. Everything else (flags such as `training`, numbers, hooks, objects by identity) is part of the key.
 The walk goes many levels deep. It skips deeper values, and values that properties compute.
-
 Numbers that the function changes (`MutablePlaces`) are inputs, too. Containers that it changes count by identity.
 """
 
