@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardlib.core.context import is_tracing
-from shardlib.core.torch_private import count_function_modes
+from shardlib.core.torch_internals.torch_private import count_function_modes
 from shardlib.ops import define_op
 
 # A clone, since an op's result must not alias its operand.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from shardlib.core.torch_private import ONEDNN_LINEAR, has_onednn, late
+from shardlib.core.torch_internals.torch_private import ONEDNN_LINEAR, has_onednn, late
 from shardlib.ops.backend_choice import Choice, requested_backend, unavailable_error
 
 _backends: Any = torch.backends  # whose functions have no types

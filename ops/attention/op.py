@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.forward_mode import is_forward_mode
+from shardlib.core.torch_internals.forward_mode import is_forward_mode
 from shardlib.ops.attention import cuda as attention_cuda
 from shardlib.ops.attention import math as attention_math
 from shardlib.ops.attention import merge as attention_merge

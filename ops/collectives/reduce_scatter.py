@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import c10d_functional
+from shardlib.core.torch_internals.torch_private import c10d_functional
 from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives.all_reduce import find_native_fault
 from shardlib.ops.collectives.transport import cuda_wire

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.batched_grad import loop_over_batches
+from shardlib.core.torch_internals.batched_grad import loop_over_batches
 from shardlib.ops.recurrence.op import LIB, alive_rows, mask_rows, previous_states, reference
 
 _INPUTS = 6  # tensors that have gradients: gates, weight, bias, projection, h0, c0

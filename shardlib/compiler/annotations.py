@@ -11,7 +11,7 @@ from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.source_lines import format_path_line
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.guards.argument_specs import describe_non_tensor, refuse_missing_specs, specs_by_argument
 from shardlib.frontend.guards.flatten_call import FlatCall, argument_names, find_aliases
 from shardlib.frontend.traced_graph import TracedFunction

@@ -15,7 +15,7 @@ from torch import fx
 
 from shardlib.compiler.graph.ir import Graph
 from shardlib.compiler.program.steps import Var
-from shardlib.core.strided_only import as_bytes
+from shardlib.core.torch_internals.strided_only import as_bytes
 from shardlib.frontend.guards.value_kinds import PLAIN
 from shardlib.frontend.side_effects.mutation_outputs import is_value
 from shardlib.frontend.traced_graph import TracedFunction

@@ -12,7 +12,7 @@ import torch
 from shardlib.compiler.graph.ir import Graph, Value
 from shardlib.compiler.schedule_options import MOMENTS, PARAMETERS, Schedule
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.guards.argument_specs import describe_non_tensor
 from shardlib.frontend.guards.flatten_call import FlatCall
 from shardlib.frontend.side_effects.mutation_values import Part, Result

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
-from shardlib.core.torch_private import set_frame_evaluation
+from shardlib.core.torch_internals.torch_private import set_frame_evaluation
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")

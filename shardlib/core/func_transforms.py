@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from shardlib.core.context import is_tracing
-from shardlib.core.forward_mode import is_forward_mode
-from shardlib.core.torch_private import FakeTensor, pytree, transform_level
+from shardlib.core.torch_internals.forward_mode import is_forward_mode
+from shardlib.core.torch_internals.torch_private import FakeTensor, pytree, transform_level
 
 __all__ = ["grad", "value_and_grad", "vmap"]
 

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     function_modes,
     function_modes_on,
     hears_functions,

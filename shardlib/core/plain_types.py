@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import IS_PARAMETER, FakeTensor
+from shardlib.core.torch_internals.torch_private import IS_PARAMETER, FakeTensor
 
 _showing: ContextVar[bool] = ContextVar("shardlib_plain_types", default=False)
 _LOCK = threading.Lock()

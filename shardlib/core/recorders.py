@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     FX_IS_TRACING,
     FakeTensor,
     FakeTensorMode,

@@ -22,7 +22,7 @@ import typing_extensions
 from torch import fx
 
 from shardlib.core.bounded_cache import BoundedCache
-from shardlib.core.torch_private import last_number, number_of, running_node
+from shardlib.core.torch_internals.torch_private import last_number, number_of, running_node
 
 
 class Line(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardlib.core.torch_private import node_type, pytree
+from shardlib.core.torch_internals.torch_private import node_type, pytree
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pytree.TreeSpec]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from shardlib.core.torch_private import dispatch_modes, pop_dispatch_mode, push_dispatch_mode
+from shardlib.core.torch_internals.torch_private import dispatch_modes, pop_dispatch_mode, push_dispatch_mode
 
 active_modes: tuple[Any, ...] = ()  # modes entered in any thread; a tuple, so that readers see a consistent value
 _lock = threading.Lock()

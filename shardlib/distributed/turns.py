@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from shardlib.core.errors import CollectiveError, ShardingError
 from shardlib.core.source_lines import format_path_line, line_at, user_frame
-from shardlib.core.torch_private import default_store, gather_of
+from shardlib.core.torch_internals.torch_private import default_store, gather_of
 from shardlib.distributed import world
 from shardlib.distributed.processes import Processes
 from shardlib.distributed.store import Store, clone_connection

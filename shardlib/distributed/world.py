@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import backend_of, default_timeout, devices_of, timeout_of
+from shardlib.core.torch_internals.torch_private import backend_of, default_timeout, devices_of, timeout_of
 
 _Key = tuple[tuple[tuple[str, int], ...], str]
 

@@ -33,7 +33,7 @@ from shardlib.core.call_scalar import replace_by_hints
 from shardlib.core.context import paused_gc, skip_dynamo
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, user_line
-from shardlib.core.torch_private import FakeTensorMode, pytree, running_node, schema_of
+from shardlib.core.torch_internals.torch_private import FakeTensorMode, pytree, running_node, schema_of
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.eager.arg_slots import choose_device, fill_slots, replace_devices, requested_devices, thaw_args
 from shardlib.frontend.functionalize import functionalize

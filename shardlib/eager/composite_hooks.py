@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
-from shardlib.core.torch_private import TransformType, keys_below, keys_of, schema_of
+from shardlib.core.torch_internals.torch_private import TransformType, keys_below, keys_of, schema_of
 from shardlib.eager.arg_slots import list_tensors
 from shardlib.eager.inplace import make_out_runner
 from shardlib.frontend.torch_rewrites import flex_attention

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from shardlib.core.context import skip_dynamo
-from shardlib.core.torch_private import dispatch_modes, is_profiling
+from shardlib.core.torch_internals.torch_private import dispatch_modes, is_profiling
 from shardlib.eager import unsupported
 from shardlib.eager.prepare import COMPILE_LOCK
 from shardlib.eager.recompile_warning import note_compiled

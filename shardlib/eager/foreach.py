@@ -17,7 +17,7 @@ import torch
 
 from shardlib.core.aten.functional_forms import functional_form
 from shardlib.core.aten.schemas import written_arguments
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 from shardlib.distributed.provenance import record_origin, result_origin
 from shardlib.distributed.turn_errors import hash_texts
 from shardlib.eager.arg_slots import iterate_numbers

@@ -12,7 +12,7 @@ from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.aten.schemas import is_non_overlapping, written_arguments
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree, schema_of
+from shardlib.core.torch_internals.torch_private import pytree, schema_of
 from shardlib.distributed.provenance import result_origin
 from shardlib.eager.arg_slots import (
     Slot,

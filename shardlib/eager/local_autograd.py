@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.batched_grad import loop_over_batches
 from shardlib.core.errors import ShardingError
+from shardlib.core.torch_internals.batched_grad import loop_over_batches
 from shardlib.eager.placement_autograd import gather_full, gradient_placement, is_tracked, place_tracked, redistribute
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import first_replicas

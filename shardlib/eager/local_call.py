@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import make_wrapper
+from shardlib.core.torch_internals.torch_private import make_wrapper
 from shardlib.distributed.provenance import hash_origin
 from shardlib.eager.arg_slots import Slot
 from shardlib.tensor.eager_cache import Runner

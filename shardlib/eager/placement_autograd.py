@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from shardlib.core.batched_grad import loop_over_batches
 from shardlib.core.errors import ShardingError
-from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.recorders import refuse_recorded
-from shardlib.core.torch_private import is_excluded
+from shardlib.core.torch_internals.batched_grad import loop_over_batches
+from shardlib.core.torch_internals.forward_mode import is_forward_mode
+from shardlib.core.torch_internals.torch_private import is_excluded
 from shardlib.eager.redistribute import relayout
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh

@@ -13,8 +13,8 @@ from shardlib.compiler.codegen.op_callables import callable_of
 from shardlib.core.aten.functional_forms import to_shard_call
 from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.core.bounded_cache import BoundedCache
-from shardlib.core.strided_only import refuse_unstrided
-from shardlib.core.torch_private import FakeTensorMode, pytree
+from shardlib.core.torch_internals.strided_only import refuse_unstrided
+from shardlib.core.torch_internals.torch_private import FakeTensorMode, pytree
 from shardlib.distributed.provenance import record_origin, result_origin
 from shardlib.distributed.turn_errors import hash_texts
 from shardlib.eager.arg_slots import (

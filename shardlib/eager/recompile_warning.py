@@ -19,7 +19,7 @@ import torch
 
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.source_lines import caller_at
-from shardlib.core.torch_private import TRANSFORMS, schema_of
+from shardlib.core.torch_internals.torch_private import TRANSFORMS, schema_of
 from shardlib.frontend.guards.recompile_reasons import RetraceWarning
 from shardlib.tensor.eager_cache import OPS_KEYED_BY_NUMBER_TYPE
 

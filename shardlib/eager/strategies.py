@@ -17,7 +17,7 @@ import torch
 
 from shardlib.core.aten.functional_forms import functional_form
 from shardlib.core.aten.op_traits import has_trait, is_composite, is_view
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     ASKS_IS_VIEW,
     PER_RANK,
     DataDependentOutputException,

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 
 

@@ -21,9 +21,9 @@ from torch.fx.experimental.proxy_tensor import (
     has_proxy_slot,
 )
 
-from shardlib.core.fake_tensors import make_fake_like
 from shardlib.core.source_lines import modules
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.fake_tensors import make_fake_like
+from shardlib.core.torch_internals.torch_private import (
     SLOT,
     FakeTensor,
     innermost,

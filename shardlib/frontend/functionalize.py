@@ -21,7 +21,7 @@ from shardlib.core.aten.functional_forms import functional_form
 from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.core.aten.schemas import find_nodes, get_argument, write_through_view, written_arguments
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 from shardlib.frontend.alias_analysis import Views
 from shardlib.frontend.readonly_inputs import refuse_unwritable
 from shardlib.frontend.torch_rewrites.custom_ops import copying_form

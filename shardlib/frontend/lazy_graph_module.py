@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardlib.core.torch_private import LAZY_GRAPHS
+from shardlib.core.torch_internals.torch_private import LAZY_GRAPHS
 
 _lock = threading.Lock()
 _inside = 0  # threads that make graphs now

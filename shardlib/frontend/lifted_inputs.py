@@ -20,8 +20,15 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.fake_tensors import make_fake
-from shardlib.core.torch_private import SLOT, FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, set_slot
+from shardlib.core.torch_internals.fake_tensors import make_fake
+from shardlib.core.torch_internals.torch_private import (
+    SLOT,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    pytree,
+    set_slot,
+)
 from shardlib.core.tree_paths import children_with_keys, flatten_with_path
 from shardlib.frontend.guards.attributes import attribute_items, instance_dict
 from shardlib.frontend.guards.number_inputs import is_traced_number

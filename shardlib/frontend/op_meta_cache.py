@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
 from shardlib.core.aten.op_traits import is_view, may_return_view
 from shardlib.core.bounded_cache import BoundedCache
-from shardlib.core.fake_tensors import make_fake
-from shardlib.core.torch_private import SLOT, FakeTensor, OpOverload, memory_of, schema_of, set_slot
+from shardlib.core.torch_internals.fake_tensors import make_fake
+from shardlib.core.torch_internals.torch_private import SLOT, FakeTensor, OpOverload, memory_of, schema_of, set_slot
 
 Key = tuple[Any, ...]
 # Their results have the same form for every number: a learning rate is another number in every call.

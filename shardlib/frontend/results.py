@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import FakeTensor, pytree
+from shardlib.core.torch_internals.torch_private import FakeTensor, pytree
 from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.tensor.sharded_tensor import user_attributes
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardlib.core.call_scalar import replace_by_hints
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import FakeTensorMode, OpOverload, pytree, schema_of
+from shardlib.core.torch_internals.torch_private import FakeTensorMode, OpOverload, pytree, schema_of
 
 
 def can_trace_on(device: torch.device) -> bool:

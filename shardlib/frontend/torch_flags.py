@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.context import is_tracing
-from shardlib.core.torch_private import CHECKS_ALL, IS_COMPILING, VALIDATES, has_onednn, set_onednn
+from shardlib.core.torch_internals.torch_private import CHECKS_ALL, IS_COMPILING, VALIDATES, has_onednn, set_onednn
 from shardlib.frontend.hazards.constant_values import has_known_values
 
 
@@ -42,7 +42,7 @@ def _is_compiling() -> bool:
     import torch
 
     from shardlib.core.context import is_tracing
-    from shardlib.core.torch_private import COMPILING
+    from shardlib.core.torch_internals.torch_private import COMPILING
 
     return is_tracing() or bool(getattr(torch.compiler, COMPILING))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import TraceAnewError
-from shardlib.core.torch_private import LOADED_BY_FAKES, late
+from shardlib.core.torch_internals.torch_private import LOADED_BY_FAKES, late
 from shardlib.frontend.guards.flatten_call import flatten_call, is_number
 from shardlib.frontend.guards.number_inputs import NumberMode, UnsupportedNumbersError
 from shardlib.frontend.guards.object_state import State

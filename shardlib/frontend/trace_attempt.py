@@ -16,8 +16,8 @@ from shardlib.core.func_transforms import name_of
 from shardlib.core.mode_restore import with_function_modes
 from shardlib.core.plain_types import plain_types
 from shardlib.core.source_lines import Line, LineRecorder
-from shardlib.core.strided_only import refuse_unstrided
-from shardlib.core.torch_private import IS_PARAMETER, FakeTensor, FakeTensorMode, memory_of, pytree
+from shardlib.core.torch_internals.strided_only import refuse_unstrided
+from shardlib.core.torch_internals.torch_private import IS_PARAMETER, FakeTensor, FakeTensorMode, memory_of, pytree
 from shardlib.frontend.epilogue import Epilogue
 from shardlib.frontend.functionalize import Written, functionalize
 from shardlib.frontend.guards.flatten_call import FlatCall, Static, find_aliases, is_number, is_tensor, leaf_names

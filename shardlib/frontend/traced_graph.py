@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from shardlib.core.call_scalar import Scalar
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.extra_outputs import ExtraOutputs
 from shardlib.frontend.guards.flatten_call import wrap_static
 from shardlib.frontend.guards.number_guards import NumberGuards

@@ -17,10 +17,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.core.context import is_tracing
-from shardlib.core.private_names import Slot
 from shardlib.core.source_lines import Line, LineRecorder, is_mark, modules
-from shardlib.core.strided_only import is_strided, refuse_unstrided
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.private_names import Slot
+from shardlib.core.torch_internals.strided_only import is_strided, refuse_unstrided
+from shardlib.core.torch_internals.torch_private import (
     FX_IS_TRACING,
     FX_TRACE,
     FakeTensor,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from shardlib.core.context import tracing
-from shardlib.core.torch_private import FakeTensorMode
+from shardlib.core.torch_internals.torch_private import FakeTensorMode
 from shardlib.frontend.gradients.gradient_tags import tag_engine_gradients
 from shardlib.frontend.hazards.numpy_args import accept_stand_ins
 from shardlib.frontend.hazards.threads import refuse_nested

@@ -10,7 +10,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from shardlib.core.context import is_tracing
 from shardlib.core.mode_restore import reenter_modes, with_contexts, wrap_checkpoint_contexts
-from shardlib.core.torch_private import CHECKPOINT, CHECKPOINT_COMPILES, ENGINE, REENTRANT_CHECKPOINT
+from shardlib.core.torch_internals.torch_private import CHECKPOINT, CHECKPOINT_COMPILES, ENGINE, REENTRANT_CHECKPOINT
 from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.sharding.mesh.mesh import current_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor, refuse_intermediate_result

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-from shardlib.core.private_names import Slot
-from shardlib.core.torch_private import FILL_STATE_DICT, GATHER_STATE_DICT, STAGED_COPY, STAGED_MEMORY, pytree
+from shardlib.core.torch_internals.private_names import Slot
+from shardlib.core.torch_internals.torch_private import (
+    FILL_STATE_DICT,
+    GATHER_STATE_DICT,
+    STAGED_COPY,
+    STAGED_MEMORY,
+    pytree,
+)
 from shardlib.eager.placement_autograd import place_like
 from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.tensor.host_offload import stored_shards

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib.core.context import is_tracing
-from shardlib.core.private_names import Slot
-from shardlib.core.torch_private import TRACKER_HOOKS
+from shardlib.core.torch_internals.private_names import Slot
+from shardlib.core.torch_internals.torch_private import TRACKER_HOOKS
 from shardlib.distributed import comm_counting
 from shardlib.integrations.on_import import replaces, when_imported
 

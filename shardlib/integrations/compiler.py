@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardlib.core.torch_private import COMPILED_VALUES, SKIP_RULES, SKIPPED_FILES, STATIC_INPUT, late
+from shardlib.core.torch_internals.torch_private import COMPILED_VALUES, SKIP_RULES, SKIPPED_FILES, STATIC_INPUT, late
 from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.tensor.sharded_tensor import ShardedTensor
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.private_names import Slot
-from shardlib.core.torch_private import C10D, C10D_CHECKS, C10D_STEPS, FSDP_PARAMETERS
+from shardlib.core.torch_internals.private_names import Slot
+from shardlib.core.torch_internals.torch_private import C10D, C10D_CHECKS, C10D_STEPS, FSDP_PARAMETERS
 from shardlib.eager import unsupported
 from shardlib.frontend.hazards.collectives import refuse_while_tracing
 from shardlib.integrations.on_import import replaces, when_imported

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.private_names import Slot
 from shardlib.core.recorders import PLAIN
-from shardlib.core.torch_private import EXPORT, EXPORTS, SCRIPT, SCRIPTS
+from shardlib.core.torch_internals.private_names import Slot
+from shardlib.core.torch_internals.torch_private import EXPORT, EXPORTS, SCRIPT, SCRIPTS
 from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.jit.call.methods import Method
 from shardlib.jit.jit import Jitted

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import BATCH_NORM, FLATTEN_RNN, MODULE_APPLY, FakeTensor, input_check_of
+from shardlib.core.torch_internals.torch_private import (
+    BATCH_NORM,
+    FLATTEN_RNN,
+    MODULE_APPLY,
+    FakeTensor,
+    input_check_of,
+)
 from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.tensor.sharded_tensor import ShardedTensor
 

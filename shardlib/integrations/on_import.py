@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from shardlib.core.private_names import Slot
+from shardlib.core.torch_internals.private_names import Slot
 
 Patch = Callable[[Any], None]  # takes the module
 

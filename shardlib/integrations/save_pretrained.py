@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.distributed import world
 from shardlib.integrations.on_import import replaces, when_imported
 from shardlib.tensor.sharded_tensor import ShardedTensor

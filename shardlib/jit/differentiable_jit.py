@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.batched_grad import loop_over_batches
-from shardlib.core.torch_private import is_wrapped, pytree
+from shardlib.core.torch_internals.batched_grad import loop_over_batches
+from shardlib.core.torch_internals.torch_private import is_wrapped, pytree
 from shardlib.eager.placement_autograd import gather_full
 from shardlib.sharding.mesh.mesh import current_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor

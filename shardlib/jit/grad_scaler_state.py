@@ -13,7 +13,7 @@ import torch
 
 from shardlib.core.context import skip_dynamo
 from shardlib.core.errors import TraceAnewError
-from shardlib.core.torch_private import SCALE, SCALE_BEGINS, SCALE_GROWTH
+from shardlib.core.torch_internals.torch_private import SCALE, SCALE_BEGINS, SCALE_GROWTH
 
 
 class NoScaleError(TraceAnewError):

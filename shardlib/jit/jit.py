@@ -21,7 +21,7 @@ from shardlib.compiler.schedule_options import Schedule
 from shardlib.core.context import compiling, is_single_device, is_tracing, skip_dynamo
 from shardlib.core.errors import ShardingError
 from shardlib.core.recorders import may_be_recorded, refuse_recorders
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     count_dispatch_modes,
     count_function_modes,
     dual_level,

@@ -23,7 +23,13 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.schedule_options import MOMENTS
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.context import is_tracing, paused_gc, skip_dynamo
-from shardlib.core.torch_private import HAS_STEPPED, LAST_RATES, WARNS_OF_ORDER, has_step_hooks, init_group
+from shardlib.core.torch_internals.torch_private import (
+    HAS_STEPPED,
+    LAST_RATES,
+    WARNS_OF_ORDER,
+    has_step_hooks,
+    init_group,
+)
 from shardlib.eager.placement_autograd import place_like
 from shardlib.frontend.guards.mutable_places import Item
 from shardlib.frontend.guards.number_inputs import is_traced_number

@@ -14,10 +14,10 @@ from torch import Tensor
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.func_transforms import name_of
 from shardlib.core.source_lines import Line, user_line
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.forward_mode import is_forward_mode
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.frontend.hazards.loop_effects import refuse_counts

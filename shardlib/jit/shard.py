@@ -8,10 +8,10 @@ import torch
 
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.numpy_bridge import to_tensor
 from shardlib.core.recorders import may_be_recorded, refuse_recorders
-from shardlib.core.strided_only import refuse_unstrided
-from shardlib.core.torch_private import is_wrapped
+from shardlib.core.torch_internals.numpy_bridge import to_tensor
+from shardlib.core.torch_internals.strided_only import refuse_unstrided
+from shardlib.core.torch_internals.torch_private import is_wrapped
 from shardlib.eager.placement_autograd import place_tracked
 from shardlib.ops.constraint import constrain
 from shardlib.primitives.body import current_body

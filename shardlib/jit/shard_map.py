@@ -16,7 +16,7 @@ from typing import Any
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
-from shardlib.core.torch_private import innermost, pytree
+from shardlib.core.torch_internals.torch_private import innermost, pytree
 from shardlib.frontend.guards.flatten_call import argument_names
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.jit.jit import Jitted, jit

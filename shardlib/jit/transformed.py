@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from shardlib.compiler.annotations import leaf_specs
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import EffectError
-from shardlib.core.torch_private import MODULE_DICTS, TransformType, innermost, is_wrapped, pytree, transforms
+from shardlib.core.torch_internals.torch_private import (
+    MODULE_DICTS,
+    TransformType,
+    innermost,
+    is_wrapped,
+    pytree,
+    transforms,
+)
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, is_number, wrap_static
 from shardlib.frontend.guards.object_state import State
 from shardlib.jit.call.double_backward import autocast

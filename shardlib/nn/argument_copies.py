@@ -17,8 +17,16 @@ from torch import Tensor, nn
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.strided_only import as_bytes
-from shardlib.core.torch_private import MODULE_DICTS, innermost, is_wrapped, memory_of, node_type, pytree, version_of
+from shardlib.core.torch_internals.strided_only import as_bytes
+from shardlib.core.torch_internals.torch_private import (
+    MODULE_DICTS,
+    innermost,
+    is_wrapped,
+    memory_of,
+    node_type,
+    pytree,
+    version_of,
+)
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.attributes import attribute_items
 from shardlib.frontend.side_effects.graph_writes import last_node, node_of, owner_of, values_read_since, written_since

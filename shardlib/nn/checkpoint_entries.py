@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.jit.shard import shard
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 

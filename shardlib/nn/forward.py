@@ -22,7 +22,7 @@ from shardlib.core.errors import NoProgramError, ShardingError, ValueNeededError
 from shardlib.core.plain_types import plain_types
 from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.source_lines import caller_at
-from shardlib.core.torch_private import CALL_HOOKS, SET_MODULE_STATE, is_wrapped, pytree
+from shardlib.core.torch_internals.torch_private import CALL_HOOKS, SET_MODULE_STATE, is_wrapped, pytree
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.frontend.guards.object_state import State
 from shardlib.jit.jit import Jitted

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlib.core.torch_private import LOAD_OWN, LOAD_WHOLE
+from shardlib.core.torch_internals.torch_private import LOAD_OWN, LOAD_WHOLE
 from shardlib.jit.shard import shard, shard_known
 from shardlib.nn.parameters import has_own_class
 from shardlib.sharding.spec import Spec

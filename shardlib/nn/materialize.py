@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import version_of
+from shardlib.core.torch_internals.torch_private import version_of
 from shardlib.distributed.world import current_device
 from shardlib.jit.global_random import global_random
 from shardlib.nn.parameters import list_named, refuse_classes, refuse_lazy, refuse_losses, replace_tensor, set_tensor

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import LOAD_OPTIMIZER, LOADED_STATE, SINGLE_ADAM
+from shardlib.core.torch_internals.torch_private import LOAD_OPTIMIZER, LOADED_STATE, SINGLE_ADAM
 from shardlib.jit.optimizer_state import begins, parameters, place, placed
 from shardlib.nn.moments_layout import Resharded, reshard, restore_layouts
 from shardlib.ops.adam import DTYPES

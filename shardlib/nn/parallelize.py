@@ -34,8 +34,8 @@ from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.schedule_options import Schedule
 from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.strided_only import refuse_dtensors, refuse_unstrided
-from shardlib.core.torch_private import settle_rnn
+from shardlib.core.torch_internals.strided_only import refuse_dtensors, refuse_unstrided
+from shardlib.core.torch_internals.torch_private import settle_rnn
 from shardlib.jit.shard import shard, shard_known
 from shardlib.nn import hf_tp_plan
 from shardlib.nn.forward import Batch, Forward

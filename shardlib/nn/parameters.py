@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import TENSOR_HOOKS, FakeTensor
+from shardlib.core.torch_internals.torch_private import TENSOR_HOOKS, FakeTensor
 from shardlib.tensor import stale_params
 from shardlib.tensor.sharded_tensor import ShardedTensor, user_attributes
 

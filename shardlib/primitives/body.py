@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardlib.core.errors import NoDerivativeError, ShardingError
 from shardlib.core.mode_restore import backward_node_number
-from shardlib.core.torch_private import follow_tangents, last_number
+from shardlib.core.torch_internals.torch_private import follow_tangents, last_number
 from shardlib.primitives import vmap_body
 from shardlib.primitives.boundary import Boundary
 from shardlib.primitives.form_dims import FormDims

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.sharding.grammar import SpecDim
 from shardlib.sharding.layout import Layout, ShardSizes

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import PersistentFunctionMode, repeat_in_checkpoints
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     INTO_GRAD,
     INTO_VMAP,
     TO_FUNCTION,

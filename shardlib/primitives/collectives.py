@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.ops.collectives import ppermute as permutation
 from shardlib.primitives.body import Communication, current_body, resolve_group
 from shardlib.primitives.form_dims import Piece

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import innermost, pytree
+from shardlib.core.torch_internals.torch_private import innermost, pytree
 from shardlib.primitives.body import current_body
 from shardlib.tensor.sharded_tensor import ShardedTensor
 

@@ -15,7 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import DATA, innermost, make_wrapper, no_torch_function, without_transforms
+from shardlib.core.torch_internals.torch_private import (
+    DATA,
+    innermost,
+    make_wrapper,
+    no_torch_function,
+    without_transforms,
+)
 from shardlib.sharding.mesh.mesh import Mesh
 
 

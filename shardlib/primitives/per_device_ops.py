@@ -15,7 +15,7 @@ from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.core.aten.schemas import may_draw_random, written_arguments
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     DispatchKey,
     excluded_keys,
     forced_keys,

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.rule import Accesses, Call, Local, LocalCode, Meta, Path, Rule, Ties, WindowMap
 
 Dim = tuple[str, ...]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardlib.core.aten.functional_forms import functional_form
 from shardlib.core.aten.schemas import written_arguments
-from shardlib.core.torch_private import OpOverload, schema_of, torchs_own_forms
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of, torchs_own_forms
 
 Composite = Callable[..., Any]
 

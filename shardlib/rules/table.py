@@ -13,7 +13,14 @@ from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.context import rule_registrations
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import CUSTOM_OPS, CustomOpDef, OpOverload, OpOverloadPacket, op_of_custom, schema_of
+from shardlib.core.torch_internals.torch_private import (
+    CUSTOM_OPS,
+    CustomOpDef,
+    OpOverload,
+    OpOverloadPacket,
+    op_of_custom,
+    schema_of,
+)
 from shardlib.rules.dtype_sums import drop_inexact_sums
 from shardlib.rules.iteration_space import tensor_arguments
 from shardlib.rules.notation import REDUCED, Pattern, argument_of, parse, partner, read_extent

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.core.tree_paths import children_with_keys
 from shardlib.sharding.spec import P, Spec
 

@@ -15,8 +15,8 @@ import torch
 from shardlib.core.aten.functional_forms import FILLS, functional_form
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.bounded_cache import BoundedCache
-from shardlib.core.strided_only import is_dtensor, refuse_unstrided
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.strided_only import is_dtensor, refuse_unstrided
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 from shardlib.tensor.tensor_meta import Form
 
 Runner = Callable[[Any, Any], Any]  # runs a call from its args and kwargs

@@ -10,9 +10,9 @@ import torch
 from torch.autograd import profiler
 
 from shardlib.core.source_lines import format_path_line, user_line
-from shardlib.core.torch_private import PROFILER as PROFILER
-from shardlib.core.torch_private import PROFILING as PROFILING
-from shardlib.core.torch_private import running_node
+from shardlib.core.torch_internals.torch_private import PROFILER as PROFILER
+from shardlib.core.torch_internals.torch_private import PROFILING as PROFILING
+from shardlib.core.torch_internals.torch_private import running_node
 
 
 def run_in_profiler_range(op: Any, label: str, run: Callable[..., Any], *args: Any) -> Any:

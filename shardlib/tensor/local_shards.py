@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import memory_of
+from shardlib.core.torch_internals.torch_private import memory_of
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Coords, first_replicas
 from shardlib.sharding.mesh.mesh import Mesh

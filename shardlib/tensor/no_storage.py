@@ -13,7 +13,7 @@ import torch
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoStorageError
-from shardlib.core.torch_private import TYPED_STORAGE
+from shardlib.core.torch_internals.torch_private import TYPED_STORAGE
 from shardlib.tensor.view_aliases import memory_of
 
 _SHARD = "x.to_local() is this device's shard, x.full_tensor() the whole as a plain tensor"

@@ -21,8 +21,8 @@ from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError
 from shardlib.core.recorders import refuse_recorded
 from shardlib.core.source_lines import user_line
-from shardlib.core.strided_only import as_bytes, refuse_dtensors
-from shardlib.core.torch_private import is_wrapped, schema_of
+from shardlib.core.torch_internals.strided_only import as_bytes, refuse_dtensors
+from shardlib.core.torch_internals.torch_private import is_wrapped, schema_of
 from shardlib.distributed.store import format_ranks
 from shardlib.distributed.turns import Turn, current
 from shardlib.ops.collectives import all_gather, all_reduce

@@ -8,7 +8,7 @@ from operator import gt
 
 import torch
 
-from shardlib.core.torch_private import memory_of, memory_uses, tensor_uses
+from shardlib.core.torch_internals.torch_private import memory_of, memory_uses, tensor_uses
 
 ShardTuples = Sequence[tuple[torch.Tensor, ...]]  # the shards of several tensors
 Counts = tuple[int, ...]

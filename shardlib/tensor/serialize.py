@@ -19,7 +19,7 @@ import torch
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import IS_PARAMETER
+from shardlib.core.torch_internals.torch_private import IS_PARAMETER
 from shardlib.distributed import world
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh

@@ -15,7 +15,12 @@ from shardlib.core.context import tracing_flag as _tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.plain_types import PlainClass
 from shardlib.core.recorders import refuse_recorded
-from shardlib.core.torch_private import IS_PARAMETER, count_dispatch_modes, make_wrapper, no_torch_function
+from shardlib.core.torch_internals.torch_private import (
+    IS_PARAMETER,
+    count_dispatch_modes,
+    make_wrapper,
+    no_torch_function,
+)
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FactorNames

@@ -7,7 +7,7 @@ rank shows its own shard.
 from __future__ import annotations
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import without_modes
+from shardlib.core.torch_internals.torch_private import without_modes
 from shardlib.sharding.chunks import shard_range
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.host_offload import OFFLOADED

@@ -14,7 +14,7 @@ from shardlib.compiler.codegen import virtual
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.steps import Program, makes
 from shardlib.core.errors import CollectiveError, ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.extra_outputs import ExtraOutputs
 from shardlib.frontend.gradients.joint_backward import FREED
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, leaf_names

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
 

@@ -19,7 +19,7 @@ from shardlib.compiler.program.verify import verify
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.source_lines import format_path_line
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.rules.rule import OWNED
 from shardlib.sharding.layout import Layout
 from shardlib.testing.compare import compare_tensors

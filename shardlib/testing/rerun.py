@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.context import single_device
-from shardlib.core.torch_private import IS_PARAMETER, pytree
+from shardlib.core.torch_internals.torch_private import IS_PARAMETER, pytree
 from shardlib.frontend.gradients.autograd_history import AutogradState
 from shardlib.frontend.guards.flatten_call import flatten_call, leaf_names
 from shardlib.frontend.side_effects.mutations import MutationTracker

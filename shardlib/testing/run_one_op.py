@@ -24,7 +24,7 @@ from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.program.verify import verify
 from shardlib.core.context import tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.rules.rule import Labels, Rule
 from shardlib.rules.trial_shardings import TrialSharding
 from shardlib.sharding.chunks import shard_range

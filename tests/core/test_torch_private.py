@@ -1,4 +1,4 @@
-"""Private names of torch are in `shardlib/core/torch_private.py` alone; what torch lacks of them is one clear error."""
+"""Private names of torch are in `torch_private.py` alone; a name that torch lacks is one clear error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlib.core import torch_private
+from shardlib.core.torch_internals import torch_private
 
 pytestmark = pytest.mark.together
 ROOT = Path(__file__).parents[2]

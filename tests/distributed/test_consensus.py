@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardlib.core.errors import CollectiveError, ShardingError
-from shardlib.core.torch_private import default_store
+from shardlib.core.torch_internals.torch_private import default_store
 from shardlib.distributed import turns
 from shardlib.distributed.consensus import compare_programs, raise_lost_ranks
 from shardlib.ops.collectives import all_reduce

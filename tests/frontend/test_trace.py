@@ -13,9 +13,9 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, v
 from torch.utils.checkpoint import checkpoint
 
 from shardlib.compiler.simplify import verify
-from shardlib.core import torch_private
 from shardlib.core.call_scalar import replace_by_hints
 from shardlib.core.errors import ShardingError
+from shardlib.core.torch_internals import torch_private
 from shardlib.frontend import op_meta_cache
 from shardlib.frontend.trace import trace
 from shardlib.jit.global_random import plain_program

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardlib.build.build_recipe import Missing
-from shardlib.core.torch_private import SYMMETRIC_MEMORY, default_store, late
+from shardlib.core.torch_internals.torch_private import SYMMETRIC_MEMORY, default_store, late
 from shardlib.distributed import world
 from shardlib.distributed.store import Store
 from shardlib.ops import native_libs

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import CollectiveError
-from shardlib.core.torch_private import c10d_functional
+from shardlib.core.torch_internals.torch_private import c10d_functional
 
 if TYPE_CHECKING:
     from shardlib.ops.collectives.transport.groups import GroupHandle

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardlib.core.torch_private import any_autocast, below_autograd, exclude_keys
+from shardlib.core.torch_internals.torch_private import any_autocast, below_autograd, exclude_keys
 
 T = TypeVar("T")
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")

@@ -28,7 +28,7 @@ from shardlib.compiler.program.steps import Collective, Compute, Copy, Free, Pro
 from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_traits import returns_list
 from shardlib.core.call_scalar import Scalar
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 from shardlib.sharding.mesh.axis import Axis, Coords, first_replicas, group_size, member_coords
 from shardlib.sharding.mesh.mesh import Mesh
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardlib.compiler.codegen.profiler_ranges import label
 from shardlib.compiler.program.steps import Collective
-from shardlib.core.torch_private import PACKET, c10d_functional
+from shardlib.core.torch_internals.torch_private import PACKET, c10d_functional
 from shardlib.distributed import comm_counting
 
 # Torch has no functional permutation; its own `permute_tensor` is an all-to-all.

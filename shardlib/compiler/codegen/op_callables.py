@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.core.aten.op_traits import has_trait, is_view
-from shardlib.core.torch_private import OpOverload, c_functions, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, c_functions, schema_of
 from shardlib.ops import matmul
 
 _OWN = ("prims", "shardlib", "shardlib_cuda", "shardlib_emulated", "torchvision")

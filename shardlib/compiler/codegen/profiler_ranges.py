@@ -15,7 +15,7 @@ from torch.autograd import profiler
 from shardlib.compiler.program.steps import Collective, Compute
 from shardlib.core.source_lines import format_path_line
 from shardlib.core.text_tables import format_si
-from shardlib.core.torch_private import is_profiling
+from shardlib.core.torch_internals.torch_private import is_profiling
 
 Runner = Callable[..., tuple[Any, ...]]  # takes the inputs' shards and the leaves of a call, for its numbers
 

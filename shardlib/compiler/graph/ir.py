@@ -20,7 +20,7 @@ from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.aten.schemas import get_fill_value, may_draw_random
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line
-from shardlib.core.torch_private import PER_RANK, schema_of
+from shardlib.core.torch_internals.torch_private import PER_RANK, schema_of
 from shardlib.frontend.hazards.collectives import collectives_error
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Meta, Rule

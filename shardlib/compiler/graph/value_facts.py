@@ -10,7 +10,7 @@ import torch
 
 from shardlib.compiler.graph.ir import Value
 from shardlib.core.aten.op_traits import has_trait
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 from shardlib.rules.iteration_space import arg
 
 _aten = torch.ops.aten

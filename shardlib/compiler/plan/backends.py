@@ -12,7 +12,7 @@ import torch
 
 from shardlib.compiler.graph.ir import Op
 from shardlib.compiler.program.steps import Collective
-from shardlib.core.torch_private import FakeTensorMode, schema_of
+from shardlib.core.torch_internals.torch_private import FakeTensorMode, schema_of
 from shardlib.ops.attention import op as attention
 from shardlib.ops.attention.variant import Variant
 from shardlib.ops.backend_choice import Choice

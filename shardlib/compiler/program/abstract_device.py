@@ -16,7 +16,7 @@ from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.call_scalar import Scalar
-from shardlib.core.torch_private import OpOverload, memory_of
+from shardlib.core.torch_internals.torch_private import OpOverload, memory_of
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Coords, group_position, group_size
 from shardlib.sharding.mesh.mesh import Mesh

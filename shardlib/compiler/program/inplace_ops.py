@@ -11,7 +11,7 @@ import torch
 from shardlib.compiler.program.steps import Compute
 from shardlib.core.aten.op_names import ADDED
 from shardlib.core.aten.op_traits import has_trait
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.ops.adam import ADAM, adam
 
 

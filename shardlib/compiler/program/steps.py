@@ -20,7 +20,7 @@ from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.cached import lazy_property
 from shardlib.core.source_lines import Line, Module
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh

@@ -32,7 +32,7 @@ from shardlib.compiler.program.parse_scalar import parse_scalar
 from shardlib.compiler.program.steps import Collective, Compute, Copy, Free, Program, Start, Step, Var, Wait
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.source_lines import Line
-from shardlib.core.torch_private import OpOverload
+from shardlib.core.torch_internals.torch_private import OpOverload
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Axis, parse_axis
 from shardlib.sharding.mesh.mesh import Mesh

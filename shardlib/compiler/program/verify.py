@@ -32,7 +32,7 @@ from shardlib.compiler.program.steps import (
     syms,
 )
 from shardlib.core.aten.op_traits import has_trait, is_view
-from shardlib.core.torch_private import without_modes
+from shardlib.core.torch_internals.torch_private import without_modes
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import Coords
 

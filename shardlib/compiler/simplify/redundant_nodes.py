@@ -12,7 +12,7 @@ from torch import fx
 
 from shardlib.compiler.simplify.emit import Emit, make_key
 from shardlib.core.aten.op_traits import has_trait, is_view
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 

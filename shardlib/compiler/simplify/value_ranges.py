@@ -18,7 +18,7 @@ from shardlib.compiler.simplify.emit import Emit
 from shardlib.compiler.simplify.losses import LOSSES, SUM
 from shardlib.core.aten.op_traits import has_trait, is_view
 from shardlib.core.aten.schemas import get_argument, get_fill_value
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 _MAX_DEPTH = 64  # operands of operands that are examined

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardlib.compiler.program.steps import Compute, Var
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 _ONE = (
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "erf", "erfc", "erfinv", "lgamma", "digamma"),

@@ -10,7 +10,7 @@ import torch
 
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.aten.schemas import written_arguments
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 TRAITS: Mapping[str, str] = {
     "returns_view": "results are views of the first argument, like those whose schema says so",

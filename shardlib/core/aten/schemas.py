@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from shardlib.core.aten.op_traits import has_trait, is_view
-from shardlib.core.torch_private import OpOverload, pytree, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from shardlib.core.torch_private import TENSOR_HOOKS, ReentrantCheckpoint
+from shardlib.core.torch_internals.torch_private import TENSOR_HOOKS, ReentrantCheckpoint
 
 
 def compute_gradients(outs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> Sequence[Tensor | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from shardlib.core.aten.op_traits import has_trait
-from shardlib.core.torch_private import ENGINE, innermost
+from shardlib.core.torch_internals.torch_private import ENGINE, innermost
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import fx
 
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.aten.schemas import get_argument
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 # In training batch normalization only writes to these; torch's formula for its gradient has them all the same.
 _STATISTICS = {"running_mean", "running_var"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.guards.flatten_call import Static, argument_names, is_tensor, signature_parameters
 
 _RULE = "in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import node_type, pytree
+from shardlib.core.torch_internals.torch_private import node_type, pytree
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.attributes import has_attribute
 from shardlib.frontend.guards.mappings import is_container

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.guards import attributes
 from shardlib.frontend.guards.value_kinds import is_user_code
 

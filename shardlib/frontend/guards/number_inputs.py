@@ -22,9 +22,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
 from shardlib.core.aten.schemas import traced_values
 from shardlib.core.call_scalar import OPERATIONS, Scalar
-from shardlib.core.fake_tensors import make_shape_env
 from shardlib.core.mode_restore import PersistentFunctionMode
-from shardlib.core.torch_private import Source
+from shardlib.core.torch_internals.fake_tensors import make_shape_env
+from shardlib.core.torch_internals.torch_private import Source
 from shardlib.frontend.guards.host_scalars import HostStep
 from shardlib.frontend.guards.number_guards import NumberGuards, source_leaves
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardlib.core.bounded_cache import BoundedCache
-from shardlib.core.torch_private import MODULE_DICTS, TENSOR_HOOKS
+from shardlib.core.torch_internals.torch_private import MODULE_DICTS, TENSOR_HOOKS
 from shardlib.frontend.guards.attributes import BoundMethod, attribute_items, cell_content, instance_dict
 from shardlib.frontend.guards.mutable_places import NUMBERS, Item, Place
 from shardlib.frontend.guards.number_inputs import is_traced_number

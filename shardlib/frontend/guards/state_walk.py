@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.strided_only import refuse_unstrided
+from shardlib.core.torch_internals.strided_only import refuse_unstrided
 from shardlib.frontend.guards.mutable_places import MutablePlaces, Place
 from shardlib.frontend.guards.place_names import format_place
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.core.context import rule_registrations
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     MODULE_HOOKS,
     any_autocast,
     count_function_modes,

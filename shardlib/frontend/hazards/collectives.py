@@ -13,7 +13,7 @@ from typing import NoReturn
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import user_line
-from shardlib.core.torch_private import C10D
+from shardlib.core.torch_internals.torch_private import C10D
 from shardlib.frontend.hazards.unsupported import COLLECTIVES
 from shardlib.frontend.lifted_inputs import LiftedInputs
 

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from shardlib.core.aten.op_traits import is_deterministic, is_view, may_return_view
 from shardlib.core.aten.schemas import traced_values
-from shardlib.core.torch_private import FakeTensor, OpOverload, pytree, schema_of, without_modes
+from shardlib.core.torch_internals.torch_private import FakeTensor, OpOverload, pytree, schema_of, without_modes
 
 _EQUAL = torch.ops.aten.equal.default
 _ASKS = (torch.ops.aten._local_scalar_dense.default, _EQUAL)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 
 
 @contextmanager

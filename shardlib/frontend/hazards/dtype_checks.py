@@ -20,7 +20,7 @@ from torch import fx
 from shardlib.core.aten.functional_forms import functional_form
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.call_scalar import Scalar
-from shardlib.core.torch_private import OpOverload, schema_of, without_autocast, without_modes
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of, without_autocast, without_modes
 from shardlib.frontend.hazards.fake_tensor_gaps import RealOutcome
 from shardlib.frontend.hazards.user_errors import describe_refusal
 

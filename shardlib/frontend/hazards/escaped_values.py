@@ -17,7 +17,7 @@ import torch
 
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import FakeTensor, parametrized
+from shardlib.core.torch_internals.torch_private import FakeTensor, parametrized
 from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.primitives.per_device import PerDevice
 from shardlib.tensor.sharded_tensor import typeof

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import OpOverload, pytree, without_modes
+from shardlib.core.torch_internals.torch_private import OpOverload, pytree, without_modes
 
 _WRITTEN_IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, OpOverload)
 _WRITTEN_IN_PYTHON = ("torch.functional", "torch.nn.functional")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.guards.attributes import cell_content
 from shardlib.frontend.guards.value_kinds import PLAIN
 from shardlib.frontend.lifted_inputs import LiftedInputs

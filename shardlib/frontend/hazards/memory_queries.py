@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import is_internal, line_at
-from shardlib.core.torch_private import ASKS_BASE, ASKS_IS_VIEW, ASKS_VERSION
+from shardlib.core.torch_internals.torch_private import ASKS_BASE, ASKS_IS_VIEW, ASKS_VERSION
 from shardlib.frontend.hazards.grad_reads import GRAD_ACCESSES, GradReads
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from shardlib.core.aten.schemas import find_written_nodes
 from shardlib.core.errors import ShardingError
-from shardlib.core.numpy_bridge import find_arrays
 from shardlib.core.source_lines import error_line, line_at
+from shardlib.core.torch_internals.numpy_bridge import find_arrays
 
 
 @contextmanager

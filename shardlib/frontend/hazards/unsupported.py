@@ -12,7 +12,11 @@ from torch import fx
 
 from shardlib.core.errors import ShardingError, ValueNeededError
 from shardlib.core.source_lines import error_line, user_line
-from shardlib.core.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from shardlib.core.torch_internals.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from shardlib.frontend.hazards.user_errors import find_failed_call, frames_of
 from shardlib.frontend.retarget_device import can_trace_on
 from shardlib.tensor.sharded_tensor import typeof

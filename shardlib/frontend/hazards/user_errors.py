@@ -19,7 +19,7 @@ import torch
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import NoProgramError, ShardingError
 from shardlib.core.source_lines import error_line, user_line
-from shardlib.core.torch_private import FAKES_LOG
+from shardlib.core.torch_internals.torch_private import FAKES_LOG
 from shardlib.frontend.hazards.fake_tensor_gaps import RealOutcome, try_on_real_tensors
 from shardlib.frontend.hazards.numpy_args import explain_array_use
 

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.private_names import Slot
 from shardlib.core.source_lines import user_line
-from shardlib.core.torch_private import DataDependentOutputException, FakeTensor, innermost
+from shardlib.core.torch_internals.private_names import Slot
+from shardlib.core.torch_internals.torch_private import DataDependentOutputException, FakeTensor, innermost
 from shardlib.tensor.sharded_tensor import typeof
 
 _HANDLE_ERROR = Slot("logging.Handler.handleError")

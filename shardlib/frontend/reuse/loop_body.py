@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.errors import NoDerivativeError
 from shardlib.core.source_lines import Line, LineRecorder, error_line, modules
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     FakeTensor,
     allow_saved_hooks,
     forbid_saved_hooks,

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import PersistentFunctionMode
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     IN_A_FUNCTION,
     INTO_GRAD,
     INTO_VMAP,

@@ -18,10 +18,16 @@ import torch
 from torch import Tensor, fx
 
 from shardlib.core.aten.op_traits import has_trait, is_view
-from shardlib.core.batched_grad import batch_all_outputs
 from shardlib.core.errors import NoDerivativeError, WrittenError
 from shardlib.core.source_lines import replayed
-from shardlib.core.torch_private import TransformType, depth_of_batches, is_wrapped, transforms, version_of
+from shardlib.core.torch_internals.batched_grad import batch_all_outputs
+from shardlib.core.torch_internals.torch_private import (
+    TransformType,
+    depth_of_batches,
+    is_wrapped,
+    transforms,
+    version_of,
+)
 from shardlib.frontend.copy_nodes import Copy
 from shardlib.frontend.hazards.escaped_values import HeldByHistory
 

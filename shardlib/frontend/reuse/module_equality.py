@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlib.core.torch_private import CALL_HOOKS, MODULE_ATTRIBUTE, MODULE_DICTS
+from shardlib.core.torch_internals.torch_private import CALL_HOOKS, MODULE_ATTRIBUTE, MODULE_DICTS
 from shardlib.frontend.guards.attributes import attribute_items
 from shardlib.frontend.guards.closure import read_reached_code
 from shardlib.frontend.guards.code_refs import ReachCache

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-from shardlib.core.torch_private import PYTHON_MODULES, TENSOR_HOOKS, OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import PYTHON_MODULES, TENSOR_HOOKS, OpOverload, schema_of
 from shardlib.frontend.op_meta_cache import BY_VALUES, OWN
 from shardlib.ops.constraint import constrain
 

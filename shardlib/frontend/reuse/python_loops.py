@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, modules, user_line
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     ASKS_IS_VIEW,
     SLOT,
     any_autocast,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import tensor_uses
+from shardlib.core.torch_internals.torch_private import tensor_uses
 
 _LONGEST = 1 << 9  # calls of a round
 _FEWEST = 24  # equal calls in a row before it pays to trace a round separately

@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from shardlib.core.torch_private import INTO_FUNCTION, OpOverload, function_modes, saved_hooks, transforms
+from shardlib.core.torch_internals.torch_private import (
+    INTO_FUNCTION,
+    OpOverload,
+    function_modes,
+    saved_hooks,
+    transforms,
+)
 from shardlib.frontend.copy_nodes import make_like
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.state_walk import plain_form

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shardlib.core.torch_private import FakeTensor, pytree, transforms
+from shardlib.core.torch_internals.torch_private import FakeTensor, pytree, transforms
 from shardlib.frontend.guards.closure import read_reached_code
 from shardlib.frontend.guards.code_refs import ReachCache
 from shardlib.frontend.guards.flatten_call import read_arguments

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.source_lines import Line
-from shardlib.core.torch_private import IS_PARAMETER, function_modes, pytree, running_node, saved_hooks
+from shardlib.core.torch_internals.forward_mode import is_forward_mode
+from shardlib.core.torch_internals.torch_private import IS_PARAMETER, function_modes, pytree, running_node, saved_hooks
 from shardlib.frontend.guards.code_refs import ReachCache
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.frontend.guards.torch_modes import is_trace_mode

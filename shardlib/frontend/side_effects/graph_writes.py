@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.aten.schemas import find_nodes, get_argument, written_arguments
-from shardlib.core.torch_private import innermost
+from shardlib.core.torch_internals.torch_private import innermost
 from shardlib.ops.set_data import OP as SET_DATA
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.core.errors import NoProgramError, SideEffectError
-from shardlib.core.torch_private import FakeTensor
+from shardlib.core.torch_internals.torch_private import FakeTensor
 from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.side_effects.containers import put_back, refill
 from shardlib.tensor.sharded_tensor import typeof

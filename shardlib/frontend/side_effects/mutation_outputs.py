@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.call_scalar import is_same_number
-from shardlib.core.torch_private import FakeTensor, memory_of, pytree
+from shardlib.core.torch_internals.torch_private import FakeTensor, memory_of, pytree
 from shardlib.frontend.guards.attributes import cell_content
 from shardlib.frontend.guards.mutable_places import NUMBERS, SHORT, Item, Place
 from shardlib.frontend.guards.number_inputs import is_traced_number

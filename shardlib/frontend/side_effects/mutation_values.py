@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.core.call_scalar import Scalar
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.side_effects.containers import put
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.tensor_meta import Form

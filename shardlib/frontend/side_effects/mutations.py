@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.guards.mutable_places import Item, MutablePlaces, Place, enclosing_places
 from shardlib.frontend.guards.number_inputs import NumberMode, is_traced_number
 from shardlib.frontend.guards.object_state import LENGTH, LONG, State

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlib.core.torch_private import FakeTensor
+from shardlib.core.torch_internals.torch_private import FakeTensor
 from shardlib.frontend.guards.mutable_places import NUMBERS, Facts, MutablePlaces, Place, number_items
 from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.object_state import LENGTH, State

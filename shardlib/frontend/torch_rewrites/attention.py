@@ -18,10 +18,16 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.forward_mode import is_forward_mode
 from shardlib.core.mode_restore import PersistentFunctionMode
 from shardlib.core.source_lines import user_line
-from shardlib.core.torch_private import HigherOrderOperator, TransformType, VmapInterpreter, schema_of, transforms
+from shardlib.core.torch_internals.forward_mode import is_forward_mode
+from shardlib.core.torch_internals.torch_private import (
+    HigherOrderOperator,
+    TransformType,
+    VmapInterpreter,
+    schema_of,
+    transforms,
+)
 from shardlib.frontend.torch_rewrites import flex_attention
 from shardlib.ops.attention.op import attention
 from shardlib.primitives.random.keys import fresh_key

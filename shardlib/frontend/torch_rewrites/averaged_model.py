@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlib.core.context import is_tracing
-from shardlib.core.torch_private import AVERAGES
+from shardlib.core.torch_internals.torch_private import AVERAGES
 
 
 class _Later:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlib.core.mode_restore import PersistentFunctionMode
-from shardlib.core.torch_private import UPDATES_SCALE, pytree
+from shardlib.core.torch_internals.torch_private import UPDATES_SCALE, pytree
 from shardlib.frontend.hazards.value_inspection import (
     format_traced,
     format_traced_spec,

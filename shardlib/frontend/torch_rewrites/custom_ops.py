@@ -13,7 +13,7 @@ import torch
 from torch.library import Library
 
 from shardlib.core.aten.schemas import written_arguments
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 _library = Library("shardlib_written", "DEF")  # type: ignore[no-untyped-call]
 

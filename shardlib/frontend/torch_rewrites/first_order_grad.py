@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shardlib.core.forward_mode import is_forward_mode
-from shardlib.core.torch_private import FUNC_GRAD, is_wrapped, unwrapped
+from shardlib.core.torch_internals.forward_mode import is_forward_mode
+from shardlib.core.torch_internals.torch_private import FUNC_GRAD, is_wrapped, unwrapped
 
 
 @contextmanager

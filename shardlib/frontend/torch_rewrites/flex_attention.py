@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as _torch
 from torch.overrides import TorchFunctionMode
 
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     FLEX_DEVICES,
     FLEX_DIRECT,
     FLEX_IDENTITY,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlib.core.context import is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import SCALER_CHECKS, SCALER_STEPS
+from shardlib.core.torch_internals.torch_private import SCALER_CHECKS, SCALER_STEPS
 
 
 @dataclass

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from shardlib.core.call_scalar import MATH, Scalar
-from shardlib.core.private_names import Slot
+from shardlib.core.torch_internals.private_names import Slot
 from shardlib.frontend.guards.number_inputs import TracedNumber, is_traced_number
 
 

@@ -21,7 +21,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.core.context import is_tracing
-from shardlib.core.torch_private import BY_LISTS, OPTIMIZERS, SINGLY, UPDATES, is_wrapped
+from shardlib.core.torch_internals.torch_private import BY_LISTS, OPTIMIZERS, SINGLY, UPDATES, is_wrapped
 from shardlib.frontend.copy_nodes import RecordedNodes
 from shardlib.frontend.torch_rewrites import muon
 from shardlib.frontend.torch_rewrites.grad_scaler import make_skippable

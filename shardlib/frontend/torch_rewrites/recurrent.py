@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlib.core.forward_mode import is_forward_mode
+from shardlib.core.torch_internals.forward_mode import is_forward_mode
 from shardlib.ops.recurrence.autograd import Recurrence
 from shardlib.ops.recurrence.op import GATES
 

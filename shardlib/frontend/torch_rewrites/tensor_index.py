@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from shardlib.core.torch_private import innermost, is_batched, is_wrapped, unwrapped
+from shardlib.core.torch_internals.torch_private import innermost, is_batched, is_wrapped, unwrapped
 
 aten = torch.ops.aten
 

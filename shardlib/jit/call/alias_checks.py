@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.numpy_bridge import share_an_element
+from shardlib.core.torch_internals.numpy_bridge import share_an_element
 from shardlib.jit.call.inputs import Input
 from shardlib.tensor.sharded_tensor import ShardedTensor
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from shardlib.compiler.codegen.profiler_ranges import Runner
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.plan.plan import Plan
-from shardlib.core.batched_grad import loop_over_batches
 from shardlib.core.errors import ShardingError, WrittenError
-from shardlib.core.torch_private import keeps_graph, memory_of, version_of
+from shardlib.core.torch_internals.batched_grad import loop_over_batches
+from shardlib.core.torch_internals.torch_private import keeps_graph, memory_of, version_of
 from shardlib.distributed.provenance import record_origin, result_origin
 from shardlib.distributed.turns import current
 from shardlib.eager.redistribute import relayout

@@ -22,7 +22,7 @@ from shardlib.core.errors import EffectError, NoProgramError, ShardingError, Sid
 from shardlib.core.mode_restore import without_function_modes
 from shardlib.core.source_lines import caller_at
 from shardlib.core.stage_clock import StageClock, show_progress
-from shardlib.core.torch_private import preserved_versions
+from shardlib.core.torch_internals.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.recompile_reasons import (

@@ -18,7 +18,7 @@ from shardlib.compiler.passes.split_backward import Halves, gives, needs
 from shardlib.compiler.program.steps import Compute, Var
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError, WrittenError
-from shardlib.core.torch_private import MODULE_DICTS, preserved_versions, pytree, version_of
+from shardlib.core.torch_internals.torch_private import MODULE_DICTS, preserved_versions, pytree, version_of
 from shardlib.eager.placement_autograd import place_tracked
 from shardlib.frontend.gradients.autograd_history import read_hooks
 from shardlib.frontend.guards.flatten_call import Static, wrap_static

@@ -20,8 +20,8 @@ from shardlib.compiler.program.nested_args import leaves as values_in
 from shardlib.compiler.program.steps import Compute, Program, Var
 from shardlib.core.call_scalar import Scalar
 from shardlib.core.context import compiling
-from shardlib.core.numpy_bridge import array_bounds, find_arrays
-from shardlib.core.torch_private import memory_of
+from shardlib.core.torch_internals.numpy_bridge import array_bounds, find_arrays
+from shardlib.core.torch_internals.torch_private import memory_of
 from shardlib.distributed.provenance import record_origin
 from shardlib.distributed.turn_errors import hash_texts
 from shardlib.frontend.extra_outputs import ExtraOutputs

@@ -11,8 +11,8 @@ import torch
 from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
-from shardlib.core.numpy_bridge import ArrayTensors, convert_arrays
-from shardlib.core.torch_private import innermost
+from shardlib.core.torch_internals.numpy_bridge import ArrayTensors, convert_arrays
+from shardlib.core.torch_internals.torch_private import innermost
 from shardlib.frontend.guards.argument_specs import add_positions_and_names
 from shardlib.frontend.guards.closure import Closure
 from shardlib.frontend.guards.flatten_call import find_aliases, read_arguments, wrap_static

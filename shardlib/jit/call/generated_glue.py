@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.distributed.provenance import checksum_sample, hash_origin
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import memory_of
+from shardlib.core.torch_internals.torch_private import memory_of
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import first_replicas
 from shardlib.sharding.mesh.mesh import Mesh

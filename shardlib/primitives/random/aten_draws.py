@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.ops.checks import WITHIN
 from shardlib.ops.random.philox import threshold
 from shardlib.primitives.random.keys import draw, fresh_key

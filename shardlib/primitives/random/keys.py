@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from shardlib.core.aten.op_traits import is_composite
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import user_line
-from shardlib.core.torch_private import TorchDispatchMode, generator_id, without_modes
+from shardlib.core.torch_internals.torch_private import TorchDispatchMode, generator_id, without_modes
 from shardlib.distributed.turns import Turn
 from shardlib.ops.collectives import all_reduce
 from shardlib.ops.collectives.transport.groups import run_in_turn

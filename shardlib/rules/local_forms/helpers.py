@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.ops.checks import CHECK_INDEX
 from shardlib.primitives.body import resolve_group
 from shardlib.primitives.collectives import axis_index, piece, pmax, psum

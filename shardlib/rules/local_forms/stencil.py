@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import pytree, schema_of
+from shardlib.core.torch_internals.torch_private import pytree, schema_of
 from shardlib.primitives.manual_ops import new_resized
 from shardlib.rules.local_forms.halo import Range, add_to_owners, crop_or_pad, fetch, intersect, length, shard_range
 from shardlib.rules.local_forms.helpers import may_be_empty, shard_size

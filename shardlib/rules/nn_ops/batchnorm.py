@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.iteration_space import arg
 from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype, may_be_empty, sharded_factors
 from shardlib.rules.nn_ops.norm import affine, layer_norm, layer_norm_terms

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.iteration_space import arg, is_backward, result_shape
 from shardlib.rules.local_forms.stencil import Reach, Stencil, nonempty
 from shardlib.rules.local_forms.window import Window

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shardlib.ops.ctc
 import shardlib.ops.scores  # noqa: F401  (they define ops)
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.primitives.collectives import psum
 from shardlib.rules.iteration_space import arg, is_backward
 from shardlib.rules.local_forms.helpers import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.iteration_space import Space, result_shape, size_arguments
 from shardlib.rules.local_forms.helpers import sharded_factors
 from shardlib.rules.out_variants import by_torch

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.ops.reverse_scan import REVERSE_SCANS
 from shardlib.primitives.collectives import all_gather
 from shardlib.rules.iteration_space import normalize_dim

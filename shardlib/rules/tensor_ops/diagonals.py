@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.iteration_space import Space, arg, normalize_dim, result_shape, size_arguments
 from shardlib.rules.local_forms.halo import length, pad_constant, shard_range
 from shardlib.rules.local_forms.helpers import can_add, from_torch_code

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import OpOverload, all_op_names, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, all_op_names, schema_of
 from shardlib.rules.out_variants import op_named, refuse_cast
 
 aten = torch.ops.aten

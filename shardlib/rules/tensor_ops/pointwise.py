@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 from shardlib.rules.iteration_space import (
     Space,
     arg,

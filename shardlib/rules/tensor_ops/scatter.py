@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.dtype_sums import is_inexact
 from shardlib.rules.iteration_space import Dim, Space, arg, broadcast_labels, count_elements
 from shardlib.rules.local_forms.helpers import from_torch_code, keep_on_first, locate_index, sharded_factors

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import schema_of
+from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.primitives.collectives import pmax, pmin
 from shardlib.rules.iteration_space import arg, count_elements, normalize_dims, result_shape
 from shardlib.rules.local_forms.helpers import Rows, gather_shards, neutral_extreme, sharded_factors

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import schema_of, without_modes
+from shardlib.core.torch_internals.torch_private import schema_of, without_modes
 from shardlib.rules.iteration_space import (
     Dim,
     Ints,

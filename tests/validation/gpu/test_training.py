@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardlib as sl
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

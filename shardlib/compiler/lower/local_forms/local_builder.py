@@ -28,7 +28,7 @@ from shardlib.compiler.program.sym_int import (
     tabulate,
 )
 from shardlib.compiler.propagate.propagation import Assignment, OpFactor
-from shardlib.core.torch_private import schema_of, without_modes
+from shardlib.core.torch_internals.torch_private import schema_of, without_modes
 from shardlib.rules.rule import Labels
 from shardlib.sharding import reshard
 from shardlib.sharding.layout import Factor, Layout

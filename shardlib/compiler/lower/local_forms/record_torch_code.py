@@ -22,7 +22,7 @@ from shardlib.compiler.program.sym_int import Sym, apart, everywhere, local_valu
 from shardlib.core.aten.op_names import FILLED, PAD, SLICE, VIEW
 from shardlib.core.aten.op_traits import has_trait, returns_list
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import TorchDispatchMode, pytree, schema_of, without_modes
+from shardlib.core.torch_internals.torch_private import TorchDispatchMode, pytree, schema_of, without_modes
 from shardlib.primitives.body import Body, enter_body
 from shardlib.primitives.form_dims import Piece
 from shardlib.sharding.mesh.axis import Axis, Coords, group_size

@@ -9,7 +9,7 @@ import torch
 
 from shardlib.compiler.graph.ir import Op
 from shardlib.core.aten.op_traits import has_trait
-from shardlib.core.torch_private import pytree, without_modes
+from shardlib.core.torch_internals.torch_private import pytree, without_modes
 from shardlib.rules.rule import Meta
 
 

@@ -21,7 +21,7 @@ from shardlib.compiler.program.steps import Collective, Compute, Program, Start,
 from shardlib.compiler.schedule_options import DEFAULT, Schedule
 from shardlib.compiler.simulate.timeline import Timeline, timeline
 from shardlib.core.aten.op_names import ADD, ADDED, CAT, NARROW, RESHAPE
-from shardlib.core.torch_private import without_modes
+from shardlib.core.torch_internals.torch_private import without_modes
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.machine import Machine
 

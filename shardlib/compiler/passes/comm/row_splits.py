@@ -18,7 +18,7 @@ from shardlib.compiler.passes.split_backward import gives
 from shardlib.compiler.program.steps import Collective, Compute, Program, Start, Step, Var, reads
 from shardlib.compiler.program.sym_int import Sym
 from shardlib.compiler.program.verify import Measured, Run
-from shardlib.core.torch_private import OpOverload, without_modes
+from shardlib.core.torch_internals.torch_private import OpOverload, without_modes
 from shardlib.rules import rule_for
 from shardlib.rules.rule import Call, Labels, Meta, Path, Rule
 from shardlib.sharding.mesh.axis import group_size

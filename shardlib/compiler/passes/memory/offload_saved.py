@@ -30,7 +30,7 @@ from shardlib.compiler.program.steps import (
 from shardlib.compiler.schedule_options import DEFAULT, SAVED, Schedule
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 
 def offload(program: Program, how: Schedule = DEFAULT, chosen: Collection[Var] = ()) -> Program:

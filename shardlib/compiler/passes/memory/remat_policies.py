@@ -18,7 +18,7 @@ from shardlib.compiler.passes.split_backward import gives
 from shardlib.compiler.program.steps import Compute, Start, Step, Var, reads
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Module
-from shardlib.core.torch_private import OpOverload, schema_of
+from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 
 _NEAR = 3  # similar names that an error lists
 _LISTED = 12  # known names that an error lists

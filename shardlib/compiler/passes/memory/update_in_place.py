@@ -23,7 +23,7 @@ from shardlib.compiler.program.buffers import blurred, handed_on, owners_in
 from shardlib.compiler.program.inplace_ops import takes
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.core.aten.op_traits import has_trait, is_view
-from shardlib.core.torch_private import OpOverload
+from shardlib.core.torch_internals.torch_private import OpOverload
 
 _NUMBER = 16  # bytes of one number: a norm, a rate
 _BLOCK = 512  # bytes that allocators round up to: to keep less costs nothing

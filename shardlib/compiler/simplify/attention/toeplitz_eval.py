@@ -25,7 +25,7 @@ from shardlib.compiler.simplify.movement.compose_views import get_permuted_dims
 from shardlib.core.aten.op_traits import has_trait, is_deterministic, is_view
 from shardlib.core.aten.schemas import get_argument, get_fill_value
 from shardlib.core.call_scalar import Scalar
-from shardlib.core.torch_private import OpOverload, pytree, schema_of, without_modes
+from shardlib.core.torch_internals.torch_private import OpOverload, pytree, schema_of, without_modes
 from shardlib.frontend.hazards.constant_values import is_literal
 from shardlib.ops.splice import SPLICE
 

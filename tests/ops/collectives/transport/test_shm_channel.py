@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardlib.build.build_recipe import Missing
 from shardlib.core.errors import CollectiveError, ShardingError
-from shardlib.core.torch_private import default_store
+from shardlib.core.torch_internals.torch_private import default_store
 from shardlib.ops import native_libs
 from shardlib.ops.collectives import all_gather, all_reduce
 from shardlib.ops.collectives.transport import groups as transport_groups

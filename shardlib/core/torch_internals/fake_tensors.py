@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlib.core.torch_private import SYMBOL_FRAME, FakeTensor, late, without_dispatch
+from shardlib.core.torch_internals.torch_private import SYMBOL_FRAME, FakeTensor, late, without_dispatch
 
 
 def make_fake(

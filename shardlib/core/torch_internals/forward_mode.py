@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib.core.torch_private import dual_level
+from shardlib.core.torch_internals.torch_private import dual_level
 
 
 def is_forward_mode() -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardlib.core.private_names import PrivateNames
+from shardlib.core.torch_internals.private_names import PrivateNames
 
 SUPPORTED = ("2.11", "2.12", "2.13")  # of torch
 _names = PrivateNames()

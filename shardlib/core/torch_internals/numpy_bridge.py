@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_private import pytree
+from shardlib.core.torch_internals.torch_private import pytree
 
 ArrayTensors = dict[int, tuple[Any, torch.Tensor]]  # id of an array -> the array, a tensor that shares its memory
 

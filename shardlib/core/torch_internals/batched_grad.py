@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlib.core.torch_private import (
+from shardlib.core.torch_internals.torch_private import (
     batch_dim_of,
     depth_of_batches,
     in_batch,
