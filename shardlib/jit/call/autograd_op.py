@@ -76,7 +76,7 @@ def run(entry: Entry, then: Backward, leaves: list[Any]) -> Any:
         tensors = iter(_Apply.apply(call, *(leaves[i] for i in then.leaves)))  # type: ignore[no-untyped-call]
     out = [next(tensors) if isinstance(x, Tensor) else x for x in call.out]
     for i in entry.after.within:
-        out[i]._within = entry.name
+        vars(out[i])["_within"] = entry.name
     return finished(entry, leaves, out)
 
 

@@ -115,7 +115,7 @@ PLANTED: dict[str, tuple[Callable[[], Plant], Callable[[], Seen], str]] = {
         "device",  # "two different devices", or "to be on the same device"
     ),
     "a dtype that only the CPU gives": (
-        lambda: mock.patch("shardlib.frontend.retarget_device.is_here", return_value=True),
+        lambda: mock.patch("shardlib.frontend.retarget_device.can_trace_on", return_value=True),
         lambda: seen_in(lambda x: F.layer_norm(x, (8,)), ("_@data _",), (6, 8), dtype=torch.bfloat16),
         "is torch.float32, the program says torch.bfloat16",
     ),

@@ -18,8 +18,8 @@ from torch import Tensor
 from shardlib.core.torch_internals import torch_private
 
 pytestmark = pytest.mark.together
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "shardlib" / "core" / "torch_private.py"
+ROOT = Path(__file__).parents[3]
+FILE = ROOT / "shardlib" / "core" / "torch_internals" / "torch_private.py"
 # Private names of Python's own: frames, named tuples, caches, weak references, the dict of `os.environ`; and IPython's.
 PYTHONS = {"_getframe", "_replace", "_fields", "_field_defaults", "_lru_cache_wrapper", "_remove_dead_weakref", "_data"}
 PYTHONS |= {"_repr_html_"}
