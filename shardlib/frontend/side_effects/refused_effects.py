@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from shardlib.core.errors import SideEffectError
 from shardlib.frontend.guards.mutable_places import Item, Place
 from shardlib.frontend.guards.object_state import LENGTH, LONG
@@ -33,6 +35,7 @@ def unsupported_effects(
 
     `refused` are new values that no call can make again, by the places that the function binds them to.
     """
+    refused = {place: value for place, value in refused.items() if not _is_torch_cache(before, place)}
     effects = [_effect_of_value(_name_parts(before, after, place), place, value) for place, value in refused.items()]
     skipped = {*logs, *(owner for owner, _ in refused), *map(id, refused.values())}
     for number, items in before.copies.items():
@@ -44,7 +47,8 @@ def unsupported_effects(
         value = after.values.get(place, GONE)
         is_inside_new = owner in after.owners and owner not in before.owners
         is_part = key == LENGTH or isinstance(key, Item) or is_inside_new
-        if not (is_part or is_cache(value) or skipped & {owner, id(value)}):  # `leaks` empties caches
+        is_cached = is_cache(value) or _is_torch_cache(before, place)  # `leaks` empties caches
+        if not (is_part or is_cached or skipped & {owner, id(value)}):
             effects.append(_effect_of_value(_name_parts(before, after, place), place, value))
     return effects
 
@@ -65,6 +69,12 @@ def refuse_effects(
             "schedulers and scalers",
             remedy="; ".join(dict.fromkeys(x.remedy for x in effects)),
         )
+
+
+def _is_torch_cache(before: Snapshot, place: Place) -> bool:
+    """Returns whether torch computes an attribute again where it is stale: references to the weights of an RNN."""
+    owner, key = place
+    return key == "_flat_weight_refs" and isinstance(before.owners.get(owner), nn.RNNBase)
 
 
 def _name_parts(before: Snapshot, after: Snapshot, place: Place) -> tuple[Any, ...]:

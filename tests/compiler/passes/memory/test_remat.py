@@ -568,24 +568,24 @@ def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
     crossing, machine = Crossing.analyze(program), Machine.convert(program.mesh.machine)
     search = Candidates(crossing, 0, finish, machine, frozenset())
     every = _all(search)
-    most, least = search.of(Choice()).peak, min(one.peak for one in every)
+    most, least = search.furthest_trial(Choice()).peak, min(one.peak for one in every)
     for share in (0, 0.2, 0.5, 0.8, 0.95):
         budget = int(least + share * (most - least))
         found = within(crossing, budget, finish, machine)
         best = min(one.seconds for one in every if one.peak <= budget)
         assert not found.moved
-        assert search.of(found).peak <= budget
-        assert search.of(found).seconds <= 1.05 * best
+        assert search.furthest_trial(found).peak <= budget
+        assert search.furthest_trial(found).seconds <= 1.05 * best
 
 
 def _all(search: Candidates) -> list[Any]:
     """Every choice there is, tried."""
-    found = [search.of(Choice())]
+    found = [search.furthest_trial(Choice())]
     for ways in itertools.product(*(("kept", *ways) for ways in search.ways.values())):
         choice = search.base
         for value, way in zip(search.ways, ways, strict=True):
             choice = choice.put([value], way)
-        found.append(search.of(choice))
+        found.append(search.furthest_trial(choice))
     return found
 
 
@@ -624,15 +624,15 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
     def search(budget: int) -> Candidates:
         return Candidates(given[0], budget, *given[1:])
 
-    most, least = search(0).of(Choice()).peak, min(one.peak for one in _all(search(0)))
+    most, least = search(0).furthest_trial(Choice()).peak, min(one.peak for one in _all(search(0)))
     moved, best = set(), set()
     for share in (0, 0.3, 0.7):
         tried = search(int(least + share * (most - least)))
         _all(tried)
         found = within(given[0], tried.budget, *given[1:])
         fastest, ahead = tried.best or (Choice(), "")
-        assert tried.of(found).peak <= tried.budget
-        assert tried.of(found).seconds <= 1.05 * tried.trial(fastest, ahead).seconds
+        assert tried.furthest_trial(found).peak <= tried.budget
+        assert tried.furthest_trial(found).seconds <= 1.05 * tried.trial(fastest, ahead).seconds
         moved.update(found.moved)
         best.update(fastest.moved)
     assert bool(moved) <= bool(best) >= (host in ("hidden", "fast", "copies")), "where the host is fast enough"

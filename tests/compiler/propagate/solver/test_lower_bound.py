@@ -109,10 +109,10 @@ def test_nothing_is_estimated_to_take_less(seed: int) -> None:
 def test_every_order_of_slots_is_one_of_the_choices(seed: int) -> None:
     search = _search(seed)
     for kind, domain in enumerate(_domains(search)):
-        cuts = {search.estimate.cut(kind, choice) for choice in domain}
+        cuts = {search.estimate.slot_axes(kind, choice) for choice in domain}
         orders = [[*itertools.permutations(search.candidates(kind, name))] for name in search.problem.atoms]
         for order in itertools.product(*orders):
-            assert search.estimate.cut(kind, (*order, ())) in cuts
+            assert search.estimate.slot_axes(kind, order) in cuts
 
 
 def test_a_plan_says_how_far_it_is() -> None:
