@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,6 +143,37 @@ class Estimate:
         works = [self.work(kind, choices[kind]) for kind in kinds]
         moved = sum([self._weighed(i, choices, weights) for i in self._touched(kinds)])
         return sum(mine for mine, _ in works) + moved + sum(mine for _, mine in works) * weights.sent
+
+    def is_cheaper(
+        self, kinds: Sequence[UnitClass], choices: Choices, seconds: float, weights: Weights = Weights()
+    ) -> bool:
+        """Returns whether unit classes cost less than `seconds`; looks only as far as it must."""
+        left = seconds - sum(mine + sent * weights.sent for mine, sent in (self.work(k, choices[k]) for k in kinds))
+        for i in self._touched(kinds):
+            if left <= 0:
+                return False
+            left -= self._weighed(i, choices, weights)
+        return left > 0
+
+    def align_ends(self, free: Free, at_once: float) -> Iterator[dict[Variable, Order]]:
+        """Yields choices that put all ends of a value into one layout: of each variable, that with the least work.
+
+        Only for values whose variables have more than `at_once` choices together: others are searched exactly.
+        """
+        weights, owner = Weights(), {kind: variable for variable in free for kind in variable}
+        for i, moves in enumerate(self.moves):
+            variables = dict.fromkeys(owner[k] for k in moves.kinds if k in owner)
+            if math.prod(len(self._merged(i, v, *free[v])[0]) for v in variables) <= at_once:
+                continue
+            aligned: dict[int, dict[Variable, Order]] = defaultdict(dict)
+            for v in variables:
+                domain, at = free[v]
+                for n in sorted(at.tolist(), key=self._works(v, domain, weights).__getitem__):
+                    choice = domain.orders[n]
+                    ends = {s for k in v if k in moves.places for s in moves.states(k, self._class(i, k, choice))}
+                    if len(ends) == 1:
+                        aligned[ends.pop()].setdefault(v, choice)
+            yield from aligned.values()
 
     def around(self, kinds: Variable, choices: Choices) -> float:
         """Returns the seconds of messages inside some unit classes, and of reshards of the values at them."""

@@ -209,6 +209,10 @@ class ValueReshards:
             self._states[kind].append(states)
         return number
 
+    def states(self, kind: UnitClass, number: int) -> tuple[int, ...]:
+        """Returns the states of a unit class's ends in one of its layout classes."""
+        return self._states[kind][number]
+
     def at(self, classes: tuple[int, ...]) -> float:
         """Returns the seconds of all reshards, with a layout class for every unit class."""
         inside = len(classes) <= _DIMS and all(n < size for n, size in zip(classes, self._costs.shape, strict=True))

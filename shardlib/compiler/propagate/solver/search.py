@@ -10,7 +10,7 @@ each, until nothing improves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -143,7 +143,8 @@ class Search:
     def minimize(self, whole: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
         """Minimizes the estimate over all variables at once, or by local moves if the tables would be too large.
 
-        A move minimizes over one axis, over one variable, or over a variable and its neighbors, the costliest first.
+        A move minimizes over one axis, over one variable, or over a variable and its neighbors, the costliest first;
+        or it puts all ends of a shared value into one layout, as a weight needs that many layers read.
         Moves go on until none improves or the effort is spent.
         """
         last: dict[Variable, Choices] = {}  # the choices around it with which nothing could be improved
@@ -154,6 +155,7 @@ class Search:
         moves: tuple[Callable[[], list[bool | None]], ...] = (
             lambda: [self.improve(self._on_axis(a, whole), allowed) for a in axes],
             lambda: [self.improve({variable: domain}, allowed) for variable, domain in whole.items()],
+            lambda: [self._try(some, allowed) for some in self.estimate.align_ends(whole, _AT_ONCE)],
             lambda: [self._improve_around(v, whole, allowed, last, least, nearby) for v in self._by_cost(whole)],
         )
         while self.improve(whole, allowed) is None:
@@ -164,6 +166,18 @@ class Search:
             if nearby == _AT_ONCE or self.effort.stops():
                 break
             nearby = _AT_ONCE
+
+    def _try(self, some: Mapping[Variable, Order], allowed: Callable[[Choices], bool]) -> bool:
+        """Takes these choices if they cost less."""
+        tried, kinds = list(self.choices), [kind for variable in some for kind in variable]
+        for variable, choice in some.items():
+            for kind in variable:
+                tried[kind] = choice
+        now = self.estimate.cost(kinds, self.choices, self.weights)
+        if self.estimate.is_cheaper(kinds, tried, now, self.weights) and allowed(tried):
+            self.choices = tried
+            return True
+        return False
 
     def _by_cost(self, whole: Free) -> list[Variable]:
         return sorted(whole, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
