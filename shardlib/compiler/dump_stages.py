@@ -17,6 +17,7 @@ from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.program.steps import Program
 from shardlib.compiler.program.text import show
 from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.distributed import world
 from shardlib.rules.notation import Pattern, Term
 from shardlib.sharding.mesh.axis import Axis
@@ -97,15 +98,20 @@ def _typed(value: Value) -> str:
 
 def _decision_lines(graph: Graph, propagated: Propagated) -> Iterable[str]:
     propagation = propagated.propagation
+    numbers: dict[DimFactor, int] = {}  # of factor classes, in the order of the text
+
+    def number(factor: DimFactor) -> int:
+        return numbers.setdefault(factor, len(numbers))
+
     for value in graph.inputs:
         factors = zip(propagation.dim_factors(value), propagated.input_axes(value), strict=True)
-        dims = [_sharded(f"{propagation.dims.size(factor)}#{factor}", axes) for factor, axes in factors]
+        dims = [_sharded(f"{propagation.dims.size(factor)}#{number(factor)}", axes) for factor, axes in factors]
         yield f"input {value.name}: {' '.join(dims)}".rstrip()
     for op in graph.ops:
         if op in propagated.units.op_slots:
             assigned = propagated.assignment(op)
             labels = [
-                _sharded(f"{f'{name}.{i}' if i else name}#{factor}", assigned.get((name, i), ()))
+                _sharded(f"{f'{name}.{i}' if i else name}#{number(factor)}", assigned.get((name, i), ()))
                 for name, factors in propagation.labels[op].items()
                 for i, factor in enumerate(factors)
             ]

@@ -34,11 +34,11 @@ def test_every_stage_is_a_numbered_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [text.splitlines()[0] for text in texts] == [
         *["class <lambda>(torch.nn.Module):"] * 2,
         "input x: f32[4, 6]",
-        "input x: 4#2@data 6#3",
+        "input x: 4#0@data 6#1",
         *["mesh data=2, tensor=2"] * (2 + len(passes)),
     ]
     assert "mm: f32[4, 8] = aten.mm.default(x, w)  # m k, k n -> m n; m=4 k=6 n=8" in texts[2].splitlines()
-    assert "mm mm: m#2@data k#3 n#7@tensor" in texts[3].splitlines()
+    assert "mm mm: m#0@data k#1 n#2@tensor" in texts[3].splitlines()
     assert texts[-1] == show(parse(texts[-1])) == show(plan.compiled.program)
     halves = [file.stem[3:].partition("_")[0] for file in sorted(second.iterdir())[6:]]
     assert halves == ["forward"] * len(passes) + ["backward"] * len(passes)

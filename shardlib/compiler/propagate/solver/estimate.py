@@ -170,7 +170,7 @@ class Estimate:
                 domain, at = free[v]
                 for n in sorted(at.tolist(), key=self._works(v, domain, weights).__getitem__):
                     choice = domain.orders[n]
-                    ends = {s for k in v if k in moves.places for s in moves.states(k, self._class(i, k, choice))}
+                    ends = {s for k in v if k in moves.places for s in moves.states[k][self._class(i, k, choice)]}
                     if len(ends) == 1:
                         aligned[ends.pop()].setdefault(v, choice)
             yield from aligned.values()

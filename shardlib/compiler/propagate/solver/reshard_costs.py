@@ -185,7 +185,7 @@ class LayoutCosts:
 class ValueReshards:
     """Prices the reshards of `count` values with one record, by the layouts of their ends.
 
-    Each unit class at some ends (`kinds`) has numbered layout *classes*: the states of these ends.
+    Each unit class at some ends (`kinds`) has numbered layout *classes*: the `states` of these ends.
     """
 
     def __init__(self, record: ValueRecord, count: int, layouts: LayoutCosts) -> None:
@@ -195,7 +195,7 @@ class ValueReshards:
         self.kinds = record.kinds
         self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
         self._classes: dict[UnitClass, dict[tuple[int, ...], int]] = {k: {} for k in record.kinds}
-        self._states: dict[UnitClass, list[tuple[int, ...]]] = {k: [] for k in record.kinds}
+        self.states: dict[UnitClass, list[tuple[int, ...]]] = {k: [] for k in record.kinds}
         self._costs = np.full((0,) * min(len(record.kinds), _DIMS + 1), np.nan)  # nan: not computed
         self._large: dict[object, Costs] = {}  # computed costs, where an array of all would be too large
         self.evaluations = 0
@@ -206,12 +206,8 @@ class ValueReshards:
         classes = self._classes[kind]
         if (number := classes.get(states)) is None:
             number = classes[states] = len(classes)
-            self._states[kind].append(states)
+            self.states[kind].append(states)
         return number
-
-    def states(self, kind: UnitClass, number: int) -> tuple[int, ...]:
-        """Returns the states of a unit class's ends in one of its layout classes."""
-        return self._states[kind][number]
 
     def at(self, classes: tuple[int, ...]) -> float:
         """Returns the seconds of all reshards, with a layout class for every unit class."""
@@ -222,7 +218,7 @@ class ValueReshards:
     @property
     def _is_large(self) -> bool:
         """Returns whether an array of all costs would have too many entries or dims."""
-        return math.prod(map(len, self._states.values())) > _LARGEST or len(self.kinds) > _DIMS
+        return math.prod(map(len, self.states.values())) > _LARGEST or len(self.kinds) > _DIMS
 
     def costs(self, classes: Sequence[Numbers]) -> Costs:
         """Returns the seconds for arrays of layout classes, broadcast."""
@@ -232,7 +228,7 @@ class ValueReshards:
                 costs = self._large[key] = self._compute(np.broadcast_arrays(*classes))
             return costs
         index = tuple(classes)
-        if any(len(self._states[kind]) > size for kind, size in zip(self.kinds, self._costs.shape, strict=True)):
+        if any(len(self.states[kind]) > size for kind, size in zip(self.kinds, self._costs.shape, strict=True)):
             self._grow()
         costs = self._costs[index]
         if (gaps := np.isnan(costs)).any():
@@ -243,14 +239,14 @@ class ValueReshards:
 
     def _grow(self) -> None:
         before = self._costs
-        self._costs = np.full([len(self._states[kind]) for kind in self.kinds], np.nan)
+        self._costs = np.full([len(self.states[kind]) for kind in self.kinds], np.nan)
         self._costs[tuple(map(slice, before.shape))] = before
 
     def _compute(self, classes: Sequence[Numbers]) -> Costs:
         """Computes the seconds for arrays of layout classes, one for every unit class."""
         at = [np.array(self.still.get(p, 0)) for p in range(len(self.ends))]
         for kind, numbers in zip(self.kinds, classes, strict=True):
-            states = np.array(self._states[kind])[numbers]
+            states = np.array(self.states[kind])[numbers]
             for n, p in enumerate(self.places[kind]):
                 at[p] = states[..., n]
         seconds = np.broadcast_to(self._seconds(at), np.broadcast_shapes(*(n.shape for n in classes)))
