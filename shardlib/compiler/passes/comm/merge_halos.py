@@ -94,7 +94,7 @@ def _emit_border(
         (x,) = operands.values()
         return _emit_repeated(derived, derived.repeated_range, x, names, steps)
     args = [operands[x] if isinstance(x, Var) else x for x in step.args]
-    out = _new(move.out, f"{move.out.name}.out_vars", names)
+    out = _new(move.out, f"{move.out.name}.computed", names)
     note, flops = "made of borders", float(max(map(elements, derived.borders())))
     steps.append(Compute(step.target, tuple(args), {}, (out,), move.line, move.backward, note, flops))
     return out
@@ -111,7 +111,7 @@ def _emit_repeated(derived: DerivedBorder, target_range: Border, x: Var, names: 
     calls.append((NARROW, target_range.dim, begin, count))
     calls.append((VIEW, [count if d == at else size for d, size in enumerate(shape)]))
     for target, *args in calls:
-        out = _new(move.out, f"{move.out.name}.out_vars", names)
+        out = _new(move.out, f"{move.out.name}.computed", names)
         steps.append(Compute(target, (x, *args), {}, (out,), move.line, move.backward, "made of borders"))
         x = out
     return x
