@@ -264,8 +264,8 @@ class Explainer:
                 source = self._requester(unit, first[0], axis) if first else "no device does less"
                 yield f"  {name}: {seconds * 1e6:.1f} us, {source}"
             if near := near_tie(search, op, axis):
-                now = f"the program takes {near[1] * 1e6:.4g} us with it, {search.seconds * 1e6:.4g} us as it is"
-                yield f"  a near-tie with {near[0]}: {now}"
+                other, chosen = f"{near[1] * 1e6:.4g} us", f"{search.seconds * 1e6:.4g} us"
+                yield f"  a near-tie with {near[0]}: with it the whole program takes {other}, not {chosen}"
 
     def _requester(self, unit: DecisionUnit, slot: int, axis: str) -> str:
         requests = self.compiled.propagated.propagation.requests.get(unit.slots[slot], ())

@@ -2,48 +2,8 @@
 
 from __future__ import annotations
 
-from tests.rules.samples import (
-    activation,
-    bags,
-    convolution,
-    counting,
-    cumulative,
-    diagonals,
-    fft,
-    linalg,
-    loss,
-    matrix,
-    norm,
-    ordering,
-    pooling,
-    random,
-    recurrence,
-    resample,
-    scattering,
-    shifting,
-)
+import importlib
+import pkgutil
 
-SAMPLES = tuple(
-    sample
-    for family in (
-        activation,
-        bags,
-        convolution,
-        counting,
-        cumulative,
-        diagonals,
-        fft,
-        linalg,
-        loss,
-        matrix,
-        norm,
-        ordering,
-        pooling,
-        random,
-        recurrence,
-        resample,
-        scattering,
-        shifting,
-    )
-    for sample in family.SAMPLES
-)
+_modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+SAMPLES = tuple(sample for family in _modules if hasattr(family, "SAMPLES") for sample in family.SAMPLES)
