@@ -60,6 +60,7 @@ HEURISTICS: Mapping[str, Sequence[Switch]] = {
     "local_sort": [(pipeline, "mark_orders", returns(None))],
     "reassociate_sums": [(Regrouping, "waits", returns(False))],
     "own_rows": [(pipeline, "mark_group_rows", returns(None))],
+    "wide_sums": [(PartialSums, "_joins_wide_sum", returns(False))],
     "sums_onto_sums": [(PartialSums, "_onto", returns(None))],
 }
 

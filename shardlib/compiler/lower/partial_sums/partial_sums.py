@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero, viewed
 from shardlib.compiler.lower.partial_sums.partial_sum_fanout import Branching, fitting, share
@@ -106,7 +106,7 @@ class PartialSums:
             return 0.0  # the cast is free; the cost of reducing these addends is no reason to reduce others
         most = sum(min(x.nbytes, viewed(x).nbytes) for x in (op.operands[i] for i in linear))
         result_bytes = sum(r.nbytes for r in op.results if r is not None)
-        if result_bytes > most:
+        if result_bytes > most and not self._joins_wide_sum(op):
             return None
         decided = self.p.assignment(op)
         prices: list[float] = []
@@ -124,6 +124,49 @@ class PartialSums:
         if besides:
             return saved - besides if saved - besides > max(more, 0.0) else None
         return None if more > max(saved, 0.0) else saved
+
+    def _joins_wide_sum(self, op: Op) -> bool:
+        """True if an op casts a sum to a wider dtype, and enough such casts are added up.
+
+        One message of the wide sum then replaces a message for every narrow one. Mixed precision needs this: gradients
+        of 16 bits are added up over microbatches in 32 bits.
+        """
+        total = op.results[0]
+        if not has_trait(op.target, "copies") or total is None:
+            return False
+        while self.readers[total] == 1 and not total.is_output:
+            adder = next((reader for reader, _ in total.readers if _adds(reader)), None)
+            if adder is None or (result := adder.results[0]) is None:
+                break
+            total = result
+        casts = [x.op.operands[0] for x in _addends(total) if x.op is not None and x.op.target is op.target]
+        narrow = [x for x in casts if x.dtype == op.operands[0].dtype and self.readers[x] == 1 and self._is_summed(x)]
+        return sum(x.nbytes for x in narrow) >= total.nbytes
+
+    def _is_summed(self, value: Value) -> bool:
+        """True if the op of a value reduces a factor that its decision shards."""
+        op, units = viewed(value).op, self.p.units
+        if op is None or op not in units.unit or op.rule is None:
+            return False
+        axes = self.p.unit_axes(units.unit[op])
+        kept = value_factors(self.values.propagation, op, viewed(value).index, operand=False)
+        return any(
+            axes[slot] and factor not in kept and op.rule.partial_kind(viewed(value).index, factor[0]) == "sum"
+            for factor, slot in units.op_slots[op].items()
+        )
+
+
+def _adds(op: Op) -> bool:
+    return has_trait(op.target, "commutes") and has_trait(op.target, "takes_alpha")
+
+
+def _addends(value: Value) -> Iterator[Value]:
+    """Yields the values that are added up to a value."""
+    if value.op is not None and _adds(value.op):
+        for x in value.op.operands:
+            yield from _addends(x)
+    else:
+        yield value
 
 
 def _reader_counts(graph: Graph, p: Propagated, *, rows: bool = False) -> Mapping[Value, int]:
