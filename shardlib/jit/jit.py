@@ -127,10 +127,11 @@ class Jitted(Function):
 
     **Effects.** Writes to arguments (also to numpy's arrays), to buffers and to `.grad` are applied after the call,
     and not at all if the function raises. So are new values of attributes, variables and items: tensors, numbers
-    (`self.step += 1` is an input and a result), texts, enums, functions, and tuples, lists and dicts of these. An
-    effect that no program can repeat (a new object, a write into a numpy array that the function closes over) is
-    traced in every such call, which is slow and warned of. Code that prints, reads a clock, or appends to a list that
-    it does not read, runs while compiling only. Threads that change the same object, or go back to a parameter while
+    (`self.step += 1` is an input and a result), texts, enums, functions, and tuples, lists and dicts of these. Tensors
+    that are bound have memory of their own, as results have. An effect that no call can repeat (a new object, a write
+    into a numpy array that the function closes over) raises `SideEffectError` before anything runs. Changes of what is
+    no part of the key (see above) are neither repeated nor refused. Code that prints or reads a clock runs while
+    compiling only. Threads that change the same object, or go back to a parameter while
     another thread compiles a function that reads its `.grad`, must take turns by a lock of their own. A
     `TorchFunctionMode` around the call acts then, too. Torch's own dispatch modes (counters), and modes with
     `only_observes = True`, see the ops that run; other dispatch modes are refused.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import operator
 import types
 import warnings
@@ -22,11 +23,13 @@ class IteratorPositions:
 
     def refuse_steps(self, name: str) -> None:
         """Raises an error if items were taken since."""
-        wrong = [x for x, before in zip(self.held, self.before, strict=True) if _position(x) != before]
+        pairs = zip(self.held, self.before, strict=True)
+        wrong = [f"a {type(x).__name__}" for x, before in pairs if _position(x) != before]
+        wrong += [f"a {type(x).__name__}, whose position cannot be read" for x in self.held if _hides_position(x)]
         if wrong:
             raise ShardingError(
                 f"{name} takes items from an iterator that is not its own",
-                [f"a {type(x).__name__}" for x in wrong],
+                wrong,
                 rule="Python runs once, while a function is traced: every call would use the same items",
                 remedy="take them outside, and pass the item: step(x, next(it)); or hold a list, and iterate over it",
             )
@@ -34,6 +37,15 @@ class IteratorPositions:
 
 def _is_iterator(x: Any) -> bool:
     return not isinstance(x, type) and hasattr(type(x), "__next__")
+
+
+def _hides_position(x: Any) -> bool:
+    """Returns whether an iterator, which is no file, shows nothing that changes when it advances."""
+    kind = type(x)
+    if kind is _CALLABLE_ITERATOR:
+        return True
+    has_attributes = hasattr(x, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
+    return not (has_attributes or kind.__module__ in ("builtins", "itertools") or isinstance(x, io.IOBase))
 
 
 def _position(x: Any) -> list[Any]:
@@ -85,5 +97,6 @@ class _Identity:
     __hash__ = None  # type: ignore[assignment]
 
 
+_CALLABLE_ITERATOR = type(iter(int, 1))  # of `iter(function, sentinel)`, and of `re.finditer`
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 _MANY = 1000  # iterators inside iterators

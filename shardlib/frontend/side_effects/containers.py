@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 GONE = object()  # stands for no value
 ALL = object()  # the key of all items of a container
+APPENDED = object()  # the key of the items behind those that a list had
 _CONTAINERS = (list, deque, dict, set)
 FIXED = (tuple, frozenset, set, types.MappingProxyType, types.FunctionType)  # cannot be given other items
 
 
 def put_back(owner: Any, place: Place, before: Snapshot) -> None:
     """Gives a holder what it had at one of its places."""
-    old = before.copies[place[0]] if place[1] is ALL else before.values.get(place, GONE)
-    put(owner, place[1], old)
+    if place[1] in (ALL, APPENDED):
+        _refill(owner, before.copies[place[0]])
+    else:
+        put(owner, place[1], before.values.get(place, GONE))
 
 
 def _drop(owner: Any, key: Any) -> None:
@@ -45,10 +48,13 @@ def _drop(owner: Any, key: Any) -> None:
 def put(owner: Any, key: Any, value: Any, among: str = "") -> None:
     """Gives a holder another value, or, if that is `GONE`, none.
 
-    `among` is the dict of a `torch.nn.Module` that is to hold it. With the key `ALL`, a list gets all its items.
+    `among` is the dict of a `torch.nn.Module` that is to hold it. With the key `ALL`, a list gets all its items, with
+    `APPENDED` more of them.
     """
     if key is ALL:
         _refill(owner, value)
+    elif key is APPENDED:
+        list.extend(owner, value)
     elif value is GONE:
         _drop(owner, key)
     elif among:
@@ -104,9 +110,9 @@ def _item(space: dict[Any, Any], key: Any) -> Any:
 
 
 def _is_slot(owner: Any, key: Any) -> bool:
-    return isinstance(key, str) and isinstance(
-        inspect.getattr_static(type(owner), key, None), types.MemberDescriptorType
-    )
+    """Returns whether an attribute is one of `__slots__`; members of types in C may be read-only."""
+    slot = inspect.getattr_static(type(owner), key, None) if isinstance(key, str) else None
+    return isinstance(slot, types.MemberDescriptorType) and "__slots__" in vars(slot.__objclass__)
 
 
 def _space(owner: Any, key: Any) -> dict[Any, Any] | None:

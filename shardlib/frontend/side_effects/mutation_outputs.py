@@ -15,6 +15,7 @@ from shardlib.frontend.guards.attributes import cell_content
 from shardlib.frontend.guards.mutable_places import NUMBERS, SHORT, Item, Place
 from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.value_kinds import OPAQUE, PLAIN, numpy_kind
+from shardlib.frontend.results import refuse_attributes
 from shardlib.frontend.side_effects.mutation_values import Computed, Own, Part, Rest, Result, Shown
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -50,6 +51,7 @@ class MutationOutputs:
             return Own(self._own[id(x)])
         if not self._is_traced(x) or (x.requires_grad and x.is_leaf):  # its holder expects a leaf of its own
             return None
+        refuse_attributes([(self._after.text(place), None, x)])
         held = self._memory.get(memory_of(x.untyped_storage()))
         if held is not None and _is_plain_view(x, held[2]):
             return self._shown(x, place, *held)

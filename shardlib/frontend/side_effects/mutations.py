@@ -29,6 +29,7 @@ from shardlib.frontend.guards.object_state import LENGTH, LONG, State
 from shardlib.frontend.guards.value_kinds import CONTAINERS, PLAIN, holds_parameters
 from shardlib.frontend.side_effects.containers import (
     ALL,
+    APPENDED,
     FIXED,
     GONE,
     among,
@@ -196,18 +197,20 @@ class MutationTracker:
         places: dict[int, int] = {}  # of values that were made
         parts: list[Part | None]
         for place, owner, value, old in self.changes(after):
-            is_there = before.owners.get(id(value)) is value and not isinstance(value, Tensor)
-            if value is GONE or type(value) in PLAIN or is_there:
+            if value is GONE or type(value) in PLAIN:
                 tree, parts = _LEAF, [Rest(value)]
-                if id(value) in before.copies:  # one that was there has another place now
-                    self.holders[id(value)] = value
             else:
-                leaves, tree = pytree.tree_flatten(value)
-                olds, was = pytree.tree_flatten(old)
+                leaves, tree = pytree.tree_flatten(value, is_leaf=self._was_there)
+                olds, was = pytree.tree_flatten(old, is_leaf=self._was_there)
                 olds = olds if was == tree else [None] * len(leaves)
                 named = place if place in after.called else (place[0], LENGTH)
                 parameter = tensor_of(owner, place[1]) if is_by_tensor(place[1]) else None
-                parts = [joined.part(x, o, named, parameter) for x, o in zip(leaves, olds, strict=True)]
+                parts = [
+                    Rest(x) if self._was_there(x) else joined.part(x, o, named, parameter)
+                    for x, o in zip(leaves, olds, strict=True)
+                ]
+                # Containers that were there have another place now.
+                self.holders.update({id(x): x for x in leaves if self._was_there(x) and id(x) in before.copies})
             key, is_known = place[1], True
             if is_by_tensor(key):
                 tensor = tensor_of(owner, key)
@@ -216,21 +219,26 @@ class MutationTracker:
             if None in parts or not is_known:
                 self._unsupported[place] = value
                 continue
-            if isinstance(owner, CONTAINERS + (Tensor,)) and not _is_global(owner):
+            if isinstance(owner, CONTAINERS + (Tensor,)) and not _is_global(owner) and key is not APPENDED:
                 self.holders[id(owner)] = owner
             self.numbers.update(changed_numbers(place, old, value))
             refer = weakref.ref(owner) if owner is before.own else functools.partial(itself, owner)
-            same = places.setdefault(id(value), len(mutations)) if place[1] is not ALL else len(mutations)
+            is_of_items = key in (ALL, APPENDED)
+            same = places.setdefault(id(value), len(mutations)) if not is_of_items else len(mutations)
             same = same if same < len(mutations) else -1
             mutations.append(Mutation(refer, key, among(owner, place[1]), tree, tuple(filter(None, parts)), same))
             if place not in before.numbers and place not in self._tuples:  # these are read on the way back, too
                 put_back(owner, place, before)
-                self._returned.add(place[0] if place[1] is ALL else place)
+                self._returned.add(place[0] if is_of_items else place)
         for number, items in before.copies.items():
             if number not in after.owners:  # a container that another one stands for now: it is there again
                 refill(before.owners[number], items)
         self.is_still = not (mutations or self._unsupported or self.logs) and after.is_like(self.before)
         return mutations
+
+    def _was_there(self, x: Any) -> bool:
+        """Returns whether an object, but for a tensor, was reached before the function ran."""
+        return self.before.owners.get(id(x)) is x and not isinstance(x, Tensor)
 
     def _is_state(self, owner: Any) -> bool:
         """Returns whether a dict is the state of an optimizer, whose keys are parameters."""
@@ -269,8 +277,9 @@ class MutationTracker:
                 continue
             if isinstance(owner, list) and len(owner) > len(items):
                 whole.add(number)
-                if after.is_log(number):
+                if after.is_log(number) and all(x is y for x, y in zip(owner, items, strict=False)):
                     self.logs[number] = owner
+                    yield (number, APPENDED), owner, owner[len(items) :], ()
                 else:
                     yield (number, ALL), owner, list(owner), items
             elif not isinstance(owner, list | dict) or (len(items) > LONG and not holds_parameters(items)):
@@ -280,7 +289,7 @@ class MutationTracker:
         places = [place for place, old in before.values.items() if after.values.get(place, GONE) is not old]
         for place in (*places, *(place for place in after.values if place not in before.values)):
             number, key = place
-            if number in whole or key is LENGTH or isinstance(key, Item):
+            if (number in whole and not isinstance(key, str)) or key is LENGTH or isinstance(key, Item):
                 continue
             if number not in before.owners or number not in after.owners:
                 continue

@@ -16,7 +16,7 @@ from shardlib.core.errors import SideEffectError
 from shardlib.frontend.guards.mutable_places import Item, Place
 from shardlib.frontend.guards.object_state import LENGTH, LONG
 from shardlib.frontend.guards.value_kinds import hash_buffer, is_cache, numpy_kind
-from shardlib.frontend.side_effects.containers import GONE, is_by_tensor, is_refilled, is_reordered
+from shardlib.frontend.side_effects.containers import APPENDED, GONE, is_by_tensor, is_refilled, is_reordered
 from shardlib.frontend.side_effects.snapshot import Snapshot
 
 
@@ -118,6 +118,8 @@ def _effect_of_value(name: tuple[Any, ...], place: Place, value: Any) -> Effect:
     kind = type(value).__name__
     if is_by_tensor(place[1]):
         return Effect(name, "a tensor is the key of a new item", "use a name or a number as the key")
+    if place[1] is APPENDED:
+        return Effect(name, "other objects are appended", _VALUES)
     if isinstance(value, tuple | list | dict):
         return Effect(name, f"a {kind} of other objects is bound", _VALUES)
     if isinstance(value, set | frozenset | deque):

@@ -36,7 +36,6 @@ def mesh() -> Iterator[Mesh]:
 
 def keepers() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
     """What keeps a value, and what is there before and after."""
-    items: list[Any] = [1.0, 2.0]
     some: set[Any] = set()
     queue: deque[Any] = deque([1.0])
     net = nn.Linear(4, 4)
@@ -45,7 +44,6 @@ def keepers() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
         net.bias = nn.Parameter(x)
 
     return {
-        "a list": (lambda x: items.insert(0, x), lambda: list(items)),
         "a set": (lambda x: some.add(x), lambda: set(some)),
         "a deque": (lambda x: queue.append(x), lambda: list(queue)),
         "a module's parameter": (in_a_module, lambda: id(net.bias)),

@@ -615,19 +615,73 @@ def test_what_another_thread_changes_meanwhile_is_its_own() -> None:
     assert owner.other == 3
 
 
-def test_what_is_only_appended_to_is_a_log_of_traces() -> None:
-    log: list[Any] = []
-    owner = types.SimpleNamespace(log=[])
+def test_appends_to_lists_that_are_not_read_need_no_new_trace() -> None:
+    shapes: list[Any] = []
+    owner = types.SimpleNamespace(losses=[torch.zeros(())])
 
     def fn(x: Tensor, n: float) -> Tensor:
-        log.append(x.shape)
-        owner.log.append(1)
+        shapes.append(x.shape)
+        owner.losses.append((x * n).sum())
+        owner.losses.append(n)
         return x * n
 
     step = sl.jit(fn)
     for n in (1.0, 2.0, 3.0):
         same(step(X, n), X * n)
-    assert (len(log), len(owner.log), step.retraces) == (1, 1, [])
+    assert (shapes, step.retraces) == ([X.shape] * 3, [])
+    assert [float(x) for x in owner.losses] == pytest.approx([0, X.sum(), 1, 2 * X.sum(), 2, 3 * X.sum(), 3])
+
+
+class Meter(list):
+    """A list that counts what it got."""
+
+    total = 0.0
+
+    def append(self, x: float) -> None:
+        super().append(x)
+        self.total += x
+
+
+def _tuple_around_a_list(s: Any) -> Any:
+    n, items = s.pair
+    items.append(n)
+    s.pair = (n + 1, items)
+    return len(items)
+
+
+def _dict_around_a_dict(s: Any) -> Any:
+    s.state = {**s.state, "step": s.state["step"] + 1}
+    s.inner["n"] += 1
+    return s.state["inner"]["n"]
+
+
+def _row_of_a_list(s: Any) -> Any:
+    s.rows.append(len(s.rows))
+    s.row["n"] += 1
+    return s.rows[0]["n"]
+
+
+def _meter(s: Any) -> Any:
+    s.meter.append(2.0)
+    return s.meter.total
+
+
+@pytest.mark.parametrize("change", [_tuple_around_a_list, _dict_around_a_dict, _row_of_a_list, _meter])
+def test_objects_inside_new_values_stay_the_same(change: Any) -> None:
+    def fresh() -> Any:
+        row, inner = {"n": 0}, {"n": 0}
+        return types.SimpleNamespace(
+            pair=(1, [2]), inner=inner, state={"step": 0, "inner": inner}, row=row, rows=[row], meter=Meter()
+        )
+
+    plain, jitted = fresh(), fresh()
+    held = jitted.pair[1], jitted.inner, jitted.row, jitted.meter
+    step = sl.jit(lambda x: x * change(jitted))
+    for _ in range(4):
+        same(step(X), X * change(plain))
+        assert (jitted, jitted.meter.total) == (plain, plain.meter.total)
+    now = jitted.pair[1], jitted.state["inner"], jitted.rows[0], jitted.meter
+    assert all(a is b for a, b in zip(held, now, strict=True))
 
 
 def test_what_raises_leaves_nothing_behind() -> None:
