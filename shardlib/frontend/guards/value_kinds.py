@@ -64,7 +64,8 @@ def can_library_read(kind: Any, name: Any) -> bool:
     A library may read every attribute of its own objects. Of a user's object, it may read the names in base classes
     that it defines.
     """
-    if kind in (types.FunctionType, types.CellType, types.ModuleType) or issubclass(kind, type):
+    plain = types.FunctionType, types.CellType, types.ModuleType, types.SimpleNamespace
+    if kind in plain or issubclass(kind, type):
         return False
     bases = [
         base for base in kind.__mro__ if not is_user_code(base) and base.__module__ not in sys.builtin_module_names

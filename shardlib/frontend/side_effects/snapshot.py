@@ -88,7 +88,9 @@ class Snapshot(State):
 
     def is_log(self, container: int) -> bool:
         """Returns whether the code only appends to the names of this list, and reads none of them."""
-        return bool(self.logs and (names := self._names_of(container))) and self.logs.issuperset(names)
+        if not self.logs or not (names := self._names_of(container)):
+            return False
+        return self.logs.issuperset(names) and not self._is_of_library(container)
 
     def grown(self, changed: Iterable[Place]) -> dict[int, Any]:
         """Returns the lists whose lengths the caller has `changed` and that the code does not read."""
