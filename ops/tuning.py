@@ -107,10 +107,6 @@ def find_speed_fault(card: str, head_dim: int, general: bool, grouped: bool) -> 
     """Returns why the kernels are not the default; empty if they are faster in both directions.
 
     A head dim that was not timed counts as the next larger one, whose tiles it uses.
-
-    Example:
-        >>> find_speed_fault("a new card", 64, general=False, grouped=True)
-        "shardlib's own kernels are not yet measured on a new card"
     """
     timed = {key: ratio for key, ratio in ATTENTION.items() if key[0] == card and key[3:] == (general, grouped)}
     widths = [width for width in sorted({key.head_dim for key in timed}) if width >= head_dim]

@@ -120,14 +120,7 @@ class Variant(NamedTuple):
 
 
 def split_blocks(variant: Variant, s: int, t: int, rows: int) -> Iterator[tuple[slice, slice, Variant]]:
-    """Yields blocks of at most `rows` queries with the keys that they see; omits queries that see no key.
-
-    Example:
-        >>> for rows, keys, _ in split_blocks(Variant(causal=True, window=3), 8, 8, rows=4):
-        ...     print(rows.start, rows.stop, "see", keys.start, keys.stop)
-        0 4 see 0 4
-        4 8 see 2 8
-    """
+    """Yields blocks of at most `rows` queries with the keys that they see; omits queries that see no key."""
     first, last = variant.rows(s, t)
     for start in range(first, last, max(rows, 1)):
         part = slice(start, min(start + max(rows, 1), last))

@@ -26,14 +26,7 @@ MAX_PLANS = 1024  # that a group keeps
 
 
 def choose_form(op: str, longest: int, *, symmetric: bool = False, tuning: Tuning | None = None) -> Choice:
-    """Chooses the form of messages of up to `longest` bytes; `symmetric` if the inputs are shared tensors.
-
-    Example:
-        >>> print(choose_form("all_gather", 1 << 10))
-        cuda/packets: a small message: its flags travel in it
-        >>> print(choose_form("reduce_scatter", 1 << 26, symmetric=True))
-        cuda/direct: peers read the input where it is
-    """
+    """Chooses the form of messages of up to `longest` bytes; `symmetric` if the inputs are shared tensors."""
     if longest <= (tuning or load_tuning()).packet_bytes:
         return Choice("cuda", "packets", "a small message: its flags travel in it")
     if symmetric:
@@ -48,14 +41,7 @@ def load_tuning() -> Tuning:
 
 
 def find_kernel_fault(op: str, dtype: torch.dtype, kind: str, ranks: int) -> str:
-    """Returns why the kernels cannot run this and NCCL has to; empty if they can.
-
-    Example:
-        >>> find_kernel_fault("reduce_scatter", torch.float64, "sum", 8)
-        'the kernels add float32, bfloat16 and float16, not float64'
-        >>> find_kernel_fault("all_gather", torch.float64, "", 8)
-        ''
-    """
+    """Returns why the kernels cannot run this and NCCL has to; empty if they can."""
     if ranks > MAX_RANKS:
         return f"the kernels take up to {MAX_RANKS} ranks, not {ranks}"
     if op in ("reduce_scatter", "all_reduce"):

@@ -31,17 +31,7 @@ class Utilization:
 
 
 class Simulated:
-    """An estimate of one call of a program on a machine; nothing ran or was measured.
-
-    Example:
-        >>> import torch, shardlib as sl
-        >>> x, w = torch.empty(4096, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
-        >>> with sl.Mesh.abstract(data=2, tensor=8):
-        ...     plan = sl.jit(lambda x, w: x @ w, in_specs=("b@data k@tensor", "k@tensor n")).plan(x, w)
-        >>> step = plan.simulate("h100")
-        >>> step.seconds > step.exposed > 0, [e.name for e in step.critical_path]
-        (True, ['mm', 'all_reduce[tensor] by ring'])
-    """
+    """An estimate of one call of a program on a machine; nothing ran or was measured."""
 
     def __init__(self, program: Program, name: str, machine: Machine, *, fused: bool = False) -> None:
         refuse_other_axes(program, machine)
@@ -144,12 +134,7 @@ _SHOWN = 4  # lines of the critical path
 
 
 def clock(seconds: float) -> str:
-    """A duration as a person reads it.
-
-    Example:
-        >>> clock(0.00123), clock(65.4)
-        ('1.23 ms', '65.4 s')
-    """
+    """Formats a duration: `1.23 ms`, `65.4 s`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
