@@ -33,11 +33,6 @@ _MAY_RETURN_OPERAND = frozenset(
 )
 
 
-def last_node(graph: fx.Graph) -> fx.Node | None:
-    """Returns the last node of a graph that is being traced; None if it has none yet."""
-    return next(iter(reversed(graph.nodes)), None)
-
-
 def only_computes(func: Any, args: Any, out: Any, tracer: Any, last: fx.Node | None) -> bool:
     """Returns whether a call only computed new values from its operands; its nodes follow `last` in the graph."""
     nodes = set(itertools.takewhile(lambda node: node is not last, reversed(tracer.graph.nodes)))
