@@ -76,7 +76,7 @@ class ReduceScatter(Plan):
 class Tuning:
     """Launch parameters and memory of a group's kernels; equal on all ranks.
 
-    The defaults are guesses; `ops/tuning.py` holds what was measured, by card.
+    The defaults are guesses; `ops/measured.json` holds what was measured, by card.
 
     * `ctas`: CTAs for a large message, each of `threads`. Fewer leave more SMs to concurrent matmuls.
     * `packet_bytes`: a message up to this size is sent as packets.
