@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.compiler.program.steps import Compute, Program
+from shardlib.compiler.program.value_numbering import firsts
 from shardlib.compiler.simulate import rooflines
-from shardlib.compiler.simulate.recomputed import recomputed
 from shardlib.compiler.simulate.timeline import COMPUTE, STREAMS, Event, Timeline, refuse_other_axes, timeline
 from shardlib.core.source_lines import format_path_line
 from shardlib.sharding.mesh.machine import Machine
@@ -60,7 +60,7 @@ class Simulated:
     @cached_property
     def utilization(self) -> Utilization:
         """Shares of the device's peak rate, in both conventions."""
-        again = recomputed(self.program)
+        again = _find_recomputed(self.program)
         peak = self.machine.device.efficiency
         work = {s: rooflines.arithmetic(s, self.machine.device) for s in self.program.steps if isinstance(s, Compute)}
         total = sum(work.values()) * peak
@@ -131,6 +131,13 @@ class Simulated:
 
 
 _SHOWN = 4  # lines of the critical path
+
+
+def _find_recomputed(program: Program) -> set[Compute]:
+    """Returns the calls of the backward pass that repeat one of the forward pass, in a checkpoint or by `remat`."""
+    first = firsts(program)
+    calls = (s for s in program.steps if isinstance(s, Compute) and s.backward and s.flops)
+    return {s for s in calls if s.out_vars and all(first[v] is not v for v in s.out_vars)}
 
 
 def clock(seconds: float) -> str:
