@@ -40,7 +40,7 @@ class Variant(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """The distance of query 0 from key 0; that of query i from key j is `i - j + shift`."""
+        """The distance of query 0 from key 0; query i is `i - j + shift` from key j."""
         return self.q_offset - self.k_offset
 
     def explicit(self, q: Tensor, k: Tensor) -> Variant:

@@ -114,7 +114,7 @@ class Peers:
             raise CollectiveError(plans.explain_report(self._words[rank * size : (rank + 1) * size], self.ranks))
 
     def share(self, tensor: Tensor, addresses: Sequence[int]) -> None:
-        """Lets kernels read messages in `tensor` in place from now on; `addresses[i]` is that of rank i's tensor.
+        """Lets kernels read messages in `tensor` in place from now on; `addresses[i]` is where rank i's tensor is.
 
         All ranks call it together, and send the same parts of shared tensors. A part may be overwritten by work that
         follows the collective on its stream.

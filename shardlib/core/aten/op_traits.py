@@ -34,7 +34,7 @@ TRAITS: Mapping[str, str] = {
     "device_shapes": "the shapes of some results depend on the kind of device",
     "device_dtypes": "the dtypes of some results depend on the kind of device if operands have 16 bits",
     "takes_strides": "an argument holds strides of one device's memory",
-    "overallocates": "kernels may return a result in larger memory, that of the terms of its sum",
+    "overallocates": "kernels may return a result in larger memory, which held the terms of its sum",
     "needs_contiguous": "kernels read operands as if they were contiguous, or refuse others: a shard need not be",
     "moves_data": "moves elements about, which a plan need not list",
     "bitcasts": "the bytes of the operand as numbers of another dtype",
