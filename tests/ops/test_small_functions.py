@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardlib.ops.checks import check_index
-from shardlib.ops.collectives.transport.cuda_args import Tuning, encode_flag, explain_report, workspace_bytes
+from shardlib.ops.collectives.transport.cuda_args import FORMS, OPS, Tuning, explain_report, workspace_bytes
 from shardlib.ops.collectives.transport.cuda_wire import choose_form
 from shardlib.ops.collectives.transport.shm_numbers import ChannelNumbers
 
@@ -28,7 +28,8 @@ def test_forms_of_cuda_messages(case, text):
 
 def test_workspace_and_report_of_kernels():
     assert workspace_bytes(2, Tuning(packet_bytes=64, window=1024)) == 68224
-    report = [1, 0, 2, 3, 0, 5, encode_flag(7, "all_gather", "staged", 2), 0]
+    flag = 7 << 24 | (OPS.index("all_gather") * len(FORMS) + FORMS.index("staged")) << 20 | 2  # as `mark` in peers.cuh
+    report = [1, 0, 2, 3, 0, 5, flag, 0]
     assert explain_report(report, [8, 9, 10, 11]).splitlines() == [
         "all_gather: rank 10 gave up waiting for rank 11, which is gone, late, or runs other code",
         '(flag "arrived" of CTA 5: call 7 all_gather/staged step 2 was due, none seen)',

@@ -140,12 +140,8 @@ def explain_report(report: Sequence[int], ranks: Sequence[int]) -> str:
     )
 
 
-def encode_flag(call: int, op: str, form: str, step: int) -> int:
-    """Returns the value of a flag: see `mark` in `cuda/peers.cuh`."""
-    return call << _CALL | (OPS.index(op) * len(FORMS) + FORMS.index(form)) << _STEP | step
-
-
 def _format_flag(value: int) -> str:
+    """Formats the value of a flag: see `mark` in `cuda/peers.cuh`."""
     if value == 0:
         return "none"
     op, form = divmod(value >> _STEP & 15, len(FORMS))
