@@ -15,10 +15,6 @@ def define_op(schema: str, function: Callable[..., Any], fake: Callable[..., Any
     """Defines the op `shardlib::<schema>`, computed by `function` on all devices, and returns its overload.
 
     `fake` makes results without values; without it `function` runs on fake tensors.
-
-    Example:
-        >>> define_op("twice(Tensor x) -> Tensor", lambda x: 2 * x)(torch.ones(2))
-        tensor([2., 2.])
     """
     name, parenthesis, signature = schema.partition("(")
     torch.library.define(f"shardlib::{name}", parenthesis + signature)

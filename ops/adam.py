@@ -24,12 +24,6 @@ def adam(
     A result is written over its operand if its entry of `over` is a number, or has new memory (None).
     Kingma, Ba, "Adam: A Method for Stochastic Optimization" (2014); with `decoupled` decay Loshchilov, Hutter,
     "Decoupled Weight Decay Regularization" (2017).
-
-    Example:
-        >>> one, zero = torch.ones(2), torch.zeros(2)
-        >>> p, mean, square, step = adam(one, one, zero, zero, torch.tensor(0.0), 0.1, 0.9, 0.999, 1e-8, 0.0, False)
-        >>> p, step
-        (tensor([0.9000, 0.9000]), tensor(1.))
     """
     dense = torch.contiguous_format  # the kernel ignores strides
     old = (parameter, mean, square)

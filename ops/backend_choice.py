@@ -54,12 +54,6 @@ def requested_backend(op: str) -> str | None:
     """Returns the backend that the environment variable `SHARDLIB_OPS` asks for, or None.
 
     Reads the variable at every call. Raises `ShardingError` if its text is malformed.
-
-    Example:
-        >>> os.environ["SHARDLIB_OPS"] = "all_gather=shm,attention=math"
-        >>> requested_backend("all_gather"), requested_backend("all_to_all")
-        ('shm', None)
-        >>> del os.environ["SHARDLIB_OPS"]
     """
     return _parse(os.environ.get("SHARDLIB_OPS", "")).get(op)
 

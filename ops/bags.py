@@ -15,14 +15,7 @@ SUM, MEAN, MAX = range(3)
 
 
 def bags(table: Tensor, index: Tensor, weights: Tensor | None, mode: int, padding: int) -> tuple[Tensor, ...]:
-    """Returns the bags, the rows counted in each (unless sums), and the rows of the maxima (for maxima).
-
-    Example:
-        >>> table, index = torch.arange(6.0).view(3, 2), torch.tensor([[0, 1], [2, 2]])
-        >>> bags(table, index, None, MEAN, 2)[:2]
-        (tensor([[1., 2.],
-                [0., 0.]]), tensor([2, 0]))
-    """
+    """Returns the bags, the rows counted in each (unless sums), and the rows of the maxima (for maxima)."""
     flat = _flatten(index), _bag_starts(index), False, mode, False, _flatten(weights), False, padding
     out, _, _, rows = aten._embedding_bag.default(table, *flat)
     counts = index.ne(padding).sum(1).to(index.dtype) if mode != SUM else index.new_empty(0)

@@ -9,12 +9,7 @@ from shardlib.ops import define_op
 
 
 def cast_terms(x: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Casts `x`, of any shape. If `x` is a partial sum, every device casts its addend: the sum is taken in `dtype`.
-
-    Example:
-        >>> cast_terms(torch.ones(2, dtype=torch.bfloat16), dtype=torch.float32)
-        tensor([1., 1.])
-    """
+    """Casts `x`, of any shape. If `x` is a partial sum, every device casts its addend: the sum is taken in `dtype`."""
     return x.to(dtype, copy=True)
 
 

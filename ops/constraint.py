@@ -24,12 +24,6 @@ def constrain(x: Tensor, spec: str, back: str | None = None) -> Tensor:
     """Constrains x, of any shape, to the spec `spec`, and its gradient to `back` (by default `spec`).
 
     Under vmap the batch dim is the first, and open (`_?`): the compiler decides it.
-
-    Example:
-        >>> w = torch.ones(2, 3, requires_grad=True)
-        >>> constrain(w, "embed ff").sum().backward()
-        >>> w.grad.sum().item()
-        6.0
     """
     if is_tracing() and count_function_modes() and has_torch_function((x,)):  # torch function modes see this call
         return handle_torch_function(constrain, (), x, spec, back)

@@ -52,14 +52,7 @@ def reference(
     zero_infinity: bool,
     longest: int,
 ) -> tuple[Tensor, Tensor]:
-    """Computes torch's loss, with a table alpha of width `2 longest + 1`.
-
-    Example:
-        >>> x = torch.zeros(2, 1, 3).log_softmax(-1)
-        >>> loss, alpha = reference(x, torch.tensor([[1]]), torch.tensor([2]), torch.tensor([1]), 0, False, 4)
-        >>> loss.exp(), alpha.shape  # three of nine paths spell the target
-        (tensor([3.]), torch.Size([1, 2, 9]))
-    """
+    """Computes torch's loss, with a table alpha of width `2 longest + 1`."""
     t, n, _ = log_probs.shape
     alpha = log_probs.new_full((n, t, 2 * longest + 1), -torch.inf)
     if not n:

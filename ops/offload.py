@@ -1,4 +1,4 @@
-"""Copies between the memory of a device and that of its host.
+"""Copies between the memories of a device and its host.
 
 On CUDA they are copies to and from pinned memory, on a stream of their own. On CPUs they are copies within the one
 memory, so that offloaded tensors are counted as on CUDA. `HOST_MEMORY` counts both.

@@ -1,4 +1,4 @@
-"""The gradient of logits from that of their log-softmax, given the sum of each row's gradients.
+"""The gradient of logits from the gradient of their log-softmax, given the sum of each row's gradients.
 
 With the sum given, devices that hold shards of a row need no communication.
 """

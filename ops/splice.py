@@ -23,11 +23,6 @@ def splice(
     """Concatenates ranges: the i-th is `starts[i]:stops[i]` of tensor `sources[i]`, or of `fills[i]` if that is -1.
 
     `negated` ranges change their sign, `mirrored` ones are flipped; empty flags mean none.
-
-    Example:
-        >>> x = torch.arange(4)
-        >>> splice([x], 0, [-1, 0], [0, 0], [1, 3], [7, 0])
-        tensor([7, 0, 1, 2])
     """
     parts, first = [], tensors[0]
     signs, flips = (flags or [False] * len(fills) for flags in (negated, mirrored))

@@ -164,14 +164,7 @@ def _name(x: Tensor) -> str:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
-    """Computes the definition in plain ops: slow, with tangents and gradients of every order.
-
-    Example:
-        >>> q = torch.zeros(1, 1, 2, 4); k = torch.zeros(1, 1, 3, 4)
-        >>> o, lse = reference(q, k, torch.ones(1, 1, 3, 4), Variant(causal=True))
-        >>> lse.exp().round().tolist()  # the first query sees one key, the second two
-        [[[1.0, 2.0]]]
-    """
+    """Computes the definition in plain ops: slow, with tangents and gradients of every order."""
     variant, wide = variant.explicit(q, k), accumulator(q.dtype)
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = (x.to(wide).repeat_interleave(group, 1) for x in (k, v))
@@ -216,12 +209,6 @@ def attention(
       place of these tensors in the whole and its sizes; only dropout needs it.
 
     Differentiable in q, k, v and bias, through o and lse. Raises ShardingError if arguments do not fit.
-
-    Example:
-        >>> q, kv = torch.zeros(2, 8, 5, 16), torch.ones(2, 4, 7, 16)
-        >>> o, lse = attention(q, kv, kv)
-        >>> o.shape, round(lse[0, 0, 0].exp().item())
-        (torch.Size([2, 8, 5, 16]), 7)
     """
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     variant = Variant(mask, bias, alibi, key, causal, scale, window, dropout, q_offset, k_offset, part)
@@ -235,12 +222,6 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     """Merges the o `[B, H, S, D]` and lse `[B, H, S]` of two parts into attention over the keys of both.
 
     The result's o is float32, or float64 if o1 is: cast it once, after the last merge. Differentiable in all four.
-
-    Example:
-        >>> q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
-        >>> first, second = (attention(q, part, part) for part in (k[:, :, :2], k[:, :, 2:]))
-        >>> torch.allclose(merge(*first, *second)[0], attention(q, k, k)[0], atol=1e-6)
-        True
     """
     combine: Any = attention_merge.merge_with_plain_ops if is_forward_mode() else Merge.apply
     o, lse = combine(o1, lse1, o2, lse2)
@@ -290,12 +271,6 @@ def choose(q: Tensor, k: Tensor, variant: Variant, need_bias: bool = False) -> C
     """Chooses the backend for attention of these tensors; `need_bias`: for a backward with a bias's gradient.
 
     `SHARDLIB_OPS` may name one. "torch" is torch's kernels, or plain ops ("math") where the kernels cannot run.
-
-    Example:
-        >>> print(choose(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8), Variant()))
-        torch/flash for CPU: torch's own kernel
-        >>> print(choose(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 0, 8), Variant()))
-        math: a size is 0
     """
     want = requested_backend("attention")
     candidates = tuple(BACKENDS) if want is None else ("torch", "math") if want == "torch" else (want,)

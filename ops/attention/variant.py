@@ -40,7 +40,7 @@ class Variant(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """The distance of query 0 from key 0; that of query i from key j is `i - j + shift`."""
+        """The distance of query 0 from key 0; query i is `i - j + shift` from key j."""
         return self.q_offset - self.k_offset
 
     def explicit(self, q: Tensor, k: Tensor) -> Variant:
@@ -120,14 +120,7 @@ class Variant(NamedTuple):
 
 
 def split_blocks(variant: Variant, s: int, t: int, rows: int) -> Iterator[tuple[slice, slice, Variant]]:
-    """Yields blocks of at most `rows` queries with the keys that they see; omits queries that see no key.
-
-    Example:
-        >>> for rows, keys, _ in split_blocks(Variant(causal=True, window=3), 8, 8, rows=4):
-        ...     print(rows.start, rows.stop, "see", keys.start, keys.stop)
-        0 4 see 0 4
-        4 8 see 2 8
-    """
+    """Yields blocks of at most `rows` queries with the keys that they see; omits queries that see no key."""
     first, last = variant.rows(s, t)
     for start in range(first, last, max(rows, 1)):
         part = slice(start, min(start + max(rows, 1), last))

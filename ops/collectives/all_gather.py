@@ -46,14 +46,7 @@ def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[
 
 
 def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to gather `nbytes` of result; see `pick` for `transport` and `why`.
-
-    Example:
-        >>> print(choose(1 << 22, True, torch.float32, "", "gloo", 4))
-        torch/native: a large, even gather: the ring copies less (no shared memory: the members speak over gloo)
-        >>> print(choose(1 << 22, True, torch.float32, "", "shm", 4))
-        shm: each member's part is copied to its place
-    """
+    """Chooses the way to gather `nbytes` of result; see `pick` for `transport` and `why`."""
     shm = Choice("shm", "", "each member's part is copied to its place")
     cuda = cuda_wire.choose_form("all_gather", nbytes, even, dtype, kind, n)
     return pick("all_gather", transport, why, shm, _over_torch(nbytes, even, transport), cuda)

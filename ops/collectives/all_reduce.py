@@ -62,14 +62,7 @@ def find_native_fault(dtype: torch.dtype, kind: str, backend: str) -> str | None
 
 
 def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to reduce `nbytes` over `n` members; see `pick` for `transport` and `why`.
-
-    Example:
-        >>> print(choose(1 << 23, True, torch.int32, "sum", "nccl", 4))
-        torch/native: the backend reduces this dtype
-        >>> print(choose(1 << 23, True, torch.bfloat16, "sum", "shm", 4))
-        shm/two_steps: each member adds up a part, then reads the others'
-    """
+    """Chooses the way to reduce `nbytes` over `n` members; see `pick` for `transport` and `why`."""
     if nbytes <= _ONE_STEP_BYTES:
         step = Choice("shm", "one_step", "a small message: each member adds up all of it")
     else:

@@ -58,12 +58,7 @@ def reference(
 
 
 def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to exchange `nbytes`; see `pick` for `transport` and `why`.
-
-    Example:
-        >>> print(choose(1 << 22, True, torch.float32, "", "shm", 4))
-        shm: each member reads its pieces to their places
-    """
+    """Chooses the way to exchange `nbytes`; see `pick` for `transport` and `why`."""
     shm = Choice("shm", "", "each member reads its pieces to their places")
     cuda = cuda_wire.choose_form("all_to_all", nbytes, even, dtype, kind, n)
     return pick("all_to_all", transport, why, shm, Choice("torch", "exchange", "pieces are sent pairwise"), cuda)

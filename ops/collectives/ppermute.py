@@ -56,12 +56,7 @@ def check(pairs: Pairs, n: int) -> None:
 
 
 def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to send `nbytes` to another member; see `pick` for `transport` and `why`.
-
-    Example:
-        >>> print(choose(1 << 22, True, torch.float32, "", "shm", 4))
-        shm: each member reads what is sent to it
-    """
+    """Chooses the way to send `nbytes` to another member; see `pick` for `transport` and `why`."""
     shm = Choice("shm", "", "each member reads what is sent to it")
     other = Choice("torch", "exchange", "tensors are sent pairwise")
     return pick("ppermute", transport, why, shm, other, "they have no ppermute")

@@ -48,14 +48,7 @@ def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int], kind: st
 
 
 def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to reduce and scatter `nbytes`; see `pick` for `transport` and `why`.
-
-    Example:
-        >>> print(choose(1 << 22, True, torch.float64, "sum", "nccl", 4))
-        torch/native: sizes are equal
-        >>> print(choose(1 << 22, True, torch.float32, "sum", "shm", 4))
-        shm: each member adds up its own rows straight from the others' memory
-    """
+    """Chooses the way to reduce and scatter `nbytes`; see `pick` for `transport` and `why`."""
     shm = find_reduce_fault(dtype, kind) or Choice(
         "shm", "", "each member adds up its own rows straight from the others' memory"
     )

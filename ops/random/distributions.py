@@ -44,12 +44,6 @@ def compute_values(kind: str, dtype: torch.dtype, words: Tensor, p: int) -> Tens
 
     * `word`, `long`: int64 of 32 and of 63 bits. `bernoulli`: 1 where the word is below p, of any dtype.
     * `uniform`: from 0 to below 1, of p binary digits. `normal`, `exponential`, `cauchy`: of their standard form.
-
-    Example:
-        >>> compute_values("uniform", torch.float32, torch.tensor([[0, 1 << 31, 3 << 30, 1 << 30]]), 24)
-        tensor([[0.0000, 0.5000, 0.7500, 0.2500]])
-        >>> compute_values("bernoulli", torch.bool, torch.tensor([[0, 1 << 31, 3 << 30, 1 << 30]]), 1 << 31)
-        tensor([[ True, False, False,  True]])
     """
     if kind == "word":
         return words

@@ -80,15 +80,7 @@ def reference(
     device: torch.device,
     p: int = 0,
 ) -> Tensor:
-    """Computes the definition, on any device.
-
-    Example:
-        >>> cpu = torch.device("cpu")
-        >>> a = reference(1, 2, "normal", [4, 6], [0, 0], [4, 6], dtype=torch.float32, device=cpu)
-        >>> b = reference(1, 2, "normal", [2, 3], [1, 3], [4, 6], dtype=torch.float32, device=cpu)
-        >>> torch.equal(a[1:3, 3:], b)
-        True
-    """
+    """Computes the definition, on any device."""
     per = elements_per_block(kind, dtype)
     starts, run = _find_rows(size, first, whole, device)
     if not starts.numel() or not run:
@@ -121,12 +113,7 @@ def _find_rows(
 
 
 def choose(device: torch.device) -> Choice:
-    """Chooses the backend that draws on a device; both draw the same bits. `SHARDLIB_OPS` may name one.
-
-    Example:
-        >>> choose(torch.device("meta")).backend
-        'torch'
-    """
+    """Chooses the backend that draws on a device; both draw the same bits. `SHARDLIB_OPS` may name one."""
     want = requested_backend("random")
     host = native_libs.host() if device.type == "cpu" else Missing(f"{device.type} is not the CPU")
     if want == "torch" or (want is None and isinstance(host, Missing)):
@@ -219,12 +206,7 @@ def call_key(
 
 
 def numbered_key(key: Tensor, counter: int) -> Tensor:
-    """Stacks seed and counter, int64 `[2]`, as attention takes them.
-
-    Example:
-        >>> numbered_key(torch.tensor(7), 9)
-        tensor([7, 9])
-    """
+    """Stacks seed and counter, int64 `[2]`, as attention takes them."""
     return torch.stack([key, torch.full_like(key, counter)])
 
 

@@ -35,13 +35,7 @@ _CHUNK = 1 << 14  # counters at once on the CPU: the eight tensors in use stay i
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 of four counter words and two key words, all int64 tensors that hold 32 bits.
-
-    Example:
-        >>> zero = torch.tensor(0)
-        >>> [hex(w) for w in philox([zero] * 4, [zero] * 2)]
-        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
-    """
+    """Philox4x32-10 of four counter words and two key words, all int64 tensors that hold 32 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for step in range(_ROUNDS):
@@ -55,12 +49,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Te
 
 
 def words(seed: Tensor | int, counter: Tensor | int, i: Tensor) -> Tensor:
-    """Computes the words `[..., 4]` (int64, 0 to 2^32 - 1) of the elements 4 i to 4 i + 3, for every `i` `[...]`.
-
-    Example:
-        >>> [hex(w) for w in words(0, 0, torch.tensor(0)).tolist()]
-        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
-    """
+    """Computes the words `[..., 4]` (int64, 0 to 2^32 - 1) of the elements 4 i to 4 i + 3, for every `i` `[...]`."""
     key, tail = _split_words(seed, i.device), _split_words(counter, i.device)
     flat = i.reshape(-1)
     out = flat.new_empty(len(flat), 4)
@@ -73,22 +62,12 @@ def words(seed: Tensor | int, counter: Tensor | int, i: Tensor) -> Tensor:
 
 
 def bits(seed: Tensor | int, counter: Tensor | int, index: Tensor) -> Tensor:
-    """Computes the 32 random bits of every element, as int64 from 0 to 2^32 - 1; `index` is int64 and not negative.
-
-    Example:
-        >>> bits(0, 0, torch.tensor([3, 0])).tolist() == [0x9B00DBD8, 0x6627E8D5]
-        True
-    """
+    """Computes the 32 random bits of every element, as int64 from 0 to 2^32 - 1; `index` is int64 and not negative."""
     return words(seed, counter, index >> 2).gather(-1, (index & 3)[..., None]).squeeze(-1)
 
 
 def threshold(dropout: float) -> int:
-    """Returns the least 32-bit word that keeps its element if a share `dropout` is dropped: `ceil(dropout * 2^32)`.
-
-    Example:
-        >>> threshold(0.0), threshold(0.5)
-        (0, 2147483648)
-    """
+    """Returns the least 32-bit word that keeps its element if a share `dropout` is dropped: `ceil(dropout * 2^32)`."""
     return math.ceil(dropout * 2**32)
 
 
@@ -107,14 +86,6 @@ def keep_mask(
 
     `key` is int64 `[2]`: seed and counter. The element `(b, h, q, t)` has the index `((b * H + h) * S + q) * T4 + t` in
     sizes of the whole. T4 is T rounded up to a multiple of four. `batch.total` is not needed.
-
-    Example:
-        >>> whole, part = Range(0, 6, 6), Range(4, 2, 6)
-        >>> key = torch.tensor([7, 0])
-        >>> a = keep_mask(key, 0.5, whole, whole, whole, whole, device=key.device)
-        >>> b = keep_mask(key, 0.5, part, part, whole, part, device=key.device)
-        >>> torch.equal(a[4:, 4:, :, 4:], b)
-        True
     """
     row = _indices(batch, device)[:, None] * heads.total + _indices(heads, device)
     row = row[..., None] * queries.total + _indices(queries, device)

@@ -100,14 +100,7 @@ def reference(
     gates: Tensor, weight: Tensor, bias: Tensor | None, projection: Tensor | None, h0: Tensor, c0: Tensor | None,
     lengths: Tensor | None, cell: str, reverse: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Computes h and (for "lstm") c after every step, and the activations for the backward, in plain torch ops.
-
-    Example:
-        >>> zeros = torch.zeros(1, 1)
-        >>> hs, _, _ = reference(torch.ones(3, 1, 1), torch.ones(1, 1), None, None, zeros, None, None, "relu", False)
-        >>> hs.flatten()
-        tensor([1., 2., 3.])
-    """
+    """Computes h and (for "lstm") c after every step, and the activations for the backward, in plain torch ops."""
     h, c = h0.to(_fake(gates, weight, bias, projection, h0, c0, lengths, cell, reverse)[0].dtype), c0
     steps: list[_State] = [(h, c, None)] * len(gates)
     for t in _step_order(len(gates), reverse):
@@ -225,12 +218,6 @@ def mask_rows(alive: Tensor | None, x: Tensor) -> Tensor:
 
 
 def previous_states(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """Returns the states before every step.
-
-    Example:
-        >>> previous_states(torch.tensor([[1], [2], [3]]), torch.tensor([0]), True).flatten()
-        tensor([2, 3, 0])
-    """
     first = first.to(states.dtype).unsqueeze(0)
     return torch.cat([states[1:], first] if reverse else [first, states[:-1]])
 

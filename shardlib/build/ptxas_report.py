@@ -30,16 +30,7 @@ class Kernel:
 
 
 def parse_kernels(log: str) -> list[Kernel]:
-    """Parses the kernels of a log, in order; stack and spills include the functions that a kernel calls.
-
-    Example:
-        >>> log = '''ptxas info    : Compiling entry function 'fill' for 'sm_80'
-        ... ptxas info    : Function properties for fill
-        ...     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
-        ... ptxas info    : Used 32 registers, used 0 barriers, 392 bytes cmem[0]'''
-        >>> print(*parse_kernels(log))
-        sm_80      32 registers, 16 stack, 12 spills: fill
-    """
+    """Parses the kernels of a log, in order; stack and spills include the functions that a kernel calls."""
     starts = list(_STARTS.finditer(log))
     ends = [*(start.start() for start in starts), len(log)][1:]
     names = _demangle([start["name"] for start in starts])

@@ -28,12 +28,7 @@ class MemoryOptions:
 
     @staticmethod
     def parse(regather: Any, remat: Any, memory: Any, schedule: Any = None, planning: Any = None) -> MemoryOptions:
-        """Parses a user's options. Raises `ShardingError` for invalid ones.
-
-        Example:
-            >>> MemoryOptions.parse("auto", "none", "1.5 GB").memory
-            1500000000
-        """
+        """Parses a user's options. Raises `ShardingError` for invalid ones."""
         if regather not in WAYS:
             raise ShardingError(f"regather={regather!r} is none of {', '.join(WAYS)}", remedy='regather="always"')
         names = [remat] if isinstance(remat, str) else [*remat] if isinstance(remat, Sequence) else []
@@ -59,13 +54,7 @@ class MemoryOptions:
         return MemoryOptions(regather, word or tuple(names), budget, Schedule.convert(schedule), planning_of(planning))
 
     def but(self, remat: Any = None, memory: Any = None, schedule: Any = None, planning: Any = None) -> MemoryOptions:
-        """Returns these options with some replaced (None: unchanged); a budget replaces names, and names a budget.
-
-        Example:
-            >>> full = MemoryOptions(remat="full")
-            >>> full.but(memory="1 kB").text, full.but(schedule="Schedule(prefetch=0)").text
-            ('memory=1000', "remat='full', schedule=Schedule(prefetch=0)")
-        """
+        """Returns these options with some replaced (None: unchanged); a budget replaces names, and names a budget."""
         if remat is None and memory is None:
             remat, memory = self.remat, self.memory
         schedule = self.schedule if schedule is None else schedule

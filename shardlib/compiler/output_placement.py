@@ -35,7 +35,7 @@ def place_outputs(
 ) -> dict[int, FixedLayout]:
     """Returns layouts of outputs that the caller's tensors determine.
 
-    A tensor that is written keeps its layout. A gradient has the layout of its value, or that of the value's
+    A tensor that is written keeps its layout. A gradient has the layout of its value, or of the value's
     `gradient_at`. Plain tensors are whole.
     """
     leaves, after = call.leaves, traced.after

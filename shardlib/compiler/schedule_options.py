@@ -99,12 +99,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """Reads the text of a schedule, as `repr` prints it.
-
-        Example:
-            >>> Schedule.parse("Schedule(prefetch=0)")
-            Schedule(prefetch=0)
-        """
+        """Reads the text of a schedule, as `repr` prints it."""
         try:
             schedule = parse_call(str(text), Schedule)
             if not isinstance(schedule, Schedule):

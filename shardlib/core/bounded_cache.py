@@ -12,12 +12,6 @@ class BoundedCache(dict[K, V]):
     """A dict of at most `limit` items; a full one drops the oldest eighth for a new item.
 
     It does not track reads, which therefore cost no more than in a dict.
-
-    Example:
-        >>> cache = BoundedCache(2)
-        >>> cache["a"], cache["b"], cache["c"] = 1, 2, 3
-        >>> list(cache)
-        ['b', 'c']
     """
 
     def __init__(self, limit: int) -> None:

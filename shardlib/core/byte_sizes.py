@@ -22,10 +22,6 @@ def nbytes(size: Any, name: str) -> int:
     """Converts a number of bytes, or a text with a unit, to bytes; errors call it `name`.
 
     Raises `ShardingError` for a text without a unit, and for a size that is not positive.
-
-    Example:
-        >>> nbytes("25MiB", "bucket"), nbytes("1.5 GB", "cap"), nbytes(512, "memory")
-        (26214400, 1500000000, 512)
     """
     count, match = size, None
     if isinstance(size, str):

@@ -13,19 +13,7 @@ P = ParamSpec("P")
 
 
 class lazy_property(cached_property[T]):
-    """A `cached_property` without its lock, which is slow before Python 3.12.
-
-    Example:
-        >>> class Pair:
-        ...     @lazy_property
-        ...     def total(self):
-        ...         print("adds")
-        ...         return 3
-        >>> pair = Pair()
-        >>> pair.total + pair.total
-        adds
-        6
-    """
+    """A `cached_property` without its lock, which is slow before Python 3.12."""
 
     if not TYPE_CHECKING:  # typed like `cached_property`
 
@@ -37,18 +25,7 @@ class lazy_property(cached_property[T]):
 
 
 def cache_weakly(function: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
-    """Caches a function for as long as its first argument, a frozen value, lives; the `repr` of others is in the key.
-
-    Example:
-        >>> @cache_weakly
-        ... def doubled(x):
-        ...     print("doubles")
-        ...     return {*x, *x}
-        >>> x = frozenset({1})
-        >>> doubled(x), doubled(x)
-        doubles
-        ({1}, {1})
-    """
+    """Caches a function while its first argument, a frozen value, lives; the `repr` of others is in the key."""
     cache: WeakKeyDictionary[F, dict[str, T]] = WeakKeyDictionary()
 
     @wraps(function)

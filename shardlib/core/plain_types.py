@@ -59,12 +59,7 @@ class _PlainType(type):
 
 
 class plain_type(type, metaclass=_PlainType):
-    """Python's `type` where plain types are shown.
-
-    Example:
-        >>> plain_type(1), plain_type("Point", (), {}).__name__, isinstance(int, plain_type), plain_type == type
-        (<class 'int'>, 'Point', True, True)
-    """
+    """Python's `type` where plain types are shown."""
 
     __class_getitem__: Any = classmethod(types.GenericAlias)
 

@@ -27,14 +27,6 @@ class StageClock:
 
     @property
     def stage(self) -> str:
-        """The current stage.
-
-        Example:
-            >>> clock = StageClock()
-            >>> clock.stop("trace")
-            >>> clock.stage
-            'normalize'
-        """
         return _STAGES.get(self._stopped, "passes")
 
 

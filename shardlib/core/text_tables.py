@@ -8,12 +8,7 @@ from dataclasses import dataclass
 
 
 def format_si(n: float, unit: str) -> str:
-    """Formats a count with a decimal prefix.
-
-    Example:
-        >>> format_si(11_421_708, "B"), format_si(96, "B")
-        ('11.4 MB', '96 B')
-    """
+    """Formats a count with a decimal prefix: `11.4 MB`."""
     for power, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if n >= power:
             return f"{n / power:.3g} {prefix}{unit}"
@@ -31,12 +26,7 @@ def format_table(rows: Sequence[tuple[str, ...]], limit: int = 64) -> list[str]:
 
 
 def fold_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Merges rows whose first cells differ only by an index (`layers[0]`, `layers[1]`), and appends their number.
-
-    Example:
-        >>> fold_names([("w[0]", "f32[4]"), ("w[1]", "f32[4]"), ("b", "f32[4]")])
-        [('w[*] x 2', 'f32[4]'), ('b', 'f32[4]')]
-    """
+    """Merges rows whose first cells differ only by an index (`layers[0]`, `layers[1]`), and appends their number."""
     groups: dict[tuple[str, ...], list[list[str]]] = {}
     for name, *rest in rows:
         parts = re.split(r"(?<=\[)(\d+)(?=\])|(?<=\.)(\d+)(?=\.|$)", name)
@@ -69,12 +59,7 @@ class Row:
 
 
 def strip_numbers(text: str) -> str:
-    """Removes the numbers of nodes and layers from names.
-
-    Example:
-        >>> strip_numbers("mm_3"), strip_numbers("layers[3].w1")
-        ('mm', 'layers[#].w1')
-    """
+    """Removes the numbers of nodes and layers from names: `mm_3` is `mm`, `layers[3].w1` is `layers[#].w1`."""
     return re.sub(r"(?<=\w)_\d+\b", "", re.sub(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=\.)", "#", text))
 
 
@@ -82,13 +67,7 @@ _LONGEST = 400  # lines of one block
 
 
 def fold_rows(rows: Sequence[Row]) -> list[Row]:
-    """Replaces consecutive repeats of a block of lines by the first one, under a line with their number.
-
-    Example:
-        >>> lines = [Row(("a", "1")), Row((f"mm_{0}", "2")), Row((f"mm_{1}", "2")), Row((f"mm_{2}", "2"))]
-        >>> [row.cells for row in fold_rows(lines)]
-        [('a', '1'), ('3 times, differing in mm_0 ... mm_2:',), ('mm_0', '2')]
-    """
+    """Replaces consecutive repeats of a block of lines by the first one, under a line with their number."""
     ids: dict[tuple[str, ...], int] = {}
     shapes = [ids.setdefault(row.shape, len(ids)) for row in rows]
     heads = [len(row.cells) == 1 for row in rows]

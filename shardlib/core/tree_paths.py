@@ -13,21 +13,12 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pyt
 
     `torch.utils._pytree.tree_flatten_with_path` raises ValueError for a node without keys. Here such a node gets keys:
     those of a mapping's items, else the positions of its children.
-
-    Example:
-        >>> [(pytree.keystr(path), leaf) for path, leaf in flatten_with_path({"a": (1, 2)})[0]]
-        [("['a'][0]", 1), ("['a'][1]", 2)]
     """
     return list(_walk(tree, ())), pytree.tree_structure(tree)
 
 
 def children_with_keys(x: Any) -> list[tuple[Any, Any]] | None:
-    """Returns the children of a pytree node, each with its key, in the order of the leaves; None for a leaf.
-
-    Example:
-        >>> children_with_keys([5]), children_with_keys(5)
-        ([(SequenceKey(idx=0), 5)], None)
-    """
+    """Returns the children of a pytree node, each with its key, in the order of the leaves; None for a leaf."""
     node = pytree.SUPPORTED_NODES.get(node_type(x))
     if node is None:
         return None

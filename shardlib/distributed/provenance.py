@@ -21,14 +21,7 @@ _SAMPLES = 5
 
 
 def result_origin(program: int, tensors: Iterable[Any], numbers: Sequence[Any] = ()) -> int:
-    """Returns the origin of a program's result for tensors and numbers; hashes of numbers are equal in all processes.
-
-    Example:
-        >>> from types import SimpleNamespace as Tensor
-        >>> x, y = Tensor(_origin=1), Tensor(_origin=2)
-        >>> result_origin(7, [x, y]) == result_origin(7, [x, y]) != result_origin(7, [y, x])
-        True
-    """
+    """Returns the origin of a program's result from its tensors and numbers; the same in all processes."""
     return hash_origin((program, *[getattr(x, "_origin", 0) for x in tensors], *[x == x and x for x in numbers]))
 
 
@@ -45,13 +38,7 @@ def record_origin(origin: int, results: Iterable[Any]) -> None:
 
 
 def checksum_sample(x: torch.Tensor) -> int:
-    """Returns a checksum of some elements of a plain tensor; 0 for tensors on other devices, which would have to wait.
-
-    Example:
-        >>> x = torch.arange(8.0)
-        >>> checksum_sample(x) == checksum_sample(x.clone()) != checksum_sample(x + 1)
-        True
-    """
+    """Returns a checksum of some elements of a plain tensor; 0 for tensors on GPUs, which would have to wait."""
     if x.device.type != "cpu" or not x.numel():
         return 0
     base, size = x.data_ptr(), x.itemsize

@@ -133,12 +133,7 @@ def clone_connection(store: Any) -> Any:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Formats ranks for a sentence.
-
-    Example:
-        >>> format_ranks([0, 2, 3])
-        'ranks 0, 2 and 3'
-    """
+    """Formats ranks for a sentence: `ranks 0, 2 and 3`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -23,12 +23,7 @@ Entry = tuple[int, int, int]  # turn, program, line
 
 
 def hash_texts(*texts: str) -> int:
-    """Hashes texts to a number, the same in every process.
-
-    Example:
-        >>> hash_texts("a", "b") == hash_texts("a", "b") != hash_texts("ab")
-        True
-    """
+    """Hashes texts to a number, the same in every process."""
     return int.from_bytes(hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest(), "little") & _MASK | 1
 
 

@@ -37,8 +37,8 @@ from shardlib.core.torch_internals.torch_private import FakeTensorMode, pytree, 
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.eager.arg_slots import choose_device, fill_slots, replace_devices, requested_devices, thaw_args
 from shardlib.frontend.functionalize import functionalize
-from shardlib.frontend.lazy_graph_module import skip_graph_source
 from shardlib.frontend.traced_graph import TracedFunction
+from shardlib.frontend.tracing_scope import skip_graph_source
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FactorNames, FixedLayout
 from shardlib.tensor.local_shards import refuse_valueless

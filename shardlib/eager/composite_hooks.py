@@ -1,7 +1,7 @@
 """Catches composite ops whose C++ code is wrong for ShardedTensors, above that code, and `flex_attention`.
 
 The C++ code of these ops reads memory that a ShardedTensor does not have, or returns a new tensor instead of writing to
-`out`. The dispatch key of the hooks is that of tensor subclasses and modes: plain tensors never reach them.
+`out`. The hooks use the dispatch key of tensor subclasses and modes: plain tensors never reach them.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def remember_outcome(key: Any, outcome: Outcome) -> None:
 
 
 def recall_outcome(key: Any, run_meta: MetaCall) -> Outcome | None:
-    """Returns the outcome of a call by that of a similar one; `run_meta` infers shapes, and must hold no data."""
+    """Returns the outcome of a call, derived from a similar one; `run_meta` infers shapes, and must hold no data."""
     cached = _outcomes.get(key) if key is not None else None
     if cached is None:
         return None

@@ -102,7 +102,7 @@ def get_tangent(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def gradient_placement(form: Form) -> FixedLayout:
-    """Returns the placement of a gradient: that of the tensor, with complete values."""
+    """Returns the placement of a gradient: the tensor's, with complete values."""
     return FixedLayout.at(Layout(form.layout.dims), form.names)
 
 

@@ -142,7 +142,7 @@ def _call_implementation(call: EagerCall) -> Runner:
 def _gather_scalars(call: EagerCall) -> Runner:
     """Runs an op on several meshes: scalar tensors of other meshes count as plain ones.
 
-    The op runs on the mesh of the tensors that have dims or are written to, or else on that of the first tensor.
+    The op runs on the mesh of the tensors that have dims or are written to, or else on the first tensor's mesh.
     """
     op, written = call.op, {id(x) for x in list_written(call.op, call.args, call.kwargs)}
     mesh = next((x._form.mesh for x in call.sharded if x.dim() or id(x) in written), call.mesh)

@@ -12,13 +12,7 @@ from torch import Tensor
 
 
 def standard_library(max_bytes: int) -> bytes:
-    """Returns the first `max_bytes` bytes of the standard library's top-level modules, in alphabetical order.
-
-    Example:
-        >>> text = standard_library(1000)
-        >>> len(text), text == standard_library(2000)[:1000]
-        (1000, True)
-    """
+    """Returns the first `max_bytes` bytes of the standard library's top-level modules, in alphabetical order."""
     parts, total = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         parts.append(path.read_bytes())
@@ -48,11 +42,6 @@ def batch(tokens: Tensor, index: int, size: int, length: int, seed: int = 0) -> 
 
     They depend on `seed` and `index` alone. So every rank and mesh draws the same batch, and a resumed run continues
     with the batches of an uninterrupted one.
-
-    Example:
-        >>> inputs, targets = batch(torch.arange(100), index=3, size=2, length=8)
-        >>> inputs.shape, bool((targets == inputs + 1).all())
-        (torch.Size([2, 8]), True)
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
     starts = torch.randint(len(tokens) - length, (size, 1), generator=generator)

@@ -13,14 +13,7 @@ import shardlib as sl
 
 
 class Interrupt:
-    """A context in which the first SIGINT or SIGTERM only requests a stop; a second one ends the program as usual.
-
-    Example:
-        >>> with Interrupt() as interrupt:
-        ...     signal.raise_signal(signal.SIGINT)
-        ...     interrupt.stop_requested
-        True
-    """
+    """A context in which the first SIGINT or SIGTERM only requests a stop; a second one ends the program as usual."""
 
     _signals = (signal.SIGINT, signal.SIGTERM)
 

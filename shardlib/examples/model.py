@@ -117,13 +117,7 @@ def _rotate(x_BHTd: Tensor, angles: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, length: int, *, temperature: float, seed: int) -> bytes:
-    """Samples `length` bytes that continue `prompt`, on one device; temperature 0 is greedy.
-
-    Example:
-        >>> model = GPT(Config(layers=1, width=32, heads=2, context=16))
-        >>> len(generate(model, b"def ", 5, temperature=0.8, seed=0))
-        5
-    """
+    """Samples `length` bytes that continue `prompt`, on one device; temperature 0 is greedy."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     with sl.no_mesh():

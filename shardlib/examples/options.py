@@ -11,12 +11,7 @@ from shardlib.examples import model
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `train_gpt`.
-
-    Example:
-        >>> Options.parse(["--data", "4", "--resume"]).data, Options().config.width
-        (4, 256)
-    """
+    """The options of `train_gpt`."""
 
     out: Path = field(default=Path("runs/gpt"), metadata={"help": "folder for checkpoints, plan, losses and curve"})
     data: int = field(default=2, metadata={"help": "size of the mesh axis `data`"})

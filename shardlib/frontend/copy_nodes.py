@@ -130,7 +130,7 @@ def _tracer() -> Any:
 class RecordedNodes:
     """The nodes that Python writes until `end`, without gradients; they read and write `inputs`, and read `shared`.
 
-    A closed-over tensor has two nodes: its own, and that of its stand-in. The last write to it moves both.
+    A closed-over tensor has two nodes: its own, and its stand-in's. The last write to it moves both.
     """
 
     def __init__(self, inputs: Sequence[Any], shared: Sequence[Any]) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from shardlib.core.aten.schemas import find_written_nodes
 from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import without_function_modes
-from shardlib.frontend.extra_outputs import ExtraOutputs
 from shardlib.frontend.functionalize import Written
 from shardlib.frontend.gradients.autograd_history import AutogradState
 from shardlib.frontend.gradients.gradient_tags import tag_gradient
@@ -22,6 +21,7 @@ from shardlib.frontend.guards.flatten_call import FlatCall
 from shardlib.frontend.hazards.grad_reads import GradReads
 from shardlib.frontend.lifted_inputs import LiftedInputs
 from shardlib.frontend.side_effects.mutation_values import Mutation
+from shardlib.frontend.traced_graph import ExtraOutputs
 
 _LISTED = 8  # inputs in a note about lost writes
 

@@ -22,7 +22,7 @@ from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.tensor.sharded_tensor import user_attributes
 
 if TYPE_CHECKING:
-    from shardlib.frontend.extra_outputs import ExtraOutputs
+    from shardlib.frontend.traced_graph import ExtraOutputs
 
 
 def output_strides(

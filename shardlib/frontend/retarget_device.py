@@ -62,12 +62,7 @@ def _result(node: fx.Node) -> Any:
 def with_device(
     op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, *, from_meta: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call that makes its results on `device`; with `from_meta`, only results on meta move.
-
-    Example:
-        >>> with_device(torch.ops.aten.arange.default, (3,), {}, torch.device("cuda", 0))
-        ((3,), {'device': device(type='cuda', index=0)})
-    """
+    """Returns arguments for results on `device`; with `from_meta`, only results on meta move."""
     out = dict(kwargs)
     place, makes = _device_argument(op)
     if place is None:

@@ -69,13 +69,6 @@ def trace(
     in `apart`. New values in the places that `watch` reads are among the results.
 
     Raises ShardingError, with the user's line, if `fn` needs the value of a tensor, or if a shape depends on values.
-
-    Example:
-        >>> traced = trace(lambda x, n: {"y": x.sin() * n}, (torch.empty(3, device="meta"), 2.0))
-        >>> traced.input_names, traced.output_names
-        (('x',), ("result['y']",))
-        >>> traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0].args
-        (sin, n)
     """
     late(LOADED_BY_FAKES)  # now, while no frame holds a value of the trace
     call = flatten_call(fn, args, kwargs or {}, static, state)

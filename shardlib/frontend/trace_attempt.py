@@ -34,7 +34,6 @@ from shardlib.frontend.hazards.numpy_args import refuse_writes
 from shardlib.frontend.hazards.rng_state import RandomStates
 from shardlib.frontend.hazards.unsupported import explain_refusal, refuse_absent, refuse_quantized, refuse_subclasses
 from shardlib.frontend.hazards.user_errors import explain_mistake
-from shardlib.frontend.lazy_graph_module import skip_graph_source
 from shardlib.frontend.lifted_inputs import (
     Contents,
     LiftedInputs,
@@ -52,7 +51,7 @@ from shardlib.frontend.torch_rewrites.lr_schedulers import trace_schedulers
 from shardlib.frontend.torch_rewrites.math_functions import trace_math
 from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.frontend.tracer import call_in_own_module, finish_graph, instrument_tracer, release_constants
-from shardlib.frontend.tracing_scope import tracing_scope
+from shardlib.frontend.tracing_scope import skip_graph_source, tracing_scope
 from shardlib.ops.set_data import OP as SET_DATA
 from shardlib.tensor.sharded_tensor import user_attributes
 from shardlib.tensor.tensor_meta import contiguous_strides

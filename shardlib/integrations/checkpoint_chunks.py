@@ -37,14 +37,7 @@ Box = tuple[Range, ...]  # a range per dim
 
 
 def boxes(layout: Layout, coords: Coords) -> Iterator[Box]:
-    """Yields the boxes that the device at `coords` holds; for a tensor without elements, one empty box.
-
-    Example:
-        >>> from shardlib.sharding.mesh.axis import Axis
-        >>> layout = Layout.parse("(2 4@t 3), 5", {"t": 2})
-        >>> [[tuple(r) for r in box] for box in boxes(layout, {"t": 1})]
-        [[(6, 0, 6), (0, 0, 5)], [(18, 6, 6), (0, 0, 5)]]
-    """
+    """Yields the boxes that the device at `coords` holds; for a tensor without elements, one empty box."""
     if not math.prod(layout.shape):  # a checkpoint knows the tensor by its box
         return iter([tuple(Range(0, 0, n) for n in layout.shape)])
     return itertools.product(*(tuple(_ranges(dim, coords)) for dim in layout.dims))

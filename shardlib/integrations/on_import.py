@@ -18,17 +18,7 @@ _waiting: dict[str, list[Patch]] = {}
 
 
 def replaces(slot: Slot | str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the replacement of a function, which gets the original function and then the call's arguments.
-
-    Example:
-        >>> import textwrap
-        >>> @replaces("textwrap.dedent")
-        ... def dedent(original, text):
-        ...     return original(text).upper()
-        >>> textwrap.dedent("  a")
-        'A'
-        >>> textwrap.dedent = textwrap.dedent.__wrapped__
-    """
+    """Decorates the replacement of a function, which gets the original function and then the call's arguments."""
     slot = Slot(slot) if isinstance(slot, str) else slot
     original = slot.value
 
@@ -44,16 +34,7 @@ def replaces(slot: Slot | str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def when_imported(name: str) -> Callable[[Patch], Patch]:
-    """Decorates a patch of a module, which is called once: now if the module is imported, else right after its import.
-
-    Example:
-        >>> patch = when_imported("this")(lambda module: print(module.d["N"]))
-        >>> import contextlib, io
-        >>> with contextlib.redirect_stdout(io.StringIO()) as out:
-        ...     import this
-        >>> out.getvalue()[-2:]
-        'A\\n'
-    """
+    """Decorates a patch of a module, called once: now if the module is imported, else right after its import."""
 
     def register(patch: Patch) -> Patch:
         if name in sys.modules:

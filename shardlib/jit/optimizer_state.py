@@ -63,7 +63,7 @@ def place(optimizer: torch.optim.Optimizer, skip: Collection[int] = ()) -> None:
 
 
 def placed(p: Any, x: Any) -> Any:
-    """Returns state of the parameter's shape in its layout: that of the strategy, or the parameter's own."""
+    """Returns state of the parameter's shape in the strategy's layout for it, or the parameter's own."""
     if not isinstance(p, ShardedTensor) or not isinstance(x, Tensor) or x.shape != p.shape:
         return x
     if (at := moments_form(p)) is None:

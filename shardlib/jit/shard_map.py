@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,15 @@ from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import name_of
 from shardlib.core.torch_internals.torch_private import innermost, pytree
-from shardlib.frontend.guards.flatten_call import argument_names
+from shardlib.core.torch_internals.traced_nodes import last_node
+from shardlib.frontend.guards.argument_specs import specs_by_argument
+from shardlib.frontend.guards.flatten_call import argument_names, positional_parameters, signature_parameters
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.jit.jit import Jitted, jit
 from shardlib.primitives import boundary
 from shardlib.primitives.body import Body, current_body, from_local, to_local
 from shardlib.primitives.boundary import Boundary, PlacedBoundary
-from shardlib.primitives.captures import enter_tensors, last_node, running_body
+from shardlib.primitives.captures import enter_tensors, running_body
 from shardlib.primitives.out_spec_claims import ResultClaim, check_results
 from shardlib.primitives.per_device import PerDevice, find_per_device, order_axes
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
@@ -129,9 +131,9 @@ class ShardMapped:
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call with arguments by position where possible; TypeError if `fn` does not take them."""
-        if not kwargs or (signature := _signature(self.fn)) is None:
+        if not kwargs or (parameters := signature_parameters(self.fn)) is None:
             return args, kwargs
-        bound = signature.bind(*args, **kwargs)
+        bound = inspect.Signature(parameters).bind(*args, **kwargs)
         return bound.args, bound.kwargs
 
     def _mesh(self, args: Any) -> Mesh:
@@ -197,40 +199,23 @@ class ShardMapped:
         return self._put_together(out, body)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[PlacedBoundary | None]:
-        label = f"shard_map({self.name}) in_specs"
-        return boundary.bind_arguments(
-            args, kwargs, self._input_specs(args, kwargs, label), mesh, self._axes(mesh), label
-        )
-
-    def _input_specs(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> Any:
-        """Returns the specs of `(args, kwargs)`."""
-        specs, names = self.in_specs, _positional(self.fn)
-        if isinstance(specs, Mapping):
-            signature = _signature(self.fn)
-            parameters = [*dict.fromkeys((*(signature.parameters if signature else ()), *kwargs))]
-            if unknown := [name for name in specs if name not in parameters]:
+        """Returns the boundary of each leaf of the arguments; a tuple of specs needs an entry for each argument."""
+        label, specs = f"shard_map({self.name})", self.in_specs
+        if isinstance(specs, tuple | list):
+            later = [name for name in positional_parameters(self.fn) if name in kwargs]
+            called = argument_names(self.fn, len(args), later)
+            if len(specs) != len(called):
                 raise ShardingError(
-                    f"{label} do not fit the arguments",
-                    [f"{name!r} is no parameter; they are {', '.join(parameters) or 'none'}" for name in unknown],
-                    rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
+                    f"{label} in_specs has {len(specs)} entries, the call has {len(called)} arguments",
+                    [f"{name} has no entry" for name in called[len(specs) :]]
+                    or [f"{i}: {spec!r} is for no argument" for i, spec in [*enumerate(specs)][len(called) :]],
+                    rule="in_specs has one entry per argument; they are " + (", ".join(called) or "none"),
+                    remedy="write P() for an argument that every device has whole; in_specs may be a dict by name",
                 )
-            first = [*names[: len(args)], *("",) * (len(args) - len(names))]
-            return tuple(specs.get(name) for name in first), {name: specs.get(name) for name in kwargs}
-        if not isinstance(specs, tuple | list):
-            return specs
-        later = {name: i for i, name in enumerate(names) if name in kwargs}
-        total = len(args) + len(later)
-        if len(specs) != total:
-            called = [*argument_names(self.fn, len(args), ()), *sorted(later, key=later.__getitem__)]
-            raise ShardingError(
-                f"{label} has {len(specs)} entries, the call has {total} arguments",
-                [f"{name} has no entry" for name in called[len(specs) :]]
-                or [f"{i}: {spec!r} is for no argument" for i, spec in enumerate(specs[total:], total)],
-                rule="in_specs has one entry per argument; they are " + (", ".join(called) or "none"),
-                remedy="write P() for an argument that every device has whole; in_specs may be a dict by name",
-            )
-        order = sorted(later, key=later.__getitem__)
-        return tuple(specs[: len(args)]), dict(zip(order, specs[len(args) :], strict=True))
+            by_argument = tuple(specs[: len(args)]), dict(zip(later, specs[len(args) :], strict=True))
+        else:
+            by_argument = specs_by_argument(self.fn, label, specs, len(args), kwargs)
+        return boundary.bind_arguments(args, kwargs, by_argument, mesh, self._axes(mesh), f"{label} in_specs")
 
     def _put_together(self, out: Any, body: Body) -> Any:
         mesh = body.mesh
@@ -250,17 +235,3 @@ class ShardMapped:
 
 def _claimed(boundary: Boundary, x: PerDevice, body: Body) -> ResultClaim:
     return ResultClaim(boundary.claim, x.shape, boundary.spec, frozenset(x.axes).intersection(boundary.unmentioned))
-
-
-def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fn)
-    except (ValueError, TypeError):  # a builtin
-        return None
-
-
-def _positional(fn: Callable[..., Any]) -> list[str]:
-    """Returns the parameters that can be passed by position."""
-    signature = _signature(fn)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in signature.parameters.values() if p.kind in kinds] if signature else []

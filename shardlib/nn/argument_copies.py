@@ -27,9 +27,10 @@ from shardlib.core.torch_internals.torch_private import (
     pytree,
     version_of,
 )
+from shardlib.core.torch_internals.traced_nodes import last_node, node_of
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.attributes import attribute_items
-from shardlib.frontend.side_effects.graph_writes import last_node, node_of, owner_of, values_read_since, written_since
+from shardlib.frontend.side_effects.graph_writes import owner_of, values_read_since, written_since
 from shardlib.tensor.sharded_tensor import ShardedTensor, user_attributes
 
 

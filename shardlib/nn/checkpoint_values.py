@@ -24,14 +24,6 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
     """Returns the entries of a checkpoint as the bytes of a file.
 
     Raises `ShardingError` that names each value that could not be read back, by the keys that lead to it.
-
-    Example:
-        >>> encode_values({"run": {"best": 0.5, "folder": Path("runs")}})
-        Traceback (most recent call last):
-        shardlib.ShardingError: a checkpoint cannot hold some of its values:
-          * run.folder is a PosixPath: PosixPath('runs')
-        Rule: values are None, text, bytes, numbers, tensors, numpy's numbers and arrays, and dicts, lists, tuples ...
-        Remedy: save float(x), str(path), date.isoformat(), member.value, dataclasses.asdict(x), tuple(x), ...
     """
     try:
         return _encode(values)

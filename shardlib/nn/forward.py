@@ -239,11 +239,6 @@ class Batch:
         """Returns a spec, or None, for each argument; None for all if one of them is placed already.
 
         A dim with fewer rows than devices stays whole.
-
-        Example:
-            >>> import torch
-            >>> Batch({"data": 2}, {}).specs([torch.ones(4, 3), torch.ones(3), torch.ones(4), 7])
-            ['batch@(data)? _?', None, 'batch@(data)?', None]
         """
         if any(isinstance(x, ShardedTensor) for x in leaves):
             return [None] * len(leaves)

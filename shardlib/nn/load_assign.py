@@ -100,7 +100,7 @@ def _strategy_attributes(x: Any) -> dict[str, Any]:
 
 
 def _place_like(old: ShardedTensor, new: nn.Parameter, name: str, digest: int | None) -> nn.Parameter:
-    """Returns a parameter with the new values and dtype in the old layout; `digest` is that of all ranks."""
+    """Returns a parameter with the new values and dtype in the old layout; `digest` is the checksum on all ranks."""
     if (
         isinstance(new, ShardedTensor)
         and new.sharding == old.sharding

@@ -105,7 +105,7 @@ def parallelize(
     tensors = list_named(module)
     _refuse_parameters(module, tensors, mesh)
     placer = _Placer(module, tensors, mesh, strategy_axes, keeps_earlier=strategy is None)
-    replaced = vars(module).get("forward")  # the user's own, or that of an earlier call
+    replaced = vars(module).get("forward")  # the user's own, or an earlier call's
     earlier = replaced if isinstance(replaced, Forward) else None
     table = _default_specs(module, tensors, mesh, strategy_axes) if specs is None else _read_specs(specs, placer)
     policy = policy_of(precision, module, tensors) or (earlier.policy if earlier else None)

@@ -18,10 +18,6 @@ def read_table(table: Mapping[str, T], tensors: Iterable[tuple[str, ...]], buffe
     A pattern is a name in which `*` stands for any text, dots included. It may match any name of a tensor that has
     several (tied weights). Raises `ShardingError` with all patterns that match no parameter, and all tensors whose
     patterns have different values.
-
-    Example:
-        >>> read_table({"*.up.weight": "ff@tensor embed"}, [("layers.0.up.weight",), ("layers.0.norm.weight",)])
-        {'layers.0.up.weight': 'ff@tensor embed'}
     """
     values, wrong = match_table(table, tensors, buffers)
     if wrong:
@@ -81,12 +77,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def numberless(name: str, count: int = 0) -> str:
-    """Returns the name with `*` for its numbers, or for the first `count` of them.
-
-    Example:
-        >>> numberless("h.0.mlp.2.w1"), numberless("h.0.mlp.2.w1", 1)
-        ('h.*.mlp.*.w1', 'h.*.mlp.2.w1')
-    """
+    """Returns the name with `*` for its numbers (`h.*.mlp.*.w1`), or for the first `count` of them."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=count)
 
 

@@ -144,12 +144,6 @@ def shard_one_dim(at: FixedLayout, shape: Sequence[int], mesh: Mesh, axes: Seque
     """Returns the spec with one more dim sharded over `axes`: the largest divisible one, or the largest.
 
     Axes that shard the tensor already are left out. If no unsharded dim is large enough, the spec stays.
-
-    Example:
-        >>> from shardlib.sharding.spec import parse
-        >>> mesh = Mesh.abstract(data=4, tensor=2)
-        >>> str(shard_one_dim(parse("_ ff@tensor").resolve((8, 64), mesh), (8, 64), mesh, ["data"]))
-        '_@data ff@tensor'
     """
     spec = Spec.from_layout(at.layout, at.names)
     axes = [axis for axis in axes if axis not in {a.name for a in at.layout.axes}]

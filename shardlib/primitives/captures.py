@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import PersistentFunctionMode, repeat_in_checkpoints
@@ -29,16 +29,11 @@ from shardlib.core.torch_internals.torch_private import (
     version_of,
     without_transforms,
 )
+from shardlib.core.torch_internals.traced_nodes import node_of
 from shardlib.primitives.body import Body, BoundaryFunction, enter_body, to_local
 from shardlib.primitives.boundary import Boundary
 from shardlib.primitives.per_device import PerDevice
 from shardlib.tensor.sharded_tensor import ShardedTensor
-
-
-def last_node() -> Any:
-    """Returns the last node of the graph that is being traced, or None."""
-    mode = get_proxy_mode()
-    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 @contextmanager
@@ -142,8 +137,8 @@ class Captures(PersistentFunctionMode):
             return False  # the graph of a loop inside this body
         if isinstance(base, ShardedTensor):
             return True
-        slot = get_proxy_slot(base, mode.tracer, None)
-        return slot is not None and not self._before < slot.proxy.node
+        node = node_of(base)
+        return node is not None and not self._before < node
 
     def _own(self, x: Tensor) -> Tensor:
         """Makes a tensor that a function created from no operands a value of the body, equal on all devices."""

@@ -2,7 +2,7 @@
 
 `x` is a tensor or a pytree of tensors (None stays None). Reductions also take Python numbers, equal on all devices.
 `axis` is a mesh axis, or a tuple of them (one group, numbered jointly, major first). All have tangents
-(`torch.func.jvp`), and all but `pmax` and `pmin` have gradients, of any order. A gradient inside a body is that of the
+(`torch.func.jvp`), and all but `pmax` and `pmin` have gradients, of any order. A gradient inside a body belongs to the
 sum of all devices' results: if n devices share a loss, its gradient is n times as large; take its `pmean`. All raise
 `ShardingError` outside a body, for axes that the mesh does not have, and for leaves that are no tensors or numbers.
 """

@@ -27,12 +27,7 @@ define_op(
 
 
 def send_rows(x: Tensor, sources: Sequence[int], rows: Sequence[int]) -> Tensor:
-    """Returns x `[n, ...]` with row `sources[i]` at `rows[i]`, each at most once, and zeros elsewhere.
-
-    Example:
-        >>> send_rows(torch.tensor([1, 2, 3, 4]), [0, 1], [1, 3])
-        tensor([0, 1, 0, 2])
-    """
+    """Returns x `[n, ...]` with row `sources[i]` at `rows[i]`, each at most once, and zeros elsewhere."""
     return _SendRows.apply(x, sources, rows)  # type: ignore[no-any-return,no-untyped-call]
 
 

@@ -71,11 +71,6 @@ def run_collective(x: Tensor, stack: Sequence[str], axes: Sequence[str], kind: s
     """Runs a collective over mesh axes (jointly, major first) on x, which has a leading dim for each of `stack`.
 
     The result has the same leading dims, unless it is equal on all members.
-
-    Example:
-        >>> import torch
-        >>> run_collective(torch.tensor([1, 2, 3, 4]), ["data"], ["data"], "ppermute", [[0, 1, 1, 0]])
-        tensor([2, 1, 0, 0])
     """
     k, order = len(axes), [stack.index(name) for name in axes]
     x = x.movedim(order, [*range(k)])

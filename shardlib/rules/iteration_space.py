@@ -88,14 +88,7 @@ _ACCESSES = ("lookup", "blocks", "groups")
 
 
 def arg(call: Call, name: str, *missing: Any) -> Any:
-    """The argument with this name in the op's schema, or its default; `missing` if the op has no such argument.
-
-    Example:
-        >>> import torch
-        >>> call = Call(torch.ops.aten.sum.dim_IntList, (), {}, (), ())
-        >>> arg(call, "keepdim"), arg(call, "reduction", "none")
-        (False, 'none')
-    """
+    """The argument with this name in the op's schema, or its default; `missing` if the op has no such argument."""
     for i, a in enumerate(schema_of(call.target).arguments):
         if a.name == name:
             return call.args[i] if i < len(call.args) else call.kwargs.get(name, a.default_value)

@@ -172,7 +172,7 @@ def parse(text: str) -> Pattern:
 
 @lru_cache(maxsize=1024)
 def gradient_pattern(text: str, saved: str = "", wrt: str = "0") -> str:
-    """Derives the pattern of an op's gradient from that of the op.
+    """Derives the pattern of an op's gradient from the op's own pattern.
 
     The gradient op takes the gradient of the first result, then the `saved` operands (`0`) and results (`r1`). It
     returns the gradients of the operands `wrt`. They have the dims of these operands, are sums over all others, and are

@@ -119,7 +119,7 @@ class SingleBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Ties:
-    """Factors whose sharding depends on that of others, as {factor: the other factor}.
+    """Factors whose sharding follows another factor's, as {factor: the other factor}.
 
     * `ring`: {t: s}: `t` may be sharded only together with `s`, over the same mesh axes. The local form then sends the
       shards of `t` around, so that every shard of `s` meets every shard of `t`. No result is partial over these axes.

@@ -175,14 +175,7 @@ def largest_shard(size: int, axes: Sequence[Axis]) -> int:
 
 @lru_cache(maxsize=4096)
 def restrict_size(size: int, axes: tuple[Axis, ...]) -> int:
-    """Returns `size` for sharding over just `axes`: with one shard per device, or an int if chunks are the same.
-
-    Example:
-        >>> pod, data = Axis("pod", 2), Axis("data", 2)
-        >>> sizes = ShardSizes((5, 3, 8, 0), (pod, data))
-        >>> restrict_size(sizes, (pod,)), restrict_size(sizes, (data,))
-        (16, 16)
-    """
+    """Returns `size` for sharding over just `axes`: with one shard per device, or an int if chunks are the same."""
     if not is_unchunked(size, axes):
         return int(size)
     return ShardSizes.make_size(shard_sizes(size, axes), axes)

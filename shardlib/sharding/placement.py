@@ -31,12 +31,7 @@ class FixedLayout:
 
     @staticmethod
     def at(layout: Layout, names: FactorNames | None = None, source: str = "") -> FixedLayout:
-        """Fixes a layout with all dims closed and exact.
-
-        Example:
-            >>> FixedLayout.at(Layout.parse("8@data, 4", {"data": 2})).open
-            (False, False)
-        """
+        """Fixes a layout with all dims closed and exact."""
         rank = len(layout.dims)
         names = tuple((None,) * len(dim) for dim in layout.dims) if names is None else names
         return FixedLayout(layout, names, (False,) * rank, (True,) * rank, None, source)

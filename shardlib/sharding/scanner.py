@@ -13,20 +13,7 @@ _TOKEN = re.compile(r"\.\.\.|[^\W\d]\w*|\d+|\S")
 
 
 class Scanner:
-    """The tokens of one text: `...`, names, numbers, and single characters.
-
-    Example:
-        >>> scan = Scanner("ff@tensr)", "spec", rule="dims are separated by spaces")
-        >>> scan.name("a dim"), scan.take("@"), scan.name("an axis")
-        ('ff', True, 'tensr')
-        >>> scan.fail("nothing is open here")
-        Traceback (most recent call last):
-            ...
-        shardlib.ShardingError: spec 'ff@tensr)' cannot be read: nothing is open here
-            ff@tensr)
-                    ^
-        Rule: dims are separated by spaces
-    """
+    """The tokens of one text: `...`, names, numbers, and single characters."""
 
     def __init__(self, text: str, kind: str, *, rule: str) -> None:
         self.text, self.kind, self.rule = text, kind, rule

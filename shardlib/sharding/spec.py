@@ -130,15 +130,7 @@ class Spec:
 
     @staticmethod
     def from_layout(layout: Layout, names: FactorNames, *, pieces: bool = False) -> Spec:
-        """The spec of `layout`; with `pieces` it lists the shard sizes even of chunks.
-
-        Example:
-            >>> from shardlib.sharding.mesh.mesh import Mesh
-            >>> mesh = Mesh.abstract(data=2)
-            >>> at = parse("batch@data=[7 1] seq").resolve((8, 4), mesh)
-            >>> str(Spec.from_layout(at.layout, at.names))
-            'batch@data=[7 1] seq@()'
-        """
+        """The spec of `layout`; with `pieces` it lists the shard sizes even of chunks."""
 
         def factor(f: Factor, name: str | None, alone: bool) -> SpecFactor:
             sizes = f.pieces if f.axes and (pieces or isinstance(f.size, ShardSizes)) else None
@@ -251,17 +243,6 @@ def resolve_many(items: Sequence[Item], mesh: Mesh | None, *, call: str = "shard
 
     Outside any mesh (None) nothing is sharded and the axes of specs are ignored. Raises one `ShardingError` that lists
     the faults of all specs.
-
-    Example:
-        >>> mesh = Mesh.abstract(data=2, tensor=4)
-        >>> _ = resolve_many([("w", (256, 688), "embed ff@tensr", None)], mesh)
-        Traceback (most recent call last):
-            ...
-        shardlib.ShardingError: shard(w) with spec 'embed ff@tensr' on shape [256, 688], mesh (data=2,
-        tensor=4):
-          * dim 1 `ff@tensr`: the mesh has no axis 'tensr'; did you mean 'tensor'?
-        Rule: a spec names axes of its mesh
-        Remedy: use one of data, tensor
     """
     items = [(name, shape, spec, _plain_sizes(sizes)) for name, shape, spec, sizes in items]
     specs = [_parse_for(call, name, spec) for name, _, spec, _ in items]

@@ -32,10 +32,6 @@ def broadcast_prefix(
 
     `describe` returns a description of a leaf that cannot have a spec, None for others. With `names`, `prefix` and
     `tree` are sequences of trees with these names. Errors call the prefix `argument`.
-
-    Example:
-        >>> broadcast_prefix(("a", {"x": "b c"}), (1, {"x": 2, "y": 3}), "in_specs")
-        ['a', 'b c', None]
     """
     out: list[SpecLike] = []
     wrong: list[str] = []

@@ -32,17 +32,7 @@ _CONFUSED = {frozenset(pair) for row in _ROWS for pair in pairwise(row)} | {
 
 
 def warn_of_typo(call: str, spec: Spec, mesh: Mesh) -> None:
-    """Warns of names in one spec that are typos of names with a rule.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     warn_of_typo("shard(x)", Spec.convert("btach embed"), Mesh.abstract(data=2, rules={"batch": "data"}))
-        >>> print(caught[0].message)
-        shard(x) with spec 'btach embed': 'btach' has no rule and stays whole; did you mean 'batch'?
-        A rule says so on purpose: rules={'btach': None}
-    """
+    """Warns of names in one spec that are typos of names with a rule."""
     if mesh.rules:
         for slip in _slips(spec, frozenset(mesh.rules), frozenset(mesh.rules)):
             _warn(call, spec, *slip)
@@ -80,20 +70,7 @@ def _slips(spec: Spec, established: frozenset[str], intended: frozenset[str]) ->
 
 
 def is_near(name: str, intended: str) -> bool:
-    """Returns whether `name` looks like the `intended` one, mistyped.
-
-    Example:
-        >>> [is_near("batch", x) for x in ("btach", "bacth", "batc", "baatch", "batcj", "Batch")]
-        [True, True, True, True, True, True]
-        >>> [is_near(*pair) for pair in (("patch", "batch"), ("state", "stage"), ("model", "modes"))]
-        [False, False, False]
-        >>> is_near("kv_heads", "kvheads"), is_near("sequence", "seqeunec"), is_near("fff", "ff")
-        (True, True, True)
-        >>> is_near("batches", "batch"), is_near("head", "heads"), is_near("seq2", "seq")
-        (True, False, False)
-        >>> [is_near(*pair) for pair in (("seq_q", "seq_k"), ("dim1", "dim2"), ("ff", "fc"), ("embed", "hidden"))]
-        [False, False, False, False]
-    """
+    """Returns whether `name` looks like the `intended` one, mistyped."""
     if name == intended:
         return False
     name, intended = name.lower(), intended.lower()

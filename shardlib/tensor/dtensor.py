@@ -94,11 +94,6 @@ def layout_of_placements(shape: tuple[int, ...], placements: Sequence[Any], mesh
     """Returns the layout of a tensor of this shape with one DTensor placement per mesh axis.
 
     Raises `ShardingError` for another number of placements, and for kinds other than `Shard`, `Replicate`, `Partial`.
-
-    Example:
-        >>> from torch.distributed.tensor import Partial, Shard
-        >>> str(layout_of_placements((4, 6), [Shard(1), Partial()], Mesh.abstract(data=2, tensor=3)))
-        '4, 6@data +tensor'
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

@@ -35,14 +35,6 @@ class MemoryIdentity:
     """Stands in for the storage of a ShardedTensor: equal for tensors that share memory.
 
     Other methods of storages raise `NoStorageError`.
-
-    Example:
-        >>> from shardlib import Mesh, shard
-        >>> with Mesh(data=2):
-        ...     x, y = shard(torch.zeros(4), "n@data"), shard(torch.zeros(4), "n@data")
-        >>> same, other = x.detach().untyped_storage(), y.untyped_storage()
-        >>> x.untyped_storage().data_ptr() == same.data_ptr() != other.data_ptr(), other.nbytes()
-        (True, 16)
     """
 
     def __init__(self, x: Any, description: str, unit: int) -> None:
@@ -73,17 +65,7 @@ class MemoryIdentity:
 
 
 def without_storage(cls: type[torch.Tensor], typeof: Callable[[Any], str]) -> None:
-    """Gives a class of tensors methods that refuse access to a storage by `NoStorageError`.
-
-    Example:
-        >>> from shardlib import Mesh, shard
-        >>> with Mesh(data=2):
-        ...     shard(torch.zeros(4), "n@data").share_memory_()
-        Traceback (most recent call last):
-        shardlib.NoStorageError: f32[4@data] cannot be put into shared memory
-        Rule: a ShardedTensor has no storage of its own
-        Remedy: x.full_tensor().share_memory_(), or x.to_local()'s
-    """
+    """Gives a class of tensors methods that refuse access to a storage by `NoStorageError`."""
 
     def untyped_storage(self: torch.Tensor, unit: int = 1) -> MemoryIdentity:
         """Returns an object that is equal for tensors that share memory; it has no bytes."""

@@ -15,19 +15,7 @@ from shardlib.tensor.sharded_tensor import ShardedTensor, format_mesh_axes, type
 
 
 def format_tensor(x: ShardedTensor) -> str:
-    """Returns the text of `print(x)`.
-
-    Example:
-        >>> import torch, shardlib as sl
-        >>> with sl.Mesh(data=2, tensor=2):
-        ...     print(sl.shard(torch.arange(8.0).view(4, 2), "batch@data feature@tensor"))
-        ShardedTensor f32[4@data, 2@tensor] on Mesh(data=2, tensor=2)
-        spec: batch@data feature@tensor
-        tensor([[0., 1.],
-                [2., 3.],
-                [4., 5.],
-                [6., 7.]])
-    """
+    """Returns the text of `print(x)`."""
     history = " (requires_grad)" if x.requires_grad else ""
     return f"ShardedTensor {typeof(x)} on {format_mesh_axes(x.mesh)}{history}\nspec: {x.spec}\n{_format_values(x)}"
 

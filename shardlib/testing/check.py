@@ -15,10 +15,10 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.program.steps import Program, makes
 from shardlib.core.errors import CollectiveError, ShardingError
 from shardlib.core.torch_internals.torch_private import pytree
-from shardlib.frontend.extra_outputs import ExtraOutputs
 from shardlib.frontend.gradients.joint_backward import FREED
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, leaf_names
 from shardlib.frontend.guards.mappings import register_mappings
+from shardlib.frontend.traced_graph import ExtraOutputs
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.call.execute import caller
 from shardlib.jit.jit import Jitted, jit

@@ -54,7 +54,7 @@ class Tolerance:
 
 
 class Reruns:
-    """The state that a call may change, with its values before; `eps` is that of the coarsest dtype in the program."""
+    """The state that a call may change, with its values before; `eps` belongs to the coarsest dtype in the program."""
 
     def __init__(self, step: Jitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step, self.call = step, (args, kwargs)

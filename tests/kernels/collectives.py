@@ -17,6 +17,7 @@ from shardlib.ops.collectives.transport import cuda_args as plans
 from shardlib.ops.collectives.transport import cuda_peers
 from shardlib.ops.collectives.transport.cuda_args import Tuning
 from shardlib.ops.collectives.transport.cuda_peers import Peers
+from tests.helpers.virtual_peers import virtual_peers
 from tests.kernels import emulate
 from tests.kernels.emulate import Build, Patch
 
@@ -32,7 +33,7 @@ def launcher(bug: int = 0, seed: int = 1) -> cuda_peers.Launch:
 
 
 def make_group(ranks: int, tuning: Tuning = SMALL, seed: int = 1, bug: int = 0, **more: Any) -> Peers:
-    return cuda_peers.virtual_peers(ranks, "cpu", tuning, launch=launcher(bug, seed), **more)
+    return virtual_peers(ranks, "cpu", tuning, launch=launcher(bug, seed), **more)
 
 
 def random_values(n: int, dtype: torch.dtype, seed: int) -> Tensor:

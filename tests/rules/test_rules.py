@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shardlib.rules import Call, Rule, rule_for
+from shardlib.rules.dtype_sums import can_hold_sum
 from shardlib.rules.rule import Local
 from shardlib.rules.table import FAMILIES, TABLE
 from shardlib.rules.tensor_ops.pointwise import is_pointwise
@@ -367,3 +368,8 @@ def test_no_rule(name: str, args: tuple[Any, ...]) -> None:
 def test_rules_are_looked_up_once() -> None:
     calls = [call_of(aten.reshape.default, (f(6, 4), [2, 12]), {})[0] for _ in range(2)]
     assert rule_for(calls[0]) is rule_for(calls[1])
+
+
+def test_sums_that_another_dtype_can_hold() -> None:
+    assert can_hold_sum(torch.float32, torch.bfloat16)
+    assert not can_hold_sum(torch.float32, torch.float64)

@@ -76,7 +76,7 @@ class ReduceScatter(Plan):
 class Tuning:
     """Launch parameters and memory of a group's kernels; equal on all ranks.
 
-    The defaults are guesses; `ops/tuning.py` holds what was measured, by card.
+    The defaults are guesses; `ops/measured.json` holds what was measured, by card.
 
     * `ctas`: CTAs for a large message, each of `threads`. Fewer leave more SMs to concurrent matmuls.
     * `packet_bytes`: a message up to this size is sent as packets.
@@ -94,12 +94,7 @@ class Tuning:
 
 
 def workspace_bytes(ranks: int, tuning: Tuning) -> int:
-    """Returns the bytes of one rank's workspace: see `cuda/peers.cuh`.
-
-    Example:
-        >>> workspace_bytes(2, Tuning(packet_bytes=64, window=1024))
-        68224
-    """
+    """Returns the bytes of one rank's workspace: see `cuda/peers.cuh`."""
     packets = 2 * ranks * (tuning.packet_bytes // 4)
     return CONTROL_BYTES + 8 * (COUNTERS * MAX_RANKS * MAX_CTAS + packets) + 2 * tuning.window
 
@@ -132,13 +127,7 @@ def reduce_scatter(group: Group, form: str, counts: Sequence[int], dtype: torch.
 
 
 def explain_report(report: Sequence[int], ranks: Sequence[int]) -> str:
-    """Formats a kernel's report as an error text; `ranks` are the members' global ranks.
-
-    Example:
-        >>> print(explain_report([1, 0, 2, 3, 0, 5, encode_flag(7, "all_gather", "staged", 2), 0], [8, 9, 10, 11]))
-        all_gather: rank 10 gave up waiting for rank 11, which is gone, late, or runs other code
-        (flag "arrived" of CTA 5: call 7 all_gather/staged step 2 was due, none seen)
-    """
+    """Formats a kernel's report as an error text; `ranks` are the members' global ranks."""
     field = dict(zip(REPORT, report, strict=True))
     rank, peer = ranks[field["rank"]], ranks[field["peer"]]
     counter, due, seen = WAITED_FOR[field["counter"]], field["target"], field["seen"]
@@ -151,12 +140,8 @@ def explain_report(report: Sequence[int], ranks: Sequence[int]) -> str:
     )
 
 
-def encode_flag(call: int, op: str, form: str, step: int) -> int:
-    """Returns the value of a flag: see `mark` in `cuda/peers.cuh`."""
-    return call << _CALL | (OPS.index(op) * len(FORMS) + FORMS.index(form)) << _STEP | step
-
-
 def _format_flag(value: int) -> str:
+    """Formats the value of a flag: see `mark` in `cuda/peers.cuh`."""
     if value == 0:
         return "none"
     op, form = divmod(value >> _STEP & 15, len(FORMS))

@@ -1,7 +1,7 @@
 """Collectives of GPUs that reach each other's memory: workspaces in torch's symmetric memory, and the kernels of cuda/.
 
-`Peers` moves flat messages of a group. `cuda_open.py` makes the peers of a process group; `virtual_peers` makes peers
-whose ranks are all in this process, on one GPU. All work is enqueued on the current stream; the host never waits.
+`Peers` moves flat messages of a group. `cuda_open.py` makes the peers of a process group; tests make peers whose
+ranks are all in this process, on one GPU. All work is enqueued on the current stream; the host never waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardlib.core.errors import CollectiveError
 from shardlib.ops import tuning as ops_tuning
 from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives.transport import cuda_args as plans
-from shardlib.ops.collectives.transport.cuda_args import ELEMENTS, MAX_CTAS, MAX_RANKS, Plan, Tuning, workspace_bytes
+from shardlib.ops.collectives.transport.cuda_args import ELEMENTS, MAX_CTAS, MAX_RANKS, Plan, Tuning
 
 # (op, output, input, plan): the torch op or, in tests, the emulated launcher. The tensors give device and stream.
 Launch = Callable[[str, Tensor, Tensor, Plan], None]
@@ -26,14 +26,7 @@ MAX_PLANS = 1024  # that a group keeps
 
 
 def choose_form(op: str, longest: int, *, symmetric: bool = False, tuning: Tuning | None = None) -> Choice:
-    """Chooses the form of messages of up to `longest` bytes; `symmetric` if the inputs are shared tensors.
-
-    Example:
-        >>> print(choose_form("all_gather", 1 << 10))
-        cuda/packets: a small message: its flags travel in it
-        >>> print(choose_form("reduce_scatter", 1 << 26, symmetric=True))
-        cuda/direct: peers read the input where it is
-    """
+    """Chooses the form of messages of up to `longest` bytes; `symmetric` if the inputs are shared tensors."""
     if longest <= (tuning or load_tuning()).packet_bytes:
         return Choice("cuda", "packets", "a small message: its flags travel in it")
     if symmetric:
@@ -48,14 +41,7 @@ def load_tuning() -> Tuning:
 
 
 def find_kernel_fault(op: str, dtype: torch.dtype, kind: str, ranks: int) -> str:
-    """Returns why the kernels cannot run this and NCCL has to; empty if they can.
-
-    Example:
-        >>> find_kernel_fault("reduce_scatter", torch.float64, "sum", 8)
-        'the kernels add float32, bfloat16 and float16, not float64'
-        >>> find_kernel_fault("all_gather", torch.float64, "", 8)
-        ''
-    """
+    """Returns why the kernels cannot run this and NCCL has to; empty if they can."""
     if ranks > MAX_RANKS:
         return f"the kernels take up to {MAX_RANKS} ranks, not {ranks}"
     if op in ("reduce_scatter", "all_reduce"):
@@ -128,7 +114,7 @@ class Peers:
             raise CollectiveError(plans.explain_report(self._words[rank * size : (rank + 1) * size], self.ranks))
 
     def share(self, tensor: Tensor, addresses: Sequence[int]) -> None:
-        """Lets kernels read messages in `tensor` in place from now on; `addresses[i]` is that of rank i's tensor.
+        """Lets kernels read messages in `tensor` in place from now on; `addresses[i]` is where rank i's tensor is.
 
         All ranks call it together, and send the same parts of shared tensors. A part may be overwritten by work that
         follows the collective on its stream.
@@ -208,34 +194,6 @@ class Peers:
 def launch(op: str, out: Tensor, x: Tensor, plan: Plan) -> None:
     """Calls the torch op of the CUDA library."""
     getattr(torch.ops.shardlib_cuda, op).default(out, x, plan.words)
-
-
-def virtual_peers(
-    ranks: int,
-    device: torch.device | str = "cuda",
-    tuning: Tuning | None = None,
-    *,
-    present: range | None = None,
-    seconds: float = 10.0,
-    multicast: bool = False,
-    launch: Launch = launch,
-) -> Peers:
-    """Makes peers whose ranks are all on one device, each with its own workspace: for tests and measurements.
-
-    With `present`, the other ranks never join. `multicast` is for the emulation, which does not use the address.
-    """
-    tuning = tuning or load_tuning()
-    present = present or range(ranks)
-    spaces = [torch.zeros(workspace_bytes(ranks, tuning), dtype=torch.uint8, device=device) for _ in range(ranks)]
-    report = make_report(len(present), torch.device(device))
-    group = make_group(ranks, present, tuning, seconds, [x.data_ptr() for x in spaces], report)
-    group.multicast = spaces[0].data_ptr() if multicast else 0
-    peers = Peers(group, range(ranks), tuning, report, launch)
-    peers.memory += spaces
-    if torch.device(device).type == "cuda":  # all ranks must run at once, one CTA per multiprocessor
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        peers.most_ctas = min(MAX_CTAS, multiprocessors // len(present))
-    return peers
 
 
 def make_group(

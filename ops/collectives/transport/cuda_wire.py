@@ -36,14 +36,6 @@ def choose_form(op: str, nbytes: int, even: bool, dtype: torch.dtype, kind: str,
     """Chooses the form in which the kernels move `nbytes`, or returns why they cannot.
 
     `nbytes` counts the op's whole tensor. The longest message decides the form; its size is unknown if sizes differ.
-
-    Example:
-        >>> print(choose_form("all_gather", 4 << 10, True, torch.float32, "", 4))
-        cuda/packets: a small message: its flags travel in it
-        >>> print(choose_form("all_gather", 4 << 10, False, torch.float32, "", 4))
-        cuda: sizes differ: the longest message decides the form
-        >>> choose_form("all_reduce", 4 << 10, True, torch.float32, "max", 4)
-        'the kernels form sums, no max'
     """
     if fault := cuda_peers.find_kernel_fault(op, dtype, kind, n):
         return fault

@@ -38,10 +38,6 @@ def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
 
     A sum of floats of less than 32 bits is formed in float32 and rounded once; complex numbers are added as pairs,
     which keeps the signs of zeros. The result never shares memory with the parts, unless there is only one.
-
-    Example:
-        >>> combine([torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])], "max")
-        tensor([3., 5.])
     """
     first, *rest = parts
     if not rest:

@@ -27,12 +27,7 @@ _free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by address; the last freed
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns an uninitialized contiguous tensor.
-
-    Example:
-        >>> allocate((2, 3), torch.float32).shape
-        torch.Size([2, 3])
-    """
+    """Returns an uninitialized contiguous tensor."""
     count = math.prod(shape)
     nbytes = count * dtype.itemsize
     if nbytes < MIN_BYTES:

@@ -8,16 +8,7 @@ Group = tuple[int, ...]  # ranks, in group order
 
 
 class ChannelNumbers:
-    """Numbers of channels, below `limit`, by group. Groups without a common member may share a number.
-
-    Example:
-        >>> numbers = ChannelNumbers(2)
-        >>> [numbers.take(group) for group in ((0, 1), (2, 3), (0, 2), (0, 1), (0, 3))]
-        [0, 0, 1, 0, None]
-        >>> numbers.drop((0, 1))
-        >>> numbers.take((0, 3)), numbers.take((1, 3))
-        (None, 1)
-    """
+    """Numbers of channels, below `limit`, by group. Groups without a common member may share a number."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

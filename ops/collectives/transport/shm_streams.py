@@ -43,12 +43,7 @@ DTYPES = {
 
 
 def find_reduce_fault(dtype: torch.dtype, kind: str) -> str:
-    """Returns why the library does not reduce this dtype; empty if it does.
-
-    Example:
-        >>> find_reduce_fault(torch.complex64, "sum"), find_reduce_fault(torch.complex64, "max")
-        ('', 'there is no max of complex64')
-    """
+    """Returns why the library does not reduce this dtype; empty if it does."""
     if dtype in DTYPES and (kind == "sum" or not dtype.is_complex):
         return ""
     return f"there is no {kind} of {str(dtype).removeprefix('torch.')}"
@@ -86,12 +81,6 @@ class TensorMeta:
 
 
 def dense_meta(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> TensorMeta:
-    """Returns the meta of a contiguous tensor.
-
-    Example:
-        >>> dense_meta((2, 3)).stride
-        (3, 1)
-    """
     products = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)
     return TensorMeta(tuple(shape), tuple(products)[::-1] if shape else (), dtype)
 

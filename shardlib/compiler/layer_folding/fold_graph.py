@@ -154,7 +154,7 @@ class Folded:
         return many * (1 + len(self.left_out)) if place is not None and place.layer == self.near else many
 
     def _value(self, value: Value, reader: Op | Value | None) -> Value:
-        """Returns the short graph's value for one of the whole; for one left out, that of the reader's neighbor."""
+        """Returns the short graph's value for one of the whole; for one left out, the reader's neighbor's."""
         place = self.layers.place(value)
         if place is not None and place.layer in self.left_out:
             is_next = reader is not None and self.layer(reader) == self.near

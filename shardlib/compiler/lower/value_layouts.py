@@ -249,7 +249,7 @@ class Values:
         self.have[value] = dict([list(self.have[value].items())[-1]])
 
     def natural(self, value: Value) -> FactorAxes:
-        """Returns the sharding of a value: that of its annotation, or of its first complete form.
+        """Returns the sharding of a value by its annotation, or by its first complete form.
 
         The axes of a partial sum go to the factors that request them, so that gradients are sharded like parameters.
         """

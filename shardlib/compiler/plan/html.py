@@ -17,13 +17,7 @@ _QUIET = "color:gray"  # a source line
 
 
 def page(heading: str, sections: Sequence[Section], totals: Sequence[Cells], notes: Sequence[str]) -> str:
-    """Returns one table: the sections, then the totals, then notes over the whole width.
-
-    Example:
-        >>> text = page("f on data=2", [("inputs", [("x<y", "f32[4]")])], [("total", "0")], [])
-        >>> "x&lt;y" in text, text.count("<tr")
-        (True, 3)
-    """
+    """Returns one table: the sections, then the totals, then notes over the whole width."""
     sections = [*sections, ("", totals)]
     width = max([len(_cells(line)) for _, lines in sections for line in lines], default=1)
     rows = []

@@ -68,15 +68,7 @@ def redundant(program: Program) -> tuple[Redundant, ...]:
 
 
 def sentence(records: Sequence[Redundant], flops: float) -> str:
-    """Returns the line of a plan on redundant work; empty below 5 % of the plan's FLOPs.
-
-    Example:
-        >>> mm = Redundant("mm", "model.py:12", False, flops=56e6, bytes=12_000_000, copies=8, axes=("tensor",))
-        >>> sentence([mm], 64e6)
-        'redundant: 56 MFLOP of 64 MFLOP per device, 12 MB of results; most in mm at model.py:12 (tensor)'
-        >>> sentence([mm], 64e9)
-        ''
-    """
+    """Returns the line of a plan on redundant work; empty below 5 % of the plan's FLOPs."""
     twice = sum(r.flops for r in records)
     if not records or twice < WORTH * flops or not twice:
         return ""

@@ -1,6 +1,6 @@
 """Finds values that share memory, and counts the bytes in use at once.
 
-A view shares the memory of its operand, an in-place result that of the operand it writes over. An input's memory is in
+A view shares its operand's memory, an in-place result the memory that it writes over. An input's memory is in
 use all the time. Other memory is in use from the step that allocates it, or the message that brings it, until a `Free`
 of the last value in it. Temporaries inside an op, and the buffers of collectives, are not counted.
 """

@@ -244,7 +244,7 @@ class Program:
 
     @lazy_property
     def copied(self) -> tuple[Collective, ...]:
-        """All copies between the memory of the device and that of its host, in the order in which they start."""
+        """All copies between the memories of the device and its host, in the order in which they start."""
         return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind in TIERS)
 
     @lazy_property

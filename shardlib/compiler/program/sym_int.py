@@ -170,12 +170,7 @@ def table(axes: Sequence[Axis], values: Sequence[Any]) -> Any:
 
 @lru_cache(maxsize=4096)
 def most(n: Sym) -> int:
-    """Returns the number on the device where it is largest.
-
-    Example:
-        >>> most(product([local_size(10, [Axis("data", 4)]), 3]))
-        9
-    """
+    """Returns the number on the device where it is largest."""
     return int(max(n.at(coords) for coords in everywhere(apart(n.axes))))
 
 

@@ -71,7 +71,7 @@ class Dims:
         return self._parts[factor] is None
 
     def size(self, factor: DimFactor) -> int:
-        """Returns the size of a factor: `ShardSizes` where its class has chosen ones, or that of `place`."""
+        """Returns the size of a factor: `ShardSizes` where its class has chosen ones, or the size of `place`."""
         factor = self.find(factor)
         return self._chosen[factor][1] if factor in self._chosen else self._size[factor]
 

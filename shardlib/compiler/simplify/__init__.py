@@ -80,16 +80,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
 
 
 def normalize(traced: TracedFunction) -> TracedFunction:
-    """Runs all passes on the traced graph, in place, and returns it.
-
-    Example:
-        >>> import torch
-        >>> from shardlib.frontend.trace import trace
-        >>> def f(x):
-        ...     return (x.t().t().detach() * 2).reshape(2, 6).reshape(12), x.sin(), x.sin().cos()
-        >>> [n.name for n in normalize(trace(f, (torch.zeros(3, 4),))).graph.graph.nodes]
-        ['x', 'mul', 'view_1', 'sin', 'cos', 'output']
-    """
+    """Runs all passes on the traced graph, in place, and returns it."""
     for run in PASSES:
         run(traced.graph)
     drop_shared_values(traced.graph)

@@ -20,7 +20,7 @@ def drop_likes(gm: fx.GraphModule) -> None:
     """Replaces `zeros_like(x)` by `full` for all readers but those that place it.
 
     A returned constant is placed like x. `like` in the meta of a new node names x: readers are sharded as readers of x
-    would be, if the shape is that of x. Eager ops are traced on meta tensors, which have no device: their calls stay.
+    would be, if their shapes are equal. Eager ops are traced on meta tensors, which have no device: their calls stay.
     """
     likes = [node for node in gm.graph.nodes if _is_like(node) and node.meta["val"].device.type != "meta"]
     placing = _list_placing_nodes(gm, {*likes}) if likes else set()

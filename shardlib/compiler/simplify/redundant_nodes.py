@@ -121,7 +121,7 @@ _IDENTITIES: dict[Any, Callable[[fx.Node], bool]] = {
 
 
 def _has_operand_values(node: fx.Node) -> bool:
-    """Returns whether a node's values are those of its operand, provided that shape and dtype are."""
+    """True if a node's values are its operand's, provided that shape and dtype are."""
     test = _IDENTITIES.get(node.target)
     return has_trait(node.target, "is_alias") or has_trait(node.target, "copies") or (test is not None and test(node))
 

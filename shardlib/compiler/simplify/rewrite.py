@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Matches a chain of ops: that of a node, that of its first operand, and so on.
+    """Matches a chain of ops: a node's op, its first operand's, and so on.
 
     `replace` returns a call in place of the node's, another node with the same value, or None where it does not apply.
     """

@@ -83,11 +83,6 @@ def slowest(machine: Machine, count: int) -> Machine:
     """Returns the machine with the slowest of `count` devices, for which the others wait.
 
     The device is slower by the expected maximum of `count` normal variables.
-
-    Example:
-        >>> h100 = Machine.preset("h100")
-        >>> [round(h100.device.bandwidth / slowest(h100, n).device.bandwidth, 3) for n in (1, 8, 128, 4096)]
-        [1.0, 1.021, 1.039, 1.054]
     """
     device = machine.device
     if not device.spread:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.compiler.program.steps import Compute, Program
+from shardlib.compiler.program.value_numbering import firsts
 from shardlib.compiler.simulate import rooflines
-from shardlib.compiler.simulate.recomputed import recomputed
 from shardlib.compiler.simulate.timeline import COMPUTE, STREAMS, Event, Timeline, refuse_other_axes, timeline
 from shardlib.core.source_lines import format_path_line
 from shardlib.sharding.mesh.machine import Machine
@@ -31,17 +31,7 @@ class Utilization:
 
 
 class Simulated:
-    """An estimate of one call of a program on a machine; nothing ran or was measured.
-
-    Example:
-        >>> import torch, shardlib as sl
-        >>> x, w = torch.empty(4096, 4096, device="meta"), torch.empty(4096, 4096, device="meta")
-        >>> with sl.Mesh.abstract(data=2, tensor=8):
-        ...     plan = sl.jit(lambda x, w: x @ w, in_specs=("b@data k@tensor", "k@tensor n")).plan(x, w)
-        >>> step = plan.simulate("h100")
-        >>> step.seconds > step.exposed > 0, [e.name for e in step.critical_path]
-        (True, ['mm', 'all_reduce[tensor] by ring'])
-    """
+    """An estimate of one call of a program on a machine; nothing ran or was measured."""
 
     def __init__(self, program: Program, name: str, machine: Machine, *, fused: bool = False) -> None:
         refuse_other_axes(program, machine)
@@ -70,7 +60,7 @@ class Simulated:
     @cached_property
     def utilization(self) -> Utilization:
         """Shares of the device's peak rate, in both conventions."""
-        again = recomputed(self.program)
+        again = _find_recomputed(self.program)
         peak = self.machine.device.efficiency
         work = {s: rooflines.arithmetic(s, self.machine.device) for s in self.program.steps if isinstance(s, Compute)}
         total = sum(work.values()) * peak
@@ -143,13 +133,15 @@ class Simulated:
 _SHOWN = 4  # lines of the critical path
 
 
-def clock(seconds: float) -> str:
-    """A duration as a person reads it.
+def _find_recomputed(program: Program) -> set[Compute]:
+    """Returns the calls of the backward pass that repeat one of the forward pass, in a checkpoint or by `remat`."""
+    first = firsts(program)
+    calls = (s for s in program.steps if isinstance(s, Compute) and s.backward and s.flops)
+    return {s for s in calls if s.out_vars and all(first[v] is not v for v in s.out_vars)}
 
-    Example:
-        >>> clock(0.00123), clock(65.4)
-        ('1.23 ms', '65.4 s')
-    """
+
+def clock(seconds: float) -> str:
+    """Formats a duration: `1.23 ms`, `65.4 s`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

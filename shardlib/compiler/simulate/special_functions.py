@@ -36,15 +36,7 @@ _QUERIES: Mapping[str, int] = {"attention": 0, "attention_backward": 2}  # the p
 
 
 def evaluated(step: Compute, tile: int) -> float:
-    """Counts the functions of a call on the fullest device; attention works on tiles of `tile` keys.
-
-    Example:
-        >>> import torch, shardlib as sl
-        >>> with sl.Mesh.abstract(data=2):
-        ...     plan = sl.jit(lambda x: (x.exp() ** 2).relu(), in_specs=("b@data _",)).plan(torch.empty(8, 4))
-        >>> [evaluated(step, 128) for step in plan.compiled.program.steps if isinstance(step, Compute)]
-        [16.0, 0.0, 0.0]
-    """
+    """Counts the functions of a call on the fullest device; attention works on tiles of `tile` keys."""
     name = op_name(step.target)
     if name == "pow":
         each = 0 if _is_product(step.args[1]) else 2  # exp(y log x)
@@ -56,17 +48,7 @@ def evaluated(step: Compute, tile: int) -> float:
 
 
 def tiled(step: Compute, tile: int) -> float:
-    """Returns the FLOPs that a call runs per counted FLOP: masked attention computes its last tile of keys as a whole.
-
-    Example:
-        >>> import torch, shardlib as sl
-        >>> def causal(q):
-        ...     return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        >>> with sl.Mesh.abstract(data=2):
-        ...     plans = [sl.jit(causal).plan(torch.empty(1, 1, n, 64, device="meta")) for n in (128, 1024)]
-        >>> [tiled(plan.compiled.program.steps[0], 128) for plan in plans]
-        [2.0, 1.125]
-    """
+    """Returns the FLOPs run per counted FLOP: masked attention computes its last tile of keys as a whole."""
     name = op_name(step.target)
     if name not in PRODUCTS or tile == 1 or not (scores := _scores(step, name)):
         return 1.0

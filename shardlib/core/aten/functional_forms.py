@@ -60,12 +60,7 @@ _CONVERTING = {aten.copy_.default, aten.fill_.Tensor, aten.bernoulli_.float}
 
 
 def single_result_form(target: OpOverload) -> OpOverload | None:
-    """Returns the op whose one result is the new value of the first argument; None if `target` writes more than that.
-
-    Example:
-        >>> [single_result_form(op) for op in (aten.add_.Tensor, aten.copy_.default)]
-        [<OpOverload(op='aten.add', overload='Tensor')>, None]
-    """
+    """Returns the op whose one result is the new value of the first argument; None if `target` writes more."""
     if written_arguments(target) != (str(schema_of(target).arguments[0].name),) or target in _CONVERTING:
         return None
     return FILLS.get(target) or functional_form(target)

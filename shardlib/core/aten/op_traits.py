@@ -34,7 +34,7 @@ TRAITS: Mapping[str, str] = {
     "device_shapes": "the shapes of some results depend on the kind of device",
     "device_dtypes": "the dtypes of some results depend on the kind of device if operands have 16 bits",
     "takes_strides": "an argument holds strides of one device's memory",
-    "overallocates": "kernels may return a result in larger memory, that of the terms of its sum",
+    "overallocates": "kernels may return a result in larger memory, which held the terms of its sum",
     "needs_contiguous": "kernels read operands as if they were contiguous, or refuse others: a shard need not be",
     "moves_data": "moves elements about, which a plan need not list",
     "bitcasts": "the bytes of the operand as numbers of another dtype",
@@ -164,41 +164,20 @@ _TABLE: Mapping[str, str] = {
 
 @cache
 def has_trait(target: Any, trait: str) -> bool:
-    """Returns whether an op has a trait of `TRAITS`.
-
-    Example:
-        >>> import torch
-        >>> aten = torch.ops.aten
-        >>> has_trait(aten.t.default, "permutes"), has_trait(aten.unsafe_split.Tensor, "returns_view")
-        (True, True)
-    """
     assert trait in TRAITS, f"no trait is called {trait!r}"
     return trait in _traits_of(target)
 
 
 @cache
 def returns_list(target: Any) -> bool:
-    """Returns whether an op's one result is a list of tensors.
-
-    Example:
-        >>> import torch
-        >>> returns_list(torch.ops.aten.split.Tensor), returns_list(torch.ops.aten.max.dim)
-        (True, False)
-    """
+    """Returns whether an op's one result is a list of tensors."""
     returns = schema_of(target).returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 @cache
 def is_view(target: Any) -> bool:
-    """Returns whether an op's results are views of its first argument, by its schema or by the table.
-
-    Example:
-        >>> import torch
-        >>> aten = torch.ops.aten
-        >>> is_view(aten.slice.Tensor), is_view(aten.lift.default), is_view(aten.add_.Tensor)
-        (True, True, False)
-    """
+    """Returns whether an op's results are views of its first argument, by its schema or by the table."""
     if not isinstance(target, OpOverload) or not schema_of(target).arguments:
         return False
     alias = schema_of(target).arguments[0].alias_info
@@ -207,14 +186,7 @@ def is_view(target: Any) -> bool:
 
 @cache
 def may_return_view(target: Any) -> bool:
-    """Returns whether results of an op may be views of some operand; true of custom ops, whose kernels are unknown.
-
-    Example:
-        >>> import torch
-        >>> aten = torch.ops.aten
-        >>> may_return_view(aten.conj_physical.default), may_return_view(aten.add.Tensor)
-        (True, False)
-    """
+    """Returns whether results of an op may be views of some operand; true of custom ops, whose kernels are unknown."""
     if not isinstance(target, OpOverload):
         return True
     if target.namespace not in ("aten", "prims", "shardlib"):
@@ -227,14 +199,7 @@ def may_return_view(target: Any) -> bool:
 
 @cache
 def is_deterministic(target: Any) -> bool:
-    """Returns whether an op of torch computes the same result from the same operands in every call.
-
-    Example:
-        >>> import torch
-        >>> aten = torch.ops.aten
-        >>> is_deterministic(aten.add.Tensor), is_deterministic(aten.bernoulli.default)
-        (True, False)
-    """
+    """Returns whether an op of torch computes the same result from the same operands in every call."""
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags and not has_trait(target, "uninitialized")
@@ -242,12 +207,7 @@ def is_deterministic(target: Any) -> bool:
 
 @cache
 def is_composite(target: Any) -> bool:
-    """Returns whether an op is composed of other ops on every device, and for autograd.
-
-    Example:
-        >>> is_composite(torch.ops.aten.dropout.default), is_composite(torch.ops.aten.bernoulli.default)
-        (True, False)
-    """
+    """Returns whether an op is composed of other ops on every device, and for autograd."""
     key = torch.DispatchKey.CompositeImplicitAutograd
     return isinstance(target, OpOverload) and (key in target.py_kernels or target.has_kernel_for_dispatch_key(key))
 

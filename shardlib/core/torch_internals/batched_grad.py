@@ -28,21 +28,6 @@ def loop_over_batches(fn: Callable[..., Any], *, examples: bool = True) -> Calla
     """Decorates a `backward` or `jvp` of an `autograd.Function` so that autograd may call it with batched tensors.
 
     With `examples=False`, the function handles examples of a `torch.func.vmap` itself.
-
-    Example:
-        >>> class Double(torch.autograd.Function):
-        ...     @staticmethod
-        ...     def forward(ctx, x):
-        ...         return 2 * x
-        ...
-        ...     @staticmethod
-        ...     @loop_over_batches
-        ...     def backward(ctx, grad):
-        ...         return 2 * grad.detach()  # not supported for batched tensors
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> torch.autograd.grad(Double.apply(x), x, torch.eye(2), is_grads_batched=True)[0]
-        tensor([[2., 0.],
-                [0., 2.]])
     """
 
     @functools.wraps(fn)
@@ -69,27 +54,6 @@ def batch_all_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tu
     """Makes every output of an `autograd.Function` with `generate_vmap_rule` batched if any input is.
 
     If only some outputs are batched, torch's rule counts the gradients of the others once for each example.
-
-    Example:
-        >>> class Both(torch.autograd.Function):
-        ...     generate_vmap_rule = True
-        ...
-        ...     @staticmethod
-        ...     def forward(x, w):
-        ...         return batch_all_outputs((x * w, 3 * w), (x, w))
-        ...
-        ...     @staticmethod
-        ...     def setup_context(ctx, inputs, output):
-        ...         ctx.save_for_backward(*inputs)
-        ...
-        ...     @staticmethod
-        ...     def backward(ctx, a, b):
-        ...         x, w = ctx.saved_tensors
-        ...         return a * w, a * x + 3 * b
-        >>> w = torch.tensor(1.0, requires_grad=True)
-        >>> rows = torch.func.vmap(lambda x: Both.apply(x, w)[1])(torch.ones(4))
-        >>> torch.autograd.grad(rows.sum(), w)[0]
-        tensor(12.)
     """
     batched = [x for x in inputs if is_batched(x)]
     if not batched:

@@ -13,7 +13,7 @@ from shardlib.core.torch_internals.torch_private import SYMBOL_FRAME, FakeTensor
 def make_fake(
     mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, memory: Any = None, offset: int = 0
 ) -> Any:
-    """Makes a fake tensor, in new memory or that of another one, without calling modes."""
+    """Makes a fake tensor, in new memory or another tensor's, without calling modes."""
     with without_dispatch():
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if memory is not None:

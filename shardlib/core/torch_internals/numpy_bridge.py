@@ -20,11 +20,6 @@ def convert_arrays(x: Any, name: str = "an argument", shown: ArrayTensors | None
     Tensors get memory of their own. With `shown`, the tensors of this call so far, a tensor shares the memory of a
     writable array, so that writes reach the array, and numpy numbers stay. Raises `ShardingError` for a dtype that
     torch lacks; errors call `x` by `name`.
-
-    Example:
-        >>> import numpy as np
-        >>> convert_arrays({"x": np.ones(2), "n": np.float32(3.0)})
-        {'x': tensor([1., 1.], dtype=torch.float64), 'n': 3.0}
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
@@ -107,12 +102,6 @@ def share_an_element(
     """Returns whether two strided tensors have an address in common; True if that is too expensive to decide.
 
     `start` returns the first address of a tensor.
-
-    Example:
-        >>> qkv = torch.zeros(2, 6)
-        >>> q, k, v = qkv.chunk(3, -1)
-        >>> share_an_element(q, k), share_an_element(qkv, k)
-        (False, True)
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:

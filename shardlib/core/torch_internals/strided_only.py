@@ -12,16 +12,7 @@ from shardlib.core.errors import ShardingError
 
 
 def refuse_unstrided(call: str, named: Iterable[tuple[str, Any]]) -> None:
-    """Raises `ShardingError` for DTensors, and sparse, nested, quantized or opaque tensors among the named ones.
-
-    Example:
-        >>> refuse_unstrided("step(x, y)", [("x", torch.zeros(3)), ("y", torch.eye(2).to_sparse())])
-        Traceback (most recent call last):
-        shardlib.ShardingError: step(x, y) works on tensors that are not strided:
-          * y of shape [2, 2] is sparse_coo
-        Rule: a layout shards dims into ranges of elements, which are plain numbers
-        Remedy: pass a dense tensor: x.to_dense(), or its indices and values as tensors of their own
-    """
+    """Raises `ShardingError` for DTensors, and sparse, nested, quantized or opaque tensors among the named ones."""
     tensors = [(name, x) for name, x in named if isinstance(x, torch.Tensor)]
     refuse_dtensors(call, tensors)
     wrong = [(name, x) for name, x in tensors if not is_strided(x)]
@@ -65,10 +56,6 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """Views or copies the values of a tensor as bytes, in the order of its elements; a view if it is contiguous.
 
     A dim of one element may have any stride, and `view` keeps that.
-
-    Example:
-        >>> as_bytes(torch.arange(10, dtype=torch.int16).view(2, 5)[1:, 3]).tolist()
-        [8, 0]
     """
     whole = x.detach().resolve_conj().resolve_neg().contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)

@@ -326,12 +326,6 @@ SYMMETRIC_MEMORY = _late("torch.distributed._symmetric_memory", "memory that GPU
 
 
 def late(name: str) -> Any:
-    """Looks up a name that `_late` registered.
-
-    Example:
-        >>> late(SYMMETRIC_MEMORY).empty.__name__
-        'empty'
-    """
     return pkgutil.resolve_name(name)
 
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from shardlib.core.aten.op_traits import has_trait
-from shardlib.core.torch_internals.torch_private import ENGINE, innermost
+from shardlib.core.torch_internals.torch_private import ENGINE
+from shardlib.core.torch_internals.traced_nodes import node_of
 
 
 @contextmanager
@@ -38,11 +38,7 @@ def tag_gradient(grad: object, x: object) -> None:
 
 
 def _node(x: object) -> fx.Node | None:
-    mode = get_proxy_mode()
-    if mode is None or not isinstance(x, Tensor):
-        return None
-    slot = get_proxy_slot(innermost(x), mode.tracer, None)
-    node = None if slot is None else slot.proxy.node
+    node = node_of(x) if isinstance(x, Tensor) else None
     while node is not None and node.op == "call_function" and has_trait(node.target, "is_alias"):
         (node,) = node.all_input_nodes
     return node

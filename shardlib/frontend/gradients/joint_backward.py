@@ -88,7 +88,7 @@ def trace_backward(
     if not with_gradient:  # the results have a history nevertheless: one zero that no cotangent reaches
         leaf, x = next(iter(targets.items()))
         return BackwardOutputs((leaf,), tuple(outs), within, (frozenset(),)), [torch.zeros_like(lifted.seen(x))]
-    # A Function may have a gradient that depends on no cotangent, such as that of an auxiliary loss.
+    # A Function may have a gradient that depends on no cotangent, such as an auxiliary loss's.
     near, far = (find_origins(sources, through=through) for through in (False, True))
     ends = [history_end(targets[leaf]) for leaf in with_gradient]
     reached = tuple(near.get(end) or far.get(end, frozenset()) for end in ends)

@@ -8,7 +8,13 @@ from typing import Any
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.torch_private import pytree
-from shardlib.frontend.guards.flatten_call import Static, argument_names, is_tensor, signature_parameters
+from shardlib.frontend.guards.flatten_call import (
+    Static,
+    argument_names,
+    is_tensor,
+    positional_parameters,
+    signature_parameters,
+)
 
 _RULE = "in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name"
 
@@ -22,7 +28,7 @@ def specs_by_argument(
     Raises `ShardingError` for entries that no argument has.
     """
     plain, everything, optional = _parameters(fn)
-    if isinstance(in_specs, dict):
+    if isinstance(in_specs, Mapping):
         parameters = [*everything, *(k for k in named if k not in everything)]
         if unknown := [key for key in in_specs if key not in parameters]:
             raise ShardingError(
@@ -81,11 +87,9 @@ def refuse_missing_specs(
 
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str], list[str]]:
     """Returns the names of the parameters that take a position, of all, and of those with a default."""
-    parameters = signature_parameters(fn) or []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in parameters if p.kind not in variadic]
-    plain = [p.name for p in named if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    return plain, [p.name for p in named], [p.name for p in named if p.default is not p.empty]
+    named = [p for p in signature_parameters(fn) or () if p.kind not in variadic]
+    return positional_parameters(fn), [p.name for p in named], [p.name for p in named if p.default is not p.empty]
 
 
 def describe_non_tensor(leaf: Any) -> str | None:
@@ -104,8 +108,7 @@ def add_positions_and_names(fn: Callable[..., Any], chosen: frozenset[int | str]
     """
     if not chosen or (parameters := signature_parameters(fn)) is None:
         return chosen
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    plain = [p.name for p in parameters if p.kind in kinds]
+    plain = positional_parameters(fn)
     named = {p.name for p in parameters}
     variadic = {p.kind for p in parameters}
     wrong = [

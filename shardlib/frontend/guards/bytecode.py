@@ -33,12 +33,7 @@ class Instruction(NamedTuple):
 
 @functools.lru_cache(1 << 12)
 def instructions(code: types.CodeType) -> tuple[Instruction, ...]:
-    """Returns the instructions of code, without those of the functions that it defines.
-
-    Example:
-        >>> [(x.does, x.arg) for x in instructions((lambda a, b: a.shape[b]).__code__) if x.does.startswith("LOAD")]
-        [('LOAD_FAST', 'a'), ('LOAD_ATTR', 'shape'), ('LOAD_FAST', 'b')]
-    """
+    """Returns the instructions of code, without those of the functions that it defines."""
     steps, line = list[Instruction](), code.co_firstlineno
     cells = {("LOAD_FAST", x) for x in (*code.co_cellvars, *code.co_freevars)}  # LOAD_DEREF reads their values
     for step in dis.get_instructions(code):
@@ -69,12 +64,7 @@ _LOOKUP_ATTRIBUTES = frozenset({"__globals__", "f_globals", "import_module"})
 
 @functools.lru_cache(1 << 12)
 def words(code: types.CodeType) -> tuple[str, ...]:
-    """Returns all words of code that looks variables up by text; nothing for other code.
-
-    Example:
-        >>> words((lambda: globals()["scale"]).__code__), words((lambda model: model.eval()["scale"]).__code__)
-        (('globals', 'scale'), ())
-    """
+    """Returns all words of code that looks variables up by text; nothing for other code."""
     codes = list(_nested_codes(code))
     if not any(map(_looks_up_by_text, codes)):
         return ()

@@ -167,10 +167,14 @@ def argument_names(fn: Callable[..., Any], positional: int, named: Iterable[str]
 
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str]:
     """Returns the names of the parameters that take a position, and the name of the variadic one."""
-    parameters = signature_parameters(fn) or []
-    kinds = inspect.Parameter
-    plain = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    return plain, next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), "args")
+    variadic = (p.name for p in signature_parameters(fn) or () if p.kind is inspect.Parameter.VAR_POSITIONAL)
+    return positional_parameters(fn), next(variadic, "args")
+
+
+def positional_parameters(fn: Callable[..., Any]) -> list[str]:
+    """Returns the names of the parameters that take a position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in signature_parameters(fn) or () if p.kind in kinds]
 
 
 def signature_parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -19,12 +19,7 @@ _NO_ADDRESS = 1 << 24  # no id of an object is smaller
 
 
 def format_place(place: tuple[Any, ...], roots: Sequence[str], tensors: Sequence[tuple[Any, ...]] = ()) -> str:
-    """Formats a place; the number of a leaf becomes its name in `roots`, and a `TensorKey` the tensor's name.
-
-    Example:
-        >>> format_place((0, ".state", (TensorKey(1),), ("step",)), ["opt"], [("m", ".bias"), ("m", ".weight")])
-        "opt.state[m.weight]['step']"
-    """
+    """Formats a place; the number of a leaf becomes its name in `roots`, and a `TensorKey` the tensor's name."""
     if place and type(place[0]) is int:
         place = (roots[place[0]] if place[0] < len(roots) else "an argument", *place[1:])
     return "".join(_part(x, roots, tensors) for x in place).lstrip(".")
@@ -40,12 +35,7 @@ def _part(x: Any, roots: Sequence[str], tensors: Sequence[tuple[Any, ...]]) -> s
 def name_tensor_keys(
     place: tuple[Any, ...], roots: Sequence[str], tensors: Sequence[tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """Replaces the numbers of tensor keys by names, so that a place is the same in calls that number tensors otherwise.
-
-    Example:
-        >>> format_place(name_tensor_keys(("opt.state", (TensorKey(1),)), (), [("m", ".bias"), ("m", ".weight")]), ())
-        'opt.state[m.weight]'
-    """
+    """Replaces the numbers of tensor keys by names, which are equal in calls that number tensors otherwise."""
     return tuple(
         (_KeyName(format_place(tensors[x[0]], roots, tensors)),)
         if isinstance(x, tuple) and type(x[0]) is TensorKey

@@ -125,7 +125,7 @@ def describe_refusal(
 ) -> ShardingError:
     """Returns torch's error for a call of `name` with these operands, as a `ShardingError` of the same type.
 
-    `places` are the line and the module of the call; `outcome` is that of the call on real tensors, whose words users
+    `places` are the line and the module of the call; `outcome` comes from the call on real tensors, whose words users
     know.
     """
     if outcome.error is not None:

@@ -22,7 +22,6 @@ from shardlib.frontend.op_meta_cache import BY_VALUES, OWN
 from shardlib.ops.constraint import constrain
 
 _FLAGS = ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_nested", "is_quantized")
-_PREDICATES = ("is_floating_point", "is_complex")
 _GETTERS = frozenset({"shape", "ndim", "dtype", "device", "layout", "T", "mT", "H", "mH", *_FLAGS})
 _SHAPE_QUERIES = frozenset(
     {*_GETTERS, "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_complex"}
@@ -31,11 +30,6 @@ _SHAPE_QUERIES = frozenset(
 _MAY_RETURN_OPERAND = frozenset(
     {"contiguous", "to", "type", "type_as", "float", "half", "bfloat16", "double", "dropout"}
 )
-
-
-def last_node(graph: fx.Graph) -> fx.Node | None:
-    """Returns the last node of a graph that is being traced; None if it has none yet."""
-    return next(iter(reversed(graph.nodes)), None)
 
 
 def only_computes(func: Any, args: Any, out: Any, tracer: Any, last: fx.Node | None) -> bool:

@@ -33,12 +33,13 @@ from shardlib.core.torch_internals.torch_private import (
     set_slot,
     transforms,
 )
+from shardlib.core.torch_internals.traced_nodes import last_node
 from shardlib.frontend.copy_nodes import find_node, set_node
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.hazards.memory_queries import GRAD_FN
 from shardlib.frontend.reuse.loop_replay import Body, NotReusableError
-from shardlib.frontend.reuse.pure_calls import has_hooks, is_of_torch, last_node, only_computes
+from shardlib.frontend.reuse.pure_calls import has_hooks, is_of_torch, only_computes
 from shardlib.frontend.reuse.recorded_round import Env, RecordedRound
 from shardlib.frontend.reuse.repeat_finder import RepeatFinder, leaves_of
 from shardlib.frontend.reuse.replay_python import CallReplay, MismatchError, intercept_autograd_functions

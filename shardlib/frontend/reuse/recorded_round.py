@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from shardlib.core.source_lines import Line, modules, replayed
+from shardlib.core.torch_internals.traced_nodes import last_node
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.reuse.loop_body import trace_body
 from shardlib.frontend.reuse.loop_replay import Body, NotReusableError
-from shardlib.frontend.reuse.pure_calls import has_hooks, last_node, only_computes
+from shardlib.frontend.reuse.pure_calls import has_hooks, only_computes
 from shardlib.frontend.reuse.replay_python import CallRecording
 from shardlib.frontend.reuse.subgraph import captured_position, refuse_shared_memory
 from shardlib.primitives.random.keys import discarding_draws

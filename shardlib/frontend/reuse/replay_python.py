@@ -29,6 +29,7 @@ from shardlib.core.torch_internals.torch_private import (
     saved_hooks,
     transforms,
 )
+from shardlib.core.torch_internals.traced_nodes import last_node
 from shardlib.frontend.copy_nodes import make_like
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.state_walk import plain_form
@@ -37,7 +38,6 @@ from shardlib.frontend.guards.value_kinds import PLAIN, QUICK
 from shardlib.frontend.hazards.memory_queries import TENSOR_QUERIES, is_user_query
 from shardlib.frontend.results import refuse_attributes
 from shardlib.frontend.reuse.loop_replay import NotReusableError
-from shardlib.frontend.reuse.pure_calls import last_node
 from shardlib.frontend.side_effects.mutation_values import itself
 from shardlib.tensor.sharded_tensor import ShardedTensor
 

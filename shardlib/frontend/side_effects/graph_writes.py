@@ -5,25 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.aten.schemas import find_nodes, get_argument, written_arguments
-from shardlib.core.torch_internals.torch_private import innermost
+from shardlib.core.torch_internals.traced_nodes import last_node, node_of
 from shardlib.ops.set_data import OP as SET_DATA
-
-
-def node_of(x: Tensor) -> fx.Node | None:
-    """Returns the node of the running trace whose value a tensor is; None if there is none."""
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(innermost(x), mode.tracer, None)
-    return None if slot is None else slot.proxy.node
-
-
-def last_node() -> fx.Node | None:
-    """Returns the node that was traced last; None outside a trace."""
-    mode = get_proxy_mode()
-    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def written_since(start: fx.Node | None) -> set[fx.Node]:

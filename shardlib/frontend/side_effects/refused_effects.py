@@ -78,7 +78,7 @@ def _is_torch_cache(before: Snapshot, place: Place) -> bool:
 
 
 def _name_parts(before: Snapshot, after: Snapshot, place: Place) -> tuple[Any, ...]:
-    """Returns the name of a place, in parts; that of its container where it has none."""
+    """Returns the name of a place, in parts; without one, its container's name."""
     names = (x.called.get(at) for at in (place, (place[0], LENGTH)) for x in (after, before))
     return next(filter(None, names), (str(place[1]),))
 

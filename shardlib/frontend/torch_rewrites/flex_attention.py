@@ -60,13 +60,6 @@ def flex_attention(
     `fused`, `shardlib::attention` runs where there is no `score_mod`.
 
     Source: FlexAttention (Dong et al., arXiv:2412.05496).
-
-    Example:
-        >>> from torch.nn.attention.flex_attention import noop_mask
-        >>> q, kv = torch.zeros(2, 4, 3, 8), torch.ones(2, 2, 5, 8)
-        >>> o, lse, _ = flex_attention(q, kv, kv, lambda s, b, h, i, j: s + 2 * h, (noop_mask,), 1.0, {})
-        >>> o.shape, (lse[0, :, 0] * math.log(2) - math.log(5)).abs().round().tolist()
-        (torch.Size([2, 4, 3, 8]), [0.0, 2.0, 4.0, 6.0])
     """
     device = query.device.type
     query, key, value = map(cast_for_autocast, (query, key, value))

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from shardlib.core.torch_internals.torch_private import innermost, is_batched, is_wrapped, unwrapped
+from shardlib.core.torch_internals.torch_private import is_batched, is_wrapped, unwrapped
+from shardlib.core.torch_internals.traced_nodes import node_of
 
 aten = torch.ops.aten
 
@@ -25,8 +25,8 @@ def read_at_tensor(x: Tensor, index: Any) -> Tensor | None:
 
 def mark_as_copy(x: Tensor) -> Tensor:
     """Marks a tensor as a copy that is a view in torch, so that writes are refused; returns the tensor."""
-    if (mode := get_proxy_mode()) is not None:
-        get_proxy_slot(innermost(x), mode.tracer).proxy.node.meta["picked"] = True
+    if (node := node_of(x)) is not None:
+        node.meta["picked"] = True
     return x
 
 

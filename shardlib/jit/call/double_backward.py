@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.call.execute import Entry
 from shardlib.sharding.placement import FixedLayout
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
+
+if TYPE_CHECKING:
+    from shardlib.jit.jit import Jitted
 
 _INSIDE = (
     "take the inner gradient inside: jit the function that calls the module, and "
@@ -65,18 +68,6 @@ def autocast(dtypes: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
         yield
 
 
-class Function(Protocol):
-    """A jitted function whose calls run again; `pull` is its jitted `pull_of`."""
-
-    name: str
-    static: frozenset[int | str]
-
-    @property
-    def pull(self) -> Any: ...
-
-    def read_call(self, mesh: Any, programs: Any, state: State, args: Any, kwargs: Any) -> tuple[Any, list[Any]]: ...
-
-
 @dataclass(frozen=True)
 class Again:
     """Runs calls of one program, under a `key`, again.
@@ -86,7 +77,7 @@ class Again:
     are the names of tensors that it found beside its arguments.
     """
 
-    function: Function
+    function: Jitted
     programs: Any
     key: Any
     tree: Any
@@ -98,7 +89,7 @@ class Again:
     names: tuple[str, ...] = ()
 
     @staticmethod
-    def for_calls(function: Function, call: Invocation | None, entry: Entry, halves: Halves) -> Again:
+    def for_calls(function: Jitted, call: Invocation | None, entry: Entry, halves: Halves) -> Again:
         """Makes it for the calls like `call`; for None, calls cannot run again."""
         facts = (*depended_on(entry, halves), generators_of(halves))
         if call is None:

@@ -24,11 +24,11 @@ from shardlib.core.torch_internals.numpy_bridge import array_bounds, find_arrays
 from shardlib.core.torch_internals.torch_private import memory_of
 from shardlib.distributed.provenance import record_origin
 from shardlib.distributed.turn_errors import hash_texts
-from shardlib.frontend.extra_outputs import ExtraOutputs
 from shardlib.frontend.side_effects.mutation_values import rebind
-from shardlib.jit.call.alias_checks import refuse_overlaps
+from shardlib.frontend.traced_graph import ExtraOutputs
 from shardlib.jit.call.generated_glue import Pieces, builder, gatherer, origins, wrapper
 from shardlib.jit.call.inputs import Gone, Input, donate
+from shardlib.jit.call.unsupported import refuse_overlaps
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.axis import first_replicas
 from shardlib.sharding.mesh.mesh import Mesh

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from typing import Any, Protocol
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.compiler.plan.plan import Plan
 from shardlib.frontend.guards.attributes import BoundMethod
 from shardlib.jit.call.program_cache import Programs
 
-
-class Function(Protocol):
-    """The parts of a jitted function that its methods use; `own` is the object that owns the programs."""
-
-    name: str
-    fn: Any
-    programs: Programs
-    methods: Methods
-
-    def plan_of(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan: ...
-
-    def call(self, programs: Programs, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+if TYPE_CHECKING:
+    from shardlib.jit.jit import Jitted
 
 
 class Method(BoundMethod):
     """A jitted method of one object: call it, or ask for its `plan`."""
 
-    def __init__(self, function: Function, instance: Any) -> None:
+    def __init__(self, function: Jitted, instance: Any) -> None:
         super().__init__(function, instance)
         self.__name__, self.__doc__ = function.name, function.fn.__doc__
         own = function.methods.programs_of(instance)
@@ -60,23 +52,16 @@ class Methods:
     """Programs by object, with weak references to the objects."""
 
     def __init__(self) -> None:
-        self._programs: dict[int, tuple[weakref.ref[Any], Programs]] = {}
+        self._programs: MutableMapping[Any, Programs] = WeakIdKeyDictionary()
         self._lock = threading.Lock()
 
     def programs_of(self, instance: Any) -> Programs | None:
         """Returns the programs of one object's method; None if the object allows no weak references."""
-        entry = self._programs.get(id(instance))
-        if entry is None or entry[0]() is not instance:
-            try:
-                gone = weakref.ref(instance, functools.partial(_drop, self._programs, id(instance)))
-            except TypeError:  # it has slots
-                return None
+        try:
+            programs = self._programs.get(instance)
+        except TypeError:  # it has slots
+            return None
+        if programs is None:
             with self._lock:  # another thread may have been first
-                entry = self._programs.get(id(instance))
-                if entry is None or entry[0]() is not instance:
-                    entry = self._programs[id(instance)] = gone, Programs()
-        return entry[1]
-
-
-def _drop(programs: dict[int, Any], number: int, _: object) -> None:
-    programs.pop(number, None)
+                programs = self._programs.setdefault(instance, Programs())
+        return programs

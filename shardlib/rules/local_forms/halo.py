@@ -25,12 +25,7 @@ Range = tuple[int, int]  # [start, stop)
 
 
 def intersect(a: Range, b: Range) -> Range:
-    """The intersection of two ranges; an empty range inside `a` if they are disjoint.
-
-    Example:
-        >>> intersect((0, 5), (3, 9)), intersect((0, 5), (7, 9))
-        ((3, 5), (5, 5))
-    """
+    """The intersection of two ranges; an empty range inside `a` if they are disjoint."""
     low = min(max(a[0], b[0]), a[1])
     return low, max(low, min(a[1], b[1]))
 

@@ -197,7 +197,7 @@ class Ring:
         return self.local.call.operands[0].dtype.itemsize < 4
 
     def add_bias(self, total: Any, block: Any, step: int) -> Any:
-        """Adds a block's gradient to that of the bias, in the columns of its keys if the bias differs by key."""
+        """Adds a block's gradient to the bias's gradient, in the columns of its keys if the bias differs by key."""
         if self.local.call.results[3] is None:
             return None
         if not self._differs_by_key("bias"):

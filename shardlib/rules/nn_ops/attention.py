@@ -163,14 +163,7 @@ def _flops(call: Call, _: int) -> int:
 
 
 def _twice_area(s: int, t: int, variant: Variant) -> int:
-    """Twice the visible area of the plane of queries and keys, whose edges are straight lines.
-
-    Example:
-        >>> _twice_area(8, 8, Variant()), _twice_area(8, 8, Variant(causal=True))
-        (128, 64)
-        >>> _twice_area(8, 8, Variant(causal=True, window=2)), _twice_area(8, 8, Variant(window=2))
-        (28, 56)
-    """
+    """Twice the visible area of the plane of queries and keys, whose edges are straight lines."""
     upto = variant.shift if variant.causal else variant.shift + variant.window if variant.window else t
     since = variant.shift - variant.window if variant.window else -s
     return _under(s, t, upto) - _under(s, t, since)

@@ -92,7 +92,7 @@ def _without_padding(args: dict[str, Any], begins: Mapping[int, int]) -> dict[st
 
 
 def _backward(call: Call) -> Rule:
-    """Computes the gradients where the elements of x are, or that of the weight alone where those of the result are.
+    """Computes both gradients where the elements of x are, or the weight's alone where the elements of the result are.
 
     In the latter case the op fetches the same elements of x as the forward pass.
     """
@@ -123,7 +123,7 @@ def _backward_local(stencil: Stencil, local: Local) -> Any:
 
 
 def _gradients(local: Local, args: dict[str, Any], begins: Mapping[int, int]) -> Any:
-    """The gradients of x and of the weight; that of the bias reads no neighbors."""
+    """The gradients of x and of the weight; the bias's gradient reads no neighbors."""
     args = _without_padding(args, begins)
     return local.call.target(**args | {"bias_sizes": None, "output_mask": [*args["output_mask"][:2], False]})
 

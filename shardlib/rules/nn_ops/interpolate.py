@@ -80,7 +80,7 @@ class _Change(NamedTuple):
     """The shapes before and after an interpolation (of a gradient: of its forward op).
 
     A spatial dim grows `times`, or is divided by `over`; 0 if this is no whole number. In the dims `exact` the scale
-    that the op uses is that of the sizes.
+    that the op uses is the ratio of the sizes.
     """
 
     source: Shape

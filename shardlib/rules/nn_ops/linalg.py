@@ -2,7 +2,7 @@
 
 All devices run the same kernel on a matrix, so the choices of a factorization (signs, phases, the order of equal
 eigenvalues) are those of one device. Rows of a tall matrix may be sharded where the op leaves no such choice: its
-triangular factor is that of the stacked triangular factors of its shards (Demmel et al. 2012, arXiv:0808.2664).
+triangular factor equals the factor of its shards' stacked triangular factors (Demmel et al. 2012, arXiv:0808.2664).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _by_triangles(_: Local, x: Tensor, mode: str = "reduced") -> tuple[Tensor, T
     """The QR decomposition of the shards' triangles below the unchanged first rows of the matrix.
 
     The signs of a decomposition by reflections depend on these rows, and on the norm of the column below them. If the
-    columns are linearly dependent, the decomposition is not unique, and this one differs from that of one device.
+    columns are linearly dependent, the decomposition is not unique, and this one differs from one device's.
     """
     n, sizes, own = x.shape[-1], shard_sizes("r"), shard_index("r")
     firsts = [max(0, min(s, n - sum(sizes[:i]))) for i, s in enumerate(sizes)]

@@ -109,7 +109,7 @@ def _loss(text: str) -> RuleFn:
 
 
 def _reduced(local: Local, *args: Any) -> Any:
-    """The sum of the shard's losses, for a mean over the global count; for a gradient, that of the sum over this count.
+    """The sum of the shard's losses, for a mean over the global count; for a gradient, the gradient of that sum.
 
     The op returns single losses, since its own sum may overflow in half precision and is undefined for an empty shard.
     """

@@ -75,12 +75,7 @@ class Axis:
 
     @staticmethod
     def merge(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-        """Merges neighbors that are adjacent parts of one mesh axis.
-
-        Example:
-            >>> [str(a) for a in Axis.merge(Axis("tensor", 8).primes())]
-            ['tensor']
-        """
+        """Merges neighbors that are adjacent parts of one mesh axis."""
         return _merged(tuple(axes))
 
 
@@ -133,12 +128,7 @@ _PART = re.compile(r"(\w+)(?::\((\d+)\)(\d+))?")
 
 
 def first_replicas(devices: Iterable[Coords], axes: Iterable[Axis]) -> list[int]:
-    """Returns for each device the first device with the same coordinates along `axes`, which holds the same shard.
-
-    Example:
-        >>> first_replicas([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 0}], [Axis("a", 2)])
-        [0, 0, 2]
-    """
+    """Returns for each device the first device with the same coordinates along `axes`, which holds the same shard."""
     first: dict[tuple[int, ...], int] = {}
     axes = tuple(axes)
     return [first.setdefault(tuple([a.coord(c) for a in axes]), i) for i, c in enumerate(devices)]

@@ -84,13 +84,7 @@ class Device:
         return parse_call, (repr(self), Device)
 
     def rate(self, dtype: str, itemsize: int) -> float:
-        """Returns FLOP/s of products in `dtype`, whose elements have `itemsize` bytes.
-
-        Example:
-            >>> h100 = Machine.preset("h100").device
-            >>> h100.rate("bf16", 2) == h100.flops["bf16"] * h100.efficiency
-            True
-        """
+        """Returns FLOP/s of products in `dtype`, whose elements have `itemsize` bytes."""
         if dtype not in self.flops:
             wide = sorted(self.flops, key=lambda name: (_BYTES[name] < itemsize, abs(_BYTES[name] - itemsize)))
             dtype = wide[0]
@@ -213,12 +207,7 @@ class Machine:
 
     @staticmethod
     def parse(text: str) -> Machine:
-        """Parses the name of a preset, or the text that `repr` prints.
-
-        Example:
-            >>> Machine.parse("h200").name
-            'h200'
-        """
+        """Parses the name of a preset, or the text that `repr` prints."""
         if not isinstance(text, str) or not (text := text.strip()).startswith("Machine("):
             return Machine.preset(text)
         try:
@@ -261,14 +250,7 @@ class Machine:
         ]
 
     def span(self, group: Sequence[Axis], axes: Mapping[str, int]) -> Span:
-        """Returns how a group along some axes of a mesh spreads over nodes, and its links.
-
-        Example:
-            >>> from shardlib import Mesh
-            >>> mesh, h100 = Mesh.abstract(data=16, tensor=8), Machine.preset("h100")
-            >>> [h100.span((mesh.axis(name),), mesh.axes)[:2] for name in ("data", "tensor")]
-            [(1, 16), (8, 1)]
-        """
+        """Returns how a group along some axes of a mesh spreads over nodes, and its links."""
         own = [self.links[a.name] for a in group if a.name in self.links]
         if own:  # the slowest of the named links limits the group
             link = min(own, key=lambda link: link.bandwidth / link.sharing)

@@ -228,7 +228,7 @@ class Mesh:
         return [dict(zip(self.axes, step, strict=True)) for step in itertools.product(*map(range, self.axes.values()))]
 
     def own_coords(self) -> list[dict[str, int]]:
-        """Returns the coordinates of this process's devices: all of a virtual mesh, else that of its rank."""
+        """Returns the coordinates of this process's devices: all of a virtual mesh, else its rank's."""
         return self.all_coords() if self.kind == "virtual" else [self.coords(self.rank)]
 
     def rank_of(self, coords: Coords) -> int:

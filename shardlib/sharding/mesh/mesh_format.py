@@ -32,14 +32,7 @@ def normalize_axes(to: str | Iterable[str] | None) -> MeshAxes:
 
 
 def normalize_rules(rules: Rules | None) -> tuple[dict[str, MeshAxes], list[str]]:
-    """Returns the rules by name, normalized, and the faults of the others.
-
-    Example:
-        >>> normalize_rules([("batch", ("pod", "data")), ("embed", None)])
-        ({'batch': ('pod', 'data'), 'embed': None}, [])
-        >>> normalize_rules([("batch", "data"), ("batch", None)])[1]
-        ["rule 'batch' is given twice: 'data' and None"]
-    """
+    """Returns the rules by name, normalized, and the faults of the others."""
     tidy: dict[str, MeshAxes] = {}
     faults = []
     for pair in list(rules.items()) if isinstance(rules, Mapping) else list(rules or ()):

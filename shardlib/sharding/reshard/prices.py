@@ -18,16 +18,7 @@ _PAIRWISE = ("all_to_all", "ppermute")  # each device sends to every other one d
 
 
 class Prices:
-    """Prices on a machine whose devices form a mesh of these `axes`; `Prices.for_mesh(mesh)` caches them.
-
-    Example:
-        >>> uniform, nodes = [Prices.for_mesh(Mesh.abstract(data=4, tensor=8, machine=m)) for m in ("node", "h100")]
-        >>> data, tensor = (Axis(name, size, 1, size) for name, size in (("data", 4), ("tensor", 8)))
-        >>> uniform.comm_seconds((data,), 3e9) == uniform.comm_seconds((tensor,), 3e9)
-        True
-        >>> nodes.comm_seconds((data,), 3e9) > 7 * nodes.comm_seconds((tensor,), 3e9)
-        True
-    """
+    """Prices on a machine whose devices form a mesh of these `axes`; `Prices.for_mesh(mesh)` caches them."""
 
     def __init__(self, machine: Machine, axes: Mapping[str, int]) -> None:
         self.machine, self.axes = machine, axes

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import shardlib as sl
 from shardlib.compiler.program.steps import Compute, Start, Wait
 from shardlib.compiler.simulate.collectives import transfer
+from shardlib.compiler.simulate.simulated import clock
+from shardlib.compiler.simulate.special_functions import evaluated, tiled
 from shardlib.compiler.simulate.timeline import COMPUTE, FAR, NEAR
 from shardlib.frontend.trace import trace
 from shardlib.jit.call import shared_trace
@@ -410,3 +412,19 @@ def test_messages_that_are_waited_for_at_once_hide_behind_nothing() -> None:
     assert starts
     assert all(isinstance(steps[i + 1], Wait) and steps[i + 1].outs == steps[i].outs for i in starts)
     assert steps != program.steps
+
+
+def test_special_functions_and_tiles_of_calls() -> None:
+    pointwise = plan(lambda x: (x.exp() ** 2).relu(), meta(8, 4), mesh=sl.Mesh.abstract(data=2), in_specs=("b@data _",))
+    calls = [step for step in pointwise.compiled.program.steps if isinstance(step, Compute)]
+    assert [evaluated(step, 128) for step in calls] == [16.0, 0.0, 0.0]
+
+    def causal(q: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    plans = [plan(causal, meta(1, 1, n, 64), mesh=sl.Mesh.abstract(data=2)) for n in (128, 1024)]
+    assert [tiled(p.compiled.program.steps[0], 128) for p in plans] == [2.0, 1.125]  # type: ignore[arg-type]
+
+
+def test_durations() -> None:
+    assert (clock(0.00123), clock(65.4)) == ("1.23 ms", "65.4 s")

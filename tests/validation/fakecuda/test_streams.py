@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardlib.ops.collectives.transport import cuda_peers, cuda_wire
+from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.cuda_peers import Peers
+from tests.helpers.virtual_peers import virtual_peers
 
 
 class Stream:
@@ -36,7 +37,7 @@ def enqueued(order: Sequence[int], *, capturing: bool = False) -> tuple[list[str
         log.append(torch.cuda.current_stream().name)  # type: ignore[attr-defined]
 
     follow = Peers._follow_stream
-    peers = cuda_peers.virtual_peers(2, "cpu", launch=launch)
+    peers = virtual_peers(2, "cpu", launch=launch)
     with (
         mock.patch.object(torch.cuda, "current_stream") as current,
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),

@@ -17,6 +17,7 @@ from shardlib.ops.attention import cuda as attention_cuda
 from shardlib.ops.collectives.transport import cuda_peers
 from shardlib.ops.collectives.transport.cuda_args import Tuning
 from shardlib.ops.collectives.transport.cuda_peers import Peers
+from tests.helpers.virtual_peers import virtual_peers
 
 Kernel = Callable[..., None]
 
@@ -35,7 +36,7 @@ class Kernels:
         """A group of virtual ranks; a rehearsal's is small."""
         if self.rehearsal and tuning is None:
             tuning = Tuning(ctas=2, threads=32, packet_bytes=256, window=4096, chunk=256)
-        return cuda_peers.virtual_peers(ranks, self.device, tuning, seconds=seconds, launch=self.launch, **more)
+        return virtual_peers(ranks, self.device, tuning, seconds=seconds, launch=self.launch, **more)
 
     def install(self, *, poison: bool = False) -> None:
         """Have the attention backend call these kernels; with `poison`, on outputs that are NaN everywhere."""

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import sys
@@ -21,7 +20,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlib.ops import tuning
 from shardlib.ops.attention import cuda as attention_cuda
 from shardlib.ops.tuning import Attention
 from tests.helpers.ranks import apart, heard
@@ -392,19 +390,19 @@ def test_the_fastest_tile_is_taken_where_all_were_tried() -> None:
 
 
 def test_what_was_measured_is_written_back(tmp_path: Path) -> None:
-    measured, table = tmp_path / "tuning.py", tmp_path / sweeps.TABLE
+    measured, table = tmp_path / "measured.json", tmp_path / sweeps.TABLE
     measured.write_text(writeback.MEASURED.read_text())
     table.write_text(writeback.TILE_TABLE.read_text())
     found = [RIGHT, *_speeds("forward", 1.5)] + _sweep(figures.CTAS_SWEEP, {4: 100.0, 8: 390.0})
     found += _sweep(figures.tiles_of(256, True), {32: 90.0, 48: 80.0})
     for card in ("a card", "another card", "a card"):  # twice: its rows are replaced
         writeback.write(found, card, measured, table)
-    tables = runpy.run_path(str(measured))
+    before, after = (json.loads(path.read_text()) for path in (writeback.MEASURED, measured))
     row = Attention("a card", "forward", 112, general=False, grouped=True)
-    assert tables["ATTENTION"][row] == 1.5
-    assert len(tables["ATTENTION"]) == 2 * 20 + len(tuning.ATTENTION)  # those of other cards stay
-    assert tables["TUNING"] == tuning.TUNING | {"another card": {"ctas": 8}, "a card": {"ctas": 8}}
-    assert measured.read_text().count("Attention(card='a card'") == 20
+    assert (Attention.parse("a card", row.text), after["a card"]["attention"][row.text]) == (row, 1.5)
+    assert [len(after[card]["attention"]) for card in ("a card", "another card")] == [20, 20]
+    assert after["a card"]["tuning"] == after["another card"]["tuning"] == {"ctas": 8}
+    assert before.items() <= after.items()  # those of other cards stay
     assert sweeps.row(256, True, "32") in table.read_text()
     assert sweeps.row(64, True, "64") in table.read_text()
 

@@ -1,4 +1,4 @@
-"""What the session's records say of a card, written to where it is read: `ops/tuning.py`, and the table of tiles.
+"""What the session's records say of a card, written to where it is read: `ops/measured.json`, and the table of tiles.
 
 ATTENTION   by card, direction, head dim, plain or general, grouped or not: the least speed beside torch's kernel
 TUNING      by card: the fewest CTAs within 3 % of the best
@@ -7,18 +7,18 @@ tiles       keys of a tile of the forward, for Hopper
 
 from __future__ import annotations
 
+import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardlib.ops.tuning import WAYS, Attention
+from shardlib.ops.tuning import MEASURED, WAYS, Attention
 from tests.validation.gpu import sweeps
 from tests.validation.gpu.figures import CTAS_SWEEP, TILES, speeds, tiles_of
 from tests.validation.gpu.records import Record
 
 ROOT = Path(__file__).resolve().parents[3]
-MEASURED, TILE_TABLE = ROOT / "ops" / "tuning.py", ROOT / "cuda" / sweeps.TABLE
+TILE_TABLE = ROOT / "cuda" / sweeps.TABLE
 NEARLY = 0.97
 
 
@@ -66,22 +66,11 @@ def _tried(records: Sequence[Record], figure: str) -> dict[int, float]:
 
 def write(records: Sequence[Record], card: str, measured: Path = MEASURED, table: Path = TILE_TABLE) -> None:
     """Puts this card's rows into the tables, in place of those that it had; rows of other cards stay."""
-    text = measured.read_text()
-    rows = [f"    {key!r}: {ratio}," for key, ratio in attention(records, card).items()]
-    text = _replaced(text, "ATTENTION: dict[Attention, float] = {", rows, card)
-    fields = tuning(records)
-    tuned = [f"    {card!r}: {fields},"] if fields else []
-    text = _replaced(text, "TUNING: dict[str, dict[str, int]] = {", tuned, card)
-    measured.write_text(text)
+    cards = json.loads(measured.read_text())
+    speeds = {key.text: ratio for key, ratio in attention(records, card).items()}
+    cards[card] = {"attention": speeds, "tuning": tuning(records)}
+    measured.write_text(json.dumps(cards, indent=1) + "\n")
     lines = table.read_text()
     for (width, general), keys in tiles(records).items():
         lines = sweeps.changed(lines, width, general, keys)
     table.write_text(lines)
-
-
-def _replaced(text: str, head: str, rows: Sequence[str], card: str) -> str:
-    """A table with these rows behind those of other cards."""
-    begin = text.index(head) + len(head) + 1
-    end = text.index("}", begin) if text[begin] == "}" else text.index("\n}", begin) + 1
-    kept = [line for line in text[begin:end].splitlines() if not re.search(rf"['\"]{re.escape(card)}['\"]", line)]
-    return text[:begin] + "".join(f"{line}\n" for line in [*kept, *rows]) + text[end:]

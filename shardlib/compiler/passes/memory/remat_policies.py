@@ -80,7 +80,7 @@ def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool
 
 
 def is_absent(objects: Iterable[object], name: str) -> bool:
-    """Returns whether a name is that of a module or an op that a program may lack, because a module is in eval mode."""
+    """True if a name belongs to a module or an op that a program may lack, because a module is in eval mode."""
     modules = [x for x in objects if isinstance(x, nn.Module)]
     if all(m.training for m in modules):
         return False

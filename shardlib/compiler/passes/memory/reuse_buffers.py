@@ -1,4 +1,4 @@
-"""Decides whose memory a result takes: that of an operand without later readers, or its own.
+"""Decides whether a result takes the memory of an operand without later readers, or its own.
 
 A pointwise result may take the memory of an operand of its shape and dtype, and so may a result that changes only some
 places of an operand. This saves memory for every residual add, parameter update and gradient of a table. Values that

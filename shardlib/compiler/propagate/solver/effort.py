@@ -32,12 +32,7 @@ class Effort:
 
     @staticmethod
     def limited(planning: Planning, ops: int) -> Effort:
-        """Returns the effort for a program of so many ops; by default as long as tracing them, 4 seconds at least.
-
-        Example:
-            >>> Effort.limited("fast", 100).limit, Effort.limited(None, 100).limit, Effort.limited(None, 2000).limit
-            (0.0, 4.0, 10.0)
-        """
+        """Returns the effort for a program of so many ops; by default as long as tracing them, 4 seconds at least."""
         if planning is None:
             return Effort(max(_LEAST, ops * _PER_OP))
         return Effort(_WORDS[planning] if isinstance(planning, str) else planning)

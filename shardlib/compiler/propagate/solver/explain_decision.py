@@ -72,7 +72,7 @@ def near_tie(search: Search, member: Op | Value, name: str) -> tuple[str, float]
 
 
 def _variable(search: Search, member: Op | Value) -> Variable | None:
-    """Returns the unit classes that choose together with that of a member."""
+    """Returns the unit classes that choose together with a member's class."""
     kind = search.problem.class_of.get(search.problem.units.unit[member])
     return None if kind is None else next(v for v in search.variables() if kind in v)
 

@@ -35,10 +35,6 @@ class LowerBound:
 
     If `exact`, the bound is the minimum itself. `decisions` counts the ops and values, or classes of equal ones, that
     decide.
-
-    Example:
-        >>> print(LowerBound(100e-6, 102e-6, True, 12))
-        102.0 us, 2 % above the minimum of 100.0 us (12 decisions)
     """
 
     seconds: float

@@ -2,8 +2,8 @@
 
 Every variable, some kinds of units that choose together, has a domain: a choice for each way in which it can be
 sharded. Costs are tables over these. Where all tables can be written down, the minimum is found at once
-(`bucket_elimination`); in larger problems the search finds the minimum of one axis, and that of the variables around
-each, until nothing improves.
+(`bucket_elimination`); in larger problems the search finds the minimum of one axis, and of the variables around each,
+until nothing improves.
 
 `choices` hold the present decision; every trial starts there, on the same problem.
 """

@@ -20,7 +20,7 @@ _TRANSFORMS = {_C2C, _R2C, _C2R}
 class _History:
     """The transforms that a value depends on, numbered in order.
 
-    `latest` is the number of the last transform of each dim, `last` that of the last one of all. `descends` is true if
+    `latest` numbers the last transform of each dim, `last` the last one of all. `descends` is true if
     the last transform over several dims began with the last dim.
     """
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import shardlib as sl
+from shardlib.compiler.propagate.solver.effort import Effort
 from shardlib.core import stage_clock
 
 
@@ -200,3 +201,8 @@ def test_interrupted(placed: Any, share: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert str(plan()) == str(expected)
+
+
+def test_the_limit_grows_with_the_program() -> None:
+    limits = [Effort.limited(*case).limit for case in (("fast", 100), (None, 100), (None, 2000))]
+    assert limits == [0.0, 4.0, 10.0]
