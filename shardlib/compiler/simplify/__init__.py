@@ -1,8 +1,8 @@
 """Normalizes a traced graph: removes what must not influence a decision, and writes equal computations alike.
 
 Every pass is a small function over the graph, or a `RewritePass` over local rewrites, which are data. `PASSES` lists
-them in order. Results keep every bit (Fourier transforms over several dims, and sums of lookups in several tables, may
-round otherwise). Results that share memory still do, and no others: a returned tensor is never merged with another.
+them in order. Results keep every bit (Fourier transforms over several dims may round otherwise). Results that share
+memory still do, and no others: a returned tensor is never merged with another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from shardlib.compiler.simplify.attention.grouped_heads import group_heads
 from shardlib.compiler.simplify.drop_likes import drop_likes
 from shardlib.compiler.simplify.emit import drop_shared_values
 from shardlib.compiler.simplify.gather.equal_bags import batch_equal_bags
-from shardlib.compiler.simplify.gather.stack_gathers import batch_stacked_lookups
 from shardlib.compiler.simplify.gather.table_gather import gather_aligned_rows
 from shardlib.compiler.simplify.losses import divide_losses_late, drop_loss_totals
 from shardlib.compiler.simplify.movement.compose_views import compose_permutes, compose_reshapes
@@ -67,8 +66,6 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     count_loss_targets,
     attach_row_sums,
     join_slice_gradients,
-    drop_dead_nodes,  # before batch_stacked_lookups, which counts readers
-    batch_stacked_lookups,
     drop_dead_nodes,
     reverse_scans,
     slice_selected_rows,
