@@ -15,7 +15,6 @@ from shardlib.compiler.simplify.attention.band_masks import recognize_band_masks
 from shardlib.compiler.simplify.attention.grouped_heads import group_heads
 from shardlib.compiler.simplify.drop_likes import drop_likes
 from shardlib.compiler.simplify.emit import drop_shared_values
-from shardlib.compiler.simplify.gather.equal_bags import batch_equal_bags
 from shardlib.compiler.simplify.gather.table_gather import gather_aligned_rows
 from shardlib.compiler.simplify.losses import divide_losses_late, drop_loss_totals
 from shardlib.compiler.simplify.movement.compose_views import compose_permutes, compose_reshapes
@@ -56,7 +55,6 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     drop_dead_nodes,
     skip_singular_vectors,
     differentiate_views,
-    batch_equal_bags,
     gather_aligned_rows,
     split_fft_dims,
     group_heads,
