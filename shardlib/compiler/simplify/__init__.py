@@ -20,7 +20,6 @@ from shardlib.compiler.simplify.losses import divide_losses_late, drop_loss_tota
 from shardlib.compiler.simplify.movement.compose_views import compose_permutes, compose_reshapes
 from shardlib.compiler.simplify.movement.fft_dims import split_fft_dims
 from shardlib.compiler.simplify.movement.reverse_scan import reverse_scans
-from shardlib.compiler.simplify.movement.selected_rows import slice_selected_rows
 from shardlib.compiler.simplify.movement.slice_gradients import join_slice_gradients
 from shardlib.compiler.simplify.movement.splice import splice_moves
 from shardlib.compiler.simplify.movement.strided_gradients import differentiate_views
@@ -66,7 +65,6 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     join_slice_gradients,
     drop_dead_nodes,
     reverse_scans,
-    slice_selected_rows,
     splice_moves,
     merge_equal_nodes,
     drop_likes,  # when only dead nodes are left to drop
