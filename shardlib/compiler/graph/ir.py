@@ -98,15 +98,15 @@ class Op:
     node: fx.Node
     line: Line | None
     backward: bool
-    kind: str = ""
+    kind: str = field(init=False)  # the op's bare name: `mm`, `to_local`
+    target: Any = field(init=False)
     owns: Owns | None = None
     ordered: Ordered | None = None
-    target: Any = None
     times: int = 1  # how many ops of the whole graph it represents, in a folded graph
 
     def __post_init__(self) -> None:
         self.target = self.call.target
-        self.kind = _kind(self.target)  # the op's bare name: `mm`, `to_local`
+        self.kind = _kind(self.target)
 
     @cached_property
     def manual(self) -> bool:

@@ -8,7 +8,7 @@ that are left out (`times`), so decisions cost what they cost in the whole.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Owns, Rows, Value
@@ -161,18 +161,18 @@ class Folded:
             value = self.layers.value(value, self.far if is_next else self.near)
         if value not in self.short:
             assert value.op is None, f"{value} is made before it is read"
-            copy = self.short[value] = Value(
-                value.name, value.shape, value.dtype, None, constant=value.constant, manual=value.manual,
-                is_output=value.is_output, again=value.again, times=self._times(value),
-            )  # fmt: skip
+            copy = self.short[value] = self._copy(value, None)
             self.original[copy] = value
         short = self.short[value]
         assert isinstance(short, Value)
         return short
 
+    def _copy(self, value: Value, op: Op | None) -> Value:
+        """Copies a value without its readers, and without the marks that name other values of the whole."""
+        return replace(value, op=op, readers=[], like=None, rows=None, times=self._times(value))
+
     def _op(self, op: Op) -> Op:
-        copy = Op(op.name, op.call, op.rule, (), (), op.node, op.line, op.backward, times=self._times(op))
-        copy.ordered = op.ordered
+        copy = replace(op, operands=(), results=(), owns=None, times=self._times(op))
         self.short[op], self.original[copy] = copy, op
         copy.operands = tuple(self._value(v, copy) for v in op.operands)
         for i, v in enumerate(copy.operands):
@@ -182,13 +182,7 @@ class Folded:
                 v.readers.append((copy, i))
         if op.owns is not None:
             copy.owns = Owns(op.owns.factor, self._value(op.owns.ends, copy), op.owns.reads, op.owns.begins)
-        copy.results = tuple(
-            r and (Value(
-                r.name, r.shape, r.dtype, copy, r.index, r.constant, r.manual,
-                is_output=r.is_output, again=r.again, counted=r.counted, times=self._times(r),
-            ) if self.stays(r) else None)
-            for r in op.results
-        )  # fmt: skip
+        copy.results = tuple(self._copy(r, copy) if r is not None and self.stays(r) else None for r in op.results)
         for mine, theirs in zip(copy.results, op.results, strict=True):
             if mine is not None and theirs is not None:
                 self.short[theirs], self.original[mine] = mine, theirs

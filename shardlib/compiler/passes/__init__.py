@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from shardlib.compiler.passes import fuse_alpha
-from shardlib.compiler.passes.comm import bucket_collectives, hide_messages, merge_halos, row_overlap, share_messages
+from shardlib.compiler.passes.comm import bucket_collectives, hide_messages, merge_halos, row_overlap
 from shardlib.compiler.passes.memory import free, offload_saved, offload_state, reuse_buffers, update_in_place
 from shardlib.compiler.program.buffers import peak_bytes
 from shardlib.compiler.program.check_order import check
@@ -19,7 +19,6 @@ from shardlib.compiler.schedule_options import AHEAD, DEFAULT, Schedule
 from shardlib.sharding.mesh.machine import Machine
 
 PASSES = (
-    share_messages.share_messages,
     merge_halos.share_borders,
     fuse_alpha.fuse,
     row_overlap.parts,

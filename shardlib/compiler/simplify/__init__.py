@@ -1,8 +1,8 @@
 """Normalizes a traced graph: removes what must not influence a decision, and writes equal computations alike.
 
 Every pass is a small function over the graph, or a `RewritePass` over local rewrites, which are data. `PASSES` lists
-them in order. Results keep every bit (Fourier transforms over several dims, and sums of lookups in several tables, may
-round otherwise). Results that share memory still do, and no others: a returned tensor is never merged with another.
+them in order. Results keep every bit (Fourier transforms over several dims may round otherwise). Results that share
+memory still do, and no others: a returned tensor is never merged with another.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from shardlib.compiler.simplify.attention.band_masks import recognize_band_masks
 from shardlib.compiler.simplify.attention.grouped_heads import group_heads
 from shardlib.compiler.simplify.drop_likes import drop_likes
 from shardlib.compiler.simplify.emit import drop_shared_values
-from shardlib.compiler.simplify.gather.equal_bags import batch_equal_bags
-from shardlib.compiler.simplify.gather.stack_gathers import batch_stacked_lookups
 from shardlib.compiler.simplify.gather.table_gather import gather_aligned_rows
 from shardlib.compiler.simplify.losses import divide_losses_late, drop_loss_totals
 from shardlib.compiler.simplify.movement.compose_views import compose_permutes, compose_reshapes
 from shardlib.compiler.simplify.movement.fft_dims import split_fft_dims
 from shardlib.compiler.simplify.movement.reverse_scan import reverse_scans
-from shardlib.compiler.simplify.movement.selected_rows import slice_selected_rows
 from shardlib.compiler.simplify.movement.slice_gradients import join_slice_gradients
 from shardlib.compiler.simplify.movement.splice import splice_moves
 from shardlib.compiler.simplify.movement.strided_gradients import differentiate_views
@@ -57,7 +54,6 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     drop_dead_nodes,
     skip_singular_vectors,
     differentiate_views,
-    batch_equal_bags,
     gather_aligned_rows,
     split_fft_dims,
     group_heads,
@@ -67,11 +63,8 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     count_loss_targets,
     attach_row_sums,
     join_slice_gradients,
-    drop_dead_nodes,  # before batch_stacked_lookups, which counts readers
-    batch_stacked_lookups,
     drop_dead_nodes,
     reverse_scans,
-    slice_selected_rows,
     splice_moves,
     merge_equal_nodes,
     drop_likes,  # when only dead nodes are left to drop

@@ -1,7 +1,7 @@
 """Bags and segments: sums of rows of a table.
 
-Bags given by their starts need whole indices; bags of equal length are sharded like any batch. Along a sharded
-vocabulary each device sums its own rows, and reads the rows of other devices as one spare row of zeros after its last.
+Bags need whole indices. Along a sharded vocabulary each device sums its own rows, and reads the rows of other devices
+as one spare row of zeros after its last.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardlib.ops.bags import MAX, MEAN, SUM
 from shardlib.rules.iteration_space import arg, dim_names, is_backward, normalize_dim, result_shape
 from shardlib.rules.local_forms.helpers import Rows, check_index, from_torch_code, locate_index, sharded_factors
 from shardlib.rules.local_forms.stencil import nonempty
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Local, Rule, RuleFn
+
+SUM, MEAN, MAX = range(3)  # values of `mode`
 
 
 def _spare(index: Tensor, rows: int, padding: int = -1) -> Tensor:
@@ -71,28 +72,8 @@ def _embedding_bag(call: Call) -> Rule:
     return pattern(text, local=_for_rows(_bag), complete=frozenset({1, 2, 3}), flops=_elements_read)(call)
 
 
-def _even_bag(
-    local: Local, table: Tensor, index: Tensor, weights: Tensor | None, mode: int, padding: int
-) -> tuple[Tensor, ...]:
-    out, _, none = local.call.target(*_with_spare_row(local, table, index, padding), weights, SUM, -1)
-    counts = index.ne(padding).sum(1).to(index.dtype) if mode == MEAN else none
-    out = out / counts.clamp_min(1).unsqueeze(1) if mode == MEAN else out
-    return out.narrow(1, 0, table.shape[1]), counts, none
-
-
-def _even_bags(call: Call) -> Rule:
-    mode = arg(call, "mode")
-    kinds = f"{'v:whole' if mode == MAX else 'v:sum v:local'} d:local d:none b:none"
-    text = f"v d, b t, b t -> b d, {'_' if mode == SUM else 'b'}, {'b d' if mode == MAX else '_'} | {kinds}"
-    return pattern(text, local=_for_rows(_even_bag), complete=frozenset({1, 2}), flops=_elements_read)(call)
-
-
-def _bag_backward(first: int, bag: str, terms: str) -> RuleFn:
-    """The gradient op `(grad, indices, ..., bag sizes, maxima, vocabulary size, ...)`.
-
-    The vocabulary size is argument `first`, `terms` are those from the indices to the bag sizes, and `bag` is the
-    factor of the bags in them.
-    """
+def _bag_backward(first: int) -> RuleFn:
+    """The gradient op `(grad, indices, ..., bag sizes, maxima, vocabulary size, ...)`; the size is argument `first`."""
 
     def form(local: Local, grad: Tensor, index: Tensor, *rest: Any) -> Tensor:
         *before, counted, maxima = rest[: first - 2]
@@ -103,11 +84,10 @@ def _bag_backward(first: int, bag: str, terms: str) -> RuleFn:
         return out
 
     def rule(call: Call) -> Rule:
-        takes_max, factors = arg(call, "mode") == MAX, terms.split(",")
+        takes_max, whole = arg(call, "mode") == MAX, ", ".join("_" * (first - 2))
         # Torch's CPU kernel scales a row by the counts of other indices, which depend on the whole list.
         rows = "v:whole(scale_grad_by_freq) v:local v:size(num_weights) d:local {0}"
-        rows += "" if bag == "_" else f" {bag}:sum {bag}:gather {bag}:whole(scale_grad_by_freq)"
-        text = f"{bag} d, {terms}, {f'{bag} d' if takes_max else '_'}, {factors[0]} -> v d | {rows}"
+        text = f"_ d, {whole}, {'_ d' if takes_max else '_'}, _ -> v d | {rows}"
         return pattern(text, local=_for_rows(form), flops=_elements_read)(call)
 
     return rule
@@ -120,11 +100,6 @@ def _weights_backward(local: Local, grad: Tensor, table: Tensor, index: Tensor, 
     grad, table = Rows.over(local, [1]).fill_empty(grad, 0), Rows.over(local, [0, 1], 1).fill_empty(table, 0)
     out: Tensor = local.call.target(grad, table, mine, *more, -1).masked_fill(skipped, 0)
     return out
-
-
-def _weights(terms: str) -> RuleFn:
-    flops = lambda call, points: 2 * _elements_read(call, points)
-    return pattern(f"{terms} | d:sum d:local v:sum v:local {{0}} {{1}}", form=_weights_backward, flops=flops)
 
 
 def _renorm(local: Local, table: Tensor, index: Tensor, *options: Any) -> Tensor:
@@ -148,12 +123,13 @@ def _segments(call: Call) -> Rule:
 
 ROWS: dict[str, RuleFn | str] = {
     **dict.fromkeys(["_embedding_bag", "_embedding_bag_forward_only"], _embedding_bag),
-    "_embedding_bag_backward": _bag_backward(6, "_", "_, _, _, _"),
-    "_embedding_bag_dense_backward": _bag_backward(5, "_", "_, _, _"),
-    "_embedding_bag_per_sample_weights_backward": _weights("_ d, v d, _, _, _ -> _"),
-    "shardlib::bags": _even_bags,
-    "shardlib::bags_backward": _bag_backward(4, "b", "b t, b"),
-    "shardlib::bags_weights_backward": _weights("b d, v d, b t -> b t"),
+    "_embedding_bag_backward": _bag_backward(6),
+    "_embedding_bag_dense_backward": _bag_backward(5),
+    "_embedding_bag_per_sample_weights_backward": pattern(
+        "_ d, v d, _, _, _ -> _ | d:sum d:local v:sum v:local {0} {1}",
+        form=_weights_backward,
+        flops=lambda call, points: 2 * _elements_read(call, points),
+    ),
     "embedding_renorm": pattern("v _, ... -> v _ | v:local ...:whole", form=_renorm),
     **dict.fromkeys(["segment_reduce", "_segment_reduce_backward"], _segments),
 }

@@ -15,12 +15,11 @@ import torch
 import shardlib as sl
 from shardlib import Mesh
 from shardlib.compiler.passes import PASSES, fuse_alpha, run_passes
-from shardlib.compiler.passes.comm import bucket_collectives, hide_messages, share_messages
+from shardlib.compiler.passes.comm import bucket_collectives, hide_messages
 from shardlib.compiler.passes.memory import free, reuse_buffers, update_in_place
-from shardlib.compiler.program import value_numbering
 from shardlib.compiler.program.buffers import alive, peak_bytes
 from shardlib.compiler.program.check_order import ProgramError, check
-from shardlib.compiler.program.steps import Compute, Program, Step, reads
+from shardlib.compiler.program.steps import Compute, Program, reads
 from shardlib.compiler.program.text import parse, show
 from tests.validation.programs import draw
 from tests.validation.programs.campaign import compiled
@@ -68,73 +67,6 @@ def test_a_scaled_sum_is_one_call() -> None:
 def test_what_is_not_fused(old: str, new: str) -> None:
     text = STEP.replace(old, new)
     assert by(fuse_alpha.fuse, text) == lines(text)[2:]
-
-
-# common ---------------------------------------------------------------------------------------------------------------
-
-TWICE = """
-    input x: f32[8@a]
-    m: f32<1> = aten.amax.default(x, [0], True)
-    start all_reduce[a] max m.all: f32<1> = m {} 4.0 B
-    wait m.all
-    y: f32[8@a] = aten.sub.Tensor(x, m.all)
-    n: f32<1> = aten.amax.default(x, [0], True)
-    start all_reduce[a] max n.all: f32<1> = n {} 4.0 B
-    wait n.all
-    z: f32[8@a] = aten.div.Tensor(x, n.all)
-    return y, z
-"""
-
-
-def test_what_was_brought_is_not_sent_again() -> None:
-    assert by(share_messages.share_messages, TWICE) == [
-        *lines(TWICE)[1:5],
-        "z: f32[8@a] = aten.div.Tensor(x, m.all)",
-        "return y, z",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("n: f32<1> = aten.amax.default(x, [0], True)", "n: f32<1> = aten.amin.default(x, [0], True)"),
-        ("n: f32<1> = aten.amax.default(x, [0], True)", "n: f32<1> = aten.amax.default(x, [0], 1)"),
-        ("max n.all", "min n.all"),
-        (
-            "aten.amax.default(x, [0], True)\n    start all_reduce[a] max n",
-            "aten.amax.default(y, [0], True)\n    start all_reduce[a] max n",
-        ),
-    ],
-)
-def test_what_is_sent_beside_it(old: str, new: str) -> None:
-    text = TWICE.replace(old, new)
-    assert text != TWICE
-    assert by(share_messages.share_messages, text) == lines(text)[1:]
-
-
-def test_what_is_made_again_for_the_backward_pass_is_sent_again() -> None:
-    program = parse(f"mesh a=2\n{TWICE}")
-    _, again = (
-        step for step in program.steps if isinstance(step, Compute) and step.target is torch.ops.aten.amax.default
-    )
-    other: dict[Step, Step] = {again: replace(again, backward=True)}
-    program = replace(program, steps=tuple(other.get(step, step) for step in program.steps))
-    assert share_messages.share_messages(program) is program
-
-
-def test_what_leads_to_messages_is_compared_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not path by path, of which there are twice as many behind each of these steps."""
-    calls, frozen = itertools.count(), value_numbering.frozen
-
-    def counted(x: object) -> object:
-        assert next(calls) < 5000, "paths are compared"
-        return frozen(x)
-
-    monkeypatch.setattr(value_numbering, "frozen", counted)
-    chain = [f"v{i + 1}: f32<1> = aten.mul.Tensor(v{i}, v{i})" for i in range(60)]
-    sent = [f"start all_reduce[a] s{i}: f32<1> = v{i} {{}} 4.0 B\nwait s{i}" for i in (59, 60)]
-    text = ["input x: f32[8@a]", "v0: f32<1> = aten.amax.default(x, [0], True)", *chain, *sent, "return s59, s60"]
-    assert len(by(share_messages.share_messages, "\n".join(text))) == 61 + 4 + 1
 
 
 # bundle ---------------------------------------------------------------------------------------------------------------

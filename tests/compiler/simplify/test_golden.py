@@ -23,7 +23,7 @@ from tests.helpers.graph_text import parse_graph, show_graph
 FOLDER = Path(__file__).parent / "golden"
 REWRITES = {run.__name__: run for run in PASSES if run is not check_claims}  # check_claims raises errors
 # Rewrites after which results may round otherwise.
-ROUNDS = {"attach_row_sums", "batch_stacked_lookups", "divide_losses_late", "skip_singular_vectors", "split_fft_dims"}
+ROUNDS = {"attach_row_sums", "divide_losses_late", "skip_singular_vectors", "split_fft_dims"}
 
 
 def list_cases(path: Path) -> Iterator[tuple[str, str, str]]:

@@ -234,21 +234,6 @@ def test_what_is_like_a_tensor_reads_none(name):
     assert not any(n.all_input_nodes for n in traced.graph.graph.nodes if "full" in str(n.target))
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_of_one_length(mode):
-    table, index = torch.randn(7, 4, dtype=torch.float64), torch.tensor([[0, 3, 6], [3, 3, 1]])
-
-    def bags(table, index=index, **more):
-        return F.embedding_bag(index, table, mode=mode, **more)
-
-    assert ops(check(bags, table)) == ["bags", "getitem"]
-    found = ops(check(grad(lambda table: bags(table, padding_idx=3).sin().sum()), table))
-    assert {"bags", "bags_backward"} <= {*found}
-    assert "_embedding_bag" not in found
-    offsets = torch.tensor([0, 2])  # nobody knows of what length
-    assert "bags" not in ops(check(lambda table: bags(table, index.view(-1), offsets=offsets), table))
-
-
 def test_results_that_are_apart_stay_apart():
     def f(x):
         return torch.zeros(3), torch.zeros(3), x.sin(), x.sin(), x.clone(), torch.zeros(6).view(2, 3)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.helpers.prover import Sample, target_of
+from tests.helpers.prover import Sample
 
 aten = torch.ops.aten
 
@@ -36,24 +36,9 @@ def embedding_bag() -> Iterator[Sample]:
             if weights is not None:
                 back = (grad, table, _INDEX, _STARTS, bags, mode, padding)
                 yield "_embedding_bag_per_sample_weights_backward", back, {}
-    yield from _of_one_length()
     yield "_embedding_bag", (_f(5, 3).float(), _INDEX, _STARTS), {}
     yield "_embedding_bag_forward_only", (_f(5, 3), _INDEX, _STARTS), {}
     yield "embedding_renorm", (_f(5, 3), torch.tensor([0, 2, 2, 4]), 0.5, 2.0), {}
-
-
-def _of_one_length() -> Iterator[Sample]:
-    index = _INDEX[:6].view(3, 2)
-    for mode, padding in itertools.product((0, 1, 2), (-1, 3)):
-        for weights in (None, _f(3, 2)) if mode == 0 else (None,):
-            table, grad = _f(5, 4), _f(3, 4)
-            yield "shardlib::bags", (call := (table, index, weights, mode, padding)), {}
-            counts, rows = (x if mode >= of else None for of, x in enumerate(target_of("shardlib::bags")(*call)[1:], 1))
-            for by_count in (False, True) if mode == 0 else (False,):
-                back = (grad, index, counts, rows, 5, by_count, mode, weights, padding)
-                yield "shardlib::bags_backward", back, {}
-            if weights is not None:
-                yield "shardlib::bags_weights_backward", (grad, table, index, padding), {}
 
 
 def segment_reduce() -> Iterator[Sample]:

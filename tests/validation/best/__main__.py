@@ -44,7 +44,7 @@ def print_worse(rows: Sequence[Row], name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.validation.best")
     parser.add_argument("words", nargs="*", help="print only rows whose name contains one of these")
-    parser.add_argument("--without", metavar="NAME", help="leave out one rewrite, heuristic or pass")
+    parser.add_argument("--without", metavar="NAME", help="leave out rewrites, heuristics or passes (commas)")
     args = parser.parse_args()
     rows = [row for row in ROWS if not args.words or any(word in row.name for word in args.words)]
     if args.without is None:

@@ -32,6 +32,7 @@ def test_what_is_worse_or_better_than_said_is_a_fault() -> None:
 def test_a_row_gets_worse_without_the_mechanism_that_it_needs() -> None:
     (row,) = (row for row in ROWS if row.name == "discounted returns, cut in time")
     assert {"bytes", "collectives"} <= worse_without(row, "offer_axes").keys()
+    assert {"bytes", "collectives"} <= worse_without(row, "offer_axes,fill_by_masks").keys()
     assert worse_without(row, "fill_by_masks") == {}
     with pytest.raises(ValueError, match="no mechanism is called 'magic'; the names are align_chunks"):
         worse_without(row, "magic")

@@ -4,8 +4,9 @@
 NAME is
 
 * a rewrite of `shardlib.compiler.simplify`, by the name of its function,
-* a pass over programs of `shardlib.compiler.passes`, by the name of its function, or
-* a key of `HEURISTICS`: a heuristic of propagation, of its search, or of lowering.
+* a pass over programs of `shardlib.compiler.passes`, by the name of its function,
+* a key of `HEURISTICS`: a heuristic of propagation, of its search, of lowering, or of a pass, or
+* several of these with commas between them: all are left out together.
 
 A rewrite or a heuristic stays in the compiler if at least three programs from different fields, or one model family,
 get better by 5 % or more. Most rows of the table are one program of one field; rows of one model are one family.
@@ -25,6 +26,8 @@ from shardlib.compiler.lower.partial_sums.partial_sum_fanout import Branching
 from shardlib.compiler.lower.partial_sums.partial_sums import PartialSums
 from shardlib.compiler.lower.partial_sums.reassociate_sums import Regrouping
 from shardlib.compiler.lower.value_layouts import Values
+from shardlib.compiler.passes.comm import merge_halos
+from shardlib.compiler.passes.comm.derive_halos import DerivedBorder
 from shardlib.compiler.propagate import propagate_axes
 from shardlib.compiler.propagate.solver import propose_axes
 from shardlib.compiler.propagate.solver.value_records import RecordFinder
@@ -62,6 +65,8 @@ HEURISTICS: Mapping[str, Sequence[Switch]] = {
     "own_rows": [(pipeline, "mark_group_rows", returns(None))],
     "wide_sums": [(PartialSums, "_joins_wide_sum", returns(False))],
     "sums_onto_sums": [(PartialSums, "_onto", returns(None))],
+    # Of passes.
+    "derived_borders": [(merge_halos, "derive", lambda borders, _: [DerivedBorder(b.moves[0], b) for b in borders])],
 }
 
 
@@ -72,14 +77,17 @@ def names() -> list[str]:
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """Leave out the mechanism `name` in the compiler; raises `ValueError` for an unknown name."""
-    if name not in names():
-        raise ValueError(f"no mechanism is called {name!r}; the names are {', '.join(sorted(names()))}")
+    """Leave out the mechanism `name`, or several with commas between them; raises `ValueError` for an unknown name."""
+    together = name.split(",")
+    for one in together:
+        if one not in names():
+            raise ValueError(f"no mechanism is called {one!r}; the names are {', '.join(sorted(names()))}")
     with ExitStack() as stack:
-        for owner, attribute, stand_in in HEURISTICS.get(name, ()):
+        for owner, attribute, stand_in in (switch for one in together for switch in HEURISTICS.get(one, ())):
             stack.enter_context(patch.object(owner, attribute, stand_in))
-        for stage in (simplify, passes) if name not in HEURISTICS else ():
-            stack.enter_context(patch.object(stage, "PASSES", tuple(p for p in stage.PASSES if p.__name__ != name)))
+        for stage in (simplify, passes):
+            kept = tuple(p for p in stage.PASSES if p.__name__ not in together)
+            stack.enter_context(patch.object(stage, "PASSES", kept))
         yield
 
 

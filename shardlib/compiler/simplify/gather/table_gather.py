@@ -21,27 +21,27 @@ _VIEWS = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, aten.
 # --- what is emitted --------------------------------------------------------------------------------------------------
 
 
-def move_dim(emit: Emit, x: Node, source: int, to: int) -> Node:
+def _move_dim(emit: Emit, x: Node, source: int, to: int) -> Node:
     """Emits `x` with one of its dims at another position."""
     order = list(range(x.meta["val"].dim()))
     order.insert(to, order.pop(source))
     return x if order == sorted(order) else emit(aten.permute.default, x, order)
 
 
-def wrap_index(emit: Emit, index: Node, size: int) -> Node:
+def _wrap_index(emit: Emit, index: Node, size: int) -> Node:
     """Emits an index that counts from the front, for one that may count from the end."""
     shift = emit(aten.mul.Tensor, emit(aten.lt.Scalar, index, 0), size)
     return emit(aten.add.Tensor, index, shift)
 
 
-def read_rows(emit: Emit, tables: Node, index: Node) -> Node:
+def _read_rows(emit: Emit, tables: Node, index: Node) -> Node:
     """Emits the rows `index`, `[k, ...]`, of each table in `tables`, `[k, v, ...]`."""
     shape, index_shape = list(tables.meta["val"].shape), list(index.meta["val"].shape)
     rows = emit(aten.gather.default, tables, 1, _spread_index(emit, index, shape))
     return emit(aten.reshape.default, rows, [*index_shape, *shape[2:]])
 
 
-def add_rows(emit: Emit, tables: Node, index: Node, rows: Node) -> Node:
+def _add_rows(emit: Emit, tables: Node, index: Node, rows: Node) -> Node:
     """Emits `tables` with `rows` added to the rows `index`."""
     shape = list(tables.meta["val"].shape)
     flat = emit(aten.reshape.default, rows, [shape[0], index.meta["val"][0].numel(), *shape[2:]])
@@ -65,9 +65,9 @@ def _gather_index(emit: Emit, node: Node) -> Node | None:
     index, dim = match
     if _stays_whole(tables, 0) and _stays_whole(index, dim):
         return None
-    index = move_dim(emit, index, dim, 0)
-    rows = read_rows(emit, tables, wrap_index(emit, index, tables.meta["val"].shape[1]))
-    return move_dim(emit, rows, 0, dim)
+    index = _move_dim(emit, index, dim, 0)
+    rows = _read_rows(emit, tables, _wrap_index(emit, index, tables.meta["val"].shape[1]))
+    return _move_dim(emit, rows, 0, dim)
 
 
 def _adds_rows(node: Node) -> bool:
@@ -83,9 +83,9 @@ def _scatter_index(emit: Emit, node: Node) -> Node | None:
     if any(user.target is aten.index.Tensor and user.args[1] == node.args[1] for user in index.users):
         return None  # the lookup of this gradient has not been rewritten
     shape = [*index.meta["val"].shape, *tables.meta["val"].shape[2:]]
-    rows = move_dim(emit, emit(aten.expand.default, rows, shape), dim, 0)
-    index = wrap_index(emit, move_dim(emit, index, dim, 0), tables.meta["val"].shape[1])
-    return add_rows(emit, tables, index, rows)
+    rows = _move_dim(emit, emit(aten.expand.default, rows, shape), dim, 0)
+    index = _wrap_index(emit, _move_dim(emit, index, dim, 0), tables.meta["val"].shape[1])
+    return _add_rows(emit, tables, index, rows)
 
 
 def _gather_embedding(emit: Emit, node: Node) -> Node | None:
@@ -95,7 +95,7 @@ def _gather_embedding(emit: Emit, node: Node) -> Node | None:
         return None
     index, n, dim = match
     tables = emit(aten.reshape.default, table, [n, rows // n, width])
-    return move_dim(emit, read_rows(emit, tables, move_dim(emit, index, dim, 0)), 0, dim)
+    return _move_dim(emit, _read_rows(emit, tables, _move_dim(emit, index, dim, 0)), 0, dim)
 
 
 def _adds_each_row_once(node: Node) -> bool:
@@ -110,7 +110,7 @@ def _scatter_embedding(emit: Emit, node: Node) -> Node | None:
     index, n, dim = match
     width = grad.meta["val"].shape[-1]
     zeros = emit(aten.new_zeros.default, grad, [n, size // n, width])
-    tables = add_rows(emit, zeros, move_dim(emit, index, dim, 0), move_dim(emit, grad, dim, 0))
+    tables = _add_rows(emit, zeros, _move_dim(emit, index, dim, 0), _move_dim(emit, grad, dim, 0))
     return emit(aten.reshape.default, tables, [size, width])
 
 
@@ -127,7 +127,7 @@ gather_aligned_rows = RewritePass(
 # --- conditions -------------------------------------------------------------------------------------------------------
 
 
-def find_origin(x: Node) -> Node | None:
+def _find_origin(x: Node) -> Node | None:
     """Returns the input whose elements `x` computes on, each in its position; None if there is none."""
     while x.op == "call_function" and len(x.all_input_nodes) == 1:
         (source,) = x.all_input_nodes
@@ -144,7 +144,7 @@ def _shape(x: Node) -> torch.Size | None:
 
 def _stays_whole(x: Node, dim: int) -> bool:
     """Returns whether a dim is one of an input whose annotation leaves the dim whole."""
-    x = find_origin(x)
+    x = _find_origin(x)
     return x is not None and bool(x.meta.get("fixed")) and dim not in x.meta["cut"]
 
 

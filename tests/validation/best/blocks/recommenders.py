@@ -16,34 +16,14 @@ X = {"x": 8}
 CUT = ("k@x v d", "b k l")
 
 
-def by_table(w: Tensor, i: Tensor) -> Tensor:
-    """What one table after the other says, side by side."""
-    return torch.stack([F.embedding(i[:, k], w[k]).sum(1) for k in range(len(w))], 1)
-
-
-def bags(w: Tensor, i: Tensor, mode: str = "sum") -> Tensor:
-    """Bags of each table, in a row."""
-    return torch.cat([F.embedding_bag(i[:, k], w[k], mode=mode) for k in range(len(w))], 1)
-
-
 def rows(w: Tensor, i: Tensor) -> Tensor:
-    """Rows by an index."""
-    return torch.stack([w[k][i[:, k, 0]] for k in range(len(w))], 1)
-
-
-def pooled(w: Tensor, i: Tensor) -> Any:
-    """The sum over all tables."""
-    return sum(F.embedding(i[:, k], w[k]).sum(1) for k in range(len(w)))
-
-
-def listed(w: Tensor, *ids: Tensor) -> Tensor:
-    """Ids that are a tensor for each table."""
-    return torch.stack([F.embedding(i, table).sum(1) for i, table in zip(ids, w, strict=True)], 1)
+    """All tables at once, by an index that counts them; lookups in one table after the other would move whole ones."""
+    return w[torch.arange(len(w))[:, None], i]
 
 
 def counted(w: Tensor, i: Tensor) -> Tensor:
-    """All at once, by an index that counts the tables."""
-    return w[torch.arange(len(w))[:, None], i].sum(2)
+    """Sums of the rows of each table."""
+    return rows(w, i).sum(2)
 
 
 def mapped(w: Tensor, i: Tensor) -> Tensor:
@@ -53,8 +33,7 @@ def mapped(w: Tensor, i: Tensor) -> Tensor:
 
 def dlrm(w: Tensor, i: Tensor, dense: Tensor, m: Tensor) -> Tensor:
     """Naumov et al. 2019, arXiv:1906.00091, without interactions."""
-    looked_up = [F.embedding(i[:, k], w[k]).mean(1) for k in range(len(w))]
-    return (torch.cat([dense, *looked_up], 1) @ m).relu().sum(1)
+    return (torch.cat([dense, rows(w, i).mean(2).flatten(1)], 1) @ m).relu().sum(1)
 
 
 def step(w: Tensor, i: Tensor, dense: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,28 +83,23 @@ IDS = B * K * L * 8
 DENSE = (*TABLES, f32(B, D), f32((K + 1) * D, H))
 HYBRID = ("k@x v d", "b@x k l", "b@x d", "_ _")
 BEST = (exchanged(OUT, 8), 1)
-INDICES = "bags of whole tables are one op, one lookup in all tables is two, and its indices are counted from the front"
 ROWS_CUT = 10_000_000
 SUMS = B * D * 4
 BY_ALL = 5.8  # squares and sums of rows that other devices have, too: zeros, but who has a row is not known beforehand
 ROWS = [
-    Row("tables by table", by_table, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
-    Row("bags by table", bags, TABLES, CUT, X, *BEST, out_specs="b@x d", short={"work": 2.0}, why=INDICES),
-    Row("rows by table", rows, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
-    Row("sum over tables", pooled, TABLES, CUT, X, gathered(OUT / 8, 8), 1, out_specs="b@x d"),
-    Row("tables by table, ids in a list", listed, (TABLES[0], *[ints(B, L)] * K), ("k@x v d", *["b l"] * K), X, *BEST,
-        out_specs="b@x k d"),
     Row("tables by an index that counts them", counted, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
     Row("tables by an index that counts them, cut by features", counted, TABLES, ("k v d@x", "..."), X),
     Row("tables under vmap", mapped, TABLES, CUT, X, *BEST, out_specs="b@x k d"),
-    Row("more tables than devices", by_table, (f32(16, V, D), ints(B, 16, L)), CUT, X, 2 * BEST[0], 1,
+    Row("sum over tables", lambda w, i: counted(w, i).sum(1), TABLES, CUT, X, gathered(OUT / 8, 8), 1,
+        out_specs="b@x d"),
+    Row("more tables than devices", counted, (f32(16, V, D), ints(B, 16, L)), CUT, X, 2 * BEST[0], 1,
         out_specs="b@x k d"),
-    Row("gradients of tables by table", of_sines(by_table), TABLES, CUT, X),
-    Row("gradients of bags by table", of_sines(bags), TABLES, CUT, X, short={"work": 1.12}, why=INDICES),
-    Row("gradients of rows by table", of_sines(rows), TABLES, CUT, X),
+    Row("gradients of tables by an index that counts them", of_sines(counted), TABLES, CUT, X),
+    Row("gradients of rows by an index that counts", of_sines(rows), TABLES, CUT, X),
     Row("DLRM: tables by table, the rest by batch", dlrm, DENSE, HYBRID, X, exchanged(OUT, 8) + exchanged(IDS, 8), 2),
     Row("step of DLRM: tables by table, the rest by batch", step, DENSE, HYBRID, X,
-        2 * exchanged(OUT, 8) + exchanged(IDS, 8) + reduced(DENSE[3].nbytes, 8), 4, out_specs=("k@x v d", "_ _")),
+        2 * exchanged(OUT, 8) + exchanged(IDS, 8) + reduced(DENSE[3].nbytes, 8), 4, out_specs=("k@x v d", "_ _"),
+        short={"collectives": 1.25}, why="ids are sent for the lookups and again for their gradients"),
     Row("factorization machine, rows cut", machine, (f32(ROWS_CUT, D), ints(B, K)), ("v@x d", "..."), X,
         2 * gathered(SUMS, 8) + reduced(B * 4, 8), 3, work=BY_ALL),
     Row("gradient of a factorization machine", of_sines(machine), (f32(ROWS_CUT, D), ints(B, K)), ("v@x d", "..."), X,
