@@ -183,10 +183,9 @@ class Snapshot(State):
         self._log = outside
 
     def _visit_object(self, x: Any, facts: list[Any], depth: int) -> None:
-        if isinstance(x, bytearray | array.array) or (numpy_kind(x) == "ndarray" and x.flags.writeable):
-            self.owners[id(x)] = x
-            if getattr(x, "nbytes", 0) <= LARGE:
-                self.copies[id(x)] = copy.copy(x)
+        is_buffer = isinstance(x, bytearray | array.array) or (numpy_kind(x) == "ndarray" and x.flags.writeable)
+        if is_buffer and getattr(x, "nbytes", 0) <= LARGE:
+            self.copies[id(x)] = copy.copy(x)
         super()._visit_object(x, facts, depth)
 
     def _was_visited(self, x: Any, facts: list[Any]) -> bool:
