@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,21 @@ def compute_gradients(outs: list[Tensor], inputs: list[Tensor], cotangents: list
     is_reentrant = any(isinstance(node, ReentrantCheckpoint) for node in history_nodes(outs))
     if not is_reentrant or not all(x.is_leaf for x in inputs):
         return torch.autograd.grad(outs, inputs, cotangents, allow_unused=True)
-    before = [x.grad for x in inputs]
-    try:
-        for x in inputs:
-            x.grad = None
+    with without_grads(inputs):
         torch.autograd.backward(outs, cotangents)
         return [x.grad for x in inputs]
+
+
+@contextmanager
+def without_grads(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """While on, leaves have no `.grad` of their own."""
+    grads = [(x, x.grad) for x in tensors]
+    try:
+        for x in tensors:
+            x.grad = None
+        yield
     finally:
-        for x, grad in zip(inputs, before, strict=True):
+        for x, grad in grads:
             x.grad = grad
 
 
