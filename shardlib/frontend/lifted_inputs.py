@@ -27,9 +27,8 @@ from shardlib.core.torch_internals.torch_private import (
     pytree,
     set_slot,
 )
-from shardlib.core.tree_paths import children_with_keys, flatten_with_path
-from shardlib.frontend.guards.attributes import instance_dict
-from shardlib.frontend.guards.children import children
+from shardlib.core.tree_paths import flatten_with_path, walk_tree
+from shardlib.frontend.guards.children import children, instance_dict
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.place_names import format_place
 from shardlib.frontend.results import ObjectResult
@@ -192,15 +191,9 @@ class Contents:
 
     @staticmethod
     def read(arguments: Any) -> Contents:
-        return Contents(*pytree.tree_flatten(arguments), list(_with_attributes(arguments, ())))
-
-
-def _with_attributes(x: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any, dict[str, Any]]]:
-    """Yields the nodes of a pytree that have attributes of their own: path, node, attributes."""
-    for key, child in (children := children_with_keys(x)) or ():
-        yield from _with_attributes(child, (*path, key))
-    if children is not None and isinstance(instance_dict(x), dict):
-        yield path, x, dict(instance_dict(x))
+        nodes = ((path, x, instance_dict(x)) for path, x, is_leaf in walk_tree(arguments) if not is_leaf)
+        objects = [(path, x, dict(own)) for path, x, own in nodes if isinstance(own, dict)]
+        return Contents(*pytree.tree_flatten(arguments), objects)
 
 
 def refuse_changed_arguments(name: str, before: Contents, now: Any) -> None:

@@ -195,7 +195,7 @@ class _Exchange:
         return self.new[id(x)]
 
     def _replace_inside(self, x: Any) -> None:
-        for key, _, value in [*attributes(x), *(items(x) if isinstance(x, list | deque | dict) else ())]:
+        for key, _, value in attributes(x) + (items(x) if isinstance(x, list | deque | dict) else []):
             if (new := self(value)) is not value:
                 put(x, key, new)
 

@@ -12,7 +12,7 @@ import array
 import dataclasses
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,8 +20,16 @@ from torch import nn
 
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.torch_internals.torch_private import MODULE_DICTS, TENSOR_HOOKS
-from shardlib.frontend.guards.attributes import BoundMethod, attribute_items, cell_content, instance_dict
-from shardlib.frontend.guards.children import Child, attributes, items, name_attributes
+from shardlib.frontend.guards.children import (
+    BoundMethod,
+    Child,
+    attribute_items,
+    attributes,
+    cell_content,
+    instance_dict,
+    items,
+    name_attributes,
+)
 from shardlib.frontend.guards.mutable_places import NUMBERS, Item, Place
 from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.state_walk import ReachedState, plain_form
@@ -109,28 +117,21 @@ class State(ReachedState):
     def add_fact(self, x: Any, facts: list[Any]) -> None:
         """Adds the facts of a value that is no input: it counts by value, by its contents, or by identity."""
         facts.append(type(x))
-        if type(x) is float:
-            facts.append(x.hex())
-            return
         if isinstance(x, tuple | list | dict):  # (1,) and (True,) are equal
             facts.append(len(x))
             for y in x.items() if isinstance(x, dict) else x:
                 self.add_fact(y, facts)
             if type(x) not in BUILTIN:
                 self._visit_attributes(x, facts, 0)
-            return
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
             for k, y in attribute_items(x):
                 facts.append(k)
                 self.add_fact(y, facts)
-            return
-        if isinstance(x, range | complex):
+        elif type(x) is float or isinstance(x, range | complex):
             facts.append(repr(x))
-            return
-        if isinstance(x, set | frozenset):
+        elif isinstance(x, set | frozenset):
             facts.append(frozenset((type(y), y) for y in x))
-            return
-        if has_value_hash(x):
+        elif has_value_hash(x):
             facts.append(x)
         else:
             self._visit_value(x, facts, 0)
@@ -245,20 +246,21 @@ class State(ReachedState):
         """Visits the items of a container, and those keys of a dict that do not compare by value."""
         at, owner = self._path, id(x)
         is_dict, is_set = isinstance(x, dict | types.MappingProxyType), isinstance(x, set | frozenset)
-        if is_dict and (keys := [k for k in x if isinstance(k, torch.Tensor)]):  # as in an optimizer's state
+        if is_dict and (keys := [k for k in list(x) if isinstance(k, torch.Tensor)]):  # as in an optimizer's state
             self.keys += keys
         for key, name, y in items(x, self._tensor_numbers):
-            self._path, child = at + name, (owner, key)
-            if is_dict and type(key[1]) not in PLAIN and not has_value_hash(key[1]):
-                self._visit_value(key[1], facts, depth + 1)
+            self._path, holder = at + name, owner
+            if is_dict:
+                if type(key[1]) not in PLAIN and not has_value_hash(key[1]):
+                    self._visit_value(key[1], facts, depth + 1)
             elif is_set and not isinstance(y, torch.Tensor):
                 self.add_fact(y, facts)
                 continue
             elif place is not None and (
-                type(x) is tuple or (type(y) in NUMBERS and child not in self.changing.numbers)
+                type(x) is tuple or (type(y) in NUMBERS and (owner, key) not in self.changing.numbers)
             ):
-                child = place[0], Item(place[1], key)
-            self._visit_attribute(*child, y, facts, depth)
+                holder, key = place[0], Item(place[1], key)
+            self._visit_attribute(holder, key, y, facts, depth)
         self._path = at
 
     def _visit_attributes(self, x: Any, facts: list[Any], depth: int) -> None:
@@ -298,14 +300,15 @@ class State(ReachedState):
             elif quick and kind in DICTS and not y:
                 facts += (k, kind, LENGTH, int, 0)
             elif k in MODULE_DICTS:
-                self._path = at
-                self._visit_children(owner, name_attributes(y.items()), facts, depth - 1)  # submodules are no levels
+                for name, z in y.items():
+                    self._path = (*at, ".", name)
+                    self._visit_attribute(owner, name, z, facts, depth - 1)  # submodules do not count as levels
             else:
                 self._path = (*at, ".", k)
                 self._visit_attribute(owner, k, y, facts, depth)
         self._path = at
 
-    def _module_items(self, x: nn.Module) -> Iterator[tuple[str, Any]]:
+    def _module_items(self, x: nn.Module) -> Iterable[tuple[str, Any]]:
         """Returns the attributes of a module that count."""
         return attribute_items(x)
 

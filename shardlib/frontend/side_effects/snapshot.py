@@ -177,7 +177,7 @@ class Snapshot(State):
     def _visit_container(self, x: Any, facts: list[Any], depth: int, place: Place | None = None) -> None:
         self.owners[id(x)] = x
         if isinstance(x, _CHANGING):
-            self.copies[id(x)] = _copied(x)
+            self.copies[id(x)] = x.copy() if type(x) is dict or type(x) is list else copy.copy(x)
         outside, self._log = self._log, self._log or id(x) in self.changing.logs
         super()._visit_container(x, facts, depth, place)
         self._log = outside
@@ -204,7 +204,3 @@ EMPTY = OrderedDict, dict, list  # kinds of containers that are often empty
 # An empty copy of each kind, and words for it.
 _EMPTY: dict[Any, tuple[Any, Description]] = {kind: (kind(), describe_value(kind())) for kind in (*EMPTY, set)}
 _NONE_IN_IT = (LENGTH, int, 0)
-
-
-def _copied(x: Any) -> Any:
-    return x.copy() if type(x) is dict or type(x) is list else copy.copy(x)

@@ -8,7 +8,7 @@ import weakref
 from typing import Any, Protocol
 
 from shardlib.compiler.plan.plan import Plan
-from shardlib.frontend.guards.attributes import BoundMethod
+from shardlib.frontend.guards.children import BoundMethod
 from shardlib.jit.call.program_cache import Programs
 
 
