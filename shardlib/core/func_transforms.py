@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from shardlib.core.context import is_tracing
+from shardlib.core.torch_internals.autograd_graph import history_nodes
 from shardlib.core.torch_internals.forward_mode import is_forward_mode
 from shardlib.core.torch_internals.torch_private import FakeTensor, pytree, transform_level
 
@@ -98,18 +99,10 @@ def _gradient(
 
 def _has_other_history(x: Tensor, roots: list[Tensor]) -> bool:
     """Returns whether the history of `x` leads to other tensors than the roots, such as those that `fn` closes over."""
-    root_ids, seen, todo = {id(root) for root in roots}, set(), [x.grad_fn]
+    root_ids = {id(root) for root in roots}
     if x.requires_grad and x.is_leaf:
         return id(x) not in root_ids
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", roots[0])) not in root_ids:
-            return True
-        todo += [behind for behind, _ in node.next_functions]
-    return False
+    return any(id(getattr(node, "variable", roots[0])) not in root_ids for node in history_nodes([x]))
 
 
 def _uses_autograd(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

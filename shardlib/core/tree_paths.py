@@ -14,7 +14,7 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pyt
     `torch.utils._pytree.tree_flatten_with_path` raises ValueError for a node without keys. Here such a node gets keys:
     those of a mapping's items, else the positions of its children.
     """
-    return list(_walk(tree, ())), pytree.tree_structure(tree)
+    return [(path, x) for path, x, is_leaf in walk_tree(tree) if is_leaf], pytree.tree_structure(tree)
 
 
 def children_with_keys(x: Any) -> list[tuple[Any, Any]] | None:
@@ -34,10 +34,9 @@ def children_with_keys(x: Any) -> list[tuple[Any, Any]] | None:
     ]
 
 
-def _walk(x: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def walk_tree(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
+    """Yields each node of a pytree, after its children: its path, the node, and True for a leaf."""
     children = children_with_keys(x)
-    if children is None:
-        yield path, x
-        return
-    for key, child in children:
-        yield from _walk(child, (*path, key))
+    for key, child in children or ():
+        yield from walk_tree(child, (*path, key))
+    yield path, x, children is None

@@ -6,9 +6,7 @@ fake: `_StandIns` replaces plain tensors, `run_on_stand_ins` ShardedTensors.
 
 from __future__ import annotations
 
-import functools
 import types
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -29,12 +27,13 @@ from shardlib.core.torch_internals.torch_private import (
     pytree,
     set_slot,
 )
-from shardlib.core.tree_paths import children_with_keys, flatten_with_path
-from shardlib.frontend.guards.attributes import attribute_items, instance_dict
-from shardlib.frontend.guards.number_inputs import is_traced_number
+from shardlib.core.tree_paths import flatten_with_path, walk_tree
+from shardlib.frontend.guards.children import children, instance_dict
 from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.place_names import format_place
 from shardlib.frontend.results import ObjectResult
 from shardlib.frontend.retarget_device import with_device
+from shardlib.frontend.side_effects.leaks import holds_trace
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
@@ -192,15 +191,9 @@ class Contents:
 
     @staticmethod
     def read(arguments: Any) -> Contents:
-        return Contents(*pytree.tree_flatten(arguments), list(_with_attributes(arguments, ())))
-
-
-def _with_attributes(x: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any, dict[str, Any]]]:
-    """Yields the nodes of a pytree that have attributes of their own: path, node, attributes."""
-    for key, child in (children := children_with_keys(x)) or ():
-        yield from _with_attributes(child, (*path, key))
-    if children is not None and isinstance(instance_dict(x), dict):
-        yield path, x, dict(instance_dict(x))
+        nodes = ((path, x, instance_dict(x)) for path, x, is_leaf in walk_tree(arguments) if not is_leaf)
+        objects = [(path, x, dict(own)) for path, x, own in nodes if isinstance(own, dict)]
+        return Contents(*pytree.tree_flatten(arguments), objects)
 
 
 def refuse_changed_arguments(name: str, before: Contents, now: Any) -> None:
@@ -236,7 +229,7 @@ def flatten_result(result: Any, existing: Mapping[int, Any]) -> tuple[list[tuple
     parts, opaque = list[Any](), list[str]()
     for path, x in leaves:
         is_new = not isinstance(x, Tensor) and existing.get(id(x)) is not x
-        holding = [k for k, y in _inside(x).items() if _carries(y)] if is_new else []
+        holding = [format_place(name, ()) or key for key, name, y in children(x) if holds_trace(y)] if is_new else []
         is_lazy = is_new and isinstance(x, _LAZY)
         carried = ObjectResult.take_apart(x, existing) if holding and not is_lazy else None
         if carried is None and (holding or is_lazy):
@@ -258,38 +251,6 @@ def refuse_opaque(opaque: Sequence[str]) -> None:
 
 
 _LAZY = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter, zip)
-
-
-def _inside(x: Any) -> dict[str, Any]:
-    """Returns what an object holds that is no pytree: attributes, items, closure variables."""
-    nothing = isinstance(x, type | types.ModuleType | types.FunctionType)  # globals are not a function's own
-    inside = {} if nothing else dict(attribute_items(x))
-    if isinstance(x, set | frozenset | list | deque):
-        inside |= {f"[{i}]": y for i, y in enumerate(x)}
-    elif isinstance(x, Mapping):
-        inside |= {f"[{k!r}]": y for k, y in x.items()}
-    elif isinstance(x, functools.partial):
-        inside |= {"func": x.func, "args": x.args, "keywords": x.keywords}
-    elif isinstance(x, types.MethodType):
-        inside |= {"__self__": x.__self__}
-    elif isinstance(x, types.FunctionType):
-        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        inside |= dict(instance_dict(x)) | {
-            name: cell.cell_contents for name, cell in cells if cell != types.CellType()
-        }
-    return inside
-
-
-def _carries(x: Any, depth: int = 4) -> bool:
-    """Returns whether an object holds values or numbers of the trace, at some depth."""
-    if isinstance(x, Tensor) or is_traced_number(x):
-        return isinstance(x, FakeTensor) or is_traced_number(x)
-    if isinstance(x, type | types.ModuleType) or depth == 0:
-        return False
-    leaves = pytree.tree_leaves(x)
-    if len(leaves) != 1 or leaves[0] is not x:
-        return any(_carries(y, depth) for y in leaves)
-    return any(_carries(y, depth - 1) for y in _inside(x).values())
 
 
 tensor_hooks.trace_op = run_on_stand_ins

@@ -7,19 +7,19 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardlib.compiler.annotations import leaf_specs
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import EffectError
+from shardlib.core.torch_internals.module_tensors import holding, module_tensors
 from shardlib.core.torch_internals.torch_private import (
-    MODULE_DICTS,
     TransformType,
     innermost,
     is_wrapped,
@@ -152,23 +152,12 @@ def _is_followed(x: Tensor) -> bool:
 
 def _places(x: Tensor, state: State) -> list[Place]:
     """Returns the places in which modules hold a tensor."""
-    modules = {id(m): m for m in (*state.kept, state.own) if isinstance(m, nn.Module)}
-    dicts = [getattr(m, kind) for m in modules.values() for kind in MODULE_DICTS[:2]]
-    return [(held, name) for held in dicts for name, y in held.items() if y is x]
+    return [(held, name) for held, name, y in module_tensors((*state.kept, state.own)) if y is x]
 
 
-@contextmanager
-def _holding(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Puts tensors into places of modules, and restores the old ones afterwards."""
-    before = [(held, name, held[name]) for each in places for held, name in each]
-    try:
-        for each, x in zip(places, tensors, strict=True):
-            for held, name in each:
-                held[name] = x
-        yield
-    finally:
-        for held, name, x in before:
-            held[name] = x
+def _holding(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Puts each tensor into its places of modules."""
+    return holding((*place, x) for each, x in zip(places, tensors, strict=True) for place in each)
 
 
 def _by_value(x: Any) -> Any:

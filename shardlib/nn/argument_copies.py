@@ -6,7 +6,7 @@ that the forward appends stays there.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ from shardlib.core.torch_internals.torch_private import (
 )
 from shardlib.core.torch_internals.traced_nodes import last_node, node_of
 from shardlib.core.tree_paths import flatten_with_path
-from shardlib.frontend.guards.attributes import attribute_items
+from shardlib.frontend.guards.children import attributes, items
+from shardlib.frontend.side_effects.containers import put
 from shardlib.frontend.side_effects.graph_writes import owner_of, values_read_since, written_since
 from shardlib.tensor.sharded_tensor import ShardedTensor, user_attributes
 
@@ -195,18 +196,9 @@ class _Exchange:
         return self.new[id(x)]
 
     def _replace_inside(self, x: Any) -> None:
-        if isinstance(x, list | deque):
-            put: Any = (list if isinstance(x, list) else deque).__setitem__
-            items = list(enumerate([*x]))
-        else:
-            put = (OrderedDict if isinstance(x, OrderedDict) else dict).__setitem__
-            items = list(dict.items(x)) if isinstance(x, dict) else []
-        for key, value in items:
+        for key, _, value in attributes(x) + (items(x) if isinstance(x, list | deque | dict) else []):
             if (new := self(value)) is not value:
                 put(x, key, new)
-        for name, value in attribute_items(x):
-            if (new := self(value)) is not value:
-                object.__setattr__(x, name, new)
 
     def refuse_changes(self, name: str) -> None:
         """Refuses changes of a rebuilt container, which the original would not show."""

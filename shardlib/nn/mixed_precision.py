@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import repeat_in_checkpoints
 from shardlib.core.source_lines import Line, line_at, replayed
-from shardlib.core.torch_internals.torch_private import MODULE_DICTS, BatchNormalization, pytree
+from shardlib.core.torch_internals.module_tensors import holding, module_tensors
+from shardlib.core.torch_internals.torch_private import BatchNormalization, pytree
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.nn.argument_copies import run_on_copies
 from shardlib.nn.parameters import NamedTensor, list_named
@@ -193,24 +194,16 @@ def _refuse_threads(lock: Any, module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _cast_parameters(module: nn.Module, by_name: Mapping[str, Precision], line: Line) -> Iterator[None]:
     """Replaces parameters by casts under all their names; `line` is the source line of the casts."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    cast: Any = _Cast.apply
+    named = [x for x in list_named(module) if x.name in by_name]
+    token = replayed.set(line)
     try:
-        for x in list_named(module):
-            if x.name in by_name:
-                token = replayed.set(line)
-                try:
-                    new = _Cast.apply(x.tensor, by_name[x.name])  # type: ignore[no-untyped-call]
-                finally:
-                    replayed.reset(token)
-                for at in x.names:
-                    path, _, last = at.rpartition(".")
-                    inside = getattr(module.get_submodule(path), MODULE_DICTS[0])
-                    replaced.append((inside, last, x.tensor))
-                    inside[last] = new
-        yield
+        casts = {id(x.tensor): cast(x.tensor, by_name[x.name]) for x in named}
     finally:
-        for inside, name, old in replaced:
-            inside[name] = old
+        replayed.reset(token)
+    held = module_tensors(module.modules())
+    with holding((space, name, casts[id(x)]) for space, name, x in held if id(x) in casts):
+        yield
 
 
 class _Cast(torch.autograd.Function):

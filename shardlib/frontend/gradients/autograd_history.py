@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
+from shardlib.core.torch_internals.autograd_graph import history_nodes, nodes_behind
 from shardlib.core.torch_internals.torch_private import TENSOR_HOOKS, ReentrantCheckpoint
 
 
@@ -19,32 +20,25 @@ def compute_gradients(outs: list[Tensor], inputs: list[Tensor], cotangents: list
 
     A reentrant checkpoint calls `backward()` inside another, which puts gradients into the `.grad` of leaves.
     """
-    if not _has_reentrant_checkpoint(outs) or not all(x.is_leaf for x in inputs):
+    is_reentrant = any(isinstance(node, ReentrantCheckpoint) for node in history_nodes(outs))
+    if not is_reentrant or not all(x.is_leaf for x in inputs):
         return torch.autograd.grad(outs, inputs, cotangents, allow_unused=True)
-    before = [x.grad for x in inputs]
-    try:
-        for x in inputs:
-            x.grad = None
+    with without_grads(inputs):
         torch.autograd.backward(outs, cotangents)
         return [x.grad for x in inputs]
+
+
+@contextmanager
+def without_grads(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """While on, leaves have no `.grad` of their own."""
+    grads = [(x, x.grad) for x in tensors]
+    try:
+        for x in tensors:
+            x.grad = None
+        yield
     finally:
-        for x, grad in zip(inputs, before, strict=True):
+        for x, grad in grads:
             x.grad = grad
-
-
-def _has_reentrant_checkpoint(outs: Sequence[Tensor]) -> bool:
-    """Returns whether the backward pass goes through a reentrant checkpoint."""
-    seen: set[Any] = set()
-    todo = [x.grad_fn for x in outs]
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, ReentrantCheckpoint):
-            return True
-        seen.add(node)
-        todo += [behind for behind, _ in node.next_functions]
-    return False
 
 
 def history_end(x: Tensor) -> Any:
@@ -57,24 +51,13 @@ def find_origins(outs: Sequence[Tensor], *, through: bool = False) -> dict[Any, 
 
     Stops at the user's Functions, which may have no gradient for an input, unless `through`.
     """
-    order: dict[Any, None] = {}  # from the ends
-    todo: list[tuple[Any, bool]] = [(x.grad_fn, False) for x in outs]
-    open_: set[Any] = set()
-    while todo:
-        node, done = todo.pop()
-        if done:
-            order[node] = None
-        elif node is not None and node not in open_:
-            open_.add(node)
-            todo += [(node, True), *((behind, False) for behind, _ in _next_functions(node, through))]
     reached: dict[Any, frozenset[int]] = {}
     for i, x in enumerate(outs):
         start = history_end(x)
         reached[start] = reached.get(start, frozenset()) | {i}
-    for node in reversed(order):
-        for behind, _ in _next_functions(node, through):
-            if behind is not None:
-                reached[behind] = reached.get(behind, frozenset()) | reached[node]
+    for node in history_nodes(outs, through=through):
+        for behind in nodes_behind(node, through=through):
+            reached[behind] = reached.get(behind, frozenset()) | reached[node]
     for node, which in list(reached.items()):
         if (leaf := getattr(node, "variable", None)) is not None:
             reached[id(leaf)] = reached.get(id(leaf), frozenset()) | which
@@ -83,18 +66,8 @@ def find_origins(outs: Sequence[Tensor], *, through: bool = False) -> dict[Any, 
 
 def mark_intermediates(outs: Sequence[Tensor]) -> list[bool]:
     """Returns, for each result, whether another one depends on it."""
-    below: set[Any] = set()
-    todo = [node for x in outs if x.grad_fn is not None for node, _ in x.grad_fn.next_functions]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in below:
-            below.add(node)
-            todo += [behind for behind, _ in node.next_functions]
+    below = {behind for node in history_nodes(outs) for behind in nodes_behind(node)}
     return [x.grad_fn in below for x in outs]
-
-
-def _next_functions(node: Any, through: bool) -> Any:
-    return () if isinstance(node, BackwardCFunction) and not through else node.next_functions
 
 
 @dataclass(frozen=True)

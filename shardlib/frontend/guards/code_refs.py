@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.plain_types import has_own_type
 from shardlib.core.source_lines import is_internal
-from shardlib.frontend.guards.attributes import cell_content, instance_dict
 from shardlib.frontend.guards.bytecode import ATTRIBUTE, ITEM, READS, instructions, words
+from shardlib.frontend.guards.children import cell_content, instance_dict
 from shardlib.frontend.guards.value_kinds import is_user_code
 
 Getter = Callable[[], Any]

@@ -16,7 +16,7 @@ import torch
 
 from shardlib.core.torch_internals.torch_private import node_type, pytree
 from shardlib.core.tree_paths import flatten_with_path
-from shardlib.frontend.guards.attributes import has_attribute
+from shardlib.frontend.guards.children import has_attribute
 from shardlib.frontend.guards.mappings import is_container
 from shardlib.frontend.guards.object_state import OWN_ATTRIBUTES, State
 from shardlib.tensor.sharded_tensor import ShardedTensor

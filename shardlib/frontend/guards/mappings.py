@@ -15,7 +15,7 @@ import torch
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.torch_private import pytree
-from shardlib.frontend.guards import attributes
+from shardlib.frontend.guards.children import instance_dict
 from shardlib.frontend.guards.value_kinds import is_user_code
 
 
@@ -64,7 +64,7 @@ def _frame(x: Any) -> _Frame:
     keys = tuple(x)
     own = {
         k: y
-        for k, y in attributes.instance_dict(x).items()
+        for k, y in instance_dict(x).items()
         if not (isinstance(y, Mapping) and tuple(y) == keys) and _fits_in_key(y)
     }
     return _Frame(keys, tuple(map(type, keys)), own)

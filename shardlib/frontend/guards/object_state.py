@@ -20,10 +20,18 @@ from torch import nn
 
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.torch_internals.torch_private import MODULE_DICTS, TENSOR_HOOKS
-from shardlib.frontend.guards.attributes import BoundMethod, attribute_items, cell_content, instance_dict
+from shardlib.frontend.guards.children import (
+    BoundMethod,
+    Child,
+    attribute_items,
+    attributes,
+    cell_content,
+    instance_dict,
+    items,
+    name_attributes,
+)
 from shardlib.frontend.guards.mutable_places import NUMBERS, Item, Place
 from shardlib.frontend.guards.number_inputs import is_traced_number
-from shardlib.frontend.guards.place_names import key_part
 from shardlib.frontend.guards.state_walk import ReachedState, plain_form
 from shardlib.frontend.guards.value_kinds import (
     BUILTIN,
@@ -74,7 +82,7 @@ class State(ReachedState):
         """Visits the attributes that user code set on a tensor."""
         if id(x) in self.changing.holders:
             self._add_identity(x, facts)
-        self._visit_items(id(x), user_attributes(x).items(), facts, 0)
+        self._visit_children(id(x), name_attributes(user_attributes(x).items()), facts, 0)
 
     def _visit_gradient(self, x: torch.Tensor, facts: list[Any]) -> None:
         """Visits the hooks and the `.grad` of a tensor; results of ops have a `.grad` if they retain it."""
@@ -109,28 +117,21 @@ class State(ReachedState):
     def add_fact(self, x: Any, facts: list[Any]) -> None:
         """Adds the facts of a value that is no input: it counts by value, by its contents, or by identity."""
         facts.append(type(x))
-        if type(x) is float:
-            facts.append(x.hex())
-            return
         if isinstance(x, tuple | list | dict):  # (1,) and (True,) are equal
             facts.append(len(x))
             for y in x.items() if isinstance(x, dict) else x:
                 self.add_fact(y, facts)
             if type(x) not in BUILTIN:
                 self._visit_attributes(x, facts, 0)
-            return
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
             for k, y in attribute_items(x):
                 facts.append(k)
                 self.add_fact(y, facts)
-            return
-        if isinstance(x, range | complex):
+        elif type(x) is float or isinstance(x, range | complex):
             facts.append(repr(x))
-            return
-        if isinstance(x, set | frozenset):
+        elif isinstance(x, set | frozenset):
             facts.append(frozenset((type(y), y) for y in x))
-            return
-        if has_value_hash(x):
+        elif has_value_hash(x):
             facts.append(x)
         else:
             self._visit_value(x, facts, 0)
@@ -158,10 +159,9 @@ class State(ReachedState):
         """Visits a mode around the call; each `with` may create a new one, so it counts by its attributes."""
         if is_user_object(x):
             self.add_code(type(x))
-            for k, y in attribute_items(x):
-                if k not in ("inner", "old_dispatch_mode_flags"):
-                    self._path = (type(x).__name__, ".", k)
-                    self._visit_attribute(place, k, y, facts, 0)
+            self._path = (type(x).__name__,)
+            own = (child for child in attributes(x) if child[0] not in ("inner", "old_dispatch_mode_flags"))
+            self._visit_children(place, own, facts, 0)
 
     def _visit_attribute(self, owner: int, name: Any, x: Any, facts: list[Any], depth: int) -> None:
         """Visits the value under a name of an object or a closure."""
@@ -198,8 +198,6 @@ class State(ReachedState):
             self._visit_attribute(id(x.__func__), "__self__", x.__self__, facts, depth)
         elif isinstance(x, functools.partial):
             facts.append(kind)
-            for k in ("func", "args", "keywords"):
-                self._visit_attribute(id(x), k, getattr(x, k), facts, depth)
             self._visit_attributes(x, facts, depth)
         elif kind in _BOUND and not isinstance(x.__self__, types.ModuleType | type | None):
             facts.append(x.__name__)
@@ -242,45 +240,40 @@ class State(ReachedState):
                 self.unread = True
                 self._add_identity(x, facts)
             return
-        at = self._path
-        if isinstance(x, dict | types.MappingProxyType):
-            for i, (k, y) in enumerate(list(x.items())):
-                key = k
-                if isinstance(k, torch.Tensor):  # as in an optimizer's state
-                    key = id(k)
-                    self.keys.append(k)
-                self._path = (*at, (key_part(k, i, self._tensor_numbers),))
-                if type(k) not in PLAIN and not has_value_hash(k):
-                    self._visit_value(k, facts, depth + 1)
-                self._visit_attribute(owner, (type(k), key), y, facts, depth)
-        elif isinstance(x, set | frozenset):
-            for i, y in enumerate(x):
-                if isinstance(y, torch.Tensor):
-                    self._path = (*at, (i,))
-                    self._visit_attribute(owner, i, y, facts, depth)
-                else:
-                    self.add_fact(y, facts)
-        else:
-            for i, y in enumerate(x):
-                self._path = (*at, (i,))
-                at_place: Place = owner, i
-                by_place = type(x) is tuple or (type(y) in NUMBERS and at_place not in self.changing.numbers)
-                if place is not None and by_place:
-                    at_place = place[0], Item(place[1], i)
-                self._visit_attribute(*at_place, y, facts, depth)
+        self._visit_items(x, facts, depth, place)
+
+    def _visit_items(self, x: Any, facts: list[Any], depth: int, place: Place | None) -> None:
+        """Visits the items of a container, and those keys of a dict that do not compare by value."""
+        at, owner = self._path, id(x)
+        is_dict, is_set = isinstance(x, dict | types.MappingProxyType), isinstance(x, set | frozenset)
+        if is_dict and (keys := [k for k in list(x) if isinstance(k, torch.Tensor)]):  # as in an optimizer's state
+            self.keys += keys
+        for key, name, y in items(x, self._tensor_numbers):
+            self._path, holder = at + name, owner
+            if is_dict:
+                if type(key[1]) not in PLAIN and not has_value_hash(key[1]):
+                    self._visit_value(key[1], facts, depth + 1)
+            elif is_set and not isinstance(y, torch.Tensor):
+                self.add_fact(y, facts)
+                continue
+            elif place is not None and (
+                type(x) is tuple or (type(y) in NUMBERS and (owner, key) not in self.changing.numbers)
+            ):
+                holder, key = place[0], Item(place[1], key)
+            self._visit_attribute(holder, key, y, facts, depth)
         self._path = at
 
     def _visit_attributes(self, x: Any, facts: list[Any], depth: int) -> None:
         """Visits the attributes of an object of a user's class."""
         self.add_code(type(x))
-        self._visit_items(id(x), attribute_items(x), facts, depth)
+        self._visit_children(id(x), attributes(x), facts, depth)
 
-    def _visit_items(self, owner: int, items: Iterable[tuple[str, Any]], facts: list[Any], depth: int) -> None:
-        """Visits the attributes of one object."""
+    def _visit_children(self, owner: int, children: Iterable[Child], facts: list[Any], depth: int) -> None:
+        """Visits children of one object."""
         at = self._path
-        for k, y in items:
-            self._path = (*at, ".", k)
-            self._visit_attribute(owner, k, y, facts, depth)
+        for key, name, y in children:
+            self._path = at + name
+            self._visit_attribute(owner, key, y, facts, depth)
         self._path = at
 
     def _visit_user_module(self, x: types.ModuleType, facts: list[Any], depth: int) -> None:
@@ -288,10 +281,10 @@ class State(ReachedState):
         if self._was_visited(x, facts):
             return
         self._add_identity(x, facts)
-        items = [(k, y) for k, y in vars(x).items() if not k.startswith("__")]
-        self._visit_items(
-            id(x), [(k, y) for k, y in items if depth < 1 or not isinstance(y, types.ModuleType)], facts, depth
-        )
+        inner = [child for child in attributes(x) if not child[0].startswith("__")]
+        if depth >= 1:
+            inner = [child for child in inner if not isinstance(child[2], types.ModuleType)]
+        self._visit_children(id(x), inner, facts, depth)
 
     def _visit_module(self, x: nn.Module, facts: list[Any], depth: int) -> None:
         if self._was_visited(x, facts):
@@ -300,7 +293,7 @@ class State(ReachedState):
         self.add_code(type(x))
         at, owner = self._path, id(x)
         quick = self.quick
-        for k, y in attribute_items(x):
+        for k, y in self._module_items(x):
             kind = type(y)
             if quick and kind in QUICK:  # a short cut of _visit_attribute
                 facts += (k, kind, y if kind is not float else y.hex())
@@ -314,6 +307,10 @@ class State(ReachedState):
                 self._path = (*at, ".", k)
                 self._visit_attribute(owner, k, y, facts, depth)
         self._path = at
+
+    def _module_items(self, x: nn.Module) -> Iterable[tuple[str, Any]]:
+        """Returns the attributes of a module that count."""
+        return attribute_items(x)
 
     def _visit_object(self, x: Any, facts: list[Any], depth: int) -> None:
         """Visits an object by identity and attributes, a numpy number by value, an array by its elements."""
@@ -333,11 +330,11 @@ class State(ReachedState):
             facts.append(hash_buffer(memoryview(x)))
             return
         facts += [count_clears(x)] if is_cache(x) else []
-        if (inner := instance_dict(x).get("__wrapped__")) is not None:  # as in a jitted function
-            self._visit_attribute(id(x), "__wrapped__", inner, facts, depth)
-            built_in = instance_dict(x).get("made_with", ())  # user code set the other attributes
-            for k in [k for k in instance_dict(x) if built_in and k not in built_in]:
-                self._visit_attribute(id(x), k, instance_dict(x)[k], facts, depth)
+        own = instance_dict(x)
+        if own.get("__wrapped__") is not None:  # as in a jitted function
+            built_in = own.get("made_with", own)  # user code set the other attributes
+            for k in ("__wrapped__", *(k for k in own if k not in built_in)):
+                self._visit_attribute(id(x), k, own[k], facts, depth)
         if is_user_object(x):
             if self.is_far(depth):
                 self.unread = True

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardlib.core.cached import lazy_property
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.strided_only import refuse_unstrided
 from shardlib.frontend.guards.mutable_places import MutablePlaces, Place
 from shardlib.frontend.guards.place_names import format_place
 
 _NOTHING_CHANGES = MutablePlaces()
-
-T = TypeVar("T")
-
-
-class _Lazy(Generic[T]):
-    """An attribute that each object creates at the first read."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: Any, owner: type) -> T:
-        value: T = self.make()
-        instance.__dict__[self.name] = value
-        return value
-
 
 NEAR, DEPTH = 12, 64  # levels that the walk visits completely; levels that it visits at all
 FEW = 200  # objects that it visits between these levels
@@ -58,16 +41,18 @@ class ReachedState:
     _path: tuple[Any, ...] = ()
     _deep_objects = 0  # objects visited beyond `NEAR` levels
 
-    # Most small calls need none of these.
-    places = _Lazy[list[tuple[Any, ...]]](list)  # the name of each tensor, in parts
-    numbers = _Lazy[dict[Place, tuple[Any, tuple[Any, ...]]]](dict)  # that the function changes: value and name
-    keys = _Lazy[list[torch.Tensor]](list)  # tensors that are keys of dicts, as in an optimizer's state
-    kept = _Lazy[list[Any]](list)
-    grads = _Lazy[list[tuple[torch.Tensor, torch.Tensor | None]]](list)
-    type_spaces = _Lazy[dict[int, dict[str, Any]]](dict)  # globals of code that may ask for `type(x)`
-    generators = _Lazy[list[torch.Generator]](list)
-    _tensor_numbers = _Lazy[dict[int, int]](dict)
-    _visited = _Lazy[dict[int, int]](dict)
+    # Most small calls need none of these. `places` are the names of the tensors, in parts. `numbers` are those that the
+    # function changes, with their names. `keys` are tensors that are keys of dicts, as in an optimizer's state.
+    # `type_spaces` are the globals of code that may ask for `type(x)`.
+    places = lazy_property[list[tuple[Any, ...]]](lambda self: [])
+    numbers = lazy_property[dict[Place, tuple[Any, tuple[Any, ...]]]](lambda self: {})
+    keys = lazy_property[list[torch.Tensor]](lambda self: [])
+    kept = lazy_property[list[Any]](lambda self: [])
+    grads = lazy_property[list[tuple[torch.Tensor, torch.Tensor | None]]](lambda self: [])
+    type_spaces = lazy_property[dict[int, dict[str, Any]]](lambda self: {})
+    generators = lazy_property[list[torch.Generator]](lambda self: [])
+    _tensor_numbers = lazy_property[dict[int, int]](lambda self: {})
+    _visited = lazy_property[dict[int, int]](lambda self: {})
 
     def __init__(self, own: Any = None, changing: MutablePlaces | None = None) -> None:
         self.own = own  # the object whose method runs; its own cache of programs must not keep it alive

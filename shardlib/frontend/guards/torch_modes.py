@@ -32,7 +32,7 @@ from shardlib.core.torch_internals.torch_private import (
     saved_hooks,
     without_modes,
 )
-from shardlib.frontend.guards.attributes import instance_dict
+from shardlib.frontend.guards.children import instance_dict
 from shardlib.frontend.guards.object_state import State
 
 _DEVICES = ("cpu", "cuda")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardlib.core.errors import ShardingError
-from shardlib.frontend.guards.attributes import instance_dict
+from shardlib.frontend.guards.children import instance_dict
 
 
 class IteratorPositions:

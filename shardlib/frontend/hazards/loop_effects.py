@@ -10,7 +10,7 @@ import torch
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.torch_private import pytree
-from shardlib.frontend.guards.attributes import cell_content
+from shardlib.frontend.guards.children import closure_items
 from shardlib.frontend.guards.value_kinds import PLAIN
 from shardlib.frontend.lifted_inputs import LiftedInputs
 from shardlib.frontend.side_effects.snapshot import Snapshot
@@ -19,11 +19,11 @@ from shardlib.frontend.side_effects.snapshot import Snapshot
 @contextmanager
 def refuse_counts(body: Callable[..., Any]) -> Iterator[None]:
     """Refuses changes by `body` of its variables, and of objects that the traced function holds, except tensors."""
-    before, cells = _look(), dict(_variables(body))
+    before, cells = _look(), dict(closure_items(body))
     yield
     wrong = [
         f"{name} was {cells[name]!r}, is {now!r} after one step"
-        for name, now in _variables(body)
+        for name, now in closure_items(body)
         if name in cells and now is not cells[name] and not _is_tensor(now)
         if type(now) not in PLAIN or now != cells[name]
     ]
@@ -51,12 +51,6 @@ def _look() -> Snapshot | None:
         return None
     with torch.DisableTorchFunction():  # the snapshot must not count as an action of the body
         return lifted.watch.look()
-
-
-def _variables(body: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    names = getattr(getattr(body, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(body, "__closure__", None) or (), strict=True):
-        yield name, cell_content(cell)
 
 
 def _is_tensor(x: Any) -> bool:

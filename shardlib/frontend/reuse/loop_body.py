@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.errors import NoDerivativeError
 from shardlib.core.source_lines import Line, LineRecorder, error_line, modules
+from shardlib.core.torch_internals.autograd_graph import history_nodes
 from shardlib.core.torch_internals.torch_private import (
     FakeTensor,
     allow_saved_hooks,
@@ -269,11 +270,5 @@ def _saved_tensors_hooks() -> Iterator[None]:
 def _reached_inputs(x: Tensor, reads: Sequence[Tensor]) -> frozenset[int]:
     """Returns the positions in `reads` of the tensors that the history of `x` leads to."""
     places = {id(y): i for i, y in enumerate(reads)}
-    inputs, seen, todo = {places.get(id(x), -1)}, set[Any](), [x.grad_fn]
-    while todo:
-        node: Any = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            inputs.add(places.get(id(getattr(node, "variable", None)), -1))
-            todo += [behind for behind, _ in node.next_functions]
-    return frozenset(inputs - {-1})
+    ends = [x, *(getattr(node, "variable", None) for node in history_nodes([x]))]
+    return frozenset(places[id(end)] for end in ends if id(end) in places)

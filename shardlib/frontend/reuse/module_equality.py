@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from shardlib.core.torch_internals.torch_private import CALL_HOOKS, MODULE_ATTRIBUTE, MODULE_DICTS
-from shardlib.frontend.guards.attributes import attribute_items
 from shardlib.frontend.guards.closure import read_reached_code
 from shardlib.frontend.guards.code_refs import ReachCache
 from shardlib.frontend.guards.flatten_call import read_arguments
@@ -68,27 +67,23 @@ class EqualityWalk(State):
         self.unread |= can_change_unseen(x)
         super()._visit_object(x, facts, depth)
 
-    def _visit_module(self, x: nn.Module, facts: list[Any], depth: int) -> None:
-        if self._was_visited(x, facts):
+    def _add_identity(self, x: Any, facts: list[Any]) -> None:
+        if not isinstance(x, nn.Module):
+            super()._add_identity(x, facts)
             return
         facts.append(type(x))
-        self.add_code(type(x))
         self.opaque |= type(x).__getattribute__ is not object.__getattribute__
-        at = self.modules[id(x)] = self._path
+        self.modules[id(x)] = self._path
         self.held.append(x)
-        reads = self.reads
+
+    def _module_items(self, x: nn.Module) -> Iterator[tuple[str, Any]]:
+        at, reads = self._path, self.reads
         whole = reads is None or (at, ALL) in reads
-        for k, y in attribute_items(x):
+        for k, y in super()._module_items(x):
             if k in CALL_HOOKS:
                 self.opaque |= bool(y)
-            elif k in MODULE_DICTS:
-                for name, z in y.items():
-                    self._path = (*at, ".", name)
-                    self._visit_attribute(id(x), name, z, facts, depth - 1)
-            elif whole or k == "training" or (reads is not None and (at, k) in reads):
-                self._path = (*at, ".", k)
-                self._visit_attribute(id(x), k, y, facts, depth)
-        self._path = at
+            elif whole or k == "training" or k in MODULE_DICTS or (reads is not None and (at, k) in reads):
+                yield k, y
 
 
 @contextmanager

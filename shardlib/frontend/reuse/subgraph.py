@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardlib.core.torch_internals.torch_private import FakeTensor, pytree, transforms
+from shardlib.core.tree_paths import walk_tree
 from shardlib.frontend.guards.closure import read_reached_code
 from shardlib.frontend.guards.code_refs import ReachCache
 from shardlib.frontend.guards.flatten_call import read_arguments
@@ -188,10 +189,7 @@ def find_remaining_tensors(
 
 def container_ids(tree: Any) -> set[int]:
     """Returns the ids of the lists and dicts in a tree."""
-    if isinstance(tree, dict):
-        return {id(tree)}.union(*map(container_ids, tree.values()))
-    inner: set[int] = set().union(*map(container_ids, tree)) if isinstance(tree, list | tuple) else set()
-    return inner | {id(tree)} if isinstance(tree, list) else inner
+    return {id(x) for _, x, _ in walk_tree(tree) if isinstance(x, list | dict)}
 
 
 def refuse_shared_memory(body: Body, *, copied: bool) -> None:

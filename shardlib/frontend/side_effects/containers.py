@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardlib.core.torch_internals.torch_private import MODULE_DICTS
-from shardlib.frontend.guards.attributes import instance_dict
+from shardlib.frontend.guards.children import instance_dict
 from shardlib.frontend.guards.mutable_places import Item
 from shardlib.frontend.guards.value_kinds import numpy_kind
 

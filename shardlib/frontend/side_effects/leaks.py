@@ -13,7 +13,9 @@ import torch
 
 from shardlib.core.errors import NoProgramError, SideEffectError
 from shardlib.core.torch_internals.torch_private import FakeTensor
+from shardlib.frontend.guards.children import children
 from shardlib.frontend.guards.number_inputs import is_traced_number
+from shardlib.frontend.guards.value_kinds import BUILTIN, PLAIN
 from shardlib.frontend.side_effects.containers import put_back, refill
 from shardlib.tensor.sharded_tensor import typeof
 
@@ -56,7 +58,7 @@ def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
     Returns the values that may not be kept: all but those in a `functools.cache` or a `cached_property`.
     """
     misses = {id(cache): count for cache, count in before.caches}
-    filled = [cache for cache, count in after.caches if misses.get(id(cache)) != count and _holds_trace(cache)]
+    filled = [cache for cache, count in after.caches if misses.get(id(cache)) != count and _keeps_trace(cache)]
     for cache in filled:
         cache.cache_clear()  # it counts from 0 again, and may come to what it was
     before.caches = [(cache, count) for cache, count in before.caches if all(cache is not x for x in filled)]
@@ -70,7 +72,7 @@ def forgotten(before: Snapshot, after: Snapshot) -> list[Leak]:
     return [leak for leak in leaks if not leak.is_cached]
 
 
-def _holds_trace(cache: Any) -> bool:
+def _keeps_trace(cache: Any) -> bool:
     """Returns whether a `functools.cache` keeps a tensor or a number of a trace."""
     held, seen = [cache], 0
     while held and seen < 10_000:
@@ -81,6 +83,14 @@ def _holds_trace(cache: Any) -> bool:
         if x is cache or isinstance(x, list | tuple | dict) or type(x).__name__ == "_lru_list_elem":
             held += gc.get_referents(x)
     return seen >= 10_000
+
+
+def holds_trace(x: Any, levels: int = 4) -> bool:
+    """Returns whether `x` is or holds a value of a trace; containers are no levels."""
+    if isinstance(x, torch.Tensor) or is_traced_number(x):
+        return isinstance(x, FakeTensor) or is_traced_number(x)
+    left = levels - (type(x) not in BUILTIN)
+    return left >= 0 and type(x) not in PLAIN and any(holds_trace(y, left) for *_, y in children(x))
 
 
 def refuse_leaks(name: str, leaks: Sequence[Leak]) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from shardlib.core.call_scalar import is_same_number
-from shardlib.core.torch_internals.torch_private import FakeTensor, memory_of, pytree
-from shardlib.frontend.guards.attributes import cell_content
+from shardlib.core.torch_internals.torch_private import memory_of
 from shardlib.frontend.guards.mutable_places import NUMBERS, SHORT, Item, Place
 from shardlib.frontend.guards.number_inputs import is_traced_number
 from shardlib.frontend.guards.value_kinds import OPAQUE, PLAIN, numpy_kind
 from shardlib.frontend.results import refuse_attributes
+from shardlib.frontend.side_effects.leaks import holds_trace
 from shardlib.frontend.side_effects.mutation_values import Computed, Own, Part, Rest, Result, Shown
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.tensor.sharded_tensor import ShardedTensor
@@ -45,8 +45,8 @@ class MutationOutputs:
         if is_traced_number(x):
             return Computed(x.scalar)
         if not isinstance(x, Tensor):
-            is_number = numpy_kind(x) == "generic"
-            return Rest(x) if id(x) in self._mine or is_number or (is_value(x) and not _holds_trace(x)) else None
+            is_own = id(x) in self._mine or numpy_kind(x) == "generic"
+            return Rest(x) if is_own or (is_value(x) and not holds_trace(getattr(x, "__func__", x), 1)) else None
         if id(x) in self._own:
             return Own(self._own[id(x)])
         if not self._is_traced(x) or (x.requires_grad and x.is_leaf):  # its holder expects a leaf of its own
@@ -86,13 +86,6 @@ def _home(x: Tensor, like: Any) -> tuple[torch.device | None, Form | None]:
     if isinstance(like, ShardedTensor):
         return None, like._form if like.shape == x.shape else None
     return (like.device if isinstance(like, Tensor) and not x.requires_grad else None), None
-
-
-def _holds_trace(fn: Any) -> bool:
-    """Returns whether a function that was made in the trace closes over values of it."""
-    cells = [cell_content(cell) for cell in getattr(fn, "__closure__", None) or ()]
-    inside = pytree.tree_leaves([cells, getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)])
-    return any(isinstance(x, FakeTensor) or is_traced_number(x) for x in inside)
 
 
 def is_value(x: Any) -> bool:

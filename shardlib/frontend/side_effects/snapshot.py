@@ -179,16 +179,15 @@ class Snapshot(State):
     def _visit_container(self, x: Any, facts: list[Any], depth: int, place: Place | None = None) -> None:
         self.owners[id(x)] = x
         if isinstance(x, _CHANGING):
-            self.copies[id(x)] = _copied(x)
+            self.copies[id(x)] = x.copy() if type(x) is dict or type(x) is list else copy.copy(x)
         outside, self._log = self._log, self._log or id(x) in self.changing.logs
         super()._visit_container(x, facts, depth, place)
         self._log = outside
 
     def _visit_object(self, x: Any, facts: list[Any], depth: int) -> None:
-        if isinstance(x, bytearray | array.array) or (numpy_kind(x) == "ndarray" and x.flags.writeable):
-            self.owners[id(x)] = x
-            if getattr(x, "nbytes", 0) <= LARGE:
-                self.copies[id(x)] = copy.copy(x)
+        is_buffer = isinstance(x, bytearray | array.array) or (numpy_kind(x) == "ndarray" and x.flags.writeable)
+        if is_buffer and getattr(x, "nbytes", 0) <= LARGE:
+            self.copies[id(x)] = copy.copy(x)
         super()._visit_object(x, facts, depth)
 
     def _was_visited(self, x: Any, facts: list[Any]) -> bool:
@@ -207,7 +206,3 @@ EMPTY = OrderedDict, dict, list  # kinds of containers that are often empty
 # An empty copy of each kind, and words for it.
 _EMPTY: dict[Any, tuple[Any, Description]] = {kind: (kind(), describe_value(kind())) for kind in (*EMPTY, set)}
 _NONE_IN_IT = (LENGTH, int, 0)
-
-
-def _copied(x: Any) -> Any:
-    return x.copy() if type(x) is dict or type(x) is list else copy.copy(x)

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardlib.compiler.passes.split_backward import Halves, gives, needs
 from shardlib.compiler.program.steps import Compute, Var
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError, WrittenError
-from shardlib.core.torch_internals.torch_private import MODULE_DICTS, preserved_versions, pytree, version_of
+from shardlib.core.torch_internals.module_tensors import holding, module_tensors
+from shardlib.core.torch_internals.torch_private import preserved_versions, pytree, version_of
 from shardlib.eager.placement_autograd import place_tracked
-from shardlib.frontend.gradients.autograd_history import read_hooks
+from shardlib.frontend.gradients.autograd_history import read_hooks, without_grads
 from shardlib.frontend.guards.flatten_call import Static, wrap_static
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.torch_modes import autocast_dtypes
@@ -191,16 +192,9 @@ class Again:
         state = self._read(leaves)[0]
         then = dict(zip(self.names, leaves[self.tree.num_leaves :], strict=False))
         others = {id(x): then[name] for name, x in zip(state.names, state.tensors, strict=True) if name in then}
-        modules = [x for x in (*state.kept, state.own) if isinstance(x, nn.Module)]
-        dicts: list[dict[str, Any]] = [getattr(x, k) for x in modules for k in MODULE_DICTS[:2]]
-        before = [(held, k, x) for held in dicts for k, x in held.items() if others.get(id(x), x) is not x]
-        try:
-            for held, k, x in before:
-                held[k] = others[id(x)]
+        held = module_tensors((*state.kept, state.own))
+        with holding((space, name, others[id(x)]) for space, name, x in held if id(x) in others):
             yield
-        finally:
-            for held, k, x in before:
-                held[k] = x
 
     def _read(self, leaves: list[Any]) -> tuple[State, Any, list[Any]]:
         """Returns the state, the key and the leaves that a call with these arguments would have now."""
@@ -210,9 +204,9 @@ class Again:
 
     def _is_same(self, leaves: list[Any]) -> bool:
         """True if a call with these arguments would be the same; `.grad` may have been set or cleared since."""
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        for around in (None, tensors):
-            with _without_grads(around or ()), autocast(autocast_dtypes(self.key[1])):
+        with_grad = [x for x in leaves if isinstance(x, Tensor) and x.is_leaf and x.grad is not None]
+        for hidden in ([], with_grad):
+            with without_grads(hidden), autocast(autocast_dtypes(self.key[1])):
                 _, key, now = self._read(leaves)
             if key == self.key and len(now) <= len(leaves):
                 return all(
@@ -265,18 +259,6 @@ def generators_of(halves: Halves) -> frozenset[int]:
     """Returns the numbers of the generators from which a program draws keys; 0 is torch's own."""
     calls = (s for s in halves.joint.steps if isinstance(s, Compute) and has_trait(s.target, "draws_key"))
     return frozenset(int(s.args[0]) if s.args else 0 for s in calls)
-
-
-@contextmanager
-def _without_grads(tensors: Sequence[Tensor]) -> Iterator[None]:
-    grads = [(x, x.grad) for x in tensors if x.is_leaf and x.grad is not None]
-    for x, _ in grads:
-        x.grad = None
-    try:
-        yield
-    finally:
-        for x, grad in grads:
-            x.grad = grad
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardlib.compiler.plan.plan import Plan
-from shardlib.frontend.guards.attributes import BoundMethod
+from shardlib.frontend.guards.children import BoundMethod
 from shardlib.jit.call.program_cache import Programs
 
 if TYPE_CHECKING:
