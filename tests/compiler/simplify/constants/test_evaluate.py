@@ -36,7 +36,7 @@ def _draw_mask(rng: random.Random, s: int, t: int) -> Callable[[Tensor], Tensor]
         q, k = line(s)[:, None], line(t)[None]
         return rng.choice([lambda: q - k, lambda: k - q, lambda: (q - k).abs(), lambda: torch.maximum(q, k)])()
 
-    def beside(x: Tensor) -> list[Callable[[], Tensor]]:
+    def list_moves(x: Tensor) -> list[Callable[[], Tensor]]:
         """Turned round once and again; more of it before and behind; parts of it as they were."""
         a, b, fill = rng.randint(0, 2), rng.randint(0, 3), rng.random() < 0.5
         rows, columns = rng.randint(1, s), rng.randint(1, t)
@@ -72,7 +72,7 @@ def _draw_mask(rng: random.Random, s: int, t: int) -> Callable[[Tensor], Tensor]
             return rng.choice([torch.bitwise_or, torch.logical_and])(x, rng.choice([x[row][None], x[:, column, None]]))
         if kind == 6:  # elsewhere
             moves = [lambda: x.flip(0, 1), lambda: x.roll(1, 0), lambda: torch.cat([x[s // 2 :], x[: s // 2]])]
-            moves = [*moves[: 3 if s > 1 else 2], lambda: x.clone(), lambda: x.t().contiguous().t(), *beside(x)]
+            moves = [*moves[: 3 if s > 1 else 2], lambda: x.clone(), lambda: x.t().contiguous().t(), *list_moves(x)]
             return rng.choice([*moves, lambda: x.float().cumsum(1).tril() > 1])()
         y = mask(depth - 1)
         if kind < 9:
@@ -99,9 +99,9 @@ def test_values(seed: int, large: bool, monkeypatch: pytest.MonkeyPatch) -> None
     constants, results = Constants(gm), compute_values(gm)
     with monkeypatch.context() as patch:
         patch.setattr("shardlib.compiler.simplify.constants.lookup._LARGE", 15 if large else 1000)
-        found = {node: constants.find(node) for node in results}
+        constant_of = {node: constants.find(node) for node in results}
     for node, result in results.items():
-        if (values := found[node]) is None:
+        if (values := constant_of[node]) is None:
             assert large or not result.numel() or node.op == "placeholder", node.format_node()
             continue
         dense = values.to_dense()
@@ -112,14 +112,14 @@ def test_values(seed: int, large: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 def compute_values(gm: torch.fx.GraphModule, *args: Tensor) -> dict[torch.fx.Node, Tensor]:
     """Runs a graph, and returns the tensors of all nodes."""
-    found: dict[torch.fx.Node, Tensor] = {}
+    tensors: dict[torch.fx.Node, Tensor] = {}
 
     class Noting(torch.fx.Interpreter):
         def run_node(self, n: torch.fx.Node) -> Any:
             value = super().run_node(n)
             if isinstance(value, Tensor) and n.op != "output":
-                found[n] = value
+                tensors[n] = value
             return value
 
     Noting(gm).run(*(args or [torch.zeros(())]))
-    return found
+    return tensors
