@@ -1,7 +1,7 @@
-"""Warns of typos in logical names: a name without a rule that is one keyboard slip away from a known name.
+"""Warns of typos in logical names: a name without a rule that is one slip away from a known name.
 
 A name without a rule leaves its dim unsharded, usually on purpose, so only near misses cause a warning:
-* two letters exchanged, one missing or too many, a neighbor on the keyboard, another vowel, or the plural of a name;
+* two letters exchanged, one missing or too many, or the plural of a name;
 * in a word of two or three letters, a letter typed twice (`fff`), and of three letters two exchanged ones (`sqe`).
 
 Other pairs are different names: `patch` and `batch`, `state` and `stage`, names that differ in a number or in a short
@@ -10,12 +10,13 @@ word between underscores (`seq_q`, `seq_k`), the singular of a name (`head` and 
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 from functools import lru_cache
-from itertools import combinations, pairwise
 
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.spec import Spec
@@ -25,10 +26,6 @@ Use = tuple[str, Spec]  # a call ("shard(x) at train.py:12") and its spec
 _LONG = 8  # letters; in longer words two slips are as likely as another word
 _SHORT = 4  # letters; in shorter words another letter makes another word
 _SHORTEST = 2  # letters; a shorter word has no typos
-_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
-_CONFUSED = {frozenset(pair) for row in _ROWS for pair in pairwise(row)} | {
-    frozenset(pair) for pair in combinations("aeiou", 2)
-}
 
 
 def warn_of_typo(call: str, spec: Spec, mesh: Mesh) -> None:
@@ -76,15 +73,11 @@ def is_near(name: str, intended: str) -> bool:
     name, intended = name.lower(), intended.lower()
     if name.replace("_", "") == intended.replace("_", ""):
         return True
-    left, right = list(_words(name)), list(_words(intended))
+    left, right = (re.findall(r"\d+|[^\W\d_]+", x) for x in (name, intended))
     if len(left) != len(right):
         return False
     differing = [(x, y) for x, y in zip(left, right, strict=True) if x != y]
     return len(differing) == 1 and _mistyped(*differing[0])
-
-
-def _words(name: str) -> Iterator[str]:
-    return (m[0] for m in re.finditer(r"\d+|[^\W\d_]+", name))
 
 
 def _mistyped(word: str, intended: str) -> bool:
@@ -114,19 +107,9 @@ def _plurals(word: str) -> tuple[str, ...]:
     return (f"{word}es", f"{word[:-1]}ies", *([] if word.endswith("s") else [f"{word}s"]))
 
 
-def _wrong(x: str, y: str) -> int:
-    return 0 if x == y else 1 if frozenset((x, y)) in _CONFUSED else 3
-
-
-def _slips_between(a: str, b: str) -> int:
-    """Counts the fewest slips from `a` to `b` (optimal string alignment); any other replaced letter counts three."""
-    rows = [list(range(len(b) + 1))]
-    for i, x in enumerate(a, 1):
-        row = [i]
-        for j, y in enumerate(b, 1):
-            best = min(row[j - 1] + 1, rows[-1][j] + 1, rows[-1][j - 1] + _wrong(x, y))
-            if i > 1 and j > 1 and (x, y) == (b[j - 2], a[i - 2]):
-                best = min(best, rows[-2][j - 2] + 1)
-            row.append(best)
-        rows.append(row)
-    return rows[-1][-1]
+def _slips_between(a: str, b: str) -> float:
+    """Counts letters that move, are missing or too many; a replaced letter makes another word."""
+    changes = [change for change in SequenceMatcher(None, a, b, autojunk=False).get_opcodes() if change[0] != "equal"]
+    if any(kind == "replace" for kind, *_ in changes):
+        return math.inf
+    return max(sum(i2 - i1 for _, i1, i2, _, _ in changes), sum(j2 - j1 for *_, j1, j2 in changes))

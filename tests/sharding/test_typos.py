@@ -16,8 +16,8 @@ X, W = torch.ones(4, 6), torch.ones(6, 8)
 RULES = {"batch": "data", "ff": "tensor", "heads": "tensor", "kv_heads": "tensor"}
 
 NEAR = [
-    ("batch", "btach"), ("batch", "abtch"), ("batch", "batc"), ("batch", "battch"), ("batch", "batcj"),
-    ("heads", "haeds"), ("embed", "embad"), ("kv_heads", "kvheads"), ("kv_heads", "kv_haeds"),
+    ("batch", "btach"), ("batch", "abtch"), ("batch", "batc"), ("batch", "battch"),
+    ("heads", "haeds"), ("kv_heads", "kvheads"), ("kv_heads", "kv_haeds"),
     ("layers0", "lyaers0"),
     ("sequence", "seqeunec"), ("Batch", "batch"), ("hidden", "hiddn"), ("vocab", "vocba"),
     ("seq", "sqe"), ("seq", "sequ"),
@@ -29,6 +29,7 @@ APART = [
     ("f", "ff"), ("bhs", "bhd"),
     ("src_len", "tgt_len"), ("features_in", "features_out"), ("heads", "kv_heads"), ("x", "xy"), ("row", "raw"),
     ("experts", "expert_ff"), ("width", "depth"), ("hd", "h"), ("key", "kv"), ("time", "mel"), ("conv_w", "conv_h"),
+    ("batch", "batcj"), ("embed", "embad"),
 ]  # fmt: skip
 ONE_WAY = [  # a name, a known one that it is near, and that is not near it
     ("fff", "ff"), ("hdd", "hd"), ("batches", "batch"), ("heads", "head"), ("kv_heads", "kv_head"), ("tokens", "token"),

@@ -16,7 +16,7 @@ from shardlib.compiler.simplify.attention.grouped_heads import group_heads
 from shardlib.compiler.simplify.drop_likes import drop_likes
 from shardlib.compiler.simplify.emit import drop_shared_values
 from shardlib.compiler.simplify.gather.table_gather import gather_aligned_rows
-from shardlib.compiler.simplify.losses import divide_losses_late, drop_loss_totals
+from shardlib.compiler.simplify.losses import count_loss_targets, divide_losses_late, drop_loss_totals
 from shardlib.compiler.simplify.movement.compose_views import compose_permutes, compose_reshapes
 from shardlib.compiler.simplify.movement.fft_dims import split_fft_dims
 from shardlib.compiler.simplify.movement.reverse_scan import reverse_scans
@@ -36,7 +36,6 @@ from shardlib.compiler.simplify.single_ops import (
     fill_by_masks,
     skip_singular_vectors,
 )
-from shardlib.compiler.simplify.value_ranges import count_loss_targets
 from shardlib.core.aten.schemas import written_arguments
 from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.primitives.out_spec_claims import check_claims

@@ -1,19 +1,42 @@
-"""Rewrites means of losses as sums, which are divided last."""
+"""Rewrites means of losses as sums, which are divided last; counts targets that are certainly not ignored."""
 
 from __future__ import annotations
 
 import operator
 
 import torch
+from torch import fx
 
+from shardlib.compiler.simplify.constants.evaluate import Constants
 from shardlib.compiler.simplify.emit import Emit, Node, add_call
 from shardlib.compiler.simplify.rewrite import Call, Rewrite, RewritePass
 from shardlib.core.aten.schemas import get_argument
 
 aten = torch.ops.aten
-LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _BACKWARD = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 MEAN, SUM = 1, 2  # values of `reduction`
+
+
+def count_loss_targets(gm: fx.GraphModule) -> None:
+    """Replaces the count of a loss by a constant, if no target can be the one that it ignores.
+
+    No device then sends its own count.
+    """
+    constants = Constants(gm)
+    for target in _LOSSES:
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            totals = [user for user in node.users if user.args[1] == 1]
+            if not totals or get_argument(node, "reduction") != SUM or get_argument(node, "weight") is not None:
+                continue
+            targets, ignored = get_argument(node, "target"), get_argument(node, "ignore_index")
+            bounds = constants.find_range(targets)
+            if bounds is None or bounds[0] <= ignored <= bounds[1]:
+                continue
+            for total in totals:
+                val, count = total.meta["val"], targets.meta["val"].numel()
+                constant = Emit(gm, total)(aten.full.default, [], count, dtype=val.dtype, device=val.device)
+                total.replace_all_uses_with(constant)
 
 
 def _is_mean(node: Node) -> bool:
@@ -52,7 +75,7 @@ def _drop_total(emit: Emit, node: Node) -> Call:
 
 divide_losses_late = RewritePass(
     "divide_losses_late",
-    Rewrite([LOSSES], _sum_loss, _is_mean),  # mean -> sum / count
+    Rewrite([_LOSSES], _sum_loss, _is_mean),  # mean -> sum / count
     Rewrite([_BACKWARD], _sum_gradient, _is_mean),  # gradient of a mean -> gradient of a sum, of grad / count
 )
 drop_loss_totals = RewritePass(

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from shardlib.compiler.simplify.attention.mask_terms import Mask, MaskSplitter
-from shardlib.compiler.simplify.attention.toeplitz import Values
-from shardlib.compiler.simplify.attention.toeplitz_eval import Constants
+from shardlib.compiler.simplify.constants.evaluate import Constants
+from shardlib.compiler.simplify.constants.lookup import Lookup
 from shardlib.core.aten.schemas import get_arguments
 from shardlib.ops.attention.op import OPS as ATTENTION
 
@@ -63,7 +63,7 @@ def _replace_mask(
         values = constants.find(x.node)
         if values is not None and x.node.meta["val"].dtype != torch.bool:
             return _match_band(_get_shown(values, is_only_mask=False), s, t)
-        return _match_band(values and values._replace(numbers=values.numbers ^ x.hides), s, t)
+        return _match_band(values and values._replace(table=values.table ^ x.hides), s, t)
 
     splitter = MaskSplitter(gm, constants, lambda x: find_band(x) is not None)
     masks, (terms, hiding) = splitter.split_mask(mask), splitter.split_bias(bias)
@@ -83,31 +83,32 @@ def _replace_mask(
     return arguments | {"mask": splitter.join_masks(masks), "bias": splitter.join(terms, aten.add.Tensor)}
 
 
-def _is_undefined(values: Values | None) -> bool:
+def _is_undefined(values: Lookup | None) -> bool:
     """Returns whether some sum of a value and -inf is NaN."""
-    return values is not None and bool((values.numbers.isnan() | values.numbers.isposinf()).any())
+    return values is not None and bool((values.table.isnan() | values.table.isposinf()).any())
 
 
-def _get_shown(values: Values | None, *, is_only_mask: bool) -> Values | None:
+def _get_shown(values: Lookup | None, *, is_only_mask: bool) -> Lookup | None:
     """Returns the mask that a bias of 0 and -inf is, or None.
 
     If no other mask hides keys, numbers below `_HIDDEN` count as -inf: no score makes up for them.
     """
     if values is None:
         return None
-    hides = values.numbers < _HIDDEN if is_only_mask else values.numbers.isneginf()
-    return values._replace(numbers=~hides) if bool((hides | (values.numbers == 0)).all()) else None
+    hides = values.table < _HIDDEN if is_only_mask else values.table.isneginf()
+    return values._replace(table=~hides) if bool((hides | (values.table == 0)).all()) else None
 
 
-def _match_band(values: Values | None, s: int, t: int) -> Band | None:
+def _match_band(values: Lookup | None, s: int, t: int) -> Band | None:
     """Returns the band that a mask is; None for another mask, or if some query sees no key."""
     if values is None:
         return None
-    if values.numbers.numel() == 1:
-        return Band(None, None) if bool(values.numbers) else None
-    if not values.by_distance or values.numbers.numel() != s + t - 1:
+    if values.table.numel() == 1:
+        return Band(None, None) if bool(values.table) else None
+    line = values.find_line() if values.shape[-2:] == (s, t) else None
+    if line is None:
         return None
-    shown = values.numbers.flatten().nonzero().flatten()
+    shown = line.nonzero().flatten()
     if not len(shown) or len(shown) != shown[-1] - shown[0] + 1:
         return None
     low, high = int(shown[0]) - (s - 1), int(shown[-1]) - (s - 1)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardlib.compiler.simplify.attention.toeplitz_eval import Constants
+from shardlib.compiler.simplify.constants.evaluate import Constants
 from shardlib.compiler.simplify.emit import add_call
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.aten.schemas import get_argument
@@ -110,7 +110,7 @@ class MaskSplitter:
         """Returns the number that all elements of a node are; None if they differ or are unknown."""
         if isinstance(x, fx.Node):
             values = self.constants.find(x)
-            return values.numbers.item() if values is not None and values.numbers.numel() == 1 else None
+            return values.table.item() if values is not None and values.table.numel() == 1 else None
         return x if isinstance(x, bool | int | float) else None
 
     def _apply_view(self, mask: fx.Node, parts: Sequence[Mask]) -> list[Mask] | None:

@@ -1,0 +1,1 @@
+"""Answers which values a graph's nodes have, as far as the program alone tells."""
