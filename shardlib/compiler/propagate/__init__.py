@@ -30,8 +30,7 @@ from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.reshard import FactorAxes
 
-# The share of the effort that is spent at most when the first decision stands, that in another problem, when units are
-# split and offers made, and when fewer bytes are sent.
+# Shares of the effort after which each phase stops.
 _FIRST, _OTHER, _SPLIT, _LESS = 0.4, 0.5, 0.7, 0.9
 _OFFER = "an offer: nothing else would use it there"
 
@@ -47,7 +46,7 @@ class Propagated:
 
     def unit_axes(self, unit: DecisionUnit) -> tuple[tuple[Axis, ...], ...]:
         """Returns the mesh axes on each slot of `unit`, in prime parts."""
-        return self.search.slot_axes(unit.ops[0] if unit.ops else unit.values[0])
+        return self.search.slot_axes(unit.first_member)
 
     def assignment(self, op: Op) -> Assignment:
         """Returns the mesh axes over which each factor of `op` is sharded."""
@@ -55,7 +54,7 @@ class Propagated:
         return {x: axes[s] for x, s in self.units.op_slots[op].items() if axes[s]}
 
     def placed_input(self, value: Value) -> tuple[Value, FactorAxes]:
-        """Returns the twin of an input that has one, or the input, with the axes in which the call gets it."""
+        """Returns the value that the call passes for an input (its twin, if any), and its axes."""
         placed, fixed = self.propagation.pin_twins.get(value, value), self.propagation.fixed
         return placed, fixed[placed][0] if placed in fixed else self.input_axes(value)
 
@@ -66,7 +65,7 @@ class Propagated:
         if value not in self.units.unit:
             return ((),) * len(self.propagation.dim_factors(value))
         axes = self.search.slot_axes(value)
-        return tuple(() if s is None else axes[s] for s in self.units.value_slots[value])
+        return tuple(axes[s] for s in self.units.value_slots[value])
 
 
 def propagate(

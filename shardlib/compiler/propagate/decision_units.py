@@ -45,6 +45,10 @@ class DecisionUnit:
     def alone(self) -> bool:
         return bool(self.rounds or self.lends)
 
+    @property
+    def first_member(self) -> Op | Value:
+        return self.ops[0] if self.ops else self.values[0]
+
 
 @dataclass
 class Units:
@@ -52,16 +56,14 @@ class Units:
 
     unit: dict[Op | Value, DecisionUnit] = field(default_factory=dict)
     op_slots: dict[Op, dict[OpFactor, int]] = field(default_factory=dict)
-    value_slots: dict[Value, Slots] = field(default_factory=dict)
+    value_slots: dict[Value, tuple[int, ...]] = field(default_factory=dict)
     owner_slots: dict[Value, int] = field(default_factory=dict)  # of values in rows: the slot of their groups
+    # Of each value: the value that it is a view of, and its factors' positions there, None for a missing one.
     roots: dict[Value, tuple[Value, tuple[int | None, ...]]] = field(default_factory=dict)
-    # Memos of operands and results: their slots, and the slots over which they are partial sums.
-    read: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
-    written: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
-
-    def root(self, value: Value) -> tuple[Value, tuple[int | None, ...]]:
-        """Returns the value that `value` is a view of, and its factors' positions there, None for a missing one."""
-        return self.roots[value]
+    # Of operands and results: their slots, and the slots over which they are partial sums. Filled by `RecordFinder`;
+    # `propose_near_moves` reads them.
+    operand_slots: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
+    result_slots: dict[tuple[Op, int], tuple[Slots, tuple[int, ...]]] = field(default_factory=dict)
 
     def reads(self) -> Counter[Value]:
         """Counts how often each root is read or returned."""
@@ -133,10 +135,10 @@ def build_units(graph: Graph, f: Propagation) -> Units:
 
 def can_shard(f: Propagation, op: Op, factor: OpFactor) -> bool:
     """Returns whether `op` can run with a sharded factor; a local form that asks for offsets needs one range."""
-    assert op.rule is not None
+    rule = op.required_rule
     label, k = factor
     owner = op.owns is not None and label == op.owns.factor
-    return label not in f.whole[op] and (k == 0 or not (owner or label in op.rule.local.factors - op.rule.local.loose))
+    return label not in f.whole[op] and (k == 0 or not (owner or label in rule.local.factors - rule.local.loose))
 
 
 def _reads_less(read: tuple[Value, ...]) -> bool:
@@ -154,13 +156,13 @@ def _gathered(op: Op) -> list[Value]:
 
 def _find_whole_followers(op: Op) -> set[str]:
     """Returns the followers that only constants have: whole, each device slices them without a message."""
-    assert op.rule is not None
-    if not op.rule.ties.follows:
+    rule = op.required_rule
+    if not rule.ties.follows:
         return set()
-    read = [(v, labels) for v, labels in zip(op.operands, op.rule.operands, strict=True) if not v.constant]
-    written = [(v, labels) for v, labels in zip(op.results, op.rule.results, strict=True) if v is not None]
+    read = [(v, labels) for v, labels in zip(op.operands, rule.operands, strict=True) if not v.constant]
+    written = [(v, labels) for v, labels in zip(op.results, rule.results, strict=True) if v is not None]
     live = {f for _, labels in (*read, *written) for dim in labels for f in dim}
-    return {t for t in op.rule.ties.follows if t not in live}
+    return {t for t in rule.ties.follows if t not in live}
 
 
 def _add_root(u: Units, f: Propagation, value: Value) -> None:
@@ -183,34 +185,13 @@ def _look_through(u: Units, f: Propagation, op: Op) -> None:
     root, positions = u.roots[source]
     at = {
         x: p
-        for x, p in zip(value_factors(f, op, 0, operand=True), positions, strict=True)
+        for x, p in zip(f.value_factors(op, 0, operand=True), positions, strict=True)
         if x and x[0] not in f.whole[op]
     }
-    u.roots[value] = (root, tuple(at.get(x) if x else None for x in value_factors(f, op, 0, operand=False)))
-
-
-def value_factors(f: Propagation, op: Op, position: int, *, operand: bool) -> list[OpFactor | None]:
-    """Returns the op's factor for each factor of an operand (or result) of `op`; None where none fits."""
-    key = (op, position, operand)
-    if (memo := f.factors_memo.get(key)) is not None:
-        return memo
-    assert op.rule is not None
-    value = op.operands[position] if operand else op.results[position]
-    assert value is not None
-    out: list[OpFactor | None] = []
-    labels = f.labels[op]
-    for d, dim_factors in enumerate(f.value[value]):
-        factors = f.operand_factors(op, position, d) if operand else f.result_factors(op, position, d)
-        if tuple([labels[name][k] for name, k in factors]) == dim_factors:
-            out += factors
-        else:
-            out += [None] * len(dim_factors)
-    f.factors_memo[key] = out
-    return out
+    u.roots[value] = (root, tuple(at.get(x) if x else None for x in f.value_factors(op, 0, operand=False)))
 
 
 def _join_members(u: Units, f: Propagation, op: Op) -> None:
-    assert op.rule is not None
     members = [(v, i, True) for i, v in enumerate(op.operands)] + [(r, i, False) for i, r in enumerate(op.results) if r]
     for value, i, operand in members:
         if value.constant:
@@ -220,11 +201,9 @@ def _join_members(u: Units, f: Propagation, op: Op) -> None:
             continue
         op_slots, root_slots = u.op_slots[op], u.value_slots[root]
         pairs: dict[int, int] = {}
-        for factor, position in zip(value_factors(f, op, i, operand=operand), positions, strict=True):
+        for factor, position in zip(f.value_factors(op, i, operand=operand), positions, strict=True):
             if factor is not None and position is not None and factor in op_slots:
-                slot = root_slots[position]
-                if slot is not None:
-                    pairs[op_slots[factor]] = slot
+                pairs[op_slots[factor]] = root_slots[position]
         if op.owns is not None and (i in op.owns.reads or not operand) and root in u.owner_slots:
             pairs |= {s: u.owner_slots[root] for x, s in op_slots.items() if x == (op.owns.factor, 0)}
         mine, other = u.unit[op], u.unit[root]
@@ -243,7 +222,7 @@ def _merge(u: Units, a: DecisionUnit, b: DecisionUnit, pairs: dict[int, int]) ->
         u.op_slots[op] = {x: pairs[i] for x, i in u.op_slots[op].items()}
     for value in a.values:
         u.unit[value] = b
-        u.value_slots[value] = tuple(None if s is None else pairs[s] for s in u.value_slots[value])
+        u.value_slots[value] = tuple(pairs[s] for s in u.value_slots[value])
         if value in u.owner_slots:
             u.owner_slots[value] = pairs[u.owner_slots[value]]
     b.ops += a.ops

@@ -36,7 +36,7 @@ def add_twin(p: Propagation, key: PinKey, value: Value, fixed: FixedLayout, part
                 if axes and fixed.exact[d] and restrict_size(p.dims.size(factor), axes) != restrict_size(size, axes):
                     (own,) = p.dims.new(int(size))
                     if isinstance(size, ShardSizes):
-                        p.dims.choose(own, size, 0)
+                        p.dims.choose(own, size)
                     p.same[own] = factor
                 dim.append(own)
         dims.append(tuple(dim))
@@ -80,7 +80,7 @@ def lock_layout(dims: Dims, raw: list[list[DimFactor]], layout: Layout) -> Parts
                 if own_ways:
                     dims.lock(dim_factor, own_ways, size)
                 if size is not None:
-                    dims.choose(dim_factor, size, next(dims.order))
+                    dims.choose(dim_factor, size)
     return out
 
 

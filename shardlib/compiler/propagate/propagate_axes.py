@@ -184,8 +184,7 @@ class _Spreading:
 
     def unify_op(self, op: Op) -> None:
         """Unifies the dims that share a factor; the first dim that consists of one factor stands for the factor."""
-        p, raw, rule = self.propagation, self.raw, op.rule
-        assert rule is not None
+        p, raw, rule = self.propagation, self.raw, op.required_rule
         labels: dict[str, list[DimFactor]] = {}
         whole = set(rule.whole)
         resharded = self.resharded_dims.get(op, ())
@@ -231,8 +230,7 @@ def _copy_requests(p: Propagation) -> None:
     """Copies the requests of a factor to the factors that follow it, and to those that it follows."""
     tied: dict[DimFactor, dict[DimFactor, None]] = {}
     for op, labels in p.labels.items():
-        assert op.rule is not None
-        for pair in op.rule.ties.follows.items():
+        for pair in op.required_rule.ties.follows.items():
             if not p.whole[op] & set(pair):
                 a, b = (labels[x][0] for x in pair)
                 tied.setdefault(a, {})[b] = None

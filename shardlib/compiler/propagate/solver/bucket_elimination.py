@@ -23,8 +23,20 @@ from shardlib.compiler.propagate.solver.value_records import UnitClass
 GRAIN = 2.0**-47  # seconds
 _AT_ONCE = 1 << 14  # the most differences in one array
 
+LARGEST_TABLE = 1 << 20  # entries
+
 Costs = NDArray[np.float64]
 Numbers = NDArray[np.int64]
+
+
+def round_to_grain(seconds: float) -> float:
+    """Returns the nearest multiple of `GRAIN`."""
+    return round(seconds / GRAIN) * GRAIN
+
+
+def round_costs(costs: Costs) -> Costs:
+    """Returns the nearest multiples of `GRAIN`."""
+    return np.asarray(np.rint(costs / GRAIN) * GRAIN)
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ def find_least(
     sizes: Mapping[UnitClass, int],
     largest: int = 1 << 16,
     *,
-    written: int = 1 << 20,
+    written: int = LARGEST_TABLE,
     turns: int = 0,
 ) -> Least:
     """Returns the least sum of tables, or a lower bound, with sums of at most `largest` entries.
@@ -133,7 +145,7 @@ def find_least(
 
 def find_floors(tables: Sequence[Table], sizes: Mapping[UnitClass, int], largest: int) -> dict[UnitClass, Costs]:
     """Returns, for every choice of every variable, a lower bound on sums with this choice."""
-    some = [DenseTable(t.kinds, t.whole()) for t in tables if t.size <= 1 << 20]
+    some = [DenseTable(t.kinds, t.whole()) for t in tables if t.size <= LARGEST_TABLE]
     return {kind: _eliminated(some, sizes, largest, kind).last for kind in sizes}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.compiler.propagate.solver.bucket_elimination import Numbers
-from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, Role
+from shardlib.compiler.propagate.solver.problem import Choice, Order, Problem, Role, slot_index
 from shardlib.compiler.propagate.solver.value_records import UnitClass
 from shardlib.sharding.mesh.axis import Axis, group_size
 
@@ -71,10 +71,10 @@ class Domains:
         for name, order in zip(self.problem.mesh.axis_names, choice, strict=True):
             atoms = self.problem.atoms[name]
             offered = {~slot for slot in order if slot < 0}
-            if order and self._takes_minor(roles[max(order[0], ~order[0])], order[0] < 0, atoms):
+            if order and self._takes_minor(roles[slot_index(order[0])], order[0] < 0, atoms):
                 atoms = atoms[::-1]
             for atom in atoms:
-                for slot in (max(s, ~s) for s in order):
+                for slot in map(slot_index, order):
                     both = {slot, self.problem.rounds[kind].get(slot, slot)}
                     fit = {
                         i
@@ -117,8 +117,8 @@ class Domains:
     def choices_of(self, variable: Variable, offers: Offers) -> Domain:
         """Returns a choice for each sharding of a variable: some order of its slots on every mesh axis.
 
-        Of an order only those count that take a part of the axis, and the first. Where there are many orders, those
-        remain that cut the dim_factors of a dim one after another, and of these fewer slots count, down to two.
+        Of an order only those slots count that take a part of the axis, and the first. If there are many orders, only
+        those that shard a dim's factors major first are kept, then only their first slots.
         """
         kind, problem = variable[0], self.problem
         slots = {name: tuple(self.candidates(kind, name, offers)) for name in problem.atoms}
@@ -154,10 +154,10 @@ class Domains:
     def _one_after_another(self, kind: UnitClass, slots: Sequence[int]) -> bool:
         """Returns whether slots that are factors of one dim come from the major to the minor one, without a gap.
 
-        Leaves that one tensor has in one order and another in the other come in the order of their slots.
+        Factors that two tensors hold in opposite orders come in slot order.
         """
         factors, ordered = self.problem.members[kind][0].slots, self.problem.ordered
-        places = [max(s, ~s) for s in slots]
+        places = [*map(slot_index, slots)]
         for i, j in itertools.combinations(places, 2):
             if (factors[j], factors[i]) in ordered and (j < i or (factors[i], factors[j]) not in ordered):
                 return False
@@ -169,7 +169,7 @@ class Domains:
         Attention on a sharded sequence may not: the whole sequence may not fit on a device.
         """
         unit = self.problem.members[kind][0]
-        if not {*unit.rounds.values(), *unit.lends.values()}.isdisjoint(max(s, ~s) for s in slots):
+        if not {*unit.rounds.values(), *unit.lends.values()}.isdisjoint(map(slot_index, slots)):
             return False
         is_grouping = name in self.grouping and not any(op.owns and op.owns.begins for op in unit.ops)
         offered = all(s < 0 for s in slots)

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Costs, Numbers, Table
+from shardlib.compiler.propagate.solver.bucket_elimination import Costs, Numbers, Table, round_costs, round_to_grain
 from shardlib.compiler.propagate.solver.domains import Domain, SlotAxes, Variable
 from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.reshard_costs import LayoutCosts, ValueReshards
@@ -301,7 +301,7 @@ class Estimate:
             index.append(states[0] if n is None else states.reshape([-1, *[1] * (len(along) - n - 1)]))
         costs = moves.costs(index)
         factor = weights.sent * (weights.hidden if moves.record.hidden else 1.0)
-        weighed = costs if factor == 1.0 else np.asarray(np.rint(costs * (factor / GRAIN)) * GRAIN)
+        weighed = costs if factor == 1.0 else round_costs(costs * factor)
         return Table(tuple(v[0] for v in along), weighed, tuple(merged[v][1] for v in along))
 
     def whole(self, choices: Choices) -> tuple[float, float]:
@@ -336,8 +336,3 @@ class Estimate:
     def _settled(self) -> list[tuple[ValueRecord, float]]:
         """Returns the values between units without a choice, with the seconds of their reshards."""
         return [(record, self._moves(record, n).at(())) for record, n in self.problem.settled.items()]
-
-
-def round_to_grain(seconds: float) -> float:
-    """Returns the nearest multiple of `GRAIN`."""
-    return round(seconds / GRAIN) * GRAIN

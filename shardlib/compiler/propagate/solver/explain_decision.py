@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.solver.domains import SlotAxes, Variable
-from shardlib.compiler.propagate.solver.problem import Choice
+from shardlib.compiler.propagate.solver.problem import Choice, slot_index
 from shardlib.compiler.propagate.solver.search import TIE, Search
 from shardlib.compiler.propagate.solver.value_records import UnitClass
 
@@ -41,10 +41,10 @@ def explain_decision(search: Search, member: Op | Value, name: str) -> Decision 
             choices[k] = (*choices[k][:a], alternative, *choices[k][a + 1 :])
         cut = search.estimate.slot_axes(kind, choices[kind])
         seconds = search.estimate.cost(variable, choices, search.weights)
-        first = tuple(max(s, ~s) for s in alternative[:1])
+        first = tuple(map(slot_index, alternative[:1]))
         rows.setdefault(cut, (_takers(search, kind, name, alternative, cut), seconds, first))
     winner = _takers(search, kind, name, search.choices[kind][a], search.slot_axes(member))
-    return Decision(name, winner, tuple(rows.values()), search.problem.count(kind))
+    return Decision(name, winner, tuple(rows.values()), search.problem.alike[kind])
 
 
 def near_tie(search: Search, member: Op | Value, name: str) -> tuple[str, float] | None:
@@ -90,7 +90,7 @@ def _takers(search: Search, kind: UnitClass, name: str, choice: Choice, cut: Seq
     """Names the dims that the axis shards: the first slot; for attention, all slots that get a part of it."""
     problem = search.problem
     rounds, unit = problem.rounds[kind], problem.members[kind][0]
-    slots = tuple(max(s, ~s) for s in choice)
+    slots = tuple(map(slot_index, choice))
     atoms = problem.atoms[name]
     takers = tuple(i for i in slots if any(a in atoms for a in cut[i])) if unit.alone else slots[:1]
     names = []

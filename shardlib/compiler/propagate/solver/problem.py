@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.decision_units import DecisionUnit, Units, build_units, find_slots, value_factors
+from shardlib.compiler.propagate.decision_units import DecisionUnit, Units, build_units, find_slots
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Assignment, Message, OpFactor, Propagation
 from shardlib.compiler.propagate.solver.classify_members import classify_members, color_members
@@ -47,6 +47,11 @@ class Role:
 # though no annotation requests it.
 Choice = tuple[int, ...]
 Order = tuple[Choice, ...]  # a choice for every mesh axis
+
+
+def slot_index(slot: int) -> int:
+    """Returns the slot s of an entry s or ~s of a `Choice`."""
+    return max(slot, ~slot)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,9 @@ class MessageSender:
 
 def estimate_work(op: Op, prices: Prices) -> float:
     """Returns the seconds of an op on one device: of its arithmetic or its memory traffic, whichever is more."""
-    assert op.rule is not None
     nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
     widest = max((r.dtype.itemsize for r in op.results if r is not None), default=0)
-    return max(op.rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
+    return max(op.required_rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
 
 
 def _count_units(members: Iterable[DecisionUnit]) -> list[tuple[DecisionUnit, int]]:
@@ -134,7 +138,7 @@ class Problem:
     without a choice are `settled`. `sends` returns the messages inside an op; those of `hidden` values may be hidden.
 
     `whole_units` are the units before they were split. For every class of these, `groups` holds the unit classes that
-    are its parts, and `alike` the number of its units.
+    are its parts; `alike` has the number of its units for each of these.
     """
 
     def __init__(
@@ -160,8 +164,8 @@ class Problem:
         self.class_of: dict[DecisionUnit, UnitClass] = {
             unit: k for k, units in enumerate(self.members) for unit in units
         }
-        self.alike = [len(units) for units in whole]
-        self.groups = self._group(whole)
+        self.groups = self._group(number, len(whole))
+        self.alike = {kind: len(units) for group, units in zip(self.groups, whole, strict=True) for kind in group}
         self.group_of = {kind: group for group in self.groups for kind in group}
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
         self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
@@ -170,10 +174,10 @@ class Problem:
         self.records, self.settled = Counter[ValueRecord](), Counter[ValueRecord]()
         for record, times in RecordFinder(propagation, self.units, self.class_of, hidden).find(graph):
             (self.records if record.kinds else self.settled)[record] += times
-        alike = [_count_units(m) for m in self.members]
-        self.compute = [self._compute(m) for m in alike]
+        counted = [_count_units(m) for m in self.members]
+        self.compute = [self._compute(m) for m in counted]
         self.senders = [list(self._senders(m)) for m in self.members]
-        self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in alike]
+        self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in counted]
 
     def _find_kinds(self, units: Units) -> list[list[DecisionUnit]]:
         """Returns the units of every class: they have equal members, of equal roles and pins, on the same slots."""
@@ -185,7 +189,7 @@ class Problem:
                 pins = []
                 for value in (*op.operands, *op.results):
                     if value is not None and not value.constant:
-                        root, _ = units.root(value)
+                        root, _ = units.roots[value]
                         pins.append(fixed[root][0] if root in fixed else None)
                 described[unit].add((self.looks[op], tuple(units.op_slots[op].items()), tuple(pins)))
         for member, unit in units.unit.items():
@@ -196,23 +200,13 @@ class Problem:
             kinds.setdefault((tuple(self._roles(unit)), frozenset(descriptions), unit.part), []).append(unit)
         return [*kinds.values()]
 
-    def _group(self, whole: Sequence[Sequence[DecisionUnit]]) -> list[tuple[UnitClass, ...]]:
-        """Returns the unit classes that are parts of each class of whole units."""
-        number = {unit: k for k, units in enumerate(whole) for unit in units}
-        groups: list[dict[UnitClass, None]] = [{} for _ in whole]
+    def _group(self, number: Mapping[DecisionUnit, int], count: int) -> list[tuple[UnitClass, ...]]:
+        """Returns the unit classes that are parts of each of `count` classes of whole units, by their `number`."""
+        groups: list[dict[UnitClass, None]] = [{} for _ in range(count)]
         for member, unit in self.units.unit.items():
             if unit in self.class_of:
                 groups[number[self.whole_units.unit[member]]][self.class_of[unit]] = None
         return [tuple(group) for group in groups]
-
-    def count(self, kind: UnitClass) -> int:
-        """Returns how many units decide like those of a class."""
-        return self.alike[self.groups.index(self.group_of[kind])]
-
-    def first(self, kind: UnitClass) -> Op | Value:
-        """Returns a member of a unit class."""
-        unit = self.members[kind][0]
-        return unit.ops[0] if unit.ops else unit.values[0]
 
     @cached_property
     def ordered(self) -> dict[tuple[DimFactor, DimFactor], bool]:
@@ -286,7 +280,6 @@ class Problem:
         totals: dict[tuple[int, ...], float] = defaultdict(float)
         for unit, count in units:
             for op in unit.ops:
-                assert op.rule is not None
                 slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
                 if op.owns is not None and not op.owns.begins:
                     slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
@@ -296,17 +289,16 @@ class Problem:
     def _passed(self, unit: DecisionUnit, count: int) -> Iterable[PassedTensor]:
         """Yields the tensors that a unit may pass round a ring."""
         for op in unit.ops if unit.rounds else ():
-            assert op.rule is not None
             for values, operand in ((op.operands, True), (op.results, False)):
                 for i, value in enumerate(values):
                     if value is None or value.constant:
                         continue
-                    slots = find_slots(self.units, op, value_factors(self.propagation, op, i, operand=operand))
+                    slots = find_slots(self.units, op, self.propagation.value_factors(op, i, operand=operand))
                     sharded = tuple(s for s in slots if s is not None)
                     for slot in unit.rounds.keys() & set(sharded):
                         n, leader = count * op.times, unit.rounds[slot]
                         name = next(f for (f, _), s in self.units.op_slots[op].items() if s == slot)
-                        yield PassedTensor(value.nbytes * n, n, sharded, slot, leader, operand, op.rule, name)
+                        yield PassedTensor(value.nbytes * n, n, sharded, slot, leader, operand, op.required_rule, name)
 
     def _senders(self, units: Iterable[DecisionUnit]) -> Iterable[MessageSender]:
         """Yields the ops of units that have a local form, with the number of ops that send the same.

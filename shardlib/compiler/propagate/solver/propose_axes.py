@@ -19,11 +19,11 @@ from dataclasses import replace
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
+from shardlib.compiler.propagate.solver.bucket_elimination import round_to_grain
 from shardlib.compiler.propagate.solver.domains import Variable
-from shardlib.compiler.propagate.solver.estimate import round_to_grain
 from shardlib.compiler.propagate.solver.problem import Problem, estimate_work
 from shardlib.compiler.propagate.solver.propose_near_moves import SMALL, find_free_dims, rate_dims_near_reshards
-from shardlib.compiler.propagate.solver.search import TIE, Search, SearchState
+from shardlib.compiler.propagate.solver.search import TIE, Search, SearchState, pick_least_sent
 from shardlib.compiler.propagate.solver.split_units import split_units
 from shardlib.core.aten.op_traits import is_view
 from shardlib.sharding.mesh.axis import Axis
@@ -111,11 +111,7 @@ class _Offers:
 
 
 def _best(search: Search, states: Sequence[SearchState]) -> SearchState:
-    """Returns, of the states about as fast as the fastest, the first that sends least."""
-    whole = [search.estimate.whole(state.choices) for state in states]
-    fastest = min(map(sum, whole))
-    near = [i for i, seconds in enumerate(whole) if sum(seconds) <= fastest * TIE]
-    return states[min(near, key=lambda i: tuple(map(round_to_grain, whole[i][::-1])))]
+    return states[pick_least_sent([search.estimate.whole(state.choices) for state in states])]
 
 
 def _is_better(search: Search, trial: SearchState, before: SearchState, light: bool, summed: bool) -> bool:

@@ -57,16 +57,16 @@ def _sent(op: Op, search: Search, atoms: Sequence[Axis], moving: Collection[Valu
     for i, value in enumerate(op.operands):
         if value.constant:
             continue
-        root, _ = units.root(value)
+        root, _ = units.roots[value]
         source = [[a for a in axes if a in atoms] for axes in _axes_of(search, root)]
         if any(source):
             cut += [i] if root in moving else []
-            slots, _ = units.read[op, i]
+            slots, _ = units.operand_slots[op, i]
             target = [[] if s is None else [a for a in cuts[s] if a in atoms] for s in slots]
             if target != source:
                 sent, most = sent + prices.comm_seconds((*atoms,), root.nbytes), max(most, root.nbytes)
     for i, result in enumerate(op.results):
-        partial = (a for s in units.written.get((op, i), ((), ()))[1] for a in cuts[s])
+        partial = (a for s in units.result_slots.get((op, i), ((), ()))[1] for a in cuts[s])
         if result is not None and not {*atoms}.isdisjoint(partial) and not _travels(result):
             sent, most = sent + prices.comm_seconds((*atoms,), result.nbytes), max(most, result.nbytes)
     return [i for i in cut if op.operands[i].nbytes * SMALL >= most], sent
@@ -80,7 +80,7 @@ def _axes_of(search: Search, root: Value) -> Sequence[Sequence[Axis]]:
     if root not in units.unit:
         return ()
     cuts = search.slot_axes(root)
-    return [() if s is None else cuts[s] for s in units.value_slots[root]]
+    return [cuts[s] for s in units.value_slots[root]]
 
 
 def _travels(value: Value) -> bool:
@@ -100,9 +100,9 @@ def find_free_dims(
 
     With positions `read`, only dims that all results and these operands have.
     """
-    assert op.rule is not None
-    results = [labels for labels, r in zip(op.rule.results, op.results, strict=True) if r is not None]
-    names = [{f for dim in labels for f in dim} for labels in (*results, *(op.rule.operands[i] for i in read or ()))]
+    rule = op.required_rule
+    results = [labels for labels, r in zip(rule.results, op.results, strict=True) if r is not None]
+    names = [{f for dim in labels for f in dim} for labels in (*results, *(rule.operands[i] for i in read or ()))]
     kept = set[str]().union(*names) if read is None else set.intersection(*names)
     dims, least = set(), group_size(atoms)
     for label in kept:

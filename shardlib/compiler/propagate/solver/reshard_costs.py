@@ -14,7 +14,7 @@ from itertools import accumulate, groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Costs, Numbers
+from shardlib.compiler.propagate.solver.bucket_elimination import Costs, Numbers, round_costs
 from shardlib.compiler.propagate.solver.value_records import UnitClass, ValueEnd, ValueRecord
 from shardlib.sharding import reshard
 from shardlib.sharding.mesh.axis import Axis, group_size
@@ -223,7 +223,7 @@ class ValueReshards:
     def costs(self, classes: Sequence[Numbers]) -> Costs:
         """Returns the seconds for arrays of layout classes, broadcast."""
         if self._is_large:
-            key = tuple([(n.shape, n.tobytes()) for n in classes])
+            key = tuple(map(_key, classes))
             if (costs := self._large.get(key)) is None:
                 costs = self._large[key] = self._compute(np.broadcast_arrays(*classes))
             return costs
@@ -251,7 +251,7 @@ class ValueReshards:
                 at[p] = states[..., n]
         seconds = np.broadcast_to(self._seconds(at), np.broadcast_shapes(*(n.shape for n in classes)))
         self.evaluations += seconds.size
-        return np.asarray(np.rint(seconds * (self.count / GRAIN)) * GRAIN)
+        return round_costs(seconds * self.count)
 
     def _seconds(self, at: list[Numbers]) -> Costs:
         record = self.record
@@ -287,7 +287,7 @@ class ValueReshards:
                 if mine.any()
             ]
             total, have, new = sum(paid, start=total), [np.where(apart, targets[0], sources[0])], new[:1]
-        for target in {(w.shape, w.tobytes()): w for w in targets}.values():  # equal targets cost one reshard
+        for target in {_key(w): w for w in targets}.values():  # equal targets cost one reshard
             ways = [self.layouts.seconds(s, target) for s in have]
             best, then = ways[0]
             for seconds, state in ways[1:]:
@@ -300,17 +300,22 @@ class ValueReshards:
         return total * (HOLDING if record.held else 1.0)
 
 
+def _key(numbers: Numbers) -> tuple[tuple[int, ...], bytes]:
+    """Returns a key that equal arrays share."""
+    return numbers.shape, numbers.tobytes()
+
+
 def _count_terms(terms: Iterable[tuple[Numbers, int]]) -> list[tuple[Numbers, int]]:
     """Returns the distinct terms, with their numbers: most terms of a long sum have one layout."""
     counts: dict[object, tuple[Numbers, int]] = {}
     for s, n in terms:
-        counts[s.shape, s.tobytes()] = s, counts.get((s.shape, s.tobytes()), (s, 0))[1] + n
+        counts[_key(s)] = s, counts.get(_key(s), (s, 0))[1] + n
     return [*counts.values()]
 
 
 def _without_repeats(joins: Sequence[Numbers]) -> list[Numbers]:
     """Returns the joins without those that follow one of the same layout."""
-    return [next(same) for _, same in groupby(joins, lambda s: (s.shape, s.tobytes()))]
+    return [next(same) for _, same in groupby(joins, _key)]
 
 
 def _first_occurrences(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
@@ -318,7 +323,7 @@ def _first_occurrences(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
     masks: list[NDArray[np.bool_]] = []
     before: dict[object, Numbers] = {}
     for s in sources:
-        key = s.shape, s.tobytes()
+        key = _key(s)
         if key in before:
             masks.append(np.array(False))
         else:

@@ -10,17 +10,18 @@ each, until nothing improves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, find_least
+from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, find_least, round_to_grain
 from shardlib.compiler.propagate.solver.domains import Domain, Domains, Offer, SlotAxes, Variable
 from shardlib.compiler.propagate.solver.effort import Effort
-from shardlib.compiler.propagate.solver.estimate import Choices, Estimate, Free, Weights, round_to_grain
+from shardlib.compiler.propagate.solver.estimate import Choices, Estimate, Free, Weights
 from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.value_records import UnitClass
 
@@ -59,7 +60,7 @@ class Search:
         self.offers: frozenset[Offer] = frozenset((dim_factor, w.axis.name) for dim_factor, w in requests if w.offered)
         self.choices: Choices = [self.domain((kind,)).orders[0] for kind in range(len(problem.members))]
         if start is not None:
-            self.choices = [start(problem.first(kind)) for kind in range(len(problem.members))]
+            self.choices = [start(units[0].first_member) for units in problem.members]
             self.settle((kind,) for kind in range(len(problem.members)))
 
     @property
@@ -201,14 +202,10 @@ class Search:
             self.minimize(whole, spares)
         self.estimate, self.weights = seconds, weights
 
-    @property
+    @cached_property
     def of_bytes(self) -> Estimate:
         """Returns the estimate of the bytes of messages, without their latency."""
-        if self._of_bytes is None:
-            self._of_bytes = Estimate(self.problem, self.allowed.slot_axes, of_bytes=True)
-        return self._of_bytes
-
-    _of_bytes: Estimate | None = None
+        return Estimate(self.problem, self.allowed.slot_axes, of_bytes=True)
 
     @contextmanager
     def optimistic(self) -> Iterator[None]:
@@ -292,7 +289,14 @@ class Search:
 
 def choose_search(a: Search, b: Search) -> Search:
     """Returns the search that sends less, of two whose results are about as fast; else the faster one."""
-    whole = [search.estimate.whole(search.choices) for search in (a, b)]
-    near = max(map(sum, whole)) <= min(map(sum, whole)) * TIE
-    keys = [tuple(map(round_to_grain, seconds[::-1] if near else (sum(seconds),))) for seconds in whole]
-    return b if keys[1] < keys[0] else a
+    return (a, b)[pick_least_sent([search.estimate.whole(search.choices) for search in (a, b)])]
+
+
+def pick_least_sent(seconds: Sequence[tuple[float, float]]) -> int:
+    """Returns the position of the decision that sends least, among those about as fast as the fastest.
+
+    `seconds` has those of arithmetic and of communication, for each decision.
+    """
+    limit = min(map(sum, seconds)) * TIE
+    near = [i for i, pair in enumerate(seconds) if sum(pair) <= limit]
+    return min(near, key=lambda i: tuple(map(round_to_grain, seconds[i][::-1])))

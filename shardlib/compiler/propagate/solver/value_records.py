@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero
-from shardlib.compiler.propagate.decision_units import DecisionUnit, Slots, Units, find_slots, value_factors
+from shardlib.compiler.propagate.decision_units import DecisionUnit, Slots, Units, find_slots
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.reshard import FactorAxes, FactorSizes
@@ -116,7 +116,7 @@ class RecordFinder:
                 continue
             for i, value in enumerate(op.operands):
                 if not value.constant:
-                    root, positions = self.units.root(value)
+                    root, positions = self.units.roots[value]
                     readers[root][self._reader(op, i, value, root, positions)] = None
                     self.directions[root].add(op.backward)
             for index, result in enumerate(op.results):
@@ -143,7 +143,7 @@ class RecordFinder:
         for op in graph.ops:
             if op.constant or op.transparent or op.owns is not None or not self._adds(op):
                 continue
-            addends = [u.root(v) for v in op.operands]
+            addends = [u.roots[v] for v in op.operands]
             (result,) = op.results
             assert result is not None, "a sum has a value"
             partial = [any(map(self._has_partial, sources.get(r, ()))) for r, _ in addends]
@@ -197,16 +197,16 @@ class RecordFinder:
                 (result,) = op.results
                 if len(terms) != 1 or op.operands[terms[0]].constant:
                     continue
-                root, positions = u.root(op.operands[terms[0]])
+                root, positions = u.roots[op.operands[terms[0]]]
                 if result is None or reads[root] != 1 or not (root.rows or root in through):
                     continue
                 others = [v for i, v in enumerate(op.operands) if i not in terms and not v.constant]
                 if result.nbytes > root.nbytes or any(v.dtype.is_floating_point for v in others):
                     continue
-                factors = value_factors(self.propagation, op, terms[0], operand=True)
+                factors = self.propagation.value_factors(op, terms[0], operand=True)
                 at = dict(zip(factors, positions, strict=True))
                 result_positions = tuple(
-                    at.get(x) if x else None for x in value_factors(self.propagation, op, 0, operand=False)
+                    at.get(x) if x else None for x in self.propagation.value_factors(op, 0, operand=False)
                 )
                 through[result] = tuple(
                     _onto_view(s, result_positions) for s in (*through.get(root, ()), *sources.get(root, ()))
@@ -223,7 +223,7 @@ class RecordFinder:
         for i, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or value.constant:
                 continue
-            root, _ = self.units.root(value)
+            root, _ = self.units.roots[value]
             if i in f.outputs:
                 readers[root][self._fixed(f.outputs[i][0], f.pin_twins.get(i, value), value)] = None
             else:
@@ -232,7 +232,7 @@ class RecordFinder:
         return returned
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> ValueEnd:
-        if (memo := self.units.read.get((op, i))) is not None:
+        if (memo := self.units.operand_slots.get((op, i))) is not None:
             return self._end(self.units.unit[op], *memo)
         n = len(self.propagation.dim_factors(root))
         if op.constrains:
@@ -243,7 +243,7 @@ class RecordFinder:
             return self._fixed(self.propagation.body_inputs[op][0], self.propagation.pin_twins.get(op, value), value)
         if op.rule is None:
             return ValueEnd(None, cut=((),) * n)
-        slots = find_slots(self.units, op, value_factors(self.propagation, op, i, operand=True))
+        slots = find_slots(self.units, op, self.propagation.value_factors(op, i, operand=True))
         out: list[int | None] = [None] * n
         for slot, position in zip(slots, positions, strict=True):
             if position is not None:
@@ -251,12 +251,12 @@ class RecordFinder:
         slot = None
         if op.owns is not None and i in op.owns.reads:
             slot = self.units.op_slots[op].get((op.owns.factor, 0))
-        memo = self.units.read[op, i] = tuple(out), () if slot is None else (slot,)
+        memo = self.units.operand_slots[op, i] = tuple(out), () if slot is None else (slot,)
         return self._end(self.units.unit[op], *memo)
 
     def _fixed(self, cut: FactorAxes, twin: Value, value: Value) -> ValueEnd:
         """Returns the end of a reader that takes `value` with the axes `cut` on the factors of `twin`."""
-        f, (root, positions) = self.propagation, self.units.root(value)
+        f, (root, positions) = self.propagation, self.units.roots[value]
         near, n = _onto_root(f.across(cut, twin, value), positions, len(f.dim_factors(root))), len(f.dim_factors(root))
         if f.value[value] != f.value[twin] and positions == (*range(n),):
             return ValueEnd(None, cut=near, into=(f.sizes(twin), cut), dims=f.sizes(value))
@@ -273,13 +273,13 @@ class RecordFinder:
 
     def _source(self, op: Op, index: int, result: Value) -> ValueEnd:
         f, u = self.propagation, self.units
-        if (memo := u.written.get((op, index))) is not None:
+        if (memo := u.result_slots.get((op, index))) is not None:
             return self._end(u.unit[op], *memo)
         if result in f.fixed or op.rule is None:
             return ValueEnd(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.dim_factors(result)))
-        factors = value_factors(f, op, index, operand=False)
+        factors = f.value_factors(op, index, operand=False)
         partial = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.partial_kind(index, x[0]))
-        memo = u.written[op, index] = find_slots(u, op, factors), partial
+        memo = u.result_slots[op, index] = find_slots(u, op, factors), partial
         return self._end(u.unit[op], *memo)
 
     def _input(self, value: Value) -> ValueEnd:
