@@ -1,8 +1,8 @@
 """The problem of the search: classes of decision units, the values between them, and the costs of each.
 
-Equal units, as those of a model's layers, are one *unit class* (a `kind` in the code), which counts as often as it
-occurs. So the search does not take longer for a deeper model. A class has one op or value, or all equal ones. Classes
-of one *group* are parts of one whole unit, and begin with one choice.
+Equal units, as those of a model's layers, are one *unit class*, which counts as often as it occurs. So the search
+does not take longer for a deeper model. A class has one op or value, or all equal ones. Classes of one *group* are
+parts of one whole unit, and begin with one choice.
 
 The problem is built once. A dim that is offered an axis adds choices, and no slots.
 """
@@ -104,7 +104,7 @@ def _count_units(members: Iterable[DecisionUnit]) -> list[tuple[DecisionUnit, in
     return [*counts.values()]
 
 
-def _families(kinds: Iterable[Sequence[DecisionUnit]]) -> dict[DimFactor, DimFactor]:
+def _families(unit_classes: Iterable[Sequence[DecisionUnit]]) -> dict[DimFactor, DimFactor]:
     """Maps the factors that units of one class have in one slot to one of them: an offer to one is an offer to all."""
     parent: dict[DimFactor, DimFactor] = {}
 
@@ -113,7 +113,7 @@ def _families(kinds: Iterable[Sequence[DecisionUnit]]) -> dict[DimFactor, DimFac
             dim_factor = above
         return dim_factor
 
-    for first, *others in kinds:
+    for first, *others in unit_classes:
         for dim_factor in first.slots:
             find(dim_factor)
         for unit in others:
@@ -155,31 +155,33 @@ class Problem:
         self.whole_units = build_units(graph, propagation)
         self._role_memo: dict[DimFactor, Role] = {}
         self.looks = color_members(graph, _NEAR)
-        whole = self._find_kinds(self.whole_units)
+        whole = self._find_unit_classes(self.whole_units)
         self.families = _families(whole)
         number = {unit: k for k, units in enumerate(whole) for unit in units}
         places = classify_members(self.whole_units.unit, number, color_members(graph, _FAR))
         self.units = self.whole_units.split(places.__getitem__)
-        self.members = self._find_kinds(self.units)
+        self.members = self._find_unit_classes(self.units)
         self.class_of: dict[DecisionUnit, UnitClass] = {
             unit: k for k, units in enumerate(self.members) for unit in units
         }
         self.groups = self._group(number, len(whole))
-        self.alike = {kind: len(units) for group, units in zip(self.groups, whole, strict=True) for kind in group}
-        self.group_of = {kind: group for group in self.groups for kind in group}
+        self.alike = {
+            unit_class: len(units) for group, units in zip(self.groups, whole, strict=True) for unit_class in group
+        }
+        self.group_of = {unit_class: group for group in self.groups for unit_class in group}
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
         self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
         self.siblings = [_find_siblings(m[0]) for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
         self.records, self.settled = Counter[ValueRecord](), Counter[ValueRecord]()
         for record, times in RecordFinder(propagation, self.units, self.class_of, hidden).find(graph):
-            (self.records if record.kinds else self.settled)[record] += times
+            (self.records if record.unit_classes else self.settled)[record] += times
         counted = [_count_units(m) for m in self.members]
         self.compute = [self._compute(m) for m in counted]
         self.senders = [list(self._senders(m)) for m in self.members]
         self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in counted]
 
-    def _find_kinds(self, units: Units) -> list[list[DecisionUnit]]:
+    def _find_unit_classes(self, units: Units) -> list[list[DecisionUnit]]:
         """Returns the units of every class: they have equal members, of equal roles and pins, on the same slots."""
         described: dict[DecisionUnit, set[object]] = defaultdict(set)
         fixed = self.propagation.fixed
@@ -195,10 +197,10 @@ class Problem:
         for member, unit in units.unit.items():
             if isinstance(member, Value) and unit.slots:
                 described[unit].add((self.looks[member], units.value_slots[member]))
-        kinds: dict[object, list[DecisionUnit]] = {}
+        unit_classes: dict[object, list[DecisionUnit]] = {}
         for unit, descriptions in described.items():
-            kinds.setdefault((tuple(self._roles(unit)), frozenset(descriptions), unit.part), []).append(unit)
-        return [*kinds.values()]
+            unit_classes.setdefault((tuple(self._roles(unit)), frozenset(descriptions), unit.part), []).append(unit)
+        return [*unit_classes.values()]
 
     def _group(self, number: Mapping[DecisionUnit, int], count: int) -> list[tuple[UnitClass, ...]]:
         """Returns the unit classes that are parts of each of `count` classes of whole units, by their `number`."""
@@ -243,29 +245,29 @@ class Problem:
             roles[slot] = replace(mine, requests=mine.requests + lent, lent=lent)
         return roles
 
-    def _candidates(self, kind: UnitClass) -> dict[str, list[int]]:
+    def _candidates(self, unit_class: UnitClass) -> dict[str, list[int]]:
         """Returns, for each mesh axis, the slots that request a part of it."""
         out: dict[str, list[int]] = {}
-        slots, rounds = self.slots[kind], self.rounds[kind]
+        slots, rounds = self.slots[unit_class], self.rounds[unit_class]
         for name, atoms in self.atoms.items():
             wanting = [
                 i
                 for i, role in enumerate(slots)
                 if any(axis in atoms and axis in slots[rounds.get(i, i)].requests for axis in role.requests)
             ]
-            if wanting := self._requested_slots(kind, wanting, atoms):
+            if wanting := self._requested_slots(unit_class, wanting, atoms):
                 out[name] = wanting
         return out
 
-    def _requested_slots(self, kind: UnitClass, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
+    def _requested_slots(self, unit_class: UnitClass, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
         """Returns the slots that `SHARDLIB_OPS=sequence=...` allows; all slots if it allows none, or too few heads."""
-        unit, how = self.members[kind][0], requested_backend("sequence")
+        unit, how = self.members[unit_class][0], requested_backend("sequence")
         if how is None or not unit.alone:
             return wanting
         around = [i for i in wanting if i in unit.rounds]
-        lent = [i for i in wanting if set(self.slots[kind][i].lent) & set(atoms)]
+        lent = [i for i in wanting if set(self.slots[unit_class][i].lent) & set(atoms)]
         own = [i for i in wanting if i not in (*around, *lent)]
-        if math.prod(self.slots[kind][i].size for i in lent) < group_size(atoms):
+        if math.prod(self.slots[unit_class][i].size for i in lent) < group_size(atoms):
             lent = []
         return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
 

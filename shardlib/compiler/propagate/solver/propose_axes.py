@@ -197,8 +197,8 @@ def _candidates(weights: Mapping[Op, float], search: Search, name: str) -> list[
 
 def _sent_around(search: Search, op: Op) -> float:
     """Returns the seconds of the messages inside an op's unit, and of the reshards of its operands and results."""
-    kind = search.problem.class_of.get(search.problem.units.unit[op])
-    return 0.0 if kind is None else search.estimate.around(search.problem.group_of[kind], search.choices)
+    unit_class = search.problem.class_of.get(search.problem.units.unit[op])
+    return 0.0 if unit_class is None else search.estimate.around(search.problem.group_of[unit_class], search.choices)
 
 
 def _eased(search: Search, name: str) -> list[DimFactor]:

@@ -185,28 +185,28 @@ class LayoutCosts:
 class ValueReshards:
     """Prices the reshards of `count` values with one record, by the layouts of their ends.
 
-    Each unit class at some ends (`kinds`) has numbered layout *classes*: the `states` of these ends.
+    Each unit class at some ends (`unit_classes`) has numbered layout *classes*: the `states` of these ends.
     """
 
     def __init__(self, record: ValueRecord, count: int, layouts: LayoutCosts) -> None:
         self.record, self.count, self.layouts = record, count, layouts
         self.ends = (*record.sources, *record.readers, *record.through, *record.joins)
-        self.still = {p: layouts.fixed(e) for p, e in enumerate(self.ends) if e.kind is None}
-        self.kinds = record.kinds
-        self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
-        self._classes: dict[UnitClass, dict[tuple[int, ...], int]] = {k: {} for k in record.kinds}
-        self.states: dict[UnitClass, list[tuple[int, ...]]] = {k: [] for k in record.kinds}
-        self._costs = np.full((0,) * min(len(record.kinds), _DIMS + 1), np.nan)  # nan: not computed
+        self.still = {p: layouts.fixed(e) for p, e in enumerate(self.ends) if e.unit_class is None}
+        self.unit_classes = record.unit_classes
+        self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.unit_class == k) for k in record.unit_classes}
+        self._classes: dict[UnitClass, dict[tuple[int, ...], int]] = {k: {} for k in record.unit_classes}
+        self.states: dict[UnitClass, list[tuple[int, ...]]] = {k: [] for k in record.unit_classes}
+        self._costs = np.full((0,) * min(len(record.unit_classes), _DIMS + 1), np.nan)  # nan: not computed
         self._large: dict[object, Costs] = {}  # computed costs, where an array of all would be too large
         self.evaluations = 0
 
-    def number(self, kind: UnitClass, slots: Sequence[Axes]) -> int:
+    def number(self, unit_class: UnitClass, slots: Sequence[Axes]) -> int:
         """Returns the layout class of a unit class with these axes on its slots."""
-        states = tuple([self.layouts.number(_resolved(self.ends[p], slots)) for p in self.places[kind]])
-        classes = self._classes[kind]
+        states = tuple([self.layouts.number(_resolved(self.ends[p], slots)) for p in self.places[unit_class]])
+        classes = self._classes[unit_class]
         if (number := classes.get(states)) is None:
             number = classes[states] = len(classes)
-            self.states[kind].append(states)
+            self.states[unit_class].append(states)
         return number
 
     def at(self, classes: tuple[int, ...]) -> float:
@@ -218,7 +218,7 @@ class ValueReshards:
     @property
     def _is_large(self) -> bool:
         """Returns whether an array of all costs would have too many entries or dims."""
-        return math.prod(map(len, self.states.values())) > _LARGEST or len(self.kinds) > _DIMS
+        return math.prod(map(len, self.states.values())) > _LARGEST or len(self.unit_classes) > _DIMS
 
     def costs(self, classes: Sequence[Numbers]) -> Costs:
         """Returns the seconds for arrays of layout classes, broadcast."""
@@ -228,7 +228,10 @@ class ValueReshards:
                 costs = self._large[key] = self._compute(np.broadcast_arrays(*classes))
             return costs
         index = tuple(classes)
-        if any(len(self.states[kind]) > size for kind, size in zip(self.kinds, self._costs.shape, strict=True)):
+        if any(
+            len(self.states[unit_class]) > size
+            for unit_class, size in zip(self.unit_classes, self._costs.shape, strict=True)
+        ):
             self._grow()
         costs = self._costs[index]
         if (gaps := np.isnan(costs)).any():
@@ -239,15 +242,15 @@ class ValueReshards:
 
     def _grow(self) -> None:
         before = self._costs
-        self._costs = np.full([len(self.states[kind]) for kind in self.kinds], np.nan)
+        self._costs = np.full([len(self.states[unit_class]) for unit_class in self.unit_classes], np.nan)
         self._costs[tuple(map(slice, before.shape))] = before
 
     def _compute(self, classes: Sequence[Numbers]) -> Costs:
         """Computes the seconds for arrays of layout classes, one for every unit class."""
         at = [np.array(self.still.get(p, 0)) for p in range(len(self.ends))]
-        for kind, numbers in zip(self.kinds, classes, strict=True):
-            states = np.array(self.states[kind])[numbers]
-            for n, p in enumerate(self.places[kind]):
+        for unit_class, numbers in zip(self.unit_classes, classes, strict=True):
+            states = np.array(self.states[unit_class])[numbers]
+            for n, p in enumerate(self.places[unit_class]):
                 at[p] = states[..., n]
         seconds = np.broadcast_to(self._seconds(at), np.broadcast_shapes(*(n.shape for n in classes)))
         self.evaluations += seconds.size

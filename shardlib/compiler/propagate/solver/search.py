@@ -1,6 +1,6 @@
 """The search: the slot of every unit that gets each mesh axis, by one minimum of estimated seconds.
 
-Every variable, some kinds of units that choose together, has a domain: a choice for each way in which it can be
+Every variable, some unit classes that choose together, has a domain: a choice for each way in which it can be
 sharded. Costs are tables over these. Where all tables can be written down, the minimum is found at once
 (`bucket_elimination`); in larger problems the search finds the minimum of one axis, and that of the variables around
 each, until nothing improves.
@@ -58,10 +58,10 @@ class Search:
             for w in requests
         ]
         self.offers: frozenset[Offer] = frozenset((dim_factor, w.axis.name) for dim_factor, w in requests if w.offered)
-        self.choices: Choices = [self.domain((kind,)).orders[0] for kind in range(len(problem.members))]
+        self.choices: Choices = [self.domain((unit_class,)).orders[0] for unit_class in range(len(problem.members))]
         if start is not None:
             self.choices = [start(units[0].first_member) for units in problem.members]
-            self.settle((kind,) for kind in range(len(problem.members)))
+            self.settle((unit_class,) for unit_class in range(len(problem.members)))
 
     @property
     def state(self) -> SearchState:
@@ -88,20 +88,24 @@ class Search:
     def slot_axes(self, member: Op | Value) -> SlotAxes:
         """Returns the mesh axes on each slot of a member's unit."""
         unit = self.problem.units.unit[member]
-        kind = self.problem.class_of.get(unit)
-        return ((),) * len(unit.slots) if kind is None else self.allowed.slot_axes(kind, self.choices[kind])
+        unit_class = self.problem.class_of.get(unit)
+        return (
+            ((),) * len(unit.slots)
+            if unit_class is None
+            else self.allowed.slot_axes(unit_class, self.choices[unit_class])
+        )
 
     def variables(self) -> list[Variable]:
         """Returns the unit classes that choose alike, as parts of one unit do until it is split."""
         parts: dict[object, list[UnitClass]] = {}
         for g, group in enumerate(self.problem.groups):
-            for kind in group:
-                parts.setdefault((g, self.choices[kind]), []).append(kind)
-        return [tuple(kinds) for kinds in parts.values()]
+            for unit_class in group:
+                parts.setdefault((g, self.choices[unit_class]), []).append(unit_class)
+        return [tuple(unit_classes) for unit_classes in parts.values()]
 
-    def candidates(self, kind: UnitClass, name: str) -> list[int]:
+    def candidates(self, unit_class: UnitClass, name: str) -> list[int]:
         """Returns the slots that may take a mesh axis; ~s for a slot s to which it is offered."""
-        return self.allowed.candidates(kind, name, self.offers)
+        return self.allowed.candidates(unit_class, name, self.offers)
 
     def domain(self, variable: Variable) -> Domain:
         """Returns the present domain of a variable."""
@@ -111,10 +115,10 @@ class Search:
         """Takes for every variable the choice of its domain that shards like its present one, or the first."""
         choices, cut = list(self.choices), self.allowed.slot_axes
         for variable in variables:
-            kind, domain = variable[0], self.domain(variable)
-            if choices[kind] not in domain.number:
-                now = cut(kind, choices[kind])
-                choice = next((x for x in domain.orders if cut(kind, x) == now), domain.orders[0])
+            unit_class, domain = variable[0], self.domain(variable)
+            if choices[unit_class] not in domain.number:
+                now = cut(unit_class, choices[unit_class])
+                choice = next((x for x in domain.orders if cut(unit_class, x) == now), domain.orders[0])
                 for k in variable:
                     choices[k] = choice
         self.choices = choices
@@ -124,10 +128,10 @@ class Search:
         family, name = offer
         a, choices = self.problem.mesh.axis_names.index(name), list(self.choices)
         for variable in variables:
-            kind = variable[0]
-            slots = {~s for s, dim_factor in enumerate(self.problem.members[kind][0].slots)}
-            slots = {s for s in slots if self.problem.families[self.problem.members[kind][0].slots[~s]] == family}
-            rest = (*choices[kind][:a], *choices[kind][a + 1 :])
+            unit_class = variable[0]
+            slots = {~s for s, dim_factor in enumerate(self.problem.members[unit_class][0].slots)}
+            slots = {s for s in slots if self.problem.families[self.problem.members[unit_class][0].slots[~s]] == family}
+            rest = (*choices[unit_class][:a], *choices[unit_class][a + 1 :])
             orders = (x for x in self.domain(variable).orders if (*x[:a], *x[a + 1 :]) == rest)
             if taken := next((x for x in orders if slots.intersection(x[a][:1])), None):
                 for k in variable:
@@ -149,8 +153,8 @@ class Search:
         Moves go on until none improves or the effort is spent.
         """
         last: dict[Variable, Choices] = {}  # the choices around it with which nothing could be improved
-        kinds = [kind for variable in whole for kind in variable]
-        least = _LEAST * self.estimate.cost(kinds, self.choices, self.weights)
+        unit_classes = [unit_class for variable in whole for unit_class in variable]
+        least = _LEAST * self.estimate.cost(unit_classes, self.choices, self.weights)
         axes = range(len(self.problem.atoms)) if len(self.problem.atoms) > 1 else ()
         nearby = _NEARBY
         moves: tuple[Callable[[], list[bool | None]], ...] = (
@@ -170,12 +174,12 @@ class Search:
 
     def _try(self, some: Mapping[Variable, Order], allowed: Callable[[Choices], bool]) -> bool:
         """Takes these choices if they cost less."""
-        tried, kinds = list(self.choices), [kind for variable in some for kind in variable]
+        tried, unit_classes = list(self.choices), [unit_class for variable in some for unit_class in variable]
         for variable, choice in some.items():
-            for kind in variable:
-                tried[kind] = choice
-        now = self.estimate.cost(kinds, self.choices, self.weights)
-        if self.estimate.is_cheaper(kinds, tried, now, self.weights) and allowed(tried):
+            for unit_class in variable:
+                tried[unit_class] = choice
+        now = self.estimate.cost(unit_classes, self.choices, self.weights)
+        if self.estimate.is_cheaper(unit_classes, tried, now, self.weights) and allowed(tried):
             self.choices = tried
             return True
         return False
@@ -278,10 +282,14 @@ class Search:
         best = find_least(tables, {variable[0]: len(at) for variable, (_, at) in free.items()}, _JOINED // len(free))
         tried = list(self.choices)
         for variable, (domain, at) in free.items():
-            for kind in variable:
-                tried[kind] = domain.orders[at[best.choices[variable[0]]]]
-        kinds = [kind for variable in free for kind in variable if tried[kind] != self.choices[kind]]
-        if estimate.cost(kinds, tried, weights) >= estimate.cost(kinds, self.choices, weights) or not allowed(tried):
+            for unit_class in variable:
+                tried[unit_class] = domain.orders[at[best.choices[variable[0]]]]
+        unit_classes = [
+            unit_class for variable in free for unit_class in variable if tried[unit_class] != self.choices[unit_class]
+        ]
+        if estimate.cost(unit_classes, tried, weights) >= estimate.cost(
+            unit_classes, self.choices, weights
+        ) or not allowed(tried):
             return False
         self.choices = tried
         return True

@@ -35,10 +35,14 @@ def split_units(search: Search) -> None:
 
 def _near_costs(search: Search) -> Free:
     """Returns the unit classes that could save time by a choice of their own, and their neighbors."""
-    domains = {kind: search.domain((kind,)) for kind in range(len(search.choices))}
+    domains = {unit_class: search.domain((unit_class,)) for unit_class in range(len(search.choices))}
     costly = search.estimate.costly(search.choices, domains, _SMALL * search.seconds)
     near = search.estimate.neighbors(*sorted(costly))
-    return {(kind,): (domains[kind], domains[kind].places) for kind in sorted(near) if len(domains[kind].orders) > 1}
+    return {
+        (unit_class,): (domains[unit_class], domains[unit_class].places)
+        for unit_class in sorted(near)
+        if len(domains[unit_class].orders) > 1
+    }
 
 
 def send_less(search: Search) -> None:

@@ -17,13 +17,13 @@ from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.reshard import FactorAxes, FactorSizes
 
-UnitClass = int  # the number of a class of equal units, which share every decision; a `kind` in variables' names
+UnitClass = int  # the number of a class of equal units, which share every decision
 
 
 class ValueEnd(NamedTuple):
     """One end of a value: the slots of the unit that makes or reads it, per factor; or pinned axes (`cut`)."""
 
-    kind: UnitClass | None
+    unit_class: UnitClass | None
     slots: Slots = ()
     cut: FactorAxes = ()
     pending: tuple[int, ...] = ()  # slots over which the value is a partial sum, or may stay one for a reader
@@ -49,19 +49,23 @@ class ValueRecord:
     hidden: bool = False  # arithmetic hides its messages
 
     @cached_property
-    def kinds(self) -> tuple[UnitClass, ...]:
+    def unit_classes(self) -> tuple[UnitClass, ...]:
         ends = (*self.sources, *self.readers, *self.through, *self.joins)
-        return tuple(sorted({e.kind for e in ends if e.kind is not None}))
+        return tuple(sorted({e.unit_class for e in ends if e.unit_class is not None}))
 
 
 class RecordFinder:
     """Finds the records of a graph whose units have classes."""
 
     def __init__(
-        self, propagation: Propagation, units: Units, kind: Mapping[DecisionUnit, UnitClass], hidden: Collection[Value]
+        self,
+        propagation: Propagation,
+        units: Units,
+        unit_class: Mapping[DecisionUnit, UnitClass],
+        hidden: Collection[Value],
     ) -> None:
-        self.propagation, self.units, self.class_of, self.hidden = propagation, units, kind, hidden
-        self.slots = {k: unit.slots for unit, k in kind.items()}
+        self.propagation, self.units, self.class_of, self.hidden = propagation, units, unit_class, hidden
+        self.slots = {k: unit.slots for unit, k in unit_class.items()}
         self.directions: dict[Value, set[bool]] = defaultdict(set)  # of passes that read a root: True is backward
 
     def _end(self, unit: DecisionUnit | None, slots: Slots, pending: tuple[int, ...] = ()) -> ValueEnd:
@@ -289,9 +293,9 @@ class RecordFinder:
 
     def _has_partial(self, end: ValueEnd) -> bool:
         """Returns whether annotations may make the value of a producer a partial sum."""
-        if end.kind is None:
+        if end.unit_class is None:
             return False
-        dim_factors = self.slots[end.kind]
+        dim_factors = self.slots[end.unit_class]
         return any(dim_factors[s] in self.propagation.requests for s in end.pending)
 
     def _adds(self, op: Op) -> bool:
@@ -303,7 +307,7 @@ class RecordFinder:
 
 def _onto_view(end: ValueEnd, positions: Slots) -> ValueEnd:
     """Translates the end of a root to the factors of a view of it."""
-    if end.kind is None:
+    if end.unit_class is None:
         return end._replace(cut=tuple(() if p is None else end.cut[p] for p in positions))
     return end._replace(slots=tuple(None if p is None else end.slots[p] for p in positions))
 
