@@ -133,5 +133,5 @@ def collect_decisions(search: Search, pins: Pins) -> Propagated:
         return None if unit_class is None else search.choices[unit_class]
 
     is_split = len(search.variables()) > len(problem.groups)
-    units = problem.whole_units.split(part) if is_split else problem.whole_units
+    units = problem.unsplit_units.split(part) if is_split else problem.unsplit_units
     return Propagated(replace(problem.propagation, requests=requests), units, search, pins)

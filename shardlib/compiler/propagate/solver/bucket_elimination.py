@@ -5,7 +5,7 @@ Variables are eliminated one by one: the tables with a variable are added, and t
 choose again for each (mini-buckets): that gives a lower bound. Choices that are never better than another one are
 removed first; without them most tables are small.
 
-Costs are whole multiples of `GRAIN`, so that sums do not depend on their order, and ties are ties.
+Costs are multiples of `GRAIN`, so that sums do not depend on their order, and ties are ties.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Table:
         """Returns the number of entries with one for every choice."""
         return math.prod(map(len, self.classes))
 
-    def whole(self) -> Costs:
+    def dense(self) -> Costs:
         """Returns the costs with an entry for every choice."""
         return reduce(lambda costs, i: costs.take(self.classes[i], axis=i), range(len(self.classes)), self.costs)
 
@@ -138,7 +138,7 @@ def find_least(
     """
     tables, kept = _pruned(tables, sizes)
     left = {variable: len(some) for variable, some in kept.items()}
-    some = [DenseTable(t.variables, t.whole()) for t in tables if t.size <= written]
+    some = [DenseTable(t.variables, t.dense()) for t in tables if t.size <= written]
     best = _eliminated(some, left, largest)
     if not best.exact and turns:
         best = max(best, _eliminated(_shifted(some, left, turns), left, largest), key=lambda way: way.seconds)
@@ -148,7 +148,7 @@ def find_least(
 
 def find_floors(tables: Sequence[Table], sizes: Mapping[VariableId, int], largest: int) -> dict[VariableId, Costs]:
     """Returns, for every choice of every variable, a lower bound on sums with this choice."""
-    some = [DenseTable(t.variables, t.whole()) for t in tables if t.size <= LARGEST_TABLE]
+    some = [DenseTable(t.variables, t.dense()) for t in tables if t.size <= LARGEST_TABLE]
     return {variable: _eliminated(some, sizes, largest, variable).last for variable in sizes}
 
 

@@ -61,7 +61,7 @@ class Domains:
         self._axes_memo: dict[tuple[UnitClass, Order], SlotAxes] = {}
 
     def slot_axes(self, unit_class: UnitClass, choice: Order) -> SlotAxes:
-        """Returns the axes on every slot of a unit class under `choice`, which has one entry per mesh axis, in mesh order."""
+        """Returns the axes on every slot of a unit class under `choice`, with one entry per mesh axis, in mesh order."""
         key = (unit_class, choice)
         if (memo := self._axes_memo.get(key)) is not None:
             return memo

@@ -313,27 +313,27 @@ class Estimate:
         weighed = costs if factor == 1.0 else round_costs(costs * factor)
         return Table(tuple(v[0] for v in along), weighed, tuple(merged[v][1] for v in along))
 
-    def whole(self, choices: Choices) -> tuple[float, float]:
-        """Returns the seconds of arithmetic and of communication, including parts without a choice."""
-        mine, moved = self.parts(choices)
+    def program_seconds(self, choices: Choices) -> tuple[float, float]:
+        """Returns the seconds of arithmetic and of communication, including units without a choice."""
+        mine, moved = self.decided_seconds(choices)
         return self.problem.undecided + mine, moved + sum(seconds for _, seconds in self._settled)
 
     def unhidden(self, choices: Choices) -> float:
         """Returns the seconds of the whole program if arithmetic hides the messages of hidden values."""
-        work, sent = self.whole(choices)
+        work, sent = self.program_seconds(choices)
         hidden = sum([self.sent(i, choices) for i, moves in enumerate(self.moves) if moves.record.hidden])
         hidden += sum(seconds for record, seconds in self._settled if record.hidden)
         return work + sent - hidden + max(hidden - _HIDES * work, 0.0)
 
-    def parts(self, choices: Choices) -> tuple[float, float]:
-        """Returns the seconds of arithmetic and of communication, of parts with a choice."""
+    def decided_seconds(self, choices: Choices) -> tuple[float, float]:
+        """Returns the seconds of arithmetic and of communication, of units with a choice."""
         works = [self.work(unit_class, choice) for unit_class, choice in enumerate(choices)]
         sent = sum([self.sent(i, choices) for i in range(len(self.moves))])
         return sum(mine for mine, _ in works), sent + sum(mine for _, mine in works)
 
     def total(self, choices: Choices) -> float:
-        """Returns the seconds of all parts with a choice."""
-        return sum(self.parts(choices))
+        """Returns the seconds of all units with a choice."""
+        return sum(self.decided_seconds(choices))
 
     def _moves(self, record: ValueRecord, count: int) -> ValueReshards:
         key = record.sizes, record.itemsize, record.returned

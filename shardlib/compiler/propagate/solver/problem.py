@@ -2,7 +2,7 @@
 
 Equal units, as those of a model's layers, are one *unit class*, which counts as often as it occurs. So the search
 does not take longer for a deeper model. A class has one op or value, or all equal ones. Classes of one *group* are
-parts of one whole unit, and begin with one choice.
+parts of one unit, and begin with one choice.
 
 The problem is built once. A dim that is offered an axis adds choices, and no slots.
 """
@@ -137,7 +137,7 @@ class Problem:
     costs of its ops: `compute`, `passed` and `senders`. `records` are the values between units; those between units
     without a choice are `settled`. `sends` returns the messages inside an op; those of `hidden` values may be hidden.
 
-    `whole_units` are the units before they were split. For every class of these, `groups` holds the unit classes that
+    `unsplit_units` are the units before they were split. For every class of these, `groups` holds the unit classes that
     are its parts; `alike` has the number of its units for each of these.
     """
 
@@ -152,21 +152,23 @@ class Problem:
         self.graph, self.propagation, self.mesh, self.prices = graph, propagation, mesh, Prices.for_mesh(mesh)
         self.sends, self.hidden = sends, hidden
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
-        self.whole_units = build_units(graph, propagation)
+        self.unsplit_units = build_units(graph, propagation)
         self._role_memo: dict[DimFactor, Role] = {}
         self.looks = color_members(graph, _NEAR)
-        whole = self._find_unit_classes(self.whole_units)
-        self.families = _families(whole)
-        number = {unit: k for k, units in enumerate(whole) for unit in units}
-        places = classify_members(self.whole_units.unit, number, color_members(graph, _FAR))
-        self.units = self.whole_units.split(places.__getitem__)
+        unsplit_classes = self._find_unit_classes(self.unsplit_units)
+        self.families = _families(unsplit_classes)
+        number = {unit: k for k, units in enumerate(unsplit_classes) for unit in units}
+        places = classify_members(self.unsplit_units.unit, number, color_members(graph, _FAR))
+        self.units = self.unsplit_units.split(places.__getitem__)
         self.members = self._find_unit_classes(self.units)
         self.class_of: dict[DecisionUnit, UnitClass] = {
             unit: k for k, units in enumerate(self.members) for unit in units
         }
-        self.groups = self._group(number, len(whole))
+        self.groups = self._group(number, len(unsplit_classes))
         self.alike = {
-            unit_class: len(units) for group, units in zip(self.groups, whole, strict=True) for unit_class in group
+            unit_class: len(units)
+            for group, units in zip(self.groups, unsplit_classes, strict=True)
+            for unit_class in group
         }
         self.group_of = {unit_class: group for group in self.groups for unit_class in group}
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
@@ -203,11 +205,11 @@ class Problem:
         return [*unit_classes.values()]
 
     def _group(self, number: Mapping[DecisionUnit, int], count: int) -> list[tuple[UnitClass, ...]]:
-        """Returns the unit classes that are parts of each of `count` classes of whole units, by their `number`."""
+        """Returns the unit classes that are parts of each of `count` classes of unsplit units, by their `number`."""
         groups: list[dict[UnitClass, None]] = [{} for _ in range(count)]
         for member, unit in self.units.unit.items():
             if unit in self.class_of:
-                groups[number[self.whole_units.unit[member]]][self.class_of[unit]] = None
+                groups[number[self.unsplit_units.unit[member]]][self.class_of[unit]] = None
         return [tuple(group) for group in groups]
 
     @cached_property

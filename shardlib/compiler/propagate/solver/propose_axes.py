@@ -111,7 +111,7 @@ class _Offers:
 
 
 def _best(search: Search, states: Sequence[SearchState]) -> SearchState:
-    return states[pick_least_sent([search.estimate.whole(state.choices) for state in states])]
+    return states[pick_least_sent([search.estimate.program_seconds(state.choices) for state in states])]
 
 
 def _is_better(search: Search, trial: SearchState, before: SearchState, light: bool, summed: bool) -> bool:
@@ -121,7 +121,9 @@ def _is_better(search: Search, trial: SearchState, before: SearchState, light: b
     """
     if light and _bytes(search, trial) > _bytes(search, before):
         return False
-    (work, sent), (work_before, sent_before) = (search.estimate.whole(state.choices) for state in (trial, before))
+    (work, sent), (work_before, sent_before) = (
+        search.estimate.program_seconds(state.choices) for state in (trial, before)
+    )
     if summed and sent > sent_before * _WORTH:
         return False
     more = sent > sent_before * TIE or _bytes(search, trial) > _bytes(search, before) * TIE
@@ -131,7 +133,9 @@ def _is_better(search: Search, trial: SearchState, before: SearchState, light: b
 
 def _spares(search: Search, trial: SearchState, before: SearchState) -> bool:
     """Returns whether an offer sends markedly less, in no more messages unless it is half, and takes no longer."""
-    (work, sent), (work_before, sent_before) = (search.estimate.whole(state.choices) for state in (trial, before))
+    (work, sent), (work_before, sent_before) = (
+        search.estimate.program_seconds(state.choices) for state in (trial, before)
+    )
     faster = work + sent <= work_before + sent_before and work <= work_before
     return faster and _less(search, trial, before, _HALF)
 
@@ -139,13 +143,13 @@ def _spares(search: Search, trial: SearchState, before: SearchState) -> bool:
 def _less(search: Search, trial: SearchState, before: SearchState, share: float) -> bool:
     """Returns whether an offer sends markedly less; with more messages, at most this share of the bytes."""
     few, many = _bytes(search, trial), _bytes(search, before)
-    latency, waited = (search.estimate.whole(s.choices)[1] - n for s, n in ((trial, few), (before, many)))
+    latency, waited = (search.estimate.program_seconds(s.choices)[1] - n for s, n in ((trial, few), (before, many)))
     return few <= many * (_WORTH if round_to_grain(latency) <= round_to_grain(waited) else share)
 
 
 def _bytes(search: Search, state: SearchState) -> float:
     """Returns the seconds of all sent bytes, without latency."""
-    return search.of_bytes.whole(state.choices)[1]
+    return search.of_bytes.program_seconds(state.choices)[1]
 
 
 def _weights(graph: Graph, problem: Problem) -> tuple[dict[Op, float], bool]:
@@ -243,7 +247,7 @@ def _first(gain: Mapping[DimFactor, float]) -> list[DimFactor]:
 def _near_reshards(ops: Collection[Op], search: Search, name: str) -> list[DimFactor]:
     """Returns the dims of ops near reshards that take long enough to matter."""
     gain = rate_dims_near_reshards(ops, search, search.problem.atoms[name])
-    least = (1 - _WORTH) * sum(search.estimate.whole(search.choices)) if gain else 0.0
+    least = (1 - _WORTH) * sum(search.estimate.program_seconds(search.choices)) if gain else 0.0
     return [dim_factor for dim_factor in _first(gain)[:_NEAR] if gain[dim_factor] >= least]
 
 
@@ -263,7 +267,7 @@ def _summed(weights: Mapping[Op, float], search: Search, name: str) -> list[DimF
                 gain[problem.families[dim_factor]] += prices.comm_seconds(
                     tuple(summed), 2 * nbytes
                 ) * propagation.times(op, dim_factor)
-    least = (1 - _WORTH) * sum(search.estimate.whole(search.choices)) if gain else 0.0
+    least = (1 - _WORTH) * sum(search.estimate.program_seconds(search.choices)) if gain else 0.0
     return [dim_factor for dim_factor in _first(gain)[:1] if gain[dim_factor] >= least]
 
 

@@ -146,10 +146,12 @@ class LayoutCosts:
                 return crossed, self.number((via, ()))
         return seconds, then
 
-    def _from(self, source: tuple[FactorSizes, FactorAxes], cut: FactorAxes, to: FactorAxes, whole: float) -> float:
+    def _from(
+        self, source: tuple[FactorSizes, FactorAxes], cut: FactorAxes, to: FactorAxes, gather_seconds: float
+    ) -> float:
         """Returns the seconds from axes on other factors to axes on these.
 
-        The cheaper of an exchange of overlapping ranges, and a gather of dims with `whole` seconds after it.
+        The cheaper of an exchange of overlapping ranges, and a gather of dims, after which `gather_seconds` pass.
         """
         factors, src = source
         sizes, itemsize = self.sizes, self.itemsize
@@ -158,17 +160,17 @@ class LayoutCosts:
             ends, _ = [next(mine) for _ in b], [next(theirs) for _ in a]
             gathered += [x for x, _ in ends] if a == b else [()] * len(a)
             near += [x for _, x in ends] if a == b else [()] * len(a)
-        whole += reshard.estimate_seconds(
+        gather_seconds += reshard.estimate_seconds(
             reshard.plan_route(factors, itemsize, src, tuple(gathered), (), prices=self.prices), self.paid
         )
         exchange = reshard.plan_refactor_exchanges(factors, itemsize, tuple(near), src, sizes, to)
         if exchange is None:
-            return whole
+            return gather_seconds
         via, steps = exchange
         before = reshard.estimate_seconds(
             reshard.plan_route(factors, itemsize, src, via, (), prices=self.prices), self.paid
         )
-        return min(whole, before + reshard.refactor_seconds(steps, self.paid))
+        return min(gather_seconds, before + reshard.refactor_seconds(steps, self.paid))
 
     def _left(self, source: int, goal: State) -> int:
         """Returns the number of the state after a route to a goal, with partial sums that both states have."""

@@ -73,7 +73,7 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Returns the estimated time of all parts with a choice."""
+        """Returns the estimated time of all units with a choice."""
         return self.estimate.total(self.choices)
 
     @property
@@ -145,7 +145,7 @@ class Search:
 
     # The search -----------------------------------------------------------------------------------------------------
 
-    def minimize(self, whole: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
+    def minimize(self, free: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
         """Minimizes the estimate over all variables at once, or by local moves if the tables would be too large.
 
         A move minimizes over one axis, over one variable, or over a variable and its neighbors, the costliest first;
@@ -153,17 +153,17 @@ class Search:
         Moves go on until none improves or the effort is spent.
         """
         last: dict[Variable, Choices] = {}  # the choices around it with which nothing could be improved
-        unit_classes = [unit_class for variable in whole for unit_class in variable]
+        unit_classes = [unit_class for variable in free for unit_class in variable]
         least = _LEAST * self.estimate.cost(unit_classes, self.choices, self.weights)
         axes = range(len(self.problem.atoms)) if len(self.problem.atoms) > 1 else ()
         nearby = _NEARBY
         moves: tuple[Callable[[], list[bool | None]], ...] = (
-            lambda: [self.improve(self._on_axis(a, whole), allowed) for a in axes],
-            lambda: [self.improve({variable: domain}, allowed) for variable, domain in whole.items()],
-            lambda: [self._try(some, allowed) for some in self.estimate.align_ends(whole, _AT_ONCE)],
-            lambda: [self._improve_around(v, whole, allowed, last, least, nearby) for v in self._by_cost(whole)],
+            lambda: [self.improve(self._on_axis(a, free), allowed) for a in axes],
+            lambda: [self.improve({variable: domain}, allowed) for variable, domain in free.items()],
+            lambda: [self._try(some, allowed) for some in self.estimate.align_ends(free, _AT_ONCE)],
+            lambda: [self._improve_around(v, free, allowed, last, least, nearby) for v in self._by_cost(free)],
         )
-        while self.improve(whole, allowed) is None:
+        while self.improve(free, allowed) is None:
             for move in moves[:2]:  # even without effort
                 move()
             while any(any(move()) for move in moves if not self.effort.stops()):
@@ -184,26 +184,26 @@ class Search:
             return True
         return False
 
-    def _by_cost(self, whole: Free) -> list[Variable]:
-        return sorted(whole, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
+    def _by_cost(self, free: Free) -> list[Variable]:
+        return sorted(free, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
 
-    def spare(self, whole: Free, limit: float) -> None:
+    def spare(self, free: Free, limit: float) -> None:
         """Sends fewer bytes within a limit of seconds: minimizes again with dearer and dearer bytes."""
         seconds, weights = self.estimate, self.weights
         self.estimate = bytes_alone = self.of_bytes
 
         def spares(choices: Choices) -> bool:
-            fewer = bytes_alone.parts(choices)[1] <= bytes_alone.parts(self.choices)[1]
+            fewer = bytes_alone.decided_seconds(choices)[1] <= bytes_alone.decided_seconds(self.choices)[1]
             return fewer and seconds.total(choices) <= limit
 
         before = self.choices
         self.weights = replace(weights, sent=_DEARER[-1])
-        self.minimize(whole)
-        fewer = bytes_alone.parts(self.choices)[1] < bytes_alone.parts(before)[1]
+        self.minimize(free)
+        fewer = bytes_alone.decided_seconds(self.choices)[1] < bytes_alone.decided_seconds(before)[1]
         self.choices = before
         for dear in _DEARER if fewer else ():
             self.weights = replace(weights, sent=dear)
-            self.minimize(whole, spares)
+            self.minimize(free, spares)
         self.estimate, self.weights = seconds, weights
 
     @cached_property
@@ -220,11 +220,11 @@ class Search:
         finally:
             self.estimate.optimistic = self.of_bytes.optimistic = False
 
-    def _on_axis(self, a: int, whole: Free) -> Free:
+    def _on_axis(self, a: int, free: Free) -> Free:
         """Returns the choices that differ from the present ones on one axis only."""
 
         near: dict[Variable, tuple[Domain, Numbers]] = {}
-        for variable, (domain, at) in whole.items():
+        for variable, (domain, at) in free.items():
             now = self.choices[variable[0]]
             rest = now[:a], now[a + 1 :]
             same = [n for n in at.tolist() if (domain.orders[n][:a], domain.orders[n][a + 1 :]) == rest]
@@ -234,7 +234,7 @@ class Search:
     def _improve_around(
         self,
         variable: Variable,
-        whole: Free,
+        free: Free,
         allowed: Callable[[Choices], bool],
         last: dict[Variable, Choices],
         least: float,
@@ -251,7 +251,7 @@ class Search:
         if last.get(variable) == now:
             return False
         better = self.improve(
-            {v: domain for v, domain in whole.items() if not {*near}.isdisjoint(v)}, allowed, least, at_once
+            {v: domain for v, domain in free.items() if not {*near}.isdisjoint(v)}, allowed, least, at_once
         )
         if better is False:
             last[variable] = now
@@ -272,8 +272,8 @@ class Search:
         free = estimate.worth(free, self.choices, weights, least_gain)
         if not free:
             return False
-        tables, whole = estimate.tables(free, self.choices, weights, at_once=at_once)
-        if not whole:
+        tables, complete = estimate.tables(free, self.choices, weights, at_once=at_once)
+        if not complete:
             return None
         self.solves += 1
         priced = estimate.priced
@@ -297,7 +297,7 @@ class Search:
 
 def choose_search(a: Search, b: Search) -> Search:
     """Returns the search that sends less, of two whose results are about as fast; else the faster one."""
-    return (a, b)[pick_least_sent([search.estimate.whole(search.choices) for search in (a, b)])]
+    return (a, b)[pick_least_sent([search.estimate.program_seconds(search.choices) for search in (a, b)])]
 
 
 def pick_least_sent(seconds: Sequence[tuple[float, float]]) -> int:

@@ -21,13 +21,13 @@ def split_units(search: Search) -> None:
     """Lets every op choose alone, and keeps the result if it is faster."""
     if not search.has_choice or search.effort.stops():
         return
-    before, (work, sent) = search.choices, search.estimate.parts(search.choices)
+    before, (work, sent) = search.choices, search.estimate.decided_seconds(search.choices)
     for _ in range(_ROUNDS):
         now = search.choices
         search.minimize(_near_costs(search))
         if search.choices == now:
             break
-    new_work, new_sent = search.estimate.parts(search.choices)
+    new_work, new_sent = search.estimate.decided_seconds(search.choices)
     slower = new_work + new_sent - work - sent
     if slower > 0 or (new_sent >= sent and slower > -_WORTH * (work + sent)):
         search.choices = before
@@ -48,7 +48,7 @@ def _near_costs(search: Search) -> Free:
 def send_less(search: Search) -> None:
     """Sends fewer bytes where the program then takes hardly longer."""
     if not search.effort.stops():
-        limit = search.seconds + sum(search.estimate.whole(search.choices)) * (TIE - 1)
+        limit = search.seconds + sum(search.estimate.program_seconds(search.choices)) * (TIE - 1)
         search.spare(search.domains(search.variables()), limit)
 
 
@@ -58,7 +58,7 @@ def hide_messages(search: Search) -> None:
     if not search.problem.hidden or search.effort.stops():
         return
     seconds = estimate.unhidden(before)
-    if seconds <= estimate.whole(before)[0] * TIE:
+    if seconds <= estimate.program_seconds(before)[0] * TIE:
         return
     search.weights = Weights(hidden=SHARE)
     search.minimize(search.domains(search.variables()))

@@ -73,7 +73,7 @@ def test_elimination_finds_the_minimum_or_less(seed: int) -> None:
     tables, sizes = _random(np.random.default_rng(seed))
     best = min(_cost(tables, at) for at in _all(map(range, sizes.values())))
     pruned, kept = _pruned(tables, sizes)
-    whole, left = [DenseTable(t.variables, t.whole()) for t in pruned], {k: len(some) for k, some in kept.items()}
+    whole, left = [DenseTable(t.variables, t.dense()) for t in pruned], {k: len(some) for k, some in kept.items()}
     assert min(_cost(tables, at) for at in _all(kept.values())) == best, "what is pruned is no better"
     for largest in (1, 4, 16, 1 << 20):
         assert _eliminated(_shifted(whole, left, 30), left, largest).seconds <= best + 1e-9
