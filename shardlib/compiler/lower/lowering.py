@@ -25,7 +25,7 @@ from shardlib.compiler.lower.value_layouts import Values
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.program.sym_int import Sym, place_in
 from shardlib.compiler.program.verify import verify
-from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate import Decisions
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.core.aten.op_names import ALIAS
 from shardlib.core.aten.op_traits import has_trait
@@ -44,12 +44,12 @@ class Part(NamedTuple):
     steps: int
 
 
-def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
+def lower(graph: Graph, propagated: Decisions, mesh: Mesh) -> Program:
     """Returns the program; raises `ProgramError` if it cannot run, which is a fault of the compiler."""
     return lower_in_parts(graph, propagated, mesh)[0]
 
 
-def lower_in_parts(graph: Graph, propagated: Propagated, mesh: Mesh) -> tuple[Program, list[Part]]:
+def lower_in_parts(graph: Graph, propagated: Decisions, mesh: Mesh) -> tuple[Program, list[Part]]:
     """Returns the program and the readers of its steps."""
     lowering = Lowering(graph, propagated, mesh)
     return verify(lowering.run()), lowering.parts()
@@ -58,7 +58,7 @@ def lower_in_parts(graph: Graph, propagated: Propagated, mesh: Mesh) -> tuple[Pr
 class Lowering:
     """Lowers one graph."""
 
-    def __init__(self, graph: Graph, propagated: Propagated, mesh: Mesh) -> None:
+    def __init__(self, graph: Graph, propagated: Decisions, mesh: Mesh) -> None:
         self.graph, self.p = graph, propagated
         self.propagation, self.units = propagated.propagation, propagated.units
         self.builder = Builder(mesh)
@@ -168,7 +168,7 @@ class Lowering:
 
     def _annotated(self, result: Value) -> tuple[Value, FactorAxes]:
         """Returns the value that stands for an annotated result under other factors, and its sharding."""
-        return self.propagation.pin_twins.get(result, result), self.propagation.fixed[result][0]
+        return self.propagation.pin_twins.get(result, result), self.propagation.pinned_values[result][0]
 
     def _op_on_rows(self, op: Op, way: RowsOp) -> None:
         """Lowers an op on gathered rows that are not added up."""
@@ -316,7 +316,7 @@ class Lowering:
         self.values.own.settle(value)
         if i in self.propagation.outputs:
             return self.values.as_(value, self.propagation.pin_twins.get(i, value), self.propagation.outputs[i][0])
-        annotated = self.propagation.fixed.get(value) if value.op is not None else None
+        annotated = self.propagation.pinned_values.get(value) if value.op is not None else None
         if value.constant:
             pin = self.p.pins.outputs.get(i) or (annotated and annotated[1])
             return self.constants.get(value, () if pin is None else _local_dims(pin.layout))

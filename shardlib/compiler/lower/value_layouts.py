@@ -251,8 +251,8 @@ class Values:
 
         The axes of a partial sum go to the factors that request them, so that gradients are sharded like parameters.
         """
-        if value in self.propagation.fixed:
-            return self.propagation.fixed[value][0]
+        if value in self.propagation.pinned_values:
+            return self.propagation.pinned_values[value][0]
         if value.op is not None and value.op.transparent and not self.have[value]:
             assignment = self.assign_view(value.op, self.natural(value.op.operands[0]))
             if assignment is None:

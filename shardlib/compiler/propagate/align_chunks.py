@@ -109,7 +109,7 @@ def _row(op: Op, name: str, size: int) -> int:
 
 def _bound(graph: Graph, f: Propagation) -> set[DimFactor]:
     """Returns the factors of inputs, outputs and pinned values."""
-    outside = [v for v in (*graph.inputs, *graph.outputs, *f.fixed, *f.twins) if isinstance(v, Value)]
+    outside = [v for v in (*graph.inputs, *graph.outputs, *f.pinned_values, *f.twins) if isinstance(v, Value)]
     outside += [v for op in graph.ops if op.constrains or op.manual for v in (*op.operands, *op.results) if v]
     bound = {dim_factor for v in outside if not v.constant and v in f.value for dim_factor in f.dim_factors(v)}
     return (

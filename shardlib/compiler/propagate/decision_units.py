@@ -26,24 +26,24 @@ Slots = tuple[int | None, ...]  # per factor of a value: the unit's slot, or Non
 class DecisionUnit:
     """Ops and values that take one layout together; `slots` holds a factor class each.
 
-    `rounds` maps a slot to another one: it takes the other's axes, or none, as keys that go round a ring. `follows`
+    `ring` maps a slot to another one: it takes the other's axes, or none, as keys that go round a ring. `follows`
     maps a slot to another one with the same axes, and leaves no choice. `lends` maps a slot to another one, whose axes
-    it may take. `spares` are slots that may stay whole though they request an axis. `part` identifies a part of a split
-    unit; units of different parts never share a decision.
+    it may take. `gathers` are slots that may stay whole though they request an axis. `part` identifies a part of a
+    split unit; units of different parts never share a decision.
     """
 
     slots: list[DimFactor]
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    rounds: dict[int, int] = field(default_factory=dict)
+    ring: dict[int, int] = field(default_factory=dict)
     lends: dict[int, int] = field(default_factory=dict)
     follows: dict[int, int] = field(default_factory=dict)
-    spares: frozenset[int] = frozenset()
+    gathers: frozenset[int] = frozenset()
     part: object = None
 
     @property
     def alone(self) -> bool:
-        return bool(self.rounds or self.lends)
+        return bool(self.ring or self.lends)
 
     @property
     def first_member(self) -> Op | Value:
@@ -82,7 +82,7 @@ class Units:
                 continue
             producer = member.op if isinstance(member, Value) else None
             key = part(producer if producer is not None and self.unit.get(producer) is unit else member)
-            mine = parts.setdefault((unit, key), DecisionUnit(unit.slots, spares=unit.spares, part=key))
+            mine = parts.setdefault((unit, key), DecisionUnit(unit.slots, gathers=unit.gathers, part=key))
             if isinstance(member, Op):
                 mine.ops.append(member)
             else:
@@ -118,17 +118,17 @@ def build_units(graph: Graph, f: Propagation) -> Units:
             factors += [(h, 0) for h in lends if f.labels[op].get(h) and (h, 0) not in factors]
             unit = DecisionUnit([f.labels[op][label][k] for label, k in factors], [op])
             slots = u.op_slots[op] = {x: i for i, x in enumerate(factors)}
-            unit.rounds, unit.follows = (
+            unit.ring, unit.follows = (
                 {slots[t, 0]: slots[s, 0] for t, s in tie.items() if (t, 0) in kept}
                 for tie in (op.rule.ties.ring, op.rule.ties.follows)
             )
             unit.lends = {slots[h, 0]: slots[s, 0] for h, s in lends.items() if (h, 0) in slots}
             if (read := tuple(dict.fromkeys(_gathered(op)))) and reads_less(read):
-                unit.spares = frozenset(slots[x] for x in factors if x[0] in op.rule.gathers)
+                unit.gathers = frozenset(slots[x] for x in factors if x[0] in op.rule.gathers)
             u.unit[op] = unit
         for r in results:
             _add_root(u, f, r)
-        if op in u.unit and not u.unit[op].alone and not (u.unit[op].follows or u.unit[op].spares):
+        if op in u.unit and not u.unit[op].alone and not (u.unit[op].follows or u.unit[op].gathers):
             _join_members(u, f, op)
     return u
 
@@ -170,7 +170,7 @@ def _add_root(u: Units, f: Propagation, value: Value) -> None:
         return
     dim_factors = f.dim_factors(value)
     u.roots[value] = (value, tuple(range(len(dim_factors))))
-    if value in f.fixed or (value.op is not None and value.op.rule is None):
+    if value in f.pinned_values or (value.op is not None and value.op.rule is None):
         return
     unit = DecisionUnit([*dim_factors], [], [value])
     if value.rows is not None:

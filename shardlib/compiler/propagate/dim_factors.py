@@ -23,7 +23,7 @@ DimFactor = int
 Lock = tuple[tuple[int, ...], ShardSizes | None]  # ways (major first), and the shard sizes where they are chosen
 
 
-class Dims:
+class FactorClasses:
     """Holds all factors: a union-find, in which they can be split."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Dims:
         factors = dict.fromkeys((*left, *right))
         if len(factors) == len(left) + len(right):
             return True
-        trial = Dims()
+        trial = FactorClasses()
         copy = {factor: trial.new(int(self.size(factor)))[0] for factor in factors}
         for factor, same in copy.items():
             trial._locks[same] = self._locks[self.find(factor)]

@@ -58,15 +58,15 @@ def _differs(f: Propagation, value: Value, places: Sequence[InputDim | None]) ->
 
 def _can_borrow(f: Propagation, value: Value, places: Sequence[InputDim | None]) -> bool:
     """Returns whether no annotation pins the value to other factors."""
-    if value not in f.fixed:
+    if value not in f.pinned_values:
         return True
-    dims, whole = f.fixed[value][1].layout.dims, [()]
-    theirs = [f.fixed[p[0]][1].layout.dims[p[1]] if p else dims[d] for d, p in enumerate(places)]
+    dims, whole = f.pinned_values[value][1].layout.dims, [()]
+    theirs = [f.pinned_values[p[0]][1].layout.dims[p[1]] if p else dims[d] for d, p in enumerate(places)]
     return all(a == b or [x.axes for x in a] == whole for a, b in zip(dims, theirs, strict=True))
 
 
 def _is_sharded(f: Propagation, value: Value) -> bool:
-    return any(f.fixed.get(value, ((),))[0])
+    return any(f.pinned_values.get(value, ((),))[0])
 
 
 def _operands(op: Op) -> Iterator[tuple[Value, tuple[str, ...]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardlib.compiler.graph.ir import Value
-from shardlib.compiler.propagate.dim_factors import DimFactor, Dims, divide_lock
+from shardlib.compiler.propagate.dim_factors import DimFactor, FactorClasses, divide_lock
 from shardlib.compiler.propagate.pins import PinKey
 from shardlib.compiler.propagate.propagation import AxisRequest, FactorDims, Propagation
 from shardlib.sharding.chunks import ShardSizes, restrict_size
@@ -46,7 +46,7 @@ def add_twin(p: Propagation, key: PinKey, value: Value, fixed: FixedLayout, part
 
 
 def distribute_factor(
-    dims: Dims, group: Sequence[DimFactor], layout_factor: Factor
+    dims: FactorClasses, group: Sequence[DimFactor], layout_factor: Factor
 ) -> Iterator[tuple[DimFactor, tuple[Axis, ...], int]]:
     """Yields the dim factors of a layout's factor, each with its mesh axes and its size in that layout."""
     factors = dims.resolve(group)
@@ -60,7 +60,7 @@ def distribute_factor(
         yield factor, tuple(next(feed) for _ in ways), int(dims.size(factor)) if size is None else size
 
 
-def lock_layout(dims: Dims, raw: list[list[DimFactor]], layout: Layout) -> Parts:
+def lock_layout(dims: FactorClasses, raw: list[list[DimFactor]], layout: Layout) -> Parts:
     """Splits a value's dims like a layout and locks them; returns the dim factors of each factor of the layout.
 
     Shard sizes that the layout chooses are those of its factor classes, unless an earlier layout has chosen others.

@@ -1,4 +1,4 @@
-"""Spreads annotations through the rules: which factors every dim has, and which mesh axes each factor requests.
+"""Propagates annotations through the rules: which factors every dim has, and which mesh axes each factor requests.
 
 Pins are written down first, and lock their factors. Then every op's rule unifies the dims of its operands and results,
 in forward and backward code alike. The result says which factors each op has, and which mesh axes annotations request
@@ -26,30 +26,30 @@ from shardlib.sharding.chunks import ShardSizes
 from shardlib.sharding.placement import FixedLayout
 
 
-def spread_annotations(
+def propagate_annotations(
     graph: Graph,
     pins: Pins,
     relaxed: RelaxedDims = MappingProxyType({}),
     borrowed: BorrowedDims = MappingProxyType({}),
 ) -> Propagation:
-    """Spreads the annotations through all ops.
+    """Propagates the annotations through all ops.
 
     A pin with `relaxed` dims gets a twin, whose factors in these dims are its own. A value with `borrowed` dims has the
     factors of these input dims, whatever the factors of the op that computes it.
     """
-    spreading = _Spreading(graph, pins, relaxed, borrowed)
-    spreading.lock_pins()  # first, so that locks hold when rules split dims
-    spreading.unify()
-    spreading.resolve_factors()
-    spreading.read_pins()
-    _copy_requests(spreading.propagation)
-    spreading.fill_open_dims()
-    align_shards(graph, spreading.propagation)
-    return spreading.propagation
+    state = _AxisPropagation(graph, pins, relaxed, borrowed)
+    state.lock_pins()  # first, so that locks hold when rules split dims
+    state.unify()
+    state.resolve_factors()
+    state.read_pins()
+    _copy_requests(state.propagation)
+    state.fill_open_dims()
+    align_shards(graph, state.propagation)
+    return state.propagation
 
 
-class _Spreading:
-    """The state while annotations spread.
+class _AxisPropagation:
+    """The state of the propagation.
 
     `raw` has the factors of values, `labels` those of ops, and `group_factors` those that count groups; all may still
     be split. `parts` has the factors of pins.
@@ -150,7 +150,7 @@ class _Spreading:
             if key in p.relaxed:
                 by_bytes[value.nbytes] += request_elsewhere(p, value, p.relaxed[key], fixed)
             if isinstance(key, Value):
-                p.fixed[p.pin_twins[key] if key in p.relaxed else key] = (axes, fixed)
+                p.pinned_values[p.pin_twins[key] if key in p.relaxed else key] = (axes, fixed)
             elif isinstance(key, int):
                 p.outputs[key] = (axes, fixed)
             else:
@@ -164,8 +164,8 @@ class _Spreading:
     def fill_open_dims(self) -> None:
         """Gives open dims of pins the axes that their classes request."""
         p = self.propagation
-        for value, (axes, fixed) in list(p.fixed.items()):
-            p.fixed[value] = (fill_open_dims(p, p.value[value], axes, fixed), fixed)
+        for value, (axes, fixed) in list(p.pinned_values.items()):
+            p.pinned_values[value] = (fill_open_dims(p, p.value[value], axes, fixed), fixed)
         for i, (axes, fixed) in list(p.outputs.items()):
             dims = p.value[p.pin_twins.get(i, self.graph.outputs[i])]
             p.outputs[i] = (fill_open_dims(p, dims, axes, fixed), fixed)

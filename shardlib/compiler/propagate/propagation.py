@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.dim_factors import DimFactor, Dims
+from shardlib.compiler.propagate.dim_factors import DimFactor, FactorClasses
 from shardlib.compiler.propagate.pins import PinKey
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.placement import FixedLayout
@@ -37,12 +37,12 @@ class AxisRequest:
 class Propagation:
     """The factors, requests and pins that annotations lead to through the rules of ops.
 
-    `spread_annotations` fills it. Later passes read it, or make another one with `dataclasses.replace`.
+    `propagate_annotations` fills it. Later passes read it, or make another one with `dataclasses.replace`.
     """
 
     relaxed: RelaxedDims = field(default_factory=dict)
     borrowed: BorrowedDims = field(default_factory=dict)
-    dims: Dims = field(default_factory=Dims)
+    dims: FactorClasses = field(default_factory=FactorClasses)
     value: dict[Value, FactorDims] = field(default_factory=dict)
     labels: dict[Op, dict[str, tuple[DimFactor, ...]]] = field(default_factory=dict)  # by the labels of the op's rule
     whole: dict[Op, frozenset[str]] = field(default_factory=dict)  # labels that must not be sharded
@@ -51,7 +51,7 @@ class Propagation:
     requests: dict[DimFactor, list[AxisRequest]] = field(default_factory=dict)
     names: dict[DimFactor, str] = field(default_factory=dict)
 
-    fixed: dict[Value, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)
+    pinned_values: dict[Value, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)
     outputs: dict[int, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)  # by position
     body_inputs: dict[Op, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)
 

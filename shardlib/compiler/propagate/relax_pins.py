@@ -48,7 +48,7 @@ def find_misfits(p: Propagation, graph: Graph) -> RelaxedDims:
 
 def _pinned_ends(p: Propagation, graph: Graph) -> Iterator[tuple[PinKey, Value, FactorAxes]]:
     """Yields the pinned inputs and outputs that have no twin, with their axes."""
-    for value, (axes, _) in p.fixed.items():
+    for value, (axes, _) in p.pinned_values.items():
         if value.op is None and value not in p.pin_twins and value not in p.twins:
             yield value, value, axes
     for i, (axes, _) in p.outputs.items():
@@ -56,7 +56,7 @@ def _pinned_ends(p: Propagation, graph: Graph) -> Iterator[tuple[PinKey, Value, 
             yield i, graph.outputs[i], axes
 
 
-def are_for_arithmetic(p: Propagation, misfits: RelaxedDims, graph: Graph) -> bool:
+def would_split_compute(p: Propagation, misfits: RelaxedDims, graph: Graph) -> bool:
     """Returns whether arithmetic is to be shared out by the axes of `misfits`.
 
     That is so if, in some op, no other annotated factor takes these axes; in all ops, if each has only dims of misfits.

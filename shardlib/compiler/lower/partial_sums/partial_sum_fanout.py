@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero, viewed
 from shardlib.compiler.lower.placement import COMPLETE, Partial, Placement
 from shardlib.compiler.lower.value_layouts import Values
-from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate import Decisions
 from shardlib.compiler.propagate.decision_units import can_shard
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.compiler.propagate.solver.problem import estimate_work
@@ -41,7 +41,7 @@ class _Branches:
 class Branching:
     """Finds partial sums with several readers that stay partial; `passed` maps the readers to these operands."""
 
-    def __init__(self, values: Values, graph: Graph, propagated: Propagated) -> None:
+    def __init__(self, values: Values, graph: Graph, propagated: Decisions) -> None:
         self.values, self.propagation, self.p = values, values.propagation, propagated
         self.order = {op: i for i, op in enumerate(graph.ops)}
         self.passed: dict[Op, frozenset[int]] = {}

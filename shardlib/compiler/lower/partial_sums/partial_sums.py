@@ -9,7 +9,7 @@ from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero, viewed
 from shardlib.compiler.lower.partial_sums.partial_sum_fanout import Branching, fitting, share
 from shardlib.compiler.lower.placement import COMPLETE, Partial
 from shardlib.compiler.lower.value_layouts import Values
-from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate import Decisions
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.compiler.propagate.solver.problem import estimate_work
 from shardlib.core.aten.op_traits import has_trait
@@ -23,7 +23,7 @@ class PartialSums:
     `readers` counts the readers of a value and of its views; a view has the count of its root.
     """
 
-    def __init__(self, values: Values, graph: Graph, propagated: Propagated) -> None:
+    def __init__(self, values: Values, graph: Graph, propagated: Decisions) -> None:
         self.values, self.p = values, propagated
         self.readers = _reader_counts(graph, propagated)
         self.rows = _reader_counts(graph, propagated, rows=True)
@@ -123,7 +123,7 @@ class PartialSums:
         return None if more > max(saved, 0.0) else saved
 
 
-def _reader_counts(graph: Graph, p: Propagated, *, rows: bool = False) -> Mapping[Value, int]:
+def _reader_counts(graph: Graph, p: Decisions, *, rows: bool = False) -> Mapping[Value, int]:
     """Returns the number of readers of each value; with `rows`, only of those that accept rows of own groups."""
 
     def is_counted(op: Op, i: int) -> bool:

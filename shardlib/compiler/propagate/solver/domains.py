@@ -61,7 +61,7 @@ class Domains:
         self._axes_memo: dict[tuple[UnitClass, Order], SlotAxes] = {}
 
     def slot_axes(self, unit_class: UnitClass, choice: Order) -> SlotAxes:
-        """Returns the axes on every slot of a unit class under `choice`, with one entry per mesh axis, in mesh order."""
+        """Returns the axes on every slot of a unit class under a choice, whose entries are in mesh order."""
         key = (unit_class, choice)
         if (memo := self._axes_memo.get(key)) is not None:
             return memo
@@ -75,7 +75,7 @@ class Domains:
                 atoms = atoms[::-1]
             for atom in atoms:
                 for slot in map(slot_index, order):
-                    both = {slot, self.problem.rounds[unit_class].get(slot, slot)}
+                    both = {slot, self.problem.leaders[unit_class].get(slot, slot)}
                     fit = {
                         i
                         for i in both | siblings[slot]
@@ -111,7 +111,7 @@ class Domains:
         able |= {s for s, lender in problem.members[unit_class][0].lends.items() if lender in able}
         offered = [s for s in sorted(able) if not {*atoms} <= {*roles[s].requests}]
         wanting = {*slots, *offered}
-        offered = [s for s in offered if problem.rounds[unit_class].get(s, s) in wanting]
+        offered = [s for s in offered if problem.leaders[unit_class].get(s, s) in wanting]
         return [*(s for s in slots if s not in offered), *(~s for s in offered)]
 
     def choices_of(self, variable: Variable, offers: Offers) -> Domain:
@@ -169,12 +169,12 @@ class Domains:
         Attention on a sharded sequence may not: the whole sequence may not fit on a device.
         """
         unit = self.problem.members[unit_class][0]
-        if not {*unit.rounds.values(), *unit.lends.values()}.isdisjoint(map(slot_index, slots)):
+        if not {*unit.ring.values(), *unit.lends.values()}.isdisjoint(map(slot_index, slots)):
             return False
         is_grouping = name in self.grouping and not any(op.owns and op.owns.begins for op in unit.ops)
         offered = all(s < 0 for s in slots)
         contested = name in self.contested or any((dim_factor, name) in offers for dim_factor in self.problem.doubled)
-        return is_grouping or offered or contested or not unit.spares.isdisjoint(slots)
+        return is_grouping or offered or contested or not unit.gathers.isdisjoint(slots)
 
     def _rivals(self, name: str) -> list[Role]:
         """Returns the roles that compete for the axis in some unit, in the order of their first appearance.
@@ -194,7 +194,7 @@ class Domains:
 def _contradicted(problem: Problem) -> Iterator[str]:
     """Yields the mesh axes that some annotation leaves out of a factor which requests them elsewhere."""
     propagation, graph = problem.propagation, problem.graph
-    fixed = [(value, cut) for value, (cut, _) in propagation.fixed.items()]
+    fixed = [(value, cut) for value, (cut, _) in propagation.pinned_values.items()]
     fixed += [(propagation.pin_twins.get(i, graph.outputs[i]), cut) for i, (cut, _) in propagation.outputs.items()]
     for value, cut in fixed:
         for dim_factor, axes in zip(propagation.dim_factors(value), cut, strict=True):

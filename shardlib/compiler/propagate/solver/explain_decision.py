@@ -89,18 +89,18 @@ def _alternatives(search: Search, unit_class: UnitClass, name: str) -> list[Choi
 def _takers(search: Search, unit_class: UnitClass, name: str, choice: Choice, cut: Sequence[Sequence[object]]) -> str:
     """Names the dims that the axis shards: the first slot; for attention, all slots that get a part of it."""
     problem = search.problem
-    rounds, unit = problem.rounds[unit_class], problem.members[unit_class][0]
+    leaders, unit = problem.leaders[unit_class], problem.members[unit_class][0]
     slots = tuple(map(slot_index, choice))
     atoms = problem.atoms[name]
     takers = tuple(i for i in slots if any(a in atoms for a in cut[i])) if unit.alone else slots[:1]
     names = []
     for slot in takers:
         if slot in unit.follows:
-            names.append(_role_name(search, unit_class, rounds[slot]))
-        elif slot in rounds:
+            names.append(_role_name(search, unit_class, leaders[slot]))
+        elif slot in leaders:
             around = _role_name(search, unit_class, slot)
-            names.append(f"{_role_name(search, unit_class, rounds[slot])}, with {around} passed round")
-        elif all(rounds.get(i) != slot for i in takers):
+            names.append(f"{_role_name(search, unit_class, leaders[slot])}, with {around} passed round")
+        elif all(leaders.get(i) != slot for i in takers):
             names.append(_role_name(search, unit_class, slot))
     return " and ".join(names) or "nothing"
 

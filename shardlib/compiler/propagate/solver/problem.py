@@ -133,7 +133,7 @@ def _find_siblings(unit: DecisionUnit) -> dict[int, set[int]]:
 class Problem:
     """Unit classes and the values between them.
 
-    For each unit class: `members`, `slots` (a role each), `rounds`, `candidates` (slots that request an axis), and the
+    For each unit class: `members`, `slots` (a role each), `leaders`, `candidates` (slots that request an axis), and the
     costs of its ops: `compute`, `passed` and `senders`. `records` are the values between units; those between units
     without a choice are `settled`. `sends` returns the messages inside an op; those of `hidden` values may be hidden.
 
@@ -172,7 +172,7 @@ class Problem:
         }
         self.group_of = {unit_class: group for group in self.groups for unit_class in group}
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
-        self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
+        self.leaders = [{**m[0].ring, **m[0].follows} for m in self.members]
         self.siblings = [_find_siblings(m[0]) for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
         self.records, self.settled = Counter[ValueRecord](), Counter[ValueRecord]()
@@ -186,7 +186,7 @@ class Problem:
     def _find_unit_classes(self, units: Units) -> list[list[DecisionUnit]]:
         """Returns the units of every class: they have equal members, of equal roles and pins, on the same slots."""
         described: dict[DecisionUnit, set[object]] = defaultdict(set)
-        fixed = self.propagation.fixed
+        fixed = self.propagation.pinned_values
         for op in self.graph.ops:
             unit = units.unit.get(op)
             if unit is not None and unit.slots:
@@ -250,12 +250,12 @@ class Problem:
     def _candidates(self, unit_class: UnitClass) -> dict[str, list[int]]:
         """Returns, for each mesh axis, the slots that request a part of it."""
         out: dict[str, list[int]] = {}
-        slots, rounds = self.slots[unit_class], self.rounds[unit_class]
+        slots, leaders = self.slots[unit_class], self.leaders[unit_class]
         for name, atoms in self.atoms.items():
             wanting = [
                 i
                 for i, role in enumerate(slots)
-                if any(axis in atoms and axis in slots[rounds.get(i, i)].requests for axis in role.requests)
+                if any(axis in atoms and axis in slots[leaders.get(i, i)].requests for axis in role.requests)
             ]
             if wanting := self._requested_slots(unit_class, wanting, atoms):
                 out[name] = wanting
@@ -266,7 +266,7 @@ class Problem:
         unit, how = self.members[unit_class][0], requested_backend("sequence")
         if how is None or not unit.alone:
             return wanting
-        around = [i for i in wanting if i in unit.rounds]
+        around = [i for i in wanting if i in unit.ring]
         lent = [i for i in wanting if set(self.slots[unit_class][i].lent) & set(atoms)]
         own = [i for i in wanting if i not in (*around, *lent)]
         if math.prod(self.slots[unit_class][i].size for i in lent) < group_size(atoms):
@@ -284,7 +284,7 @@ class Problem:
         totals: dict[tuple[int, ...], float] = defaultdict(float)
         for unit, count in units:
             for op in unit.ops:
-                slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
+                slots = set(self.units.op_slots[op].values()) - unit.ring.keys() - unit.follows.keys()
                 if op.owns is not None and not op.owns.begins:
                     slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
                 totals[tuple(sorted(slots))] += estimate_work(op, self.prices) * count * op.times
@@ -292,15 +292,15 @@ class Problem:
 
     def _passed(self, unit: DecisionUnit, count: int) -> Iterable[PassedTensor]:
         """Yields the tensors that a unit may pass round a ring."""
-        for op in unit.ops if unit.rounds else ():
+        for op in unit.ops if unit.ring else ():
             for values, operand in ((op.operands, True), (op.results, False)):
                 for i, value in enumerate(values):
                     if value is None or value.constant:
                         continue
                     slots = find_slots(self.units, op, self.propagation.value_factors(op, i, operand=operand))
                     sharded = tuple(s for s in slots if s is not None)
-                    for slot in unit.rounds.keys() & set(sharded):
-                        n, leader = count * op.times, unit.rounds[slot]
+                    for slot in unit.ring.keys() & set(sharded):
+                        n, leader = count * op.times, unit.ring[slot]
                         name = next(f for (f, _), s in self.units.op_slots[op].items() if s == slot)
                         yield PassedTensor(value.nbytes * n, n, sharded, slot, leader, operand, op.required_rule, name)
 

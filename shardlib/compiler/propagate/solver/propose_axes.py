@@ -91,7 +91,7 @@ class _Offers:
         if near:
             search.state = _best(search, near)
             split_units(search)
-            better += [search.state] if _spares(search, search.state, self.kept) else []
+            better += [search.state] if _sends_less(search, search.state, self.kept) else []
         return better
 
     def _begin(self, dim_factor: DimFactor) -> None:
@@ -107,7 +107,7 @@ class _Offers:
         return tried and _is_better(search, search.state, self.kept, self.light, summed=summed)
 
     def _is_near(self) -> bool:
-        return self.deep and _spares(self.search, self.search.state, self.first)
+        return self.deep and _sends_less(self.search, self.search.state, self.first)
 
 
 def _best(search: Search, states: Sequence[SearchState]) -> SearchState:
@@ -131,7 +131,7 @@ def _is_better(search: Search, trial: SearchState, before: SearchState, light: b
     return work + sent < (work_before + sent_before) * share
 
 
-def _spares(search: Search, trial: SearchState, before: SearchState) -> bool:
+def _sends_less(search: Search, trial: SearchState, before: SearchState) -> bool:
     """Returns whether an offer sends markedly less, in no more messages unless it is half, and takes no longer."""
     (work, sent), (work_before, sent_before) = (
         search.estimate.program_seconds(state.choices) for state in (trial, before)

@@ -41,7 +41,7 @@ def _find_sharded(search: Search, atoms: Sequence[Axis]) -> set[Value]:
     sharded: set[Value] = set()
     for value in search.problem.graph.values():
         comes = value.op is not None and not sharded.isdisjoint(value.op.operands)
-        is_placed = value.op is None or value in search.problem.propagation.fixed
+        is_placed = value.op is None or value in search.problem.propagation.pinned_values
         if comes or (is_placed and any(a in atoms for axes in _axes_of(search, value) for a in axes)):
             sharded.add(value)
     return sharded
@@ -75,8 +75,8 @@ def _sent(op: Op, search: Search, atoms: Sequence[Axis], moving: Collection[Valu
 def _axes_of(search: Search, root: Value) -> Sequence[Sequence[Axis]]:
     """Returns the axes of a value at its producer."""
     propagation, units = search.problem.propagation, search.problem.units
-    if root in propagation.fixed:
-        return propagation.fixed[root][0]
+    if root in propagation.pinned_values:
+        return propagation.pinned_values[root][0]
     if root not in units.unit:
         return ()
     cuts = search.slot_axes(root)

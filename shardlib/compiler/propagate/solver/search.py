@@ -187,12 +187,12 @@ class Search:
     def _by_cost(self, free: Free) -> list[Variable]:
         return sorted(free, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
 
-    def spare(self, free: Free, limit: float) -> None:
+    def send_fewer_bytes(self, free: Free, limit: float) -> None:
         """Sends fewer bytes within a limit of seconds: minimizes again with dearer and dearer bytes."""
         seconds, weights = self.estimate, self.weights
         self.estimate = bytes_alone = self.of_bytes
 
-        def spares(choices: Choices) -> bool:
+        def sends_less(choices: Choices) -> bool:
             fewer = bytes_alone.decided_seconds(choices)[1] <= bytes_alone.decided_seconds(self.choices)[1]
             return fewer and seconds.total(choices) <= limit
 
@@ -203,7 +203,7 @@ class Search:
         self.choices = before
         for dear in _DEARER if fewer else ():
             self.weights = replace(weights, sent=dear)
-            self.minimize(free, spares)
+            self.minimize(free, sends_less)
         self.estimate, self.weights = seconds, weights
 
     @cached_property

@@ -49,7 +49,7 @@ def send_less(search: Search) -> None:
     """Sends fewer bytes where the program then takes hardly longer."""
     if not search.effort.stops():
         limit = search.seconds + sum(search.estimate.program_seconds(search.choices)) * (TIE - 1)
-        search.spare(search.domains(search.variables()), limit)
+        search.send_fewer_bytes(search.domains(search.variables()), limit)
 
 
 def hide_messages(search: Search) -> None:

@@ -85,7 +85,7 @@ class RecordFinder:
         for root, ends in readers.items():
             if root in merged:
                 continue
-            fixed = f.fixed.get(root)
+            fixed = f.pinned_values.get(root)
             own = sources.get(root) or (self._input(root),) if fixed is None else (ValueEnd(None, cut=fixed[0]),)
             record_ends = tuple(dict.fromkeys(own)), tuple(ends)
             held = root.op is None and len(self.directions[root]) > 1
@@ -106,8 +106,8 @@ class RecordFinder:
         """Yields the reshards of inputs with twins, from the twin to the input."""
         f = self.propagation
         for value, twin in f.pin_twins.items():
-            if isinstance(value, Value) and twin in f.fixed:
-                cut = f.fixed[twin][0]
+            if isinstance(value, Value) and twin in f.pinned_values:
+                cut = f.pinned_values[twin][0]
                 placed = ValueEnd(None, cut=f.across(cut, twin, value), into=(f.sizes(twin), cut))
                 yield ValueRecord(f.sizes(value), value.dtype.itemsize, (placed,), (self._input(value),)), value.times
 
@@ -242,7 +242,7 @@ class RecordFinder:
         if op.constrains:
             result = op.results[0]
             assert result is not None
-            return self._fixed(self.propagation.fixed[result][0], result, value)
+            return self._fixed(self.propagation.pinned_values[result][0], result, value)
         if op in self.propagation.body_inputs:
             return self._fixed(self.propagation.body_inputs[op][0], self.propagation.pin_twins.get(op, value), value)
         if op.rule is None:
@@ -279,15 +279,18 @@ class RecordFinder:
         f, u = self.propagation, self.units
         if (memo := u.result_slots.get((op, index))) is not None:
             return self._end(u.unit[op], *memo)
-        if result in f.fixed or op.rule is None:
-            return ValueEnd(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.dim_factors(result)))
+        if result in f.pinned_values or op.rule is None:
+            return ValueEnd(
+                None,
+                cut=f.pinned_values[result][0] if result in f.pinned_values else ((),) * len(f.dim_factors(result)),
+            )
         factors = f.value_factors(op, index, operand=False)
         partial = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.partial_kind(index, x[0]))
         memo = u.result_slots[op, index] = find_slots(u, op, factors), partial
         return self._end(u.unit[op], *memo)
 
     def _input(self, value: Value) -> ValueEnd:
-        if value in self.propagation.fixed or value not in self.units.unit:
+        if value in self.propagation.pinned_values or value not in self.units.unit:
             return ValueEnd(None, cut=((),) * len(self.propagation.dim_factors(value)))
         return self._end(self.units.unit[value], self.units.value_slots[value])
 
