@@ -194,10 +194,13 @@ class Domains:
 def _contradicted(problem: Problem) -> Iterator[str]:
     """Yields the mesh axes that some annotation leaves out of a factor which requests them elsewhere."""
     propagation, graph = problem.propagation, problem.graph
-    fixed = [(value, cut) for value, (cut, _) in propagation.pinned_values.items()]
-    fixed += [(propagation.pin_twins.get(i, graph.outputs[i]), cut) for i, (cut, _) in propagation.outputs.items()]
-    for value, cut in fixed:
-        for dim_factor, axes in zip(propagation.dim_factors(value), cut, strict=True):
+    fixed = [(value, factor_axes) for value, (factor_axes, _) in propagation.pinned_values.items()]
+    fixed += [
+        (propagation.pin_twins.get(i, graph.outputs[i]), factor_axes)
+        for i, (factor_axes, _) in propagation.outputs.items()
+    ]
+    for value, factor_axes in fixed:
+        for dim_factor, axes in zip(propagation.dim_factors(value), factor_axes, strict=True):
             yield from (
                 w.axis.name for w in propagation.requests.get(dim_factor, ()) if w.axis not in axes and not w.offered
             )

@@ -100,24 +100,24 @@ class Estimate:
     def unit_seconds(self, unit_class: UnitClass, choice: Order) -> tuple[float, float]:
         """Returns the seconds of a unit class's arithmetic, and of the messages inside its ops."""
         if (seconds := self._unit_seconds_memo.get((unit_class, choice))) is None:
-            cut = self.slot_axes(unit_class, choice)
-            work, passed = self._price_unit(unit_class, cut)
+            axes = self.slot_axes(unit_class, choice)
+            work, passed = self._price_unit(unit_class, axes)
             if self.optimistic and self.problem.senders[unit_class]:
                 return round_to_grain(work), round_to_grain(passed)
             seconds = self._unit_seconds_memo[unit_class, choice] = (
                 round_to_grain(work),
-                round_to_grain(passed + self._sent_inside(unit_class, cut)),
+                round_to_grain(passed + self._sent_inside(unit_class, axes)),
             )
         return seconds
 
-    def _price_unit(self, unit_class: UnitClass, cut: SlotAxes) -> tuple[float, float]:
+    def _price_unit(self, unit_class: UnitClass, axes: SlotAxes) -> tuple[float, float]:
         """Returns the seconds of arithmetic, and of tensors passed round a ring."""
         compute, total, prices = self.problem.compute[unit_class], 0.0, self.prices
-        work = sum(s / math.prod(group_size(cut[i]) for i in slots) for s, slots in compute)
+        work = sum(s / math.prod(group_size(axes[i]) for i in slots) for s, slots in compute)
         for p in self.problem.passed[unit_class]:
-            local = p.bytes / math.prod(group_size(cut[i]) for i in p.slots)
-            around, wanted = cut[p.slot], self.problem.slots[unit_class][p.slot].requests
-            gathered = tuple(a for a in cut[p.leader] if a in wanted and a not in around)
+            local = p.bytes / math.prod(group_size(axes[i]) for i in p.slots)
+            around, wanted = axes[p.slot], self.problem.slots[unit_class][p.slot].requests
+            gathered = tuple(a for a in axes[p.leader] if a in wanted and a not in around)
             passed, held = group_size(around), group_size(gathered)
             total += local * (
                 p.count_received(passed) / prices.rate(around) + (held - 1) / held / prices.rate(gathered)
@@ -127,13 +127,13 @@ class Estimate:
             total += p.times * 2 * (passed > 1 and p.operand) * prices.latency(around)
         return work, total
 
-    def _sent_inside(self, unit_class: UnitClass, cut: SlotAxes) -> float:
+    def _sent_inside(self, unit_class: UnitClass, axes: SlotAxes) -> float:
         """Returns the seconds of the messages inside ops."""
         total = 0.0
         for sender in self.problem.senders[unit_class]:
-            assignment = {factor: cut[slot] for factor, slot in sender.slots if cut[slot]}
+            assignment = {factor: axes[slot] for factor, slot in sender.slots if axes[slot]}
             messages = self.problem.sends(sender.op, assignment)
-            total += sender.times * sum(self.prices.comm_seconds(axes, nbytes, how) for how, axes, nbytes in messages)
+            total += sender.times * sum(self.prices.comm_seconds(over, nbytes, how) for how, over, nbytes in messages)
         return total
 
     def cost(self, unit_classes: Iterable[UnitClass], choices: Choices, weights: Weights = Weights()) -> float:

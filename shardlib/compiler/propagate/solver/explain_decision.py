@@ -39,10 +39,10 @@ def explain_decision(search: Search, member: Op | Value, name: str) -> Decision 
         choices = list(search.choices)
         for k in variable:
             choices[k] = (*choices[k][:a], alternative, *choices[k][a + 1 :])
-        cut = search.estimate.slot_axes(unit_class, choices[unit_class])
+        axes = search.estimate.slot_axes(unit_class, choices[unit_class])
         seconds = search.estimate.cost(variable, choices, search.weights)
         first = tuple(map(slot_index, alternative[:1]))
-        rows.setdefault(cut, (_takers(search, unit_class, name, alternative, cut), seconds, first))
+        rows.setdefault(axes, (_takers(search, unit_class, name, alternative, axes), seconds, first))
     winner = _takers(search, unit_class, name, search.choices[unit_class][a], search.slot_axes(member))
     return Decision(name, winner, tuple(rows.values()), search.problem.alike[unit_class])
 
@@ -86,13 +86,13 @@ def _alternatives(search: Search, unit_class: UnitClass, name: str) -> list[Choi
     return [*((i, *(j for j in slots if j != i)) for i in slots), ()]
 
 
-def _takers(search: Search, unit_class: UnitClass, name: str, choice: Choice, cut: Sequence[Sequence[object]]) -> str:
+def _takers(search: Search, unit_class: UnitClass, name: str, choice: Choice, axes: Sequence[Sequence[object]]) -> str:
     """Names the dims that the axis shards: the first slot; for attention, all slots that get a part of it."""
     problem = search.problem
     leaders, unit = problem.leaders[unit_class], problem.members[unit_class][0]
     slots = tuple(map(slot_index, choice))
     atoms = problem.atoms[name]
-    takers = tuple(i for i in slots if any(a in atoms for a in cut[i])) if unit.alone else slots[:1]
+    takers = tuple(i for i in slots if any(a in atoms for a in axes[i])) if unit.alone else slots[:1]
     names = []
     for slot in takers:
         if slot in unit.follows:

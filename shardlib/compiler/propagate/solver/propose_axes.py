@@ -258,10 +258,10 @@ def _summed(weights: Mapping[Op, float], search: Search, name: str) -> list[DimF
     for op in weights:
         if op not in units.unit or op.rule is None or "sum" not in op.rule.reduce.values():
             continue
-        cuts, slots = search.slot_axes(op), units.op_slots[op].items()
-        summed = dict.fromkeys(a for (f, _), s in slots if op.rule.partial_kind(0, f) == "sum" for a in cuts[s])
+        slot_axes, slots = search.slot_axes(op), units.op_slots[op].items()
+        summed = dict.fromkeys(a for (f, _), s in slots if op.rule.partial_kind(0, f) == "sum" for a in slot_axes[s])
         if not summed.keys().isdisjoint(atoms) and _is_used_up(op):
-            ways = math.prod(a.size for (f, _), s in slots if op.rule.partial_kind(0, f) != "sum" for a in cuts[s])
+            ways = math.prod(a.size for (f, _), s in slots if op.rule.partial_kind(0, f) != "sum" for a in slot_axes[s])
             nbytes = sum(r.nbytes for r in op.results if r is not None) / ways
             for dim_factor in _free(op, propagation, atoms, everywhere=False):
                 gain[problem.families[dim_factor]] += prices.comm_seconds(

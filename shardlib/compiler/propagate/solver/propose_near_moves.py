@@ -52,24 +52,24 @@ def _sent(op: Op, search: Search, atoms: Sequence[Axis], moving: Collection[Valu
 
     The messages are those of operands that the op takes in other layouts, and of its partial sums.
     """
-    units, prices, sent, cut, most = search.problem.units, search.problem.prices, 0.0, list[int](), 0
-    cuts = search.slot_axes(op)
+    units, prices, sent, sharded, most = search.problem.units, search.problem.prices, 0.0, list[int](), 0
+    slot_axes = search.slot_axes(op)
     for i, value in enumerate(op.operands):
         if value.constant:
             continue
         root, _ = units.roots[value]
         source = [[a for a in axes if a in atoms] for axes in _axes_of(search, root)]
         if any(source):
-            cut += [i] if root in moving else []
+            sharded += [i] if root in moving else []
             slots, _ = units.operand_slots[op, i]
-            target = [[] if s is None else [a for a in cuts[s] if a in atoms] for s in slots]
+            target = [[] if s is None else [a for a in slot_axes[s] if a in atoms] for s in slots]
             if target != source:
                 sent, most = sent + prices.comm_seconds((*atoms,), root.nbytes), max(most, root.nbytes)
     for i, result in enumerate(op.results):
-        partial = (a for s in units.result_slots.get((op, i), ((), ()))[1] for a in cuts[s])
+        partial = (a for s in units.result_slots.get((op, i), ((), ()))[1] for a in slot_axes[s])
         if result is not None and not {*atoms}.isdisjoint(partial) and not _travels(result):
             sent, most = sent + prices.comm_seconds((*atoms,), result.nbytes), max(most, result.nbytes)
-    return [i for i in cut if op.operands[i].nbytes * SMALL >= most], sent
+    return [i for i in sharded if op.operands[i].nbytes * SMALL >= most], sent
 
 
 def _axes_of(search: Search, root: Value) -> Sequence[Sequence[Axis]]:
@@ -79,8 +79,8 @@ def _axes_of(search: Search, root: Value) -> Sequence[Sequence[Axis]]:
         return propagation.pinned_values[root][0]
     if root not in units.unit:
         return ()
-    cuts = search.slot_axes(root)
-    return [cuts[s] for s in units.value_slots[root]]
+    slot_axes = search.slot_axes(root)
+    return [slot_axes[s] for s in units.value_slots[root]]
 
 
 def _travels(value: Value) -> bool:

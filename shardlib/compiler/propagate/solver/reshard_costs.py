@@ -62,12 +62,12 @@ class LayoutCosts:
     def fixed(self, end: ValueEnd) -> int:
         """Returns the number of the state of a pinned end; a pin in factors of its own has a state of its own."""
         if end.into is None:
-            return self.number((end.cut, ()))
-        key = end.cut, end.dims or self.sizes, end.into
+            return self.number((end.axes, ()))
+        key = end.axes, end.dims or self.sizes, end.into
         if (number := self._number.get(key)) is None:
             number = self._number[key] = len(self._states)
             self._into[number] = end.dims or self.sizes, *end.into
-            self._states.append((end.cut, ()))
+            self._states.append((end.axes, ()))
         return number
 
     def pairs(self, make: Callable[[int, int], int], a: Numbers, b: Numbers) -> Numbers:
@@ -81,8 +81,8 @@ class LayoutCosts:
 
     def partial_in(self, source: int, target: int) -> int:
         """Returns the source's state in the layout of `target`, still a partial sum over the axes not used there."""
-        cut, pending = self._states[target][0], self._states[source][1]
-        return self.number((cut, tuple(a for a in pending if not any(a in axes for axes in cut))))
+        axes, partial = self._states[target][0], self._states[source][1]
+        return self.number((axes, tuple(a for a in partial if not any(a in own for own in axes))))
 
     def summed(self, source: int, _: int) -> int:
         """Returns the state of a source after its reduction in place."""
@@ -90,12 +90,12 @@ class LayoutCosts:
 
     def clashes(self, state: int, source: int) -> int:
         """Returns 1 if a state shards over an axis over which the source is a partial sum."""
-        pending = self._states[source][1]
-        return int(any(a in pending for axes in self._states[state][0] for a in axes))
+        partial = self._states[source][1]
+        return int(any(a in partial for axes in self._states[state][0] for a in axes))
 
     def has_partial(self, states: Numbers) -> NDArray[np.bool_]:
         if len(self._is_partial) <= len(self._states):  # the last entry is for state -1, no reader
-            self._is_partial = np.array([bool(pending) for _, pending in self._states] + [False])
+            self._is_partial = np.array([bool(partial) for _, partial in self._states] + [False])
         return self._is_partial[states]
 
     def seconds(self, sources: Numbers, targets: Numbers) -> tuple[Costs, Numbers]:
@@ -129,16 +129,16 @@ class LayoutCosts:
     def _way(self, source: int, target: int) -> tuple[float, int]:
         if target == -1:
             return 0.0, source
-        (cut, pending), into, source_factors = self._states[source], self._into.get(target), self._into.get(source)
+        (axes, partial), into, source_factors = self._states[source], self._into.get(target), self._into.get(source)
         if target < 0:
             factors = zip(self.returned or (), self.flat, strict=True)
-            goal: State = place_returned_sum(cut, pending, list(factors)), ()
+            goal: State = place_returned_sum(axes, partial, list(factors)), ()
         else:
             goal = self._states[target]
         (to, _), then, seconds = goal, self._left(source, goal), self._routed(source, goal)
         if source_factors is not None:
-            return self._from(source_factors[1:], cut, to, seconds), then
-        exchange = reshard.plan_refactor_exchanges(into[0], self.itemsize, to, cut, *into[1:]) if into else None
+            return self._from(source_factors[1:], axes, to, seconds), then
+        exchange = reshard.plan_refactor_exchanges(into[0], self.itemsize, to, axes, *into[1:]) if into else None
         if exchange is not None:
             via, steps = exchange
             crossed = self._routed(source, (via, ())) + reshard.refactor_seconds(steps, self.paid)
@@ -147,7 +147,7 @@ class LayoutCosts:
         return seconds, then
 
     def _from(
-        self, source: tuple[FactorSizes, FactorAxes], cut: FactorAxes, to: FactorAxes, gather_seconds: float
+        self, source: tuple[FactorSizes, FactorAxes], axes: FactorAxes, to: FactorAxes, gather_seconds: float
     ) -> float:
         """Returns the seconds from axes on other factors to axes on these.
 
@@ -155,7 +155,7 @@ class LayoutCosts:
         """
         factors, src = source
         sizes, itemsize = self.sizes, self.itemsize
-        theirs, mine, gathered, near = iter(src), iter(zip(cut, to, strict=True)), list[Axes](), list[Axes]()
+        theirs, mine, gathered, near = iter(src), iter(zip(axes, to, strict=True)), list[Axes](), list[Axes]()
         for a, b in zip(factors, sizes, strict=True):
             ends, _ = [next(mine) for _ in b], [next(theirs) for _ in a]
             gathered += [x for x, _ in ends] if a == b else [()] * len(a)
@@ -177,10 +177,10 @@ class LayoutCosts:
         return self.number((goal[0], tuple(a for a in self._states[source][1] if a in goal[1])))
 
     def _routed(self, source: int, goal: State) -> float:
-        (cut, pending), sizes, itemsize = self._states[source], self.sizes, self.itemsize
-        left = tuple(a for a in pending if a not in goal[1])
+        (axes, partial), sizes, itemsize = self._states[source], self.sizes, self.itemsize
+        left = tuple(a for a in partial if a not in goal[1])
         return reshard.estimate_seconds(
-            reshard.plan_route(sizes, itemsize, cut, goal[0], left, prices=self.prices), self.paid
+            reshard.plan_route(sizes, itemsize, axes, goal[0], left, prices=self.prices), self.paid
         )
 
 
@@ -281,7 +281,7 @@ class ValueReshards:
             late = reduce(np.logical_or, map(layouts.has_partial, sources))
             waits = [late & ~layouts.pairs(layouts.clashes, w, sources[0]).astype(bool) for w in targets]
             ends = zip(targets, waits, record.readers, strict=True)
-            targets = [w if e.pending else np.where(wait, -1, w) for w, wait, e in ends]
+            targets = [w if e.partial else np.where(wait, -1, w) for w, wait, e in ends]
         have = sources
         if len(sources) > 1 and targets:
             # Sums that cannot be added first: each goes to the first reader's layout on its own.
@@ -338,14 +338,14 @@ def _first_occurrences(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
 
 
 def place_returned_sum(
-    cut: FactorAxes, pending: Sequence[Axis], factors: Sequence[tuple[Sequence[Axis], int]]
+    axes: FactorAxes, partial: Sequence[Axis], factors: Sequence[tuple[Sequence[Axis], int]]
 ) -> FactorAxes:
     """Returns the axes of a result after its partial sum is reduced; factors are given as (requested axes, size).
 
     A factor that requests an axis of the sum takes it. So gradients get the layouts of parameters.
     """
-    out = list(cut)
-    for axis in pending:
+    out = list(axes)
+    for axis in partial:
         for j, (requested, size) in enumerate(factors):
             if axis in requested and size >= group_size(out[j]) * axis.size:
                 out[j] = (*out[j], axis)
@@ -354,6 +354,6 @@ def place_returned_sum(
 
 
 def _resolved(end: ValueEnd, slots: Sequence[Axes]) -> State:
-    cut = tuple(() if s is None else slots[s] for s in end.slots)
+    axes = tuple(() if s is None else slots[s] for s in end.slots)
     # A tensor passed round a ring was reduced on the way.
-    return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
+    return axes, tuple(a for s in end.partial for a in slots[s] if not any(a in own for own in axes))

@@ -113,12 +113,12 @@ class Search:
 
     def settle(self, variables: Iterable[Variable]) -> None:
         """Takes for every variable the choice of its domain that shards like its present one, or the first."""
-        choices, cut = list(self.choices), self.allowed.slot_axes
+        choices, slot_axes = list(self.choices), self.allowed.slot_axes
         for variable in variables:
             unit_class, domain = variable[0], self.domain(variable)
             if choices[unit_class] not in domain.number:
-                now = cut(unit_class, choices[unit_class])
-                choice = next((x for x in domain.orders if cut(unit_class, x) == now), domain.orders[0])
+                now = slot_axes(unit_class, choices[unit_class])
+                choice = next((x for x in domain.orders if slot_axes(unit_class, x) == now), domain.orders[0])
                 for k in variable:
                     choices[k] = choice
         self.choices = choices

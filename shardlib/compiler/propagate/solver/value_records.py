@@ -21,12 +21,12 @@ UnitClass = int  # the number of a class of equal units, which share every decis
 
 
 class ValueEnd(NamedTuple):
-    """One end of a value: the slots of the unit that makes or reads it, per factor; or pinned axes (`cut`)."""
+    """One end of a value: the slots of the unit that makes or reads it, per factor; or pinned `axes`."""
 
     unit_class: UnitClass | None
     slots: Slots = ()
-    cut: FactorAxes = ()
-    pending: tuple[int, ...] = ()  # slots over which the value is a partial sum, or may stay one for a reader
+    axes: FactorAxes = ()
+    partial: tuple[int, ...] = ()  # slots over which the value is a partial sum, or may stay one for a reader
     into: tuple[FactorSizes, FactorAxes] | None = None  # a pin in factors of its own, with its axes
     dims: FactorSizes | None = None  # with `into`: the factors per dim of a view
 
@@ -68,10 +68,10 @@ class RecordFinder:
         self.slots = {k: unit.slots for unit, k in unit_class.items()}
         self.directions: dict[Value, set[bool]] = defaultdict(set)  # of passes that read a root: True is backward
 
-    def _end(self, unit: DecisionUnit | None, slots: Slots, pending: tuple[int, ...] = ()) -> ValueEnd:
+    def _end(self, unit: DecisionUnit | None, slots: Slots, partial: tuple[int, ...] = ()) -> ValueEnd:
         if unit is None or unit not in self.class_of:
-            return ValueEnd(None, cut=((),) * len(slots))
-        return ValueEnd(self.class_of[unit], slots, pending=pending)
+            return ValueEnd(None, axes=((),) * len(slots))
+        return ValueEnd(self.class_of[unit], slots, partial=partial)
 
     def find(self, graph: Graph) -> Iterable[tuple[ValueRecord, int]]:
         """Yields the record of each root value, and how many values it represents."""
@@ -86,7 +86,7 @@ class RecordFinder:
             if root in merged:
                 continue
             fixed = f.pinned_values.get(root)
-            own = sources.get(root) or (self._input(root),) if fixed is None else (ValueEnd(None, cut=fixed[0]),)
+            own = sources.get(root) or (self._input(root),) if fixed is None else (ValueEnd(None, axes=fixed[0]),)
             record_ends = tuple(dict.fromkeys(own)), tuple(ends)
             held = root.op is None and len(self.directions[root]) > 1
             record = ValueRecord(
@@ -107,8 +107,8 @@ class RecordFinder:
         f = self.propagation
         for value, twin in f.pin_twins.items():
             if isinstance(value, Value) and twin in f.pinned_values:
-                cut = f.pinned_values[twin][0]
-                placed = ValueEnd(None, cut=f.across(cut, twin, value), into=(f.sizes(twin), cut))
+                axes = f.pinned_values[twin][0]
+                placed = ValueEnd(None, axes=f.across(axes, twin, value), into=(f.sizes(twin), axes))
                 yield ValueRecord(f.sizes(value), value.dtype.itemsize, (placed,), (self._input(value),)), value.times
 
     def _ends(self, graph: Graph) -> tuple[dict[Value, dict[ValueEnd, None]], dict[Value, tuple[ValueEnd, ...]]]:
@@ -160,7 +160,7 @@ class RecordFinder:
                     merged.update(r for r, _ in addends)
                     both = (_onto_view(s, positions) for r, positions in addends for s in sources[r])
                     met = [_onto_view(s, positions) for r, positions in addends for s in joins.get(r, ())]
-                    joins[result] = tuple(dict.fromkeys([*met, sources[result][0]._replace(pending=())]))
+                    joins[result] = tuple(dict.fromkeys([*met, sources[result][0]._replace(partial=())]))
                     sources[result] = tuple(dict.fromkeys(both))
                 continue
             (root, positions), (complete, _) = addends[:: 1 if partial[0] else -1]
@@ -246,7 +246,7 @@ class RecordFinder:
         if op in self.propagation.body_inputs:
             return self._fixed(self.propagation.body_inputs[op][0], self.propagation.pin_twins.get(op, value), value)
         if op.rule is None:
-            return ValueEnd(None, cut=((),) * n)
+            return ValueEnd(None, axes=((),) * n)
         slots = find_slots(self.units, op, self.propagation.value_factors(op, i, operand=True))
         out: list[int | None] = [None] * n
         for slot, position in zip(slots, positions, strict=True):
@@ -258,21 +258,21 @@ class RecordFinder:
         memo = self.units.operand_slots[op, i] = tuple(out), () if slot is None else (slot,)
         return self._end(self.units.unit[op], *memo)
 
-    def _fixed(self, cut: FactorAxes, twin: Value, value: Value) -> ValueEnd:
-        """Returns the end of a reader that takes `value` with the axes `cut` on the factors of `twin`."""
+    def _fixed(self, axes: FactorAxes, twin: Value, value: Value) -> ValueEnd:
+        """Returns the end of a reader that takes `value` with these axes on the factors of `twin`."""
         f, (root, positions) = self.propagation, self.units.roots[value]
-        near, n = _onto_root(f.across(cut, twin, value), positions, len(f.dim_factors(root))), len(f.dim_factors(root))
+        near, n = _onto_root(f.across(axes, twin, value), positions, len(f.dim_factors(root))), len(f.dim_factors(root))
         if f.value[value] != f.value[twin] and positions == (*range(n),):
-            return ValueEnd(None, cut=near, into=(f.sizes(twin), cut), dims=f.sizes(value))
-        dims, theirs = zip(f.sizes(value), f.sizes(twin), strict=True), iter(cut)
+            return ValueEnd(None, axes=near, into=(f.sizes(twin), axes), dims=f.sizes(value))
+        dims, theirs = zip(f.sizes(value), f.sizes(twin), strict=True), iter(axes)
         feed, count = iter(positions), iter(range(n))
         twin_dims = {tuple(next(feed) for _ in mine): (own, tuple(next(theirs) for _ in own)) for mine, own in dims}
         at = [twin_dims.get(tuple(next(count) for _ in dim)) for dim in f.sizes(root)]
         into = [dim for dim in at if dim is not None]
         if f.value[value] == f.value[twin] or len(into) < len(at):
-            return ValueEnd(None, cut=near)
+            return ValueEnd(None, axes=near)
         return ValueEnd(
-            None, cut=near, into=(tuple(own for own, _ in into), tuple(a for _, axes in into for a in axes))
+            None, axes=near, into=(tuple(own for own, _ in into), tuple(a for _, dim_axes in into for a in dim_axes))
         )
 
     def _source(self, op: Op, index: int, result: Value) -> ValueEnd:
@@ -282,7 +282,7 @@ class RecordFinder:
         if result in f.pinned_values or op.rule is None:
             return ValueEnd(
                 None,
-                cut=f.pinned_values[result][0] if result in f.pinned_values else ((),) * len(f.dim_factors(result)),
+                axes=f.pinned_values[result][0] if result in f.pinned_values else ((),) * len(f.dim_factors(result)),
             )
         factors = f.value_factors(op, index, operand=False)
         partial = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.partial_kind(index, x[0]))
@@ -291,7 +291,7 @@ class RecordFinder:
 
     def _input(self, value: Value) -> ValueEnd:
         if value in self.propagation.pinned_values or value not in self.units.unit:
-            return ValueEnd(None, cut=((),) * len(self.propagation.dim_factors(value)))
+            return ValueEnd(None, axes=((),) * len(self.propagation.dim_factors(value)))
         return self._end(self.units.unit[value], self.units.value_slots[value])
 
     def _has_partial(self, end: ValueEnd) -> bool:
@@ -299,7 +299,7 @@ class RecordFinder:
         if end.unit_class is None:
             return False
         dim_factors = self.slots[end.unit_class]
-        return any(dim_factors[s] in self.propagation.requests for s in end.pending)
+        return any(dim_factors[s] in self.propagation.requests for s in end.partial)
 
     def _adds(self, op: Op) -> bool:
         rule = op.rule
@@ -311,14 +311,14 @@ class RecordFinder:
 def _onto_view(end: ValueEnd, positions: Slots) -> ValueEnd:
     """Translates the end of a root to the factors of a view of it."""
     if end.unit_class is None:
-        return end._replace(cut=tuple(() if p is None else end.cut[p] for p in positions))
+        return end._replace(axes=tuple(() if p is None else end.axes[p] for p in positions))
     return end._replace(slots=tuple(None if p is None else end.slots[p] for p in positions))
 
 
-def _onto_root(cut: FactorAxes, positions: tuple[int | None, ...], n: int) -> FactorAxes:
+def _onto_root(axes: FactorAxes, positions: tuple[int | None, ...], n: int) -> FactorAxes:
     """Translates the axes of a view to the factors of its root."""
     out: list[tuple[Axis, ...]] = [()] * n
-    for axes, position in zip(cut, positions, strict=True):
+    for factor_axes, position in zip(axes, positions, strict=True):
         if position is not None:
-            out[position] = axes
+            out[position] = factor_axes
     return tuple(out)
