@@ -232,9 +232,9 @@ class Problem:
     def _role(self, dim_factor: DimFactor) -> Role:
         role = self._role_memo.get(dim_factor)
         if role is None:
-            f = self.propagation
-            requests = tuple(w.axis for w in f.requests.get(dim_factor, ()) if not w.offered)
-            role = Role(f.dims.size(dim_factor), requests, f.names.get(dim_factor))
+            propagation = self.propagation
+            requests = tuple(w.axis for w in propagation.requests.get(dim_factor, ()) if not w.offered)
+            role = Role(propagation.dims.size(dim_factor), requests, propagation.names.get(dim_factor))
             self._role_memo[dim_factor] = role
         return role
 

@@ -75,7 +75,7 @@ class RecordFinder:
 
     def find(self, graph: Graph) -> Iterable[tuple[ValueRecord, int]]:
         """Yields the record of each root value, and how many values it represents."""
-        f = self.propagation
+        propagation = self.propagation
         readers, sources = self._ends(graph)
         joins: dict[Value, tuple[ValueEnd, ...]] = {}
         merged = self._meeting_sums(graph, sources, readers, joins)
@@ -85,12 +85,12 @@ class RecordFinder:
         for root, ends in readers.items():
             if root in merged:
                 continue
-            fixed = f.pinned_values.get(root)
+            fixed = propagation.pinned_values.get(root)
             own = sources.get(root) or (self._input(root),) if fixed is None else (ValueEnd(None, axes=fixed[0]),)
             record_ends = tuple(dict.fromkeys(own)), tuple(ends)
             held = root.op is None and len(self.directions[root]) > 1
             record = ValueRecord(
-                f.sizes(root),
+                propagation.sizes(root),
                 root.dtype.itemsize,
                 *record_ends,
                 held,
@@ -104,12 +104,17 @@ class RecordFinder:
 
     def _twin_inputs(self) -> Iterable[tuple[ValueRecord, int]]:
         """Yields the reshards of inputs with twins, from the twin to the input."""
-        f = self.propagation
-        for value, twin in f.pin_twins.items():
-            if isinstance(value, Value) and twin in f.pinned_values:
-                axes = f.pinned_values[twin][0]
-                placed = ValueEnd(None, axes=f.across(axes, twin, value), into=(f.sizes(twin), axes))
-                yield ValueRecord(f.sizes(value), value.dtype.itemsize, (placed,), (self._input(value),)), value.times
+        propagation = self.propagation
+        for value, twin in propagation.pin_twins.items():
+            if isinstance(value, Value) and twin in propagation.pinned_values:
+                axes = propagation.pinned_values[twin][0]
+                placed = ValueEnd(
+                    None, axes=propagation.across(axes, twin, value), into=(propagation.sizes(twin), axes)
+                )
+                yield (
+                    ValueRecord(propagation.sizes(value), value.dtype.itemsize, (placed,), (self._input(value),)),
+                    value.times,
+                )
 
     def _ends(self, graph: Graph) -> tuple[dict[Value, dict[ValueEnd, None]], dict[Value, tuple[ValueEnd, ...]]]:
         """Returns the distinct readers of each root value, and its source."""
@@ -140,20 +145,20 @@ class RecordFinder:
         The sum of two has the sources of both, and the addition among its `joins`. In `(x + a) + b`, with a complete
         `x`, `a` gets the sources and the readers of `b`. Returns the values that have no record of their own.
         """
-        f, u = self.propagation, self.units
+        propagation, units = self.propagation, self.units
         reads: Counter[Value] | None = None
         merged: set[Value] = set()
         first: dict[Value, tuple[Value, tuple[int | None, ...]]] = {}  # result of an addition -> its first partial sum
         for op in graph.ops:
             if op.constant or op.transparent or op.owns is not None or not self._adds(op):
                 continue
-            addends = [u.roots[v] for v in op.operands]
+            addends = [units.roots[v] for v in op.operands]
             (result,) = op.results
             assert result is not None, "a sum has a value"
             partial = [any(map(self._has_partial, sources.get(r, ()))) for r, _ in addends]
-            if not any(partial) or any(f.value[v] != f.value[result] for v in op.operands):
+            if not any(partial) or any(propagation.value[v] != propagation.value[result] for v in op.operands):
                 continue
-            reads = u.reads() if reads is None else reads
+            reads = units.reads() if reads is None else reads
             alone = [reads[r] == 1 and not r.is_output for r, _ in addends]
             if all(partial):
                 if all(alone):
@@ -167,7 +172,7 @@ class RecordFinder:
             if not alone[partial.index(True)]:
                 continue
             begun = first.get(complete) if alone[partial.index(False)] else None
-            dim_factors = range(len(f.dim_factors(begun[0]))) if begun is not None else range(0)
+            dim_factors = range(len(propagation.dim_factors(begun[0]))) if begun is not None else range(0)
             if begun is not None and len(begun[1]) == len(dim_factors) and {*begun[1]} == {*dim_factors}:
                 merged.add(root)
                 back = tuple(begun[1].index(i) for i in dim_factors)
@@ -184,11 +189,11 @@ class RecordFinder:
 
         Returns, for the op's result, where the sum began, and the values that readers take as partial sums.
         """
-        u, through, late = self.units, dict[Value, tuple[ValueEnd, ...]](), set[Value]()
-        if not any(root.rows for root, _ in u.roots.values()):
+        units, through, late = self.units, dict[Value, tuple[ValueEnd, ...]](), set[Value]()
+        if not any(root.rows for root, _ in units.roots.values()):
             return through, late
         reads: Counter[Value] = Counter()
-        for value, (root, _) in u.roots.items():
+        for value, (root, _) in units.roots.items():
             own = (op.owns is not None and i in op.owns.reads for op, i in value.readers)
             reads[root] += value.is_output + sum(
                 not (mine or op.transparent or op.constant) for mine, (op, _) in zip(own, value.readers, strict=True)
@@ -201,7 +206,7 @@ class RecordFinder:
                 (result,) = op.results
                 if len(terms) != 1 or op.operands[terms[0]].constant:
                     continue
-                root, positions = u.roots[op.operands[terms[0]]]
+                root, positions = units.roots[op.operands[terms[0]]]
                 if result is None or reads[root] != 1 or not (root.rows or root in through):
                     continue
                 others = [v for i, v in enumerate(op.operands) if i not in terms and not v.constant]
@@ -222,17 +227,19 @@ class RecordFinder:
         self, graph: Graph, readers: dict[Value, dict[ValueEnd, None]]
     ) -> dict[Value, tuple[tuple[Axis, ...], ...]]:
         """Returns the axes that results without a pin request; adds a reader for each result with a pin."""
-        f = self.propagation
+        propagation = self.propagation
         returned: dict[Value, tuple[tuple[Axis, ...], ...]] = {}
         for i, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or value.constant:
                 continue
             root, _ = self.units.roots[value]
-            if i in f.outputs:
-                readers[root][self._fixed(f.outputs[i][0], f.pin_twins.get(i, value), value)] = None
+            if i in propagation.outputs:
+                readers[root][self._fixed(propagation.outputs[i][0], propagation.pin_twins.get(i, value), value)] = None
             else:
                 readers[root]  # so that it has a record
-                returned[root] = tuple(tuple(w.axis for w in f.requests.get(x, ())) for x in f.dim_factors(root))
+                returned[root] = tuple(
+                    tuple(w.axis for w in propagation.requests.get(x, ())) for x in propagation.dim_factors(root)
+                )
         return returned
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> ValueEnd:
@@ -260,34 +267,41 @@ class RecordFinder:
 
     def _fixed(self, axes: FactorAxes, twin: Value, value: Value) -> ValueEnd:
         """Returns the end of a reader that takes `value` with these axes on the factors of `twin`."""
-        f, (root, positions) = self.propagation, self.units.roots[value]
-        near, n = _onto_root(f.across(axes, twin, value), positions, len(f.dim_factors(root))), len(f.dim_factors(root))
-        if f.value[value] != f.value[twin] and positions == (*range(n),):
-            return ValueEnd(None, axes=near, into=(f.sizes(twin), axes), dims=f.sizes(value))
-        dims, theirs = zip(f.sizes(value), f.sizes(twin), strict=True), iter(axes)
+        propagation, (root, positions) = self.propagation, self.units.roots[value]
+        near, n = (
+            _onto_root(propagation.across(axes, twin, value), positions, len(propagation.dim_factors(root))),
+            len(propagation.dim_factors(root)),
+        )
+        if propagation.value[value] != propagation.value[twin] and positions == (*range(n),):
+            return ValueEnd(None, axes=near, into=(propagation.sizes(twin), axes), dims=propagation.sizes(value))
+        dims, theirs = zip(propagation.sizes(value), propagation.sizes(twin), strict=True), iter(axes)
         feed, count = iter(positions), iter(range(n))
         twin_dims = {tuple(next(feed) for _ in mine): (own, tuple(next(theirs) for _ in own)) for mine, own in dims}
-        at = [twin_dims.get(tuple(next(count) for _ in dim)) for dim in f.sizes(root)]
+        at = [twin_dims.get(tuple(next(count) for _ in dim)) for dim in propagation.sizes(root)]
         into = [dim for dim in at if dim is not None]
-        if f.value[value] == f.value[twin] or len(into) < len(at):
+        if propagation.value[value] == propagation.value[twin] or len(into) < len(at):
             return ValueEnd(None, axes=near)
         return ValueEnd(
             None, axes=near, into=(tuple(own for own, _ in into), tuple(a for _, dim_axes in into for a in dim_axes))
         )
 
     def _source(self, op: Op, index: int, result: Value) -> ValueEnd:
-        f, u = self.propagation, self.units
-        if (memo := u.result_slots.get((op, index))) is not None:
-            return self._end(u.unit[op], *memo)
-        if result in f.pinned_values or op.rule is None:
+        propagation, units = self.propagation, self.units
+        if (memo := units.result_slots.get((op, index))) is not None:
+            return self._end(units.unit[op], *memo)
+        if result in propagation.pinned_values or op.rule is None:
             return ValueEnd(
                 None,
-                axes=f.pinned_values[result][0] if result in f.pinned_values else ((),) * len(f.dim_factors(result)),
+                axes=propagation.pinned_values[result][0]
+                if result in propagation.pinned_values
+                else ((),) * len(propagation.dim_factors(result)),
             )
-        factors = f.value_factors(op, index, operand=False)
-        partial = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.partial_kind(index, x[0]))
-        memo = u.result_slots[op, index] = find_slots(u, op, factors), partial
-        return self._end(u.unit[op], *memo)
+        factors = propagation.value_factors(op, index, operand=False)
+        partial = tuple(
+            s for x, s in units.op_slots[op].items() if x not in factors and op.rule.partial_kind(index, x[0])
+        )
+        memo = units.result_slots[op, index] = find_slots(units, op, factors), partial
+        return self._end(units.unit[op], *memo)
 
     def _input(self, value: Value) -> ValueEnd:
         if value in self.propagation.pinned_values or value not in self.units.unit:
