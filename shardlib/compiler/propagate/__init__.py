@@ -125,7 +125,9 @@ def collect_decisions(search: Search, pins: Pins) -> Decisions:
     for factor, name in search.offers:
         for member in [x for x, family in problem.families.items() if family == factor]:
             own = requests.get(member, [])
-            new = [AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(w.axis != a for w in own)]
+            new = [
+                AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(request.axis != a for request in own)
+            ]
             requests[member] = own + new
 
     def part(member: Op | Value) -> object:

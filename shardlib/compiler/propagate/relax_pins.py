@@ -74,7 +74,12 @@ def would_split_compute(propagation: Propagation, misfits: RelaxedDims, graph: G
     for labels in propagation.labels.values() if axes_of else ():
         op_factors = {factor for factors in labels.values() for factor in factors}
         if mine := op_factors & axes_of.keys():
-            others = {w.axis for x in op_factors - mine for w in propagation.requests.get(x, ()) if not w.offered}
+            others = {
+                request.axis
+                for x in op_factors - mine
+                for request in propagation.requests.get(x, ())
+                if not request.offered
+            }
             free = any(not axes_of[factor] <= others for factor in mine)
             if free and op_factors - neighbors:
                 return True

@@ -110,8 +110,8 @@ class Domains:
         able = {s for s, dim_factor in enumerate(dim_factors) if (problem.families[dim_factor], name) in offers}
         able |= {s for s, lender in problem.members[unit_class][0].lends.items() if lender in able}
         offered = [s for s in sorted(able) if not {*atoms} <= {*roles[s].requests}]
-        wanting = {*slots, *offered}
-        offered = [s for s in offered if problem.leaders[unit_class].get(s, s) in wanting]
+        requesting = {*slots, *offered}
+        offered = [s for s in offered if problem.leaders[unit_class].get(s, s) in requesting]
         return [*(s for s in slots if s not in offered), *(~s for s in offered)]
 
     def choices_of(self, variable: Variable, offers: Offers) -> Domain:
@@ -184,10 +184,10 @@ class Domains:
         rivals: dict[Role, None] = {}
         problem = self.problem
         for members, slots, candidates in zip(problem.members, problem.slots, problem.candidates, strict=True):
-            wanting = candidates.get(name, ())
-            twice = [i for i, n in Counter(members[0].slots[i] for i in wanting).items() if n > 1]
-            rivals |= dict.fromkeys(slots[i] for i in wanting) if len(wanting) > 1 else {}
-            rivals |= dict.fromkeys(slots[i] for i in wanting if members[0].slots[i] in twice)
+            requesting = candidates.get(name, ())
+            twice = [i for i, n in Counter(members[0].slots[i] for i in requesting).items() if n > 1]
+            rivals |= dict.fromkeys(slots[i] for i in requesting) if len(requesting) > 1 else {}
+            rivals |= dict.fromkeys(slots[i] for i in requesting if members[0].slots[i] in twice)
         return list(rivals)
 
 
@@ -202,11 +202,13 @@ def _contradicted(problem: Problem) -> Iterator[str]:
     for value, factor_axes in fixed:
         for dim_factor, axes in zip(propagation.dim_factors(value), factor_axes, strict=True):
             yield from (
-                w.axis.name for w in propagation.requests.get(dim_factor, ()) if w.axis not in axes and not w.offered
+                request.axis.name
+                for request in propagation.requests.get(dim_factor, ())
+                if request.axis not in axes and not request.offered
             )
 
 
 def _grouping(propagation: Propagation) -> Iterator[str]:
     """Yields the mesh axes that shard groups of rows: only grouped products need them, so other ops may stay whole."""
     for dim_factor in (x for owners in propagation.group_factors.values() for x in owners):
-        yield from (w.axis.name for w in propagation.requests.get(dim_factor, ()))
+        yield from (request.axis.name for request in propagation.requests.get(dim_factor, ()))

@@ -116,8 +116,8 @@ class Estimate:
         work = sum(s / math.prod(group_size(axes[i]) for i in slots) for s, slots in compute)
         for p in self.problem.passed[unit_class]:
             local = p.bytes / math.prod(group_size(axes[i]) for i in p.slots)
-            around, wanted = axes[p.slot], self.problem.slots[unit_class][p.slot].requests
-            gathered = tuple(a for a in axes[p.leader] if a in wanted and a not in around)
+            around, requested = axes[p.slot], self.problem.slots[unit_class][p.slot].requests
+            gathered = tuple(a for a in axes[p.leader] if a in requested and a not in around)
             passed, held = group_size(around), group_size(gathered)
             total += local * (
                 p.count_received(passed) / prices.rate(around) + (held - 1) / held / prices.rate(gathered)

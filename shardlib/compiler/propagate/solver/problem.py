@@ -233,7 +233,9 @@ class Problem:
         role = self._role_memo.get(dim_factor)
         if role is None:
             propagation = self.propagation
-            requests = tuple(w.axis for w in propagation.requests.get(dim_factor, ()) if not w.offered)
+            requests = tuple(
+                request.axis for request in propagation.requests.get(dim_factor, ()) if not request.offered
+            )
             role = Role(propagation.dims.size(dim_factor), requests, propagation.names.get(dim_factor))
             self._role_memo[dim_factor] = role
         return role
@@ -252,26 +254,26 @@ class Problem:
         out: dict[str, list[int]] = {}
         slots, leaders = self.slots[unit_class], self.leaders[unit_class]
         for name, atoms in self.atoms.items():
-            wanting = [
+            requesting = [
                 i
                 for i, role in enumerate(slots)
                 if any(axis in atoms and axis in slots[leaders.get(i, i)].requests for axis in role.requests)
             ]
-            if wanting := self._requested_slots(unit_class, wanting, atoms):
-                out[name] = wanting
+            if requesting := self._requested_slots(unit_class, requesting, atoms):
+                out[name] = requesting
         return out
 
-    def _requested_slots(self, unit_class: UnitClass, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
+    def _requested_slots(self, unit_class: UnitClass, requesting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
         """Returns the slots that `SHARDLIB_OPS=sequence=...` allows; all slots if it allows none, or too few heads."""
         unit, how = self.members[unit_class][0], requested_backend("sequence")
         if how is None or not unit.alone:
-            return wanting
-        around = [i for i in wanting if i in unit.ring]
-        lent = [i for i in wanting if set(self.slots[unit_class][i].lent) & set(atoms)]
-        own = [i for i in wanting if i not in (*around, *lent)]
+            return requesting
+        around = [i for i in requesting if i in unit.ring]
+        lent = [i for i in requesting if set(self.slots[unit_class][i].lent) & set(atoms)]
+        own = [i for i in requesting if i not in (*around, *lent)]
         if math.prod(self.slots[unit_class][i].size for i in lent) < group_size(atoms):
             lent = []
-        return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
+        return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or requesting
 
     @cached_property
     def undecided(self) -> float:

@@ -45,7 +45,7 @@ def offer_axes(search: Search, first: SearchState) -> bool:
     `first` is the state of `search` before units were taken apart: every trial begins there.
     """
     propagation = search.problem.propagation
-    used = {want.axis.name for requests in propagation.requests.values() for want in requests}
+    used = {request.axis.name for requests in propagation.requests.values() for request in requests}
     for name in search.problem.mesh.axis_names:
         if name in used and not search.effort.stops():
             kept = search.state
@@ -234,7 +234,9 @@ def _returned(graph: Graph, propagation: Propagation, atoms: Sequence[Axis]) -> 
         if isinstance(value, Value) and not value.constant:
             dim_factors = propagation.dim_factors(value)
             if any(
-                want.axis in atoms for dim_factor in dim_factors for want in propagation.requests.get(dim_factor, ())
+                request.axis in atoms
+                for dim_factor in dim_factors
+                for request in propagation.requests.get(dim_factor, ())
             ):
                 dims.update(dim_factors)
     return dims
@@ -309,7 +311,7 @@ def _beside_selections(search: Search, atoms: Sequence[Axis]) -> Mapping[DimFact
         taken = [
             dim_factor for f, k in slots if f in op.rule.gathers and not k for dim_factor in propagation.labels[op][f]
         ]
-        if any(want.axis in atoms for dim_factor in taken for want in propagation.requests.get(dim_factor, ())):
+        if any(request.axis in atoms for dim_factor in taken for request in propagation.requests.get(dim_factor, ())):
             for dim_factor in _free(op, propagation, atoms, everywhere=True):
                 nbytes = sum(r.nbytes for r in op.results if r is not None)
                 gain[search.problem.families[dim_factor]] += nbytes * propagation.times(op, dim_factor)

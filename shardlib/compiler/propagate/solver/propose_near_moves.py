@@ -107,8 +107,8 @@ def find_free_dims(
     dims, least = set(), group_size(atoms)
     for label in kept:
         for k, dim_factor in enumerate(propagation.labels[op].get(label, ())):
-            wanted = {want.axis for want in propagation.requests.get(dim_factor, ())}
+            requested = {request.axis for request in propagation.requests.get(dim_factor, ())}
             enough = propagation.dims.size(dim_factor) >= least
-            if enough and wanted.isdisjoint(atoms) and can_shard(propagation, op, (label, k)):
+            if enough and requested.isdisjoint(atoms) and can_shard(propagation, op, (label, k)):
                 dims.add(dim_factor)
     return dims

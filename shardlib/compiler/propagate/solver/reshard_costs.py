@@ -279,9 +279,9 @@ class ValueReshards:
         if record.late:
             # Readers of own rows take a partial sum; the others read the result of the linear op behind it.
             late = reduce(np.logical_or, map(layouts.has_partial, sources))
-            waits = [late & ~layouts.pairs(layouts.clashes, w, sources[0]).astype(bool) for w in targets]
+            waits = [late & ~layouts.pairs(layouts.clashes, target, sources[0]).astype(bool) for target in targets]
             ends = zip(targets, waits, record.readers, strict=True)
-            targets = [w if e.partial else np.where(wait, -1, w) for w, wait, e in ends]
+            targets = [target if e.partial else np.where(wait, -1, target) for target, wait, e in ends]
         have = sources
         if len(sources) > 1 and targets:
             # Sums that cannot be added first: each goes to the first reader's layout on its own.
@@ -292,7 +292,7 @@ class ValueReshards:
                 if mine.any()
             ]
             total, have, new = sum(paid, start=total), [np.where(apart, targets[0], sources[0])], new[:1]
-        for target in {_key(w): w for w in targets}.values():  # equal targets cost one reshard
+        for target in {_key(target): target for target in targets}.values():  # equal targets cost one reshard
             ways = [self.layouts.seconds(s, target) for s in have]
             best, then = ways[0]
             for seconds, state in ways[1:]:

@@ -53,11 +53,13 @@ class Search:
         self._priced: dict[Estimate, int] = {}  # routes between layouts at the last count
         propagation = problem.propagation
         requests = [
-            (problem.families.get(dim_factor, dim_factor), w)
+            (problem.families.get(dim_factor, dim_factor), request)
             for dim_factor, requests in propagation.requests.items()
-            for w in requests
+            for request in requests
         ]
-        self.offers: frozenset[Offer] = frozenset((dim_factor, w.axis.name) for dim_factor, w in requests if w.offered)
+        self.offers: frozenset[Offer] = frozenset(
+            (dim_factor, request.axis.name) for dim_factor, request in requests if request.offered
+        )
         self.choices: Choices = [self.domain((unit_class,)).orders[0] for unit_class in range(len(problem.members))]
         if start is not None:
             self.choices = [start(units[0].first_member) for units in problem.members]

@@ -238,7 +238,8 @@ class RecordFinder:
             else:
                 readers[root]  # so that it has a record
                 returned[root] = tuple(
-                    tuple(w.axis for w in propagation.requests.get(x, ())) for x in propagation.dim_factors(root)
+                    tuple(request.axis for request in propagation.requests.get(x, ()))
+                    for x in propagation.dim_factors(root)
                 )
         return returned
 
