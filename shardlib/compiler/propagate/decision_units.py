@@ -190,10 +190,8 @@ def _look_through(units: Units, propagation: Propagation, op: Op) -> None:
         for x, p in zip(propagation.value_factors(op, 0, operand=True), positions, strict=True)
         if x and x[0] not in propagation.whole[op]
     }
-    units.roots[value] = (
-        root,
-        tuple(at.get(x) if x else None for x in propagation.value_factors(op, 0, operand=False)),
-    )
+    factors = propagation.value_factors(op, 0, operand=False)
+    units.roots[value] = root, tuple(at.get(x) if x else None for x in factors)
 
 
 def _join_members(units: Units, propagation: Propagation, op: Op) -> None:

@@ -195,10 +195,8 @@ def _contradicted(problem: Problem) -> Iterator[str]:
     """Yields the mesh axes that some annotation leaves out of a factor which requests them elsewhere."""
     propagation, graph = problem.propagation, problem.graph
     fixed = [(value, factor_axes) for value, (factor_axes, _) in propagation.pinned_values.items()]
-    fixed += [
-        (propagation.pin_twins.get(i, graph.outputs[i]), factor_axes)
-        for i, (factor_axes, _) in propagation.outputs.items()
-    ]
+    for i, (factor_axes, _) in propagation.outputs.items():
+        fixed.append((propagation.pin_twins.get(i, graph.outputs[i]), factor_axes))
     for value, factor_axes in fixed:
         for dim_factor, axes in zip(propagation.dim_factors(value), factor_axes, strict=True):
             yield from (

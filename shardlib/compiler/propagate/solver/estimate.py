@@ -88,9 +88,7 @@ class Estimate:
     def sent(self, i: int, choices: Choices) -> float:
         """Returns the seconds of the reshards of all values that record number `i` represents."""
         reshards = self.reshards[i]
-        return reshards.at(
-            tuple([self._class(i, unit_class, choices[unit_class]) for unit_class in reshards.unit_classes])
-        )
+        return reshards.at(tuple([self._class(i, k, choices[k]) for k in reshards.unit_classes]))
 
     def _weighed(self, i: int, choices: Choices, weights: Weights) -> float:
         seconds = self.sent(i, choices) * weights.sent
@@ -185,21 +183,16 @@ class Estimate:
         """Returns the unit classes that could save more than `least` seconds, by other reshards or by less work."""
         sent = (reshards.unit_classes for i, reshards in enumerate(self.reshards) if self.sent(i, choices) > least)
         excess = (
-            unit_class
-            for unit_class, domain in domains.items()
-            if sum(self.unit_seconds(unit_class, choices[unit_class]))
-            - self._domain_seconds((unit_class,), domain, Weights()).min()
-            > least
+            k
+            for k, domain in domains.items()
+            if sum(self.unit_seconds(k, choices[k])) - self._domain_seconds((k,), domain, Weights()).min() > least
         )
         return {*(unit_class for unit_classes in sent for unit_class in unit_classes), *excess}
 
     def neighbors(self, *unit_classes: UnitClass) -> tuple[UnitClass, ...]:
         """Returns unit classes, and those that share a value with one of them."""
-        return tuple(
-            dict.fromkeys(
-                [*unit_classes, *(k for i in self._touched(unit_classes) for k in self.reshards[i].record.unit_classes)]
-            )
-        )
+        near = (k for i in self._touched(unit_classes) for k in self.reshards[i].unit_classes)
+        return tuple(dict.fromkeys([*unit_classes, *near]))
 
     def worth(self, free: Free, choices: Choices, weights: Weights, least: float = 0.0) -> Free:
         """Returns the `free` variables with the choices that could cost less than the present ones.
@@ -217,10 +210,7 @@ class Estimate:
         return {v: (domain, at) for v, (domain, at) in left.items() if len(at) > 1}
 
     def _variable_seconds(self, variable: Variable, choice: Order, weights: Weights) -> float:
-        return sum(
-            mine + sent * weights.sent
-            for mine, sent in (self.unit_seconds(unit_class, choice) for unit_class in variable)
-        )
+        return sum(mine + sent * weights.sent for mine, sent in (self.unit_seconds(k, choice) for k in variable))
 
     def _domain_seconds(self, variable: Variable, domain: Domain, weights: Weights) -> Costs:
         """Returns the seconds of the ops of a variable, for every choice of its domain."""

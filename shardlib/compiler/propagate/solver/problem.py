@@ -233,10 +233,9 @@ class Problem:
         role = self._role_memo.get(dim_factor)
         if role is None:
             propagation = self.propagation
-            requests = tuple(
-                request.axis for request in propagation.requests.get(dim_factor, ()) if not request.offered
-            )
-            role = Role(propagation.dims.size(dim_factor), requests, propagation.names.get(dim_factor))
+            requests = propagation.requests.get(dim_factor, ())
+            axes = tuple(request.axis for request in requests if not request.offered)
+            role = Role(propagation.dims.size(dim_factor), axes, propagation.names.get(dim_factor))
             self._role_memo[dim_factor] = role
         return role
 

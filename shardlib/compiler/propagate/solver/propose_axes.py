@@ -121,9 +121,8 @@ def _is_better(search: Search, trial: SearchState, before: SearchState, light: b
     """
     if light and _bytes(search, trial) > _bytes(search, before):
         return False
-    (work, sent), (work_before, sent_before) = (
-        search.estimate.program_seconds(state.choices) for state in (trial, before)
-    )
+    work, sent = search.estimate.program_seconds(trial.choices)
+    work_before, sent_before = search.estimate.program_seconds(before.choices)
     if summed and sent > sent_before * _WORTH:
         return False
     more = sent > sent_before * TIE or _bytes(search, trial) > _bytes(search, before) * TIE
@@ -133,9 +132,8 @@ def _is_better(search: Search, trial: SearchState, before: SearchState, light: b
 
 def _sends_less(search: Search, trial: SearchState, before: SearchState) -> bool:
     """Returns whether an offer sends markedly less, in no more messages unless it is half, and takes no longer."""
-    (work, sent), (work_before, sent_before) = (
-        search.estimate.program_seconds(state.choices) for state in (trial, before)
-    )
+    work, sent = search.estimate.program_seconds(trial.choices)
+    work_before, sent_before = search.estimate.program_seconds(before.choices)
     faster = work + sent <= work_before + sent_before and work <= work_before
     return faster and _less(search, trial, before, _HALF)
 

@@ -135,7 +135,8 @@ class LayoutCosts:
             goal: State = place_returned_sum(axes, partial, list(factors)), ()
         else:
             goal = self._states[target]
-        (to, _), then, seconds = goal, self._left(source, goal), self._routed(source, goal)
+        to, seconds = goal[0], self._routed(source, goal)
+        then = self.number((to, tuple(a for a in partial if a in goal[1])))  # partial sums that both states have
         if source_factors is not None:
             return self._from(source_factors[1:], axes, to, seconds), then
         exchange = reshard.plan_refactor_exchanges(into[0], self.itemsize, to, axes, *into[1:]) if into else None
@@ -154,34 +155,26 @@ class LayoutCosts:
         The cheaper of an exchange of overlapping ranges, and a gather of dims, after which `gather_seconds` pass.
         """
         factors, src = source
-        sizes, itemsize = self.sizes, self.itemsize
         theirs, mine, gathered, near = iter(src), iter(zip(axes, to, strict=True)), list[Axes](), list[Axes]()
-        for a, b in zip(factors, sizes, strict=True):
+        for a, b in zip(factors, self.sizes, strict=True):
             ends, _ = [next(mine) for _ in b], [next(theirs) for _ in a]
             gathered += [x for x, _ in ends] if a == b else [()] * len(a)
             near += [x for _, x in ends] if a == b else [()] * len(a)
-        gather_seconds += reshard.estimate_seconds(
-            reshard.plan_route(factors, itemsize, src, tuple(gathered), (), prices=self.prices), self.paid
-        )
-        exchange = reshard.plan_refactor_exchanges(factors, itemsize, tuple(near), src, sizes, to)
+        gather_seconds += self._route_seconds(factors, src, tuple(gathered), ())
+        exchange = reshard.plan_refactor_exchanges(factors, self.itemsize, tuple(near), src, self.sizes, to)
         if exchange is None:
             return gather_seconds
         via, steps = exchange
-        before = reshard.estimate_seconds(
-            reshard.plan_route(factors, itemsize, src, via, (), prices=self.prices), self.paid
-        )
+        before = self._route_seconds(factors, src, via, ())
         return min(gather_seconds, before + reshard.refactor_seconds(steps, self.paid))
 
-    def _left(self, source: int, goal: State) -> int:
-        """Returns the number of the state after a route to a goal, with partial sums that both states have."""
-        return self.number((goal[0], tuple(a for a in self._states[source][1] if a in goal[1])))
-
     def _routed(self, source: int, goal: State) -> float:
-        (axes, partial), sizes, itemsize = self._states[source], self.sizes, self.itemsize
-        left = tuple(a for a in partial if a not in goal[1])
-        return reshard.estimate_seconds(
-            reshard.plan_route(sizes, itemsize, axes, goal[0], left, prices=self.prices), self.paid
-        )
+        axes, partial = self._states[source]
+        return self._route_seconds(self.sizes, axes, goal[0], tuple(a for a in partial if a not in goal[1]))
+
+    def _route_seconds(self, sizes: FactorSizes, source: FactorAxes, target: FactorAxes, summed: Axes) -> float:
+        route = reshard.plan_route(sizes, self.itemsize, source, target, summed, prices=self.prices)
+        return reshard.estimate_seconds(route, self.paid)
 
 
 class ValueReshards:
@@ -230,10 +223,7 @@ class ValueReshards:
                 costs = self._large[key] = self._compute(np.broadcast_arrays(*classes))
             return costs
         index = tuple(classes)
-        if any(
-            len(self.states[unit_class]) > size
-            for unit_class, size in zip(self.unit_classes, self._costs.shape, strict=True)
-        ):
+        if any(len(states) > size for states, size in zip(self.states.values(), self._costs.shape, strict=True)):
             self._grow()
         costs = self._costs[index]
         if (gaps := np.isnan(costs)).any():
@@ -244,7 +234,7 @@ class ValueReshards:
 
     def _grow(self) -> None:
         before = self._costs
-        self._costs = np.full([len(self.states[unit_class]) for unit_class in self.unit_classes], np.nan)
+        self._costs = np.full([len(states) for states in self.states.values()], np.nan)
         self._costs[tuple(map(slice, before.shape))] = before
 
     def _compute(self, classes: Sequence[Numbers]) -> Costs:
@@ -314,7 +304,8 @@ def _count_terms(terms: Iterable[tuple[Numbers, int]]) -> list[tuple[Numbers, in
     """Returns the distinct terms, with their numbers: most terms of a long sum have one layout."""
     counts: dict[object, tuple[Numbers, int]] = {}
     for s, n in terms:
-        counts[_key(s)] = s, counts.get(_key(s), (s, 0))[1] + n
+        key = _key(s)
+        counts[key] = s, counts.get(key, (s, 0))[1] + n
     return [*counts.values()]
 
 

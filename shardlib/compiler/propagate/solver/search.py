@@ -91,11 +91,9 @@ class Search:
         """Returns the mesh axes on each slot of a member's unit."""
         unit = self.problem.units.unit[member]
         unit_class = self.problem.class_of.get(unit)
-        return (
-            ((),) * len(unit.slots)
-            if unit_class is None
-            else self.allowed.slot_axes(unit_class, self.choices[unit_class])
-        )
+        if unit_class is None:
+            return ((),) * len(unit.slots)
+        return self.allowed.slot_axes(unit_class, self.choices[unit_class])
 
     def variables(self) -> list[Variable]:
         """Returns the unit classes that choose alike, as parts of one unit do until it is split."""
@@ -286,12 +284,9 @@ class Search:
         for variable, (domain, at) in free.items():
             for unit_class in variable:
                 tried[unit_class] = domain.orders[at[best.choices[variable[0]]]]
-        unit_classes = [
-            unit_class for variable in free for unit_class in variable if tried[unit_class] != self.choices[unit_class]
-        ]
-        if estimate.cost(unit_classes, tried, weights) >= estimate.cost(
-            unit_classes, self.choices, weights
-        ) or not allowed(tried):
+        changed = [k for variable in free for k in variable if tried[k] != self.choices[k]]
+        now = estimate.cost(changed, self.choices, weights)
+        if estimate.cost(changed, tried, weights) >= now or not allowed(tried):
             return False
         self.choices = tried
         return True

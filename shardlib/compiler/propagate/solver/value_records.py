@@ -108,13 +108,9 @@ class RecordFinder:
         for value, twin in propagation.pin_twins.items():
             if isinstance(value, Value) and twin in propagation.pinned_values:
                 axes = propagation.pinned_values[twin][0]
-                placed = ValueEnd(
-                    None, axes=propagation.across(axes, twin, value), into=(propagation.sizes(twin), axes)
-                )
-                yield (
-                    ValueRecord(propagation.sizes(value), value.dtype.itemsize, (placed,), (self._input(value),)),
-                    value.times,
-                )
+                own, into = propagation.across(axes, twin, value), (propagation.sizes(twin), axes)
+                ends = (ValueEnd(None, axes=own, into=into),), (self._input(value),)
+                yield ValueRecord(propagation.sizes(value), value.dtype.itemsize, *ends), value.times
 
     def _ends(self, graph: Graph) -> tuple[dict[Value, dict[ValueEnd, None]], dict[Value, tuple[ValueEnd, ...]]]:
         """Returns the distinct readers of each root value, and its source."""
@@ -237,10 +233,8 @@ class RecordFinder:
                 readers[root][self._fixed(propagation.outputs[i][0], propagation.pin_twins.get(i, value), value)] = None
             else:
                 readers[root]  # so that it has a record
-                returned[root] = tuple(
-                    tuple(request.axis for request in propagation.requests.get(x, ()))
-                    for x in propagation.dim_factors(root)
-                )
+                requests = (propagation.requests.get(x, ()) for x in propagation.dim_factors(root))
+                returned[root] = tuple(tuple(request.axis for request in own) for own in requests)
         return returned
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> ValueEnd:
@@ -269,10 +263,8 @@ class RecordFinder:
     def _fixed(self, axes: FactorAxes, twin: Value, value: Value) -> ValueEnd:
         """Returns the end of a reader that takes `value` with these axes on the factors of `twin`."""
         propagation, (root, positions) = self.propagation, self.units.roots[value]
-        near, n = (
-            _onto_root(propagation.across(axes, twin, value), positions, len(propagation.dim_factors(root))),
-            len(propagation.dim_factors(root)),
-        )
+        n = len(propagation.dim_factors(root))
+        near = _onto_root(propagation.across(axes, twin, value), positions, n)
         if propagation.value[value] != propagation.value[twin] and positions == (*range(n),):
             return ValueEnd(None, axes=near, into=(propagation.sizes(twin), axes), dims=propagation.sizes(value))
         dims, theirs = zip(propagation.sizes(value), propagation.sizes(twin), strict=True), iter(axes)
@@ -291,16 +283,12 @@ class RecordFinder:
         if (memo := units.result_slots.get((op, index))) is not None:
             return self._end(units.unit[op], *memo)
         if result in propagation.pinned_values or op.rule is None:
-            return ValueEnd(
-                None,
-                axes=propagation.pinned_values[result][0]
-                if result in propagation.pinned_values
-                else ((),) * len(propagation.dim_factors(result)),
-            )
+            replicated: FactorAxes = ((),) * len(propagation.dim_factors(result))
+            pinned = propagation.pinned_values.get(result)
+            return ValueEnd(None, axes=replicated if pinned is None else pinned[0])
         factors = propagation.value_factors(op, index, operand=False)
-        partial = tuple(
-            s for x, s in units.op_slots[op].items() if x not in factors and op.rule.partial_kind(index, x[0])
-        )
+        slots = units.op_slots[op].items()
+        partial = tuple(s for x, s in slots if x not in factors and op.rule.partial_kind(index, x[0]))
         memo = units.result_slots[op, index] = find_slots(units, op, factors), partial
         return self._end(units.unit[op], *memo)
 
