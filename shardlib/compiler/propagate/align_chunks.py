@@ -144,7 +144,7 @@ def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
 
 
 def _take_alignment(propagation: Propagation, dim_factor: DimFactor, alignment: Alignment) -> Alignment:
-    """Aligns a factor, unless some device would then hold too much; returns its alignment, or that of its own chunks."""
+    """Aligns a factor unless some device would then hold too much; returns its alignment, or that of its chunks."""
     size, base = propagation.dims.size(dim_factor), alignment.base
     axes = Axis.merge(request.axis for request in propagation.requests.get(dim_factor, ()))
     if alignment == Alignment(size) or not axes or not size or not base:
