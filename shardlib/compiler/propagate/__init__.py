@@ -125,9 +125,8 @@ def collect_decisions(search: Search, pins: Pins) -> Decisions:
     for factor, name in search.offers:
         for member in [x for x, family in problem.families.items() if family == factor]:
             own = requests.get(member, [])
-            new = [
-                AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(request.axis != a for request in own)
-            ]
+            used = {request.axis for request in own}
+            new = [AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if a not in used]
             requests[member] = own + new
 
     def part(member: Op | Value) -> object:

@@ -138,9 +138,8 @@ def can_shard(propagation: Propagation, op: Op, factor: OpFactor) -> bool:
     rule = op.required_rule
     label, k = factor
     owner = op.owns is not None and label == op.owns.factor
-    return label not in propagation.whole[op] and (
-        k == 0 or not (owner or label in rule.local.factors - rule.local.loose)
-    )
+    is_one_range = owner or label in rule.local.factors - rule.local.loose
+    return label not in propagation.whole[op] and not (k and is_one_range)
 
 
 def _reads_less(read: tuple[Value, ...]) -> bool:

@@ -33,11 +33,8 @@ def add_twin(propagation: Propagation, key: PinKey, value: Value, fixed: FixedLa
         for group, layout_factor in zip(groups or (), factors, strict=True):
             for factor, axes, size in distribute_factor(propagation.dims, group, layout_factor):
                 own = factor
-                if (
-                    axes
-                    and fixed.exact[d]
-                    and restrict_size(propagation.dims.size(factor), axes) != restrict_size(size, axes)
-                ):
+                present = propagation.dims.size(factor)
+                if axes and fixed.exact[d] and restrict_size(present, axes) != restrict_size(size, axes):
                     (own,) = propagation.dims.new(int(size))
                     if isinstance(size, ShardSizes):
                         propagation.dims.choose(own, size)

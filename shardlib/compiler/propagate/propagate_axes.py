@@ -122,15 +122,14 @@ class _AxisPropagation:
         propagation, resolve = self.propagation, self.propagation.dims.resolve
         propagation.value.update({value: tuple(tuple(resolve(d)) for d in dims) for value, dims in self.raw.items()})
         self.relate_resized()
-        propagation.group_factors.update(
-            {ends: tuple(resolve(factors)) for ends, factors in self.group_factors.items()}
-        )
+        for ends, factors in self.group_factors.items():
+            propagation.group_factors[ends] = tuple(resolve(factors))
         for op, labels in self.labels.items():
             propagation.labels[op] = {name: tuple(resolve(factors)) for name, factors in labels.items()}
 
     def relate_resized(self) -> None:
         """Relates the factors that differ only in the shard sizes that a `shard` chose."""
-        propagation = self.propagation
+        propagation, resized = self.propagation, self.propagation.resized
         for op, dims in self.resharded_dims.items():
             result = op.results[0]
             assert result is not None
@@ -138,10 +137,8 @@ class _AxisPropagation:
                 mine, theirs = propagation.value[op.operands[0]][d], propagation.value[result][d]
                 if [int(propagation.dims.size(x)) for x in mine] == [int(propagation.dims.size(x)) for x in theirs]:
                     for x, y in zip(mine, theirs, strict=True):
-                        to, old = propagation.resized.get(x, x), propagation.resized.get(y, y)
-                        propagation.resized.update(
-                            {z: to for z in (y, *propagation.resized) if propagation.resized.get(z, z) == old}
-                        )
+                        to, old = resized.get(x, x), resized.get(y, y)
+                        resized.update({z: to for z in (y, *resized) if resized.get(z, z) == old})
 
     def read_pins(self) -> None:
         """Reads the pins in the final factors, and collects the requests of their factor classes."""
@@ -154,10 +151,8 @@ class _AxisPropagation:
             if key in propagation.relaxed:
                 by_bytes[value.nbytes] += request_elsewhere(propagation, value, propagation.relaxed[key], fixed)
             if isinstance(key, Value):
-                propagation.pinned_values[propagation.pin_twins[key] if key in propagation.relaxed else key] = (
-                    axes,
-                    fixed,
-                )
+                pinned = propagation.pin_twins[key] if key in propagation.relaxed else key
+                propagation.pinned_values[pinned] = axes, fixed
             elif isinstance(key, int):
                 propagation.outputs[key] = (axes, fixed)
             else:
@@ -172,10 +167,8 @@ class _AxisPropagation:
         """Gives open dims of pins the axes that their classes request."""
         propagation = self.propagation
         for value, (axes, fixed) in list(propagation.pinned_values.items()):
-            propagation.pinned_values[value] = (
-                fill_open_dims(propagation, propagation.value[value], axes, fixed),
-                fixed,
-            )
+            axes = fill_open_dims(propagation, propagation.value[value], axes, fixed)
+            propagation.pinned_values[value] = axes, fixed
         for i, (axes, fixed) in list(propagation.outputs.items()):
             dims = propagation.value[propagation.pin_twins.get(i, self.graph.outputs[i])]
             propagation.outputs[i] = (fill_open_dims(propagation, dims, axes, fixed), fixed)
@@ -184,12 +177,10 @@ class _AxisPropagation:
         """Returns the dims for which a `shard` chooses other shard sizes: its result has another class there."""
         (source,), (result,) = op.operands, op.results
         assert result is not None
-        propagation, before, after = self.propagation, self.pins.values.get(source), self.pins.values[result]
+        classes, before, after = self.propagation.dims, self.pins.values.get(source), self.pins.values[result]
         resharded = set()
         for d, (mine, theirs) in enumerate(zip(self.raw[source], self.raw[result], strict=True)):
-            sizes, new_sizes = (
-                [propagation.dims.size(x) for x in propagation.dims.resolve(dim)] for dim in (mine, theirs)
-            )
+            sizes, new_sizes = ([classes.size(x) for x in classes.resolve(dim)] for dim in (mine, theirs))
             if sizes != new_sizes and _has_chosen_sizes(sizes, before, d) and _has_chosen_sizes(new_sizes, after, d):
                 resharded.add(d)
         return resharded

@@ -74,12 +74,8 @@ def would_split_compute(propagation: Propagation, misfits: RelaxedDims, graph: G
     for labels in propagation.labels.values() if axes_of else ():
         op_factors = {factor for factors in labels.values() for factor in factors}
         if mine := op_factors & axes_of.keys():
-            others = {
-                request.axis
-                for x in op_factors - mine
-                for request in propagation.requests.get(x, ())
-                if not request.offered
-            }
+            requests = [request for x in op_factors - mine for request in propagation.requests.get(x, ())]
+            others = {request.axis for request in requests if not request.offered}
             free = any(not axes_of[factor] <= others for factor in mine)
             if free and op_factors - neighbors:
                 return True
@@ -97,9 +93,8 @@ def request_elsewhere(
     unshardable = find_unshardable(propagation)
     for d in sorted(dims):
         axes = [prime for factor in fixed.layout.dims[d] for a in factor.axes for prime in a.primes()]
-        rooms = [
-            (x, _room(propagation.dims.size(x), axes)) for x in propagation.value[value][d] if x not in unshardable
-        ]
+        factors = [x for x in propagation.value[value][d] if x not in unshardable]
+        rooms = [(x, _room(propagation.dims.size(x), axes)) for x in factors]
         factor, n = max(rooms, key=lambda room: room[1], default=(-1, 0))
         yield from ((factor, AxisRequest(a, fixed.source)) for a in axes[:n])
 

@@ -93,9 +93,8 @@ class DenseTable:
     def chosen(self, variables: Container[VariableId]) -> DenseTable:
         """Returns the table without dims of single choices."""
         left = [i for i, k in enumerate(self.variables) if k in variables]
-        return DenseTable(
-            tuple(self.variables[i] for i in left), self.costs.reshape([self.costs.shape[i] for i in left])
-        )
+        costs = self.costs.reshape([self.costs.shape[i] for i in left])
+        return DenseTable(tuple(self.variables[i] for i in left), costs)
 
     def over(self, variables: Sequence[VariableId]) -> Costs:
         """Returns the costs, shaped for a broadcast over more variables."""
@@ -104,9 +103,8 @@ class DenseTable:
 
     def minimized(self, variable: VariableId) -> DenseTable:
         """Returns the least costs over all choices of a variable."""
-        return DenseTable(
-            tuple(k for k in self.variables if k != variable), self.costs.min(axis=self.variables.index(variable))
-        )
+        i = self.variables.index(variable)
+        return DenseTable((*self.variables[:i], *self.variables[i + 1 :]), self.costs.min(axis=i))
 
     def find_least(self, variable: VariableId) -> Costs:
         """Returns the least cost of every choice of a variable."""

@@ -145,9 +145,7 @@ class Estimate:
         self, unit_classes: Sequence[UnitClass], choices: Choices, seconds: float, weights: Weights = Weights()
     ) -> bool:
         """Returns whether unit classes cost less than `seconds`; looks only as far as it must."""
-        left = seconds - sum(
-            mine + sent * weights.sent for mine, sent in (self.unit_seconds(k, choices[k]) for k in unit_classes)
-        )
+        left = seconds - sum([self._variable_seconds((k,), choices[k], weights) for k in unit_classes])
         for i in self._touched(unit_classes):
             if left <= 0:
                 return False

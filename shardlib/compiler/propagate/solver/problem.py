@@ -165,11 +165,8 @@ class Problem:
             unit: k for k, units in enumerate(self.members) for unit in units
         }
         self.groups = self._group(number, len(unsplit_classes))
-        self.alike = {
-            unit_class: len(units)
-            for group, units in zip(self.groups, unsplit_classes, strict=True)
-            for unit_class in group
-        }
+        alike = zip(self.groups, unsplit_classes, strict=True)
+        self.alike = {unit_class: len(units) for group, units in alike for unit_class in group}
         self.group_of = {unit_class: group for group in self.groups for unit_class in group}
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
         self.leaders = [{**m[0].ring, **m[0].follows} for m in self.members]

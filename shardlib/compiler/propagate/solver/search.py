@@ -57,9 +57,7 @@ class Search:
             for dim_factor, requests in propagation.requests.items()
             for request in requests
         ]
-        self.offers: frozenset[Offer] = frozenset(
-            (dim_factor, request.axis.name) for dim_factor, request in requests if request.offered
-        )
+        self.offers: frozenset[Offer] = frozenset((x, request.axis.name) for x, request in requests if request.offered)
         self.choices: Choices = [self.domain((unit_class,)).orders[0] for unit_class in range(len(problem.members))]
         if start is not None:
             self.choices = [start(units[0].first_member) for units in problem.members]

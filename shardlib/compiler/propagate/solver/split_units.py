@@ -38,11 +38,7 @@ def _near_costs(search: Search) -> Free:
     domains = {unit_class: search.domain((unit_class,)) for unit_class in range(len(search.choices))}
     costly = search.estimate.costly(search.choices, domains, _SMALL * search.seconds)
     near = search.estimate.neighbors(*sorted(costly))
-    return {
-        (unit_class,): (domains[unit_class], domains[unit_class].places)
-        for unit_class in sorted(near)
-        if len(domains[unit_class].orders) > 1
-    }
+    return {(k,): (domains[k], domains[k].places) for k in sorted(near) if len(domains[k].orders) > 1}
 
 
 def send_less(search: Search) -> None:
