@@ -393,7 +393,7 @@ def test_a_dim_is_split_only_between_pieces() -> None:
         dims = FactorClasses()
         whole = dims.new(64)
         dims.lock(whole[0], (2, 2), tokens)
-        dims.choose(whole[0], tokens, 0)
+        dims.choose(whole[0], tokens)
         parts = dims.refine(whole, (64 // minor, minor))
         assert (parts is None) == (inner is None)
         if parts is not None:
@@ -403,9 +403,9 @@ def test_a_dim_is_split_only_between_pieces() -> None:
     # A second choice holds its class together as well, but the first one stands.
     dims = FactorClasses()
     a, b = dims.new(64), dims.new(64)
-    for leaf, pieces, rank in ((a, twin, 1), (b, tokens, 0)):
+    for leaf, pieces in ((b, tokens), (a, twin)):
         dims.lock(leaf[0], (2, 2), pieces)
-        dims.choose(leaf[0], pieces, rank)
+        dims.choose(leaf[0], pieces)
     assert dims.unify(a, b)
     assert dims.size(a[0]) == tokens
     assert dims.refine(a, (16, 4)) is not None
