@@ -16,7 +16,7 @@ from torch import fx
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.program.steps import Program
 from shardlib.compiler.program.text import show
-from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate import Decisions
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.distributed import world
 from shardlib.rules.notation import Pattern, Term
@@ -66,7 +66,7 @@ class StageDump:
         """Writes ops with the factors of their operands and results."""
         self.write("graph", lambda: "\n".join(_graph_lines(graph)))
 
-    def write_decisions(self, graph: Graph, propagated: Propagated) -> None:
+    def write_decisions(self, graph: Graph, propagated: Decisions) -> None:
         """Writes the factor classes (`#n`) and mesh axes of the dims of inputs, and of the factors of ops."""
         self.write("decisions", lambda: "\n".join(_decision_lines(graph, propagated)))
 
@@ -96,7 +96,7 @@ def _typed(value: Value) -> str:
     return f"{value.name}: {short_dtype(value.dtype)}{list(value.shape)}"
 
 
-def _decision_lines(graph: Graph, propagated: Propagated) -> Iterable[str]:
+def _decision_lines(graph: Graph, propagated: Decisions) -> Iterable[str]:
     propagation = propagated.propagation
     numbers: dict[DimFactor, int] = {}  # of factor classes, in the order of the text
 

@@ -32,7 +32,7 @@ from shardlib.compiler.passes.memory.recompute import Recomputed
 from shardlib.compiler.passes.memory.remat_policies import is_absent
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Program
-from shardlib.compiler.propagate import Propagated, propagate
+from shardlib.compiler.propagate import Decisions, propagate
 from shardlib.compiler.propagate.pins import Pins
 from shardlib.compiler.propagate.solver.effort import Planning
 from shardlib.compiler.propagate.solver.search import Search
@@ -59,7 +59,7 @@ class Compiled:
     traced: TracedFunction
     mesh: Mesh
     graph: Graph
-    propagate_whole: Callable[[], Propagated]
+    propagate_whole: Callable[[], Decisions]
     program: Program
     inputs: tuple[tuple[str, Value], ...]
     fixed_inputs: Mapping[int, FixedLayout]  # by position
@@ -70,7 +70,7 @@ class Compiled:
     search: Search | None = None  # of the program, or of one layer of a folded graph
 
     @cached_property
-    def propagated(self) -> Propagated:
+    def propagated(self) -> Decisions:
         """The decisions and their reasons; after folding, they are spread to all layers on first use."""
         return self.propagate_whole()
 
@@ -215,7 +215,7 @@ def _replaced(traced: TracedFunction, program: Program) -> dict[int, int]:
 class _Lowered(NamedTuple):
     program: Program
     parts: list[Part]
-    propagate_whole: Callable[[], Propagated]
+    propagate_whole: Callable[[], Decisions]
     search: Search
 
 

@@ -325,17 +325,16 @@ def _reads(graph: Graph, weights: Mapping[str, Value]) -> Iterator[tuple[Op, int
 
 def _labels(op: Op, at: int, leaves: set[DimFactor], propagation: Propagation) -> Iterator[str]:
     """Yields the op's factors along one operand that belong to these classes."""
-    assert op.rule is not None, "a weight is read by a rule"
-    for dim in op.rule.operands[at]:
+    for dim in op.required_rule.operands[at]:
         yield from (label for label in dim if _classes(propagation, propagation.labels[op][label]) & leaves)
 
 
 def _summed_over(op: Op, at: int, leaves: set[DimFactor], propagation: Propagation) -> Value | None:
     """Returns the result that is a sum over these classes of an operand, or None."""
-    assert op.rule is not None, "a weight is read by a rule"
+    rule = op.required_rule
     for label in _labels(op, at, leaves, propagation):
-        if op.rule.reduce.get(label) == "sum":
-            without = zip(op.results, op.rule.results, strict=True)
+        if rule.reduce.get(label) == "sum":
+            without = zip(op.results, rule.results, strict=True)
             return next((r for r, dims in without if r is not None and not any(label in d for d in dims)), None)
     return None
 

@@ -71,8 +71,7 @@ class Trial:
 
     @property
     def rule(self) -> Rule:
-        assert self.op.rule is not None
-        return self.op.rule
+        return self.op.required_rule
 
     def layout(self, labels: Labels, cut: TrialSharding, pending: Sequence[PartialSum] = ()) -> Layout:
         sizes = {**self.rule.sizes, **cut.pieces}

@@ -29,7 +29,7 @@ from shardlib.compiler.codegen import virtual
 from shardlib.compiler.lower.builder import Builder
 from shardlib.compiler.lower.emit_reshard import Mover
 from shardlib.compiler.program.steps import Collective, Var
-from shardlib.compiler.propagate.dim_factors import Dims
+from shardlib.compiler.propagate.dim_factors import FactorClasses
 from shardlib.core.context import single_device
 from shardlib.integrations import checkpoint_chunks as dcp_chunks
 from shardlib.ops.collectives.transport import groups
@@ -390,10 +390,10 @@ def test_texts_that_cannot_be_read(text: str, fault: str) -> None:
 def test_a_dim_is_split_only_between_pieces() -> None:
     tokens, twin = ShardSizes((20, 12, 32, 0), (DATA,)), ShardSizes((16, 16, 0, 32), (DATA,))
     for minor, inner in ((4, "5 3 8 0"), (2, "10 6 16 0"), (8, None), (16, None)):
-        dims = Dims()
+        dims = FactorClasses()
         whole = dims.new(64)
         dims.lock(whole[0], (2, 2), tokens)
-        dims.choose(whole[0], tokens, 0)
+        dims.choose(whole[0], tokens)
         parts = dims.refine(whole, (64 // minor, minor))
         assert (parts is None) == (inner is None)
         if parts is not None:
@@ -401,11 +401,11 @@ def test_a_dim_is_split_only_between_pieces() -> None:
             assert str(Factor(major, (DATA,))) == f"{64 // minor}@data=[{inner}]"
             assert rest == minor
     # A second choice holds its class together as well, but the first one stands.
-    dims = Dims()
+    dims = FactorClasses()
     a, b = dims.new(64), dims.new(64)
-    for leaf, pieces, rank in ((a, twin, 1), (b, tokens, 0)):
+    for leaf, pieces in ((b, tokens), (a, twin)):
         dims.lock(leaf[0], (2, 2), pieces)
-        dims.choose(leaf[0], pieces, rank)
+        dims.choose(leaf[0], pieces)
     assert dims.unify(a, b)
     assert dims.size(a[0]) == tokens
     assert dims.refine(a, (16, 4)) is not None

@@ -1,7 +1,7 @@
 """How far decisions are from the best of all: `python -m tests.validation.bounds --report` writes BOUNDS.md.
 
 The bound is over the estimate that decisions are made by, with every op deciding alone. Plans give up to 5 % of it away
-on purpose, for fewer bytes (`Search.spare`).
+on purpose, for fewer bytes (`Search.send_fewer_bytes`).
 """
 
 from __future__ import annotations

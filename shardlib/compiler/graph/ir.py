@@ -125,6 +125,12 @@ class Op:
         return has_trait(self.target, "constrains")
 
     @property
+    def required_rule(self) -> Rule:
+        """The rule of an op that must have one."""
+        assert self.rule is not None, f"{self} has no rule"
+        return self.rule
+
+    @property
     def transparent(self) -> bool:
         return self.rule is not None and self.rule.transparent
 

@@ -123,8 +123,7 @@ class _Region:
         for x in self.counted:
             x.counted = self.sort.name
         for op, (rows, rule) in self.rules.items() if self.ends else ():
-            assert op.rule is not None
-            op.rule, op.ordered = rule, Ordered(self.sort.name, rows, op.rule)
+            op.rule, op.ordered = rule, Ordered(self.sort.name, rows, op.required_rule)
 
     def _follow(self) -> None:
         """Follows the order from the sort to all values that depend on it."""

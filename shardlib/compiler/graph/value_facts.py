@@ -55,8 +55,8 @@ def is_index(x: Value, *, or_clamped: bool = False) -> bool:
 def has_equal_rows(x: Value, dim: int) -> bool:
     """True if all rows of a constant along `dim` are equal."""
     while x.constant and x.op is not None and x.op.transparent:
-        assert x.op.rule is not None
-        dims, row = x.op.rule.operands[0], x.op.rule.results[0][dim]
+        rule = x.op.required_rule
+        dims, row = rule.operands[0], rule.results[0][dim]
         if not any({*factors} & {*row} for factors in dims):  # expanded
             return True
         if row not in dims:

@@ -9,11 +9,11 @@ from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.layer_folding.fold_graph import Folded, Layer
-from shardlib.compiler.propagate import Propagated, collect_decisions
+from shardlib.compiler.propagate import Decisions, collect_decisions
 from shardlib.compiler.propagate.decision_units import DecisionUnit
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.pins import Pins
-from shardlib.compiler.propagate.propagate_axes import spread_annotations
+from shardlib.compiler.propagate.propagate_axes import propagate_annotations
 from shardlib.compiler.propagate.propagation import Assignment, Message, Propagation
 from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.search import Search
@@ -24,11 +24,11 @@ Member = Op | Value
 
 def spread_decisions(
     folded: Folded,
-    short: Propagated,
+    short: Decisions,
     mesh: Mesh,
     pins: Pins,
     sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
-) -> Propagated:
+) -> Decisions:
     """Returns the decisions about the whole graph, after those about the short one."""
     graph, near = folded.whole, short.propagation
     relaxed = {key: dims for mine, dims in near.relaxed.items() for key, _ in _represented(folded, mine)}
@@ -37,7 +37,7 @@ def spread_decisions(
         for mine, places in near.borrowed.items()
         for key, layer in _represented(folded, mine)
     }
-    whole = spread_annotations(graph, pins, relaxed, borrowed)
+    whole = propagate_annotations(graph, pins, relaxed, borrowed)
     factors = _factors(folded, graph, near, whole)
     requests = {
         factor: [

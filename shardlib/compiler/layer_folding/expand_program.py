@@ -13,14 +13,14 @@ from shardlib.compiler.layer_folding.fold_graph import Folded, Layer
 from shardlib.compiler.lower.lowering import Part
 from shardlib.compiler.program.nested_args import rebuild
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, Wait, reads
-from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate import Decisions
 from shardlib.primitives.random.keys import COUNTER
 
 _NUMBER = re.compile(r"_\d+$")
 
 
 def unroll(
-    folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]
+    folded: Folded, propagated: Decisions, program: Program, parts: Sequence[Part]
 ) -> tuple[Program, list[Part]] | None:
     """Returns the program of the whole graph, and its parts; None if the inner layers were lowered differently."""
     unroller = _Unroller(folded, propagated, program, parts)
@@ -28,7 +28,7 @@ def unroll(
 
 
 class _Unroller(LayeredProgram):
-    def __init__(self, folded: Folded, propagated: Propagated, program: Program, parts: Sequence[Part]) -> None:
+    def __init__(self, folded: Folded, propagated: Decisions, program: Program, parts: Sequence[Part]) -> None:
         super().__init__(folded, program, parts)
         self.apart = {twin: key for key, twin in propagated.propagation.pin_twins.items()}
         self.apart |= propagated.propagation.copies

@@ -53,13 +53,13 @@ class MessageCounter:
         return entry[1]
 
     def _emitted(self, propagation: Propagation, op: Op, assignment: Assignment) -> tuple[Message, ...]:
-        assert op.rule is not None
+        rule = op.required_rule
         builder = Builder(self.mesh)
         emitter = Emitter(builder, propagation)
         form = LocalForm(emitter, op, assignment, (), {})
         operands = [
             Var(builder.name(v.name), form.layout(labels), v.dtype, v)
-            for v, labels in zip(op.operands, op.rule.operands, strict=True)
+            for v, labels in zip(op.operands, rule.operands, strict=True)
         ]
-        emitter.op(op, op.rule, assignment, operands, [None] * len(op.results))
+        emitter.op(op, rule, assignment, operands, [None] * len(op.results))
         return tuple((c.kind, c.axes, c.bytes) for step in builder.steps if isinstance(step, Start) for c in step.moves)

@@ -25,8 +25,7 @@ from shardlib.compiler.lower.value_layouts import Values
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.program.sym_int import Sym, place_in
 from shardlib.compiler.program.verify import verify
-from shardlib.compiler.propagate import Propagated
-from shardlib.compiler.propagate.decision_units import value_factors
+from shardlib.compiler.propagate import Decisions
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.core.aten.op_names import ALIAS
 from shardlib.core.aten.op_traits import has_trait
@@ -45,12 +44,12 @@ class Part(NamedTuple):
     steps: int
 
 
-def lower(graph: Graph, propagated: Propagated, mesh: Mesh) -> Program:
+def lower(graph: Graph, propagated: Decisions, mesh: Mesh) -> Program:
     """Returns the program; raises `ProgramError` if it cannot run, which is a fault of the compiler."""
     return lower_in_parts(graph, propagated, mesh)[0]
 
 
-def lower_in_parts(graph: Graph, propagated: Propagated, mesh: Mesh) -> tuple[Program, list[Part]]:
+def lower_in_parts(graph: Graph, propagated: Decisions, mesh: Mesh) -> tuple[Program, list[Part]]:
     """Returns the program and the readers of its steps."""
     lowering = Lowering(graph, propagated, mesh)
     return verify(lowering.run()), lowering.parts()
@@ -59,7 +58,7 @@ def lower_in_parts(graph: Graph, propagated: Propagated, mesh: Mesh) -> tuple[Pr
 class Lowering:
     """Lowers one graph."""
 
-    def __init__(self, graph: Graph, propagated: Propagated, mesh: Mesh) -> None:
+    def __init__(self, graph: Graph, propagated: Decisions, mesh: Mesh) -> None:
         self.graph, self.p = graph, propagated
         self.propagation, self.units = propagated.propagation, propagated.units
         self.builder = Builder(mesh)
@@ -169,11 +168,10 @@ class Lowering:
 
     def _annotated(self, result: Value) -> tuple[Value, FactorAxes]:
         """Returns the value that stands for an annotated result under other factors, and its sharding."""
-        return self.propagation.pin_twins.get(result, result), self.propagation.fixed[result][0]
+        return self.propagation.pin_twins.get(result, result), self.propagation.pinned_values[result][0]
 
     def _op_on_rows(self, op: Op, way: RowsOp) -> None:
         """Lowers an op on gathered rows that are not added up."""
-        assert op.rule is not None
         own = way.partial.kind == OWNED
         operands = [
             self._as_is(x, form) if (form := way.forms.get(i)) else self._operand(op, i, way.assignment)
@@ -184,7 +182,7 @@ class Lowering:
             if r is not None:
                 form = self.values.forms.result_form(op, i, way.assignment, COMPLETE if own else way.partial)
                 outs[i] = self._new_var(r, (form[0], way.partial) if own else form)
-        self.emitter.op(op, op.rule, way.assignment, operands, outs)
+        self.emitter.op(op, op.required_rule, way.assignment, operands, outs)
 
     def _as_is(self, value: Value, form: Placement) -> Var:
         return self.values.own.as_is(value, form) if form[1].kind == OWNED else self.values.native(value, *form)
@@ -199,7 +197,7 @@ class Lowering:
         return frozenset(i for i, form in forms.items() if axes and form is not None and {*form[1].axes} == {*axes})
 
     def _own_rows(self, op: Op, i: int, assignment: Assignment) -> Var:
-        factors = value_factors(self.propagation, op, i, operand=True)
+        factors = self.propagation.value_factors(op, i, operand=True)
         return self.values.own.get(op.operands[i], tuple(assignment.get(x, ()) if x else () for x in factors))
 
     def _new_var(self, value: Value, form: Placement) -> Var:
@@ -228,7 +226,7 @@ class Lowering:
         if form is None or slots is None:
             return
         unit_axes, i = self.p.unit_axes(self.units.unit[reader]), reader.operands.index(value)
-        factors = value_factors(self.propagation, reader, i, operand=True)
+        factors = self.propagation.value_factors(reader, i, operand=True)
         want = tuple(unit_axes[slots[x]] if x in slots else () for x in factors)
         more = [b[len(a) :] for a, b in zip(form[0], want, strict=True) if b[: len(a)] == a]
         if len(more) == len(want) and {a for axes in more for a in axes} <= {*form[1].axes}:
@@ -295,12 +293,11 @@ class Lowering:
 
     def _operand(self, op: Op, i: int, assignment: Assignment, partial: Partial = COMPLETE) -> Var:
         value = op.operands[i]
-        assert op.rule is not None
         if value.constant:
-            factors = ([*self.emitter.factors(op, names)] for names in op.rule.operands[i])
+            factors = ([*self.emitter.factors(op, names)] for names in op.required_rule.operands[i])
             dims = [tuple((self.emitter.leaf_size(op, x), assignment.get(x, ())) for x in dim) for dim in factors]
             return self.constants.get(value, tuple(dims))
-        factor_axes = (assignment.get(x, ()) if x else () for x in value_factors(self.propagation, op, i, operand=True))
+        factor_axes = (assignment.get(x, ()) if x else () for x in self.propagation.value_factors(op, i, operand=True))
         want = tuple(factor_axes)
         return self.values.native(value, want, partial) if partial else self.values.get(value, want)
 
@@ -319,7 +316,7 @@ class Lowering:
         self.values.own.settle(value)
         if i in self.propagation.outputs:
             return self.values.as_(value, self.propagation.pin_twins.get(i, value), self.propagation.outputs[i][0])
-        annotated = self.propagation.fixed.get(value) if value.op is not None else None
+        annotated = self.propagation.pinned_values.get(value) if value.op is not None else None
         if value.constant:
             pin = self.p.pins.outputs.get(i) or (annotated and annotated[1])
             return self.constants.get(value, () if pin is None else _local_dims(pin.layout))

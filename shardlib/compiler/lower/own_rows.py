@@ -68,12 +68,11 @@ class OwnRows:
         if not self.forms[value]:
             op = value.op
             assert op is not None
-            assert op.rule is not None
             before = self._emit_views(source := op.operands[0])
             assignment = self.values.assign_view(op, before[0])
             assert assignment is not None
             var = self.make(value, self.values.forms.result_form(op, 0, assignment, before[1]))
-            self.values.emitter.op(op, op.rule, assignment, [self.forms[source][before]], [var])
+            self.values.emitter.op(op, op.required_rule, assignment, [self.forms[source][before]], [var])
         return next(iter(self.forms[value]))
 
     def settle(self, value: Value) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.decision_units import value_factors
 from shardlib.compiler.propagate.propagation import Assignment, Propagation
 from shardlib.rules.rule import OWNED
 from shardlib.sharding.layout import Factor, Layout, PartialSum
@@ -39,18 +38,18 @@ class Placements:
 
     def result_form(self, op: Op, i: int, assignment: Assignment, partial: Partial) -> Placement:
         """Returns the placement of result `i` of an op, whose linear operands are `partial`."""
-        assert op.rule is not None
-        factors = value_factors(self.propagation, op, i, operand=False)
+        rule = op.required_rule
+        factors = self.propagation.value_factors(op, i, operand=False)
         sharding = tuple([assignment.get(x, ()) if x else () for x in factors])
         axes = list(partial.axes)
         kind = partial.kind
         for x, factor_axes in assignment.items():
             if x not in factors and factor_axes:
-                if x[0] not in op.rule.reduce:
+                if x[0] not in rule.reduce:
                     raise AssertionError(
                         f"{op}: cut factor {x[0]} is missing from result {i} and is no declared reduction"
                     )
-                if mine := op.rule.partial_kind(i, x[0]):
+                if mine := rule.partial_kind(i, x[0]):
                     if axes and {kind, mine} == {"sum", OWNED}:
                         mine = OWNED  # until rows of others are 0
                     elif axes and kind != mine:

@@ -15,7 +15,6 @@ from shardlib.compiler.lower.own_rows import OwnRows
 from shardlib.compiler.lower.placement import COMPLETE, Partial, Placement, Placements, written
 from shardlib.compiler.lower.sharded_constants import Constants
 from shardlib.compiler.program.steps import Asked, Var
-from shardlib.compiler.propagate.decision_units import value_factors
 from shardlib.compiler.propagate.propagation import Assignment, OpFactor
 from shardlib.compiler.propagate.solver.reshard_costs import place_returned_sum
 from shardlib.sharding import reshard
@@ -40,22 +39,21 @@ class Values:
     def _view(self, op: Op, assignment: Assignment, operand: Var, partial: Partial = COMPLETE) -> Var:
         value = op.results[0]
         assert value is not None
-        assert op.rule is not None
         form = self.forms.result_form(op, 0, assignment, partial)
         if (existing := self.have[value].get(form)) is not None:
             return existing
         var = self.make(value, form)
-        self.emitter.op(op, op.rule, assignment, [operand], [var])
+        self.emitter.op(op, op.required_rule, assignment, [operand], [var])
         return var
 
     def through(self, op: Op, want: FactorAxes) -> tuple[Assignment, FactorAxes]:
         """Returns the assignment and the operand's sharding that give a view `want`, as nearly as the view allows."""
         assignment = {
             x: axes
-            for x, axes in zip(value_factors(self.propagation, op, 0, operand=False), want, strict=True)
+            for x, axes in zip(self.propagation.value_factors(op, 0, operand=False), want, strict=True)
             if x is not None and axes and x[0] not in self.propagation.whole[op]
         }
-        factors = value_factors(self.propagation, op, 0, operand=True)
+        factors = self.propagation.value_factors(op, 0, operand=True)
         return assignment, tuple([assignment.get(x, ()) if x else () for x in factors])
 
     def get(self, value: Value, want: FactorAxes) -> Var:
@@ -216,7 +214,7 @@ class Values:
     def assign_view(self, op: Op, sharding: FactorAxes) -> Assignment | None:
         """Returns the assignment of a view of an operand in `sharding`; None if the view does not allow that."""
         assignment: dict[OpFactor, Axes] = {}
-        for x, axes in zip(value_factors(self.propagation, op, 0, operand=True), sharding, strict=True):
+        for x, axes in zip(self.propagation.value_factors(op, 0, operand=True), sharding, strict=True):
             if axes:
                 if x is None or x[0] in self.propagation.whole[op]:
                     return None
@@ -253,8 +251,8 @@ class Values:
 
         The axes of a partial sum go to the factors that request them, so that gradients are sharded like parameters.
         """
-        if value in self.propagation.fixed:
-            return self.propagation.fixed[value][0]
+        if value in self.propagation.pinned_values:
+            return self.propagation.pinned_values[value][0]
         if value.op is not None and value.op.transparent and not self.have[value]:
             assignment = self.assign_view(value.op, self.natural(value.op.operands[0]))
             if assignment is None:

@@ -99,10 +99,10 @@ class Explainer:
         """Compares the bytes that an op gathers with those of the sum of its result, which it saves."""
         op, axes = c.because.by if isinstance(c.because, Asked) else None, {p for a in c.axes for p in a.primes()}
         unit = self.compiled.propagated.units.unit.get(op) if isinstance(op, Op) else None
-        if unit is None or not unit.spares or c.kind != "all_gather":
+        if unit is None or not unit.gathers or c.kind != "all_gather":
             return ""
         program, cuts = self.compiled.program, self.compiled.propagated.unit_axes(unit)
-        if axes & {a for slot in unit.spares for a in cuts[slot]}:
+        if axes & {a for slot in unit.gathers for a in cuts[slot]}:
             return ""
         requested = [x for x in program.collectives if isinstance(x.because, Asked) and x.because.by is op]
         rows = sum(x.bytes for x in requested if x.kind == c.kind and x.axes == c.axes)
@@ -211,15 +211,15 @@ class Explainer:
         lines = [f"{self.naming.own(v)} is {self.naming.typed(var)}", *self._cuts(v, var)]
         if v.op is not None:
             lines += self._op(v.op, "made by")
-        elif v not in self.compiled.propagated.propagation.fixed and v in self.compiled.propagated.units.unit:
+        elif v not in self.compiled.propagated.propagation.pinned_values and v in self.compiled.propagated.units.unit:
             lines.append("inferred together with its readers")
             lines += [f"  {line}" for op, _ in v.readers[:1] for line in self._op(op, "read by")]
         return "\n  ".join(lines)
 
     def _cuts(self, v: Value, var: Var) -> list[str]:
         propagation = self.compiled.propagated.propagation
-        if v in propagation.fixed:
-            return [f"fixed by {propagation.fixed[v][1].source}"]
+        if v in propagation.pinned_values:
+            return [f"fixed by {propagation.pinned_values[v][1].source}"]
         lines = []
         for leaf, axes in zip(
             propagation.dim_factors(v) if v in propagation.value else (),

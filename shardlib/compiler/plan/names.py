@@ -100,7 +100,7 @@ class Naming:
         whole: dict[tuple[DimFactor, ...], str] = {(leaf,): name for leaf, name in propagation.names.items()}
         parts: dict[tuple[DimFactor, ...], tuple[int, str]] = {}
         fixed: list[tuple[Sequence[Sequence[DimFactor]], FixedLayout]] = [
-            (propagation.value[v], f) for v, (_, f) in propagation.fixed.items()
+            (propagation.value[v], f) for v, (_, f) in propagation.pinned_values.items()
         ]
         for i, (_, f) in propagation.outputs.items():
             fixed.append((propagation.value[self.compiled.graph.outputs[i]], f))

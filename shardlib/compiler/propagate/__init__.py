@@ -10,7 +10,7 @@ from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.decision_units import DecisionUnit, Units
 from shardlib.compiler.propagate.fused_weights import find_borrowed_dims
 from shardlib.compiler.propagate.pins import PinKey, Pins
-from shardlib.compiler.propagate.propagate_axes import spread_annotations
+from shardlib.compiler.propagate.propagate_axes import propagate_annotations
 from shardlib.compiler.propagate.propagation import (
     Assignment,
     AxisRequest,
@@ -19,7 +19,7 @@ from shardlib.compiler.propagate.propagation import (
     Propagation,
     RelaxedDims,
 )
-from shardlib.compiler.propagate.relax_pins import are_for_arithmetic, find_misfits
+from shardlib.compiler.propagate.relax_pins import find_misfits, would_split_compute
 from shardlib.compiler.propagate.solver.effort import Effort, Planning
 from shardlib.compiler.propagate.solver.hidden_messages import find_hidden_values
 from shardlib.compiler.propagate.solver.problem import Problem
@@ -30,14 +30,13 @@ from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.reshard import FactorAxes
 
-# The share of the effort that is spent at most when the first decision stands, that in another problem, when units are
-# split and offers made, and when fewer bytes are sent.
+# Shares of the effort after which each phase stops.
 _FIRST, _OTHER, _SPLIT, _LESS = 0.4, 0.5, 0.7, 0.9
 _OFFER = "an offer: nothing else would use it there"
 
 
 @dataclass(frozen=True)
-class Propagated:
+class Decisions:
     """The result: `propagation` has factors and requests, `units` choose together, and `search` has the decisions."""
 
     propagation: Propagation
@@ -47,7 +46,7 @@ class Propagated:
 
     def unit_axes(self, unit: DecisionUnit) -> tuple[tuple[Axis, ...], ...]:
         """Returns the mesh axes on each slot of `unit`, in prime parts."""
-        return self.search.slot_axes(unit.ops[0] if unit.ops else unit.values[0])
+        return self.search.slot_axes(unit.first_member)
 
     def assignment(self, op: Op) -> Assignment:
         """Returns the mesh axes over which each factor of `op` is sharded."""
@@ -55,18 +54,18 @@ class Propagated:
         return {x: axes[s] for x, s in self.units.op_slots[op].items() if axes[s]}
 
     def placed_input(self, value: Value) -> tuple[Value, FactorAxes]:
-        """Returns the twin of an input that has one, or the input, with the axes in which the call gets it."""
-        placed, fixed = self.propagation.pin_twins.get(value, value), self.propagation.fixed
+        """Returns the value that the call passes for an input (its twin, if any), and its axes."""
+        placed, fixed = self.propagation.pin_twins.get(value, value), self.propagation.pinned_values
         return placed, fixed[placed][0] if placed in fixed else self.input_axes(value)
 
     def input_axes(self, value: Value) -> FactorAxes:
         """Returns the axes of an input, as pinned or as inferred."""
-        if value in self.propagation.fixed:
-            return self.propagation.fixed[value][0]
+        if value in self.propagation.pinned_values:
+            return self.propagation.pinned_values[value][0]
         if value not in self.units.unit:
             return ((),) * len(self.propagation.dim_factors(value))
         axes = self.search.slot_axes(value)
-        return tuple(() if s is None else axes[s] for s in self.units.value_slots[value])
+        return tuple(axes[s] for s in self.units.value_slots[value])
 
 
 def propagate(
@@ -75,7 +74,7 @@ def propagate(
     pins: Pins,
     sends: Callable[[Propagation, Op, Assignment], tuple[Message, ...]],
     planning: Planning = None,
-) -> Propagated:
+) -> Decisions:
     """Decides the sharding of every op within `pins`.
 
     `sends` returns the messages inside an op under an assignment.
@@ -88,24 +87,24 @@ def propagate(
     effort.share = _FIRST
     hidden = find_hidden_values(graph, mesh)
 
-    def spread(relaxed: RelaxedDims, borrowed: BorrowedDims) -> Propagation:
-        return spread_annotations(graph, pins, relaxed, borrowed)
+    def propagate_relaxed(relaxed: RelaxedDims, borrowed: BorrowedDims) -> Propagation:
+        return propagate_annotations(graph, pins, relaxed, borrowed)
 
     def begin(propagation: Propagation) -> Search:
         search = Search(Problem(graph, propagation, mesh, partial(sends, propagation), hidden), effort=effort)
         search.minimize(search.domains(search.problem.groups))
         return search
 
-    search = begin(spread({}, {}))
+    search = begin(propagate_relaxed({}, {}))
     effort.share = _OTHER
     if (borrowed := find_borrowed_dims(search.problem.propagation, graph)) and not effort.stops():
-        search = choose_search(search, begin(spread({}, borrowed)))
+        search = choose_search(search, begin(propagate_relaxed({}, borrowed)))
     now, relaxed = search.problem.propagation, dict[PinKey, frozenset[int]]()
     misfits = find_misfits(now, graph)
-    if misfits and are_for_arithmetic(now, misfits, graph) and not effort.stops():
+    if misfits and would_split_compute(now, misfits, graph) and not effort.stops():
         while misfits.keys() - relaxed.keys():
             relaxed |= misfits
-            now = spread(relaxed, now.borrowed)
+            now = propagate_relaxed(relaxed, now.borrowed)
             misfits = find_misfits(now, graph)
         search = choose_search(search, begin(now))
     first = search.state
@@ -120,13 +119,14 @@ def propagate(
     return collect_decisions(search, pins)
 
 
-def collect_decisions(search: Search, pins: Pins) -> Propagated:
+def collect_decisions(search: Search, pins: Pins) -> Decisions:
     """Returns the decisions of a search, with its offers as requests, and with units whose parts choose alike."""
     problem, requests = search.problem, dict(search.problem.propagation.requests)
     for factor, name in search.offers:
         for member in [x for x, family in problem.families.items() if family == factor]:
             own = requests.get(member, [])
-            new = [AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if all(w.axis != a for w in own)]
+            used = {request.axis for request in own}
+            new = [AxisRequest(a, _OFFER, True) for a in problem.atoms[name] if a not in used]
             requests[member] = own + new
 
     def part(member: Op | Value) -> object:
@@ -134,5 +134,5 @@ def collect_decisions(search: Search, pins: Pins) -> Propagated:
         return None if unit_class is None else search.choices[unit_class]
 
     is_split = len(search.variables()) > len(problem.groups)
-    units = problem.whole_units.split(part) if is_split else problem.whole_units
-    return Propagated(replace(problem.propagation, requests=requests), units, search, pins)
+    units = problem.unsplit_units.split(part) if is_split else problem.unsplit_units
+    return Decisions(replace(problem.propagation, requests=requests), units, search, pins)

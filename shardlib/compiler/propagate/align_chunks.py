@@ -8,6 +8,7 @@ much more than its chunk.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ _FULLER = 1.5  # how many times as much as in chunks a device may hold
 
 
 @dataclass(frozen=True)
-class Place:
+class Alignment:
     """Element s of `base`, a size sharded in chunks, belongs next to element `scale * s + shift` of a factor."""
 
     base: int
@@ -32,7 +33,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Tie:
+class FactorAlignment:
     """Element s of factor `other` belongs next to element `scale * s + shift` of this one, `low <= shift <= high`.
 
     For each element of distance, `bytes` move.
@@ -45,99 +46,90 @@ class _Tie:
     bytes: int
 
 
-def align_shards(graph: Graph, f: Propagation) -> None:
+def align_shards(graph: Graph, propagation: Propagation) -> None:
     """Gives every free factor the shards of the factors that it is tied to."""
-    ties: dict[DimFactor, list[_Tie]] = defaultdict(list)
+    ties: dict[DimFactor, list[FactorAlignment]] = defaultdict(list)
     for op in graph.ops:
-        for dim_factor, tie in _ties(op, f):
+        for dim_factor, tie in _ties(op, propagation):
             ties[dim_factor].append(tie)
     if not ties:
         return
-    bound = _bound(graph, f)
-    places = {
-        dim_factor: Place(f.dims.size(dim_factor))
+    bound = _bound(graph, propagation)
+    alignments = {
+        dim_factor: Alignment(propagation.dims.size(dim_factor))
         for dim_factor in ties
-        if dim_factor in bound or isinstance(f.dims.size(dim_factor), UnchunkedSize)
+        if dim_factor in bound or isinstance(propagation.dims.size(dim_factor), UnchunkedSize)
     }
-    waiting = [dim_factor for dim_factor in ties if dim_factor not in places]
+    waiting = [dim_factor for dim_factor in ties if dim_factor not in alignments]
     while waiting:
         left = []
         for dim_factor in waiting:
-            place = _choose_place(f.dims.size(dim_factor), ties[dim_factor], places)
-            if place is None:
+            alignment = _choose_alignment(propagation.dims.size(dim_factor), ties[dim_factor], alignments)
+            if alignment is None:
                 left.append(dim_factor)
             else:
-                places[dim_factor] = _take_place(f, dim_factor, place)
+                alignments[dim_factor] = _take_alignment(propagation, dim_factor, alignment)
         if len(left) == len(waiting):  # no tie leads to these factors: the first one is sharded in chunks
             first = left.pop(0)
-            places[first] = Place(f.dims.size(first))
+            alignments[first] = Alignment(propagation.dims.size(first))
         waiting = left
 
 
-def _ties(op: Op, f: Propagation) -> Iterator[tuple[DimFactor, _Tie]]:
+def _ties(op: Op, propagation: Propagation) -> Iterator[tuple[DimFactor, FactorAlignment]]:
     """Yields the ties between the factors of an op, in both directions."""
-    if op.rule is None or op.constant or op not in f.labels:
+    if op.rule is None or op.constant or op not in propagation.labels:
         return
-    labels = f.labels[op]
+    labels, size = propagation.labels[op], propagation.dims.size
     for name, (by, stride, low, high, count) in op.rule.accesses.windows.items():
-        if f.whole[op] & {name, by} or not (labels[name] and labels[by]):
+        if propagation.whole[op] & {name, by} or not (labels[name] and labels[by]):
             continue
         (x, *inner), (y, *others) = labels[name], labels[by]
         if x == y:
             continue
-        across, along = (Fraction(_product(f, minor)) for minor in (inner, others))
+        across, along = (Fraction(math.prod(int(size(factor)) for factor in minor)) for minor in (inner, others))
         step, (a, b) = stride * along / across, (Fraction(n) / across for n in (low, high))
         nbytes = _row(op, name, op.rule.sizes[name]) * count * op.times
-        yield y, _Tie(x, 1 / step, -b / step, -a / step, nbytes)
-        yield x, _Tie(y, step, a, b, nbytes)
-
-
-def _product(f: Propagation, dim_factors: Sequence[DimFactor]) -> int:
-    n = 1
-    for dim_factor in dim_factors:
-        n *= int(f.dims.size(dim_factor))
-    return n
+        yield y, FactorAlignment(x, 1 / step, -b / step, -a / step, nbytes)
+        yield x, FactorAlignment(y, step, a, b, nbytes)
 
 
 def _row(op: Op, name: str, size: int) -> int:
     """The bytes of one element of a factor."""
-    assert op.rule is not None
-    values = (*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True))
+    rule = op.required_rule
+    values = (*zip(op.operands, rule.operands, strict=True), *zip(op.results, rule.results, strict=True))
     nbytes = [v.nbytes for v, labels in values if v is not None and any(name in dim for dim in labels)]
     return max(nbytes, default=0) // max(size, 1)
 
 
-def _bound(graph: Graph, f: Propagation) -> set[DimFactor]:
+def _bound(graph: Graph, propagation: Propagation) -> set[DimFactor]:
     """Returns the factors of inputs, outputs and pinned values."""
-    outside = [v for v in (*graph.inputs, *graph.outputs, *f.fixed, *f.twins) if isinstance(v, Value)]
+    ends = (*graph.inputs, *graph.outputs, *propagation.pinned_values, *propagation.twins)
+    outside = [v for v in ends if isinstance(v, Value)]
     outside += [v for op in graph.ops if op.constrains or op.manual for v in (*op.operands, *op.results) if v]
-    bound = {dim_factor for v in outside if not v.constant and v in f.value for dim_factor in f.dim_factors(v)}
-    return (
-        bound
-        | {dim_factor for ends in f.group_factors.values() for dim_factor in ends}
-        | f.same.keys()
-        | f.resized.keys()
-    )
+    factors = (propagation.dim_factors(v) for v in outside if not v.constant and v in propagation.value)
+    return set[DimFactor]().union(*factors, *propagation.group_factors.values(), propagation.same, propagation.resized)
 
 
-def _choose_place(size: int, ties: Sequence[_Tie], places: dict[DimFactor, Place]) -> Place | None:
-    """Returns the best place of a factor of `size` elements, by ties to factors with places; None without such ties."""
-    settled = all(tie.other in places for tie in ties)
+def _choose_alignment(
+    size: int, ties: Sequence[FactorAlignment], alignments: dict[DimFactor, Alignment]
+) -> Alignment | None:
+    """Returns the best alignment of a factor of `size` elements, or None if no tie leads to an aligned factor."""
+    settled = all(tie.other in alignments for tie in ties)
     groups: dict[tuple[int, Fraction], list[tuple[Fraction, Fraction, int]]] = defaultdict(list)
     for tie in ties:
-        if (place := places.get(tie.other)) is None:
+        if (alignment := alignments.get(tie.other)) is None:
             continue
-        shift = tie.scale * place.shift
-        groups[place.base, tie.scale * place.scale].append((shift + tie.low, shift + tie.high, tie.bytes))
+        shift = tie.scale * alignment.shift
+        groups[alignment.base, tie.scale * alignment.scale].append((shift + tie.low, shift + tie.high, tie.bytes))
     if not groups:
         return None
     (base, scale), spans = max(groups.items(), key=lambda group: sum(nbytes for *_, nbytes in group[1]))
-    # The least bytes move at the median. A shift of 0 sends the fewest messages; while some ties have no places yet,
-    # the middle is near all of them.
+    # The least bytes move at the median. A shift of 0 sends the fewest messages. While some of the other factors are
+    # not aligned yet, the middle is near all of them.
     low, high = _median([(end, nbytes) for a, b, nbytes in spans for end in (a, b)])
     middle = Fraction(size - 1) / 2 - scale * Fraction(base - 1) / 2
     shift = min(max(Fraction(0) if settled else middle, low), high)
-    return Place(base, scale, Fraction(int(shift)) if scale == 1 else shift)
+    return Alignment(base, scale, Fraction(int(shift)) if scale == 1 else shift)
 
 
 def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
@@ -151,15 +143,15 @@ def _median(points: list[tuple[Fraction, int]]) -> tuple[Fraction, Fraction]:
     return points[-1][0], points[-1][0]
 
 
-def _take_place(f: Propagation, dim_factor: DimFactor, place: Place) -> Place:
-    """Takes a place for a factor, or its own chunks where some device would hold too much; returns the one taken."""
-    size, base = f.dims.size(dim_factor), place.base
-    axes = Axis.merge(w.axis for w in f.requests.get(dim_factor, ()))
-    if place == Place(size) or not axes or not size or not base:
-        return place if place == Place(size) or not axes else Place(size)
-    aligned = AlignedSize(size, base, place.scale, place.shift)
+def _take_alignment(propagation: Propagation, dim_factor: DimFactor, alignment: Alignment) -> Alignment:
+    """Aligns a factor unless some device would then hold too much; returns its alignment, or that of its chunks."""
+    size, base = propagation.dims.size(dim_factor), alignment.base
+    axes = Axis.merge(request.axis for request in propagation.requests.get(dim_factor, ()))
+    if alignment == Alignment(size) or not axes or not size or not base:
+        return alignment if alignment == Alignment(size) or not axes else Alignment(size)
+    aligned = AlignedSize(size, base, alignment.scale, alignment.shift)
     if largest_shard(aligned, axes) > _FULLER * largest_shard(size, axes):
-        return Place(size)
+        return Alignment(size)
     if isinstance(restrict_size(aligned, axes), UnchunkedSize):
-        f.dims.place(dim_factor, aligned)
-    return place
+        propagation.dims.place(dim_factor, aligned)
+    return alignment

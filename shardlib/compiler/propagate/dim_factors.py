@@ -23,7 +23,7 @@ DimFactor = int
 Lock = tuple[tuple[int, ...], ShardSizes | None]  # ways (major first), and the shard sizes where they are chosen
 
 
-class Dims:
+class FactorClasses:
     """Holds all factors: a union-find, in which they can be split."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Dims:
         self._parts: list[tuple[DimFactor, DimFactor] | None] = []  # (major, minor) once split
         self._locks: list[frozenset[Lock]] = []  # shardings that a split must leave expressible
         self._chosen: dict[DimFactor, tuple[int, ShardSizes]] = {}  # of classes: the rank of the choice, and the size
-        self.order = count()  # ranks for `choose`, in the order of the annotations
+        self._order = count()  # ranks for `choose`, in the order of the annotations
         self.refused: dict[DimFactor, None] = {}  # factors that locks kept from being split
 
     def new(self, size: int) -> list[DimFactor]:
@@ -89,8 +89,11 @@ class Dims:
         """Returns whether any class has chosen shard sizes."""
         return bool(self._chosen)
 
-    def choose(self, factor: DimFactor, sizes: ShardSizes, rank: int) -> None:
-        """Gives the class of `factor` these shard sizes, unless a choice of lower `rank` stands."""
+    def choose(self, factor: DimFactor, sizes: ShardSizes) -> None:
+        """Gives the class of `factor` these shard sizes, unless an earlier choice stands."""
+        self._choose(factor, sizes, next(self._order))
+
+    def _choose(self, factor: DimFactor, sizes: ShardSizes, rank: int) -> None:
         factor = self.find(factor)
         before = self._chosen.get(factor, (rank, sizes))
         self._chosen[factor] = min(before, (rank, sizes), key=lambda choice: choice[0])
@@ -133,7 +136,7 @@ class Dims:
                 self._locks[x] |= self._locks[y]
                 if y in self._chosen:
                     rank, sizes = self._chosen.pop(y)
-                    self.choose(x, sizes, rank)
+                    self._choose(x, sizes, rank)
                 left.pop(), right.pop()
             elif not (
                 self._split(x, self._size[y]) if self._size[x] > self._size[y] else self._split(y, self._size[x])
@@ -155,7 +158,7 @@ class Dims:
         factors = dict.fromkeys((*left, *right))
         if len(factors) == len(left) + len(right):
             return True
-        trial = Dims()
+        trial = FactorClasses()
         copy = {factor: trial.new(int(self.size(factor)))[0] for factor in factors}
         for factor, same in copy.items():
             trial._locks[same] = self._locks[self.find(factor)]
@@ -203,7 +206,7 @@ class Dims:
         if factor in self._chosen:
             rank, chosen = self._chosen.pop(factor)
             if isinstance(size := divide_size(chosen, minor), ShardSizes):
-                self.choose(major_factor, size, rank)
+                self._choose(major_factor, size, rank)
         return True
 
 

@@ -9,39 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardlib.compiler.graph.ir import Graph, Op, Value
+from shardlib.compiler.graph.ir import Graph, Value
 from shardlib.compiler.propagate.propagation import BorrowedDims, InputDim, Propagation
 
 
-def find_borrowed_dims(f: Propagation, graph: Graph) -> BorrowedDims:
+def find_borrowed_dims(propagation: Propagation, graph: Graph) -> BorrowedDims:
     """Returns the values that shall have the factors of an input's dims, although their ops have other factors.
 
     An op reads such a value beside the sharded input, or beside a result with the input's dims. Values from which such
     a value is computed, dim by dim, borrow the same dims.
     """
     borrowed: dict[Value, tuple[InputDim | None, ...]] = {}
-    if not f.dims.refused:
+    if not propagation.dims.refused:
         return borrowed
     ops = [op for op in graph.ops if not (op.rule is None or op.constant or op.constrains)]
     sharded: dict[Value, tuple[InputDim | None, ...]] = {
-        v: tuple((v, d) for d in range(len(v.shape))) for v in graph.inputs if _is_sharded(f, v)
+        v: tuple((v, d) for d in range(len(v.shape))) for v in graph.inputs if _is_sharded(propagation, v)
     }
+    operands_of = {op: [*_label_dims(op.operands, op.required_rule.operands)] for op in ops}
+    results_of = {op: [*_label_dims(op.results, op.required_rule.results)] for op in ops}
     for op in ops:
-        dim_of = {name: p for v, names in _operands(op) for name, p in zip(names, sharded.get(v, ()), strict=False)}
-        for value, names in _results(op):
-            if (places := _places(names, dim_of)) and not _differs(f, value, places):
+        operands, results = operands_of[op], results_of[op]
+        dim_of = {name: p for v, names in operands for name, p in zip(names, sharded.get(v, ()), strict=False)}
+        for value, names in results:
+            if (places := _places(names, dim_of)) and not _differs(propagation, value, places):
                 sharded[value] = places
     for op in reversed(ops):
-        assert op.rule is not None
-        dim_of = {name: p for v, names in _results(op) for name, p in zip(names, borrowed.get(v, ()), strict=False)}
-        refused = f.whole[op] - set(op.rule.whole)
-        for value, names in _operands(op):
+        operands, results = operands_of[op], results_of[op]
+        dim_of = {name: p for v, names in results for name, p in zip(names, borrowed.get(v, ()), strict=False)}
+        refused = propagation.whole[op] - set(op.required_rule.whole)
+        for value, names in operands:
             if refused.intersection(names):
                 dim_of |= {name: p for name, p in zip(names, sharded.get(value, ()), strict=False) if name}
-        for value, names in _operands(op):
+        for value, names in operands:
             if value.constant or value in borrowed or value in sharded:
                 continue
-            if (places := _places(names, dim_of)) and _differs(f, value, places) and _can_borrow(f, value, places):
+            places = _places(names, dim_of)
+            if places and _differs(propagation, value, places) and _can_borrow(propagation, value, places):
                 borrowed[value] = places
     return borrowed
 
@@ -52,33 +56,28 @@ def _places(names: Sequence[str], dim_of: Mapping[str, InputDim | None]) -> tupl
     return places if any(places) and all(p or not name for p, name in zip(places, names, strict=True)) else ()
 
 
-def _differs(f: Propagation, value: Value, places: Sequence[InputDim | None]) -> bool:
-    return any(p is not None and f.value[value][d] != f.value[p[0]][p[1]] for d, p in enumerate(places))
+def _differs(propagation: Propagation, value: Value, places: Sequence[InputDim | None]) -> bool:
+    dims_of = propagation.value
+    return any(p is not None and dims_of[value][d] != dims_of[p[0]][p[1]] for d, p in enumerate(places))
 
 
-def _can_borrow(f: Propagation, value: Value, places: Sequence[InputDim | None]) -> bool:
+def _can_borrow(propagation: Propagation, value: Value, places: Sequence[InputDim | None]) -> bool:
     """Returns whether no annotation pins the value to other factors."""
-    if value not in f.fixed:
+    if value not in propagation.pinned_values:
         return True
-    dims, whole = f.fixed[value][1].layout.dims, [()]
-    theirs = [f.fixed[p[0]][1].layout.dims[p[1]] if p else dims[d] for d, p in enumerate(places)]
+    dims, whole = propagation.pinned_values[value][1].layout.dims, [()]
+    theirs = [propagation.pinned_values[p[0]][1].layout.dims[p[1]] if p else dims[d] for d, p in enumerate(places)]
     return all(a == b or [x.axes for x in a] == whole for a, b in zip(dims, theirs, strict=True))
 
 
-def _is_sharded(f: Propagation, value: Value) -> bool:
-    return any(f.fixed.get(value, ((),))[0])
+def _is_sharded(propagation: Propagation, value: Value) -> bool:
+    return any(propagation.pinned_values.get(value, ((),))[0])
 
 
-def _operands(op: Op) -> Iterator[tuple[Value, tuple[str, ...]]]:
-    """Yields operands whose dims have one factor at most, with the names of these, `""` for none."""
-    assert op.rule is not None
-    for value, dims in zip(op.operands, op.rule.operands, strict=True):
-        if all(len(names) <= 1 for names in dims):
-            yield value, tuple("".join(names) for names in dims)
-
-
-def _results(op: Op) -> Iterator[tuple[Value, tuple[str, ...]]]:
-    assert op.rule is not None
-    for value, dims in zip(op.results, op.rule.results, strict=True):
-        if value is not None and all(len(names) <= 1 for names in dims):
-            yield value, tuple("".join(names) for names in dims)
+def _label_dims(
+    values: Sequence[Value | None], dims_of: Sequence[Sequence[Sequence[str]]]
+) -> Iterator[tuple[Value, tuple[str, ...]]]:
+    """Yields the values whose dims have one factor at most, with the labels of these, `""` for none."""
+    for value, dims in zip(values, dims_of, strict=True):
+        if value is not None and all(len(labels) <= 1 for labels in dims):
+            yield value, tuple("".join(labels) for labels in dims)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardlib.compiler.graph.ir import Value
-from shardlib.compiler.propagate.dim_factors import DimFactor, Dims, divide_lock
+from shardlib.compiler.propagate.dim_factors import DimFactor, FactorClasses, divide_lock
 from shardlib.compiler.propagate.pins import PinKey
 from shardlib.compiler.propagate.propagation import AxisRequest, FactorDims, Propagation
 from shardlib.sharding.chunks import ShardSizes, restrict_size
@@ -18,35 +18,36 @@ from shardlib.sharding.reshard import FactorAxes
 Parts = list[list[list[DimFactor]] | None]
 
 
-def make_twin(p: Propagation, value: Value) -> Value:
+def make_twin(propagation: Propagation, value: Value) -> Value:
     """Makes a value for a pin in other factors, or other shards, than its value has."""
     twin = Value(value.name, value.shape, value.dtype, None)
-    p.twins[twin] = p.twins.get(value, value)
+    propagation.twins[twin] = propagation.twins.get(value, value)
     return twin
 
 
-def add_twin(p: Propagation, key: PinKey, value: Value, fixed: FixedLayout, parts: Parts) -> None:
+def add_twin(propagation: Propagation, key: PinKey, value: Value, fixed: FixedLayout, parts: Parts) -> None:
     """Adds a twin for a pin whose shards differ from those of the factors of its value."""
     dims = []
     for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
         dim: list[DimFactor] = []
         for group, layout_factor in zip(groups or (), factors, strict=True):
-            for factor, axes, size in distribute_factor(p.dims, group, layout_factor):
+            for factor, axes, size in distribute_factor(propagation.dims, group, layout_factor):
                 own = factor
-                if axes and fixed.exact[d] and restrict_size(p.dims.size(factor), axes) != restrict_size(size, axes):
-                    (own,) = p.dims.new(int(size))
+                present = propagation.dims.size(factor)
+                if axes and fixed.exact[d] and restrict_size(present, axes) != restrict_size(size, axes):
+                    (own,) = propagation.dims.new(int(size))
                     if isinstance(size, ShardSizes):
-                        p.dims.choose(own, size, 0)
-                    p.same[own] = factor
+                        propagation.dims.choose(own, size)
+                    propagation.same[own] = factor
                 dim.append(own)
         dims.append(tuple(dim))
-    if tuple(dims) != p.value[value]:
-        twin = p.pin_twins[key] = make_twin(p, value)
-        p.value[twin] = tuple(dims)
+    if tuple(dims) != propagation.value[value]:
+        twin = propagation.pin_twins[key] = make_twin(propagation, value)
+        propagation.value[twin] = tuple(dims)
 
 
 def distribute_factor(
-    dims: Dims, group: Sequence[DimFactor], layout_factor: Factor
+    dims: FactorClasses, group: Sequence[DimFactor], layout_factor: Factor
 ) -> Iterator[tuple[DimFactor, tuple[Axis, ...], int]]:
     """Yields the dim factors of a layout's factor, each with its mesh axes and its size in that layout."""
     factors = dims.resolve(group)
@@ -60,7 +61,7 @@ def distribute_factor(
         yield factor, tuple(next(feed) for _ in ways), int(dims.size(factor)) if size is None else size
 
 
-def lock_layout(dims: Dims, raw: list[list[DimFactor]], layout: Layout) -> Parts:
+def lock_layout(dims: FactorClasses, raw: list[list[DimFactor]], layout: Layout) -> Parts:
     """Splits a value's dims like a layout and locks them; returns the dim factors of each factor of the layout.
 
     Shard sizes that the layout chooses are those of its factor classes, unless an earlier layout has chosen others.
@@ -80,28 +81,30 @@ def lock_layout(dims: Dims, raw: list[list[DimFactor]], layout: Layout) -> Parts
                 if own_ways:
                     dims.lock(dim_factor, own_ways, size)
                 if size is not None:
-                    dims.choose(dim_factor, size, next(dims.order))
+                    dims.choose(dim_factor, size)
     return out
 
 
 def read_pin(
-    p: Propagation, fixed: FixedLayout, parts: Parts, requests: list[tuple[DimFactor, AxisRequest]]
+    propagation: Propagation, fixed: FixedLayout, parts: Parts, requests: list[tuple[DimFactor, AxisRequest]]
 ) -> FactorAxes:
     """Returns the axes of a pin on the final factors; records names, and adds the axes to `requests`."""
     out: list[tuple[Axis, ...]] = []
     for d, (groups, factors) in enumerate(zip(parts, fixed.layout.dims, strict=True)):
         assert groups is not None, f"{fixed.source}: dim {d} is not made of its own factors"
         for group, layout_factor, name in zip(groups, factors, fixed.names[d] or (None,) * len(factors), strict=True):
-            resolved = p.dims.resolve(group)
-            for factor, axes, _ in distribute_factor(p.dims, group, layout_factor):
+            resolved = propagation.dims.resolve(group)
+            for factor, axes, _ in distribute_factor(propagation.dims, group, layout_factor):
                 out.append(axes)
                 requests += [(factor, AxisRequest(a, fixed.source)) for a in axes]
             if name and len(resolved) == 1:
-                p.names.setdefault(resolved[0], name)
+                propagation.names.setdefault(resolved[0], name)
     return tuple(out)
 
 
-def fill_open_dims(p: Propagation, dims: FactorDims, factor_axes: FactorAxes, fixed: FixedLayout) -> FactorAxes:
+def fill_open_dims(
+    propagation: Propagation, dims: FactorDims, factor_axes: FactorAxes, fixed: FixedLayout
+) -> FactorAxes:
     """Gives open dims the axes that their factors request, unless the tensor uses them in another dim."""
     if not any(fixed.open):
         return factor_axes
@@ -110,11 +113,11 @@ def fill_open_dims(p: Propagation, dims: FactorDims, factor_axes: FactorAxes, fi
     out = []
     for (d, factor), axes in zip(flat, factor_axes, strict=True):
         if fixed.open[d]:
-            for request in p.requests.get(p.same.get(factor, factor), ()):
+            for request in propagation.requests.get(propagation.same.get(factor, factor), ()):
                 ways = request.axis.size
                 for a in axes:
                     ways *= a.size
-                if request.axis not in used and p.dims.size(factor) >= ways:
+                if request.axis not in used and propagation.dims.size(factor) >= ways:
                     axes = (*axes, request.axis)
                     used.add(request.axis)
         out.append(axes)

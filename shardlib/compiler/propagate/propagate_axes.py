@@ -1,4 +1,4 @@
-"""Spreads annotations through the rules: which factors every dim has, and which mesh axes each factor requests.
+"""Propagates annotations through the rules: which factors every dim has, and which mesh axes each factor requests.
 
 Pins are written down first, and lock their factors. Then every op's rule unifies the dims of its operands and results,
 in forward and backward code alike. The result says which factors each op has, and which mesh axes annotations request
@@ -26,30 +26,30 @@ from shardlib.sharding.chunks import ShardSizes
 from shardlib.sharding.placement import FixedLayout
 
 
-def spread_annotations(
+def propagate_annotations(
     graph: Graph,
     pins: Pins,
     relaxed: RelaxedDims = MappingProxyType({}),
     borrowed: BorrowedDims = MappingProxyType({}),
 ) -> Propagation:
-    """Spreads the annotations through all ops.
+    """Propagates the annotations through all ops.
 
     A pin with `relaxed` dims gets a twin, whose factors in these dims are its own. A value with `borrowed` dims has the
     factors of these input dims, whatever the factors of the op that computes it.
     """
-    spreading = _Spreading(graph, pins, relaxed, borrowed)
-    spreading.lock_pins()  # first, so that locks hold when rules split dims
-    spreading.unify()
-    spreading.resolve_factors()
-    spreading.read_pins()
-    _copy_requests(spreading.propagation)
-    spreading.fill_open_dims()
-    align_shards(graph, spreading.propagation)
-    return spreading.propagation
+    state = _AxisPropagation(graph, pins, relaxed, borrowed)
+    state.lock_pins()  # first, so that locks hold when rules split dims
+    state.unify()
+    state.resolve_factors()
+    state.read_pins()
+    _copy_requests(state.propagation)
+    state.fill_open_dims()
+    align_shards(graph, state.propagation)
+    return state.propagation
 
 
-class _Spreading:
-    """The state while annotations spread.
+class _AxisPropagation:
+    """The state of the propagation.
 
     `raw` has the factors of values, `labels` those of ops, and `group_factors` those that count groups; all may still
     be split. `parts` has the factors of pins.
@@ -78,24 +78,24 @@ class _Spreading:
 
     def lock_pins(self) -> None:
         """Locks the factors of pins. A pin in other factors than an earlier one of the same value gets a twin."""
-        p = self.propagation
+        propagation = self.propagation
         for key, (value, fixed) in self.pinned.items():
-            if key not in p.relaxed:
-                self.parts[key] = lock_layout(p.dims, self.dims(value), fixed.layout)
-            if key in p.relaxed or (None in self.parts[key] and not isinstance(key, Value)):
-                twin = p.pin_twins[key] = make_twin(p, value)
-                self.parts[key] = lock_layout(p.dims, self.dims(twin), fixed.layout)
-                if key in p.relaxed:
+            if key not in propagation.relaxed:
+                self.parts[key] = lock_layout(propagation.dims, self.dims(value), fixed.layout)
+            if key in propagation.relaxed or (None in self.parts[key] and not isinstance(key, Value)):
+                twin = propagation.pin_twins[key] = make_twin(propagation, value)
+                self.parts[key] = lock_layout(propagation.dims, self.dims(twin), fixed.layout)
+                if key in propagation.relaxed:
                     self.unify_twin(key)
 
     def unify(self) -> None:
         """Unifies the dims that rules identify."""
-        p = self.propagation
-        p.dims.refused.clear()
+        propagation = self.propagation
+        propagation.dims.refused.clear()
         for value in self.graph.by_use():
             self.dims(value)
         for op in self.graph.ops:
-            if op.constrains and p.dims.chosen and not op.constant:
+            if op.constrains and propagation.dims.chosen and not op.constant:
                 self.resharded_dims[op] = self.find_resharded_dims(op)
             if op.rule is not None and not op.constant:
                 self.unify_op(op)
@@ -105,87 +105,89 @@ class _Spreading:
         for value in self.graph.values():
             if value.like is not None and not value.constant:
                 for mine, theirs in zip(self.raw[value], self.raw[value.like], strict=True):
-                    p.dims.unify(mine, theirs)
-        for key in p.pin_twins:
+                    propagation.dims.unify(mine, theirs)
+        for key in propagation.pin_twins:
             self.unify_twin(key)
 
     def unify_twin(self, key: PinKey) -> None:
         """Unifies the dims of a twin with those of its value, except relaxed ones."""
-        p = self.propagation
-        twin, relaxed = p.pin_twins[key], p.relaxed.get(key, ())
-        for d, (mine, theirs) in enumerate(zip(self.raw[twin], self.dims(p.twins[twin]), strict=True)):
+        propagation = self.propagation
+        twin, relaxed = propagation.pin_twins[key], propagation.relaxed.get(key, ())
+        for d, (mine, theirs) in enumerate(zip(self.raw[twin], self.dims(propagation.twins[twin]), strict=True)):
             if d not in relaxed:
-                p.dims.unify(mine, theirs)
+                propagation.dims.unify(mine, theirs)
 
     def resolve_factors(self) -> None:
         """Writes down the final factors; none is split from here on."""
-        p, resolve = self.propagation, self.propagation.dims.resolve
-        p.value.update({value: tuple(tuple(resolve(d)) for d in dims) for value, dims in self.raw.items()})
+        propagation, resolve = self.propagation, self.propagation.dims.resolve
+        propagation.value.update({value: tuple(tuple(resolve(d)) for d in dims) for value, dims in self.raw.items()})
         self.relate_resized()
-        p.group_factors.update({ends: tuple(resolve(factors)) for ends, factors in self.group_factors.items()})
+        for ends, factors in self.group_factors.items():
+            propagation.group_factors[ends] = tuple(resolve(factors))
         for op, labels in self.labels.items():
-            p.labels[op] = {name: tuple(resolve(factors)) for name, factors in labels.items()}
+            propagation.labels[op] = {name: tuple(resolve(factors)) for name, factors in labels.items()}
 
     def relate_resized(self) -> None:
         """Relates the factors that differ only in the shard sizes that a `shard` chose."""
-        p = self.propagation
+        propagation, resized = self.propagation, self.propagation.resized
         for op, dims in self.resharded_dims.items():
             result = op.results[0]
             assert result is not None
             for d in dims:
-                mine, theirs = p.value[op.operands[0]][d], p.value[result][d]
-                if [int(p.dims.size(x)) for x in mine] == [int(p.dims.size(x)) for x in theirs]:
+                mine, theirs = propagation.value[op.operands[0]][d], propagation.value[result][d]
+                if [int(propagation.dims.size(x)) for x in mine] == [int(propagation.dims.size(x)) for x in theirs]:
                     for x, y in zip(mine, theirs, strict=True):
-                        to, old = p.resized.get(x, x), p.resized.get(y, y)
-                        p.resized.update({z: to for z in (y, *p.resized) if p.resized.get(z, z) == old})
+                        to, old = resized.get(x, x), resized.get(y, y)
+                        resized.update({z: to for z in (y, *resized) if resized.get(z, z) == old})
 
     def read_pins(self) -> None:
         """Reads the pins in the final factors, and collects the requests of their factor classes."""
-        p = self.propagation
+        propagation = self.propagation
         by_bytes: dict[int, list[tuple[DimFactor, AxisRequest]]] = defaultdict(list)
         for key, (value, fixed) in self.pinned.items():
-            axes = read_pin(p, fixed, self.parts[key], by_bytes[value.nbytes])
-            if p.dims.chosen:
-                add_twin(p, key, p.pin_twins.get(key, value), fixed, self.parts[key])
-            if key in p.relaxed:
-                by_bytes[value.nbytes] += request_elsewhere(p, value, p.relaxed[key], fixed)
+            axes = read_pin(propagation, fixed, self.parts[key], by_bytes[value.nbytes])
+            if propagation.dims.chosen:
+                add_twin(propagation, key, propagation.pin_twins.get(key, value), fixed, self.parts[key])
+            if key in propagation.relaxed:
+                by_bytes[value.nbytes] += request_elsewhere(propagation, value, propagation.relaxed[key], fixed)
             if isinstance(key, Value):
-                p.fixed[p.pin_twins[key] if key in p.relaxed else key] = (axes, fixed)
+                pinned = propagation.pin_twins[key] if key in propagation.relaxed else key
+                propagation.pinned_values[pinned] = axes, fixed
             elif isinstance(key, int):
-                p.outputs[key] = (axes, fixed)
+                propagation.outputs[key] = (axes, fixed)
             else:
-                p.body_inputs[key] = (axes, fixed)
+                propagation.body_inputs[key] = (axes, fixed)
         # The largest tensor says which axis is major: it would cost most to shard it in another order.
         for _, requests in sorted(by_bytes.items(), key=lambda item: -item[0]):
             for factor, request in requests:
-                have = p.requests.setdefault(factor, [])
+                have = propagation.requests.setdefault(factor, [])
                 have += [request] if all(x.axis != request.axis for x in have) else []
 
     def fill_open_dims(self) -> None:
         """Gives open dims of pins the axes that their classes request."""
-        p = self.propagation
-        for value, (axes, fixed) in list(p.fixed.items()):
-            p.fixed[value] = (fill_open_dims(p, p.value[value], axes, fixed), fixed)
-        for i, (axes, fixed) in list(p.outputs.items()):
-            dims = p.value[p.pin_twins.get(i, self.graph.outputs[i])]
-            p.outputs[i] = (fill_open_dims(p, dims, axes, fixed), fixed)
+        propagation = self.propagation
+        for value, (axes, fixed) in list(propagation.pinned_values.items()):
+            axes = fill_open_dims(propagation, propagation.value[value], axes, fixed)
+            propagation.pinned_values[value] = axes, fixed
+        for i, (axes, fixed) in list(propagation.outputs.items()):
+            dims = propagation.value[propagation.pin_twins.get(i, self.graph.outputs[i])]
+            propagation.outputs[i] = (fill_open_dims(propagation, dims, axes, fixed), fixed)
 
     def find_resharded_dims(self, op: Op) -> set[int]:
         """Returns the dims for which a `shard` chooses other shard sizes: its result has another class there."""
         (source,), (result,) = op.operands, op.results
         assert result is not None
-        p, before, after = self.propagation, self.pins.values.get(source), self.pins.values[result]
+        classes, before, after = self.propagation.dims, self.pins.values.get(source), self.pins.values[result]
         resharded = set()
         for d, (mine, theirs) in enumerate(zip(self.raw[source], self.raw[result], strict=True)):
-            sizes, new_sizes = ([p.dims.size(x) for x in p.dims.resolve(dim)] for dim in (mine, theirs))
+            sizes, new_sizes = ([classes.size(x) for x in classes.resolve(dim)] for dim in (mine, theirs))
             if sizes != new_sizes and _has_chosen_sizes(sizes, before, d) and _has_chosen_sizes(new_sizes, after, d):
                 resharded.add(d)
         return resharded
 
     def unify_op(self, op: Op) -> None:
         """Unifies the dims that share a factor; the first dim that consists of one factor stands for the factor."""
-        p, raw, rule = self.propagation, self.raw, op.rule
-        assert rule is not None
+        propagation, raw, rule = self.propagation, self.raw, op.required_rule
         labels: dict[str, list[DimFactor]] = {}
         whole = set(rule.whole)
         resharded = self.resharded_dims.get(op, ())
@@ -193,7 +195,7 @@ class _Spreading:
         def factors_of(names: Sequence[str]) -> list[DimFactor]:
             for name in names:
                 if name not in labels:
-                    labels[name] = p.dims.new(rule.sizes[name])
+                    labels[name] = propagation.dims.new(rule.sizes[name])
             return [factor for name in names for factor in labels[name]]
 
         for value, dims in (*zip(op.operands, rule.operands, strict=True), *zip(op.results, rule.results, strict=True)):
@@ -208,15 +210,15 @@ class _Spreading:
                     continue
                 if len(names) == 1 and names[0] not in labels:
                     labels[names[0]] = factors
-                elif names and not p.dims.unify(factors_of(names), factors):
+                elif names and not propagation.dims.unify(factors_of(names), factors):
                     whole.update(names)
         factors_of(tuple(rule.sizes))
         if op.owns is not None:
             groups = self.group_factors.setdefault(op.owns.ends, labels[op.owns.factor])
-            if not p.dims.unify(groups, labels[op.owns.factor]):
+            if not propagation.dims.unify(groups, labels[op.owns.factor]):
                 whole.add(op.owns.factor)
         self.labels[op] = labels
-        p.whole[op] = frozenset(whole)
+        propagation.whole[op] = frozenset(whole)
 
 
 def _has_chosen_sizes(sizes: Sequence[int], fixed: FixedLayout | None, d: int) -> bool:
@@ -227,24 +229,23 @@ def _has_chosen_sizes(sizes: Sequence[int], fixed: FixedLayout | None, d: int) -
     return is_sharded and fixed is not None and fixed.exact[d]
 
 
-def _copy_requests(p: Propagation) -> None:
+def _copy_requests(propagation: Propagation) -> None:
     """Copies the requests of a factor to the factors that follow it, and to those that it follows."""
     tied: dict[DimFactor, dict[DimFactor, None]] = {}
-    for op, labels in p.labels.items():
-        assert op.rule is not None
-        for pair in op.rule.ties.follows.items():
-            if not p.whole[op] & set(pair):
+    for op, labels in propagation.labels.items():
+        for pair in op.required_rule.ties.follows.items():
+            if not propagation.whole[op] & set(pair):
                 a, b = (labels[x][0] for x in pair)
                 tied.setdefault(a, {})[b] = None
                 tied.setdefault(b, {})[a] = None
-    queue = [factor for factor in tied if factor in p.requests]
+    queue = [factor for factor in tied if factor in propagation.requests]
     while queue:
         factor = queue.pop()
         for other in tied[factor]:
-            have = p.requests.setdefault(other, [])
-            new = [x for x in p.requests[factor] if all(x.axis != h.axis for h in have)]
+            have = propagation.requests.setdefault(other, [])
+            new = [x for x in propagation.requests[factor] if all(x.axis != h.axis for h in have)]
             if new:
                 have += new
                 queue.append(other)
-            if factor in p.names:
-                p.names.setdefault(other, p.names[factor])
+            if factor in propagation.names:
+                propagation.names.setdefault(other, propagation.names[factor])

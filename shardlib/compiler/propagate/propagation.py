@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.dim_factors import DimFactor, Dims
+from shardlib.compiler.propagate.dim_factors import DimFactor, FactorClasses
 from shardlib.compiler.propagate.pins import PinKey
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.placement import FixedLayout
@@ -18,14 +18,13 @@ Assignment = Mapping[OpFactor, tuple[Axis, ...]]  # the mesh axes on the factors
 Message = tuple[str, tuple[Axis, ...], float]  # the collective, its axes, and the bytes that a device sends
 FactorDims = tuple[tuple[DimFactor, ...], ...]  # the factors of every dim of a value
 
-RelaxedDims = Mapping[
-    PinKey, frozenset[int]
-]  # dims of pinned inputs and outputs, whose factors may differ from their values'
+# Dims of pinned inputs and outputs, whose factors may differ from those of their values.
+RelaxedDims = Mapping[PinKey, frozenset[int]]
 InputDim = tuple[Value, int]  # an input, and one of its dims
 BorrowedDims = Mapping[Value, tuple[InputDim | None, ...]]  # for each dim of a value: the input dim with its factors
 
 
-@dataclass
+@dataclass(frozen=True)
 class AxisRequest:
     """One mesh axis (a prime part) that a factor requests, and the annotation it comes from; or it was `offered`."""
 
@@ -38,22 +37,21 @@ class AxisRequest:
 class Propagation:
     """The factors, requests and pins that annotations lead to through the rules of ops.
 
-    `spread_annotations` fills it. Later passes read it, or make another one with `dataclasses.replace`.
+    `propagate_annotations` fills it. Later passes read it, or make another one with `dataclasses.replace`.
     """
 
     relaxed: RelaxedDims = field(default_factory=dict)
     borrowed: BorrowedDims = field(default_factory=dict)
-    dims: Dims = field(default_factory=Dims)
+    dims: FactorClasses = field(default_factory=FactorClasses)
     value: dict[Value, FactorDims] = field(default_factory=dict)
     labels: dict[Op, dict[str, tuple[DimFactor, ...]]] = field(default_factory=dict)  # by the labels of the op's rule
     whole: dict[Op, frozenset[str]] = field(default_factory=dict)  # labels that must not be sharded
-    group_factors: dict[Value, tuple[DimFactor, ...]] = field(
-        default_factory=dict
-    )  # the count of groups, by their ends
+    # The count of groups, by their ends.
+    group_factors: dict[Value, tuple[DimFactor, ...]] = field(default_factory=dict)
     requests: dict[DimFactor, list[AxisRequest]] = field(default_factory=dict)
     names: dict[DimFactor, str] = field(default_factory=dict)
 
-    fixed: dict[Value, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)
+    pinned_values: dict[Value, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)
     outputs: dict[int, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)  # by position
     body_inputs: dict[Op, tuple[FactorAxes, FixedLayout]] = field(default_factory=dict)
 
@@ -64,7 +62,7 @@ class Propagation:
     same: dict[DimFactor, DimFactor] = field(default_factory=dict)  # factor of a twin -> the factor with other shards
     resized: dict[DimFactor, DimFactor] = field(default_factory=dict)  # -> one for all that a `shard` gave other shards
 
-    factors_memo: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)  # of `value_factors`
+    _factors_memo: dict[tuple[Op, int, bool], list[OpFactor | None]] = field(default_factory=dict)
     _sizes_memo: dict[FactorDims, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def times(self, op: Op, factor: DimFactor) -> int:
@@ -92,7 +90,7 @@ class Propagation:
         return tuple(out)
 
     def alike(self, a: Sequence[DimFactor], b: Sequence[DimFactor]) -> bool:
-        """Returns whether two dims have the same factors, whatever the shards of these."""
+        """Returns whether two dims have equal factors, ignoring shard sizes."""
         return [self._sizeless(x) for x in a] == [self._sizeless(x) for x in b]
 
     def _sizeless(self, factor: DimFactor) -> DimFactor:
@@ -106,15 +104,20 @@ class Propagation:
             sizes = self._sizes_memo[dims] = tuple(tuple(map(self.dims.size, dim)) for dim in dims)
         return sizes
 
-    def operand_factors(self, op: Op, position: int, dim: int) -> tuple[OpFactor, ...]:
-        """Returns the op's factors along one dim of an operand."""
-        assert op.rule is not None
-        return self._op_factors(op, op.rule.operands[position][dim])
-
-    def result_factors(self, op: Op, index: int, dim: int) -> tuple[OpFactor, ...]:
-        assert op.rule is not None
-        return self._op_factors(op, op.rule.results[index][dim])
-
-    def _op_factors(self, op: Op, labels: Sequence[str]) -> tuple[OpFactor, ...]:
-        factors = self.labels[op]
-        return tuple([(label, k) for label in labels for k in range(len(factors[label]))])
+    def value_factors(self, op: Op, position: int, *, operand: bool) -> list[OpFactor | None]:
+        """Returns the op's factor for each factor of an operand (or result) of `op`; None where none fits."""
+        key = (op, position, operand)
+        if (memo := self._factors_memo.get(key)) is not None:
+            return memo
+        rule = op.required_rule
+        value = op.operands[position] if operand else op.results[position]
+        assert value is not None
+        dims = (rule.operands if operand else rule.results)[position]
+        out: list[OpFactor | None] = []
+        factors_of = self.labels[op]
+        for labels, dim_factors in zip(dims, self.value[value], strict=True):
+            factors = [(label, k) for label in labels for k in range(len(factors_of[label]))]
+            is_same = tuple([factors_of[label][k] for label, k in factors]) == dim_factors
+            out += factors if is_same else [None] * len(dim_factors)
+        self._factors_memo[key] = out
+        return out

@@ -31,7 +31,7 @@ from shardlib.compiler.program.steps import (
 )
 from shardlib.compiler.program.sym_int import Sym
 from shardlib.compiler.program.verify import verify
-from shardlib.compiler.propagate import Propagated
+from shardlib.compiler.propagate import Decisions
 from shardlib.sharding.layout import Layout, PartialSum
 from shardlib.sharding.mesh.axis import Axis
 
@@ -378,16 +378,16 @@ def test_what_a_rule_does_not_allow_is_not_lowered(kind: str, factor: str, axis:
     def fn(x: Tensor, w: Tensor, table: Tensor, ids: Tensor) -> Any:
         return x @ w, torch.nn.functional.embedding(ids, table), torch.linalg.matrix_exp(w @ x)
 
-    decided = Propagated.assignment
+    decided = Decisions.assignment
 
-    def wrong(self: Propagated, op: Op) -> Any:
+    def wrong(self: Decisions, op: Op) -> Any:
         return {**decided(self, op), (factor, 0): (Axis(axis, 2),)} if op.kind == kind else decided(self, op)
 
     args = torch.ones(8, 6), torch.ones(6, 8), torch.ones(12, 4), torch.zeros(8, dtype=torch.int64)
     step = sl.jit(fn, in_specs=("b@data _", "_ f@tensor", "_ _", "n@data"))
     with Mesh(data=2, tensor=2):
         step.plan(*args)
-        with mock.patch.object(Propagated, "assignment", wrong), pytest.raises(ProgramError, match=message):
+        with mock.patch.object(Decisions, "assignment", wrong), pytest.raises(ProgramError, match=message):
             sl.jit(fn, in_specs=("b@data _", "_ f@tensor", "_ _", "n@data")).plan(*args)
 
 

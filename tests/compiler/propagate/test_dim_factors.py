@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.compiler.propagate.dim_factors import DimFactor, Dims
+from shardlib.compiler.propagate.dim_factors import DimFactor, FactorClasses
 from shardlib.sharding.split_axes import split_axes
 
 
-def sizes(dims: Dims, dim: list[DimFactor]) -> list[int]:
+def sizes(dims: FactorClasses, dim: list[DimFactor]) -> list[int]:
     return [dims.size(leaf) for leaf in dims.resolve(dim)]
 
 
-def made(dims: Dims, *parts: int) -> list[DimFactor]:
+def made(dims: FactorClasses, *parts: int) -> list[DimFactor]:
     return [leaf for n in parts for leaf in dims.new(n)]
 
 
@@ -38,7 +38,7 @@ def made(dims: Dims, *parts: int) -> list[DimFactor]:
     ],
 )
 def test_unify(left: list[int], right: list[int], common: list[int] | None) -> None:
-    dims = Dims()
+    dims = FactorClasses()
     a, b = made(dims, *left), made(dims, *right)
     assert dims.unify(a, b) == (common is not None)
     if common is None:
@@ -49,7 +49,7 @@ def test_unify(left: list[int], right: list[int], common: list[int] | None) -> N
 
 
 def test_a_split_is_seen_by_everybody() -> None:
-    dims = Dims()
+    dims = FactorClasses()
     a, b, c = made(dims, 12), made(dims, 12), made(dims, 12)
     assert dims.unify(a, b)
     assert dims.unify(b, c)
@@ -62,7 +62,7 @@ def test_a_split_is_seen_by_everybody() -> None:
 
 def test_a_leaf_twice_in_one_dim() -> None:
     """flatten(x + x.t()): both halves are the same 6, so where one is split, both are."""
-    dims = Dims()
+    dims = FactorClasses()
     (six,) = dims.new(6)
     assert dims.unify([six, six], made(dims, 18, 2))
     assert sizes(dims, [six]) == [3, 2]
@@ -85,7 +85,7 @@ def test_a_leaf_twice_in_one_dim() -> None:
     ],
 )
 def test_a_lock_keeps_a_cut_expressible(size: int, ways: list[int], parts: list[int], fits: bool) -> None:
-    dims = Dims()
+    dims = FactorClasses()
     a, b = made(dims, size), made(dims, *parts)
     dims.lock(a[0], ways)
     assert dims.unify(a, b) == fits
@@ -100,7 +100,7 @@ class _Story:
     """Dims, what is locked, and the sizes that dims had when they were made."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.dims = rng, Dims()
+        self.rng, self.dims = rng, FactorClasses()
         self.made: list[tuple[list[DimFactor], int]] = []
         self.locks: list[tuple[list[DimFactor], list[int]]] = []
 

@@ -124,8 +124,8 @@ def test_a_dim_of_very_many_ranges_is_gathered() -> None:
 
 def test_decisions_price_the_exchange() -> None:
     axes = Axis("t", 8).primes()
-    made = ValueEnd(None, cut=((), axes))
-    read = ValueEnd(None, cut=((), ()), into=(((64,), (3, 16)), ((), (), axes)))
+    made = ValueEnd(None, axes=((), axes))
+    read = ValueEnd(None, axes=((), ()), into=(((64,), (3, 16)), ((), (), axes)))
     seconds = ValueReshards(ValueRecord(((64,), (48,)), 4, (made,), (read,)), 1, LayoutCosts(((64,), (48,)), 4)).at(())
     assert seconds == pytest.approx(DEFAULT_PRICES.comm_seconds(axes, 4 * 64 * 48 / 8, "all_to_all"), rel=1e-3)
 

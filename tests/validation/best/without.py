@@ -51,7 +51,7 @@ HEURISTICS: Mapping[str, Sequence[Switch]] = {
     "offer_beside_selections": [(propose_axes, "_beside_selections", returns({}))],
     "offer_eased": [(propose_axes, "_eased", returns([]))],
     "offer_summed": [(propose_axes, "_summed", returns([]))],
-    "relax_cuts": [(propagate, "are_for_arithmetic", returns(False))],
+    "relax_cuts": [(propagate, "would_split_compute", returns(False))],
     "send_less": [(propagate, "send_less", returns(None))],
     "take_apart": [(propagate, "split_units", returns(None)), (propose_axes, "split_units", returns(None))],
     "meeting_sums": [(RecordFinder, "_meeting_sums", lambda *args: set[Value]())],

@@ -168,7 +168,7 @@ def ours(p: Program) -> Sent:
     best = plan(p)
     texts = tuple(f"{c.kind} {c.bytes:,.0f} {c.reason}" for c in best.compiled.program.collectives)
     search = best.compiled.propagated.search
-    return Sent(best.comm_bytes, texts, sum(search.estimate.whole(search.choices)))
+    return Sent(best.comm_bytes, texts, sum(search.estimate.program_seconds(search.choices)))
 
 
 def plan(p: Program) -> Plan:

@@ -52,8 +52,7 @@ class LocalForm:
     """Emits the steps of a rule's local form; see `shardlib.rules.rule.Local`."""
 
     def __init__(self, emitter: Emitter, op: Op, assignment: Assignment, args: Any, kwargs: Any) -> None:
-        assert op.rule is not None
-        self.call, self.rule, self.args, self.kwargs = op.call, op.rule, args, kwargs
+        self.call, self.rule, self.args, self.kwargs = op.call, op.required_rule, args, kwargs
         self._shares: dict[str, list[int]] = {}
         self._emitter, self._op, self._assignment = emitter, op, assignment
         self._builder = emitter.builder

@@ -14,8 +14,8 @@ from heapq import heappop, heappush
 from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero, viewed
 from shardlib.compiler.lower.placement import COMPLETE, Partial, Placement
 from shardlib.compiler.lower.value_layouts import Values
-from shardlib.compiler.propagate import Propagated
-from shardlib.compiler.propagate.decision_units import can_shard, value_factors
+from shardlib.compiler.propagate import Decisions
+from shardlib.compiler.propagate.decision_units import can_shard
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.compiler.propagate.solver.problem import estimate_work
 from shardlib.sharding import reshard
@@ -41,7 +41,7 @@ class _Branches:
 class Branching:
     """Finds partial sums with several readers that stay partial; `passed` maps the readers to these operands."""
 
-    def __init__(self, values: Values, graph: Graph, propagated: Propagated) -> None:
+    def __init__(self, values: Values, graph: Graph, propagated: Decisions) -> None:
         self.values, self.propagation, self.p = values, values.propagation, propagated
         self.order = {op: i for i, op in enumerate(graph.ops)}
         self.passed: dict[Op, frozenset[int]] = {}
@@ -135,8 +135,7 @@ class Branching:
             or (assignment := fitting(self.values, op, {i: f[0] for i, f in partial_forms.items()})) is None
         ):
             return None
-        assert op.rule is not None
-        if not op.rule.adds_up(x for (x, _), axes in assignment.items() if axes):
+        if not op.required_rule.adds_up(x for (x, _), axes in assignment.items() if axes):
             return None
         return frozenset(on), assignment, partial_forms[on[0]][1]
 
@@ -162,7 +161,7 @@ class Branching:
         if op.rule is None or op not in self.p.units.unit:
             return ((),) * len(self.propagation.dim_factors(op.operands[i]))
         assignment = self.p.assignment(op)
-        return tuple((x and assignment.get(x)) or () for x in value_factors(self.propagation, op, i, operand=True))
+        return tuple((x and assignment.get(x)) or () for x in self.propagation.value_factors(op, i, operand=True))
 
     def _price(self, branches: _Branches) -> float:
         """Returns the seconds of all reductions at the ends."""
@@ -188,7 +187,7 @@ class Branching:
         besides = 0.0
         for i, value in enumerate(op.operands):
             if i not in linear and not value.constant:
-                factors = value_factors(self.propagation, op, i, operand=True)
+                factors = self.propagation.value_factors(op, i, operand=True)
                 now = tuple((x and assignment.get(x)) or () for x in factors)
                 before = self.decided(op, i)
                 while value.op is not None and value.op.transparent:  # such as an expand: price its smaller operand
@@ -202,11 +201,10 @@ class Branching:
 
 def fitting(values: Values, op: Op, shardings: Mapping[int, FactorAxes]) -> Assignment | None:
     """Returns the assignment of an op that takes some operands in these shardings; None if its rule forbids it."""
-    assert op.rule is not None
     pairs = [
         (x, axes)
         for i, sharding in shardings.items()
-        for x, axes in zip(value_factors(values.propagation, op, i, operand=True), sharding, strict=True)
+        for x, axes in zip(values.propagation.value_factors(op, i, operand=True), sharding, strict=True)
     ]
     assignment = {x: axes for x, axes in pairs if x is not None and axes}
     # Operands that share a factor must shard it over the same axes.
@@ -216,15 +214,14 @@ def fitting(values: Values, op: Op, shardings: Mapping[int, FactorAxes]) -> Assi
     )
     taken = [a for axes in assignment.values() for axis in axes for a in axis.primes()]
     fits = fits and len(taken) == len({*taken})
-    for t, s in op.rule.ties.required.items():
+    for t, s in op.required_rule.ties.required.items():
         fits = fits and set(assignment.get((t, 0), ())) <= set(assignment.get((s, 0), ()))
     return assignment if fits else None
 
 
 def share(op: Op, assignment: Assignment) -> float:
     """Returns each device's share of an op's work."""
-    assert op.rule is not None
-    tied = {*op.rule.ties.required}
+    tied = {*op.required_rule.ties.required}
     return 1 / math.prod(group_size(axes) for x, axes in assignment.items() if x[0] not in tied)
 
 

@@ -9,8 +9,7 @@ from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero, viewed
 from shardlib.compiler.lower.partial_sums.partial_sum_fanout import Branching, fitting, share
 from shardlib.compiler.lower.placement import COMPLETE, Partial
 from shardlib.compiler.lower.value_layouts import Values
-from shardlib.compiler.propagate import Propagated
-from shardlib.compiler.propagate.decision_units import value_factors
+from shardlib.compiler.propagate import Decisions
 from shardlib.compiler.propagate.propagation import Assignment
 from shardlib.compiler.propagate.solver.problem import estimate_work
 from shardlib.core.aten.op_traits import has_trait
@@ -24,7 +23,7 @@ class PartialSums:
     `readers` counts the readers of a value and of its views; a view has the count of its root.
     """
 
-    def __init__(self, values: Values, graph: Graph, propagated: Propagated) -> None:
+    def __init__(self, values: Values, graph: Graph, propagated: Decisions) -> None:
         self.values, self.p = values, propagated
         self.readers = _reader_counts(graph, propagated)
         self.rows = _reader_counts(graph, propagated, rows=True)
@@ -61,8 +60,7 @@ class PartialSums:
 
     def _onto(self, op: Op) -> Carried | None:
         """Returns how an op runs that adds its own partial sum to an operand that is one over the same axes."""
-        assert op.rule is not None
-        if (i := op.rule.onto) is None or (value := op.operands[i]).constant or self._summed(value) > 1:
+        if (i := op.required_rule.onto) is None or (value := op.operands[i]).constant or self._summed(value) > 1:
             return None
         if (form := self.values.partial_form(value)) is None:
             return None
@@ -99,8 +97,7 @@ class PartialSums:
         The result must not be larger, the kind of reduction must be the same, and the saving must exceed the cost of
         other operands' reshards and of repeated arithmetic.
         """
-        assert op.rule is not None
-        if partial.kind != "sum" or not op.rule.adds_up(x for (x, _), axes in assignment.items() if axes):
+        if partial.kind != "sum" or not op.required_rule.adds_up(x for (x, _), axes in assignment.items() if axes):
             return None
         if has_trait(op.target, "casts_addends"):
             return 0.0  # the cast is free; the cost of reducing these addends is no reason to reduce others
@@ -113,7 +110,7 @@ class PartialSums:
         besides = 0.0
         for i, value in enumerate(op.operands):
             if not value.constant:
-                factors = value_factors(self.values.propagation, op, i, operand=True)
+                factors = self.values.propagation.value_factors(op, i, operand=True)
                 now, then = (tuple((x and way.get(x)) or () for x in factors) for way in (assignment, decided))
                 if i in linear:
                     prices.append(self.values.price(value, then))
@@ -149,7 +146,7 @@ class PartialSums:
         if op is None or op not in units.unit or op.rule is None:
             return False
         axes = self.p.unit_axes(units.unit[op])
-        kept = value_factors(self.values.propagation, op, viewed(value).index, operand=False)
+        kept = self.values.propagation.value_factors(op, viewed(value).index, operand=False)
         return any(
             axes[slot] and factor not in kept and op.rule.partial_kind(viewed(value).index, factor[0]) == "sum"
             for factor, slot in units.op_slots[op].items()
@@ -169,7 +166,7 @@ def _addends(value: Value) -> Iterator[Value]:
         yield value
 
 
-def _reader_counts(graph: Graph, p: Propagated, *, rows: bool = False) -> Mapping[Value, int]:
+def _reader_counts(graph: Graph, p: Decisions, *, rows: bool = False) -> Mapping[Value, int]:
     """Returns the number of readers of each value; with `rows`, only of those that accept rows of own groups."""
 
     def is_counted(op: Op, i: int) -> bool:
@@ -182,5 +179,5 @@ def _reader_counts(graph: Graph, p: Propagated, *, rows: bool = False) -> Mappin
         counts[root] += sum(is_counted(op, i) for op, i in value.readers)
     for out in graph.outputs if not rows else ():
         if isinstance(out, Value) and not out.constant:
-            counts[p.units.root(out)[0]] += 1
+            counts[p.units.roots[out][0]] += 1
     return {value: counts[root] for value, (root, _) in p.units.roots.items()}

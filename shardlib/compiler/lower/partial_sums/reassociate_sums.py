@@ -59,7 +59,7 @@ class Regrouping:
         return (
             result is not None
             and len(op.operands) == 2
-            and result not in propagation.fixed
+            and result not in propagation.pinned_values
             and all(x.dtype == result.dtype and not x.constant and not x.manual for x in op.operands)
             and all(propagation.value[x] == propagation.value[result] for x in op.operands)
         )

@@ -13,26 +13,26 @@ Member = Op | Value
 
 
 def classify_members(
-    units: Mapping[Member, DecisionUnit], kinds: Mapping[DecisionUnit, UnitClass], looks: Mapping[Member, int]
+    units: Mapping[Member, DecisionUnit], unit_classes: Mapping[DecisionUnit, UnitClass], looks: Mapping[Member, int]
 ) -> dict[Member, object]:
     """Returns each member's place in its unit; members with equal places decide alike.
 
-    Units of one kind have their members in the same order, so the n-th members of all of them are alike. A unit that
+    Units of one class have their members in the same order, so the n-th members of all of them are alike. A unit that
     goes through all layers has the same ops over and over: its members are alike if they look the same.
     """
     members: dict[DecisionUnit, list[Member]] = defaultdict(list)
     for member, unit in units.items():
         members[unit].append(member)
-    count = Counter(kinds.values())
+    count = Counter(unit_classes.values())
     places: dict[Member, object] = {}
     shapes: dict[UnitClass, object] = {}
     for unit, mine in members.items():
-        kind = kinds.get(unit)
+        unit_class = unit_classes.get(unit)
         shape = [m.target if isinstance(m, Op) else None for m in mine]
-        if len(mine) == 1 or kind is None:
-            places |= dict.fromkeys(mine, (kind, 0))
-        elif shapes.setdefault(kind, shape) == shape and count[kind] > 1:
-            places |= {member: (kind, i) for i, member in enumerate(mine)}
+        if len(mine) == 1 or unit_class is None:
+            places |= dict.fromkeys(mine, (unit_class, 0))
+        elif shapes.setdefault(unit_class, shape) == shape and count[unit_class] > 1:
+            places |= {member: (unit_class, i) for i, member in enumerate(mine)}
         else:
             places |= {member: (unit, looks[member]) for member in mine}
     return places

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.propagate.solver.domains import SlotAxes, Variable
-from shardlib.compiler.propagate.solver.problem import Choice
+from shardlib.compiler.propagate.solver.problem import Choice, slot_index
 from shardlib.compiler.propagate.solver.search import TIE, Search
 from shardlib.compiler.propagate.solver.value_records import UnitClass
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Why a kind of unit gives `axis` to `winner`: estimated seconds of all that it touches for every alternative."""
+    """Why a unit class gives `axis` to `winner`: estimated seconds of all that it touches for every alternative."""
 
     axis: str
     winner: str
@@ -33,18 +33,18 @@ def explain_decision(search: Search, member: Op | Value, name: str) -> Decision 
     variable = _variable(search, member)
     if variable is None or not search.candidates(variable[0], name):
         return None
-    kind, a = variable[0], search.problem.mesh.axis_names.index(name)
+    unit_class, a = variable[0], search.problem.mesh.axis_names.index(name)
     rows: dict[SlotAxes, tuple[str, float, Choice]] = {}
-    for alternative in _alternatives(search, kind, name):
+    for alternative in _alternatives(search, unit_class, name):
         choices = list(search.choices)
         for k in variable:
             choices[k] = (*choices[k][:a], alternative, *choices[k][a + 1 :])
-        cut = search.estimate.slot_axes(kind, choices[kind])
+        axes = search.estimate.slot_axes(unit_class, choices[unit_class])
         seconds = search.estimate.cost(variable, choices, search.weights)
-        first = tuple(max(s, ~s) for s in alternative[:1])
-        rows.setdefault(cut, (_takers(search, kind, name, alternative, cut), seconds, first))
-    winner = _takers(search, kind, name, search.choices[kind][a], search.slot_axes(member))
-    return Decision(name, winner, tuple(rows.values()), search.problem.count(kind))
+        first = tuple(map(slot_index, alternative[:1]))
+        rows.setdefault(axes, (_takers(search, unit_class, name, alternative, axes), seconds, first))
+    winner = _takers(search, unit_class, name, search.choices[unit_class][a], search.slot_axes(member))
+    return Decision(name, winner, tuple(rows.values()), search.problem.alike[unit_class])
 
 
 def near_tie(search: Search, member: Op | Value, name: str) -> tuple[str, float] | None:
@@ -55,13 +55,13 @@ def near_tie(search: Search, member: Op | Value, name: str) -> tuple[str, float]
     variable, a = _variable(search, member), search.problem.mesh.axis_names.index(name)
     if variable is None:
         return None
-    kind, mine, limit = variable[0], search.choices, search.seconds * TIE
-    winner = _takers(search, kind, name, mine[kind][a], search.slot_axes(member))
+    unit_class, mine, limit = variable[0], search.choices, search.seconds * TIE
+    winner = _takers(search, unit_class, name, mine[unit_class][a], search.slot_axes(member))
     others = search.domains(v for v in search.variables() if v != variable)
     seconds_of: dict[str, float] = {}
     for choice in search.domain(variable).orders:
-        takers = _takers(search, kind, name, choice[a], search.estimate.slot_axes(kind, choice))
-        rest = (*choice[:a], *choice[a + 1 :]) == (*mine[kind][:a], *mine[kind][a + 1 :])
+        takers = _takers(search, unit_class, name, choice[a], search.estimate.slot_axes(unit_class, choice))
+        rest = (*choice[:a], *choice[a + 1 :]) == (*mine[unit_class][:a], *mine[unit_class][a + 1 :])
         if rest and takers != winner:
             search.choices = [choice if k in variable else now for k, now in enumerate(mine)]
             search.improve(others)
@@ -73,38 +73,38 @@ def near_tie(search: Search, member: Op | Value, name: str) -> tuple[str, float]
 
 def _variable(search: Search, member: Op | Value) -> Variable | None:
     """Returns the unit classes that choose together with a member's class."""
-    kind = search.problem.class_of.get(search.problem.units.unit[member])
-    return None if kind is None else next(v for v in search.variables() if kind in v)
+    unit_class = search.problem.class_of.get(search.problem.units.unit[member])
+    return None if unit_class is None else next(v for v in search.variables() if unit_class in v)
 
 
-def _alternatives(search: Search, kind: UnitClass, name: str) -> list[Choice]:
+def _alternatives(search: Search, unit_class: UnitClass, name: str) -> list[Choice]:
     """Returns choices with every slot first, and the unused axis; for attention, with every two slots first."""
-    slots = search.candidates(kind, name)
-    if search.problem.members[kind][0].alone:
+    slots = search.candidates(unit_class, name)
+    if search.problem.members[unit_class][0].alone:
         orders = [(i, j, *(k for k in slots if k not in (i, j))) for i, j in itertools.permutations(slots, 2)]
         return orders or [tuple(slots)]
     return [*((i, *(j for j in slots if j != i)) for i in slots), ()]
 
 
-def _takers(search: Search, kind: UnitClass, name: str, choice: Choice, cut: Sequence[Sequence[object]]) -> str:
+def _takers(search: Search, unit_class: UnitClass, name: str, choice: Choice, axes: Sequence[Sequence[object]]) -> str:
     """Names the dims that the axis shards: the first slot; for attention, all slots that get a part of it."""
     problem = search.problem
-    rounds, unit = problem.rounds[kind], problem.members[kind][0]
-    slots = tuple(max(s, ~s) for s in choice)
+    leaders, unit = problem.leaders[unit_class], problem.members[unit_class][0]
+    slots = tuple(map(slot_index, choice))
     atoms = problem.atoms[name]
-    takers = tuple(i for i in slots if any(a in atoms for a in cut[i])) if unit.alone else slots[:1]
+    takers = tuple(i for i in slots if any(a in atoms for a in axes[i])) if unit.alone else slots[:1]
     names = []
     for slot in takers:
         if slot in unit.follows:
-            names.append(_role_name(search, kind, rounds[slot]))
-        elif slot in rounds:
-            around = _role_name(search, kind, slot)
-            names.append(f"{_role_name(search, kind, rounds[slot])}, with {around} passed round")
-        elif all(rounds.get(i) != slot for i in takers):
-            names.append(_role_name(search, kind, slot))
+            names.append(_role_name(search, unit_class, leaders[slot]))
+        elif slot in leaders:
+            around = _role_name(search, unit_class, slot)
+            names.append(f"{_role_name(search, unit_class, leaders[slot])}, with {around} passed round")
+        elif all(leaders.get(i) != slot for i in takers):
+            names.append(_role_name(search, unit_class, slot))
     return " and ".join(names) or "nothing"
 
 
-def _role_name(search: Search, kind: UnitClass, slot: int) -> str:
-    role = search.problem.slots[kind][slot]
+def _role_name(search: Search, unit_class: UnitClass, slot: int) -> str:
+    role = search.problem.slots[unit_class][slot]
     return role.name or f"a dim of {role.size}"

@@ -72,13 +72,13 @@ def lower_bound(search: Search, *, brief: bool = False) -> LowerBound:
 
 def _deciding(search: Search) -> list[Variable]:
     """Returns the variables with a slot that may take an axis: ops, or whole units if no axis is contested."""
-    names, kinds = search.problem.atoms, range(len(search.choices))
-    variables = [(kind,) for kind in kinds] if search.has_choice else search.problem.groups
-    return [v for v in variables if any(search.candidates(kind, name) for kind in v for name in names)]
+    names, unit_classes = search.problem.atoms, range(len(search.choices))
+    variables = [(unit_class,) for unit_class in unit_classes] if search.has_choice else search.problem.groups
+    return [v for v in variables if any(search.candidates(unit_class, name) for unit_class in v for name in names)]
 
 
 def _kinds(variables: Iterable[Variable]) -> list[UnitClass]:
-    return [kind for variable in variables for kind in variable]
+    return [unit_class for variable in variables for unit_class in variable]
 
 
 def find_minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False) -> Minimum:
@@ -107,6 +107,6 @@ def find_minimum(search: Search, largest: int = 1 << 20, *, brief: bool = False)
     best = find_least(tables, sizes, largest, written=written, turns=turns)
     choices = list(search.choices)
     for variable, (domain, at) in free.items():
-        for kind in variable:
-            choices[kind] = domain.orders[at[best.choices[variable[0]]]]
+        for unit_class in variable:
+            choices[unit_class] = domain.orders[at[best.choices[variable[0]]]]
     return Minimum(best.seconds, whole and best.exact, choices)

@@ -1,8 +1,8 @@
 """The problem of the search: classes of decision units, the values between them, and the costs of each.
 
-Equal units, as those of a model's layers, are one *unit class* (a `kind` in the code), which counts as often as it
-occurs. So the search does not take longer for a deeper model. A class has one op or value, or all equal ones. Classes
-of one *group* are parts of one whole unit, and begin with one choice.
+Equal units, as those of a model's layers, are one *unit class*, which counts as often as it occurs. So the search
+does not take longer for a deeper model. A class has one op or value, or all equal ones. Classes of one *group* are
+parts of one unit, and begin with one choice.
 
 The problem is built once. A dim that is offered an axis adds choices, and no slots.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
-from shardlib.compiler.propagate.decision_units import DecisionUnit, Units, build_units, find_slots, value_factors
+from shardlib.compiler.propagate.decision_units import DecisionUnit, Units, build_units, find_slots
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Assignment, Message, OpFactor, Propagation
 from shardlib.compiler.propagate.solver.classify_members import classify_members, color_members
@@ -47,6 +47,11 @@ class Role:
 # though no annotation requests it.
 Choice = tuple[int, ...]
 Order = tuple[Choice, ...]  # a choice for every mesh axis
+
+
+def slot_index(slot: int) -> int:
+    """Returns the slot s of an entry s or ~s of a `Choice`."""
+    return max(slot, ~slot)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,9 @@ class MessageSender:
 
 def estimate_work(op: Op, prices: Prices) -> float:
     """Returns the seconds of an op on one device: of its arithmetic or its memory traffic, whichever is more."""
-    assert op.rule is not None
     nbytes = sum(v.nbytes for v in (*op.operands, *op.results) if v is not None)
     widest = max((r.dtype.itemsize for r in op.results if r is not None), default=0)
-    return max(op.rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
+    return max(op.required_rule.flops / prices.flops(widest), nbytes / prices.bandwidth)
 
 
 def _count_units(members: Iterable[DecisionUnit]) -> list[tuple[DecisionUnit, int]]:
@@ -100,7 +104,7 @@ def _count_units(members: Iterable[DecisionUnit]) -> list[tuple[DecisionUnit, in
     return [*counts.values()]
 
 
-def _families(kinds: Iterable[Sequence[DecisionUnit]]) -> dict[DimFactor, DimFactor]:
+def _families(unit_classes: Iterable[Sequence[DecisionUnit]]) -> dict[DimFactor, DimFactor]:
     """Maps the factors that units of one class have in one slot to one of them: an offer to one is an offer to all."""
     parent: dict[DimFactor, DimFactor] = {}
 
@@ -109,7 +113,7 @@ def _families(kinds: Iterable[Sequence[DecisionUnit]]) -> dict[DimFactor, DimFac
             dim_factor = above
         return dim_factor
 
-    for first, *others in kinds:
+    for first, *others in unit_classes:
         for dim_factor in first.slots:
             find(dim_factor)
         for unit in others:
@@ -129,12 +133,12 @@ def _find_siblings(unit: DecisionUnit) -> dict[int, set[int]]:
 class Problem:
     """Unit classes and the values between them.
 
-    For each unit class: `members`, `slots` (a role each), `rounds`, `candidates` (slots that request an axis), and the
+    For each unit class: `members`, `slots` (a role each), `leaders`, `candidates` (slots that request an axis), and the
     costs of its ops: `compute`, `passed` and `senders`. `records` are the values between units; those between units
     without a choice are `settled`. `sends` returns the messages inside an op; those of `hidden` values may be hidden.
 
-    `whole_units` are the units before they were split. For every class of these, `groups` holds the unit classes that
-    are its parts, and `alike` the number of its units.
+    `unsplit_units` are the units before they were split. For every class of these, `groups` holds the unit classes that
+    are its parts; `alike` has the number of its units for each of these.
     """
 
     def __init__(
@@ -148,71 +152,62 @@ class Problem:
         self.graph, self.propagation, self.mesh, self.prices = graph, propagation, mesh, Prices.for_mesh(mesh)
         self.sends, self.hidden = sends, hidden
         self.atoms = {name: mesh.axis(name).primes() for name in mesh.axis_names}
-        self.whole_units = build_units(graph, propagation)
+        self.unsplit_units = build_units(graph, propagation)
         self._role_memo: dict[DimFactor, Role] = {}
         self.looks = color_members(graph, _NEAR)
-        whole = self._find_kinds(self.whole_units)
-        self.families = _families(whole)
-        number = {unit: k for k, units in enumerate(whole) for unit in units}
-        places = classify_members(self.whole_units.unit, number, color_members(graph, _FAR))
-        self.units = self.whole_units.split(places.__getitem__)
-        self.members = self._find_kinds(self.units)
+        unsplit_classes = self._find_unit_classes(self.unsplit_units)
+        self.families = _families(unsplit_classes)
+        number = {unit: k for k, units in enumerate(unsplit_classes) for unit in units}
+        places = classify_members(self.unsplit_units.unit, number, color_members(graph, _FAR))
+        self.units = self.unsplit_units.split(places.__getitem__)
+        self.members = self._find_unit_classes(self.units)
         self.class_of: dict[DecisionUnit, UnitClass] = {
             unit: k for k, units in enumerate(self.members) for unit in units
         }
-        self.alike = [len(units) for units in whole]
-        self.groups = self._group(whole)
-        self.group_of = {kind: group for group in self.groups for kind in group}
+        self.groups = self._group(number, len(unsplit_classes))
+        alike = zip(self.groups, unsplit_classes, strict=True)
+        self.alike = {unit_class: len(units) for group, units in alike for unit_class in group}
+        self.group_of = {unit_class: group for group in self.groups for unit_class in group}
         self.slots: list[list[Role]] = [self._roles(m[0]) for m in self.members]
-        self.rounds = [{**m[0].rounds, **m[0].follows} for m in self.members]
+        self.leaders = [{**m[0].ring, **m[0].follows} for m in self.members]
         self.siblings = [_find_siblings(m[0]) for m in self.members]
         self.candidates = [self._candidates(k) for k in range(len(self.members))]
         self.records, self.settled = Counter[ValueRecord](), Counter[ValueRecord]()
         for record, times in RecordFinder(propagation, self.units, self.class_of, hidden).find(graph):
-            (self.records if record.kinds else self.settled)[record] += times
-        alike = [_count_units(m) for m in self.members]
-        self.compute = [self._compute(m) for m in alike]
+            (self.records if record.unit_classes else self.settled)[record] += times
+        counted = [_count_units(m) for m in self.members]
+        self.compute = [self._compute(m) for m in counted]
         self.senders = [list(self._senders(m)) for m in self.members]
-        self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in alike]
+        self.passed = [[p for unit, count in m for p in self._passed(unit, count)] for m in counted]
 
-    def _find_kinds(self, units: Units) -> list[list[DecisionUnit]]:
+    def _find_unit_classes(self, units: Units) -> list[list[DecisionUnit]]:
         """Returns the units of every class: they have equal members, of equal roles and pins, on the same slots."""
         described: dict[DecisionUnit, set[object]] = defaultdict(set)
-        fixed = self.propagation.fixed
+        fixed = self.propagation.pinned_values
         for op in self.graph.ops:
             unit = units.unit.get(op)
             if unit is not None and unit.slots:
                 pins = []
                 for value in (*op.operands, *op.results):
                     if value is not None and not value.constant:
-                        root, _ = units.root(value)
+                        root, _ = units.roots[value]
                         pins.append(fixed[root][0] if root in fixed else None)
                 described[unit].add((self.looks[op], tuple(units.op_slots[op].items()), tuple(pins)))
         for member, unit in units.unit.items():
             if isinstance(member, Value) and unit.slots:
                 described[unit].add((self.looks[member], units.value_slots[member]))
-        kinds: dict[object, list[DecisionUnit]] = {}
+        unit_classes: dict[object, list[DecisionUnit]] = {}
         for unit, descriptions in described.items():
-            kinds.setdefault((tuple(self._roles(unit)), frozenset(descriptions), unit.part), []).append(unit)
-        return [*kinds.values()]
+            unit_classes.setdefault((tuple(self._roles(unit)), frozenset(descriptions), unit.part), []).append(unit)
+        return [*unit_classes.values()]
 
-    def _group(self, whole: Sequence[Sequence[DecisionUnit]]) -> list[tuple[UnitClass, ...]]:
-        """Returns the unit classes that are parts of each class of whole units."""
-        number = {unit: k for k, units in enumerate(whole) for unit in units}
-        groups: list[dict[UnitClass, None]] = [{} for _ in whole]
+    def _group(self, number: Mapping[DecisionUnit, int], count: int) -> list[tuple[UnitClass, ...]]:
+        """Returns the unit classes that are parts of each of `count` classes of unsplit units, by their `number`."""
+        groups: list[dict[UnitClass, None]] = [{} for _ in range(count)]
         for member, unit in self.units.unit.items():
             if unit in self.class_of:
-                groups[number[self.whole_units.unit[member]]][self.class_of[unit]] = None
+                groups[number[self.unsplit_units.unit[member]]][self.class_of[unit]] = None
         return [tuple(group) for group in groups]
-
-    def count(self, kind: UnitClass) -> int:
-        """Returns how many units decide like those of a class."""
-        return self.alike[self.groups.index(self.group_of[kind])]
-
-    def first(self, kind: UnitClass) -> Op | Value:
-        """Returns a member of a unit class."""
-        unit = self.members[kind][0]
-        return unit.ops[0] if unit.ops else unit.values[0]
 
     @cached_property
     def ordered(self) -> dict[tuple[DimFactor, DimFactor], bool]:
@@ -234,9 +229,10 @@ class Problem:
     def _role(self, dim_factor: DimFactor) -> Role:
         role = self._role_memo.get(dim_factor)
         if role is None:
-            f = self.propagation
-            requests = tuple(w.axis for w in f.requests.get(dim_factor, ()) if not w.offered)
-            role = Role(f.dims.size(dim_factor), requests, f.names.get(dim_factor))
+            propagation = self.propagation
+            requests = propagation.requests.get(dim_factor, ())
+            axes = tuple(request.axis for request in requests if not request.offered)
+            role = Role(propagation.dims.size(dim_factor), axes, propagation.names.get(dim_factor))
             self._role_memo[dim_factor] = role
         return role
 
@@ -249,31 +245,31 @@ class Problem:
             roles[slot] = replace(mine, requests=mine.requests + lent, lent=lent)
         return roles
 
-    def _candidates(self, kind: UnitClass) -> dict[str, list[int]]:
+    def _candidates(self, unit_class: UnitClass) -> dict[str, list[int]]:
         """Returns, for each mesh axis, the slots that request a part of it."""
         out: dict[str, list[int]] = {}
-        slots, rounds = self.slots[kind], self.rounds[kind]
+        slots, leaders = self.slots[unit_class], self.leaders[unit_class]
         for name, atoms in self.atoms.items():
-            wanting = [
+            requesting = [
                 i
                 for i, role in enumerate(slots)
-                if any(axis in atoms and axis in slots[rounds.get(i, i)].requests for axis in role.requests)
+                if any(axis in atoms and axis in slots[leaders.get(i, i)].requests for axis in role.requests)
             ]
-            if wanting := self._requested_slots(kind, wanting, atoms):
-                out[name] = wanting
+            if requesting := self._requested_slots(unit_class, requesting, atoms):
+                out[name] = requesting
         return out
 
-    def _requested_slots(self, kind: UnitClass, wanting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
+    def _requested_slots(self, unit_class: UnitClass, requesting: list[int], atoms: tuple[Axis, ...]) -> list[int]:
         """Returns the slots that `SHARDLIB_OPS=sequence=...` allows; all slots if it allows none, or too few heads."""
-        unit, how = self.members[kind][0], requested_backend("sequence")
+        unit, how = self.members[unit_class][0], requested_backend("sequence")
         if how is None or not unit.alone:
-            return wanting
-        around = [i for i in wanting if i in unit.rounds]
-        lent = [i for i in wanting if set(self.slots[kind][i].lent) & set(atoms)]
-        own = [i for i in wanting if i not in (*around, *lent)]
-        if math.prod(self.slots[kind][i].size for i in lent) < group_size(atoms):
+            return requesting
+        around = [i for i in requesting if i in unit.ring]
+        lent = [i for i in requesting if set(self.slots[unit_class][i].lent) & set(atoms)]
+        own = [i for i in requesting if i not in (*around, *lent)]
+        if math.prod(self.slots[unit_class][i].size for i in lent) < group_size(atoms):
             lent = []
-        return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or wanting
+        return {"ring": around, "zigzag": around, "heads": lent, "gather": own}[how] or requesting
 
     @cached_property
     def undecided(self) -> float:
@@ -286,8 +282,7 @@ class Problem:
         totals: dict[tuple[int, ...], float] = defaultdict(float)
         for unit, count in units:
             for op in unit.ops:
-                assert op.rule is not None
-                slots = set(self.units.op_slots[op].values()) - unit.rounds.keys() - unit.follows.keys()
+                slots = set(self.units.op_slots[op].values()) - unit.ring.keys() - unit.follows.keys()
                 if op.owns is not None and not op.owns.begins:
                     slots.discard(self.units.op_slots[op].get((op.owns.factor, 0), -1))
                 totals[tuple(sorted(slots))] += estimate_work(op, self.prices) * count * op.times
@@ -295,18 +290,17 @@ class Problem:
 
     def _passed(self, unit: DecisionUnit, count: int) -> Iterable[PassedTensor]:
         """Yields the tensors that a unit may pass round a ring."""
-        for op in unit.ops if unit.rounds else ():
-            assert op.rule is not None
+        for op in unit.ops if unit.ring else ():
             for values, operand in ((op.operands, True), (op.results, False)):
                 for i, value in enumerate(values):
                     if value is None or value.constant:
                         continue
-                    slots = find_slots(self.units, op, value_factors(self.propagation, op, i, operand=operand))
+                    slots = find_slots(self.units, op, self.propagation.value_factors(op, i, operand=operand))
                     sharded = tuple(s for s in slots if s is not None)
-                    for slot in unit.rounds.keys() & set(sharded):
-                        n, leader = count * op.times, unit.rounds[slot]
+                    for slot in unit.ring.keys() & set(sharded):
+                        n, leader = count * op.times, unit.ring[slot]
                         name = next(f for (f, _), s in self.units.op_slots[op].items() if s == slot)
-                        yield PassedTensor(value.nbytes * n, n, sharded, slot, leader, operand, op.rule, name)
+                        yield PassedTensor(value.nbytes * n, n, sharded, slot, leader, operand, op.required_rule, name)
 
     def _senders(self, units: Iterable[DecisionUnit]) -> Iterable[MessageSender]:
         """Yields the ops of units that have a local form, with the number of ops that send the same.

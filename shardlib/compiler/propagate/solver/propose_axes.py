@@ -19,11 +19,11 @@ from dataclasses import replace
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.compiler.propagate.propagation import Propagation
+from shardlib.compiler.propagate.solver.bucket_elimination import round_to_grain
 from shardlib.compiler.propagate.solver.domains import Variable
-from shardlib.compiler.propagate.solver.estimate import round_to_grain
 from shardlib.compiler.propagate.solver.problem import Problem, estimate_work
 from shardlib.compiler.propagate.solver.propose_near_moves import SMALL, find_free_dims, rate_dims_near_reshards
-from shardlib.compiler.propagate.solver.search import TIE, Search, SearchState
+from shardlib.compiler.propagate.solver.search import TIE, Search, SearchState, pick_least_sent
 from shardlib.compiler.propagate.solver.split_units import split_units
 from shardlib.core.aten.op_traits import is_view
 from shardlib.sharding.mesh.axis import Axis
@@ -45,7 +45,7 @@ def offer_axes(search: Search, first: SearchState) -> bool:
     `first` is the state of `search` before units were taken apart: every trial begins there.
     """
     propagation = search.problem.propagation
-    used = {want.axis.name for requests in propagation.requests.values() for want in requests}
+    used = {request.axis.name for requests in propagation.requests.values() for request in requests}
     for name in search.problem.mesh.axis_names:
         if name in used and not search.effort.stops():
             kept = search.state
@@ -91,7 +91,7 @@ class _Offers:
         if near:
             search.state = _best(search, near)
             split_units(search)
-            better += [search.state] if _spares(search, search.state, self.kept) else []
+            better += [search.state] if _sends_less(search, search.state, self.kept) else []
         return better
 
     def _begin(self, dim_factor: DimFactor) -> None:
@@ -107,15 +107,11 @@ class _Offers:
         return tried and _is_better(search, search.state, self.kept, self.light, summed=summed)
 
     def _is_near(self) -> bool:
-        return self.deep and _spares(self.search, self.search.state, self.first)
+        return self.deep and _sends_less(self.search, self.search.state, self.first)
 
 
 def _best(search: Search, states: Sequence[SearchState]) -> SearchState:
-    """Returns, of the states about as fast as the fastest, the first that sends least."""
-    whole = [search.estimate.whole(state.choices) for state in states]
-    fastest = min(map(sum, whole))
-    near = [i for i, seconds in enumerate(whole) if sum(seconds) <= fastest * TIE]
-    return states[min(near, key=lambda i: tuple(map(round_to_grain, whole[i][::-1])))]
+    return states[pick_least_sent([search.estimate.program_seconds(state.choices) for state in states])]
 
 
 def _is_better(search: Search, trial: SearchState, before: SearchState, light: bool, summed: bool) -> bool:
@@ -125,7 +121,8 @@ def _is_better(search: Search, trial: SearchState, before: SearchState, light: b
     """
     if light and _bytes(search, trial) > _bytes(search, before):
         return False
-    (work, sent), (work_before, sent_before) = (search.estimate.whole(state.choices) for state in (trial, before))
+    work, sent = search.estimate.program_seconds(trial.choices)
+    work_before, sent_before = search.estimate.program_seconds(before.choices)
     if summed and sent > sent_before * _WORTH:
         return False
     more = sent > sent_before * TIE or _bytes(search, trial) > _bytes(search, before) * TIE
@@ -133,9 +130,10 @@ def _is_better(search: Search, trial: SearchState, before: SearchState, light: b
     return work + sent < (work_before + sent_before) * share
 
 
-def _spares(search: Search, trial: SearchState, before: SearchState) -> bool:
+def _sends_less(search: Search, trial: SearchState, before: SearchState) -> bool:
     """Returns whether an offer sends markedly less, in no more messages unless it is half, and takes no longer."""
-    (work, sent), (work_before, sent_before) = (search.estimate.whole(state.choices) for state in (trial, before))
+    work, sent = search.estimate.program_seconds(trial.choices)
+    work_before, sent_before = search.estimate.program_seconds(before.choices)
     faster = work + sent <= work_before + sent_before and work <= work_before
     return faster and _less(search, trial, before, _HALF)
 
@@ -143,13 +141,13 @@ def _spares(search: Search, trial: SearchState, before: SearchState) -> bool:
 def _less(search: Search, trial: SearchState, before: SearchState, share: float) -> bool:
     """Returns whether an offer sends markedly less; with more messages, at most this share of the bytes."""
     few, many = _bytes(search, trial), _bytes(search, before)
-    latency, waited = (search.estimate.whole(s.choices)[1] - n for s, n in ((trial, few), (before, many)))
+    latency, waited = (search.estimate.program_seconds(s.choices)[1] - n for s, n in ((trial, few), (before, many)))
     return few <= many * (_WORTH if round_to_grain(latency) <= round_to_grain(waited) else share)
 
 
 def _bytes(search: Search, state: SearchState) -> float:
     """Returns the seconds of all sent bytes, without latency."""
-    return search.of_bytes.whole(state.choices)[1]
+    return search.of_bytes.program_seconds(state.choices)[1]
 
 
 def _weights(graph: Graph, problem: Problem) -> tuple[dict[Op, float], bool]:
@@ -201,8 +199,8 @@ def _candidates(weights: Mapping[Op, float], search: Search, name: str) -> list[
 
 def _sent_around(search: Search, op: Op) -> float:
     """Returns the seconds of the messages inside an op's unit, and of the reshards of its operands and results."""
-    kind = search.problem.class_of.get(search.problem.units.unit[op])
-    return 0.0 if kind is None else search.estimate.around(search.problem.group_of[kind], search.choices)
+    unit_class = search.problem.class_of.get(search.problem.units.unit[op])
+    return 0.0 if unit_class is None else search.estimate.around(search.problem.group_of[unit_class], search.choices)
 
 
 def _eased(search: Search, name: str) -> list[DimFactor]:
@@ -234,7 +232,9 @@ def _returned(graph: Graph, propagation: Propagation, atoms: Sequence[Axis]) -> 
         if isinstance(value, Value) and not value.constant:
             dim_factors = propagation.dim_factors(value)
             if any(
-                want.axis in atoms for dim_factor in dim_factors for want in propagation.requests.get(dim_factor, ())
+                request.axis in atoms
+                for dim_factor in dim_factors
+                for request in propagation.requests.get(dim_factor, ())
             ):
                 dims.update(dim_factors)
     return dims
@@ -247,7 +247,7 @@ def _first(gain: Mapping[DimFactor, float]) -> list[DimFactor]:
 def _near_reshards(ops: Collection[Op], search: Search, name: str) -> list[DimFactor]:
     """Returns the dims of ops near reshards that take long enough to matter."""
     gain = rate_dims_near_reshards(ops, search, search.problem.atoms[name])
-    least = (1 - _WORTH) * sum(search.estimate.whole(search.choices)) if gain else 0.0
+    least = (1 - _WORTH) * sum(search.estimate.program_seconds(search.choices)) if gain else 0.0
     return [dim_factor for dim_factor in _first(gain)[:_NEAR] if gain[dim_factor] >= least]
 
 
@@ -258,16 +258,16 @@ def _summed(weights: Mapping[Op, float], search: Search, name: str) -> list[DimF
     for op in weights:
         if op not in units.unit or op.rule is None or "sum" not in op.rule.reduce.values():
             continue
-        cuts, slots = search.slot_axes(op), units.op_slots[op].items()
-        summed = dict.fromkeys(a for (f, _), s in slots if op.rule.partial_kind(0, f) == "sum" for a in cuts[s])
+        slot_axes, slots = search.slot_axes(op), units.op_slots[op].items()
+        summed = dict.fromkeys(a for (f, _), s in slots if op.rule.partial_kind(0, f) == "sum" for a in slot_axes[s])
         if not summed.keys().isdisjoint(atoms) and _is_used_up(op):
-            ways = math.prod(a.size for (f, _), s in slots if op.rule.partial_kind(0, f) != "sum" for a in cuts[s])
+            ways = math.prod(a.size for (f, _), s in slots if op.rule.partial_kind(0, f) != "sum" for a in slot_axes[s])
             nbytes = sum(r.nbytes for r in op.results if r is not None) / ways
             for dim_factor in _free(op, propagation, atoms, everywhere=False):
                 gain[problem.families[dim_factor]] += prices.comm_seconds(
                     tuple(summed), 2 * nbytes
                 ) * propagation.times(op, dim_factor)
-    least = (1 - _WORTH) * sum(search.estimate.whole(search.choices)) if gain else 0.0
+    least = (1 - _WORTH) * sum(search.estimate.program_seconds(search.choices)) if gain else 0.0
     return [dim_factor for dim_factor in _first(gain)[:1] if gain[dim_factor] >= least]
 
 
@@ -309,7 +309,7 @@ def _beside_selections(search: Search, atoms: Sequence[Axis]) -> Mapping[DimFact
         taken = [
             dim_factor for f, k in slots if f in op.rule.gathers and not k for dim_factor in propagation.labels[op][f]
         ]
-        if any(want.axis in atoms for dim_factor in taken for want in propagation.requests.get(dim_factor, ())):
+        if any(request.axis in atoms for dim_factor in taken for request in propagation.requests.get(dim_factor, ())):
             for dim_factor in _free(op, propagation, atoms, everywhere=True):
                 nbytes = sum(r.nbytes for r in op.results if r is not None)
                 gain[search.problem.families[dim_factor]] += nbytes * propagation.times(op, dim_factor)

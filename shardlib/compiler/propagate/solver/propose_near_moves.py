@@ -41,7 +41,7 @@ def _find_sharded(search: Search, atoms: Sequence[Axis]) -> set[Value]:
     sharded: set[Value] = set()
     for value in search.problem.graph.values():
         comes = value.op is not None and not sharded.isdisjoint(value.op.operands)
-        is_placed = value.op is None or value in search.problem.propagation.fixed
+        is_placed = value.op is None or value in search.problem.propagation.pinned_values
         if comes or (is_placed and any(a in atoms for axes in _axes_of(search, value) for a in axes)):
             sharded.add(value)
     return sharded
@@ -52,35 +52,35 @@ def _sent(op: Op, search: Search, atoms: Sequence[Axis], moving: Collection[Valu
 
     The messages are those of operands that the op takes in other layouts, and of its partial sums.
     """
-    units, prices, sent, cut, most = search.problem.units, search.problem.prices, 0.0, list[int](), 0
-    cuts = search.slot_axes(op)
+    units, prices, sent, sharded, most = search.problem.units, search.problem.prices, 0.0, list[int](), 0
+    slot_axes = search.slot_axes(op)
     for i, value in enumerate(op.operands):
         if value.constant:
             continue
-        root, _ = units.root(value)
+        root, _ = units.roots[value]
         source = [[a for a in axes if a in atoms] for axes in _axes_of(search, root)]
         if any(source):
-            cut += [i] if root in moving else []
-            slots, _ = units.read[op, i]
-            target = [[] if s is None else [a for a in cuts[s] if a in atoms] for s in slots]
+            sharded += [i] if root in moving else []
+            slots, _ = units.operand_slots[op, i]
+            target = [[] if s is None else [a for a in slot_axes[s] if a in atoms] for s in slots]
             if target != source:
                 sent, most = sent + prices.comm_seconds((*atoms,), root.nbytes), max(most, root.nbytes)
     for i, result in enumerate(op.results):
-        partial = (a for s in units.written.get((op, i), ((), ()))[1] for a in cuts[s])
+        partial = (a for s in units.result_slots.get((op, i), ((), ()))[1] for a in slot_axes[s])
         if result is not None and not {*atoms}.isdisjoint(partial) and not _travels(result):
             sent, most = sent + prices.comm_seconds((*atoms,), result.nbytes), max(most, result.nbytes)
-    return [i for i in cut if op.operands[i].nbytes * SMALL >= most], sent
+    return [i for i in sharded if op.operands[i].nbytes * SMALL >= most], sent
 
 
 def _axes_of(search: Search, root: Value) -> Sequence[Sequence[Axis]]:
     """Returns the axes of a value at its producer."""
     propagation, units = search.problem.propagation, search.problem.units
-    if root in propagation.fixed:
-        return propagation.fixed[root][0]
+    if root in propagation.pinned_values:
+        return propagation.pinned_values[root][0]
     if root not in units.unit:
         return ()
-    cuts = search.slot_axes(root)
-    return [() if s is None else cuts[s] for s in units.value_slots[root]]
+    slot_axes = search.slot_axes(root)
+    return [slot_axes[s] for s in units.value_slots[root]]
 
 
 def _travels(value: Value) -> bool:
@@ -100,15 +100,15 @@ def find_free_dims(
 
     With positions `read`, only dims that all results and these operands have.
     """
-    assert op.rule is not None
-    results = [labels for labels, r in zip(op.rule.results, op.results, strict=True) if r is not None]
-    names = [{f for dim in labels for f in dim} for labels in (*results, *(op.rule.operands[i] for i in read or ()))]
+    rule = op.required_rule
+    results = [labels for labels, r in zip(rule.results, op.results, strict=True) if r is not None]
+    names = [{f for dim in labels for f in dim} for labels in (*results, *(rule.operands[i] for i in read or ()))]
     kept = set[str]().union(*names) if read is None else set.intersection(*names)
     dims, least = set(), group_size(atoms)
     for label in kept:
         for k, dim_factor in enumerate(propagation.labels[op].get(label, ())):
-            wanted = {want.axis for want in propagation.requests.get(dim_factor, ())}
+            requested = {request.axis for request in propagation.requests.get(dim_factor, ())}
             enough = propagation.dims.size(dim_factor) >= least
-            if enough and wanted.isdisjoint(atoms) and can_shard(propagation, op, (label, k)):
+            if enough and requested.isdisjoint(atoms) and can_shard(propagation, op, (label, k)):
                 dims.add(dim_factor)
     return dims

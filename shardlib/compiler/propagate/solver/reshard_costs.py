@@ -14,7 +14,7 @@ from itertools import accumulate, groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.compiler.propagate.solver.bucket_elimination import GRAIN, Costs, Numbers
+from shardlib.compiler.propagate.solver.bucket_elimination import Costs, Numbers, round_costs
 from shardlib.compiler.propagate.solver.value_records import UnitClass, ValueEnd, ValueRecord
 from shardlib.sharding import reshard
 from shardlib.sharding.mesh.axis import Axis, group_size
@@ -62,12 +62,12 @@ class LayoutCosts:
     def fixed(self, end: ValueEnd) -> int:
         """Returns the number of the state of a pinned end; a pin in factors of its own has a state of its own."""
         if end.into is None:
-            return self.number((end.cut, ()))
-        key = end.cut, end.dims or self.sizes, end.into
+            return self.number((end.axes, ()))
+        key = end.axes, end.dims or self.sizes, end.into
         if (number := self._number.get(key)) is None:
             number = self._number[key] = len(self._states)
             self._into[number] = end.dims or self.sizes, *end.into
-            self._states.append((end.cut, ()))
+            self._states.append((end.axes, ()))
         return number
 
     def pairs(self, make: Callable[[int, int], int], a: Numbers, b: Numbers) -> Numbers:
@@ -81,8 +81,8 @@ class LayoutCosts:
 
     def partial_in(self, source: int, target: int) -> int:
         """Returns the source's state in the layout of `target`, still a partial sum over the axes not used there."""
-        cut, pending = self._states[target][0], self._states[source][1]
-        return self.number((cut, tuple(a for a in pending if not any(a in axes for axes in cut))))
+        axes, partial = self._states[target][0], self._states[source][1]
+        return self.number((axes, tuple(a for a in partial if not any(a in own for own in axes))))
 
     def summed(self, source: int, _: int) -> int:
         """Returns the state of a source after its reduction in place."""
@@ -90,12 +90,12 @@ class LayoutCosts:
 
     def clashes(self, state: int, source: int) -> int:
         """Returns 1 if a state shards over an axis over which the source is a partial sum."""
-        pending = self._states[source][1]
-        return int(any(a in pending for axes in self._states[state][0] for a in axes))
+        partial = self._states[source][1]
+        return int(any(a in partial for axes in self._states[state][0] for a in axes))
 
     def has_partial(self, states: Numbers) -> NDArray[np.bool_]:
         if len(self._is_partial) <= len(self._states):  # the last entry is for state -1, no reader
-            self._is_partial = np.array([bool(pending) for _, pending in self._states] + [False])
+            self._is_partial = np.array([bool(partial) for _, partial in self._states] + [False])
         return self._is_partial[states]
 
     def seconds(self, sources: Numbers, targets: Numbers) -> tuple[Costs, Numbers]:
@@ -129,16 +129,17 @@ class LayoutCosts:
     def _way(self, source: int, target: int) -> tuple[float, int]:
         if target == -1:
             return 0.0, source
-        (cut, pending), into, source_factors = self._states[source], self._into.get(target), self._into.get(source)
+        (axes, partial), into, source_factors = self._states[source], self._into.get(target), self._into.get(source)
         if target < 0:
             factors = zip(self.returned or (), self.flat, strict=True)
-            goal: State = place_returned_sum(cut, pending, list(factors)), ()
+            goal: State = place_returned_sum(axes, partial, list(factors)), ()
         else:
             goal = self._states[target]
-        (to, _), then, seconds = goal, self._left(source, goal), self._routed(source, goal)
+        to, seconds = goal[0], self._routed(source, goal)
+        then = self.number((to, tuple(a for a in partial if a in goal[1])))  # partial sums that both states have
         if source_factors is not None:
-            return self._from(source_factors[1:], cut, to, seconds), then
-        exchange = reshard.plan_refactor_exchanges(into[0], self.itemsize, to, cut, *into[1:]) if into else None
+            return self._from(source_factors[1:], axes, to, seconds), then
+        exchange = reshard.plan_refactor_exchanges(into[0], self.itemsize, to, axes, *into[1:]) if into else None
         if exchange is not None:
             via, steps = exchange
             crossed = self._routed(source, (via, ())) + reshard.refactor_seconds(steps, self.paid)
@@ -146,67 +147,61 @@ class LayoutCosts:
                 return crossed, self.number((via, ()))
         return seconds, then
 
-    def _from(self, source: tuple[FactorSizes, FactorAxes], cut: FactorAxes, to: FactorAxes, whole: float) -> float:
+    def _from(
+        self, source: tuple[FactorSizes, FactorAxes], axes: FactorAxes, to: FactorAxes, gather_seconds: float
+    ) -> float:
         """Returns the seconds from axes on other factors to axes on these.
 
-        The cheaper of an exchange of overlapping ranges, and a gather of dims with `whole` seconds after it.
+        The cheaper of an exchange of overlapping ranges, and a gather of dims, after which `gather_seconds` pass.
         """
         factors, src = source
-        sizes, itemsize = self.sizes, self.itemsize
-        theirs, mine, gathered, near = iter(src), iter(zip(cut, to, strict=True)), list[Axes](), list[Axes]()
-        for a, b in zip(factors, sizes, strict=True):
+        theirs, mine, gathered, near = iter(src), iter(zip(axes, to, strict=True)), list[Axes](), list[Axes]()
+        for a, b in zip(factors, self.sizes, strict=True):
             ends, _ = [next(mine) for _ in b], [next(theirs) for _ in a]
             gathered += [x for x, _ in ends] if a == b else [()] * len(a)
             near += [x for _, x in ends] if a == b else [()] * len(a)
-        whole += reshard.estimate_seconds(
-            reshard.plan_route(factors, itemsize, src, tuple(gathered), (), prices=self.prices), self.paid
-        )
-        exchange = reshard.plan_refactor_exchanges(factors, itemsize, tuple(near), src, sizes, to)
+        gather_seconds += self._route_seconds(factors, src, tuple(gathered), ())
+        exchange = reshard.plan_refactor_exchanges(factors, self.itemsize, tuple(near), src, self.sizes, to)
         if exchange is None:
-            return whole
+            return gather_seconds
         via, steps = exchange
-        before = reshard.estimate_seconds(
-            reshard.plan_route(factors, itemsize, src, via, (), prices=self.prices), self.paid
-        )
-        return min(whole, before + reshard.refactor_seconds(steps, self.paid))
-
-    def _left(self, source: int, goal: State) -> int:
-        """Returns the number of the state after a route to a goal, with partial sums that both states have."""
-        return self.number((goal[0], tuple(a for a in self._states[source][1] if a in goal[1])))
+        before = self._route_seconds(factors, src, via, ())
+        return min(gather_seconds, before + reshard.refactor_seconds(steps, self.paid))
 
     def _routed(self, source: int, goal: State) -> float:
-        (cut, pending), sizes, itemsize = self._states[source], self.sizes, self.itemsize
-        left = tuple(a for a in pending if a not in goal[1])
-        return reshard.estimate_seconds(
-            reshard.plan_route(sizes, itemsize, cut, goal[0], left, prices=self.prices), self.paid
-        )
+        axes, partial = self._states[source]
+        return self._route_seconds(self.sizes, axes, goal[0], tuple(a for a in partial if a not in goal[1]))
+
+    def _route_seconds(self, sizes: FactorSizes, source: FactorAxes, target: FactorAxes, summed: Axes) -> float:
+        route = reshard.plan_route(sizes, self.itemsize, source, target, summed, prices=self.prices)
+        return reshard.estimate_seconds(route, self.paid)
 
 
 class ValueReshards:
     """Prices the reshards of `count` values with one record, by the layouts of their ends.
 
-    Each unit class at some ends (`kinds`) has numbered layout *classes*: the `states` of these ends.
+    Each unit class at some ends (`unit_classes`) has numbered layout *classes*: the `states` of these ends.
     """
 
     def __init__(self, record: ValueRecord, count: int, layouts: LayoutCosts) -> None:
         self.record, self.count, self.layouts = record, count, layouts
         self.ends = (*record.sources, *record.readers, *record.through, *record.joins)
-        self.still = {p: layouts.fixed(e) for p, e in enumerate(self.ends) if e.kind is None}
-        self.kinds = record.kinds
-        self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.kind == k) for k in record.kinds}
-        self._classes: dict[UnitClass, dict[tuple[int, ...], int]] = {k: {} for k in record.kinds}
-        self.states: dict[UnitClass, list[tuple[int, ...]]] = {k: [] for k in record.kinds}
-        self._costs = np.full((0,) * min(len(record.kinds), _DIMS + 1), np.nan)  # nan: not computed
+        self.still = {p: layouts.fixed(e) for p, e in enumerate(self.ends) if e.unit_class is None}
+        self.unit_classes = record.unit_classes
+        self.places = {k: tuple(p for p, e in enumerate(self.ends) if e.unit_class == k) for k in record.unit_classes}
+        self._classes: dict[UnitClass, dict[tuple[int, ...], int]] = {k: {} for k in record.unit_classes}
+        self.states: dict[UnitClass, list[tuple[int, ...]]] = {k: [] for k in record.unit_classes}
+        self._costs = np.full((0,) * min(len(record.unit_classes), _DIMS + 1), np.nan)  # nan: not computed
         self._large: dict[object, Costs] = {}  # computed costs, where an array of all would be too large
         self.evaluations = 0
 
-    def number(self, kind: UnitClass, slots: Sequence[Axes]) -> int:
+    def number(self, unit_class: UnitClass, slots: Sequence[Axes]) -> int:
         """Returns the layout class of a unit class with these axes on its slots."""
-        states = tuple([self.layouts.number(_resolved(self.ends[p], slots)) for p in self.places[kind]])
-        classes = self._classes[kind]
+        states = tuple([self.layouts.number(_resolved(self.ends[p], slots)) for p in self.places[unit_class]])
+        classes = self._classes[unit_class]
         if (number := classes.get(states)) is None:
             number = classes[states] = len(classes)
-            self.states[kind].append(states)
+            self.states[unit_class].append(states)
         return number
 
     def at(self, classes: tuple[int, ...]) -> float:
@@ -218,17 +213,17 @@ class ValueReshards:
     @property
     def _is_large(self) -> bool:
         """Returns whether an array of all costs would have too many entries or dims."""
-        return math.prod(map(len, self.states.values())) > _LARGEST or len(self.kinds) > _DIMS
+        return math.prod(map(len, self.states.values())) > _LARGEST or len(self.unit_classes) > _DIMS
 
     def costs(self, classes: Sequence[Numbers]) -> Costs:
         """Returns the seconds for arrays of layout classes, broadcast."""
         if self._is_large:
-            key = tuple([(n.shape, n.tobytes()) for n in classes])
+            key = tuple(map(_key, classes))
             if (costs := self._large.get(key)) is None:
                 costs = self._large[key] = self._compute(np.broadcast_arrays(*classes))
             return costs
         index = tuple(classes)
-        if any(len(self.states[kind]) > size for kind, size in zip(self.kinds, self._costs.shape, strict=True)):
+        if any(len(states) > size for states, size in zip(self.states.values(), self._costs.shape, strict=True)):
             self._grow()
         costs = self._costs[index]
         if (gaps := np.isnan(costs)).any():
@@ -239,19 +234,19 @@ class ValueReshards:
 
     def _grow(self) -> None:
         before = self._costs
-        self._costs = np.full([len(self.states[kind]) for kind in self.kinds], np.nan)
+        self._costs = np.full([len(states) for states in self.states.values()], np.nan)
         self._costs[tuple(map(slice, before.shape))] = before
 
     def _compute(self, classes: Sequence[Numbers]) -> Costs:
         """Computes the seconds for arrays of layout classes, one for every unit class."""
         at = [np.array(self.still.get(p, 0)) for p in range(len(self.ends))]
-        for kind, numbers in zip(self.kinds, classes, strict=True):
-            states = np.array(self.states[kind])[numbers]
-            for n, p in enumerate(self.places[kind]):
+        for unit_class, numbers in zip(self.unit_classes, classes, strict=True):
+            states = np.array(self.states[unit_class])[numbers]
+            for n, p in enumerate(self.places[unit_class]):
                 at[p] = states[..., n]
         seconds = np.broadcast_to(self._seconds(at), np.broadcast_shapes(*(n.shape for n in classes)))
         self.evaluations += seconds.size
-        return np.asarray(np.rint(seconds * (self.count / GRAIN)) * GRAIN)
+        return round_costs(seconds * self.count)
 
     def _seconds(self, at: list[Numbers]) -> Costs:
         record = self.record
@@ -274,9 +269,9 @@ class ValueReshards:
         if record.late:
             # Readers of own rows take a partial sum; the others read the result of the linear op behind it.
             late = reduce(np.logical_or, map(layouts.has_partial, sources))
-            waits = [late & ~layouts.pairs(layouts.clashes, w, sources[0]).astype(bool) for w in targets]
+            waits = [late & ~layouts.pairs(layouts.clashes, target, sources[0]).astype(bool) for target in targets]
             ends = zip(targets, waits, record.readers, strict=True)
-            targets = [w if e.pending else np.where(wait, -1, w) for w, wait, e in ends]
+            targets = [target if e.partial else np.where(wait, -1, target) for target, wait, e in ends]
         have = sources
         if len(sources) > 1 and targets:
             # Sums that cannot be added first: each goes to the first reader's layout on its own.
@@ -287,7 +282,7 @@ class ValueReshards:
                 if mine.any()
             ]
             total, have, new = sum(paid, start=total), [np.where(apart, targets[0], sources[0])], new[:1]
-        for target in {(w.shape, w.tobytes()): w for w in targets}.values():  # equal targets cost one reshard
+        for target in {_key(target): target for target in targets}.values():  # equal targets cost one reshard
             ways = [self.layouts.seconds(s, target) for s in have]
             best, then = ways[0]
             for seconds, state in ways[1:]:
@@ -300,17 +295,23 @@ class ValueReshards:
         return total * (HOLDING if record.held else 1.0)
 
 
+def _key(numbers: Numbers) -> tuple[tuple[int, ...], bytes]:
+    """Returns a key that equal arrays share."""
+    return numbers.shape, numbers.tobytes()
+
+
 def _count_terms(terms: Iterable[tuple[Numbers, int]]) -> list[tuple[Numbers, int]]:
     """Returns the distinct terms, with their numbers: most terms of a long sum have one layout."""
     counts: dict[object, tuple[Numbers, int]] = {}
     for s, n in terms:
-        counts[s.shape, s.tobytes()] = s, counts.get((s.shape, s.tobytes()), (s, 0))[1] + n
+        key = _key(s)
+        counts[key] = s, counts.get(key, (s, 0))[1] + n
     return [*counts.values()]
 
 
 def _without_repeats(joins: Sequence[Numbers]) -> list[Numbers]:
     """Returns the joins without those that follow one of the same layout."""
-    return [next(same) for _, same in groupby(joins, lambda s: (s.shape, s.tobytes()))]
+    return [next(same) for _, same in groupby(joins, _key)]
 
 
 def _first_occurrences(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
@@ -318,7 +319,7 @@ def _first_occurrences(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
     masks: list[NDArray[np.bool_]] = []
     before: dict[object, Numbers] = {}
     for s in sources:
-        key = s.shape, s.tobytes()
+        key = _key(s)
         if key in before:
             masks.append(np.array(False))
         else:
@@ -328,14 +329,14 @@ def _first_occurrences(sources: Sequence[Numbers]) -> list[NDArray[np.bool_]]:
 
 
 def place_returned_sum(
-    cut: FactorAxes, pending: Sequence[Axis], factors: Sequence[tuple[Sequence[Axis], int]]
+    axes: FactorAxes, partial: Sequence[Axis], factors: Sequence[tuple[Sequence[Axis], int]]
 ) -> FactorAxes:
     """Returns the axes of a result after its partial sum is reduced; factors are given as (requested axes, size).
 
     A factor that requests an axis of the sum takes it. So gradients get the layouts of parameters.
     """
-    out = list(cut)
-    for axis in pending:
+    out = list(axes)
+    for axis in partial:
         for j, (requested, size) in enumerate(factors):
             if axis in requested and size >= group_size(out[j]) * axis.size:
                 out[j] = (*out[j], axis)
@@ -344,6 +345,6 @@ def place_returned_sum(
 
 
 def _resolved(end: ValueEnd, slots: Sequence[Axes]) -> State:
-    cut = tuple(() if s is None else slots[s] for s in end.slots)
+    axes = tuple(() if s is None else slots[s] for s in end.slots)
     # A tensor passed round a ring was reduced on the way.
-    return cut, tuple(a for s in end.pending for a in slots[s] if not any(a in axes for axes in cut))
+    return axes, tuple(a for s in end.partial for a in slots[s] if not any(a in own for own in axes))

@@ -1,6 +1,6 @@
 """The search: the slot of every unit that gets each mesh axis, by one minimum of estimated seconds.
 
-Every variable, some kinds of units that choose together, has a domain: a choice for each way in which it can be
+Every variable, some unit classes that choose together, has a domain: a choice for each way in which it can be
 sharded. Costs are tables over these. Where all tables can be written down, the minimum is found at once
 (`bucket_elimination`); in larger problems the search finds the minimum of one axis, and of the variables around each,
 until nothing improves.
@@ -10,17 +10,18 @@ until nothing improves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from shardlib.compiler.graph.ir import Op, Value
-from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, find_least
+from shardlib.compiler.propagate.solver.bucket_elimination import Numbers, find_least, round_to_grain
 from shardlib.compiler.propagate.solver.domains import Domain, Domains, Offer, SlotAxes, Variable
 from shardlib.compiler.propagate.solver.effort import Effort
-from shardlib.compiler.propagate.solver.estimate import Choices, Estimate, Free, Weights, round_to_grain
+from shardlib.compiler.propagate.solver.estimate import Choices, Estimate, Free, Weights
 from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.value_records import UnitClass
 
@@ -52,15 +53,15 @@ class Search:
         self._priced: dict[Estimate, int] = {}  # routes between layouts at the last count
         propagation = problem.propagation
         requests = [
-            (problem.families.get(dim_factor, dim_factor), w)
+            (problem.families.get(dim_factor, dim_factor), request)
             for dim_factor, requests in propagation.requests.items()
-            for w in requests
+            for request in requests
         ]
-        self.offers: frozenset[Offer] = frozenset((dim_factor, w.axis.name) for dim_factor, w in requests if w.offered)
-        self.choices: Choices = [self.domain((kind,)).orders[0] for kind in range(len(problem.members))]
+        self.offers: frozenset[Offer] = frozenset((x, request.axis.name) for x, request in requests if request.offered)
+        self.choices: Choices = [self.domain((unit_class,)).orders[0] for unit_class in range(len(problem.members))]
         if start is not None:
-            self.choices = [start(problem.first(kind)) for kind in range(len(problem.members))]
-            self.settle((kind,) for kind in range(len(problem.members)))
+            self.choices = [start(units[0].first_member) for units in problem.members]
+            self.settle((unit_class,) for unit_class in range(len(problem.members)))
 
     @property
     def state(self) -> SearchState:
@@ -72,7 +73,7 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Returns the estimated time of all parts with a choice."""
+        """Returns the estimated time of all units with a choice."""
         return self.estimate.total(self.choices)
 
     @property
@@ -87,20 +88,22 @@ class Search:
     def slot_axes(self, member: Op | Value) -> SlotAxes:
         """Returns the mesh axes on each slot of a member's unit."""
         unit = self.problem.units.unit[member]
-        kind = self.problem.class_of.get(unit)
-        return ((),) * len(unit.slots) if kind is None else self.allowed.slot_axes(kind, self.choices[kind])
+        unit_class = self.problem.class_of.get(unit)
+        if unit_class is None:
+            return ((),) * len(unit.slots)
+        return self.allowed.slot_axes(unit_class, self.choices[unit_class])
 
     def variables(self) -> list[Variable]:
         """Returns the unit classes that choose alike, as parts of one unit do until it is split."""
         parts: dict[object, list[UnitClass]] = {}
         for g, group in enumerate(self.problem.groups):
-            for kind in group:
-                parts.setdefault((g, self.choices[kind]), []).append(kind)
-        return [tuple(kinds) for kinds in parts.values()]
+            for unit_class in group:
+                parts.setdefault((g, self.choices[unit_class]), []).append(unit_class)
+        return [tuple(unit_classes) for unit_classes in parts.values()]
 
-    def candidates(self, kind: UnitClass, name: str) -> list[int]:
+    def candidates(self, unit_class: UnitClass, name: str) -> list[int]:
         """Returns the slots that may take a mesh axis; ~s for a slot s to which it is offered."""
-        return self.allowed.candidates(kind, name, self.offers)
+        return self.allowed.candidates(unit_class, name, self.offers)
 
     def domain(self, variable: Variable) -> Domain:
         """Returns the present domain of a variable."""
@@ -108,12 +111,12 @@ class Search:
 
     def settle(self, variables: Iterable[Variable]) -> None:
         """Takes for every variable the choice of its domain that shards like its present one, or the first."""
-        choices, cut = list(self.choices), self.allowed.slot_axes
+        choices, slot_axes = list(self.choices), self.allowed.slot_axes
         for variable in variables:
-            kind, domain = variable[0], self.domain(variable)
-            if choices[kind] not in domain.number:
-                now = cut(kind, choices[kind])
-                choice = next((x for x in domain.orders if cut(kind, x) == now), domain.orders[0])
+            unit_class, domain = variable[0], self.domain(variable)
+            if choices[unit_class] not in domain.number:
+                now = slot_axes(unit_class, choices[unit_class])
+                choice = next((x for x in domain.orders if slot_axes(unit_class, x) == now), domain.orders[0])
                 for k in variable:
                     choices[k] = choice
         self.choices = choices
@@ -123,10 +126,10 @@ class Search:
         family, name = offer
         a, choices = self.problem.mesh.axis_names.index(name), list(self.choices)
         for variable in variables:
-            kind = variable[0]
-            slots = {~s for s, dim_factor in enumerate(self.problem.members[kind][0].slots)}
-            slots = {s for s in slots if self.problem.families[self.problem.members[kind][0].slots[~s]] == family}
-            rest = (*choices[kind][:a], *choices[kind][a + 1 :])
+            unit_class = variable[0]
+            slots = {~s for s, dim_factor in enumerate(self.problem.members[unit_class][0].slots)}
+            slots = {s for s in slots if self.problem.families[self.problem.members[unit_class][0].slots[~s]] == family}
+            rest = (*choices[unit_class][:a], *choices[unit_class][a + 1 :])
             orders = (x for x in self.domain(variable).orders if (*x[:a], *x[a + 1 :]) == rest)
             if taken := next((x for x in orders if slots.intersection(x[a][:1])), None):
                 for k in variable:
@@ -140,7 +143,7 @@ class Search:
 
     # The search -----------------------------------------------------------------------------------------------------
 
-    def minimize(self, whole: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
+    def minimize(self, free: Free, allowed: Callable[[Choices], bool] = lambda choices: True) -> None:
         """Minimizes the estimate over all variables at once, or by local moves if the tables would be too large.
 
         A move minimizes over one axis, over one variable, or over a variable and its neighbors, the costliest first;
@@ -148,17 +151,17 @@ class Search:
         Moves go on until none improves or the effort is spent.
         """
         last: dict[Variable, Choices] = {}  # the choices around it with which nothing could be improved
-        kinds = [kind for variable in whole for kind in variable]
-        least = _LEAST * self.estimate.cost(kinds, self.choices, self.weights)
+        unit_classes = [unit_class for variable in free for unit_class in variable]
+        least = _LEAST * self.estimate.cost(unit_classes, self.choices, self.weights)
         axes = range(len(self.problem.atoms)) if len(self.problem.atoms) > 1 else ()
         nearby = _NEARBY
         moves: tuple[Callable[[], list[bool | None]], ...] = (
-            lambda: [self.improve(self._on_axis(a, whole), allowed) for a in axes],
-            lambda: [self.improve({variable: domain}, allowed) for variable, domain in whole.items()],
-            lambda: [self._try(some, allowed) for some in self.estimate.align_ends(whole, _AT_ONCE)],
-            lambda: [self._improve_around(v, whole, allowed, last, least, nearby) for v in self._by_cost(whole)],
+            lambda: [self.improve(self._on_axis(a, free), allowed) for a in axes],
+            lambda: [self.improve({variable: domain}, allowed) for variable, domain in free.items()],
+            lambda: [self._try(some, allowed) for some in self.estimate.align_ends(free, _AT_ONCE)],
+            lambda: [self._improve_around(v, free, allowed, last, least, nearby) for v in self._by_cost(free)],
         )
-        while self.improve(whole, allowed) is None:
+        while self.improve(free, allowed) is None:
             for move in moves[:2]:  # even without effort
                 move()
             while any(any(move()) for move in moves if not self.effort.stops()):
@@ -169,46 +172,42 @@ class Search:
 
     def _try(self, some: Mapping[Variable, Order], allowed: Callable[[Choices], bool]) -> bool:
         """Takes these choices if they cost less."""
-        tried, kinds = list(self.choices), [kind for variable in some for kind in variable]
+        tried, unit_classes = list(self.choices), [unit_class for variable in some for unit_class in variable]
         for variable, choice in some.items():
-            for kind in variable:
-                tried[kind] = choice
-        now = self.estimate.cost(kinds, self.choices, self.weights)
-        if self.estimate.is_cheaper(kinds, tried, now, self.weights) and allowed(tried):
+            for unit_class in variable:
+                tried[unit_class] = choice
+        now = self.estimate.cost(unit_classes, self.choices, self.weights)
+        if self.estimate.is_cheaper(unit_classes, tried, now, self.weights) and allowed(tried):
             self.choices = tried
             return True
         return False
 
-    def _by_cost(self, whole: Free) -> list[Variable]:
-        return sorted(whole, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
+    def _by_cost(self, free: Free) -> list[Variable]:
+        return sorted(free, key=lambda variable: -self.estimate.cost(variable, self.choices, self.weights))
 
-    def spare(self, whole: Free, limit: float) -> None:
+    def send_fewer_bytes(self, free: Free, limit: float) -> None:
         """Sends fewer bytes within a limit of seconds: minimizes again with dearer and dearer bytes."""
         seconds, weights = self.estimate, self.weights
         self.estimate = bytes_alone = self.of_bytes
 
-        def spares(choices: Choices) -> bool:
-            fewer = bytes_alone.parts(choices)[1] <= bytes_alone.parts(self.choices)[1]
+        def sends_less(choices: Choices) -> bool:
+            fewer = bytes_alone.decided_seconds(choices)[1] <= bytes_alone.decided_seconds(self.choices)[1]
             return fewer and seconds.total(choices) <= limit
 
         before = self.choices
         self.weights = replace(weights, sent=_DEARER[-1])
-        self.minimize(whole)
-        fewer = bytes_alone.parts(self.choices)[1] < bytes_alone.parts(before)[1]
+        self.minimize(free)
+        fewer = bytes_alone.decided_seconds(self.choices)[1] < bytes_alone.decided_seconds(before)[1]
         self.choices = before
         for dear in _DEARER if fewer else ():
             self.weights = replace(weights, sent=dear)
-            self.minimize(whole, spares)
+            self.minimize(free, sends_less)
         self.estimate, self.weights = seconds, weights
 
-    @property
+    @cached_property
     def of_bytes(self) -> Estimate:
         """Returns the estimate of the bytes of messages, without their latency."""
-        if self._of_bytes is None:
-            self._of_bytes = Estimate(self.problem, self.allowed.slot_axes, of_bytes=True)
-        return self._of_bytes
-
-    _of_bytes: Estimate | None = None
+        return Estimate(self.problem, self.allowed.slot_axes, of_bytes=True)
 
     @contextmanager
     def optimistic(self) -> Iterator[None]:
@@ -219,11 +218,11 @@ class Search:
         finally:
             self.estimate.optimistic = self.of_bytes.optimistic = False
 
-    def _on_axis(self, a: int, whole: Free) -> Free:
+    def _on_axis(self, a: int, free: Free) -> Free:
         """Returns the choices that differ from the present ones on one axis only."""
 
         near: dict[Variable, tuple[Domain, Numbers]] = {}
-        for variable, (domain, at) in whole.items():
+        for variable, (domain, at) in free.items():
             now = self.choices[variable[0]]
             rest = now[:a], now[a + 1 :]
             same = [n for n in at.tolist() if (domain.orders[n][:a], domain.orders[n][a + 1 :]) == rest]
@@ -233,7 +232,7 @@ class Search:
     def _improve_around(
         self,
         variable: Variable,
-        whole: Free,
+        free: Free,
         allowed: Callable[[Choices], bool],
         last: dict[Variable, Choices],
         least: float,
@@ -250,7 +249,7 @@ class Search:
         if last.get(variable) == now:
             return False
         better = self.improve(
-            {v: domain for v, domain in whole.items() if not {*near}.isdisjoint(v)}, allowed, least, at_once
+            {v: domain for v, domain in free.items() if not {*near}.isdisjoint(v)}, allowed, least, at_once
         )
         if better is False:
             last[variable] = now
@@ -271,8 +270,8 @@ class Search:
         free = estimate.worth(free, self.choices, weights, least_gain)
         if not free:
             return False
-        tables, whole = estimate.tables(free, self.choices, weights, at_once=at_once)
-        if not whole:
+        tables, complete = estimate.tables(free, self.choices, weights, at_once=at_once)
+        if not complete:
             return None
         self.solves += 1
         priced = estimate.priced
@@ -281,10 +280,11 @@ class Search:
         best = find_least(tables, {variable[0]: len(at) for variable, (_, at) in free.items()}, _JOINED // len(free))
         tried = list(self.choices)
         for variable, (domain, at) in free.items():
-            for kind in variable:
-                tried[kind] = domain.orders[at[best.choices[variable[0]]]]
-        kinds = [kind for variable in free for kind in variable if tried[kind] != self.choices[kind]]
-        if estimate.cost(kinds, tried, weights) >= estimate.cost(kinds, self.choices, weights) or not allowed(tried):
+            for unit_class in variable:
+                tried[unit_class] = domain.orders[at[best.choices[variable[0]]]]
+        changed = [k for variable in free for k in variable if tried[k] != self.choices[k]]
+        now = estimate.cost(changed, self.choices, weights)
+        if estimate.cost(changed, tried, weights) >= now or not allowed(tried):
             return False
         self.choices = tried
         return True
@@ -292,7 +292,14 @@ class Search:
 
 def choose_search(a: Search, b: Search) -> Search:
     """Returns the search that sends less, of two whose results are about as fast; else the faster one."""
-    whole = [search.estimate.whole(search.choices) for search in (a, b)]
-    near = max(map(sum, whole)) <= min(map(sum, whole)) * TIE
-    keys = [tuple(map(round_to_grain, seconds[::-1] if near else (sum(seconds),))) for seconds in whole]
-    return b if keys[1] < keys[0] else a
+    return (a, b)[pick_least_sent([search.estimate.program_seconds(search.choices) for search in (a, b)])]
+
+
+def pick_least_sent(seconds: Sequence[tuple[float, float]]) -> int:
+    """Returns the position of the decision that sends least, among those about as fast as the fastest.
+
+    `seconds` has those of arithmetic and of communication, for each decision.
+    """
+    limit = min(map(sum, seconds)) * TIE
+    near = [i for i, pair in enumerate(seconds) if sum(pair) <= limit]
+    return min(near, key=lambda i: tuple(map(round_to_grain, seconds[i][::-1])))

@@ -21,13 +21,13 @@ def split_units(search: Search) -> None:
     """Lets every op choose alone, and keeps the result if it is faster."""
     if not search.has_choice or search.effort.stops():
         return
-    before, (work, sent) = search.choices, search.estimate.parts(search.choices)
+    before, (work, sent) = search.choices, search.estimate.decided_seconds(search.choices)
     for _ in range(_ROUNDS):
         now = search.choices
         search.minimize(_near_costs(search))
         if search.choices == now:
             break
-    new_work, new_sent = search.estimate.parts(search.choices)
+    new_work, new_sent = search.estimate.decided_seconds(search.choices)
     slower = new_work + new_sent - work - sent
     if slower > 0 or (new_sent >= sent and slower > -_WORTH * (work + sent)):
         search.choices = before
@@ -35,17 +35,17 @@ def split_units(search: Search) -> None:
 
 def _near_costs(search: Search) -> Free:
     """Returns the unit classes that could save time by a choice of their own, and their neighbors."""
-    domains = {kind: search.domain((kind,)) for kind in range(len(search.choices))}
+    domains = {unit_class: search.domain((unit_class,)) for unit_class in range(len(search.choices))}
     costly = search.estimate.costly(search.choices, domains, _SMALL * search.seconds)
     near = search.estimate.neighbors(*sorted(costly))
-    return {(kind,): (domains[kind], domains[kind].places) for kind in sorted(near) if len(domains[kind].orders) > 1}
+    return {(k,): (domains[k], domains[k].places) for k in sorted(near) if len(domains[k].orders) > 1}
 
 
 def send_less(search: Search) -> None:
     """Sends fewer bytes where the program then takes hardly longer."""
     if not search.effort.stops():
-        limit = search.seconds + sum(search.estimate.whole(search.choices)) * (TIE - 1)
-        search.spare(search.domains(search.variables()), limit)
+        limit = search.seconds + sum(search.estimate.program_seconds(search.choices)) * (TIE - 1)
+        search.send_fewer_bytes(search.domains(search.variables()), limit)
 
 
 def hide_messages(search: Search) -> None:
@@ -54,7 +54,7 @@ def hide_messages(search: Search) -> None:
     if not search.problem.hidden or search.effort.stops():
         return
     seconds = estimate.unhidden(before)
-    if seconds <= estimate.whole(before)[0] * TIE:
+    if seconds <= estimate.program_seconds(before)[0] * TIE:
         return
     search.weights = Weights(hidden=SHARE)
     search.minimize(search.domains(search.variables()))

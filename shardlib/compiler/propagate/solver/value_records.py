@@ -12,21 +12,21 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardlib.compiler.graph.ir import Graph, Op, Value, is_zero
-from shardlib.compiler.propagate.decision_units import DecisionUnit, Slots, Units, find_slots, value_factors
+from shardlib.compiler.propagate.decision_units import DecisionUnit, Slots, Units, find_slots
 from shardlib.compiler.propagate.propagation import Propagation
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.reshard import FactorAxes, FactorSizes
 
-UnitClass = int  # the number of a class of equal units, which share every decision; a `kind` in variables' names
+UnitClass = int  # the number of a class of equal units, which share every decision
 
 
 class ValueEnd(NamedTuple):
-    """One end of a value: the slots of the unit that makes or reads it, per factor; or pinned axes (`cut`)."""
+    """One end of a value: the slots of the unit that makes or reads it, per factor; or pinned `axes`."""
 
-    kind: UnitClass | None
+    unit_class: UnitClass | None
     slots: Slots = ()
-    cut: FactorAxes = ()
-    pending: tuple[int, ...] = ()  # slots over which the value is a partial sum, or may stay one for a reader
+    axes: FactorAxes = ()
+    partial: tuple[int, ...] = ()  # slots over which the value is a partial sum, or may stay one for a reader
     into: tuple[FactorSizes, FactorAxes] | None = None  # a pin in factors of its own, with its axes
     dims: FactorSizes | None = None  # with `into`: the factors per dim of a view
 
@@ -49,29 +49,33 @@ class ValueRecord:
     hidden: bool = False  # arithmetic hides its messages
 
     @cached_property
-    def kinds(self) -> tuple[UnitClass, ...]:
+    def unit_classes(self) -> tuple[UnitClass, ...]:
         ends = (*self.sources, *self.readers, *self.through, *self.joins)
-        return tuple(sorted({e.kind for e in ends if e.kind is not None}))
+        return tuple(sorted({e.unit_class for e in ends if e.unit_class is not None}))
 
 
 class RecordFinder:
     """Finds the records of a graph whose units have classes."""
 
     def __init__(
-        self, propagation: Propagation, units: Units, kind: Mapping[DecisionUnit, UnitClass], hidden: Collection[Value]
+        self,
+        propagation: Propagation,
+        units: Units,
+        unit_class: Mapping[DecisionUnit, UnitClass],
+        hidden: Collection[Value],
     ) -> None:
-        self.propagation, self.units, self.class_of, self.hidden = propagation, units, kind, hidden
-        self.slots = {k: unit.slots for unit, k in kind.items()}
+        self.propagation, self.units, self.class_of, self.hidden = propagation, units, unit_class, hidden
+        self.slots = {k: unit.slots for unit, k in unit_class.items()}
         self.directions: dict[Value, set[bool]] = defaultdict(set)  # of passes that read a root: True is backward
 
-    def _end(self, unit: DecisionUnit | None, slots: Slots, pending: tuple[int, ...] = ()) -> ValueEnd:
+    def _end(self, unit: DecisionUnit | None, slots: Slots, partial: tuple[int, ...] = ()) -> ValueEnd:
         if unit is None or unit not in self.class_of:
-            return ValueEnd(None, cut=((),) * len(slots))
-        return ValueEnd(self.class_of[unit], slots, pending=pending)
+            return ValueEnd(None, axes=((),) * len(slots))
+        return ValueEnd(self.class_of[unit], slots, partial=partial)
 
     def find(self, graph: Graph) -> Iterable[tuple[ValueRecord, int]]:
         """Yields the record of each root value, and how many values it represents."""
-        f = self.propagation
+        propagation = self.propagation
         readers, sources = self._ends(graph)
         joins: dict[Value, tuple[ValueEnd, ...]] = {}
         merged = self._meeting_sums(graph, sources, readers, joins)
@@ -81,12 +85,12 @@ class RecordFinder:
         for root, ends in readers.items():
             if root in merged:
                 continue
-            fixed = f.fixed.get(root)
-            own = sources.get(root) or (self._input(root),) if fixed is None else (ValueEnd(None, cut=fixed[0]),)
+            fixed = propagation.pinned_values.get(root)
+            own = sources.get(root) or (self._input(root),) if fixed is None else (ValueEnd(None, axes=fixed[0]),)
             record_ends = tuple(dict.fromkeys(own)), tuple(ends)
             held = root.op is None and len(self.directions[root]) > 1
             record = ValueRecord(
-                f.sizes(root),
+                propagation.sizes(root),
                 root.dtype.itemsize,
                 *record_ends,
                 held,
@@ -100,12 +104,13 @@ class RecordFinder:
 
     def _twin_inputs(self) -> Iterable[tuple[ValueRecord, int]]:
         """Yields the reshards of inputs with twins, from the twin to the input."""
-        f = self.propagation
-        for value, twin in f.pin_twins.items():
-            if isinstance(value, Value) and twin in f.fixed:
-                cut = f.fixed[twin][0]
-                placed = ValueEnd(None, cut=f.across(cut, twin, value), into=(f.sizes(twin), cut))
-                yield ValueRecord(f.sizes(value), value.dtype.itemsize, (placed,), (self._input(value),)), value.times
+        propagation = self.propagation
+        for value, twin in propagation.pin_twins.items():
+            if isinstance(value, Value) and twin in propagation.pinned_values:
+                axes = propagation.pinned_values[twin][0]
+                own, into = propagation.across(axes, twin, value), (propagation.sizes(twin), axes)
+                ends = (ValueEnd(None, axes=own, into=into),), (self._input(value),)
+                yield ValueRecord(propagation.sizes(value), value.dtype.itemsize, *ends), value.times
 
     def _ends(self, graph: Graph) -> tuple[dict[Value, dict[ValueEnd, None]], dict[Value, tuple[ValueEnd, ...]]]:
         """Returns the distinct readers of each root value, and its source."""
@@ -116,7 +121,7 @@ class RecordFinder:
                 continue
             for i, value in enumerate(op.operands):
                 if not value.constant:
-                    root, positions = self.units.root(value)
+                    root, positions = self.units.roots[value]
                     readers[root][self._reader(op, i, value, root, positions)] = None
                     self.directions[root].add(op.backward)
             for index, result in enumerate(op.results):
@@ -136,34 +141,34 @@ class RecordFinder:
         The sum of two has the sources of both, and the addition among its `joins`. In `(x + a) + b`, with a complete
         `x`, `a` gets the sources and the readers of `b`. Returns the values that have no record of their own.
         """
-        f, u = self.propagation, self.units
+        propagation, units = self.propagation, self.units
         reads: Counter[Value] | None = None
         merged: set[Value] = set()
         first: dict[Value, tuple[Value, tuple[int | None, ...]]] = {}  # result of an addition -> its first partial sum
         for op in graph.ops:
             if op.constant or op.transparent or op.owns is not None or not self._adds(op):
                 continue
-            addends = [u.root(v) for v in op.operands]
+            addends = [units.roots[v] for v in op.operands]
             (result,) = op.results
             assert result is not None, "a sum has a value"
             partial = [any(map(self._has_partial, sources.get(r, ()))) for r, _ in addends]
-            if not any(partial) or any(f.value[v] != f.value[result] for v in op.operands):
+            if not any(partial) or any(propagation.value[v] != propagation.value[result] for v in op.operands):
                 continue
-            reads = u.reads() if reads is None else reads
+            reads = units.reads() if reads is None else reads
             alone = [reads[r] == 1 and not r.is_output for r, _ in addends]
             if all(partial):
                 if all(alone):
                     merged.update(r for r, _ in addends)
                     both = (_onto_view(s, positions) for r, positions in addends for s in sources[r])
                     met = [_onto_view(s, positions) for r, positions in addends for s in joins.get(r, ())]
-                    joins[result] = tuple(dict.fromkeys([*met, sources[result][0]._replace(pending=())]))
+                    joins[result] = tuple(dict.fromkeys([*met, sources[result][0]._replace(partial=())]))
                     sources[result] = tuple(dict.fromkeys(both))
                 continue
             (root, positions), (complete, _) = addends[:: 1 if partial[0] else -1]
             if not alone[partial.index(True)]:
                 continue
             begun = first.get(complete) if alone[partial.index(False)] else None
-            dim_factors = range(len(f.dim_factors(begun[0]))) if begun is not None else range(0)
+            dim_factors = range(len(propagation.dim_factors(begun[0]))) if begun is not None else range(0)
             if begun is not None and len(begun[1]) == len(dim_factors) and {*begun[1]} == {*dim_factors}:
                 merged.add(root)
                 back = tuple(begun[1].index(i) for i in dim_factors)
@@ -180,11 +185,11 @@ class RecordFinder:
 
         Returns, for the op's result, where the sum began, and the values that readers take as partial sums.
         """
-        u, through, late = self.units, dict[Value, tuple[ValueEnd, ...]](), set[Value]()
-        if not any(root.rows for root, _ in u.roots.values()):
+        units, through, late = self.units, dict[Value, tuple[ValueEnd, ...]](), set[Value]()
+        if not any(root.rows for root, _ in units.roots.values()):
             return through, late
         reads: Counter[Value] = Counter()
-        for value, (root, _) in u.roots.items():
+        for value, (root, _) in units.roots.items():
             own = (op.owns is not None and i in op.owns.reads for op, i in value.readers)
             reads[root] += value.is_output + sum(
                 not (mine or op.transparent or op.constant) for mine, (op, _) in zip(own, value.readers, strict=True)
@@ -197,16 +202,16 @@ class RecordFinder:
                 (result,) = op.results
                 if len(terms) != 1 or op.operands[terms[0]].constant:
                     continue
-                root, positions = u.root(op.operands[terms[0]])
+                root, positions = units.roots[op.operands[terms[0]]]
                 if result is None or reads[root] != 1 or not (root.rows or root in through):
                     continue
                 others = [v for i, v in enumerate(op.operands) if i not in terms and not v.constant]
                 if result.nbytes > root.nbytes or any(v.dtype.is_floating_point for v in others):
                     continue
-                factors = value_factors(self.propagation, op, terms[0], operand=True)
+                factors = self.propagation.value_factors(op, terms[0], operand=True)
                 at = dict(zip(factors, positions, strict=True))
                 result_positions = tuple(
-                    at.get(x) if x else None for x in value_factors(self.propagation, op, 0, operand=False)
+                    at.get(x) if x else None for x in self.propagation.value_factors(op, 0, operand=False)
                 )
                 through[result] = tuple(
                     _onto_view(s, result_positions) for s in (*through.get(root, ()), *sources.get(root, ()))
@@ -218,32 +223,33 @@ class RecordFinder:
         self, graph: Graph, readers: dict[Value, dict[ValueEnd, None]]
     ) -> dict[Value, tuple[tuple[Axis, ...], ...]]:
         """Returns the axes that results without a pin request; adds a reader for each result with a pin."""
-        f = self.propagation
+        propagation = self.propagation
         returned: dict[Value, tuple[tuple[Axis, ...], ...]] = {}
         for i, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or value.constant:
                 continue
-            root, _ = self.units.root(value)
-            if i in f.outputs:
-                readers[root][self._fixed(f.outputs[i][0], f.pin_twins.get(i, value), value)] = None
+            root, _ = self.units.roots[value]
+            if i in propagation.outputs:
+                readers[root][self._fixed(propagation.outputs[i][0], propagation.pin_twins.get(i, value), value)] = None
             else:
                 readers[root]  # so that it has a record
-                returned[root] = tuple(tuple(w.axis for w in f.requests.get(x, ())) for x in f.dim_factors(root))
+                requests = (propagation.requests.get(x, ()) for x in propagation.dim_factors(root))
+                returned[root] = tuple(tuple(request.axis for request in own) for own in requests)
         return returned
 
     def _reader(self, op: Op, i: int, value: Value, root: Value, positions: tuple[int | None, ...]) -> ValueEnd:
-        if (memo := self.units.read.get((op, i))) is not None:
+        if (memo := self.units.operand_slots.get((op, i))) is not None:
             return self._end(self.units.unit[op], *memo)
         n = len(self.propagation.dim_factors(root))
         if op.constrains:
             result = op.results[0]
             assert result is not None
-            return self._fixed(self.propagation.fixed[result][0], result, value)
+            return self._fixed(self.propagation.pinned_values[result][0], result, value)
         if op in self.propagation.body_inputs:
             return self._fixed(self.propagation.body_inputs[op][0], self.propagation.pin_twins.get(op, value), value)
         if op.rule is None:
-            return ValueEnd(None, cut=((),) * n)
-        slots = find_slots(self.units, op, value_factors(self.propagation, op, i, operand=True))
+            return ValueEnd(None, axes=((),) * n)
+        slots = find_slots(self.units, op, self.propagation.value_factors(op, i, operand=True))
         out: list[int | None] = [None] * n
         for slot, position in zip(slots, positions, strict=True):
             if position is not None:
@@ -251,48 +257,52 @@ class RecordFinder:
         slot = None
         if op.owns is not None and i in op.owns.reads:
             slot = self.units.op_slots[op].get((op.owns.factor, 0))
-        memo = self.units.read[op, i] = tuple(out), () if slot is None else (slot,)
+        memo = self.units.operand_slots[op, i] = tuple(out), () if slot is None else (slot,)
         return self._end(self.units.unit[op], *memo)
 
-    def _fixed(self, cut: FactorAxes, twin: Value, value: Value) -> ValueEnd:
-        """Returns the end of a reader that takes `value` with the axes `cut` on the factors of `twin`."""
-        f, (root, positions) = self.propagation, self.units.root(value)
-        near, n = _onto_root(f.across(cut, twin, value), positions, len(f.dim_factors(root))), len(f.dim_factors(root))
-        if f.value[value] != f.value[twin] and positions == (*range(n),):
-            return ValueEnd(None, cut=near, into=(f.sizes(twin), cut), dims=f.sizes(value))
-        dims, theirs = zip(f.sizes(value), f.sizes(twin), strict=True), iter(cut)
+    def _fixed(self, axes: FactorAxes, twin: Value, value: Value) -> ValueEnd:
+        """Returns the end of a reader that takes `value` with these axes on the factors of `twin`."""
+        propagation, (root, positions) = self.propagation, self.units.roots[value]
+        n = len(propagation.dim_factors(root))
+        near = _onto_root(propagation.across(axes, twin, value), positions, n)
+        if propagation.value[value] != propagation.value[twin] and positions == (*range(n),):
+            return ValueEnd(None, axes=near, into=(propagation.sizes(twin), axes), dims=propagation.sizes(value))
+        dims, theirs = zip(propagation.sizes(value), propagation.sizes(twin), strict=True), iter(axes)
         feed, count = iter(positions), iter(range(n))
         twin_dims = {tuple(next(feed) for _ in mine): (own, tuple(next(theirs) for _ in own)) for mine, own in dims}
-        at = [twin_dims.get(tuple(next(count) for _ in dim)) for dim in f.sizes(root)]
+        at = [twin_dims.get(tuple(next(count) for _ in dim)) for dim in propagation.sizes(root)]
         into = [dim for dim in at if dim is not None]
-        if f.value[value] == f.value[twin] or len(into) < len(at):
-            return ValueEnd(None, cut=near)
+        if propagation.value[value] == propagation.value[twin] or len(into) < len(at):
+            return ValueEnd(None, axes=near)
         return ValueEnd(
-            None, cut=near, into=(tuple(own for own, _ in into), tuple(a for _, axes in into for a in axes))
+            None, axes=near, into=(tuple(own for own, _ in into), tuple(a for _, dim_axes in into for a in dim_axes))
         )
 
     def _source(self, op: Op, index: int, result: Value) -> ValueEnd:
-        f, u = self.propagation, self.units
-        if (memo := u.written.get((op, index))) is not None:
-            return self._end(u.unit[op], *memo)
-        if result in f.fixed or op.rule is None:
-            return ValueEnd(None, cut=f.fixed[result][0] if result in f.fixed else ((),) * len(f.dim_factors(result)))
-        factors = value_factors(f, op, index, operand=False)
-        partial = tuple(s for x, s in u.op_slots[op].items() if x not in factors and op.rule.partial_kind(index, x[0]))
-        memo = u.written[op, index] = find_slots(u, op, factors), partial
-        return self._end(u.unit[op], *memo)
+        propagation, units = self.propagation, self.units
+        if (memo := units.result_slots.get((op, index))) is not None:
+            return self._end(units.unit[op], *memo)
+        if result in propagation.pinned_values or op.rule is None:
+            replicated: FactorAxes = ((),) * len(propagation.dim_factors(result))
+            pinned = propagation.pinned_values.get(result)
+            return ValueEnd(None, axes=replicated if pinned is None else pinned[0])
+        factors = propagation.value_factors(op, index, operand=False)
+        slots = units.op_slots[op].items()
+        partial = tuple(s for x, s in slots if x not in factors and op.rule.partial_kind(index, x[0]))
+        memo = units.result_slots[op, index] = find_slots(units, op, factors), partial
+        return self._end(units.unit[op], *memo)
 
     def _input(self, value: Value) -> ValueEnd:
-        if value in self.propagation.fixed or value not in self.units.unit:
-            return ValueEnd(None, cut=((),) * len(self.propagation.dim_factors(value)))
+        if value in self.propagation.pinned_values or value not in self.units.unit:
+            return ValueEnd(None, axes=((),) * len(self.propagation.dim_factors(value)))
         return self._end(self.units.unit[value], self.units.value_slots[value])
 
     def _has_partial(self, end: ValueEnd) -> bool:
         """Returns whether annotations may make the value of a producer a partial sum."""
-        if end.kind is None:
+        if end.unit_class is None:
             return False
-        dim_factors = self.slots[end.kind]
-        return any(dim_factors[s] in self.propagation.requests for s in end.pending)
+        dim_factors = self.slots[end.unit_class]
+        return any(dim_factors[s] in self.propagation.requests for s in end.partial)
 
     def _adds(self, op: Op) -> bool:
         rule = op.rule
@@ -303,15 +313,15 @@ class RecordFinder:
 
 def _onto_view(end: ValueEnd, positions: Slots) -> ValueEnd:
     """Translates the end of a root to the factors of a view of it."""
-    if end.kind is None:
-        return end._replace(cut=tuple(() if p is None else end.cut[p] for p in positions))
+    if end.unit_class is None:
+        return end._replace(axes=tuple(() if p is None else end.axes[p] for p in positions))
     return end._replace(slots=tuple(None if p is None else end.slots[p] for p in positions))
 
 
-def _onto_root(cut: FactorAxes, positions: tuple[int | None, ...], n: int) -> FactorAxes:
+def _onto_root(axes: FactorAxes, positions: tuple[int | None, ...], n: int) -> FactorAxes:
     """Translates the axes of a view to the factors of its root."""
     out: list[tuple[Axis, ...]] = [()] * n
-    for axes, position in zip(cut, positions, strict=True):
+    for factor_axes, position in zip(axes, positions, strict=True):
         if position is not None:
-            out[position] = axes
+            out[position] = factor_axes
     return tuple(out)

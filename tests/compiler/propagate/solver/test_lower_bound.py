@@ -34,25 +34,28 @@ def _search(seed: int) -> Search:
 
 
 def _domains(search: Search) -> list[tuple[Order, ...]]:
-    return [search.domain((kind,)).orders for kind in range(len(search.choices))]
+    return [search.domain((unit_class,)).orders for unit_class in range(len(search.choices))]
 
 
 # --- elimination, on costs without a meaning --------------------------------------------------------------------------
 
 
 def _random(rng: np.random.Generator) -> tuple[list[Table], dict[int, int]]:
-    """Costs of two or three kinds each, some of whose choices cost the same."""
+    """Costs of two or three variables each, some of whose choices cost the same."""
     sizes = dict(enumerate(rng.integers(1, 5, size=6).tolist()))
     tables = []
     for k in range(6):
         tables.append(Table((k,), rng.integers(0, 9, sizes[k]).astype(float), (np.arange(sizes[k]),)))
     for _ in range(7):
-        kinds = tuple(sorted(int(k) for k in rng.choice(6, size=int(rng.integers(1, 4)), replace=False)))
-        shape = [int(rng.integers(1, sizes[k] + 1)) for k in kinds]
+        variables = tuple(sorted(int(k) for k in rng.choice(6, size=int(rng.integers(1, 4)), replace=False)))
+        shape = [int(rng.integers(1, sizes[k] + 1)) for k in variables]
         classes = [
-            np.concatenate([np.arange(n), rng.integers(0, n, sizes[k] - n)]) for n, k in zip(shape, kinds, strict=True)
+            np.concatenate([np.arange(n), rng.integers(0, n, sizes[k] - n)])
+            for n, k in zip(shape, variables, strict=True)
         ]
-        tables.append(Table(kinds, rng.integers(0, 9, shape).astype(float), tuple(rng.permutation(c) for c in classes)))
+        tables.append(
+            Table(variables, rng.integers(0, 9, shape).astype(float), tuple(rng.permutation(c) for c in classes))
+        )
     return tables, sizes
 
 
@@ -70,7 +73,7 @@ def test_elimination_finds_the_minimum_or_less(seed: int) -> None:
     tables, sizes = _random(np.random.default_rng(seed))
     best = min(_cost(tables, at) for at in _all(map(range, sizes.values())))
     pruned, kept = _pruned(tables, sizes)
-    whole, left = [DenseTable(t.kinds, t.whole()) for t in pruned], {k: len(some) for k, some in kept.items()}
+    whole, left = [DenseTable(t.variables, t.dense()) for t in pruned], {k: len(some) for k, some in kept.items()}
     assert min(_cost(tables, at) for at in _all(kept.values())) == best, "what is pruned is no better"
     for largest in (1, 4, 16, 1 << 20):
         assert _eliminated(_shifted(whole, left, 30), left, largest).seconds <= best + 1e-9
@@ -108,11 +111,11 @@ def test_nothing_is_estimated_to_take_less(seed: int) -> None:
 @pytest.mark.parametrize("seed", [3, 9, 14, 22, 38])
 def test_every_order_of_slots_is_one_of_the_choices(seed: int) -> None:
     search = _search(seed)
-    for kind, domain in enumerate(_domains(search)):
-        cuts = {search.estimate.slot_axes(kind, choice) for choice in domain}
-        orders = [[*itertools.permutations(search.candidates(kind, name))] for name in search.problem.atoms]
+    for unit_class, domain in enumerate(_domains(search)):
+        cuts = {search.estimate.slot_axes(unit_class, choice) for choice in domain}
+        orders = [[*itertools.permutations(search.candidates(unit_class, name))] for name in search.problem.atoms]
         for order in itertools.product(*orders):
-            assert search.estimate.slot_axes(kind, order) in cuts
+            assert search.estimate.slot_axes(unit_class, order) in cuts
 
 
 def test_a_plan_says_how_far_it_is() -> None:
