@@ -29,13 +29,13 @@ from shardlib.core.torch_internals.torch_private import (
 )
 from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.recompile_reasons import RetraceWarning
-from shardlib.frontend.guards.torch_modes import autocast_dtypes, refuse_dispatch_modes
+from shardlib.frontend.guards.torch_modes import refuse_dispatch_modes
 from shardlib.frontend.hazards.threads import refuse_nested
 from shardlib.frontend.reuse.subgraph_reuse import SubgraphReuse
 from shardlib.jit import optimizer_state
 from shardlib.jit.call import autograd_op
 from shardlib.jit.call.compile_call import Invocation
-from shardlib.jit.call.double_backward import Again, pull_of
+from shardlib.jit.call.double_backward import Again
 from shardlib.jit.call.execute import caller, entry
 from shardlib.jit.call.function import Function
 from shardlib.jit.call.methods import Method, Methods
@@ -230,7 +230,7 @@ class Jitted(Function):
                 break
         if transform_level() is not None and is_transformed(leaves):
             programs.transformed = programs.transformed or Transformed(_returning)
-            return programs.transformed(self, state, autocast_dtypes(key[1]), args, kwargs)
+            return programs.transformed(self, state, key[1], args, kwargs)
         if dual_level() >= 0:
             refuse_tangents(self.name, leaves)
         match = programs.entries.find(key, leaves)
@@ -293,15 +293,9 @@ class Jitted(Function):
             call_whole = functools.partial(autograd_op.refused, whole) if whole.after.refused else caller(whole)
             return Ready(whole, call_whole, self._kept(plan))
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
-        again = Again.for_calls(self, call, first, halves)
+        again = Again.for_calls(jit, self.fn, call, first, halves)
         second = autograd_op.backward(plan, halves, mesh, load(halves.backward, mesh, plan), again)
         return Ready(first, functools.partial(autograd_op.run, first, second), self._kept(plan))
-
-    @functools.cached_property
-    def pull(self) -> Jitted:
-        """The program of a call's gradients, which has gradients of its own."""
-        pullback: Jitted = jit(pull_of(self.fn, self.name), static_argnames=("how",))
-        return pullback
 
     def _kept(self, plan: Plan) -> Callable[[], Plan | None]:
         """Returns a weak reference to the plan; a strong one with budgets, which read it in each call."""

@@ -93,7 +93,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *_: Tensor) -> Any:
         then = call.then
-        ctx.noted = then.again.note(call.leaves)
+        ctx.saved_call = then.again.save(call.leaves)
         call.out, saved = results(call.entry, call.leaves)
         ctx.read = _versions(then, call.leaves)
         ctx.origin = call.entry.made_of(call.leaves) if call.entry.made_of is not None else 0
@@ -107,7 +107,6 @@ class _Apply(torch.autograd.Function):
         pieces = [p for value in saved for p in value if p is not None]
         held = {memory_of(p.untyped_storage()) for p in pieces}
         ctx.save_for_backward(*pieces, *(x.detach() for at, x in plain.items() if at in held))
-        ctx.noted.finish(then.again.counted)
         ctx.set_materialize_grads(False)
         tensors = [x for x in call.out if isinstance(x, Tensor)]
         diff = {id(call.out[i]) for i in then.cotangents}
@@ -134,7 +133,7 @@ class _Apply(torch.autograd.Function):
         gradients = list(_gradients(then.forms, raw, ctx.plain))
         record_origin(origin, (x for x, sharded in zip(gradients, ctx.plain, strict=True) if sharded))
         if not keeps_graph():
-            ctx.noted = None
+            ctx.saved_call = None
         return None, *(x if needs & present else None for x, needs in zip(gradients, then.needs, strict=True))
 
 
@@ -142,7 +141,7 @@ def _differentiable(ctx: Any, present: set[int], grads: Sequence[Any]) -> list[A
     """Returns the gradients with a history, from a program that runs the function again."""
     then = ctx.then
     _ = ctx.saved_tensors  # torch raises its error if an earlier pass has freed them
-    if ctx.noted is None:
+    if ctx.saved_call is None:
         raise RuntimeError(
             f"Trying to backward through {then.name} a second time, whose arguments are freed: "
             "say retain_graph=True in the first pass"
@@ -154,7 +153,7 @@ def _differentiable(ctx: Any, present: set[int], grads: Sequence[Any]) -> list[A
     out: list[Any] = [None] * len(then.leaves)
     if reached:
         with ctx.mesh:
-            gradients = then.again.gradients(ctx.noted, [then.leaves[k] for k in reached], cotangents, names)
+            gradients = then.again.gradients(ctx.saved_call, [then.leaves[k] for k in reached], cotangents, names)
         for k, x in zip(reached, gradients, strict=True):
             out[k] = x
     return out

@@ -179,6 +179,37 @@ def test_hooks_run_once() -> None:
     assert len(seen) == 1
 
 
+class Listed(nn.Module):
+    """Reads its tensors from a list, and writes to the buffer there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(X[:4].cos())
+        self.register_buffer("scale", torch.ones(4, dtype=X.dtype))
+        self.listed = [self.weight, self.scale]
+
+    def forward(self, x: Tensor, *, writes: bool) -> Tensor:
+        weight, scale = self.listed
+        if writes:
+            scale.mul_(0.5)
+        return (x @ weight * scale).tanh()
+
+
+def test_tensors_that_a_list_holds_are_read_again_and_refused_if_written() -> None:
+    net = Listed()
+
+    def curvature(fn: Callable[[Tensor], Tensor]) -> Tensor:
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(_gathered(fn(x)).sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), net.weight)[0]
+
+    with MESH:
+        mine = curvature(sl.jit(lambda x: net(x, writes=False)))
+        torch.testing.assert_close(mine, curvature(lambda x: net(x, writes=False)))
+        with pytest.raises(ShardingError, match="only arguments and modules hold tensors that it writes"):
+            curvature(sl.jit(lambda x: net(x, writes=True)))
+
+
 def test_what_has_changed_since_the_call_is_refused() -> None:
     with MESH:
         net = sl.parallelize(critic(nn.Dropout(0.5)), COLUMNS)
