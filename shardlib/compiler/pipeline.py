@@ -43,7 +43,7 @@ from shardlib.core.stage_clock import StageClock
 from shardlib.distributed import world
 from shardlib.frontend.guards.argument_specs import argument_key
 from shardlib.frontend.guards.flatten_call import FlatCall, flatten_call
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.side_effects.mutations import MutationTracker
 from shardlib.frontend.trace import trace
 from shardlib.frontend.traced_graph import TracedFunction
@@ -86,7 +86,7 @@ def compile_program(
     out_specs: Any = None,
     static: Collection[int | str] = (),
     placed: Callable[[Any], FixedLayout | None] = lambda leaf: None,
-    state: State | None = None,
+    state: StateWalk | None = None,
     differentiate: bool = False,
     exact: bool = False,
     watch: MutationTracker | None = None,

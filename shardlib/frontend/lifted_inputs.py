@@ -29,8 +29,8 @@ from shardlib.core.torch_internals.torch_private import (
 )
 from shardlib.core.tree_paths import flatten_with_path, walk_tree
 from shardlib.frontend.guards.children import children, instance_dict
-from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.place_names import format_place
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.results import ObjectResult
 from shardlib.frontend.retarget_device import with_device
 from shardlib.frontend.side_effects.leaks import holds_trace
@@ -44,7 +44,7 @@ _current: ContextVar[LiftedInputs | None] = ContextVar("shardlib_lifted", defaul
 class LiftedInputs:
     """The tensors of a call's state while its function is traced, each with its node and its stand-in."""
 
-    def __init__(self, state: State, mode: FakeTensorMode, watch: MutationTracker | None = None) -> None:
+    def __init__(self, state: StateWalk, mode: FakeTensorMode, watch: MutationTracker | None = None) -> None:
         self.state, self.mode, self.watch = state, mode, watch
         self.nodes: list[fx.Node] = []
         self.refusal: ShardingError | None = None  # an error that the function may have caught
@@ -176,7 +176,7 @@ class Placeholder:
 
 def run_on_stand_ins(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an op of a traced function on the stand-ins of its ShardedTensors."""
-    lifted = _current.get() or LiftedInputs(State(), FakeTensorMode())
+    lifted = _current.get() or LiftedInputs(StateWalk(), FakeTensorMode())
     args, kwargs = pytree.tree_map_only(ShardedTensor, lifted.seen, (args, kwargs))
     return op(*args, **kwargs)
 

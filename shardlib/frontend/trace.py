@@ -20,7 +20,7 @@ from shardlib.core.errors import TraceAnewError
 from shardlib.core.torch_internals.torch_private import LOADED_BY_FAKES, late
 from shardlib.frontend.guards.flatten_call import flatten_call, is_number
 from shardlib.frontend.guards.number_inputs import NumberMode, UnsupportedNumbersError
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.hazards.default_dtype import restore_default_on_error
 from shardlib.frontend.hazards.escaped_values import collect_survivors
 from shardlib.frontend.hazards.grad_reads import GradReads
@@ -50,7 +50,7 @@ def trace(
     *,
     static: Collection[int | str] = (),
     device: torch.device | str | None = None,
-    state: State | None = None,
+    state: StateWalk | None = None,
     differentiate: bool = False,
     exact: bool = False,
     apart: Collection[int] = (),
@@ -101,7 +101,7 @@ def _trace_repeatedly(request: TraceRequest, make_numbers: Callable[[], NumberMo
                 raise
         else:
             if not (once.refused or failed):
-                own = () if numbers is None else numbers.made
+                own = () if numbers is None else numbers.wrapped
                 return replace(traced, outlived=(*survivors, *once.made, *own))
         finally:
             backward_mismatches.reset(token)

@@ -177,8 +177,8 @@ class TraceAttempt:
         for i, at in self.twins.items():
             leaves[i] = self.call.state.tensors[at - len(leaves)] if at >= len(leaves) else leaves[at]
         if self.numbers is not None:
-            self.numbers.last = len(self.call.leaves)
-            leaves = [self.numbers.give(i, self.names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
+            self.numbers.leaf_count = len(self.call.leaves)
+            leaves = [self.numbers.wrap_leaf(i, self.names[i], x) if is_number(x) else x for i, x in enumerate(leaves)]
         return leaves
 
     def _call(self, args: Any, kwargs: Any, loops: LoopReuse | None, users_modes: Any) -> _Result:
@@ -264,7 +264,7 @@ class TraceAttempt:
             self.result_tree,
             static=self.request.static,
             after=after,
-            served=plain if numbers is None else numbers.served(),
+            served=plain if numbers is None else numbers.guards(),
             asks_memory=self.queries.line is not None,
             looked=self.grads.looked,
             twins={self.names[i]: self.names[at] for i, at in self.twins.items()},

@@ -27,8 +27,8 @@ from shardlib.core.torch_internals.torch_private import (
     dual_level,
     transform_level,
 )
-from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.recompile_reasons import RetraceWarning
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.guards.torch_modes import refuse_dispatch_modes
 from shardlib.frontend.hazards.threads import refuse_nested
 from shardlib.frontend.reuse.subgraph_reuse import SubgraphReuse
@@ -221,7 +221,7 @@ class Jitted(Function):
             if compiling.thread:
                 refuse_nested()
                 compiling.wait()
-            state = State(own, programs.changing)
+            state = StateWalk(own, programs.changing)
             key, leaves = self.read_call(mesh, programs, state, args, kwargs)
             mesh = key[0]
             if state.arrays and not is_taken:

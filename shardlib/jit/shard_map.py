@@ -8,7 +8,6 @@ values are `PerDevice` tensors (`primitives/per_device.py`). Outside jit a call 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from shardlib.core.func_transforms import name_of
 from shardlib.core.torch_internals.torch_private import innermost, pytree
 from shardlib.core.torch_internals.traced_nodes import last_node
 from shardlib.frontend.guards.argument_specs import specs_by_argument
-from shardlib.frontend.guards.flatten_call import argument_names, positional_parameters, signature_parameters
+from shardlib.frontend.guards.flatten_call import NO_NAMES, argument_names, signature_names, signature_of
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.jit.jit import Jitted, jit
 from shardlib.primitives import boundary
@@ -131,9 +130,9 @@ class ShardMapped:
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the call with arguments by position where possible; TypeError if `fn` does not take them."""
-        if not kwargs or (parameters := signature_parameters(self.fn)) is None:
+        if not kwargs or (signature := signature_of(self.fn)) is None:
             return args, kwargs
-        bound = inspect.Signature(parameters).bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
 
     def _mesh(self, args: Any) -> Mesh:
@@ -202,7 +201,7 @@ class ShardMapped:
         """Returns the boundary of each leaf of the arguments; a tuple of specs needs an entry for each argument."""
         label, specs = f"shard_map({self.name})", self.in_specs
         if isinstance(specs, tuple | list):
-            later = [name for name in positional_parameters(self.fn) if name in kwargs]
+            later = [name for name in (signature_names(self.fn) or NO_NAMES).plain if name in kwargs]
             called = argument_names(self.fn, len(args), later)
             if len(specs) != len(called):
                 raise ShardingError(

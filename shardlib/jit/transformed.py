@@ -17,7 +17,7 @@ from shardlib.core.bounded_cache import BoundedCache
 from shardlib.core.errors import EffectError
 from shardlib.core.torch_internals.torch_private import TransformType, innermost, is_wrapped, pytree, transforms
 from shardlib.frontend.guards.flatten_call import wrap_static
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.jit.call.function import Function
 from shardlib.jit.call.pure_call import PureCall
 from shardlib.jit.differentiable_jit import Differentiable
@@ -36,7 +36,7 @@ class Transformed:
         self._calls: BoundedCache[Any, Differentiable | None] = BoundedCache(16)
 
     def __call__(
-        self, function: Function, state: State, modes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Function, state: StateWalk, modes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Returns the result of a call; `state` are the objects that it finds beside its arguments."""
         if any(level.key() == TransformType.Functionalize for level in transforms() or ()):

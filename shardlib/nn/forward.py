@@ -24,7 +24,7 @@ from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.source_lines import caller_at
 from shardlib.core.torch_internals.torch_private import CALL_HOOKS, SET_MODULE_STATE, is_wrapped, pytree
 from shardlib.frontend.guards.mappings import register_mappings
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.jit.jit import Jitted
 from shardlib.jit.shard import shard
 from shardlib.nn.argument_copies import counting_writes, run_on_copies
@@ -165,9 +165,9 @@ class Forward:
             )
         return nullcontext() if now is not None or is_without_mesh() else self.mesh
 
-    def _read_state(self, args: Any, kwargs: Any) -> State:
+    def _read_state(self, args: Any, kwargs: Any) -> StateWalk:
         """Returns the state that the code of a call reaches besides its arguments."""
-        state = State()
+        state = StateWalk()
         self.program.read_call(self.mesh, self.program.programs, state, args, kwargs)
         return state
 

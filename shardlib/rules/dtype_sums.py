@@ -11,7 +11,7 @@ from shardlib.rules.rule import Call, Rule
 
 
 def can_hold_sum(new: torch.dtype, old: torch.dtype) -> bool:
-    """True if a sum of numbers of dtype `old` equals the sum of the same numbers in `new`.
+    """Returns whether a sum of numbers of dtype `old` equals the sum of the same numbers in `new`.
 
     A floating-point dtype needs one with at least its range and digits. Integers wrap at their own width, and booleans
     add up to an "or", so their sums exist in no other dtype.
@@ -23,7 +23,7 @@ def can_hold_sum(new: torch.dtype, old: torch.dtype) -> bool:
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
-    """True for floating-point and complex dtypes."""
+    """Returns whether a dtype is floating-point or complex."""
     return dtype.is_floating_point or dtype.is_complex
 
 

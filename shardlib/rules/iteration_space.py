@@ -10,7 +10,7 @@ from typing import Any
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.torch_private import schema_of
-from shardlib.rules.rule import Accesses, Call, Local, LocalCode, Meta, Path, Rule, Ties, WindowMap
+from shardlib.rules.rule import Accesses, Call, LocalBuilder, LocalCode, Meta, Path, Rule, Ties, WindowMap
 
 Dim = tuple[str, ...]
 Ints = dict[Path, tuple[int, Dim]]
@@ -53,7 +53,7 @@ class Space:
         *,
         reduce: Mapping[str, str] | None = None,
         linear: Iterable[Iterable[int]] = (),
-        local: Callable[[Local], Any] | None = None,
+        emit: Callable[[LocalBuilder], Any] | None = None,
         local_factors: Iterable[str] = (),
         loose: Iterable[str] = (),
         ones: Iterable[str] = (),
@@ -78,7 +78,7 @@ class Space:
             gathers=frozenset(gathers),
             ties=Ties(**ties),
             accesses=Accesses(windows=windows, **accesses),
-            local=LocalCode(local if factors else None, factors, frozenset(loose), frozenset(ones)),
+            local=LocalCode(emit if factors else None, factors, frozenset(loose), frozenset(ones)),
             **fields,
         )
 
@@ -88,7 +88,7 @@ _ACCESSES = ("lookup", "blocks", "groups")
 
 
 def arg(call: Call, name: str, *missing: Any) -> Any:
-    """The argument with this name in the op's schema, or its default; `missing` if the op has no such argument."""
+    """Returns the argument with this name in the op's schema, or its default; `missing` if the op has none."""
     for i, a in enumerate(schema_of(call.target).arguments):
         if a.name == name:
             return call.args[i] if i < len(call.args) else call.kwargs.get(name, a.default_value)
@@ -98,18 +98,18 @@ def arg(call: Call, name: str, *missing: Any) -> Any:
 
 
 def is_backward(call: Call) -> bool:
-    """True if the op computes gradients, judging by its name."""
+    """Returns whether the op computes gradients, judging by its name."""
     return "backward" in schema_of(call.target).name
 
 
 def argument_path(call: Call, name: str) -> Path:
-    """The path of the argument with this name."""
+    """Returns the path of the argument with this name."""
     position = [a.name for a in schema_of(call.target).arguments].index(name)
     return (position,) if position < len(call.args) else (name,)
 
 
 def tensor_arguments(target: Any) -> list[tuple[int, str]] | None:
-    """Position and name of each argument that may be a tensor; None if an argument is a list of tensors."""
+    """Returns position and name of each argument that may be a tensor; None if an argument is a list of tensors."""
     return _tensor_arguments(schema_of(target))
 
 
@@ -126,7 +126,7 @@ def _tensor_arguments(schema: Any) -> list[tuple[int, str]] | None:
 
 
 def present_operands(call: Call, count: int) -> list[int]:
-    """The positions, among the op's `count` tensor arguments, of those that are tensors in this call."""
+    """Returns the positions, among the op's `count` tensor arguments, of those that are tensors in this call."""
     if len(call.operands) == count:
         return list(range(count))
     tensors = tensor_arguments(call.target) or []
@@ -138,12 +138,12 @@ def present_operands(call: Call, count: int) -> list[int]:
 
 
 def normalize_dim(dim: int, rank: int) -> int:
-    """The dim, counted from the front. A scalar counts as having one dim."""
+    """Returns the dim, counted from the front. A scalar counts as having one dim."""
     return dim + max(rank, 1) if dim < 0 else dim
 
 
 def normalize_dims(dims: int | Sequence[int] | None, rank: int) -> list[int]:
-    """The dims, sorted and counted from the front; None and an empty list mean all dims."""
+    """Returns the dims, sorted and counted from the front; None and an empty list mean all dims."""
     if isinstance(dims, int):
         dims = [dims]
     return sorted({normalize_dim(d, rank) for d in dims}) if dims else list(range(rank))
@@ -161,32 +161,32 @@ def result_shape(call: Call, i: int = 0) -> tuple[int, ...]:
 
 
 def size_arguments(call: Call, name: str, dims: Sequence[Dim]) -> Ints:
-    """The `ints` of the argument with this name, which lists the sizes of all dims of a value."""
+    """Returns the `ints` of the argument with this name, which lists the sizes of all dims of a value."""
     return {(*argument_path(call, name), i): (1, dim) for i, dim in enumerate(dims)}
 
 
 def broadcast_labels(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
-    """The labels of an operand of `shape` that broadcasts against a value with labels `dims`."""
+    """Returns the labels of an operand of `shape` that broadcasts against a value with labels `dims`."""
     tail = dims[len(dims) - len(shape) :] if shape else []
     return [() if n == 1 else dim for dim, n in zip(tail, shape, strict=True)]
 
 
 def broadcast_shapes(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The shape to which these shapes broadcast."""
+    """Returns the shape to which these shapes broadcast."""
     columns = itertools.zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
     return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
 
 
 def dim_names(letter: str, count: int) -> str:
-    """Names for `count` dims of a pattern: `d0 d1 d2`."""
+    """Returns names for `count` dims of a pattern: `d0 d1 d2`."""
     return " ".join(f"{letter}{i}" for i in range(count))
 
 
 def count_elements(call: Call, _: int) -> int:
-    """The flops of an op that visits each element of its first operand once."""
+    """Returns the flops of an op that visits each element of its first operand once."""
     return math.prod(call.operands[0].shape)
 
 
 def largest_numel(call: Call) -> int:
-    """The number of elements of the call's largest tensor."""
+    """Returns the number of elements of the call's largest tensor."""
     return max((math.prod(m.shape) for m in (*call.operands, *call.results) if m is not None), default=0)

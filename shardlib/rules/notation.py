@@ -45,6 +45,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from shardlib.core.errors import ShardingError
 from shardlib.rules.iteration_space import Dim
@@ -99,6 +100,47 @@ class Term:
         return f"~{words}" if self.fits else words
 
 
+class Note(NamedTuple):
+    """A note after the bar: `factors:word(values)`."""
+
+    factors: str
+    word: str
+    values: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The factors one by one: `g` and `c` of `(g c)`."""
+        return self.factors.strip("()").split()
+
+    @property
+    def argument(self) -> str | None:
+        """The argument that the note reads: `flag` of `whole(flag)`, `n` of `size(n)`."""
+        return self.values[0] if self.values and self.word in ("whole", "size") else None
+
+    @property
+    def other(self) -> str | None:
+        """The factor that the note ties to its own: `s` of `round(s)`."""
+        return self.values[0] if self.word in ("round", "with", "lend") else None
+
+    @property
+    def extent(self) -> tuple[str, ...] | None:
+        """The numbers or arguments that say how far a dim reads; None for other notes.
+
+        For `halo(3,n)` these are the elements before and after, for `windows` the size, the stride and the padding.
+        """
+        if self.word in ("halo", "ring"):
+            return self.values[0], self.values[-1]
+        return (*self.values[1:], *("1", "0")[len(self.values) - 2 :]) if self.word == "windows" else None
+
+    @property
+    def source(self) -> str:
+        """The factor that a halo or windows note reads: `i` of `o:windows(i,3)`, else the factor itself."""
+        return self.values[0] if self.word == "windows" else self.factors
+
+    def __str__(self) -> str:
+        return f"{self.factors}:{self.word}" + (f"({','.join(self.values)})" if self.values else "")
+
+
 @dataclass(frozen=True)
 class Pattern:
     """A parsed pattern; `str` returns its text.
@@ -112,7 +154,7 @@ class Pattern:
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
-    notes: tuple[tuple[str, str], ...] = ()
+    notes: tuple[Note, ...] = ()
     linear: tuple[frozenset[int], ...] = ()
 
     @cached_property
@@ -121,7 +163,7 @@ class Pattern:
         return next((t.named for t in (*self.operands, *self.results) if t.named and not is_anonymous(t.named)), None)
 
     def __str__(self) -> str:
-        notes = [f"{f}:{kind}" for f, kind in self.notes]
+        notes = [*map(str, self.notes)]
         notes += ["{" + ",".join(map(str, sorted(s))) + "}" for s in self.linear]
         left, right = (", ".join(map(str, terms)) for terms in (self.operands, self.results))
         text = " ".join(f"{left} -> {right}".split())
@@ -148,17 +190,16 @@ def parse(text: str) -> Pattern:
     notes, linear = _notes(tail, wrong)
     factors = {f for t in (*operands, *results) for f in t.names}
     wrong += [
-        f"`{f}:{kind}` names a factor that no tensor has"
-        for f, kind in notes
-        if not factors.issuperset(f.strip("()").split())
-        or (partner(kind) not in (None, *factors) and not argument_of(kind))
+        f"`{note}` names a factor that no tensor has"
+        for note in notes
+        if not factors.issuperset(note.names) or note.other not in (None, *factors)
     ]
     named = dict.fromkeys(t.named for t in (*operands, *results) if t.named)
     arguments = [f"`[{n}]`" for n in named if not is_anonymous(n)]
     if len(arguments) > 1:
         wrong.append(f"dims are named by {' and by '.join(sorted(arguments))}: one argument names them")
     if named and not arguments:
-        wrong.append("`[_]` is what an argument names, and no `[dim]` says which argument")
+        wrong.append("`[_]` needs a `[dim]` in another term: it names the argument")
     wrong += _halo_faults(notes, operands, results)
     wrong += [
         f"{{{i}}} names an operand, but there are {len(operands)}" for s in linear for i in s if i >= len(operands)
@@ -183,81 +224,53 @@ def gradient_pattern(text: str, saved: str = "", wrt: str = "0") -> str:
         '... m n, ... m k, k n -> ... m k, k n | ...:sum m:sum n:sum {0}'
     """
     op = parse(text)
-    windows = {f: read_factor(f, kind) for f, kind in op.notes if read_extent(kind)}
+    windows = {note.factors: note.source for note in op.notes if note.extent}
     assert all(f != read for f, read in windows.items()), "the gradient of a halo has no pattern"
     operands = [op.results[0]]
     operands += [op.results[int(w[1:])] if w[0] == "r" else op.operands[int(w)] for w in saved.split()]
     results = [op.operands[int(w)] for w in wrt.split()]
     names = dict.fromkeys(f for t in (*operands, *results) for f in sorted(t.names))
     factors = [f for f in names if not is_anonymous(f)]
-    notes = [(f, kind) for f, kind in op.notes if {*f.strip("()").split()} <= {*factors} and kind not in REDUCED]
-    notes += [(f, "sum") for f in factors if f not in windows and any(f not in t.names for t in results)]
+    notes = [note for note in op.notes if {*note.names} <= {*factors} and note.word not in REDUCED]
+    notes += [Note(f, "sum") for f in factors if f not in windows and any(f not in t.names for t in results)]
     return str(Pattern(tuple(operands), tuple(results), tuple(notes), (frozenset({0}),)))
 
 
-def _halo_faults(notes: Sequence[tuple[str, str]], operands: Sequence[Term], results: Sequence[Term]) -> Iterator[str]:
+def _halo_faults(notes: Sequence[Note], operands: Sequence[Term], results: Sequence[Term]) -> Iterator[str]:
     """Yields what is wrong with notes on halos and windows.
 
     A device drops the results of others, so every result has the dim that reads around itself. Windows are dims of
     results and read a dim of operands; in a gradient it is the reverse.
     """
-    for f, kind in notes:
-        if read_extent(kind) is None:
+    for note in notes:
+        if note.extent is None:
             continue
-        dims, i = [d for t in (*operands, *results) for d in t.dims], read_factor(f, kind)
+        f, i = note.factors, note.source
+        dims = [d for t in (*operands, *results) for d in t.dims]
         back = i != f and any((i,) in t.dims for t in results) and any((f,) in t.dims for t in operands)
         reader, read = (i, f) if back else (f, i)
-        if parts := [g for g in (f, i) if g == "..." or any(g in d and d != (g,) for d in dims)]:
-            yield f"`{f}:{kind}` is of a dim that is more than {parts[0]!r}"
+        if "..." in (f, i):
+            yield f"`{note}` needs the name of one dim, not `...`"
+        elif merged := [(g, d) for g in (f, i) for d in dims if g in d and d != (g,)]:
+            g, d = merged[0]
+            yield f"`{note}` needs `{g}` as a dim of its own, not as part of `({' '.join(d)})`"
         elif any((reader,) not in t.dims and t.named != reader for t in results):
-            yield f"`{f}:{kind}` is of a dim that a result lacks: make that by an op of its own"
+            yield f"with `{note}` every result must have `{reader}`; compute the others in another op"
         elif i != f and not any((read,) in t.dims for t in operands):
-            yield f"`{f}:{kind}` names a factor that no operand has"
+            yield f"`{note}` names a factor that no operand has"
         elif i != f and (any(reader in t.names for t in operands) or any(read in t.names for t in results)):
-            yield f"`{f}:{kind}` reads {i!r} of operands for {f!r} of results, and one is on both sides"
-        elif back and any(read_extent(k) and (read_factor(g, k) == g or (g,) in results[0].dims) for g, k in notes):
-            yield f"`{f}:{kind}` is of a gradient, and all that is read has to be"
-        if more := [k for g, k in notes if g in (f, i) and k != kind and not k.startswith("size(")]:
-            yield f"`{f}:{kind}` says all of {f!r}, and there is `{f}:{more[0]}`"
-        if any(k == "local" for _, k in notes):
-            yield f"`{f}:{kind}` has a local form of its own, and some dim is marked `:local`"
+            yield f"`{note}` reads {i!r} of operands for {f!r} of results, and one is on both sides"
+        elif back and any(n.extent and (n.source == n.factors or (n.factors,) in results[0].dims) for n in notes):
+            yield f"`{note}` is of a gradient, and all that is read has to be"
+        if more := [n for n in notes if n.factors in (f, i) and n != note and n.word != "size"]:
+            yield f"`{note}` cannot be combined with `{more[0]}`"
+        if any(n.word == "local" for n in notes):
+            yield f"`{note}` brings its own local form: remove `:local`"
 
 
 def is_anonymous(factor: str) -> bool:
-    """True for a factor that was written `_`."""
+    """Returns whether a factor was written `_`."""
     return factor[0] == "_" and factor[1:].isdecimal()
-
-
-def argument_of(kind: str) -> str | None:
-    """The argument that a note reads: `flag` of `whole(flag)`, `n` of `size(n)`."""
-    return partner(kind) if kind.startswith(("whole(", "size(")) else None
-
-
-@lru_cache(maxsize=1024)
-def partner(kind: str) -> str | None:
-    """The second name of a note: `s` of `round(s)`."""
-    return kind[:-1].partition("(")[2] or None if read_extent(kind) is None else None
-
-
-@lru_cache(maxsize=1024)
-def read_extent(kind: str) -> tuple[str, ...] | None:
-    """The numbers or arguments that say how far a dim reads; None for other notes.
-
-    For `halo(3,n)` these are the elements before and after, for `windows` the size, the stride and the padding.
-    """
-    word, _, numbers_text = kind.removesuffix(")").partition("(")
-    if word in ("halo", "ring"):
-        before, _, after = numbers_text.partition(",")
-        return before, after or before
-    if word != "windows":
-        return None
-    numbers = numbers_text.split(",")[1:]
-    return (*numbers, *("1", "0")[len(numbers) - 1 :])
-
-
-def read_factor(factor: str, kind: str) -> str:
-    """The factor that a halo or windows note reads: `i` of `o:windows(i,3)`, else the factor itself."""
-    return kind.partition("(")[2].partition(",")[0] if kind.startswith("windows(") else factor
 
 
 def _term(text: str, wrong: list[str]) -> Term:
@@ -277,10 +290,14 @@ def _term(text: str, wrong: list[str]) -> Term:
     return Term(dims, fits)
 
 
-def _notes(text: str, wrong: list[str]) -> tuple[list[tuple[str, str]], list[frozenset[int]]]:
+def _notes(text: str, wrong: list[str]) -> tuple[list[Note], list[frozenset[int]]]:
     if rest := _NOTE.sub("", text).strip():
         wrong.append(f"{rest!r} after the bar is neither `factor:kind` nor a set of operands like `{{0,1}}`")
     matches = _NOTE.findall(text)
-    notes = [(f, kind.replace(" ", "")) for f, kind, _ in matches if f]
+    notes = []
+    for factors, kind, _ in matches:
+        if factors:
+            word, *values = re.split(r"[(),]+", kind.replace(" ", "").removesuffix(")"))
+            notes.append(Note(factors, word, tuple(values)))
     linear = [frozenset(map(int, s.split(","))) for _, _, s in matches if s]
     return notes, linear

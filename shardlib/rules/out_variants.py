@@ -16,7 +16,7 @@ Composite = Callable[..., Any]
 
 
 def full_name(name: str) -> str:
-    """The name with its namespace: `aten` unless written out, as in `shardlib::attention`."""
+    """Returns the name with its namespace: `aten` unless written out, as in `shardlib::attention`."""
     return name if "::" in name else f"aten::{name}"
 
 
@@ -45,7 +45,7 @@ def writers(target: OpOverload, form: Composite) -> Iterator[tuple[OpOverload, C
 
 
 def _is_plain(op: OpOverload, target: OpOverload) -> bool:
-    """True if the op writes one tensor per result and draws no random numbers, which have rules of their own."""
+    """Returns whether the op writes one tensor per result and draws no random numbers, which have their own rules."""
     written = [a for a in schema_of(op).arguments if a.name in written_arguments(op)]
     outs = [a for a in written if a.is_out]
     kinds = {str(a.type) for a in written}

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardlib.core.errors import ShardingError
 from shardlib.rules.iteration_space import Dim, arg, normalize_dims
-from shardlib.rules.notation import ELLIPSIS, Pattern, Term, argument_of, is_anonymous
+from shardlib.rules.notation import ELLIPSIS, Note, Pattern, Term, is_anonymous
 from shardlib.rules.rule import Call, Meta
 
 PlacedTerm = tuple[Term, tuple[Dim, ...] | None]  # a term, and the factors of each dim of its tensor; None: no match
@@ -39,7 +39,7 @@ def match_terms(pattern: Pattern, present: tuple[int, ...], ranks: tuple[int | N
     name = pattern.named
     if name is not None:
         rank = next(n for t, n in zip(terms, ranks, strict=True) if t.named and n is not None)
-        lists_sizes = (name, f"size({name})") in pattern.notes  # the argument lists the sizes of the last dims
+        lists_sizes = Note(name, "size", (name,)) in pattern.notes  # the argument lists the sizes of the last dims
         at = range(rank)[rank - len(dims) :] if lists_sizes else [d for d in normalize_dims(dims, rank) if d < rank]
         factors = tuple(name if k == 0 else f"{name}{k}" for k in range(len(at)))
         groups = ((name, factors),)
@@ -50,7 +50,7 @@ def match_terms(pattern: Pattern, present: tuple[int, ...], ranks: tuple[int | N
 
 
 def _expand_named(term: Term, count: int, rank: int, name: str, named: Mapping[int, str]) -> Term:
-    """The term of a tensor of `count` dims, with `[dim]` and `...` written out dim by dim."""
+    """Returns the term of a tensor of `count` dims, with `[dim]` and `...` written out dim by dim."""
     own = term.named if term.named and is_anonymous(term.named) else None
     factors = {d: f"{own}000{k}" for k, d in enumerate(named)} if own else named
     dims = [(*term.majors, factors[d]) if d in named else (f"*{rank - 1 - d}",) for d in range(rank)]
@@ -66,7 +66,7 @@ def _expand_named(term: Term, count: int, rank: int, name: str, named: Mapping[i
 
 
 def _expand_ellipsis(term: Term, rank: int) -> tuple[Dim, ...] | None:
-    """The factors of every dim. Those of `...` are `*0`, `*1` from the right, so that they broadcast."""
+    """Returns the factors of every dim. Those of `...` are `*0`, `*1` from the right, so that they broadcast."""
     dims = list(term.dims)
     if ELLIPSIS in dims:
         at = dims.index(ELLIPSIS)
@@ -76,7 +76,7 @@ def _expand_ellipsis(term: Term, rank: int) -> tuple[Dim, ...] | None:
 
 
 def factor_sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[PlacedTerm, tuple[int, ...]]]) -> dict[str, int]:
-    """The size of every factor, in the order in which the pattern names them."""
+    """Returns the size of every factor, in the order in which the pattern names them."""
     sizes: dict[str, int] = {}
     wrong: list[str] = []
     open_dims: list[tuple[Dim, int]] = []
@@ -111,20 +111,20 @@ def factor_sizes(pattern: Pattern, call: Call, tensors: Sequence[tuple[PlacedTer
 
 
 def _sizes_from_arguments(pattern: Pattern, call: Call) -> Iterator[tuple[str, int]]:
-    """The factors with a note `size(argument)`, with the values of these arguments."""
-    for f, kind in pattern.notes:
-        name, _, item = (argument_of(kind) or "").partition(".")
-        if kind.startswith("size(") and f[0] != "(" and name != pattern.named:
+    """Yields the factors with a note `size(argument)`, with the values of these arguments."""
+    for note in pattern.notes:
+        name, _, item = (note.argument or "").partition(".")
+        if note.word == "size" and note.names == [note.factors] and name != pattern.named:
             n = arg(call, name)
             n = n[int(item)] if item and isinstance(n, Sequence) else n
             if type(n) is int and n > 0:
-                yield f, n
+                yield note.factors, n
 
 
 def infer_shape(
     placed: PlacedTerm, result: Meta, operands: Sequence[tuple[PlacedTerm, tuple[int, ...]]]
 ) -> tuple[int, ...]:
-    """The shape of a result, from the operands where these determine it and torch would have to infer it."""
+    """Returns the shape of a result, from the operands where these determine it and torch would have to infer it."""
     dims = placed[1]
     if result.is_shape_known or dims is None or any(len(dim) > 1 for dim in dims):
         return result.shape
@@ -140,12 +140,12 @@ def infer_shape(
 
 
 def dim_labels(placed: PlacedTerm, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Dim, ...]:
-    """The factors of each dim, without those of size 1."""
+    """Returns the factors of each dim, without those of size 1."""
     dims = placed[1] or ()
     return tuple([() if n == 1 else tuple([f for f in d if sizes[f] != 1]) for d, n in zip(dims, shape, strict=True)])
 
 
 def misfit(pattern: Pattern, call: Call, wrong: list[str]) -> ShardingError:
-    """The error for a call that a pattern does not fit."""
+    """Returns the error for a call that a pattern does not fit."""
     shapes = ", ".join(str(list(m.shape)) for m in call.operands)
     return ShardingError(f"the rule `{pattern}` does not fit the call {call.target}({shapes})", wrong)

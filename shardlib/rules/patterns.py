@@ -12,9 +12,9 @@ from shardlib.rules.iteration_space import Dim, Ints, Space, arg, argument_path,
 from shardlib.rules.local_forms.helpers import from_torch_code
 from shardlib.rules.local_forms.stencil import Reach, Stencil
 from shardlib.rules.local_forms.window import Window
-from shardlib.rules.notation import Pattern, argument_of, is_anonymous, parse, partner, read_extent, read_factor
+from shardlib.rules.notation import Note, Pattern, is_anonymous, parse
 from shardlib.rules.pattern_terms import dim_labels, factor_sizes, infer_shape, match_terms, misfit
-from shardlib.rules.rule import Call, Local, Rule, WindowMap
+from shardlib.rules.rule import Call, LocalBuilder, Rule, WindowMap
 
 Flops = Callable[[Call, int], int]  # of the call and the number of points of its iteration space
 
@@ -22,7 +22,7 @@ Flops = Callable[[Call, int], int]  # of the call and the number of points of it
 def pattern(
     text: str,
     *,
-    local: Callable[[Local], Any] | None = None,
+    emit: Callable[[LocalBuilder], Any] | None = None,
     form: Callable[..., Any] | None = None,
     flops: Flops | int | None = None,
     stencil: Stencil | None = None,
@@ -33,12 +33,12 @@ def pattern(
 ) -> Callable[[Call], Rule]:
     """Returns a rule function for a pattern.
 
-    `form` is the local form as torch code; it gets a `Local`, then the op's arguments with shards for tensors. `local`
-    is a local form of instructions. `flops` is a number per point of the iteration space, or a function; by default it
-    is 2 where operands are contracted, and elsewhere 1 per element of the largest tensor. `stencil` says which elements
-    a result reads, where the text does not. With `loose`, the local form reads no offsets. With `skips_empty_results`,
-    an empty result was not requested (the vectors of `svdvals`), and keeps no factor whole. `fields` are other fields
-    of the rule.
+    `form` is the local form as torch code; it gets a `LocalBuilder`, then the op's arguments with shards for tensors.
+    `emit` is a local form of instructions. `flops` is a number per point of the iteration space, or a function. By
+    default it is 2 where operands are contracted, and elsewhere 1 per element of the largest tensor. `stencil` says
+    which elements a result reads, where the text does not. With `loose`, the local form reads no offsets. With
+    `skips_empty_results`, an empty result was not requested (the vectors of `svdvals`), and keeps no factor whole.
+    `fields` are other fields of the rule.
 
     Example:
         >>> import torch
@@ -50,14 +50,14 @@ def pattern(
         >>> rule.sizes, rule.reduce, rule.flops
         ({'m': 2, 'k': 3, 'n': 4}, {'k': 'sum'}, 48)
     """
-    code = from_torch_code(form) if form else local
+    code = from_torch_code(form) if form else emit
     work: Flops | None = (lambda _, points: flops * points) if isinstance(flops, int) else flops
     options = _Options(parse(text), code, work, stencil, windows or {}, loose, skips_empty_results, fields)
     return lambda call: _apply(options, call)
 
 
 def joint(sets: Iterable[frozenset[int]], present: Sequence[int]) -> list[frozenset[int]]:
-    """Linear sets in terms of the operands that are tensors. A set that contains a number is not linear."""
+    """Returns the linear sets in terms of the operands that are tensors. A set that contains a number is not linear."""
     position = {p: i for i, p in enumerate(present)}
     return [frozenset(position[p] for p in s) for s in sets if s <= position.keys()]
 
@@ -67,7 +67,7 @@ class _Options:
     """The arguments of `pattern`."""
 
     pattern: Pattern
-    local: Callable[[Local], Any] | None
+    emit: Callable[[LocalBuilder], Any] | None
     flops: Flops | None
     stencil: Stencil | None
     windows: Mapping[str, WindowMap]
@@ -77,7 +77,7 @@ class _Options:
 
 
 def _apply(options: _Options, call: Call) -> Rule:
-    """The rule of a call, step by step: terms, sizes, notes, stencil, and what has to stay whole."""
+    """Returns the rule of a call, step by step: terms, sizes, notes, stencil, and what has to stay whole."""
     pattern = options.pattern
     present = present_operands(call, len(pattern.operands))
     if len(present) != len(call.operands) or len(pattern.results) != len(call.results):
@@ -96,8 +96,8 @@ def _apply(options: _Options, call: Call) -> Rule:
     labels = iter([dim_labels(t, shape, sizes) for t, shape in results])
     outputs = [next(labels) if t and m else () for t, m in zip(matched.results, call.results, strict=True)]
     notes = _Notes(call, space, sizes, {**dict(matched.groups), "...": [f for f in space.sizes if f.startswith("*")]})
-    for name, kind in pattern.notes:
-        notes.add(name, kind)
+    for note in pattern.notes:
+        notes.add(note)
     written = _factors(outputs)
     stencil = options.stencil
     if notes.reach:
@@ -122,7 +122,7 @@ def _apply(options: _Options, call: Call) -> Rule:
         reduce=notes.reduce,
         linear=joint(pattern.linear, present),
         ints=notes.ints,
-        local=options.local or (stencil.local if stencil else None),
+        emit=options.emit or (stencil.local if stencil else None),
         local_factors=notes.local_factors,
         loose=loose,
         ones=[f for f, n in sizes.items() if n == 1 and not is_anonymous(f)],
@@ -171,39 +171,44 @@ class _Notes:
     reach: dict[str, Reach] = field(default_factory=dict)
     ints: Ints = field(default_factory=dict)
 
-    def add(self, name: str, kind: str) -> None:
-        """Reads the note `name:kind`."""
-        space = self.space
-        factors = self.groups[name] if name in self.groups else name.strip("()").split()
-        if kind.startswith("size("):
-            self._add_size(name, kind, factors)
+    def add(self, note: Note) -> None:
+        """Reads a note."""
+        factors = self.groups.get(note.factors, note.names)
+        if note.word == "size":
+            self._add_size(note, factors)
             return
         for f in factors:
-            if f not in space.sizes or (kind.startswith("whole(") and not arg(self.call, str(argument_of(kind)))):
-                space.whole |= {read_factor(f, kind)} & space.sizes.keys() - {f}  # one window
-            elif kind.startswith("whole"):
-                space.whole.add(f)
-            elif (other := partner(kind)) is not None:
-                self._add_tie(f, kind.partition("(")[0], other)
-            elif extent := read_extent(kind):
-                read = read_factor(f, kind)
-                if read in space.sizes:
-                    self.reach[f] = _reach(self.call, kind, read, self.sizes[read], self.sizes[f], extent)
-                else:
-                    space.whole.add(f)  # windows of one element
-            elif kind == "local":
-                self.local_factors.append(f)
-            elif kind == "gather":
-                self.gathers.append(f)
-            else:
-                self.reduce[f] = kind
+            self._add_to_factor(f, note._replace(factors=f))
 
-    def _add_size(self, name: str, kind: str, factors: Sequence[str]) -> None:
-        listed = name in self.groups and name == argument_of(kind)
-        parts = {f".{k}": (f,) for k, f in enumerate(factors)} if listed else {"": factors}
+    def _add_to_factor(self, f: str, note: Note) -> None:
+        """Reads a note on the factor `f` alone."""
+        space = self.space
+        if f not in space.sizes:
+            space.whole |= {note.source} & space.sizes.keys()  # one window, which reads all of its source
+        elif note.word == "whole":
+            if note.argument is None or arg(self.call, note.argument):
+                space.whole.add(f)
+        elif note.other is not None:
+            self._add_tie(f, note.word, note.other)
+        elif note.extent:
+            if note.source in space.sizes:
+                self.reach[f] = _reach(self.call, note, self.sizes[note.source], self.sizes[f])
+            else:
+                space.whole.add(f)  # windows of one element
+        elif note.word == "local":
+            self.local_factors.append(f)
+        elif note.word == "gather":
+            self.gathers.append(f)
+        else:
+            self.reduce[f] = note.word
+
+    def _add_size(self, note: Note, factors: Sequence[str]) -> None:
+        """Reads a `size` note; an argument that names dims lists their sizes."""
+        is_list = note.factors in self.groups and note.factors == note.argument
+        parts = {f".{k}": (f,) for k, f in enumerate(factors)} if is_list else {"": factors}
         for item, dim in parts.items():
             self.ints |= _size_argument(
-                self.call, f"{argument_of(kind)}{item}", tuple(f for f in dim if f in self.space.sizes)
+                self.call, f"{note.argument}{item}", tuple(f for f in dim if f in self.space.sizes)
             )
 
     def _add_tie(self, factor: str, word: str, other: str) -> None:
@@ -222,36 +227,40 @@ class _Notes:
         self.ties["with"] |= follows
 
 
-def _reach(call: Call, kind: str, read: str, size: int, count: int, extent: tuple[str, ...]) -> Reach:
-    """The reach of a `halo`, `ring` or `windows` note, whose numbers may be arguments of the op."""
+def _reach(call: Call, note: Note, size: int, count: int) -> Reach:
+    """Returns the reach of a `halo`, `ring` or `windows` note, whose numbers may be arguments of the op.
+
+    `size` and `count` are the sizes of the factor that the note reads, and of its own factor.
+    """
+    word, read, extent = note.word, note.source, note.extent or ()
     numbers = [int(n) if n.isdecimal() else arg(call, n) for n in extent]
-    word, limit = kind.partition("(")[0], size if kind.startswith("ring") else math.inf
+    limit = size if word == "ring" else math.inf
     least = (1, 1, 0) if word == "windows" else (0, 0)
     checked = zip(extent, numbers, least, strict=True)
     wrong = [f"{name} is {n!r}" for name, n, low in checked if type(n) is not int or not low <= n <= limit]
     if wrong:
-        note = f"`{word}({', '.join([*([read] if word == 'windows' else []), *extent])})` in the rule of {call.target}"
+        place = f"`{word}({', '.join([*([read] if word == 'windows' else []), *extent])})` in the rule of {call.target}"
         remedy = "write a number, t:halo(3, 0), or an argument that is a whole one and not negative"
         limit_text = ", at most once round" if word == "ring" else ""
-        raise ShardingError(note, list(dict.fromkeys(wrong)), rule=f"it counts elements{limit_text}", remedy=remedy)
+        raise ShardingError(place, list(dict.fromkeys(wrong)), rule=f"it counts elements{limit_text}", remedy=remedy)
     if word == "windows":
         window = Window(numbers[0], numbers[1], numbers[2])
         fitting = max((size + 2 * window.padding - window.span) // window.stride + 1, 0)
         if fitting != count:
-            note = f"`windows({', '.join([read, *map(str, numbers)])})` in the rule of {call.target}"
+            place = f"`windows({', '.join([read, *map(str, numbers)])})` in the rule of {call.target}"
             wrong = [f"`{read}` of {size} elements has {fitting} such windows, and there are {count}"]
-            raise ShardingError(note, wrong)
+            raise ShardingError(place, wrong)
         return Reach.windows(read, size, count, window)
     return Reach.around(word, read, size, *numbers)
 
 
 def _size_argument(call: Call, name: str, dim: Dim) -> Ints:
-    """The `ints` entry of an argument that holds the size of `dim`; `n.0` is the first item of the list `n`."""
+    """Returns the `ints` entry of an argument that holds the size of `dim`; `n.0` is the first item of the list `n`."""
     name, _, item = name.partition(".")
     return {(*argument_path(call, name), *([int(item)] if item else [])): (1, dim)}
 
 
 def _contracts(operands: Sequence[Sequence[Dim]], reduce: Mapping[str, str]) -> bool:
-    """True if the op sums products of its operands."""
+    """Returns whether the op sums products of its operands."""
     summed = [f for f, kind in reduce.items() if kind == "sum"]
     return any(sum(any(f in d for d in labels) for labels in operands) > 1 for f in summed)

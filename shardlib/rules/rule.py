@@ -169,7 +169,7 @@ class LocalCode:
     * `ones`: the names of dims of size 1, which have no factor, for code that mentions them.
     """
 
-    emit: Callable[[Local], Any] | None = None
+    emit: Callable[[LocalBuilder], Any] | None = None
     factors: frozenset[str] = frozenset()
     loose: frozenset[str] = frozenset()
     ones: frozenset[str] = frozenset()
@@ -188,7 +188,7 @@ class Rule:
     * `linear`: sets of operand positions. The op is jointly linear in each set, so partial sums on exactly these
       operands pass through to the results (`add`: {0, 1}; `mul`: {0} and {1}; `neg`: {0}).
     * `onto`: the operand to which the op adds its partial sum. The operand may be a partial sum itself; then the local
-      form adds each device's own addend (`Local.has_partial`).
+      form adds each device's own addend (`LocalBuilder.has_partial`).
     * `ints`: integer arguments that are `k * product of local sizes of factors`: {path: (k, factors)}.
     * `gathers`: factors that may stay unsharded against a request. Gathering what is written to a few places of a large
       result may send less than summing that result.
@@ -213,16 +213,16 @@ class Rule:
     transparent: bool = False
 
     def partial_kind(self, result: int, factor: str) -> str | None:
-        """The kind of partial result while a factor that the result lacks is sharded; None if it is complete."""
+        """Returns the kind of partial result while a factor that the result lacks is sharded; None if complete."""
         kind = self.reduce.get(factor, "none")
         return None if kind == "none" or self.complete & {result, (result, factor)} else kind
 
     def adds_up(self, sharded: Iterable[str]) -> bool:
-        """True if all reductions over these sharded factors are sums."""
+        """Returns whether all reductions over these sharded factors are sums."""
         return all(self.reduce.get(factor, "sum") in ("sum", "none") for factor in sharded)
 
     def window_length(self, factor: str, ways: int) -> int | None:
-        """The elements of a ring's factor that a device reads from others, where fetching them at once pays.
+        """Returns the elements of a ring's factor that a device reads from others, where fetching them at once pays.
 
         None where a device reads more than half of what the other `ways - 1` devices hold.
         """
@@ -232,7 +232,7 @@ class Rule:
         return length if 2 * length * ways <= (ways - 1) * self.sizes[factor] else None
 
 
-class Local(Protocol):
+class LocalBuilder(Protocol):
     """The builder that a local form writes its instructions with. Values are opaque.
 
     Ints may be symbolic, since they differ by device. A symbolic int supports `+ - * //` with ints and symbolic ints,
@@ -247,16 +247,16 @@ class Local(Protocol):
     @property
     def prices(self) -> Prices: ...
     def axes(self, factor: str) -> tuple[Axis, ...]:
-        """The mesh axes that shard `factor`; () if it is whole."""
+        """Returns the mesh axes that shard `factor`; () if it is whole."""
 
     def size(self, factor: str) -> Any:
         """This device's size of `factor`."""
 
     def has_partial(self, operand: int, factor: str) -> bool:
-        """True if an operand is a partial sum over the devices along `factor`."""
+        """Returns whether an operand is a partial sum over the devices along `factor`."""
 
     def offset(self, factor: str) -> Any:
-        """The global index of this device's first element of `factor`."""
+        """Returns the global index of this device's first element of `factor`."""
 
     def extents(self, factor: str) -> list[tuple[Any, Any, int]]:
         """This device's size and offset, and the global size, of each sub-factor of `factor`, major first.
@@ -265,19 +265,19 @@ class Local(Protocol):
         """
 
     def ways(self, factor: str) -> int:
-        """The number of devices that share `factor`."""
+        """Returns the number of devices that share `factor`."""
 
     def position(self, factor: str) -> Any:
         """This device's position among the devices that share `factor`."""
 
     def on_member(self, value: Any, factor: str, member: Callable[[int], int]) -> Any:
-        """The symbolic int `value` as the device at position `member(i)` has it, where i is this device's position."""
+        """Returns the symbolic int `value` of the device at position `member(i)`, where i is this device's position."""
 
     def calc(self, function: Callable[..., Any], *values: Any) -> Any:
-        """The symbolic value `function(*values)`. The function returns an int or several."""
+        """Returns the symbolic value `function(*values)`. The function returns an int or several."""
 
     def values(self, value: Any, factor: str) -> list[set[Any]]:
-        """The values that a symbolic int has, for each position among the devices that share `factor`."""
+        """Returns the values that a symbolic int has, for each position among the devices that share `factor`."""
 
     def ppermute(
         self,
@@ -290,14 +290,14 @@ class Local(Protocol):
         holds: Callable[[int], int] = ...,
         parts: int = 1,
     ) -> Any:
-        """Send a local value along (source, destination) positions among the devices that share `factor`.
+        """Sends a local value along (source, destination) positions among the devices that share `factor`.
 
         A plan calls it `name`, and its dims are `labels`. Member i sends the shard of member `holds(i)`, or one of
         `parts` equal parts of it along `factor`.
         """
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record torch code: returns the local results, with the shapes and dtypes of shards.
+        """Records torch code; returns the local results, with the shapes and dtypes of shards.
 
         The function is called with tensors without values, once for each distinct set of local sizes. Its ops are
         recorded, and `psum` and the like communicate along factors. Raises `ShardingError` for code that reads values,
@@ -305,7 +305,7 @@ class Local(Protocol):
         """
 
     def op(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Emit one call; returns its value (a tuple of values for ops with several results)."""
+        """Emits one call; returns its value (a tuple of values for ops with several results)."""
 
 
 RuleFn = Callable[[Call], Rule | None]  # None: this call has no rule after all

@@ -23,7 +23,7 @@ from shardlib.core.torch_internals.torch_private import (
 )
 from shardlib.rules.dtype_sums import drop_inexact_sums
 from shardlib.rules.iteration_space import tensor_arguments
-from shardlib.rules.notation import REDUCED, Pattern, argument_of, parse, partner, read_extent
+from shardlib.rules.notation import REDUCED, Pattern, parse
 from shardlib.rules.out_variants import full_name, op_named, writers
 from shardlib.rules.patterns import pattern
 from shardlib.rules.rule import Call, Rule, RuleFn
@@ -52,7 +52,7 @@ def _table() -> dict[str, RuleFn]:
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """The ops that are traced as other ops: `DECOMPOSED` of the families, with their in-place and out= variants."""
+    """Returns the ops that are traced as other ops: `DECOMPOSED` of the families, with in-place and out= variants."""
     forms: dict[Any, Callable[..., Any]] = {}
     variants: dict[Any, Callable[..., Any]] = {}
     for family in FAMILIES:
@@ -66,12 +66,12 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 TABLE: dict[str, RuleFn] = _table()
 DECOMPOSITIONS = _decompositions()
-_BY_TAG = pointwise.pointwise()
+_POINTWISE_ROW = pointwise.pointwise()
 _CACHE: BoundedCache[Any, Rule | None] = BoundedCache(1 << 11)
 
 
 def rule_for(call: Call) -> Rule | None:
-    """The rule of one call; None if there is none, and the op runs replicated."""
+    """Returns the rule of one call; None if there is none, and the op runs replicated."""
     by_device = has_trait(call.target, "device_shapes")  # one process may plan for GPUs and for CPUs
     key = (call.key, call.results) if by_device else call.key
     try:
@@ -85,37 +85,37 @@ def rule_for(call: Call) -> Rule | None:
 
 
 def row(target: Any) -> RuleFn | None:
-    """The row of the table that covers an op."""
+    """Returns the row of the table that covers an op."""
     if not isinstance(target, OpOverload):
         return None
     name = _name(target)
-    if name in _OWN and not text_of(target):
+    if name in _USER_RULES and not user_rule_text(target):
         return None
-    return TABLE.get(name) or (_BY_TAG if pointwise.is_pointwise(target) else None)
+    return TABLE.get(name) or (_POINTWISE_ROW if pointwise.is_pointwise(target) else None)
 
 
 def _name(target: OpOverload) -> str:
     return str(target.name())  # type: ignore[no-untyped-call]
 
 
-_OWN: dict[str, tuple[str, Any]] = {}  # op -> the text of the user's rule, and the definition that it belongs to
+_USER_RULES: dict[str, tuple[str, Any]] = {}  # op -> the text of the user's rule, and the definition that it belongs to
 
 
-def own_rules(targets: Iterable[Any]) -> list[str]:
-    """The names and texts of users' rules for these ops."""
+def user_rules(targets: Iterable[Any]) -> list[str]:
+    """Returns the names and texts of users' rules for these ops."""
     ops = [_name(x) for x in targets if isinstance(x, OpOverload)]
-    return [f"{name}, {_OWN[name][0]!r}" for name in dict.fromkeys(ops) if name in _OWN]
+    return [f"{name}, {_USER_RULES[name][0]!r}" for name in dict.fromkeys(ops) if name in _USER_RULES]
 
 
-def text_of(target: Any) -> str:
-    """The text of the user's rule for an op; empty if there is none, or the op has been defined again since."""
+def user_rule_text(target: Any) -> str:
+    """Returns the text of the user's rule for an op; empty if there is none, or the op has been defined again since."""
     name = _name(target)
-    text, definition = _OWN.get(name, ("", None))
+    text, definition = _USER_RULES.get(name, ("", None))
     return text if definition is _definition(name) else ""
 
 
 def _definition(name: str) -> Any:
-    """The current definition of an op, if `torch.library.custom_op` made it."""
+    """Returns the current definition of an op, if `torch.library.custom_op` made it."""
     return CUSTOM_OPS.get(name.partition(".")[0])
 
 
@@ -128,7 +128,7 @@ def rule(op: Any, /) -> str: ...
 
 
 def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
-    """Register the sharding rule of a custom op, in the notation of `shardlib.rules.notation`.
+    """Registers the sharding rule of a custom op, in the notation of `shardlib.rules.notation`.
 
     The decorated op is a result of `torch.library.custom_op` or an `OpOverload`, and is returned. A factor that a
     result lacks stays whole unless the rule says how it is reduced (`k:sum`). `sl.prove(op, *args)` proves the rule.
@@ -152,7 +152,7 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
         '... m k, k n -> ... m n | k:sum {0} {1}'
     """
     if not isinstance(text, str) and local is None:
-        return _guide(overload_of(text))
+        return _rule_or_hint(overload_of(text))
     parsed = parse(text)
 
     def register(op: Op) -> Op:
@@ -164,8 +164,8 @@ def rule(text: Any, /, *, local: Callable[..., Any] | None = None) -> Any:
                 rule="one term for every tensor argument and every result of an op without side effects",
             )
         emit = local and (lambda builder: builder.run(local, *builder.args, **builder.kwargs))
-        TABLE[_name(overload)] = pattern(text, local=emit, skips_empty_results=False)
-        _OWN[_name(overload)] = text, _definition(_name(overload))
+        TABLE[_name(overload)] = pattern(text, emit=emit, skips_empty_results=False)
+        _USER_RULES[_name(overload)] = text, _definition(_name(overload))
         _CACHE.clear()
         PROGRAMS.clear()
         rule_registrations.again()
@@ -189,53 +189,54 @@ def _schema_faults(op: OpOverload, rule: Pattern) -> Iterator[str]:
 
 
 def _note_faults(op: OpOverload, rule: Pattern, local: Callable[..., Any] | None) -> Iterator[str]:
-    marked = [f for f, kind in rule.notes if kind == "local"]
+    marked = [note for note in rule.notes if note.word == "local"]
     if marked and local is None:
-        yield f"`{marked[0]}:local` needs a local form: sl.rule(text, local=function)"
+        yield f"`{marked[0]}` needs a local form: sl.rule(text, local=function)"
     if local is not None and not marked:
         yield "it has a local form, and no dim is marked for it: `k:local`"
-    read = [(f"`{f}:{kind}`", argument_of(kind)) for f, kind in rule.notes]
-    read += [(f"`{f}:{kind}`", n) for f, kind in rule.notes for n in read_extent(kind) or () if not n.isdecimal()]
+    read = [(f"`{note}`", note.argument) for note in rule.notes]
+    read += [(f"`{note}`", n) for note in rule.notes for n in note.extent or () if not n.isdecimal()]
     read += [(f"`[{rule.named}]`", rule.named)]
     names = {a.name for a in schema_of(op).arguments}
-    for note, n in dict.fromkeys(read):
+    for text, n in dict.fromkeys(read):
         if n and n.partition(".")[0] not in names:
-            yield f"{note} reads an argument that it has not"
-    for f, kind in rule.notes:
-        if partner(kind) and not argument_of(kind):
-            yield f"`{f}:{kind}` is for the library's own rules"
+            yield f"{text} names no argument of the op"
+    for note in rule.notes:
+        if note.other:
+            yield f"`{note}` is for the library's own rules"
     yield from _idle_notes(rule)
-    kinds = {kind for _, kind in rule.notes if kind in REDUCED}
+    kinds = {note.word for note in rule.notes if note.word in REDUCED}
     if len(kinds) > 1:
         yield f"it reduces by {' and '.join(sorted(kinds))}: a result has one kind of partial sum"
 
 
 def _idle_notes(rule: Pattern) -> Iterator[str]:
     """Yields the notes without effect: a reduction of a dim that every result has, and a local form never used."""
-    reduced = {f for f, kind in rule.notes if kind in (*REDUCED, "none")}
-    for f, kind in rule.notes:
+    reduced = {note.factors for note in rule.notes if note.word in (*REDUCED, "none")}
+    for note in rule.notes:
+        f = note.factors
         is_held = [f in t.names for t in rule.results]
-        if kind in (*REDUCED, "none") and all(is_held):
-            yield f"`{f}:{kind}` is of a dim that every result has: nothing is left to reduce"
-        elif kind == "local" and not all(is_held) and f not in reduced:
-            yield f"`{f}:local` is never sharded: a result lacks it, and there is no `{f}:sum` or `{f}:none`"
+        if note.word in (*REDUCED, "none") and all(is_held):
+            yield f"`{note}` is of a dim that every result has: nothing is left to reduce"
+        elif note.word == "local" and not all(is_held) and f not in reduced:
+            yield f"`{note}` is never sharded: a result lacks it, and there is no `{f}:sum` or `{f}:none`"
 
 
-def _guide(target: OpOverload) -> str:
-    """The user's rule for an op, or a hint on what to write."""
-    if text := text_of(target):
+def _rule_or_hint(target: OpOverload) -> str:
+    """Returns the user's rule for an op, or a hint on what to write."""
+    if text := user_rule_text(target):
         return text
     operands = ", ".join(f"<dims of {a.name}>" for a in schema_of(target).arguments if "Tensor" in str(a.type))
     results = ", ".join(f"<dims of {r.name or f'result {i}'}>" for i, r in enumerate(schema_of(target).returns))
     return (
-        f'@sl.rule("{operands} -> {results}"), where each dim has a name, and one name is one dim. What no result has '
-        "is reduced (| k:sum, k:max, k:min) or stays whole; k:halo(n) is read n elements to both sides; {0} says that "
-        "the op is linear in operand 0; _ is a dim that stays whole, ... are leading dims of any number"
+        f'@sl.rule("{operands} -> {results}"), where each dim has a name, and one name is one dim. A dim that no '
+        "result has is reduced (| k:sum, k:max, k:min) or stays whole; k:halo(n) is read n elements to both sides; {0} "
+        "says that the op is linear in operand 0; _ is a dim that stays whole, ... are leading dims of any number"
     )
 
 
 def overload_of(op: Any, purpose: str = "given a rule") -> OpOverload:
-    """The overload of a custom op, or of a packet with one overload."""
+    """Returns the overload of a custom op, or of a packet with one overload."""
     if isinstance(op, CustomOpDef):
         op = op_of_custom(op)
     if isinstance(op, OpOverloadPacket) and list(op) == ["default"]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from shardlib.rules.rule import Rule
 from shardlib.sharding.chunks import ShardSizes
 from shardlib.sharding.mesh.axis import Axis
-
-Axes = tuple[Axis, ...]
+from shardlib.sharding.reshard import Axes
 
 
 @dataclass(frozen=True)
@@ -18,13 +17,13 @@ class TrialSharding:
     """The mesh axes of each sharded factor, and the sizes of shards that are not chunks."""
 
     axes: Mapping[str, Axes]
-    pieces: Mapping[str, ShardSizes] = field(default_factory=dict)
+    shards: Mapping[str, ShardSizes] = field(default_factory=dict)
 
     def __str__(self) -> str:
         factors = [f"{f}@{'·'.join(map(str, axes))}" for f, axes in self.axes.items()]
         sizes = dict.fromkeys(f"{a.name}={a.axis_size}" for axes in self.axes.values() for a in axes)
-        chosen = "".join(f", {f} in pieces of {' '.join(map(str, p.sizes))}" for f, p in self.pieces.items())
-        return f"{', '.join(factors)} on {', '.join(sizes)}{chosen}" if factors else "nothing cut"
+        chosen = "".join(f", {f} in shards of {' '.join(map(str, p.sizes))}" for f, p in self.shards.items())
+        return f"{', '.join(factors)} on {', '.join(sizes)}{chosen}" if factors else "nothing sharded"
 
 
 def trial_shardings(rule: Rule, ways: Sequence[int] = (2, 3, 4)) -> Iterator[TrialSharding]:

@@ -22,7 +22,7 @@ from shardlib.frontend.traced_graph import ExtraOutputs
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.call.execute import caller
 from shardlib.jit.jit import Jitted, jit
-from shardlib.rules.table import own_rules
+from shardlib.rules.table import user_rules
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.testing.compare import Compared
 from shardlib.testing.first_mismatch import find_first_difference
@@ -177,7 +177,7 @@ class _Comparison:
             find = functools.partial(_find_first_difference, self.step, self.mesh, self.rtol, self.atol)
             first = self.reruns.run_sharded(find).out
             faults[:0] = [f"the first value that differs: {first}"] if first else []
-        own = own_rules(n.target for plan in self.plans for n in plan.compiled.traced.graph.graph.nodes)
+        own = user_rules(n.target for plan in self.plans for n in plan.compiled.traced.graph.graph.nodes)
         raise ShardingError(
             f"check({self.plan.name}): {count} tensors differ between one device and {self.mesh}",
             faults,

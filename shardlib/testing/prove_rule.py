@@ -22,12 +22,12 @@ from shardlib.compiler.lower.local_forms.local_builder import BORDERS
 from shardlib.compiler.program.steps import Inside
 from shardlib.core.errors import ShardingError
 from shardlib.rules.dtype_sums import can_hold_sum
-from shardlib.rules.notation import parse, read_extent
-from shardlib.rules.table import overload_of, text_of
+from shardlib.rules.notation import parse
+from shardlib.rules.table import overload_of, user_rule_text
 from shardlib.rules.trial_shardings import trial_shardings
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
-from shardlib.testing.run_one_op import RAISED, ROUNDING, Trial, is_close, list_tensors
+from shardlib.testing.run_one_op import EMPTY_SHARD, RAISED, ROUNDING, Trial, is_close, list_tensors
 
 _MOST = 12  # faults in an error
 
@@ -86,11 +86,11 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
         raise _proof_error(
             call, "is not put to the test", ["no dim of this call may be sharded: they are whole, or of size 1"]
         )
-    if text_of(target) and (short := list(dict.fromkeys(_too_short_for_halos(call)))):
+    if user_rule_text(target) and (short := list(dict.fromkeys(_too_short_for_halos(call)))):
         raise _proof_error(
             call, "is not put to the test", short, "prove it with longer tensors: of more than twice the halo"
         )
-    if text_of(target) and (hiding := list(_uninformative_values(call))):
+    if user_rule_text(target) and (hiding := list(_uninformative_values(call))):
         raise _proof_error(call, "is not put to the test", hiding, "prove it with random numbers, torch.randn(5, 6)")
     if wrong := [
         *result_faults(call),
@@ -98,8 +98,10 @@ def prove(op: Any, /, *args: Any, **kwargs: Any) -> Proof:
         *_useless_linear_sets(call),
         *_empty_shard_faults(call),
     ]:
-        raise _proof_error(call, "is wrong", wrong)
-    return Proof(call.op.target.name(), text_of(target), tuple(tuple(x.shape) for x in call.tensors), len(all_cuts))
+        raise _proof_error(call, "is wrong", wrong, _PAD if any(EMPTY_SHARD in fault for fault in wrong) else _FIX)
+    return Proof(
+        call.op.target.name(), user_rule_text(target), tuple(tuple(x.shape) for x in call.tensors), len(all_cuts)
+    )
 
 
 def _uninformative_values(call: Trial) -> Iterator[str]:
@@ -118,7 +120,7 @@ def _empty_shard_faults(call: Trial) -> Iterator[str]:
     An op that returns 0 for an empty shard is wrong only for these.
     """
     for kind, sign in (("max", -1), ("min", 1)):
-        if text_of(call.op.target) and kind in call.rule.reduce.values():
+        if user_rule_text(call.op.target) and kind in call.rule.reduce.values():
             for integers in (True, False):
                 if (signed := _with_sign(call, sign, integers)) is not None:
                     yield from result_faults(signed)
@@ -214,8 +216,8 @@ def result_faults(call: Trial, each: int = 1, *, values: bool = True) -> Iterato
 
 def _has_custom_halo(call: Trial) -> bool:
     """True for a user's rule with a halo: the op itself runs on shard and halo."""
-    rule = text_of(call.op.target)
-    return bool(rule) and any(read_extent(kind) for _, kind in parse(rule).notes)
+    rule = user_rule_text(call.op.target)
+    return bool(rule) and any(note.extent for note in parse(rule).notes)
 
 
 def linearity_faults(call: Trial) -> Iterator[str]:
@@ -234,7 +236,7 @@ def linearity_faults(call: Trial) -> Iterator[str]:
 
 def _useless_linear_sets(call: Trial) -> Iterator[str]:
     """Yields linear sets of a user's rule that no partial sum can pass, since a result's dtype cannot hold it."""
-    text = text_of(call.op.target)
+    text = user_rule_text(call.op.target)
     if text and len((rule := parse(text)).operands) == len(call.tensors):
         for members in (x for x in rule.linear if x not in call.rule.linear):
             pairs = [(call.tensors[i].dtype, x.dtype) for i in sorted(members) for x in list_tensors(call.results)]
@@ -255,10 +257,14 @@ def _addend(x: Tensor, size: int) -> Tensor:
 
 
 _FIX = "mend the rule: mark what is summed (k:sum), what must stay whole (k:whole), and linear operands ({0})"
+_PAD = (
+    "the op refuses an empty shard: mark the dim `:local` and give a local form that pads an empty shard, "
+    "sl.rule(text, local=f), or keep the dim whole (docs/rules.md)"
+)
 
 
 def _proof_error(call: Trial, problem: str, wrong: Sequence[str], remedy: str = _FIX) -> ShardingError:
-    rule = text_of(call.op.target)
+    rule = user_rule_text(call.op.target)
     more = [f"and {len(wrong) - _MOST} more"] if len(wrong) > _MOST else []
     return ShardingError(
         f"the rule of {call.op.target.name()}{f', {rule!r},' if rule else ''} {problem}",

@@ -37,6 +37,7 @@ ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torc
 ROUNDING |= {torch.complex128: 1e-11, torch.complex64: 1e-5}
 # Errors that an op raises for shards that it does not support.
 RAISED = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
+EMPTY_SHARD = "a device has an empty shard of"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Trial:
         return self.op.required_rule
 
     def layout(self, labels: Labels, cut: TrialSharding, pending: Sequence[PartialSum] = ()) -> Layout:
-        sizes = {**self.rule.sizes, **cut.pieces}
+        sizes = {**self.rule.sizes, **cut.shards}
         dims = (tuple(Factor(sizes[f], cut.axes.get(f, ())) for f in dim) or (Factor(1),) for dim in labels)
         return Layout(tuple(dims), tuple(pending))
 
@@ -105,7 +106,7 @@ class Trial:
 
     def program(self, cut: TrialSharding, mesh: Mesh) -> Program:
         builder, op, rule = Builder(mesh), self.op, self.rule
-        factors, sizes = {f: [f] for f in rule.sizes}, {**rule.sizes, **cut.pieces}
+        factors, sizes = {f: [f] for f in rule.sizes}, {**rule.sizes, **cut.shards}
         propagation = SimpleNamespace(labels={op: factors}, dims=SimpleNamespace(size=sizes.__getitem__))
         for i, labels in enumerate(rule.operands):
             value = op.operands[i]
@@ -135,13 +136,22 @@ class Trial:
         except RAISED as error:
             first, *rest = str(error).splitlines() or [""]
             more = f" {rest[0].strip().removeprefix('* ')}" if first.endswith(":") and rest else ""
-            yield f"{type(error).__name__}: {first}{more}"
+            empty = dict.fromkeys(self._empty_factors(cut, shards))
+            reason = f" ({EMPTY_SHARD} {', '.join(empty)})" if empty else ""
+            yield f"{type(error).__name__}: {first}{more}{reason}"
             return
         whole = [(i, x) for i, x in enumerate(self.results) if isinstance(x, Tensor)]
         for (i, expected), held in zip(whole, outputs, strict=True):
             layout = self.layout(self.rule.results[i], cut, self.pending(i, cut))
             by_device = list(zip(devices, held, strict=True))
             yield from (f"result {i} {fault}" for fault in _compare_shards(layout, by_device, expected, values=values))
+
+    def _empty_factors(self, cut: TrialSharding, shards: Sequence[Sequence[Tensor]]) -> Iterator[str]:
+        """Yields the sharded factors of dims of which some device has an empty shard."""
+        for whole, labels, held in zip(self.tensors, self.rule.operands, shards, strict=True):
+            for d, factors in enumerate(labels):
+                if whole.shape[d] and not all(x.shape[d] for x in held):
+                    yield from (f for f in factors if f in cut.axes)
 
 
 def list_tensors(results: Sequence[Any]) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from shardlib.rules import Call, Rule, rule_for
 from shardlib.rules.dtype_sums import can_hold_sum
-from shardlib.rules.rule import Local
+from shardlib.rules.rule import LocalBuilder
 from shardlib.rules.table import FAMILIES, TABLE
 from shardlib.rules.tensor_ops.pointwise import is_pointwise
 from tests.helpers.prover import Sample, call_of, check, rule_of, takes_turned, target_of
@@ -283,7 +283,7 @@ def test_prover_catches_bytes_that_are_not_told() -> None:
         assert right is not None
         (row,) = right.operands[0][1]
 
-        def local(local: Local) -> Any:
+        def local(local: LocalBuilder) -> Any:
             passed = local.ppermute(local.args[0], row, [(0, 1), (1, 0)], ((), ()), name="passed")
             return local.op(aten.prod.dim_int, passed, 1)
 

@@ -473,8 +473,10 @@ def _two_ways(x: Tensor, y: Tensor) -> Tensor:
 def test_an_op_that_refuses_empty_pieces_is_told() -> None:
     best = op(_best)
     sl.rule("n d -> n | d:max")(best)
-    with pytest.raises(ShardingError, match=r"d@a on a=4: IndexError: amax\(\)"):
+    with pytest.raises(ShardingError, match=r"d@a on a=4: IndexError: amax\(\)") as error:
         sl.prove(best, r(5, 6))
+    assert "(a device has an empty shard of d)" in str(error.value)
+    assert "a local form that pads an empty shard" in str(error.value)
 
 
 def _best(x: Tensor) -> Tensor:

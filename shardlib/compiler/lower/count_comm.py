@@ -17,7 +17,7 @@ from shardlib.compiler.program.steps import Start, Var
 from shardlib.compiler.propagate.propagation import Assignment, Message, Propagation
 from shardlib.core.bounded_cache import BoundedCache
 from shardlib.rules.rule import Rule
-from shardlib.rules.table import text_of
+from shardlib.rules.table import user_rule_text
 from shardlib.sharding.mesh.mesh import Mesh
 
 # Messages of the library's local forms, for all plans. The entry holds the rule, because the key has the rule's id.
@@ -45,7 +45,7 @@ class MessageCounter:
     def _cached(
         self, rule: Rule, key: Any, propagation: Propagation, op: Op, assignment: Assignment
     ) -> tuple[Message, ...]:
-        if text_of(op.target):
+        if user_rule_text(op.target):
             return self._emitted(propagation, op, assignment)
         key = *key, self.mesh, torch.get_default_dtype(), tuple([v.dtype for v in op.operands])
         if (entry := _LIBRARY_MESSAGES.get(key)) is None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.torch_private import pytree
-from shardlib.frontend.guards.flatten_call import (
-    Static,
-    argument_names,
-    is_tensor,
-    positional_parameters,
-    signature_parameters,
-)
+from shardlib.frontend.guards.flatten_call import NO_NAMES, Static, argument_names, is_tensor, signature_names
 
 _RULE = "in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name"
 
@@ -27,14 +20,14 @@ def specs_by_argument(
 
     Raises `ShardingError` for entries that no argument has.
     """
-    plain, everything, optional = _parameters(fn)
+    plain, everything, optional, *_ = signature_names(fn) or NO_NAMES
     if isinstance(in_specs, Mapping):
         parameters = [*everything, *(k for k in named if k not in everything)]
         if unknown := [key for key in in_specs if key not in parameters]:
             raise ShardingError(
                 f"{name}: in_specs do not fit the arguments",
                 [f"{key!r} is no parameter; they are {', '.join(parameters) or 'none'}" for key in unknown],
-                rule="in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
+                rule=_RULE,
                 remedy="in_specs=({...},) for a first argument that is a dict itself",
             )
         first = tuple(in_specs.get(plain[i]) if i < len(plain) else None for i in range(positional))
@@ -64,7 +57,7 @@ def refuse_missing_specs(
     """
     if not isinstance(in_specs, tuple | list):
         return
-    plain, _, optional = _parameters(fn)
+    plain, _, optional, *_ = signature_names(fn) or NO_NAMES
     arguments = dict(zip(argument_names(fn, len(args), ()), args, strict=True))
     arguments |= {x: named[x] for x in plain[len(args) :] if x in named and x not in optional}
     entries = len(in_specs)
@@ -85,13 +78,6 @@ def refuse_missing_specs(
         )
 
 
-def _parameters(fn: Callable[..., Any]) -> tuple[list[str], list[str], list[str]]:
-    """Returns the names of the parameters that take a position, of all, and of those with a default."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in signature_parameters(fn) or () if p.kind not in variadic]
-    return positional_parameters(fn), [p.name for p in named], [p.name for p in named if p.default is not p.empty]
-
-
 def describe_non_tensor(leaf: Any) -> str | None:
     """Describes a leaf that can have no spec; returns None for a leaf that can."""
     if is_tensor(leaf) or leaf is None:
@@ -106,20 +92,15 @@ def add_positions_and_names(fn: Callable[..., Any], chosen: frozenset[int | str]
 
     A caller may pass an argument either way. Raises `ShardingError` for a choice that is no argument of `fn`.
     """
-    if not chosen or (parameters := signature_parameters(fn)) is None:
+    if not chosen or (names := signature_names(fn)) is None:
         return chosen
-    plain = positional_parameters(fn)
-    named = {p.name for p in parameters}
-    variadic = {p.kind for p in parameters}
+    plain = names.plain
+    named = {*names.all, *filter(None, (names.rest, names.keywords))}
     wrong = [
         f"{x!r} is no {'parameter' if isinstance(x, str) else 'position'}"
         for x in chosen
-        if (isinstance(x, str) and x not in named and inspect.Parameter.VAR_KEYWORD not in variadic)
-        or (
-            isinstance(x, int)
-            and not -len(plain) <= x < len(plain)
-            and inspect.Parameter.VAR_POSITIONAL not in variadic
-        )
+        if (isinstance(x, str) and x not in named and names.keywords is None)
+        or (isinstance(x, int) and not -len(plain) <= x < len(plain) and names.rest is None)
     ]
     if wrong:
         raise ShardingError(

@@ -31,22 +31,22 @@ class Variable(NamedTuple):
 
     name: str
     get: Getter
-    holder: Any
+    container: Any
     key: Any
 
 
-class Reach:
+class CodeReads:
     """The variables that some code reads, and the functions that it calls by name.
 
     `exact`: some code asks for `type(x)`. Only a real number answers that right, so numbers are constants.
     `rates`: such code also handles optimizers, so learning rates are constants, too.
     `seeds`: some code names a method that seeds generators. `reads`: names of values that the code reads, `*` where it
     may read any; `logs`: names of lists that it only appends to.
-    A reach compares by identity: it represents its functions in the key of a call.
+    A `CodeReads` compares by identity: it represents its functions in the key of a call.
     """
 
-    def __init__(self, code: Sequence[Any], before: Reach | None = None) -> None:
-        self.code, self.before = tuple(code), before
+    def __init__(self, code: Sequence[Any], before: CodeReads | None = None) -> None:
+        self.definitions, self.before = tuple(code), before
         self.exact = self.rates = self.seeds = False
         self.type_spaces: dict[int, dict[str, Any]] = {}  # globals of code that may ask for `type(x)`, by id
         self.variables: list[Variable] = []
@@ -73,7 +73,7 @@ class Reach:
                 return False
         return True
 
-    def replaced(self, old: Reach) -> list[str]:
+    def replaced(self, old: CodeReads) -> list[str]:
         """Returns the names of the functions that differ from those in `old`."""
         before, now = dict(old._named()), dict(self._named())
         return [name.partition(" ")[0] for name, x in now.items() if before.get(name, x) is not x]
@@ -188,8 +188,8 @@ class Reach:
                     self._add_variable(f"{name}.{inner}", get, space, inner)
                     self._add_module_names(f"{name}.{inner}", get(), code)
 
-    def _add_variable(self, name: str, get: Getter, holder: Any, key: Any) -> None:
-        if not self._is_new(id(holder), key):
+    def _add_variable(self, name: str, get: Getter, container: Any, key: Any) -> None:
+        if not self._is_new(id(container), key):
             return
         now = get()
         if isinstance(now, types.FunctionType | types.ModuleType | type):
@@ -197,29 +197,29 @@ class Reach:
             if isinstance(now, types.FunctionType) or (isinstance(now, type) and is_user_code(now)):
                 self._todo.append(now)
         else:
-            self.variables.append(Variable(name, get, holder, key))
+            self.variables.append(Variable(name, get, container, key))
 
     def _add_place(self, name: str, get: Getter, now: Any) -> None:
         self._places.append((name, get, now))
 
 
-class ReachCache:
-    """Caches the reach of each set of functions."""
+class CodeReadsCache:
+    """Caches the `CodeReads` of each set of functions and classes."""
 
     def __init__(self) -> None:
-        self._reaches: BoundedCache[Any, tuple[Reach, ...]] = BoundedCache(64)
+        self._by_code: BoundedCache[Any, tuple[CodeReads, ...]] = BoundedCache(64)
 
-    def get(self, code: Iterable[Any], before: Reach | None) -> Reach:
-        """Returns the reach of `code`, without the variables that `before` has."""
+    def get(self, code: Iterable[Any], before: CodeReads | None) -> CodeReads:
+        """Returns the `CodeReads` of `code`, without the variables that `before` has."""
         code = tuple(code)
-        key = (before, *map(id, code))  # the reach keeps these objects alive, so the ids stay theirs
-        cached = self._reaches.get(key, ())
-        for reach in cached:
-            if reach.is_current():
-                return reach
-        reach = Reach(code, before)
-        self._reaches[key] = (reach, *cached[:7])
-        return reach
+        key = (before, *map(id, code))  # the cached reads keep these objects alive, so the ids stay theirs
+        cached = self._by_code.get(key, ())
+        for reads in cached:
+            if reads.is_current():
+                return reads
+        reads = CodeReads(code, before)
+        self._by_code[key] = (reads, *cached[:7])
+        return reads
 
 
 def _wrapped_functions(x: Any) -> Iterator[types.FunctionType]:

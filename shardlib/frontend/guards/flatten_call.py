@@ -10,15 +10,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlib.core.torch_internals.torch_private import node_type, pytree
 from shardlib.core.tree_paths import flatten_with_path
 from shardlib.frontend.guards.children import has_attribute
-from shardlib.frontend.guards.mappings import is_container
-from shardlib.frontend.guards.object_state import OWN_ATTRIBUTES, State
+from shardlib.frontend.guards.mappings import register_tensor_mapping
+from shardlib.frontend.guards.state_walk import OWN_ATTRIBUTES, StateWalk
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
@@ -39,7 +39,7 @@ class FlatCall:
     arguments: tuple[Any, ...]
     paths: tuple[Any, ...]
     tree: pytree.TreeSpec
-    state: State
+    state: StateWalk
 
     @property
     def leaves(self) -> list[Any]:
@@ -51,7 +51,7 @@ def flatten_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     static: Collection[int | str] = (),
-    state: State | None = None,
+    state: StateWalk | None = None,
 ) -> FlatCall:
     """Flattens the arguments of a call; those whose position or name is in `static` are wrapped in `Static`.
 
@@ -59,7 +59,7 @@ def flatten_call(
     """
     paths, tree = flatten_with_path(wrap_static(args, kwargs, static))
     leaves = tuple(leaf for _, leaf in paths)
-    call = FlatCall(leaves, tuple(path for path, _ in paths), tree, State() if state is None else state)
+    call = FlatCall(leaves, tuple(path for path, _ in paths), tree, StateWalk() if state is None else state)
     call.state.roots = list(leaf_names(fn, call, range(len(leaves))))
     return call
 
@@ -91,7 +91,7 @@ def is_number(leaf: Any) -> bool:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def read_arguments(items: Iterable[Any], leaves: list[Any], facts: list[Any], state: State) -> None:
+def read_arguments(items: Iterable[Any], leaves: list[Any], facts: list[Any], state: StateWalk) -> None:
     """Appends the leaves of all `items` to `leaves`, and the facts that a program depends on to `facts`."""
     for x in items:
         kind = type(x)
@@ -120,7 +120,7 @@ def read_arguments(items: Iterable[Any], leaves: list[Any], facts: list[Any], st
         elif isinstance(x, torch.Tensor):
             leaves.append(x)
             state.visit_argument_tensor(x, facts, len(leaves) - 1)
-        elif (node := node_type(x)) in pytree.SUPPORTED_NODES or is_container(x):
+        elif (node := node_type(x)) in pytree.SUPPORTED_NODES or register_tensor_mapping(x):
             children, context = pytree.SUPPORTED_NODES[node].flatten_fn(x)
             facts += (kind, len(children))
             state.add_fact(context, facts)
@@ -149,43 +149,63 @@ def find_aliases(arguments: Sequence[Any], state: Sequence[torch.Tensor]) -> dic
 
 def leaf_names(fn: Callable[..., Any], call: FlatCall, leaves: Sequence[int]) -> Iterator[str]:
     """Yields the name of each leaf by the function's parameters: `params['wq']`, `x`, `rest[0]`, `net.head.weight`."""
-    named, rest = _parameters(fn)
+    names = signature_names(fn) or NO_NAMES
     state_names = call.state.leaf_names if any(i >= len(call.arguments) for i in leaves) else []
     for i in leaves:
         if i >= len(call.arguments):
             yield state_names[i - len(call.arguments)]
             continue
         group, first, *tail = call.paths[i]
-        yield _head(named, rest, group.idx, first) + pytree.keystr(tuple(tail))
+        yield (str(first.key) if group.idx == 1 else names.at(first.idx)) + pytree.keystr(tuple(tail))
 
 
 def argument_names(fn: Callable[..., Any], positional: int, named: Iterable[str]) -> list[str]:
     """Returns the names of a call's arguments; an argument behind the last parameter is `args[0]`."""
-    plain, rest = _parameters(fn)
-    return [*plain[:positional], *(f"{rest}[{i}]" for i in range(positional - len(plain))), *named]
+    names = signature_names(fn) or NO_NAMES
+    return [*(names.at(i) for i in range(positional)), *named]
 
 
-def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str]:
-    """Returns the names of the parameters that take a position, and the name of the variadic one."""
-    variadic = (p.name for p in signature_parameters(fn) or () if p.kind is inspect.Parameter.VAR_POSITIONAL)
-    return positional_parameters(fn), next(variadic, "args")
+class SignatureNames(NamedTuple):
+    """The names of a function's parameters.
+
+    `plain` take a position. `all` are these and the keyword-only ones; `optional` are those with a default. `rest` is
+    the `*args`, `keywords` the `**kwargs`.
+    """
+
+    plain: list[str]
+    all: list[str]
+    optional: list[str]
+    rest: str | None
+    keywords: str | None
+
+    def at(self, position: int) -> str:
+        """Returns the name of a positional argument; an argument behind the last parameter is `args[0]`."""
+        count = len(self.plain)
+        return self.plain[position] if position < count else f"{self.rest or 'args'}[{position - count}]"
 
 
-def positional_parameters(fn: Callable[..., Any]) -> list[str]:
-    """Returns the names of the parameters that take a position."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in signature_parameters(fn) or () if p.kind in kinds]
+NO_NAMES = SignatureNames([], [], [], None, None)
 
 
-def signature_parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Returns the parameters of a function, or of a module's `forward`; None for a builtin without a signature."""
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the signature of a function, or of a module's `forward`; None for a builtin without one."""
     try:
-        return list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
+        return inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     except (ValueError, TypeError):
         return None
 
 
-def _head(named: Sequence[str], rest: str, group: int, first: Any) -> str:
-    if group == 1:
-        return str(first.key)
-    return named[first.idx] if first.idx < len(named) else f"{rest}[{first.idx - len(named)}]"
+def signature_names(fn: Callable[..., Any]) -> SignatureNames | None:
+    """Returns the names of a function's parameters; None for a builtin without a signature."""
+    if (signature := signature_of(fn)) is None:
+        return None
+    parameters = signature.parameters.values()
+    variadic = {p.kind: p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    named = [p for p in parameters if p.kind not in variadic]
+    return SignatureNames(
+        [p.name for p in named if p.kind is not p.KEYWORD_ONLY],
+        [p.name for p in named],
+        [p.name for p in named if p.default is not p.empty],
+        variadic.get(inspect.Parameter.VAR_POSITIONAL),
+        variadic.get(inspect.Parameter.VAR_KEYWORD),
+    )

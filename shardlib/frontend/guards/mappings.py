@@ -28,7 +28,7 @@ class _Frame:
     own: dict[str, Any]
 
 
-def is_container(x: Any) -> bool:
+def register_tensor_mapping(x: Any) -> bool:
     """Returns whether `x` is a mapping that holds tensors; if so, registers its class with torch's pytree."""
     kind = type(x)
     if not isinstance(x, Mapping) or kind in pytree.SUPPORTED_NODES or not any(map(_holds_tensors, x.values())):
@@ -44,7 +44,7 @@ def is_container(x: Any) -> bool:
 
 def register_mappings(tree: Any) -> Any:
     """Registers the classes of all mappings with tensors in a tree; returns the tree."""
-    while any(map(is_container, pytree.tree_leaves(tree))):
+    while any(map(register_tensor_mapping, pytree.tree_leaves(tree))):
         pass
     return tree
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-Place = tuple[int, Any]  # the id of a holder (a dict of globals, a cell, an object ...), and a name or key in it
+Place = tuple[int, Any]  # the id of a container (a dict of globals, a cell, an object ...), and a name or key in it
 Facts = tuple[Any, ...]
 NUMBERS = (int, float)
 _NONE: Mapping[int, Any] = MappingProxyType({})
@@ -17,7 +17,7 @@ SHORT = 64  # the first items of a tuple or list, which are places
 
 @dataclass(frozen=True)
 class Item:
-    """Names an item of a tuple or list: by its index, and by the key under which a holder has the tuple or list.
+    """Names an item of a tuple or list: by its index, and by the key under which a container has the tuple or list.
 
     An item of a tuple changes when another tuple replaces the tuple.
     """
@@ -48,9 +48,10 @@ def enclosing_places(place: Place) -> Iterator[Place]:
 class MutablePlaces:
     """The places that a function or its caller changes; the key of a call leaves their values out.
 
-    `numbers` are places of numbers, which are inputs of the program. `holders` are the containers and tensors in which
-    the function changes something. They count by identity. So do `logs`, the lists that grow and that the function does
-    not read: their items do not count. A `.grad` counts only after a trace has read one (`grads`).
+    `numbers` are places of numbers, which are inputs of the program. `containers` are the ids of the containers and
+    tensors in which the function changes something. They count by identity. So do `logs`, the lists that
+    grow and that the function does not read: their items do not count. A `.grad` counts only after a trace has read one
+    (`grads`).
     """
 
     def __init__(self, *, grads: bool = True) -> None:
@@ -58,17 +59,17 @@ class MutablePlaces:
         self.numbers: set[Place] = set()
         self.inside: set[Place] = set()  # tuples and lists that contain such numbers
         self.rates: set[Place] = set()  # numbers that schedulers set, which torch's optimizers take as inputs
-        self.holders: set[int] = set()
+        self.containers: set[int] = set()
         self.logs: dict[int, Any] = {}  # by id; kept alive, so that no other object gets the id
         self._seen: dict[Place, Any] = {}  # numbers at the last trace
 
     @property
     def anything(self) -> bool:
-        return bool(self.numbers or self.holders or self.logs)
+        return bool(self.numbers or self.containers or self.logs)
 
     def is_noted(self, container: int) -> bool:
         """Returns whether a container counts by identity, not by its items."""
-        return container in self.holders or container in self.logs
+        return container in self.containers or container in self.logs
 
     def compare(self, values: Mapping[Place, Any]) -> set[Place]:
         """Stores all numbers; returns the places outside `numbers` whose numbers differ from the last trace."""
@@ -79,7 +80,7 @@ class MutablePlaces:
     def add(
         self,
         numbers: Iterable[Place],
-        holders: Iterable[int] = (),
+        containers: Iterable[int] = (),
         logs: Mapping[int, Any] = _NONE,
         no_logs: Iterable[int] = (),
     ) -> None:
@@ -90,5 +91,5 @@ class MutablePlaces:
             own, *around = enclosing_places(place)
             self.numbers.add(own)
             self.inside.update(around)
-        self.holders.update(holders)
+        self.containers.update(containers)
         self.logs.update(logs)

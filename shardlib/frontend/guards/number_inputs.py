@@ -52,7 +52,7 @@ class TracedNumber:
             return scalar.hint
         number = _KINDS[kind].__new__(_KINDS[kind])
         number.__dict__.update(scalar=scalar, numbers=numbers)
-        numbers.made.append(weakref.ref(number))
+        numbers.wrapped.append(weakref.ref(number))
         return number
 
     @property  # type: ignore[misc]
@@ -152,10 +152,6 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda self, *others: getattr(self.specialize(), name)(*map(specialize, others))
 
 
-def _attribute(name: str) -> Callable[[TracedNumber], Any]:
-    return lambda self: getattr(self.specialize(), name)
-
-
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(TracedNumber, f"__{_name}__", _forward(getattr(operator, _name)))
     setattr(TracedNumber, f"__r{_name}__", _reflected(getattr(operator, _name)))
@@ -176,7 +172,7 @@ for _name, _op in (
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "bit_length", "to_bytes"):
     setattr(TracedNumber, _name, _method(_name))
 for _name in ("real", "imag", "numerator", "denominator"):
-    setattr(TracedNumber, _name, property(_attribute(_name)))
+    setattr(TracedNumber, _name, property(_specializing(operator.attrgetter(_name))))
 
 
 @dataclass(frozen=True)
@@ -191,16 +187,16 @@ class _Number(Source):
 
 
 class NumberMode(PersistentFunctionMode):
-    """While on, torch functions take traced numbers; with `plain`, only learning rates are traced."""
+    """While on, torch functions take traced numbers; with `only_rates`, only learning rates are traced."""
 
-    def __init__(self, plain: bool = False) -> None:
+    def __init__(self, only_rates: bool = False) -> None:
         super().__init__()
-        self.plain = plain
+        self.only_rates = only_rates
         self.specialized: dict[int, Any] = {}  # leaf -> value that Python has read
         self.compared: dict[Scalar, None] = {}  # comparisons, with results as hints
-        self.last = 0  # the count of leaves: of the call, and of host steps
-        self.hosted: list[HostStep] = []
-        self.made: list[weakref.ref[Any]] = []
+        self.leaf_count = 0  # leaves of the call and of host steps
+        self.host_steps: list[HostStep] = []
+        self.wrapped: list[weakref.ref[Any]] = []
         self._hints: dict[int, Any] = {}
         self._symbols: dict[Scalar, Any] = {}
         self._scalars: dict[Any, Scalar] = {}  # by symbol
@@ -211,21 +207,21 @@ class NumberMode(PersistentFunctionMode):
         env: ShapeEnv = make_shape_env()
         return env
 
-    def give(self, leaf: int, name: str, value: Any, *, rate: bool = False) -> Any:
+    def wrap_leaf(self, leaf: int, name: str, value: Any, *, rate: bool = False) -> Any:
         """Returns the number that stands for a leaf of the call during the trace."""
         self._hints[leaf] = value
-        if self.plain and not rate:
+        if self.only_rates and not rate:
             self.specialized[leaf] = value
             return value
         return TracedNumber.wrap(Scalar.from_leaf(leaf, name, value), self)
 
-    def host(self, hosted: HostStep, name: str) -> list[Any]:
+    def add_host_step(self, step: HostStep, name: str) -> list[Any]:
         """Adds a host step; returns the numbers that it computes in each call."""
-        self.hosted.append(hosted)
-        self.last += len(hosted.varying)
+        self.host_steps.append(step)
+        self.leaf_count += len(step.varying)
         return [
-            self.give(leaf, f"{name}.step()[{i}]", hosted.results[i], rate=True)
-            for leaf, i in enumerate(hosted.varying, hosted.first)
+            self.wrap_leaf(leaf, f"{name}.step()[{i}]", step.results[i], rate=True)
+            for leaf, i in enumerate(step.varying, step.first)
         ]
 
     def specialize(self, scalar: Scalar) -> None:
@@ -233,13 +229,13 @@ class NumberMode(PersistentFunctionMode):
         if scalar.op is not None and type(scalar.hint) is int and len(self.compared) < COMPARISONS:
             self.compared[Scalar.apply(operator.eq, scalar, scalar.hint)] = None
             return
-        for leaf in source_leaves(scalar.leaves(), self.hosted):
+        for leaf in source_leaves(scalar.leaves(), self.host_steps):
             self.specialized[leaf] = self._hints[leaf]
 
-    def served(self) -> NumberGuards:
+    def guards(self) -> NumberGuards:
         """Returns the guards; comparisons that follow from guarded values are left out."""
         rest = (x for x in self.compared if not self.specialized.keys() >= set(x.leaves()))
-        return NumberGuards(self.specialized, tuple(self.hosted), tuple(rest))
+        return NumberGuards(self.specialized, tuple(self.host_steps), tuple(rest))
 
     def compare(self, op: Any, a: Any, b: Any) -> bool:
         """Compares two numbers and guards the result; beyond `COMPARISONS` results, guards the values."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardlib.core.errors import public
-from shardlib.frontend.guards.code_refs import Reach
+from shardlib.frontend.guards.code_refs import CodeReads
 from shardlib.frontend.guards.flatten_call import FlatCall, Static, is_number, is_tensor, leaf_names
 from shardlib.frontend.guards.place_names import format_place, name_tensor_keys
 from shardlib.frontend.guards.torch_modes import AMBIENT_NAMES
@@ -125,7 +125,7 @@ def compare_calls(old: CallRecord, new: CallRecord) -> dict[str, Change]:
                 f": {'a tensor -> None' if name in old.leaves else 'None -> a tensor'}", _KEEP_GRADIENTS
             )
     a, b = next(((a, b) for a, b in zip(old.facts, new.facts, strict=False) if a != b), (None, None))
-    if isinstance(a, Reach) and isinstance(b, Reach) and (replaced := b.replaced(a)):
+    if isinstance(a, CodeReads) and isinstance(b, CodeReads) and (replaced := b.replaced(a)):
         return changes | dict.fromkeys(replaced, Change(" is another function now", _CREATE_ONCE))
     other = "what the function closes over, or its arguments hold"
     held = dict(_compare_held(old, new))
@@ -187,7 +187,7 @@ def describe_read(facts: Sequence[Any], at: tuple[Any, ...]) -> str:
         return ""
     root, _, attribute = at[0].partition(".")  # `Class.attribute`, or a variable
     attribute = attribute or (at[2] if at[1:2] == (".",) else "")
-    lines = (x.line(root, attribute) for x in facts if isinstance(x, Reach))
+    lines = (x.line(root, attribute) for x in facts if isinstance(x, CodeReads))
     code, line = next(filter(None, lines), (None, 0))
     return f", read in {code.co_name} at {Path(code.co_filename).name}:{line}" if code else ""
 
@@ -216,8 +216,8 @@ _NUMPY = "numpy's "
 _PASS_PYTHON_NUMBER = "pass float(x) or int(x): a number of Python's is an input, one of numpy's a constant"
 _PASS_ARGUMENT = "pass what changes as an argument, where a number is an input, or hold it as a tensor: torch.tensor(x)"
 _MOVE_RECORD = (
-    "keep a record that grows in a variable of the loop, or in an object of its own: where it is beside what the "
-    "function reads, and other methods read it, the function may do so, too"
+    "keep a growing record in a variable of the loop, or in an object of its own, not in an object that the function "
+    "reads"
 )
 _HOLD_AS_TENSOR = (
     "hold what a scheduler changes as a tensor, which it fills (lr=torch.tensor(0.1), foreach=False); or call "

@@ -33,7 +33,7 @@ from shardlib.core.torch_internals.torch_private import (
     without_modes,
 )
 from shardlib.frontend.guards.children import instance_dict
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 
 _DEVICES = ("cpu", "cuda")
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # os.environ takes longer than the rest
@@ -43,7 +43,7 @@ _autocast_cache = torch.is_autocast_cache_enabled
 _deterministic, _precision = torch.are_deterministic_algorithms_enabled, torch.get_float32_matmul_precision
 
 
-def ambient(state: State) -> tuple[Any, ...]:
+def ambient(state: StateWalk) -> tuple[Any, ...]:
     """Returns the modes of this thread and the switches of this process, as part of a key.
 
     Gradient and inference mode; autocast of each kind of device, its dtype and its cache; default dtype and device;
@@ -73,7 +73,7 @@ def autocast_dtypes(modes: tuple[Any, ...]) -> tuple[tuple[str, torch.dtype], ..
     return tuple((device, dtype) for device, dtype in dtypes if dtype is not None)
 
 
-def _function_mode_facts(state: State) -> tuple[Any, ...]:
+def _function_mode_facts(state: StateWalk) -> tuple[Any, ...]:
     """Returns the facts about function modes around a call and about global module hooks."""
     facts: list[Any] = []
     if count_function_modes():
@@ -153,4 +153,4 @@ AMBIENT_NAMES = (
     "the rules of custom ops",
     "function modes",
 )
-_AUTOCAST = 3  # position of the first autocast entry
+_AUTOCAST = AMBIENT_NAMES.index(f"autocast on {_DEVICES[0]}")

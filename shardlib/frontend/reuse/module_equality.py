@@ -1,8 +1,8 @@
 """Compares two modules as a trace sees them, without their identities and the attributes that no code read.
 
-A layer that stores its own index equals the next one if its code never reads the index. `EqualityWalk` is the walk of
-`State` without identities of modules and unread attributes. The tensors that it lifts from two equal modules correspond
-in order. `record_reads` notes the attributes that code reads.
+A layer that stores its own index equals the next one if its code never reads the index. `EqualityWalk` is a
+`StateWalk` without identities of modules and unread attributes. The tensors that it lifts from two equal modules
+correspond in order. `record_reads` notes the attributes that code reads.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import nn
 
 from shardlib.core.torch_internals.torch_private import CALL_HOOKS, MODULE_ATTRIBUTE, MODULE_DICTS
 from shardlib.frontend.guards.closure import read_reached_code
-from shardlib.frontend.guards.code_refs import ReachCache
+from shardlib.frontend.guards.code_refs import CodeReadsCache
 from shardlib.frontend.guards.flatten_call import read_arguments
 from shardlib.frontend.guards.number_inputs import is_traced_number
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.guards.value_kinds import can_change_unseen
 
 AttributeRead = tuple[Any, ...]  # the path of a module in the walk, and the name of an attribute
 ALL = "__dict__"
 
 
-class EqualityWalk(State):
+class EqualityWalk(StateWalk):
     """The walk that compares modules: `reads` are the attributes that count besides the structure; None for all.
 
     `opaque` is true if the walk meets something that calls do not repeat: hooks, iterators, random generators, classes
@@ -45,7 +45,7 @@ class EqualityWalk(State):
         self.held: list[nn.Module] = []
         self.opaque = False
 
-    def read(self, x: Any, arguments: Sequence[Any], reached: ReachCache) -> tuple[Any, ...]:
+    def read(self, x: Any, arguments: Sequence[Any], reached: CodeReadsCache) -> tuple[Any, ...]:
         """Returns all facts about `x`, its arguments, and the variables of the code of both."""
         facts: list[Any] = []
         self._visit_value(x, facts, 0)

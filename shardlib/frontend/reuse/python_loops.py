@@ -35,7 +35,7 @@ from shardlib.core.torch_internals.torch_private import (
 )
 from shardlib.core.torch_internals.traced_nodes import last_node
 from shardlib.frontend.copy_nodes import find_node, set_node
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.hazards.memory_queries import GRAD_FN
 from shardlib.frontend.reuse.loop_replay import Body, NotReusableError
@@ -248,7 +248,7 @@ class LoopReuse(TorchFunctionMode):
         assert record is not None, "a round is open"
         assert following is not None, "a round is open"
         is_last = last_node(self._tracer.graph) is following.last
-        if ambient(State()) != record.ambient or not self._is_open() or not is_last:
+        if ambient(StateWalk()) != record.ambient or not self._is_open() or not is_last:
             raise self._failure("an open round ends under other modes", record)
         env: Env = {i: x for i in self._outside if i < len(following.met) and (x := following.met[i]()) is not None}
         record.replay(env, self._count)

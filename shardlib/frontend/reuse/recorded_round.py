@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlib.core.source_lines import Line, modules, replayed
 from shardlib.core.torch_internals.traced_nodes import last_node
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.reuse.loop_body import trace_body
 from shardlib.frontend.reuse.loop_replay import Body, NotReusableError
@@ -52,13 +52,13 @@ class RecordedRound(CallRecording):
         super().__init__(())
         self._tracer = tracer
         self.calls: list[_Call] = []
-        self.ambient, self.modules = ambient(State()), modules.get().entries
+        self.ambient, self.modules = ambient(StateWalk()), modules.get().entries
         self.is_refused = False  # True if a call has an effect, so that other rounds have to run it
 
     def take(self, func: Any, args: Any, kwargs: Any, line: Line, run: Callable[..., Any]) -> Any:
         """Calls a function by `run`, and records the call."""
         try:
-            if (ambient(State()), modules.get().entries) != (self.ambient, self.modules):
+            if (ambient(StateWalk()), modules.get().entries) != (self.ambient, self.modules):
                 raise NotReusableError("other modes")
             with torch.DisableTorchFunction():
                 request = self.form_of(func, args, kwargs)

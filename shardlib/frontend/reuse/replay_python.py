@@ -31,8 +31,8 @@ from shardlib.core.torch_internals.torch_private import (
 )
 from shardlib.core.torch_internals.traced_nodes import last_node
 from shardlib.frontend.copy_nodes import make_like
-from shardlib.frontend.guards.object_state import State
-from shardlib.frontend.guards.state_walk import plain_form
+from shardlib.frontend.guards.reached_state import plain_form
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.guards.value_kinds import PLAIN, QUICK
 from shardlib.frontend.hazards.memory_queries import TENSOR_QUERIES, is_user_query
@@ -83,7 +83,7 @@ class _CallMatcher(IdentityGuard):
         """Returns the form of a call: the function, its arguments, and the modes around it."""
         if transforms() or saved_hooks(True) is not None:
             raise NotReusableError("a transform or saved-tensor hooks are active")
-        return func, self._form(args), self._form(kwargs), ambient(State())
+        return func, self._form(args), self._form(kwargs), ambient(StateWalk())
 
     def _form(self, x: Any) -> Form:
         kind = type(x)

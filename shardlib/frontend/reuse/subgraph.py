@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from shardlib.core.torch_internals.torch_private import FakeTensor, pytree, transforms
 from shardlib.core.tree_paths import walk_tree
 from shardlib.frontend.guards.closure import read_reached_code
-from shardlib.frontend.guards.code_refs import ReachCache
+from shardlib.frontend.guards.code_refs import CodeReadsCache
 from shardlib.frontend.guards.flatten_call import read_arguments
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.frontend.guards.number_inputs import is_traced_number
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.guards.value_kinds import PLAIN, is_user_object
 from shardlib.frontend.reuse.loop_replay import Body, NotReusableError, memory_owner
@@ -26,7 +26,7 @@ from shardlib.frontend.side_effects.mutation_outputs import is_value
 from shardlib.frontend.side_effects.snapshot import Snapshot
 from shardlib.primitives.random.keys import is_key
 
-REACHED = ReachCache()
+REACHED = CodeReadsCache()
 
 
 @dataclass
@@ -97,7 +97,7 @@ class SubgraphCall:
         leaf_facts.append(tuple(first_same))
         leaf_facts += [numbers.get(id(x)) for x in leaves]
         positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and first_same[i] == i]
-        key = (facts, tuple(leaf_facts), tree, tuple(others), ambient(State()))
+        key = (facts, tuple(leaf_facts), tree, tuple(others), ambient(StateWalk()))
         try:
             hash(key)
         except TypeError:
@@ -148,7 +148,7 @@ def captured_position(x: Tensor, positions: dict[int, int]) -> int | None:
     raise NotReusableError("it closes over a value of the surrounding trace")
 
 
-def read_surroundings(owner: Any, arguments: Any, reached: ReachCache) -> tuple[list[Any], EqualityWalk]:
+def read_surroundings(owner: Any, arguments: Any, reached: CodeReadsCache) -> tuple[list[Any], EqualityWalk]:
     """Returns the facts and ids of everything that a call of `owner` can read, and the walk over it."""
     walk = EqualityWalk(None)
     facts = [*walk.read(owner, arguments, reached), *map(id, walk.tensors)]
@@ -164,7 +164,7 @@ def shows_all_changes(arguments: Any) -> bool:
     return not walk.unread
 
 
-def take_snapshot(owner: Any, arguments: Any, reached: ReachCache) -> Snapshot:
+def take_snapshot(owner: Any, arguments: Any, reached: CodeReadsCache) -> Snapshot:
     """Records everything that a call of `owner` can read, by place."""
     snapshot = Snapshot()
     facts: list[Any] = []
@@ -175,7 +175,7 @@ def take_snapshot(owner: Any, arguments: Any, reached: ReachCache) -> Snapshot:
 
 
 def find_remaining_tensors(
-    record: CallRecording, owner: Any, arguments: Any, out: Any, reached: ReachCache
+    record: CallRecording, owner: Any, arguments: Any, out: Any, reached: CodeReadsCache
 ) -> list[Tensor]:
     """Returns the tensors that a call created and that outlive it, in its result and in objects."""
     walk = EqualityWalk(None)

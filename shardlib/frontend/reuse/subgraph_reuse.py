@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from shardlib.core.source_lines import Line
 from shardlib.core.torch_internals.forward_mode import is_forward_mode
 from shardlib.core.torch_internals.torch_private import IS_PARAMETER, function_modes, pytree, running_node, saved_hooks
-from shardlib.frontend.guards.code_refs import ReachCache
+from shardlib.frontend.guards.code_refs import CodeReadsCache
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.frontend.guards.torch_modes import is_trace_mode
 from shardlib.frontend.guards.value_kinds import PLAIN
@@ -192,7 +192,7 @@ class SubgraphReuse:
     def _trace(self, owner: Any, run: Callable[..., Any], call: SubgraphCall) -> Subgraph:
         """Traces a call separately. Raises `NotReusableError` if its code does more than compute."""
         reads: set[AttributeRead] = set()
-        reached = ReachCache() if call.has_objects else REACHED  # functions in objects may hold values of the trace
+        reached = CodeReadsCache() if call.has_objects else REACHED  # functions in objects may hold values of the trace
         flat = _FlatCall(owner, run, call, reached)
         with torch.DisableTorchFunction():
             before, surroundings = read_surroundings(owner, call.arguments, reached)
@@ -234,7 +234,7 @@ class _FlatCall:
     tensor. `record` holds the torch calls of code that runs in every call.
     """
 
-    def __init__(self, owner: Any, run: Callable[..., Any], call: SubgraphCall, reached: ReachCache) -> None:
+    def __init__(self, owner: Any, run: Callable[..., Any], call: SubgraphCall, reached: CodeReadsCache) -> None:
         self._owner, self._run, self._call, self._reached = owner, run, call, reached
         self.record: CallRecording | None = None
         self.tree: Any = None

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.frontend.guards.mutable_places import Item, MutablePlaces, Place, enclosing_places
 from shardlib.frontend.guards.number_inputs import NumberMode, is_traced_number
-from shardlib.frontend.guards.object_state import LENGTH, LONG, State
+from shardlib.frontend.guards.state_walk import LENGTH, LONG, StateWalk
 from shardlib.frontend.guards.value_kinds import CONTAINERS, PLAIN, holds_parameters
 from shardlib.frontend.side_effects.containers import (
     ALL,
@@ -79,7 +79,7 @@ class MutationTracker:
         for i, (place, (value, at)) in enumerate(self.before.numbers.items(), first):
             self._leaf[place] = i
             rate = place in self.before.changing.rates or isinstance(self.before.owners.get(place[0]), LRScheduler)
-            number = numbers.give(i, self.before.name(at), value, rate=rate)
+            number = numbers.wrap_leaf(i, self.before.name(at), value, rate=rate)
             if self.can_be_given([place]):
                 self._give(place, number, i)
             elif is_traced_number(number):  # another object has this id now: the program serves this number alone
@@ -101,7 +101,7 @@ class MutationTracker:
             self._give(around, self._tuples[around], leaf)
 
     @contextmanager
-    def cut(self, state: State) -> Iterator[None]:
+    def cut(self, state: StateWalk) -> Iterator[None]:
         """Replaces results of ops outside by leaves without history, wherever they are held, inside the context."""
         for i, x in enumerate(state.tensors):
             if x.is_leaf or x.retains_grad:

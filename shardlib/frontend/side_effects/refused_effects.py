@@ -14,7 +14,7 @@ from torch import nn
 
 from shardlib.core.errors import SideEffectError
 from shardlib.frontend.guards.mutable_places import Item, Place
-from shardlib.frontend.guards.object_state import LENGTH, LONG
+from shardlib.frontend.guards.state_walk import LENGTH, LONG
 from shardlib.frontend.guards.value_kinds import hash_buffer, is_cache, numpy_kind
 from shardlib.frontend.side_effects.containers import APPENDED, GONE, is_by_tensor, is_refilled, is_reordered
 from shardlib.frontend.side_effects.snapshot import Snapshot

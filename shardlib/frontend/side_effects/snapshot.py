@@ -16,7 +16,7 @@ from torch import nn
 from shardlib.core.torch_internals.torch_private import FakeTensor
 from shardlib.frontend.guards.mutable_places import NUMBERS, Facts, MutablePlaces, Place, number_items
 from shardlib.frontend.guards.number_inputs import is_traced_number
-from shardlib.frontend.guards.object_state import LENGTH, State
+from shardlib.frontend.guards.state_walk import LENGTH, StateWalk
 from shardlib.frontend.guards.value_kinds import (
     CONTAINERS,
     PLAIN,
@@ -33,8 +33,8 @@ from shardlib.frontend.side_effects.leaks import Leak
 LARGE = 1 << 26  # bytes of an array; larger ones are not copied, so what a function that raises wrote there stays
 
 
-class Snapshot(State):
-    """A `State` that keeps all places.
+class Snapshot(StateWalk):
+    """A `StateWalk` that keeps all places.
 
     By place: `found` are facts about its value, `values` the value itself, `called` its name in parts. By id: `owners`
     are the holders, `copies` the items of those that are containers. `described` tells the values to a reader, by name:
@@ -133,9 +133,9 @@ class Snapshot(State):
         self.described.append(((leaf,), None, describe_value(x)))
         super().visit_argument_object(x, facts, leaf)
 
-    def visit_variable(self, name: str, x: Any, facts: list[Any], holder: Any = None, key: Any = None) -> None:
-        self.owners[id(holder)] = holder
-        super().visit_variable(name, x, facts, holder, key)
+    def visit_variable(self, name: str, x: Any, facts: list[Any], container: Any = None, key: Any = None) -> None:
+        self.owners[id(container)] = container
+        super().visit_variable(name, x, facts, container, key)
 
     def _visit_attribute(self, owner: int, name: Any, x: Any, facts: list[Any], depth: int) -> None:
         start, place, at = len(facts), (owner, name), self._path

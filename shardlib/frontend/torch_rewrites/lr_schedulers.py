@@ -92,8 +92,8 @@ def _is_hosted(step: Callable[..., Any], call: list[Any], watch: MutationTracker
     pairs = zip(before.numbers, after.numbers, strict=True)
     free = [i for i, (a, b) in enumerate(pairs) if is_traced_number(a) or after.own[i] or not is_same_number(a, b)]
     scalars, values = tuple(map(to_scalar, before.numbers)), list(after.numbers)
-    hosted = HostStep(run, copy, scalars, tuple(values), after.facts, tuple(free), numbers.last)
-    for i, x in zip(free, numbers.host(hosted, type(call[0]).__name__), strict=True):
+    hosted = HostStep(run, copy, scalars, tuple(values), after.facts, tuple(free), numbers.leaf_count)
+    for i, x in zip(free, numbers.add_host_step(hosted, type(call[0]).__name__), strict=True):
         values[i] = x
     fill_numbers(copy, iter(values), like)
     return True

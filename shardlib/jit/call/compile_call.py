@@ -24,7 +24,6 @@ from shardlib.core.source_lines import caller_at
 from shardlib.core.stage_clock import StageClock, show_progress
 from shardlib.core.torch_internals.torch_private import preserved_versions
 from shardlib.frontend.guards.flatten_call import flatten_call
-from shardlib.frontend.guards.object_state import State
 from shardlib.frontend.guards.recompile_reasons import (
     OFTEN,
     Change,
@@ -34,6 +33,7 @@ from shardlib.frontend.guards.recompile_reasons import (
     join_first,
     record_call,
 )
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.hazards.escaped_values import keeps_numbers, refuse_kept
 from shardlib.frontend.hazards.grad_reads import LookedAtGradientError
 from shardlib.frontend.hazards.threads import refuse_nested
@@ -63,7 +63,7 @@ class Invocation:
     programs: Programs
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    state: State
+    state: StateWalk
     key: Any
     leaves: list[Any]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # wraps the trace
@@ -75,7 +75,7 @@ class Invocation:
     ) -> Invocation:
         """Reads a call on the current mesh; `own` is the object of a method."""
         begun = _traces_begun()
-        state = State(own, programs.changing)
+        state = StateWalk(own, programs.changing)
         key, leaves = function.read_call(current_mesh(), programs, state, args, kwargs)
         call = Invocation(function, key[0], programs, args, kwargs, state, key, leaves, read_at=begun)
         if call.state.arrays:
@@ -86,7 +86,7 @@ class Invocation:
     def read(self) -> None:
         """Reads the call again."""
         self.read_at = _traces_begun()
-        self.state = State(self.state.own, self.programs.changing)
+        self.state = StateWalk(self.state.own, self.programs.changing)
         self.key, self.leaves = self._read(self.state)
 
     @without_function_modes
@@ -97,7 +97,7 @@ class Invocation:
         flatten_call(self.function.fn, self.args, self.kwargs, self.function.static, snapshot)
         return snapshot
 
-    def _read(self, state: State) -> tuple[Any, list[Any]]:
+    def _read(self, state: StateWalk) -> tuple[Any, list[Any]]:
         return self.function.read_call(self.mesh, self.programs, state, self.args, self.kwargs)
 
     @skip_dynamo

@@ -22,7 +22,7 @@ from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError, WrittenError
 from shardlib.core.torch_internals.torch_private import pytree, version_of
 from shardlib.frontend.gradients.autograd_history import read_hooks
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.jit.call.compile_call import Invocation
 from shardlib.jit.call.execute import Entry
 from shardlib.jit.call.pure_call import PureCall, autocast
@@ -74,7 +74,7 @@ class Again:
         function, mesh, programs, is_method = call.function, call.mesh, call.programs, call.state.own is not None
 
         def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-            state = State(args[0] if is_method else None, programs.changing)
+            state = StateWalk(args[0] if is_method else None, programs.changing)
             return function.read_call(mesh, programs, state, args, kwargs)
 
         pure = PureCall.read(function, call.state, call.state.tensors, call.key[1], call.args, call.kwargs)

@@ -16,7 +16,7 @@ from shardlib.core.torch_internals.torch_private import innermost
 from shardlib.frontend.guards.argument_specs import add_positions_and_names
 from shardlib.frontend.guards.closure import Closure
 from shardlib.frontend.guards.flatten_call import find_aliases, read_arguments, wrap_static
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.guards.torch_modes import ambient
 from shardlib.frontend.hazards.memory_queries import owns_memory
 from shardlib.jit.call.program_cache import Programs
@@ -52,7 +52,7 @@ class Function:
         return Closure(self.fn)
 
     def read_call(
-        self, mesh: Mesh | None, programs: Programs, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, mesh: Mesh | None, programs: Programs, state: StateWalk, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[Any]]:
         """Returns the key of a call and its leaves; adds the objects that it finds to `state`.
 

@@ -14,7 +14,7 @@ from shardlib.compiler.annotations import leaf_specs
 from shardlib.core.torch_internals.module_tensors import holding, module_tensors
 from shardlib.core.torch_internals.torch_private import innermost, pytree
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, wrap_static
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.frontend.guards.torch_modes import autocast_dtypes
 from shardlib.jit.call.function import Function
 from shardlib.jit.shard import shard
@@ -44,7 +44,7 @@ class PureCall:
 
     @staticmethod
     def read(
-        function: Function, state: State, held: Sequence[Tensor], modes: Any, args: tuple[Any, ...], kwargs: Any
+        function: Function, state: StateWalk, held: Sequence[Tensor], modes: Any, args: tuple[Any, ...], kwargs: Any
     ) -> PureCall:
         """Reads a call under `modes` that finds the tensors `held` in the modules of `state`."""
         leaves, tree = pytree.tree_flatten(wrap_static(args, kwargs, function.static))
@@ -122,7 +122,7 @@ def _placed_or_as_seen(x: Tensor) -> Tensor:
     return value if isinstance(value, ShardedTensor) else x
 
 
-def _places(x: Tensor, state: State) -> tuple[Place, ...]:
+def _places(x: Tensor, state: StateWalk) -> tuple[Place, ...]:
     """Returns the places in which modules hold a tensor."""
     return tuple((held, name) for held, name, y in module_tensors((*state.kept, state.own)) if y is x)
 

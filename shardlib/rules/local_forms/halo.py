@@ -18,14 +18,13 @@ from torch import Tensor
 
 from shardlib.primitives.body import resolve_group
 from shardlib.primitives.collectives import piece
-from shardlib.rules.local_forms.helpers import shard_size
+from shardlib.rules.local_forms.helpers import pad_constant, shard_size
 
-aten = torch.ops.aten
 Range = tuple[int, int]  # [start, stop)
 
 
 def intersect(a: Range, b: Range) -> Range:
-    """The intersection of two ranges; an empty range inside `a` if they are disjoint."""
+    """Returns the intersection of two ranges; an empty range inside `a` if they are disjoint."""
     low = min(max(a[0], b[0]), a[1])
     return low, max(low, min(a[1], b[1]))
 
@@ -35,7 +34,7 @@ def length(r: Range) -> int:
 
 
 def shard_range(label: Sequence[str], size: int) -> Range:
-    """The range of a dim of `size` that this device holds."""
+    """Returns the range of a dim of `size` that this device holds."""
     if not label:
         return 0, size
     offset, n, _ = piece(label[0])
@@ -43,7 +42,7 @@ def shard_range(label: Sequence[str], size: int) -> Range:
 
 
 def shard_length(label: Sequence[str], size: int) -> int:
-    """The number of elements of a dim of `size` that this device holds."""
+    """Returns the number of elements of a dim of `size` that this device holds."""
     return shard_size(label[0]) if label else size
 
 
@@ -82,26 +81,20 @@ def crop_or_pad(x: Tensor, dim: int, have: Range, want: Range, fill: complex = 0
     return pad_constant(x, [0, 0] * (x.dim() - 1 - dim) + [before, after], fill)
 
 
-def pad_constant(x: Tensor, pads: Sequence[int], fill: complex = 0) -> Tensor:
-    """`F.pad`, but for integers too: `F.pad` makes a float of `fill`."""
-    out: Tensor = aten.constant_pad_nd.default(x, pads, fill)
-    return out
-
-
 def _is_sharded(label: Sequence[str]) -> bool:
     return resolve_group("fetch", label)[2] > 1
 
 
 def match_senders(have: Sequence[set[Range]], need: Sequence[set[Range]]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """The (source, destination) pairs of each distance around the ring, the longest distance first."""
+    """Returns the (source, destination) pairs of each distance around the ring, the longest distance first."""
     n, pairs = len(have), set[tuple[int, int]]()
-    shard_length = sorted((low, high, src) for src, ranges in enumerate(have) for low, high in ranges if low < high)
-    starts, last_stops = [low for low, *_ in shard_length], [*accumulate((high for _, high, _ in shard_length), max)]
+    intervals = sorted((low, high, src) for src, ranges in enumerate(have) for low, high in ranges if low < high)
+    starts, last_stops = [low for low, *_ in intervals], [*accumulate((high for _, high, _ in intervals), max)]
     for dst, ranges in enumerate(need):
         for low, high in ranges:
             k = bisect_left(starts, high) - 1 if low < high else -1
             while k >= 0 and last_stops[k] > low:
-                _, stop, src = shard_length[k]
+                _, stop, src = intervals[k]
                 if stop > low and src != dst:
                     pairs.add((src, dst))
                 k -= 1

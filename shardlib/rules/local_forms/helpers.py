@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,13 +19,13 @@ from shardlib.primitives.collectives import axis_index, piece, pmax, psum
 from shardlib.primitives.form_dims import FormDims
 from shardlib.rules.dtype_sums import NO_ARITHMETIC
 from shardlib.rules.iteration_space import arg, normalize_dims, result_shape
-from shardlib.rules.rule import Call, Local
+from shardlib.rules.rule import Call, LocalBuilder
 
 aten = torch.ops.aten
 
 
-def sharded_factors(local: Local, factors: Iterable[str]) -> list[str]:
-    """The factors among these that are sharded in this program."""
+def sharded_factors(local: LocalBuilder, factors: Iterable[str]) -> list[str]:
+    """Returns the factors among these that are sharded in this program."""
     return [f for f in factors if local.axes(f)]
 
 
@@ -42,12 +42,12 @@ def locate_index(index: Tensor, factor: str, padding: int = -1) -> tuple[Tensor,
 
 
 def shard_sizes(factor: str) -> list[int]:
-    """The number of elements that each of the devices along a factor holds."""
+    """Returns the number of elements that each of the devices along a factor holds."""
     return _form_dims("shares", factor).shares(factor)
 
 
 def shard_size(factor: str) -> int:
-    """The number of elements that this device holds, for code that does not depend on their offset."""
+    """Returns the number of elements that this device holds, for code that does not depend on their offset."""
     return _form_dims("share", factor).share(factor)
 
 
@@ -62,10 +62,10 @@ def _form_dims(caller: str, factor: str) -> FormDims:
     return form
 
 
-def from_torch_code(form: Callable[..., Any]) -> Callable[[Local], Any]:
+def from_torch_code(form: Callable[..., Any]) -> Callable[[LocalBuilder], Any]:
     """Makes a local form of torch code: `form(local, ...)` takes the op's arguments, with shards for tensors."""
 
-    def run(local: Local) -> Any:
+    def run(local: LocalBuilder) -> Any:
         keyword_only = {a.name for a in schema_of(local.call.target).arguments if a.kwarg_only}
         named = {name: x for name, x in local.kwargs.items() if name in keyword_only}
         return local.run(partial(form, local), *positional_args(local), **named)
@@ -86,14 +86,14 @@ def check_index(index: Tensor, n: int, low: int = 0, ignore: int | None = None) 
 
 
 def keep_on_first(x: Tensor, factors: Iterable[str]) -> Tensor:
-    """`x` on the first of the devices along `factors`, and zeros on the others, so that their sum is `x`."""
+    """Returns `x` on the first of the devices along `factors`, and zeros on the others, so that their sum is `x`."""
     for factor in factors:
         x = x.masked_fill(axis_index(factor) != 0, neutral_addend(x.dtype))
     return x
 
 
-def may_be_empty(local: Local, factor: str) -> bool:
-    """True if some device of the mesh has an empty shard of `factor`."""
+def may_be_empty(local: LocalBuilder, factor: str) -> bool:
+    """Returns whether some device of the mesh has an empty shard of `factor`."""
     size = local.size(factor)
     if isinstance(size, int):
         return size == 0
@@ -103,34 +103,36 @@ def may_be_empty(local: Local, factor: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReducedDims:
     """Reductions over dims that may be sharded. The dims stay, with size 1.
 
     `factors` are the factors of the dims, and `count` is the global number of elements in them. A device's shard may be
-    empty along the dims `risky`. With `keepdim` False, `drop_dims` removes the dims.
+    empty along the dims `maybe_empty`. With `keepdim` False, `drop_dims` removes the dims.
     """
 
     dims: list[int]
     factors: tuple[str, ...]
     count: int
-    risky: tuple[int, ...] = ()
+    maybe_empty: tuple[int, ...] = ()
     keepdim: bool = True
 
     @staticmethod
-    def over(local: Local, dims: Iterable[int], operand: int = 0) -> Rows:
-        """Rows over dims of an operand."""
+    def over(local: LocalBuilder, dims: Iterable[int], operand: int = 0) -> ReducedDims:
+        """Creates the reductions over dims of an operand."""
         labels = local.rule.operands[operand]
         dims = [d for d in dims if labels]  # a scalar has none
         factors = tuple(f for d in dims for f in labels[d])
         count = math.prod(local.call.operands[operand].shape[d] for d in dims)
-        return Rows(dims, factors, count, tuple(d for d in dims if any(may_be_empty(local, f) for f in labels[d])))
+        return ReducedDims(
+            dims, factors, count, tuple(d for d in dims if any(may_be_empty(local, f) for f in labels[d]))
+        )
 
     @staticmethod
-    def over_dim_argument(local: Local) -> Rows:
-        """Rows over the dims of operand 0 that the argument `dim` names, or over all dims."""
+    def over_dim_argument(local: LocalBuilder) -> ReducedDims:
+        """Creates the reductions over the dims of operand 0 that the argument `dim` names, or over all dims."""
         rank = local.call.operands[0].rank
         dims = normalize_dims(arg(local.call, "dim", None), rank)
-        return replace(Rows.over(local, dims), keepdim=len(result_shape(local.call)) == rank)
+        return replace(ReducedDims.over(local, dims), keepdim=len(result_shape(local.call)) == rank)
 
     def drop_dims(self, x: Tensor) -> Tensor:
         return x if self.keepdim else x.squeeze(self.dims)
@@ -142,7 +144,7 @@ class Rows:
         return self.sum(x) / self.count
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean, `x` minus the mean, and the variance."""
+        """Returns the mean, `x` minus the mean, and the variance."""
         mean = self.mean(x)
         centered = x - mean
         return mean, centered, self.mean(centered * centered)
@@ -152,25 +154,31 @@ class Rows:
         return pmax(filled.amax(self.dims, keepdim=True), self.factors)  # type: ignore[no-any-return]
 
     def fill_empty(self, x: Tensor, value: float) -> Tensor:
-        """`x` with one element of `value` along each dim in which this device's shard is empty."""
-        pads = [n for d in reversed(range(x.dim())) for n in (0, int(d in self.risky and x.shape[d] == 0))]
-        return aten.constant_pad_nd.default(x, pads, value) if self.risky else x  # F.pad makes a float of `value`
+        """Returns `x` with one element of `value` along each dim in which this device's shard is empty."""
+        pads = [n for d in reversed(range(x.dim())) for n in (0, int(d in self.maybe_empty and x.shape[d] == 0))]
+        return pad_constant(x, pads, value) if self.maybe_empty else x
+
+
+def pad_constant(x: Tensor, pads: Sequence[int], fill: complex = 0) -> Tensor:
+    """Pads like `F.pad`, which makes a float of `fill`, and so pads no integers."""
+    out: Tensor = aten.constant_pad_nd.default(x, pads, fill)
+    return out
 
 
 def neutral_addend(dtype: torch.dtype) -> complex:
-    """The number that changes no sum of this dtype: -0.0 for floats, since -0.0 + 0.0 is 0.0."""
+    """Returns the number that changes no sum of this dtype: -0.0 for floats, since -0.0 + 0.0 is 0.0."""
     if dtype.is_complex:
         return complex(-0.0, -0.0)
     return -0.0 if dtype.is_floating_point else 0
 
 
 def can_add(dtype: torch.dtype) -> bool:
-    """True if torch adds values of this dtype on all kinds of devices, and the sum has the same dtype."""
+    """Returns whether torch adds values of this dtype on all kinds of devices, and the sum has the same dtype."""
     return dtype not in NO_ARITHMETIC and dtype != torch.bool
 
 
 def neutral_extreme(dtype: torch.dtype, *, lowest: bool) -> float:
-    """The neutral element of a maximum (`lowest`) or of a minimum."""
+    """Returns the neutral element of a maximum (`lowest`) or of a minimum."""
     if dtype.is_floating_point:
         return -math.inf if lowest else math.inf
     if dtype == torch.bool:
@@ -179,7 +187,7 @@ def neutral_extreme(dtype: torch.dtype, *, lowest: bool) -> float:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's kernels sum values of `dtype`."""
+    """Returns the dtype in which torch's kernels sum values of `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -197,7 +205,7 @@ def in_accumulation_dtype(form: Callable[..., Any], call: Call) -> Callable[...,
     return run
 
 
-def positional_args(local: Local) -> list[Any]:
-    """The arguments of the call by position, with the schema's defaults, without keyword-only arguments."""
+def positional_args(local: LocalBuilder) -> list[Any]:
+    """Returns the arguments of the call by position, with the schema's defaults, without keyword-only arguments."""
     others = schema_of(local.call.target).arguments[len(local.args) :]
     return [*local.args, *(local.kwargs.get(a.name, a.default_value) for a in others if not a.kwarg_only)]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shardlib.rules.iteration_space import Dim, Space, arg, broadcast_labels, broadcast_shapes, normalize_dim
 from shardlib.rules.local_forms.helpers import check_index, sharded_factors
-from shardlib.rules.rule import Call, Local, Meta, Rule
+from shardlib.rules.rule import Call, LocalBuilder, Meta, Rule
 
 
 def replicated(call: Call) -> Rule:
-    """The rule of an op whose dims must all stay whole."""
+    """Returns the rule of an op whose dims must all stay whole."""
     space = Space()
     dims = [
         [] if m is None else space.dims(m.shape, whole=range(len(m.shape))) for m in (*call.operands, *call.results)
@@ -108,12 +108,12 @@ class IndexedDims:
         """The factors of the table's indexed dims."""
         return tuple(f for d in self.dims if self.x for f in self.x[d])
 
-    def sharded(self, local: Local) -> dict[int, list[str]]:
-        """The sharded factors of each indexed dim."""
+    def sharded(self, local: LocalBuilder) -> dict[int, list[str]]:
+        """Returns the sharded factors of each indexed dim."""
         return {d: sharded_factors(local, self.x[d] if self.x else ()) for d in self.dims}
 
     def normalize(self, indices: Any, sharded: Mapping[int, Sequence[str]]) -> list[Tensor]:
-        """The indices, with those into sharded dims checked and counted from the front."""
+        """Returns the indices, with those into sharded dims checked and counted from the front."""
         tensors, out = [indices] if isinstance(indices, Tensor) else [i for i in indices if i is not None], []
         for index, (d, factors) in zip(tensors, sharded.items(), strict=True):
             n = (*self.shape, 1)[d]
@@ -122,7 +122,7 @@ class IndexedDims:
         return out
 
     def arguments(self, indices: Iterable[Tensor]) -> list[Any]:
-        """The op's arguments for these indices: a list with None for other dims, or a dim and an index."""
+        """Returns the op's arguments for these indices: a list with None for other dims, or a dim and an index."""
         queue = iter(indices)
         if not self.listed:
             return [*self.dims, *queue]
@@ -130,6 +130,6 @@ class IndexedDims:
 
 
 def has_mask(call: Call) -> bool:
-    """True if an index is a mask, so that the number of entries depends on the data; also if there is no index."""
+    """Returns whether the number of entries depends on the data: an index is a mask, or there is no index."""
     indices = [m for m in arg(call, "indices") if m is not None]
     return not indices or any(m.dtype in (torch.bool, torch.uint8) for m in indices)

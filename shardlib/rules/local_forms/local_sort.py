@@ -1,4 +1,4 @@
-"""Rules for rows in an order of each device's own.
+"""Rules of ops on rows that each device sorts alone.
 
 A device sorts its shard alone, reads and writes rows at the positions that this sort returns, and multiplies them in
 groups that it counts itself. `shardlib/compiler/graph/local_sort.py` decides where this is right.
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from shardlib.rules.local_forms.helpers import positional_args
 from shardlib.rules.local_forms.positions import Extents, to_global, to_local
-from shardlib.rules.rule import Call, Labels, Local, LocalCode, Rule
+from shardlib.rules.rule import Call, Labels, LocalBuilder, LocalCode, Rule
 
 _ROW, _ENTRY = "t", "k"  # the rows of a table, and the positions per row
 ROW_FACTORS = (_ROW,)  # the factors of the rows, in the rules of a sort and of a lookup
 
 
 def local_sort_rule(call: Call) -> Rule | None:
-    """The rule of a sort of one dim where each device sorts its shard."""
+    """Returns the rule of a sort of one dim where each device sorts its shard."""
     shape = call.operands[0].shape
     if len(call.operands) != 1 or len(shape) != 1 or shape[0] < 2:
         return None
@@ -33,7 +33,7 @@ def _by_row(emit: Any) -> LocalCode:
     return LocalCode(emit, factors=frozenset(ROW_FACTORS), loose=frozenset(ROW_FACTORS))
 
 
-def _sort_shard(local: Local) -> Any:
+def _sort_shard(local: LocalBuilder) -> Any:
     """Sorts the shard; the positions count in the whole."""
 
     def form(x: Tensor, extents: Extents, *options: Any, **named: Any) -> Any:
@@ -44,7 +44,7 @@ def _sort_shard(local: Local) -> Any:
 
 
 def local_lookup_rule(rule: Rule, table: str, entries: str) -> Rule:
-    """The rule of a lookup whose positions (factor `entries`) all name rows (factor `table`) of the device's shard.
+    """Returns the rule of a lookup whose positions (factor `entries`) name rows (factor `table`) of the device's shard.
 
     `rule` is the op's rule for arbitrary positions.
     """
@@ -71,7 +71,7 @@ def local_lookup_rule(rule: Rule, table: str, entries: str) -> Rule:
     )
 
 
-def _look_up_in_shard(local: Local) -> Any:
+def _look_up_in_shard(local: LocalBuilder) -> Any:
     """Runs the op on the shard, with positions that count in it."""
 
     def form(extents: Extents, x: Any, *rest: Any) -> Any:
@@ -86,7 +86,7 @@ def _look_up_in_shard(local: Local) -> Any:
 
 
 def own_groups_rule(rule: Rule) -> Rule:
-    """The rule of a product in groups whose operand `ends` counts the rows of each device alone."""
+    """Returns the rule of a product in groups whose operand `ends` counts the rows of each device alone."""
     groups = rule.accesses.groups
     assert groups is not None
     return replace(
@@ -97,5 +97,5 @@ def own_groups_rule(rule: Rule) -> Rule:
 
 
 def local_count_rule(rule: Rule, rows: Sequence[str]) -> Rule:
-    """The rule of an op that counts rows, where each device counts its own."""
+    """Returns the rule of an op that counts rows, where each device counts its own."""
     return replace(rule, reduce={**rule.reduce, **dict.fromkeys(rows, "none")})

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A shard of a dim, as `Local.extents` gives it: local size, offset and global size of each sub-factor, major first.
+# A shard of a dim, from `LocalBuilder.extents`: local size, offset and global size of each sub-factor, major first.
 Extents = Sequence[tuple[int, int, int]]
 
 
 def to_global(index: Tensor, extents: Extents) -> Tensor:
-    """The positions in the whole of positions in the shard; both count the elements in order."""
+    """Converts positions in the shard to positions in the whole dim; both count the elements in order."""
     if len(extents) == 1:
         return index + extents[0][1]
     out, stride = torch.zeros_like(index), 1
@@ -23,7 +23,7 @@ def to_global(index: Tensor, extents: Extents) -> Tensor:
 
 
 def to_local(index: Tensor, extents: Extents) -> Tensor:
-    """The positions in the shard of positions in the whole, which must all lie in the shard."""
+    """Converts positions in the whole dim, which must all lie in the shard, to positions in the shard."""
     if len(extents) == 1:
         return index - extents[0][1]
     strides = [1]

@@ -26,7 +26,7 @@ import torch
 
 from shardlib.ops.attention.variant import Variant
 from shardlib.ops.backend_choice import requested_backend
-from shardlib.rules.rule import Labels, Local
+from shardlib.rules.rule import Labels, LocalBuilder
 
 aten = torch.ops.aten
 _TENSORS = ("grad_o", "grad_lse", "q", "k", "v", "o", "lse")
@@ -35,7 +35,7 @@ Chunks = list[Any]  # a device's shard of a tensor, or its two chunks in a zigza
 Pairs = list[tuple[int, int]]
 
 
-def forward(local: Local, tensors: Sequence[Any], variant: Variant) -> tuple[Any, Any]:
+def forward(local: LocalBuilder, tensors: Sequence[Any], variant: Variant) -> tuple[Any, Any]:
     """Returns o and lse of this device's queries. `tensors` are q, k and v, `variant` the op's other arguments."""
     ring = Ring.over(local, variant, local.rule.operands[3:], moved=5)
     q_labels, k_labels, v_labels = local.rule.operands[:3]
@@ -55,7 +55,7 @@ def forward(local: Local, tensors: Sequence[Any], variant: Variant) -> tuple[Any
     return ring.restore(ring.narrow(o), o_labels, "o"), ring.restore(lse, lse_labels, "lse")
 
 
-def backward(local: Local, tensors: Sequence[Any], variant: Variant, *after: Any) -> tuple[Any, Any, Any, Any]:
+def backward(local: LocalBuilder, tensors: Sequence[Any], variant: Variant, *after: Any) -> tuple[Any, Any, Any, Any]:
     """Returns dq, dk, dv and the gradient of the bias.
 
     `tensors` are grad_o, grad_lse (may be None), q, k, v, o and lse; `after` are the arguments after the variant.
@@ -95,15 +95,15 @@ def backward(local: Local, tensors: Sequence[Any], variant: Variant, *after: Any
 class Ring:
     """The ring of `n` devices, each with `chunks` chunks of the sequence (two in a zigzag)."""
 
-    local: Local
+    local: LocalBuilder
     variant: Variant
     others: tuple[Labels, ...]  # the labels of the variant's tensors
     n: int
     chunks: int
 
     @staticmethod
-    def over(local: Local, variant: Variant, others: tuple[Labels, ...], moved: int) -> Ring:
-        """The ring over the axes that shard the keys; a zigzag would send `moved` tensors of the size of q."""
+    def over(local: LocalBuilder, variant: Variant, others: tuple[Labels, ...], moved: int) -> Ring:
+        """Returns the ring over the axes that shard the keys; a zigzag would send `moved` tensors of the size of q."""
         n = local.ways("t")
         return Ring(local, variant, others, n, 2 if _zigzag(local, variant, n, moved) else 1)
 
@@ -124,7 +124,7 @@ class Ring:
         ]
 
     def restore(self, chunks: Chunks, labels: Labels, name: str) -> Any:
-        """The inverse of `order`."""
+        """Returns the inverse of `order`."""
         if self.chunks == 1:
             return chunks[0]
         back = [
@@ -134,7 +134,7 @@ class Ring:
         return self.local.op(aten.cat.default, back, SEQUENCE)
 
     def _pairs(self) -> list[Pairs]:
-        """The (source, destination) pairs of the devices' first chunks, and of their second chunks.
+        """Returns the (source, destination) pairs of the devices' first chunks, and of their second chunks.
 
         Chunk c belongs to device c, or 2n - 1 - c.
         """
@@ -150,7 +150,7 @@ class Ring:
     # Blocks ---------------------------------------------------------------------------------------------------------
 
     def block(self, i: int, j: int, step: int) -> Variant:
-        """The variant for queries of chunk i and keys of chunk j that are `step` devices away from their owner."""
+        """Returns the variant for queries of chunk i and keys of chunk j, `step` devices away from their owner."""
         start = self._at_owner(self._chunk_offset("t", j), step)
         size = self._at_owner(self.local.size("t"), step) // self.chunks
         masks = {}
@@ -162,11 +162,11 @@ class Ring:
         return self.variant._replace(**masks, q_offset=q_offset, k_offset=k_offset)
 
     def _at_owner(self, value: Any, step: int) -> Any:
-        """A number as the owner of keys has it that are `step` devices away."""
+        """Returns a number as the owner of keys has it that are `step` devices away."""
         return self.local.on_member(value, "t", lambda at: (at - step) % self.n)
 
     def _chunk_offset(self, factor: str, j: int) -> Any:
-        """The global index at which this device's chunk j of a factor starts.
+        """Returns the global index at which this device's chunk j of a factor starts.
 
         In a zigzag, device i works on chunks i and 2n - 1 - i. Its chunk 0 is the one with the even number.
         """
@@ -209,14 +209,14 @@ class Ring:
         return self.local.op(aten.slice_scatter.default, total, block, -1, start, stop)
 
     def _differs_by_key(self, name: str) -> bool:
-        """True if the mask or the bias has a dim of keys."""
+        """Returns whether the mask or the bias has a dim of keys."""
         present = [x for x in ("mask", "bias") if getattr(self.variant, x) is not None]
         labels = self.others[present.index(name)]
         return bool(labels) and "keys" in labels[-1]
 
 
-def _zigzag(local: Local, variant: Variant, n: int, moved: int) -> bool:
-    """True if balancing a causal ring saves more time than sending `moved` tensors of the size of q takes."""
+def _zigzag(local: LocalBuilder, variant: Variant, n: int, moved: int) -> bool:
+    """Returns whether balancing a causal ring saves more time than sending `moved` tensors of the size of q takes."""
     s, t = (local.rule.sizes.get(x, 1) for x in ("s", "t"))
     if not variant.causal or variant.window or variant.mask is not None or variant.bias is not None:
         return False

@@ -22,7 +22,7 @@ from shardlib.primitives.manual_ops import new_resized
 from shardlib.rules.local_forms.halo import Range, add_to_owners, crop_or_pad, fetch, intersect, length, shard_range
 from shardlib.rules.local_forms.helpers import may_be_empty, shard_size
 from shardlib.rules.local_forms.window import Window
-from shardlib.rules.rule import Labels, Local, Path, WindowMap
+from shardlib.rules.rule import Labels, LocalBuilder, Path, WindowMap
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Reach:
             return (max(low, 0), min(high, size)) if length(r) else (low, high)
 
         def first(r: Range) -> int:
-            """The first result that the op computes from a frame.
+            """Returns the first result that the op computes from a frame.
 
             The frame has no padding in front of a device's own results, and fits a window where the whole dim does.
             """
@@ -111,7 +111,7 @@ class Reach:
             return window.reads(r) if length(r) else _scale(r, n)
 
         def computed(r: Range) -> Range:
-            """The results of all blocks that a window touches."""
+            """Returns the results of all blocks that a window touches."""
             low, high = reads(r)
             return _at_least_one((max(min(low // n, r[0]), 0), min(max(-(-high // n), r[1]), count)))
 
@@ -161,7 +161,7 @@ class Reach:
 
 
 # Takes the local form, the op's arguments by name, and the offset of each dim that starts inside the whole.
-Run = Callable[[Local, dict[str, Any], Mapping[int, int]], Any]
+Run = Callable[[LocalBuilder, dict[str, Any], Mapping[int, int]], Any]
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,11 @@ class Stencil:
         """The `windows` of the rule."""
         return dict(r.window_map(f) for f, r in self.reach.items() if r.window_map and r.source not in ("", f))
 
-    def local(self, local: Local) -> Any:
+    def local(self, local: LocalBuilder) -> Any:
         return local.run(self.form(local), *local.args, **local.kwargs)
 
-    def form(self, local: Local) -> Callable[..., Any]:
-        """The local form as a function of the op's arguments."""
+    def form(self, local: LocalBuilder) -> Callable[..., Any]:
+        """Returns the local form as a function of the op's arguments."""
         sharded = {f: r for f, r in self.reach.items() if any(map(local.axes, {f, r.source} - {""}))}
         others = local.rule.local.factors - self.reach.keys() - self.sources.keys()
         thin = {f for f in others if may_be_empty(local, f)}
@@ -220,7 +220,7 @@ class Stencil:
         return form
 
 
-def nonempty(local: Local, **extra: Any) -> Any:
+def nonempty(local: LocalBuilder, **extra: Any) -> Any:
     """Runs the op itself, on one element of zeros where a shard is empty; `extra` are further arguments of it."""
     target = local.call.target
     if not any(may_be_empty(local, f) for f in local.rule.local.factors):
@@ -243,20 +243,20 @@ class _Shard:
     begins: dict[int, int] = field(default_factory=dict)
 
     def _read_dims(self, labels: Labels) -> Iterator[tuple[int, Reach, Range]]:
-        """The dims of a tensor that results read, or that are gradients of such."""
+        """Returns the dims of a tensor that results read, or that are gradients of such."""
         for f, reach in self.sharded.items():
             for dim, label in enumerate(labels):
                 if dim == reach.dim or (reach.dim is None and reach.source in label):
                     yield dim, reach, self.mine[f]
 
     def _reading_dims(self, labels: Labels) -> Iterator[tuple[int, Range, Range]]:
-        """The dims of a tensor that read: this device's range, and the range that the op computes."""
+        """Returns the dims of a tensor that read: this device's range, and the range that the op computes."""
         for dim, f in _dims_with(labels, self.sharded):
             n, mine = _local_size(labels[dim][1:]), self.mine[f]  # elements per element of the major factor
             yield dim, _scale(mine, n), _scale(self.sharded[f].computed(mine), n)
 
     def extend_operand(self, x: Tensor, position: int, labels: Labels) -> Tensor:
-        """The operand as the op takes it."""
+        """Returns the operand as the op takes it."""
         stencil = self.stencil
         if position == stencil.like or (not stencil.back and stencil.read in (None, position)):
             for dim, reach, mine in self._read_dims(labels):
@@ -286,11 +286,11 @@ class _Shard:
         return x
 
     def size_arguments(self, ints: Mapping[Path, tuple[int, Sequence[str]]]) -> Iterator[tuple[Path, int]]:
-        """The arguments that hold sizes of what the op takes or computes."""
+        """Returns the arguments that hold sizes of what the op takes or computes."""
         return ((path, k * math.prod(map(self._op_size, factors))) for path, (k, factors) in ints.items())
 
     def _op_size(self, factor: str) -> int:
-        """The size of a factor as the op takes or computes it."""
+        """Returns the size of a factor as the op takes or computes it."""
         if factor in self.sharded:
             return length(self.sharded[factor].computed(self.mine[factor]))
         for f, reach in self.sharded.items():
@@ -320,5 +320,5 @@ def _scale(r: Range, n: int) -> Range:
 
 
 def _dims_with(labels: Labels, factors: Container[str]) -> list[tuple[int, str]]:
-    """The dims whose labels contain one of these factors, with that factor."""
+    """Returns the dims whose labels contain one of these factors, with that factor."""
     return [(dim, f) for dim, label in enumerate(labels) for f in label if f in factors]

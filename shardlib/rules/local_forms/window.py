@@ -31,11 +31,11 @@ class Window:
         return (self.kernel - 1) * self.dilation + 1
 
     def window_map(self, by: str, count: int) -> WindowMap:
-        """The inputs that the `count` outputs (factor `by`) read."""
+        """Returns the inputs that the `count` outputs (factor `by`) read."""
         return WindowMap(by, self.stride, -self.padding, self.span - 1 - self.padding, count)
 
     def reads(self, outputs: Range) -> Range:
-        """The inputs that a range of outputs reads, padding included.
+        """Returns the inputs that a range of outputs reads, padding included.
 
         An empty range reads one window in front of the first input.
         """
@@ -45,7 +45,7 @@ class Window:
         return low * self.stride - self.padding, (high - 1) * self.stride - self.padding + self.span
 
     def covering(self, outputs: Range, inputs: Range) -> Range:
-        """The smallest nonempty range of outputs that contains `outputs` and whose windows cover `inputs`."""
+        """Returns the smallest nonempty range of outputs that contains `outputs` and whose windows cover `inputs`."""
         low, high = inputs
         if low >= high:
             return -1, 0
@@ -54,7 +54,7 @@ class Window:
         return min(low_output, first), max(high_output, last)
 
     def readers(self, inputs: Range, count: int) -> Range:
-        """The outputs, of `count`, that read any of the inputs."""
+        """Returns the outputs, of `count`, that read any of the inputs."""
         low, high = inputs
         if low >= high:
             return 0, 0
@@ -65,6 +65,6 @@ class Window:
 
 
 def per_dim(value: Any, dims: int) -> list[int]:
-    """An argument that is one number, or one per dim, as a number per dim."""
+    """Returns an argument that is one number, or one per dim, as a number per dim."""
     values: Sequence[int] = [value] if isinstance(value, int) else list(value)
     return list(values) * dims if len(values) == 1 else list(values)

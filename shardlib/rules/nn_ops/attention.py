@@ -25,7 +25,7 @@ from shardlib.rules.local_forms import ring_attention
 from shardlib.rules.local_forms.halo import Range, add_to_owners, crop_or_pad, fetch, intersect, length
 from shardlib.rules.local_forms.helpers import positional_args
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn, WindowMap
+from shardlib.rules.rule import Call, LocalBuilder, Meta, Rule, RuleFn, WindowMap
 
 _Q, _O, _LSE = "b (kv g) s d", "b (kv g) s d", "b (kv g) s"
 _K = "b kv t d"
@@ -38,11 +38,11 @@ _CACHE_RATIO = 8  # keys per query from which on keys are sharded without the qu
 def _rule(call: Call) -> Rule:
     forward = f"{_Q}, {_K}, {_K}, {_OTHERS} -> {_O}, {_LSE} | {_notes(call)}"
     text = _backward_text(call) if is_backward(call) else forward
-    return pattern(text, local=_attend, flops=_flops, windows=_key_windows(call))(call)
+    return pattern(text, emit=_attend, flops=_flops, windows=_key_windows(call))(call)
 
 
 def _key_windows(call: Call) -> dict[str, WindowMap]:
-    """The keys that the window shows to each query."""
+    """Returns the keys that the window shows to each query."""
     q, k, variant = _read_call(call)
     if not variant.window or min(q[2], k[2]) < 2 or _shards_keys_alone(call):
         return {}
@@ -51,7 +51,7 @@ def _key_windows(call: Call) -> dict[str, WindowMap]:
 
 
 def _read_call(call: Call) -> tuple[Sequence[int], Sequence[int], Variant]:
-    """The shapes of q and k, and the variant of attention."""
+    """Returns the shapes of q and k, and the variant of attention."""
     q, k = (arg(call, name).shape for name in "qk")
     return q, k, Variant(*(arg(call, name) for name in Variant._fields))
 
@@ -74,7 +74,7 @@ def _backward_text(call: Call) -> str:
 
 
 def _notes(call: Call) -> str:
-    """The notes on factors whose offset matters.
+    """Returns the notes on factors whose offset matters.
 
     For a sharded sequence there are three ways: a ring, heads that take over the axes, or gathered keys. Dropout draws
     for all heads that share keys at once, so these heads must be adjacent.
@@ -94,8 +94,8 @@ def _shards_keys_alone(call: Call) -> bool:
     )
 
 
-def _attend(local: Local) -> Any:
-    """The op on a shard, with the offsets of the shard."""
+def _attend(local: LocalBuilder) -> Any:
+    """Returns the op on a shard, with the offsets of the shard."""
     call, args, offset = local.call, positional_args(local), local.offset
     (q, k, _), first = _read_call(call), 7 if is_backward(call) else 3  # the position of the mask
     last = first + len(Variant._fields)
@@ -115,8 +115,8 @@ def _attend(local: Local) -> Any:
     return local.op(call.target, *tensors, *variant, *after)
 
 
-def _own_keys(local: Local, tensors: Sequence[Any], variant: Sequence[Any], after: Sequence[Any]) -> Any:
-    """The op on the device's own keys. The results of all devices are weighted by their shares of the softmax sum."""
+def _own_keys(local: LocalBuilder, tensors: Sequence[Any], variant: Sequence[Any], after: Sequence[Any]) -> Any:
+    """Returns the op on the device's own keys; weights the devices' results by their shares of the softmax sum."""
     start, size, whole = piece("t")
     results = local.call.target(*tensors, *_for_keys(Variant(*variant), (start, start + size), whole), *after)
     if is_backward(local.call):
@@ -129,8 +129,8 @@ def _own_keys(local: Local, tensors: Sequence[Any], variant: Sequence[Any], afte
     return (weighted / divisor.unsqueeze(-1)).to(o.dtype), top + total.log()
 
 
-def _window_keys(local: Local, tensors: Sequence[Any], fields: Sequence[Any], after: Sequence[Any]) -> Any:
-    """The op on the keys that the device's queries may see; sums the gradients of keys on their owners."""
+def _window_keys(local: LocalBuilder, tensors: Sequence[Any], fields: Sequence[Any], after: Sequence[Any]) -> Any:
+    """Returns the op on the keys that the device's queries may see; sums the gradients of keys on their owners."""
     back, whole, variant = is_backward(local.call), piece("t").whole, Variant(*fields)
     at = 2 if back else 0  # the position of q, k and v
     q, *keys = tensors[at : at + 3]
@@ -150,7 +150,7 @@ def _window_keys(local: Local, tensors: Sequence[Any], fields: Sequence[Any], af
 
 
 def _for_keys(variant: Variant, keys: Range, whole: int) -> Variant:
-    """The variant for a range of all keys."""
+    """Returns the variant for a range of all keys."""
     masks = ((name, getattr(variant, name)) for name in ("mask", "bias"))
     narrow = {name: x.narrow(-1, keys[0], length(keys)) for name, x in masks if x is not None and x.shape[-1] == whole}
     return variant._replace(**narrow, k_offset=variant.k_offset + keys[0])

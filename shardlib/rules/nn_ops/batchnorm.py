@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.iteration_space import arg
-from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype, may_be_empty, sharded_factors
+from shardlib.rules.local_forms.helpers import ReducedDims, in_accumulation_dtype, may_be_empty, sharded_factors
 from shardlib.rules.nn_ops.norm import affine, layer_norm, layer_norm_terms
 from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool | None = None) -> RuleFn:
-    """The rule of a batch normalization with channels `c`.
+    """Returns the rule of a batch normalization with channels `c`.
 
     `{saved}` in the text are values that only training reads or returns. `trains` is the mode of an op without a flag.
     """
@@ -38,23 +38,23 @@ def _batch_norm(text: str, form: Callable[..., tuple[Tensor, ...]], trains: bool
     def rule(call: Call) -> Rule:
         flag = next((a.name for a in schema_of(call.target).arguments if a.name in _FLAGS), None)
         training = bool(arg(call, flag) if flag else trains)
-        rows = "sum" if backward and not training else "none"
-        notes = f"n:local ...:local c:local n:{rows} ...:{rows} c:none {'{0}' if backward else ''}"
+        kind = "sum" if backward and not training else "none"
+        notes = f"n:local ...:local c:local n:{kind} ...:{kind} c:none {'{0}' if backward else ''}"
         flops = lambda call, _: (8 if backward else 5) * math.prod(call.operands[0].shape)
         local = partial(_batch_local, form, training)
-        return pattern(f"{text.format(saved='c' if training else '_')} | {notes}", local=local, flops=flops)(call)
+        return pattern(f"{text.format(saved='c' if training else '_')} | {notes}", emit=local, flops=flops)(call)
 
     return rule
 
 
-def _batch_local(form: Callable[..., tuple[Tensor, ...]], training: bool, local: Local) -> Any:
+def _batch_local(form: Callable[..., tuple[Tensor, ...]], training: bool, local: LocalBuilder) -> Any:
     n, c, *space = local.rule.operands[0]
     batch = [f for d in (n, *space) for f in d]
     if not (training and sharded_factors(local, batch)) and not any(may_be_empty(local, f) for f in (*batch, *c)):
         return local.op(local.call.target, *local.args)  # kernels refuse empty inputs, or crash
-    rows = Rows.over(local, [i for i in range(2 + len(space)) if i != 1])
+    reduced = ReducedDims.over(local, [i for i in range(2 + len(space)) if i != 1])
     unused = [math.prod(map(local.size, d)) for labels in local.rule.results[1:3] for d in labels]
-    all_results = partial(form, rows if training else replace(rows, factors=()), unused, training)
+    all_results = partial(form, reduced if training else replace(reduced, factors=()), unused, training)
     run = in_accumulation_dtype(lambda *args: all_results(*args)[: len(local.call.results)], local.call)
     return local.run(run, *local.args)
 
@@ -63,13 +63,13 @@ _FLAGS = {"training", "train", "update"}
 
 
 def _forward(
-    rows: Rows, unused: Sequence[int], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
+    reduced: ReducedDims, unused: Sequence[int], trains: bool, x: Tensor, w: Any, b: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
     running = [_along(x, v) for v in rest if isinstance(v, Tensor)]
     momentum, eps = rest[-2:]
     if trains:
-        mean, centered, var = rows.moments(x)
-        sample = var * (rows.count / max(rows.count - 1, 1))  # running variances are those of a sample
+        mean, centered, var = reduced.moments(x)
+        sample = var * (reduced.count / max(reduced.count - 1, 1))  # running variances are those of a sample
         running = [old.lerp(new, momentum) for old, new in zip(running, (mean, sample), strict=False)]
     else:
         mean, var = running
@@ -79,27 +79,27 @@ def _forward(
     return affine(centered * rstd, _along(x, w), _along(x, b)), *saved, *(v.reshape(-1) for v in running)
 
 
-def _with_reserve(rows: Rows, unused: Any, trains: bool, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    out, mean, rstd, *running = _forward(rows, unused, trains, x, *args)
+def _with_reserve(reduced: ReducedDims, unused: Any, trains: bool, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    out, mean, rstd, *running = _forward(reduced, unused, trains, x, *args)
     return out, mean, rstd, x.new_empty(0), *running  # an empty scratch tensor for some kernels
 
 
 def _backward(
-    rows: Rows, _: Any, trains: bool, grad: Tensor, x: Tensor, w: Any, mean: Any, var: Any, saved: Any, rstd: Any,
-    flag: bool, eps: float, *rest: Any,
+    reduced: ReducedDims, _: Any, trains: bool, grad: Tensor, x: Tensor, w: Any, mean: Any, var: Any, saved: Any,
+    rstd: Any, flag: bool, eps: float, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     mean, rstd = (_along(x, saved), _along(x, rstd)) if trains else (_along(x, mean), (_along(x, var) + eps).rsqrt())
     unit = (x - mean) * rstd
-    totals = rows.sum(grad * unit), rows.sum(grad)
+    totals = reduced.sum(grad * unit), reduced.sum(grad)
     if trains:
-        along, mean = (total / rows.count for total in totals)
+        along, mean = (total / reduced.count for total in totals)
         grad = grad - mean - unit * along
     w = _along(x, w)
     return affine(grad * rstd, w), *(total.reshape(-1) for total in totals)
 
 
 def _along(x: Tensor, c: Any) -> Any:
-    """A value per channel, shaped to broadcast against the input."""
+    """Returns a value per channel, shaped to broadcast against the input."""
     return None if c is None else c.reshape([1, -1, *[1] * (x.dim() - 2)])
 
 
@@ -109,35 +109,43 @@ def _along(x: Tensor, c: Any) -> Any:
 def _group_norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
     """Each device sums its channels and space of a group."""
 
-    def local(local: Local) -> Any:
+    def local(local: LocalBuilder) -> Any:
         call, summed = local.call, [f for f in local.rule.sizes if f == "c" or f.startswith("*")]
         if not sharded_factors(local, summed) and not any(
             may_be_empty(local, f) for f in "ng" if f in local.rule.sizes
         ):
             return local.op(call.target, *local.args)
         count = math.prod(call.operands[0].shape[1:]) // arg(call, "group")
-        return local.run(in_accumulation_dtype(form, call), Rows([2, 3], tuple(summed), count), *local.args)
+        return local.run(in_accumulation_dtype(form, call), ReducedDims([2, 3], tuple(summed), count), *local.args)
 
-    return pattern(text, local=local, flops=flops)
+    return pattern(text, emit=local, flops=flops)
 
 
 def _group_forward(
-    rows: Rows, x: Tensor, w: Tensor | None, b: Tensor | None, n: int, c: int, space: int, groups: int, eps: float
+    reduced: ReducedDims,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    n: int,
+    c: int,
+    space: int,
+    groups: int,
+    eps: float,
 ) -> tuple[Tensor, ...]:
     each = c // max(groups, 1)
     w, b = (None if v is None else v.reshape(1, groups, each, 1) for v in (w, b))
-    out, *saved = layer_norm(rows, x.reshape(n, groups, each, space), None, w, b, eps)
+    out, *saved = layer_norm(reduced, x.reshape(n, groups, each, space), None, w, b, eps)
     return out.reshape(x.shape), *(v.reshape(n, groups) for v in saved)
 
 
 def _group_backward(
-    rows: Rows, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, *sizes: Any
+    reduced: ReducedDims, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, *sizes: Any
 ) -> tuple[Tensor, ...]:
     n, c, space, groups, _ = sizes
     shape, each = x.shape, c // max(groups, 1)
     grad, x = (v.reshape(n, groups, each, space) for v in (grad, x))
     mean, rstd = (v.reshape(n, groups, 1, 1) for v in (mean, rstd))
-    dx, *terms = layer_norm_terms(rows, grad, x, mean, rstd, None if w is None else w.reshape(1, groups, each, 1))
+    dx, *terms = layer_norm_terms(reduced, grad, x, mean, rstd, None if w is None else w.reshape(1, groups, each, 1))
     return dx.reshape(shape), *(term.sum([0, 3]).reshape(c) for term in terms)
 
 

@@ -23,7 +23,7 @@ from shardlib.rules.local_forms.stencil import Reach, Stencil
 from shardlib.rules.local_forms.window import Window, per_dim
 from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 def _stencil(
     call: Call, reads: str, weight: Shape, sizes: tuple[Shape, Shape], *, every: bool, **options: Any
 ) -> Stencil:
-    """The stencil of the spatial dims; `reads` is "i" if the op reads x, and "o" if it reads the gradient.
+    """Returns the stencil of the spatial dims; `reads` is "i" if the op reads x, and "o" if it reads the gradient.
 
     `sizes` are the spatial sizes of the tensor that it reads, and of the one that it computes.
     """
@@ -52,7 +52,7 @@ def _is_transposed(call: Call) -> bool:
 
 
 def _text(call: Call, x: Shape, weight: Shape, out: Shape) -> str:
-    """The pattern of a convolution of x with a weight to `out`; spatial dims that keep their size are `h`."""
+    """Returns the pattern of a convolution of x with a weight to `out`; spatial dims that keep their size are `h`."""
     spatial = range(len(weight) - 2)
     same = [x[2 + k] == out[2 + k] for k in spatial]
     before, after = (" ".join(f"{'h' if same[k] else name}{k}" for k in spatial) for name in "io")
@@ -74,7 +74,7 @@ def _forward(call: Call) -> Rule:
     return pattern(f"{_text(call, x, weight, out)} ci:sum {linear}", stencil=stencil, flops=lambda *_: flops)(call)
 
 
-def _convolve(local: Local, args: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _convolve(local: LocalBuilder, args: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """Runs the op. If input channels are sharded, only one device adds the bias."""
     args, labels = _without_padding(args, begins), local.rule.operands[1]
     if (bias := args["bias"]) is not None:
@@ -84,7 +84,7 @@ def _convolve(local: Local, args: dict[str, Any], begins: Mapping[int, int]) -> 
 
 
 def _without_padding(args: dict[str, Any], begins: Mapping[int, int]) -> dict[str, Any]:
-    """The op's arguments without padding for the dims in `begins`, whose frames contain the zeros already."""
+    """Returns the op's arguments without padding for the dims in `begins`, whose frames contain the zeros already."""
     for name in args.keys() & {"padding", "output_padding"}:
         numbers = per_dim(args[name], len(args["weight"].shape) - 2)
         args[name] = [0 if 2 + k in begins else n for k, n in enumerate(numbers)]
@@ -106,10 +106,10 @@ def _backward(call: Call) -> Rule:
     work = 2 * math.prod(x if _is_transposed(call) else grad) * math.prod(weight[1:])
     flops = work * sum(m is not None for m in call.results[:2])
     local = partial(_backward_local, stencil)
-    return pattern(f"{text} ci:none {single}", local=local, stencil=stencil, flops=lambda *_: flops)(call)
+    return pattern(f"{text} ci:none {single}", emit=local, stencil=stencil, flops=lambda *_: flops)(call)
 
 
-def _backward_local(stencil: Stencil, local: Local) -> Any:
+def _backward_local(stencil: Stencil, local: LocalBuilder) -> Any:
     args, gradients = positional_args(local), stencil.form(local)
     mask = args[-1]
 
@@ -122,13 +122,13 @@ def _backward_local(stencil: Stencil, local: Local) -> Any:
     return local.run(form, {} if stencil.read else _first_holders(local), *args)
 
 
-def _gradients(local: Local, args: dict[str, Any], begins: Mapping[int, int]) -> Any:
-    """The gradients of x and of the weight; the bias's gradient reads no neighbors."""
+def _gradients(local: LocalBuilder, args: dict[str, Any], begins: Mapping[int, int]) -> Any:
+    """Returns the gradients of x and of the weight; the bias's gradient reads no neighbors."""
     args = _without_padding(args, begins)
     return local.call.target(**args | {"bias_sizes": None, "output_mask": [*args["output_mask"][:2], False]})
 
 
-def _first_holders(local: Local) -> dict[int, Any]:
+def _first_holders(local: LocalBuilder) -> dict[int, Any]:
     """For spatial dims whose gradient several devices hold alike: 1 on the first of these devices, else 0.
 
     Devices hold equal shards if x is sharded over more devices than the gradient.

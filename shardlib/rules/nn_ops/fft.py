@@ -21,7 +21,7 @@ def _flops(call: Call, _: int) -> int:
 
 # The FFT libraries refuse empty batches. A complex transform keeps the size of the dim, so both sides share its factor.
 _NOTES = "dim:whole ...:local {0}"
-_TRANSFORM = pattern(f"[dim] -> [_] | {_NOTES}", local=nonempty, flops=_flops)
-_COMPLEX = pattern(f"[dim] -> [dim] | {_NOTES}", local=nonempty, flops=_flops)
+_TRANSFORM = pattern(f"[dim] -> [_] | {_NOTES}", emit=nonempty, flops=_flops)
+_COMPLEX = pattern(f"[dim] -> [dim] | {_NOTES}", emit=nonempty, flops=_flops)
 
 ROWS: dict[str, RuleFn | str] = {**dict.fromkeys(["_fft_r2c", "_fft_c2r"], _TRANSFORM), "_fft_c2c": _COMPLEX}

@@ -24,7 +24,7 @@ def _forward(
     x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor | None, weight: Tensor | None, reduction: int, ignore: int,
     acc: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The log-probabilities, the loss and the total weight of the targets, in dtype `acc`."""
+    """Returns the log-probabilities, the loss and the total weight of the targets, in dtype `acc`."""
     logits = x.to(acc) @ matrix.to(acc).t()
     logits = logits if bias is None else logits + bias.to(acc)
     scores = aten._log_softmax(logits, 1, False)

@@ -17,14 +17,14 @@ from torch import Tensor
 from shardlib.primitives.collectives import piece
 from shardlib.rules.local_forms.stencil import Stencil, nonempty
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import OWNED, Call, Groups, Labels, Local, Rule, RuleFn
+from shardlib.rules.rule import OWNED, Call, Groups, Labels, LocalBuilder, Rule, RuleFn
 
 aten = torch.ops.aten
 _GROUPS = Groups("e", "s", 2)
 
 
-def _product(local: Local) -> Any:
-    """The op with the ends of groups in this device's rows, and of its own groups alone."""
+def _product(local: LocalBuilder) -> Any:
+    """Returns the op with the ends of groups in this device's rows, and of its own groups alone."""
     rows, groups = bool(local.axes("s")), bool(local.axes("e"))
     if not rows and not groups:
         return nonempty(local)
@@ -34,7 +34,7 @@ def _product(local: Local) -> Any:
     ragged = local.rule.accesses.groups
     own = ragged is not None and ragged.own
 
-    def run(local: Local, args: dict[str, Any], begins: Any) -> Any:
+    def run(local: LocalBuilder, args: dict[str, Any], begins: Any) -> Any:
         tensors = dict(zip((name for name, x in args.items() if isinstance(x, Tensor)), operands, strict=True))
         count = next(args[name].shape[at] for name, at in tensors.items() if at is not None)
         ends_name = [*tensors][_GROUPS.ends]
@@ -64,7 +64,7 @@ def _product(local: Local) -> Any:
 
 
 def _row_dims(tensors: Sequence[Labels]) -> list[int | None]:
-    """The dim of rows of each tensor."""
+    """Returns the dim of rows of each tensor."""
     return [next((d for d, dim in enumerate(labels) if "s" in dim), None) for labels in tensors]
 
 
@@ -95,19 +95,19 @@ def _grouped_mm(call: Call) -> Rule:
 
 
 def _ragged(text: str, products: int = 1) -> Callable[[Call], Rule]:
-    """The rule of `products` products in groups: each row meets the matrix of its own group."""
+    """Returns the rule of `products` products in groups: each row meets the matrix of its own group."""
 
     def rule(call: Call) -> Rule:
         groups = call.operands[2].shape[0]
         ragged = _GROUPS if groups != 1 else None
         flops = lambda _, points: 2 * products * points // groups
-        return pattern(text, local=_product, flops=flops, groups=ragged)(call)
+        return pattern(text, emit=_product, flops=flops, groups=ragged)(call)
 
     return rule
 
 
 def _in_blocks(rule: Rule, factors: Iterable[str], block: int) -> Rule:
-    """`rule` with `factors` sharded in multiples of `block`, or kept whole."""
+    """Returns `rule` with `factors` sharded in multiples of `block`, or kept whole."""
     sizes, whole, split = dict(rule.sizes), set(rule.whole), {}
     for f in sizes.keys() & set(factors):
         if sizes[f] % block or sizes[f] == block:

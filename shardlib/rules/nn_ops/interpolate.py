@@ -28,7 +28,7 @@ Shape = Sequence[int]
 
 
 def _upsample(dims: int, taps: int, *, smooth: bool = False) -> RuleFn:
-    """The rule of an interpolation whose results are weighted sums of `taps` elements along each dim.
+    """Returns the rule of an interpolation whose results are weighted sums of `taps` elements along each dim.
 
     With `smooth`, a shrinking op sums that many blocks. Where a size grows by a whole number, the block of an element
     reads the elements around it; where it shrinks by one, an element reads around the middle of its block.
@@ -50,7 +50,7 @@ def _upsample(dims: int, taps: int, *, smooth: bool = False) -> RuleFn:
 
 
 def _nearest(dims: int) -> RuleFn:
-    """The rule where an element becomes a block of equal elements, `h -> (h r)`, and rounding does not interfere."""
+    """Returns the rule where an element becomes a block of equal elements, `h -> (h r)`, unaffected by rounding."""
 
     def rule(call: Call) -> Rule:
         change = _change(call, dims)
@@ -67,7 +67,7 @@ def _nearest(dims: int) -> RuleFn:
 
 
 def repeated(call: Call) -> Sequence[int]:
-    """The number of repeats of each element along each dim, if the call only repeats elements; else empty."""
+    """Returns the number of repeats of each element along each dim, if the call only repeats elements; else empty."""
     dims = _NEAREST.get(schema_of(call.target).name.partition("::")[2], 0)
     if not dims or len(call.operands) != 1:
         return ()
@@ -115,7 +115,7 @@ def _in_blocks(
     shrunk: Mapping[int, Window],
     flops: Any = None,
 ) -> Rule:
-    """The rule where spatial dims change by whole numbers.
+    """Returns the rule where spatial dims change by whole numbers.
 
     Along the dims `grown`, an element and `reach` elements around it become a block; along those in `shrunk`, a window
     becomes an element.
@@ -137,13 +137,13 @@ def _in_blocks(
     around = {f"h{i}": Reach.around("halo", f"h{i}", source[i], reach, reach) for i in grown if reach and source[i] > 1}
     around |= {f"o{i}": Reach.blocks(f"i{i}", source[i], target[i], window) for i, window in shrunk.items()}
     if not around:
-        return pattern(text, local=nonempty, flops=flops)(call)
+        return pattern(text, emit=nonempty, flops=flops)(call)
     return pattern(text, stencil=Stencil(around, backward), flops=flops)(call)
 
 
 @cache
 def _has_equal_blocks(times: int, size: int) -> bool:
-    """True if torch, which multiplies by a scale and rounds down, repeats each element exactly `times` times."""
+    """Returns whether torch, which multiplies by a scale and rounds down, repeats every element `times` times."""
     if not times:
         return False
     for dtype in (np.float32, np.float64):
@@ -156,7 +156,7 @@ def _has_equal_blocks(times: int, size: int) -> bool:
 
 @cache
 def _is_rounding_stable(small: int, large: int) -> bool:
-    """True if single and double precision select the same elements."""
+    """Returns whether single and double precision select the same elements."""
     steps: Any = np.arange(large)
     positions = [steps.astype(dtype) * dtype(small / large) for dtype in (np.float32, np.float64)]
     return all(np.array_equal(*(np.floor(x + half * small / large) for x in positions)) for half in (0.0, 0.5))
@@ -164,10 +164,10 @@ def _is_rounding_stable(small: int, large: int) -> bool:
 
 def _grid(dims: int) -> RuleFn:
     text = f"n c {' '.join(['_'] * dims)}, n ... _ -> n c ... | n:local c:local ...:local {{0}}"
-    forward = pattern(text, local=nonempty, flops=lambda call, _: 2 * 2**dims * math.prod(result_shape(call)))
+    forward = pattern(text, emit=nonempty, flops=lambda call, _: 2 * 2**dims * math.prod(result_shape(call)))
     # Gradients of the image, and of the grid.
     flops = lambda call, _: 4 * 2**dims * math.prod(call.operands[0].shape)
-    backward = pattern(gradient_pattern(text, "0 1", wrt="0 1"), local=nonempty, flops=flops)
+    backward = pattern(gradient_pattern(text, "0 1", wrt="0 1"), emit=nonempty, flops=flops)
     return lambda call: (backward if is_backward(call) else forward)(call)
 
 
@@ -188,9 +188,9 @@ _ROWS: dict[str, RuleFn] = {
 
 ROWS: dict[str, RuleFn | str] = {
     **{f"{name}{way}": rule for name, rule in _ROWS.items() for way in ("", "_backward")},
-    "im2col": pattern("... c _ _ -> ... (c k) _ | ...:local c:local k:whole {0}", local=nonempty),
-    "col2im": pattern("... (c k) _ -> ... c _ _ | ...:local c:local k:whole {0}", local=nonempty),
-    "affine_grid_generator": pattern("n _ _ -> n ... _ | n:local n:size(size.0) {0}", local=nonempty),
+    "im2col": pattern("... c _ _ -> ... (c k) _ | ...:local c:local k:whole {0}", emit=nonempty),
+    "col2im": pattern("... (c k) _ -> ... c _ _ | ...:local c:local k:whole {0}", emit=nonempty),
+    "affine_grid_generator": pattern("n _ _ -> n ... _ | n:local n:size(size.0) {0}", emit=nonempty),
 }
 
 # Ops for one kind of device, as the op that exists on all.

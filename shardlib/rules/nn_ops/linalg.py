@@ -19,7 +19,7 @@ from shardlib.ops.lstsq import lstsq
 from shardlib.rules.iteration_space import arg, result_shape
 from shardlib.rules.local_forms.helpers import gather_shards, shard_index, shard_sizes
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def _optional_results(
     flops: Callable[[Call, int], int] | None = _cubic,
     form: Callable[..., Any] | None = None,
 ) -> Callable[[Call], Rule]:
-    """A pattern whose call may leave out results, which then are empty vectors."""
+    """Returns a pattern whose call may leave out results, which then are empty vectors."""
     operands, _, results = text.partition("->")
     results, _, notes = results.partition("|")
     terms = results.split(",")
@@ -51,7 +51,7 @@ def _optional_results(
 
 
 def _sided(matrix: str, linear: int) -> RuleFn:
-    """A solver of `A X = B` (argument `left`), or of `X A = B`: linear in B, whose other dim is free."""
+    """Returns a solver of `A X = B` (argument `left`), or of `X A = B`: linear in B, whose other dim is free."""
     left, right = (f"{matrix}, ... {x} -> ... {x} | {{{linear}}}" for x in ("_ k", "k _"))
     return lambda call: pattern(left if _is_left(call) else right, flops=_cubic)(call)
 
@@ -79,8 +79,8 @@ def _qr(call: Call) -> Rule:
     return _optional_results("... r _ -> ... r _, ... _ _ | r:none r:local", form=_by_triangles)(call)
 
 
-def _by_triangles(_: Local, x: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
-    """The QR decomposition of the shards' triangles below the unchanged first rows of the matrix.
+def _by_triangles(_: LocalBuilder, x: Tensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
+    """Returns the QR decomposition of the shards' triangles below the unchanged first rows of the matrix.
 
     The signs of a decomposition by reflections depend on these rows, and on the norm of the column below them. If the
     columns are linearly dependent, the decomposition is not unique, and this one differs from one device's.
@@ -107,7 +107,7 @@ def _svd(call: Call) -> Rule:
     return _optional_results(f"... {long} -> ... _ _, ... _, ... _ _ | r:none r:local", form=_of_triangles)(call)
 
 
-def _of_triangles(local: Local, x: Tensor, *args: Any, **named: Any) -> tuple[Tensor, ...]:
+def _of_triangles(local: LocalBuilder, x: Tensor, *args: Any, **named: Any) -> tuple[Tensor, ...]:
     """The singular values of a long matrix are those of the stacked triangles of its shards."""
     rows, columns = local.call.operands[0].shape[-2:]
     triangle = torch.linalg.qr(x if rows > columns else x.mT, "r")[1]
@@ -126,8 +126,10 @@ def _least_squares(call: Call) -> Rule | None:
     return _optional_results(f"... _ _, ... _ {side} -> ... _ {side}, ... {left}, ..., ... _")(call)
 
 
-def _by_least_squares(local: Local, a: Tensor, b: Tensor, rcond: float | None, driver: str) -> tuple[Tensor, ...]:
-    """The least squares of the shards' triangles.
+def _by_least_squares(
+    local: LocalBuilder, a: Tensor, b: Tensor, rcond: float | None, driver: str
+) -> tuple[Tensor, ...]:
+    """Returns the least squares of the shards' triangles.
 
     The residual of B in each shard, which no X reduces, is one more row. The cutoff for singular values depends on the
     size of the whole matrix.
@@ -162,7 +164,7 @@ def _factorize(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _permutation_sign(pivots: Tensor) -> Tensor:
-    """1 or -1, the parity of the interchanges of rows."""
+    """Returns 1 or -1, the parity of the interchanges of rows."""
     rows = torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
     odd = (pivots != rows).sum(-1).remainder(2)
     return odd.mul(-2).add(1)
@@ -184,7 +186,7 @@ def _lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | No
 
 
 def _cholesky(x: Tensor, upper: bool = False) -> Tensor:
-    """The factors, and a check that sees all matrices of a batch, so that it stops all devices."""
+    """Returns the factors, and a check that sees all matrices of a batch, so that it stops all devices."""
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(x, upper=upper)
     aten._linalg_check_errors(info, "cholesky", is_matrix=x.dim() == 2)

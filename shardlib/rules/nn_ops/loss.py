@@ -27,7 +27,7 @@ from shardlib.rules.local_forms.helpers import (
 )
 from shardlib.rules.notation import gradient_pattern, parse
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # torch's numbers of the argument
 _NONE, _MEAN, _SUM = REDUCTIONS.values()
 
 
-def _classes(local: Local, target: Tensor, ignore: int) -> Tensor:
+def _classes(local: LocalBuilder, target: Tensor, ignore: int) -> Tensor:
     """Targets as indices into this shard of the classes; -1 for those outside of it, and for ignored targets."""
     mine, none = check_index(target, local.rule.sizes["c"], ignore=ignore), target == ignore
     for factor in sharded_factors(local, ["c"]):
@@ -45,7 +45,7 @@ def _classes(local: Local, target: Tensor, ignore: int) -> Tensor:
 
 
 def _nll(
-    local: Local, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int
+    local: LocalBuilder, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int
 ) -> tuple[Tensor, Tensor]:
     """A mean divides the sum of all devices by the weight of all devices; ignored targets change both."""
     op, mine, dtype = local.call.target, _classes(local, target, ignore), x.dtype
@@ -60,7 +60,14 @@ def _nll(
 
 
 def _nll_backward(
-    local: Local, grad: Tensor, x: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, total: Tensor
+    local: LocalBuilder,
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Any,
+    reduction: int,
+    ignore: int,
+    total: Tensor,
 ) -> Tensor:
     out: Tensor = local.call.target(grad, x, _classes(local, target, ignore), weight, reduction, -1, total)
     return out
@@ -85,7 +92,7 @@ def _nll_rule(call: Call) -> Rule:
     return pattern(f"{text} {kinds}", form=_nll, complete=complete, flops=lambda *_: flops)(call)
 
 
-def _scores_backward(local: Local, *args: Any) -> Any:
+def _scores_backward(local: LocalBuilder, *args: Any) -> Any:
     """Each device has the sum of a row's gradients."""
     form = lambda grad, scores, total, dim: grad - scores.exp() * total.unsqueeze(dim)
     return in_accumulation_dtype(form, local.call)(*args)
@@ -95,7 +102,7 @@ def _scores_backward(local: Local, *args: Any) -> Any:
 
 
 def _loss(text: str) -> RuleFn:
-    """The rule of an op with a loss per element of `...`, or with their sum or mean, by the argument `reduction`."""
+    """Returns the rule of an op with a loss per element of `...`, or their sum or mean, by the argument `reduction`."""
 
     def rule(call: Call) -> Rule | None:
         backward = is_backward(call)
@@ -108,8 +115,8 @@ def _loss(text: str) -> RuleFn:
     return rule
 
 
-def _reduced(local: Local, *args: Any) -> Any:
-    """The sum of the shard's losses, for a mean over the global count; for a gradient, the gradient of that sum.
+def _reduced(local: LocalBuilder, *args: Any) -> Any:
+    """Returns the sum of the shard's losses, for a mean divided by the global count; for a gradient, its gradient.
 
     The op returns single losses, since its own sum may overflow in half precision and is undefined for an empty shard.
     """

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shardlib.rules.local_forms.helpers import keep_on_first, sharded_factors
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Local, RuleFn
+from shardlib.rules.rule import LocalBuilder, RuleFn
 
 aten = torch.ops.aten
 
 
-def _add_once(local: Local) -> Any:
+def _add_once(local: LocalBuilder) -> Any:
     """`beta * bias + alpha * a @ b` with a sharded sum: the first device along it adds the bias.
 
     If the bias is a partial sum itself, each device adds its own addend.
@@ -49,12 +49,12 @@ ROWS: dict[str, RuleFn | str] = {
     "bmm": "b m k, b k n -> b m n | k:sum {0} {1}",
     "mv": "m k, k -> m | k:sum {0} {1}",
     "dot": "k, k -> | k:sum {0} {1}",
-    "addmm": pattern("~m n, m k, k n -> m n | k:sum k:local {0,1} {0,2}", local=_add_once, onto=0),
-    "addmv": pattern("~m, m k, k -> m | k:sum k:local m:local {0,1} {0,2}", local=_add_once, onto=0),
-    "addbmm": pattern("~m n, b m k, b k n -> m n | b:sum k:sum b:local k:local {0,1} {0,2}", local=_add_once, onto=0),
+    "addmm": pattern("~m n, m k, k n -> m n | k:sum k:local {0,1} {0,2}", emit=_add_once, onto=0),
+    "addmv": pattern("~m, m k, k -> m | k:sum k:local m:local {0,1} {0,2}", emit=_add_once, onto=0),
+    "addbmm": pattern("~m n, b m k, b k n -> m n | b:sum k:sum b:local k:local {0,1} {0,2}", emit=_add_once, onto=0),
     "addr": "~m n, m, n -> m n | {0,1} {0,2}",
     "vdot": "k, k -> | k:sum {0} {1}",
     "_int_mm": "m k, k n -> m n | k:sum {0} {1}",
     "_addmm_activation": "~m n, m k, k n -> m n | k:whole",
-    "baddbmm": pattern("~b m n, b m k, b k n -> b m n | k:sum k:local {0,1} {0,2}", local=_add_once, onto=0),
+    "baddbmm": pattern("~b m n, b m k, b k n -> b m n | k:sum k:local {0,1} {0,2}", emit=_add_once, onto=0),
 }

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def _trilinear(
     x: Tensor, y: Tensor, z: Tensor, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1
 ) -> Tensor:
-    """The product of three tensors, each with new dims of size 1 at its `expand`, summed over `sumdim`."""
+    """Returns the product of three tensors, each with new dims of size 1 at its `expand`, summed over `sumdim`."""
     rank = x.dim() + len(expand1)
     dims_x, dims_y, dims_z, out = (
         [d for d in range(rank) if d not in normalize_dims(absent, rank)] if absent else [*range(rank)]

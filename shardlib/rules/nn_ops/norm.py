@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shardlib.rules.iteration_space import arg
-from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype
+from shardlib.rules.local_forms.helpers import ReducedDims, in_accumulation_dtype
 from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Local, RuleFn
+from shardlib.rules.rule import LocalBuilder, RuleFn
 
 
 def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -26,53 +26,55 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tens
     return x if bias is None else x + bias
 
 
-def layer_norm(rows: Rows, x: Tensor, _: Any, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, ...]:
-    mean, centered, var = rows.moments(x)
+def layer_norm(
+    reduced: ReducedDims, x: Tensor, _: Any, w: Tensor | None, b: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    mean, centered, var = reduced.moments(x)
     rstd = (var + eps).rsqrt()
     return affine(centered * rstd, w, b), mean, rstd
 
 
-def _rms_norm(rows: Rows, x: Tensor, _: Any, w: Tensor | None, eps: float | None) -> tuple[Tensor, ...]:
-    rstd = (rows.mean(x * x) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+def _rms_norm(reduced: ReducedDims, x: Tensor, _: Any, w: Tensor | None, eps: float | None) -> tuple[Tensor, ...]:
+    rstd = (reduced.mean(x * x) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
     return affine(x * rstd, w), rstd
 
 
 def layer_norm_terms(
-    rows: Rows, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None
+    reduced: ReducedDims, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The gradient of x, and the addends of those of weight and bias."""
+    """Returns the gradient of x, and the addends of those of weight and bias."""
     unit, pull = (x - mean) * rstd, affine(grad, w)
-    dx = pull - rows.mean(pull) - unit * rows.mean(pull * unit)
+    dx = pull - reduced.mean(pull) - unit * reduced.mean(pull * unit)
     return dx * rstd, grad * unit, grad
 
 
 def _layer_norm_backward(
-    rows: Rows, grad: Tensor, x: Tensor, _: Any, mean: Tensor, rstd: Tensor, w: Tensor | None, *rest: Any
+    reduced: ReducedDims, grad: Tensor, x: Tensor, _: Any, mean: Tensor, rstd: Tensor, w: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    dx, *terms = layer_norm_terms(rows, grad, x, mean, rstd, w)
-    return dx, *(_outer_sum(rows, term) for term in terms)
+    dx, *terms = layer_norm_terms(reduced, grad, x, mean, rstd, w)
+    return dx, *(_outer_sum(reduced, term) for term in terms)
 
 
 def _rms_norm_backward(
-    rows: Rows, grad: Tensor, x: Tensor, _: Any, rstd: Tensor, w: Tensor | None, *rest: Any
+    reduced: ReducedDims, grad: Tensor, x: Tensor, _: Any, rstd: Tensor, w: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     unit, pull = x * rstd, affine(grad, w)
-    return (pull - unit * rows.mean(pull * unit)) * rstd, _outer_sum(rows, grad * unit)
+    return (pull - unit * reduced.mean(pull * unit)) * rstd, _outer_sum(reduced, grad * unit)
 
 
-def _outer_sum(rows: Rows, x: Tensor) -> Tensor:
-    """The sum over this device's rows, an addend of a partial sum."""
-    outer = list(range(rows.dims[0]))
+def _outer_sum(reduced: ReducedDims, x: Tensor) -> Tensor:
+    """Returns the sum over this device's rows, an addend of a partial sum."""
+    outer = list(range(reduced.dims[0]))
     return x.sum(outer) if outer else x
 
 
 def _norm(text: str, form: Callable[..., tuple[Tensor, ...]], flops: int) -> RuleFn:
-    """The rule of a norm; `form(rows, *args)` is the local form for sharded normalized dims."""
+    """Returns the rule of a norm; `form(reduced, *args)` is the local form for sharded normalized dims."""
 
-    def run(local: Local, *args: Any) -> Any:
+    def run(local: LocalBuilder, *args: Any) -> Any:
         rank = local.call.operands[0].rank
         start = rank - len(arg(local.call, "normalized_shape"))
-        return in_accumulation_dtype(form, local.call)(Rows.over(local, range(start, rank)), *args)
+        return in_accumulation_dtype(form, local.call)(ReducedDims.over(local, range(start, rank)), *args)
 
     return pattern(text, form=run, flops=flops)
 

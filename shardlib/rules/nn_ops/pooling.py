@@ -18,11 +18,11 @@ from shardlib.rules.iteration_space import arg, is_backward, result_shape
 from shardlib.rules.local_forms.stencil import Reach, Stencil, nonempty
 from shardlib.rules.local_forms.window import Window, per_dim
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 
 def _windows(call: Call, x: Sequence[int], out: Sequence[int]) -> Sequence[Window | None]:
-    """The windows of each spatial dim; None where the windows of a dim differ."""
+    """Returns the windows of each spatial dim; None where the windows of a dim differ."""
     dims, name = len(x), str(call.target)
     if "fractional" in name or "unpool" in name:
         return [None] * dims
@@ -64,25 +64,25 @@ def _rule(call: Call) -> Rule:
 
 
 def _copied(call: Call, times: Sequence[int], *, backward: bool) -> Rule:
-    """The rule of an adaptive pool that copies each element `times` times along each dim."""
+    """Returns the rule of an adaptive pool that copies each element `times` times along each dim."""
     x = " ".join(f"h{k}" for k in range(len(times)))
     out = " ".join(f"(h{k} r{k})" for k in range(len(times)))
     text = f"... c {out}, ... c {x} -> ... c {x}" if backward else f"... c {x} -> ... c {out}"
     notes = " ".join(f"h{k}:local r{k}:whole" for k in range(len(times)))
     if not backward:
         notes += "".join(f" (h{k} r{k}):size(output_size.{k})" for k in range(len(times)))
-    return pattern(f"{text} | c:local {notes} {{0}}", local=nonempty)(call)
+    return pattern(f"{text} | c:local {notes} {{0}}", emit=nonempty)(call)
 
 
 def _other_operands(call: Call, dims: int, x: str) -> list[str]:
-    """The other operands of forward ops: indices, or numbers `[n, c, dims]` that place windows."""
+    """Returns the other operands of forward ops: indices, or numbers `[n, c, dims]` that place windows."""
     if "unpool" in str(call.target):
         return [x]
     batch = "..." if call.operands[0].rank > dims + 1 else "1"
     return [f"{batch} {'c' if m.shape[1] > 1 else '1'} _" for m in call.operands[1:]]
 
 
-def _run(dims: int, local: Local, args: dict[str, Any], begins: Mapping[int, int]) -> Any:
+def _run(dims: int, local: LocalBuilder, args: dict[str, Any], begins: Mapping[int, int]) -> Any:
     """Runs the op on a part of the plane that begins at `begins`, and converts indices."""
     call, part = local.call, args["self"].shape
     if is_backward(call):

@@ -9,60 +9,62 @@ import torch
 from torch import Tensor
 
 from shardlib.rules.iteration_space import arg
-from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype
+from shardlib.rules.local_forms.helpers import ReducedDims, in_accumulation_dtype
 from shardlib.rules.notation import gradient_pattern
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 _ROW = "[dim] -> [dim] | dim:local"
 
 
 def _row(form: Callable[..., Tensor], text: str = _ROW) -> RuleFn:
-    """The rule of an op along `dim`; `form(rows, *tensors)` is the local form for a sharded dim."""
+    """Returns the rule of an op along `dim`; `form(reduced, *tensors)` is the local form for a sharded dim."""
 
-    def run(local: Local, *args: Any) -> Any:
-        return in_accumulation_dtype(form, local.call)(Rows.over_dim_argument(local), *args[: len(local.call.operands)])
+    def run(local: LocalBuilder, *args: Any) -> Any:
+        return in_accumulation_dtype(form, local.call)(
+            ReducedDims.over_dim_argument(local), *args[: len(local.call.operands)]
+        )
 
     return pattern(text, form=run, flops=4)
 
 
-def _shifted(rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]:
+def _shifted(reduced: ReducedDims, x: Tensor) -> tuple[Tensor, Tensor]:
     """`x - max`, whose exponential does not overflow, and the maximum."""
-    top = rows.max(x)
+    top = reduced.max(x)
     return x - top, top
 
 
-def _softmax(rows: Rows, x: Tensor) -> Tensor:
-    exp = _shifted(rows, x)[0].exp()
-    return exp / rows.sum(exp)
+def _softmax(reduced: ReducedDims, x: Tensor) -> Tensor:
+    exp = _shifted(reduced, x)[0].exp()
+    return exp / reduced.sum(exp)
 
 
-def _safe_softmax(rows: Rows, x: Tensor) -> Tensor:
+def _safe_softmax(reduced: ReducedDims, x: Tensor) -> Tensor:
     """A row whose elements are all masked has the maximum -inf, and gives zeros."""
-    shifted, top = _shifted(rows, x)
+    shifted, top = _shifted(reduced, x)
     exp = shifted.exp()
-    return (exp / rows.sum(exp)).masked_fill(top == float("-inf"), 0)
+    return (exp / reduced.sum(exp)).masked_fill(top == float("-inf"), 0)
 
 
-def _log_softmax(rows: Rows, x: Tensor) -> Tensor:
-    shifted, _ = _shifted(rows, x)
-    return shifted - rows.sum(shifted.exp()).log()
+def _log_softmax(reduced: ReducedDims, x: Tensor) -> Tensor:
+    shifted, _ = _shifted(reduced, x)
+    return shifted - reduced.sum(shifted.exp()).log()
 
 
-def _softmax_backward(rows: Rows, grad: Tensor, y: Tensor) -> Tensor:
+def _softmax_backward(reduced: ReducedDims, grad: Tensor, y: Tensor) -> Tensor:
     product = grad * y
-    return product - y * rows.sum(product)
+    return product - y * reduced.sum(product)
 
 
-def _log_softmax_backward(rows: Rows, grad: Tensor, y: Tensor) -> Tensor:
-    return grad - y.exp() * rows.sum(grad)
+def _log_softmax_backward(reduced: ReducedDims, grad: Tensor, y: Tensor) -> Tensor:
+    return grad - y.exp() * reduced.sum(grad)
 
 
-def _logsumexp(rows: Rows, x: Tensor) -> Tensor:
-    top = rows.max(x)
+def _logsumexp(reduced: ReducedDims, x: Tensor) -> Tensor:
+    top = reduced.max(x)
     # The result of a row of -inf, or with +inf, is its maximum. A softmax of the same row shares the sum.
-    total = rows.sum((x - top).exp()).log() + top
-    return rows.drop_dims(torch.where(top.abs() == float("inf"), top, total))
+    total = reduced.sum((x - top).exp()).log() + top
+    return reduced.drop_dims(torch.where(top.abs() == float("inf"), top, total))
 
 
 def _logsumexp_rule(call: Call) -> Rule | None:

@@ -31,7 +31,7 @@ def _rule(call: Call) -> Rule:
     if backward:
         sizes = " ".join(f"{word}:size(input_sizes.{i})" for i, word in enumerate(dims))
         text = f"{gradient_pattern(text)} {sizes}"
-    return pattern(text, local=nonempty if touching else None, flops=0)(call)
+    return pattern(text, emit=nonempty if touching else None, flops=0)(call)
 
 
 ROWS: dict[str, RuleFn | str] = dict.fromkeys(["unfold", "unfold_copy", "unfold_backward"], _rule)

@@ -13,7 +13,7 @@ from shardlib.primitives.collectives import psum
 from shardlib.rules.iteration_space import arg, count_elements, dim_names
 from shardlib.rules.local_forms.index_dims import replicated
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Meta, Rule, RuleFn
 from shardlib.rules.tensor_ops.pointwise import pointwise
 
 
@@ -49,7 +49,7 @@ def _histogram(call: Call) -> Rule:
     fixed = (bins or call.kwargs.get("range") is not None) and not call.kwargs.get("density")
     operands = ", ".join(["...", *(["_"] if bins else []), *["..."] * (len(call.operands) - 1 - bins)])
 
-    def form(local: Local, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def form(local: LocalBuilder, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         counts, edges = call.target(*args, **kwargs)
         return psum(counts, list(local.rule.reduce)), edges
 

@@ -11,7 +11,7 @@ from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.iteration_space import Space, result_shape, size_arguments
 from shardlib.rules.local_forms.helpers import sharded_factors
 from shardlib.rules.out_variants import by_torch
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 from shardlib.rules.tensor_ops.pointwise import pointwise
 
 aten = torch.ops.aten
@@ -27,13 +27,13 @@ def _sized(call: Call) -> Rule:
     like = [space.dims(m.shape, "x") for m in call.operands]
     unread = {f: "none" for labels in like for d in labels for f in d}
 
-    def local(local: Local) -> Any:
+    def local(local: LocalBuilder) -> Any:
         target = aten.new_empty.default if like else aten.empty.memory_format
         return local.op(target, *local.args[: len(like) + 1], **local.kwargs)
 
     strided = "strided" in schema_of(call.target).name
     ints, factors = size_arguments(call, "size", out), [f for d in out for f in d if strided]
-    return space.rule(like, [out], reduce=unread, ints=ints, local=local, local_factors=factors)
+    return space.rule(like, [out], reduce=unread, ints=ints, emit=local, local_factors=factors)
 
 
 def _arange(call: Call) -> Rule:
@@ -45,12 +45,12 @@ def _arange(call: Call) -> Rule:
     space = Space()
     out = space.dims(result_shape(call), "i")
 
-    def local(local: Local) -> Any:
+    def local(local: LocalBuilder) -> Any:
         first = local.offset("i") * step + start
         last = (local.offset("i") + local.size("i")) * step + start
         return local.op(aten.arange.start_step, first, last, step, **local.kwargs)
 
-    return space.rule([], [out], local=local, local_factors=out[0])
+    return space.rule([], [out], emit=local, local_factors=out[0])
 
 
 def _computed_whole(call: Call) -> Rule:
@@ -59,7 +59,7 @@ def _computed_whole(call: Call) -> Rule:
     operands = [space.dims(m.shape, "x", whole=range(len(m.shape))) for m in call.operands]
     out = space.dims(result_shape(call), "i")
 
-    def local(local: Local) -> Any:
+    def local(local: LocalBuilder) -> Any:
         value = local.op(local.call.target, *local.args, **local.kwargs)
         for i, factor in enumerate(out):
             for f in sharded_factors(local, factor):
@@ -67,7 +67,7 @@ def _computed_whole(call: Call) -> Rule:
                 value = local.op(aten.slice.Tensor, value, i, start, start + local.size(f))
         return value
 
-    return space.rule(operands, [out], local=local, local_factors=[f for d in out for f in d])
+    return space.rule(operands, [out], emit=local, local_factors=[f for d in out for f in d])
 
 
 def _zeros(size: Sequence[int], **kwargs: Any) -> torch.Tensor:

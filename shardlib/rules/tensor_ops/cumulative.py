@@ -16,23 +16,29 @@ from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.ops.reverse_scan import REVERSE_SCANS
 from shardlib.primitives.collectives import all_gather
 from shardlib.rules.iteration_space import normalize_dim
-from shardlib.rules.local_forms.helpers import Rows, in_accumulation_dtype, neutral_extreme, shard_index, shard_sizes
+from shardlib.rules.local_forms.helpers import (
+    ReducedDims,
+    in_accumulation_dtype,
+    neutral_extreme,
+    shard_index,
+    shard_sizes,
+)
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 aten = torch.ops.aten
 Before = Callable[[Tensor], Tensor]  # from this device's total (size 1 along the dim) to those of the devices before it
 # Takes the local form, the op, the shard, the dim, the totals before it, and the shard's offset.
-Form = Callable[[Local, Any, Tensor, int, Before, int], Any]
+Form = Callable[[LocalBuilder, Any, Tensor, int, Before, int], Any]
 
 
 def _scan(scan: Form, text: str, op: Any = None) -> Callable[[Call], Rule]:
-    """The rule of an op that scans `dim`, or of one that scans it from behind as `op` does from the front."""
+    """Returns the rule of an op that scans `dim`, or of one that scans it from behind as `op` does from the front."""
 
     def flip(x: Tensor, at: int) -> Tensor:
         return x if op is None else x.flip(at)
 
-    def form(local: Local, x: Tensor, dim: int, **_: Any) -> Any:
+    def form(local: LocalBuilder, x: Tensor, dim: int, **_: Any) -> Any:
         at = normalize_dim(dim, x.dim())
         sizes, own = shard_sizes("dim"), shard_index("dim")
         earlier = sizes[:own] if op is None else sizes[own + 1 :]
@@ -48,21 +54,21 @@ def _scan(scan: Form, text: str, op: Any = None) -> Callable[[Call], Rule]:
 
 
 def _combined(fold: Callable[..., Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Form:
-    """A scan whose totals are `fold` of a dim; `combine` adds the totals before a shard to its results."""
+    """Returns a scan whose totals are `fold` of a dim; `combine` adds the totals before a shard to its results."""
 
-    def form(local: Local, op: Any, x: Tensor, at: int, before: Before, first: int) -> Any:
+    def form(local: LocalBuilder, op: Any, x: Tensor, at: int, before: Before, first: int) -> Any:
         scan = lambda x: combine(op(x, at), fold(before(fold(x, at, keepdim=True)), at, keepdim=True))
         return in_accumulation_dtype(scan, local.call)(x)
 
     return form
 
 
-def _record(local: Local, op: Any, x: Tensor, at: int, before: Before, first: int) -> tuple[Tensor, Tensor]:
+def _record(local: LocalBuilder, op: Any, x: Tensor, at: int, before: Before, first: int) -> tuple[Tensor, Tensor]:
     """cummax, cummin: of equal values the last one counts, and a NaN wins against all later values but a NaN."""
     lowest = op is aten.cummax.default
     fill = neutral_extreme(x.dtype, lowest=lowest)
     best, index = op(x, at)
-    last, where = _last(op(Rows.over(local, [at]).fill_empty(x, fill), at), at)
+    last, where = _last(op(ReducedDims.over(local, [at]).fill_empty(x, fill), at), at)
     front = [0, 0] * (x.dim() - 1 - at) + [1, 0]  # the first device has none before it
     last = aten.constant_pad_nd.default(before(last), front, fill)
     where = aten.constant_pad_nd.default(before(where + first), front)
@@ -72,7 +78,7 @@ def _record(local: Local, op: Any, x: Tensor, at: int, before: Before, first: in
 
 
 def _last(tensors: Sequence[Tensor], at: int) -> list[Tensor]:
-    """The last elements of the tensors along a dim, which stays."""
+    """Returns the last elements of the tensors along a dim, which stays."""
     return [x.narrow(at, x.shape[at] - 1, 1) for x in tensors]
 
 

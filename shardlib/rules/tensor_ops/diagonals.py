@@ -15,9 +15,9 @@ from torch import Tensor
 
 from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.rules.iteration_space import Space, arg, normalize_dim, result_shape, size_arguments
-from shardlib.rules.local_forms.halo import length, pad_constant, shard_range
-from shardlib.rules.local_forms.helpers import can_add, from_torch_code
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.local_forms.halo import length, shard_range
+from shardlib.rules.local_forms.helpers import can_add, from_torch_code, pad_constant
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 from shardlib.rules.tensor_ops.view import view_labels
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def _diagonal(call: Call) -> Rule:
     if reads and not can_add(call.operands[0].dtype):
         space.whole |= {*other}
 
-    def form(_: Local, *args: Any) -> Tensor:
+    def form(_: LocalBuilder, *args: Any) -> Tensor:
         tensors = args[: len(call.operands)]
         rows, columns = (shard_range(label, n) for label, n in zip(labels, sizes, strict=True))
         lower = offset + rows[0] - columns[0]
@@ -68,7 +68,7 @@ def _diagonal(call: Call) -> Rule:
         reduce=dict.fromkeys(other, "sum") if reads else {},
         linear=[range(len(call.operands))],
         ints=size_arguments(call, "input_sizes", x) if sized else {},
-        local=from_torch_code(form),
+        emit=from_torch_code(form),
         local_factors=[f for label in labels for f in label],
     )
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardlib.rules.iteration_space import arg, dim_names, is_backward, normalize_dim, result_shape
-from shardlib.rules.local_forms.helpers import Rows, check_index, from_torch_code, locate_index, sharded_factors
+from shardlib.rules.local_forms.helpers import ReducedDims, check_index, from_torch_code, locate_index, sharded_factors
 from shardlib.rules.local_forms.stencil import nonempty
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 SUM, MEAN, MAX = range(3)  # values of `mode`
 
@@ -29,19 +29,19 @@ def _spare(index: Tensor, rows: int, padding: int = -1) -> Tensor:
     return mine.masked_fill(skipped, rows)
 
 
-def _for_rows(form: Callable[..., Any]) -> Callable[[Local], Any]:
+def _for_rows(form: Callable[..., Any]) -> Callable[[LocalBuilder], Any]:
     """Uses `form` where the rows of the table are sharded, else the op itself."""
     return lambda local: from_torch_code(form)(local) if sharded_factors(local, ["v"]) else nonempty(local)
 
 
-def _with_spare_row(local: Local, table: Tensor, index: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+def _with_spare_row(local: LocalBuilder, table: Tensor, index: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """This shard of the table, which may be empty, with a spare row of zeros, and the indices into it."""
     mine = _spare(check_index(index, local.call.operands[0].shape[0]), len(table), padding)
-    return pad(Rows.over(local, [1]).fill_empty(table, 0), [0, 0, 0, 1]), mine
+    return pad(ReducedDims.over(local, [1]).fill_empty(table, 0), [0, 0, 0, 1]), mine
 
 
 def _bag(
-    local: Local, table: Tensor, index: Tensor, offsets: Tensor, by_count: bool = False, mode: int = SUM,
+    local: LocalBuilder, table: Tensor, index: Tensor, offsets: Tensor, by_count: bool = False, mode: int = SUM,
     sparse: bool = False, weights: Tensor | None = None, last: bool = False, padding: int = -1,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     target = local.call.target
@@ -58,7 +58,7 @@ def _bag(
 
 
 def _elements_read(call: Call, _: int) -> int:
-    """The number of elements of all rows that the indices name."""
+    """Returns the number of elements of all rows that the indices name."""
     index = next(m for m in call.operands if not (m.dtype.is_floating_point or m.dtype.is_complex))
     return math.prod(index.shape) * call.operands[0].shape[1]
 
@@ -69,13 +69,13 @@ def _embedding_bag(call: Call) -> Rule:
     kinds = "v:whole d:local d:none" if takes_max else "v:sum v:local d:local d:none"
     weights = ", _" if len(call.operands) == 4 else ""
     text = f"v d, _, _{weights} -> _ d, _, _, {'_ d' if takes_max else '_'} | {kinds}"
-    return pattern(text, local=_for_rows(_bag), complete=frozenset({1, 2, 3}), flops=_elements_read)(call)
+    return pattern(text, emit=_for_rows(_bag), complete=frozenset({1, 2, 3}), flops=_elements_read)(call)
 
 
 def _bag_backward(first: int) -> RuleFn:
-    """The gradient op `(grad, indices, ..., bag sizes, maxima, vocabulary size, ...)`; the size is argument `first`."""
+    """Returns the rule of the op `(grad, indices, ..., bag sizes, maxima, size, ...)`; the size is argument `first`."""
 
-    def form(local: Local, grad: Tensor, index: Tensor, *rest: Any) -> Tensor:
+    def form(local: LocalBuilder, grad: Tensor, index: Tensor, *rest: Any) -> Tensor:
         *before, counted, maxima = rest[: first - 2]
         n, by_count, mode, *others, padding = rest[first - 2 :]
         maxima = _spare(maxima, n) if mode == MAX else maxima
@@ -88,21 +88,24 @@ def _bag_backward(first: int) -> RuleFn:
         # Torch's CPU kernel scales a row by the counts of other indices, which depend on the whole list.
         rows = "v:whole(scale_grad_by_freq) v:local v:size(num_weights) d:local {0}"
         text = f"_ d, {whole}, {'_ d' if takes_max else '_'}, _ -> v d | {rows}"
-        return pattern(text, local=_for_rows(form), flops=_elements_read)(call)
+        return pattern(text, emit=_for_rows(form), flops=_elements_read)(call)
 
     return rule
 
 
-def _weights_backward(local: Local, grad: Tensor, table: Tensor, index: Tensor, *rest: Any) -> Tensor:
+def _weights_backward(local: LocalBuilder, grad: Tensor, table: Tensor, index: Tensor, *rest: Any) -> Tensor:
     """The gradient of a weight is the product of a row and the bag's gradient; 0 if another device has the row."""
     *more, padding = rest
     mine, skipped = locate_index(index, "v", padding)
-    grad, table = Rows.over(local, [1]).fill_empty(grad, 0), Rows.over(local, [0, 1], 1).fill_empty(table, 0)
+    grad, table = (
+        ReducedDims.over(local, [1]).fill_empty(grad, 0),
+        ReducedDims.over(local, [0, 1], 1).fill_empty(table, 0),
+    )
     out: Tensor = local.call.target(grad, table, mine, *more, -1).masked_fill(skipped, 0)
     return out
 
 
-def _renorm(local: Local, table: Tensor, index: Tensor, *options: Any) -> Tensor:
+def _renorm(local: LocalBuilder, table: Tensor, index: Tensor, *options: Any) -> Tensor:
     out: Tensor = local.call.target(pad(table, [0, 0, 0, 1]), _spare(index, len(table)), *options)
     return out.narrow(0, 0, len(table))
 
@@ -116,7 +119,7 @@ def _segments(call: Call) -> Rule:
     terms = [f"{before} _ {after}"] * tensors + [f"{before} _"] * (len(call.operands) - tensors)
     notes = " ".join(f"{f}:local" for f in before.split())
     local = nonempty if backward else partial(nonempty, unsafe=True)
-    return pattern(f"{', '.join(terms)} -> {terms[0]} | {notes}", local=local, flops=lambda *_: math.prod(data.shape))(
+    return pattern(f"{', '.join(terms)} -> {terms[0]} | {notes}", emit=local, flops=lambda *_: math.prod(data.shape))(
         call
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlib.rules.iteration_space import result_shape
 from shardlib.rules.local_forms.helpers import (
-    Rows,
+    ReducedDims,
     check_index,
     from_torch_code,
     locate_index,
@@ -24,7 +24,7 @@ from shardlib.rules.local_forms.helpers import (
 )
 from shardlib.rules.local_forms.index_dims import IndexedDims, has_mask, replicated
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Lookup, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Lookup, Rule, RuleFn
 
 aten = torch.ops.aten
 
@@ -47,19 +47,21 @@ def _read_shard(
     return value if outside is None else value.masked_fill(outside[(..., *[None] * inner)], neutral_addend(value.dtype))
 
 
-def _embedding(local: Local, table: Tensor, index: Tensor, *_: Any) -> Tensor:
+def _embedding(local: LocalBuilder, table: Tensor, index: Tensor, *_: Any) -> Tensor:
     read = lambda table, mine: aten.embedding.default(table, *mine)
     indices = [check_index(index, local.call.operands[0].shape[0])]
-    return _read_shard(Rows.over(local, [0]).fill_empty(table, 0), indices, [sharded_factors(local, ["v"])], read, 1)
+    return _read_shard(
+        ReducedDims.over(local, [0]).fill_empty(table, 0), indices, [sharded_factors(local, ["v"])], read, 1
+    )
 
 
 def _reads(call: Call, dims: IndexedDims) -> Rule:
-    """The rule of an op that reads a table at indices."""
+    """Returns the rule of an op that reads a table at indices."""
 
-    def form(local: Local, table: Tensor, *args: Any, **named: Any) -> Tensor:
+    def form(local: LocalBuilder, table: Tensor, *args: Any, **named: Any) -> Tensor:
         sharded, n = dims.sharded(local), dims.argument_count
         read = lambda table, mine: call.target(table, *dims.arguments(mine), *args[n:], **named)
-        filled = Rows.over(local, [d for d, factors in sharded.items() if factors]).fill_empty(table, 0)
+        filled = ReducedDims.over(local, [d for d, factors in sharded.items() if factors]).fill_empty(table, 0)
         return _read_shard(filled, dims.normalize(args[n - 1], sharded), [*sharded.values()], read, dims.inner)
 
     return dims.space.rule(
@@ -67,7 +69,7 @@ def _reads(call: Call, dims: IndexedDims) -> Rule:
         [dims.out],
         reduce=dict.fromkeys(dims.rows, "sum"),
         linear=[{0}],
-        local=from_torch_code(form),
+        emit=from_torch_code(form),
         local_factors=dims.rows,
         lookup=Lookup(dims.rows, dims.index_operands),
         flops=math.prod(result_shape(call)),

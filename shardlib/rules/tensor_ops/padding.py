@@ -40,7 +40,7 @@ _AROUND: dict[str, Callable[[int, int, int], tuple[list[Range], list[Range]]]] =
 
 
 def _parts(name: str, n: int, before: int, after: int) -> list[tuple[Range, int, bool]]:
-    """The parts of a padded dim of n elements: their ranges, their positions in it, and whether they are flipped."""
+    """Returns the parts of a padded dim of n elements: their ranges, their positions in it, and which are flipped."""
     front, back = _AROUND[name](n, before, after)
     own = max(-before, 0), n - max(-after, 0)
     ranges, flips = [r for r in (*front, own, *back) if length(r) > 0], name == "reflection"

@@ -26,7 +26,7 @@ from shardlib.rules.rule import Call, Rule, RuleFn
 
 
 def pointwise(sets: str = "", *, transparent: bool = False) -> RuleFn:
-    """The rule of a pointwise op that is linear in `sets`, written as in the notation: `{0} {1}`, `{0,1}`."""
+    """Returns the rule of a pointwise op that is linear in `sets`, written as in the notation: `{0} {1}`, `{0,1}`."""
     linear = [frozenset(map(int, s.strip("{}").split(","))) for s in sets.split()]
     return lambda call: _pointwise(call, linear, transparent)
 
@@ -45,7 +45,7 @@ def _pointwise(call: Call, linear: Iterable[frozenset[int]], transparent: bool) 
 
 
 def is_pointwise(target: OpOverload) -> bool:
-    """True if torch tags the op as pointwise, and it neither writes to an operand nor draws random numbers.
+    """Returns whether torch tags the op as pointwise, and it neither writes to an operand nor draws random numbers.
 
     `aten.equal` has the tag, but returns one answer for all elements.
     """
@@ -69,7 +69,7 @@ def _by_number(
     half: Callable[[complex], object] | None = None,
     name: str = "other",
 ) -> RuleFn:
-    """The rule of an op whose linearity depends on the argument `name`.
+    """Returns the rule of an op whose linearity depends on the argument `name`.
 
     The op is linear in its first operand if the argument is a number that `fits`, and in the sets `tensors` if it is a
     tensor. With a rounding mode it is linear in nothing. In float16, addends may overflow where their sum does not: a

@@ -10,7 +10,7 @@ import torch
 
 from shardlib.primitives.random import aten_draws
 from shardlib.rules.iteration_space import Space, result_shape, size_arguments
-from shardlib.rules.rule import Call, Local, Meta, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Meta, Rule, RuleFn
 
 aten = torch.ops.aten
 
@@ -27,14 +27,14 @@ def _draw(call: Call) -> Rule:
         operands,
         [out],
         ints=size_arguments(call, "size", out),
-        local=_draw_shard,
+        emit=_draw_shard,
         local_factors=factors,
         loose=factors,
         flops=math.prod(result_shape(call)),
     )
 
 
-def _draw_shard(local: Local) -> Any:
+def _draw_shard(local: LocalBuilder) -> Any:
     """Draws each sharded factor of a dim as a dim of its own, which leaves the index in the whole the same."""
     dims = [_extents(local, d) for d in range(len(local.rule.results[0]))]
     size, first, whole = ([extent[i] for extents in dims for extent in extents] for i in range(3))
@@ -45,8 +45,8 @@ def _draw_shard(local: Local) -> Any:
     return local.op(aten.reshape.default, drawn, list(local.args[_SIZE]))
 
 
-def _extents(local: Local, d: int) -> list[tuple[Any, Any, int]]:
-    """The local size, offset and global size of each sub-factor of one dim."""
+def _extents(local: LocalBuilder, d: int) -> list[tuple[Any, Any, int]]:
+    """Returns the local size, offset and global size of each sub-factor of one dim."""
     labels, (size, begin, whole) = local.rule.results[0][d], (local.call.args[i][d] for i in (_SIZE, _FIRST, _WHOLE))
     if not labels:
         return [(size, begin, whole)]

@@ -19,7 +19,7 @@ from shardlib.rules.iteration_space import Space, arg, normalize_dim, result_sha
 from shardlib.rules.local_forms.halo import fetch, shard_range
 from shardlib.rules.local_forms.helpers import from_torch_code, gather_shards, shard_sizes, sharded_factors
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 aten = torch.ops.aten
 
@@ -36,13 +36,13 @@ def _split(call: Call) -> Rule:
     rest = space.dims([1 if i == at else n for i, n in enumerate(shape)])
     x, *out = ([d if i == at else r for i, r in enumerate(rest)] for d in (whole, *short))
 
-    def local(local: Local) -> Any:
+    def local(local: LocalBuilder) -> Any:
         size = local.size(inner[0])
         ends = [sum(parts[:i]) // block for i in range(len(parts) + 1)]
         slices = itertools.pairwise(ends)
         return tuple(local.op(aten.slice.Tensor, local.args[0], at, size * lo, size * hi) for lo, hi in slices)
 
-    return space.rule([x], out, linear=[{0}], local=local, local_factors=inner)
+    return space.rule([x], out, linear=[{0}], emit=local, local_factors=inner)
 
 
 def _stack(call: Call) -> Rule:
@@ -54,13 +54,13 @@ def _stack(call: Call) -> Rule:
     return space.rule([out[:at] + out[at + 1 :]] * count, [out], linear=[range(count)])
 
 
-def _triangle(local: Local) -> Any:
+def _triangle(local: LocalBuilder) -> Any:
     """Shifts the diagonal by the offsets of rows and columns."""
     diagonal = local.offset("r") + arg(local.call, "diagonal") - local.offset("c")
     return local.op(local.call.target, local.args[0], diagonal)
 
 
-def _flip(local: Local, x: Tensor, dims: Sequence[int]) -> Tensor:
+def _flip(local: LocalBuilder, x: Tensor, dims: Sequence[int]) -> Tensor:
     """Exchanges shards with the opposite device, in one message if all shards have equal sizes."""
     for at in {normalize_dim(d, x.dim()) for d in dims if x.dim()}:
         for f in sharded_factors(local, local.rule.operands[0][at]):
@@ -78,7 +78,7 @@ def _send_rows(call: Call) -> Rule:
     space, (n, *_) = Space(), call.operands[0].shape
     x, pairs = space.dims(call.operands[0].shape, "n"), list(zip(*call.args[1:], strict=True))
 
-    def form(_: Local, value: Tensor, *args: Any) -> Tensor:
+    def form(_: LocalBuilder, value: Tensor, *args: Any) -> Tensor:
         (factor,) = x[0]
         if shard_sizes(factor) == [1] * n:
             out: Tensor = ppermute(value, factor, pairs)
@@ -88,10 +88,10 @@ def _send_rows(call: Call) -> Rule:
         return rows.narrow(0, offset, size)
 
     sent = {*x[0]} if pairs else ()  # without pairs, all rows become zeros
-    return space.rule([x], [x], linear=[{0}], local=from_torch_code(form), local_factors=sent)
+    return space.rule([x], [x], linear=[{0}], emit=from_torch_code(form), local_factors=sent)
 
 
-_TRIANGLE = pattern("... r c -> ... r c | r:local c:local {0}", local=_triangle, flops=0)
+_TRIANGLE = pattern("... r c -> ... r c | r:local c:local {0}", emit=_triangle, flops=0)
 _SPLITS = ["split.Tensor", "unsafe_split.Tensor", "split_with_sizes", "unsafe_split_with_sizes"]
 
 ROWS: dict[str, RuleFn | str] = {

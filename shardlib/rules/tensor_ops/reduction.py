@@ -15,28 +15,28 @@ from torch import Tensor
 
 from shardlib.primitives.collectives import all_gather, psum
 from shardlib.rules.iteration_space import arg, normalize_dims, result, result_shape
-from shardlib.rules.local_forms.helpers import Rows, accumulation_dtype, neutral_extreme, sharded_factors
+from shardlib.rules.local_forms.helpers import ReducedDims, accumulation_dtype, neutral_extreme, sharded_factors
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 from shardlib.rules.tensor_ops.pointwise import pointwise
 
 aten = torch.ops.aten
 
 
-def _mean(local: Local, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Tensor:
-    """The local sum over the global count. Half precision is summed in float32, where it does not overflow."""
+def _mean(local: LocalBuilder, x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Tensor:
+    """Returns the local sum over the global count. Half precision is summed in float32, where it does not overflow."""
     shape, out, dtype = local.call.operands[0].shape, result_shape(local.call), result(local.call).dtype
     dims = normalize_dims(dim, len(shape))
     count = math.prod(shape) // max(math.prod(out), 1)
     return (x.sum(dims, keepdim=len(out) == len(shape), dtype=accumulation_dtype(dtype)) / count).to(dtype)
 
 
-def _extreme(local: Local, x: Tensor, *args: Any, **named: Any) -> Any:
+def _extreme(local: LocalBuilder, x: Tensor, *args: Any, **named: Any) -> Any:
     """amax, amin, max, min."""
     target = local.call.target
     fill = neutral_extreme(x.dtype, lowest=target in (aten.amax.default, aten.max.default))
-    return target(Rows.over_dim_argument(local).fill_empty(x, fill), *args, **named)
+    return target(ReducedDims.over_dim_argument(local).fill_empty(x, fill), *args, **named)
 
 
 def _truth(kind: str) -> RuleFn:
@@ -45,7 +45,7 @@ def _truth(kind: str) -> RuleFn:
     return lambda call: unreduced(call) if arg(call, "dim") in ([], ()) else reduced(call)
 
 
-def _prod(local: Local, *args: Any, **kwargs: Any) -> Tensor:
+def _prod(local: LocalBuilder, *args: Any, **kwargs: Any) -> Tensor:
     """Gathers the products of the shards: there is no partial kind for products."""
     row, options = sharded_factors(local, local.rule.reduce), {"dtype": result(local.call).dtype}
     products = all_gather(local.call.target(*args, **(kwargs | options)), row, tiled=False)
@@ -64,15 +64,15 @@ def _vector_norm(call: Call) -> Rule | None:
     return pattern(f"[dim] -> ... | dim:{_PARTIAL_KINDS.get(order, 'none')} dim:local", form=_norm)(call)
 
 
-def _norm(local: Local, x: Tensor, order: float = 2, *args: Any, **named: Any) -> Tensor:
-    rows, out = Rows.over_dim_argument(local), result(local.call).dtype
-    filled = rows.fill_empty(x, math.inf if order < 0 else 0)  # changes no norm
+def _norm(local: LocalBuilder, x: Tensor, order: float = 2, *args: Any, **named: Any) -> Tensor:
+    reduced, out = ReducedDims.over_dim_argument(local), result(local.call).dtype
+    filled = reduced.fill_empty(x, math.inf if order < 0 else 0)  # changes no norm
     if order in _PARTIAL_KINDS:
         power: Tensor = local.call.target(filled, order, *args, **named)
         return power
     acc = accumulation_dtype(out).to_complex() if x.is_complex() else accumulation_dtype(out)
-    norm = torch.linalg.vector_norm(filled, order, rows.dims, rows.keepdim, dtype=acc)
-    powers: Tensor = psum(norm**order, rows.factors)
+    norm = torch.linalg.vector_norm(filled, order, reduced.dims, reduced.keepdim, dtype=acc)
+    powers: Tensor = psum(norm**order, reduced.factors)
     return powers.pow(1 / order).to(out)
 
 

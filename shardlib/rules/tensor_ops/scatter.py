@@ -22,12 +22,12 @@ from shardlib.rules.local_forms.helpers import from_torch_code, keep_on_first, l
 from shardlib.rules.local_forms.index_dims import IndexedDims, has_mask, replicated
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Lookup, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Lookup, Rule, RuleFn
 
 aten = torch.ops.aten
 
 
-def _embedding_backward(_: Local, grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
+def _embedding_backward(_: LocalBuilder, grad: Tensor, index: Tensor, n: int, padding: int, by_count: bool) -> Tensor:
     """Torch skips rows of the padding index. Here that is -1, and stands for all rows that are not in this shard."""
     mine, skipped = locate_index(index, "v", padding)
     out: Tensor = aten.embedding_dense_backward.default(grad, mine.masked_fill(skipped, -1), n, -1, by_count)
@@ -50,13 +50,13 @@ def _write_shard(x: Tensor, sharded: Mapping[int, Sequence[str]], indices: Seque
 
 
 def _reduction(call: Call) -> str | None:
-    """The reduction of new and old values; None if new values replace the old ones."""
+    """Returns the reduction of new and old values; None if new values replace the old ones."""
     accumulates = arg(call, "accumulate", False) or schema_of(call.target).name.endswith("_add")
     return "add" if accumulates else arg(call, "reduce", None)
 
 
 def _writes(call: Call, dims: IndexedDims, values: list[list[Dim]], flops: int | None = None) -> Rule:
-    """The rule of an op that writes `values` at indices of a tensor.
+    """Returns the rule of an op that writes `values` at indices of a tensor.
 
     Sharded entries have no order, so they must be added or compared, else they stay whole. Each device starts from x
     itself, which is right for a sum, a maximum and a minimum, but for no other reduction.
@@ -73,7 +73,7 @@ def _writes(call: Call, dims: IndexedDims, values: list[list[Dim]], flops: int |
     if not values:
         linear = [] if reduction or arg(call, "value") else [{0}]
 
-    def form(local: Local, x: Tensor, *args: Any, **named: Any) -> Tensor:
+    def form(local: LocalBuilder, x: Tensor, *args: Any, **named: Any) -> Tensor:
         sharded, n = dims.sharded(local), dims.argument_count
         write = lambda x, mine: call.target(x, *dims.arguments(mine), *args[n:], **named)
         # Where entries are sharded, only one device may add its entries to x.
@@ -86,7 +86,7 @@ def _writes(call: Call, dims: IndexedDims, values: list[list[Dim]], flops: int |
         reduce=dict.fromkeys(entries, kind) if kind else {},
         linear=linear,
         onto=0 if kind == "sum" else None,
-        local=from_torch_code(form),
+        emit=from_torch_code(form),
         local_factors=(*dims.rows, *added),
         loose=added,
         gathers=entries,

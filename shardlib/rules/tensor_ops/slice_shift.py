@@ -29,7 +29,7 @@ from shardlib.rules.iteration_space import (
 from shardlib.rules.local_forms.halo import crop_or_pad, fetch, length, shard_length, shard_range
 from shardlib.rules.local_forms.helpers import can_add, from_torch_code, neutral_addend
 from shardlib.rules.local_forms.window import Window
-from shardlib.rules.rule import Call, Local, Path, Rule, RuleFn, SingleBlock, WindowMap
+from shardlib.rules.rule import Call, LocalBuilder, Path, Rule, RuleFn, SingleBlock, WindowMap
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ class Shift:
 
     @staticmethod
     def of_slice(space: Space, sizes: tuple[int, int], start: int, step: int = 1) -> Shift:
-        """The shift for the `sizes` of the long dim and of its slice from `start`."""
+        """Returns the shift for the `sizes` of the long dim and of its slice from `start`."""
         block = block_size(math.gcd(*sizes, start), sizes[0], sizes[1]) if step == 1 else 1
         if sizes[0] == sizes[1] and not start and step == 1:
             same = space.dim(sizes[0], "i")
@@ -68,7 +68,7 @@ class Shift:
 
 
 def block_size(block: int, long: int, together: int) -> int:
-    """The block size for a dim of `long` elements where `together` move together by multiples of `block`.
+    """Returns the block size for a dim of `long` elements where `together` move together by multiples of `block`.
 
     If these are most of the dim, only the borders move, which may lie between any two elements. Then blocks too small
     to be sharded themselves become single elements.
@@ -82,7 +82,7 @@ def split_blocks(x: Tensor, at: int, outer: Dim, count: int, inner: Dim, block: 
 
 
 def join_blocks(x: Tensor, at: int) -> Tensor:
-    """The inverse of `split_blocks`."""
+    """Returns the inverse of `split_blocks`."""
     return x.flatten(at, at + 1)
 
 
@@ -104,7 +104,7 @@ def _range_rule(call: Call) -> Rule:
         ends = {argument_path(call, "start"): start, argument_path(call, "end"): stop}
         ints |= {where: (n // shift.block, shift.inner) for where, n in ends.items() if _is_number(call, where)}
 
-    def form(_: Local, *args: Any) -> Tensor:
+    def form(_: LocalBuilder, *args: Any) -> Tensor:
         *base, x = args[: len(call.operands)]
         if reads:
             x = _read(x, at, shift)
@@ -124,7 +124,7 @@ def _range_rule(call: Call) -> Rule:
         reduce=dict.fromkeys(follows, "none") | (dict.fromkeys(single, "sum") if reads else {}),
         linear=[range(len(call.operands))],
         ints=ints,
-        local=from_torch_code(form),
+        emit=from_torch_code(form),
         local_factors={*long, *short},
         gathers=single if reads else (),
         follows=follows,
@@ -134,7 +134,7 @@ def _range_rule(call: Call) -> Rule:
 
 
 def _range(call: Call, size: int, *, one: bool) -> tuple[int, int, int]:
-    """start, stop and step of the range, as in Python's `range`."""
+    """Returns start, stop and step of the range, as in Python's `range`."""
     if one:
         index = arg(call, "index") % size
         return index, index + 1, 1
@@ -183,7 +183,7 @@ def _write(base: Tensor, value: Tensor, at: int, shift: Shift) -> Tensor:
 
 
 def _zeros(like: Tensor, at: int, shift: Shift) -> Tensor:
-    """Zeros for this device's shard of the long dim; `like` has a slice of it."""
+    """Returns zeros for this device's shard of the long dim; `like` has a slice of it."""
     n = shard_length(shift.outer[0], shift.counts[0]) * shard_length(shift.inner, shift.block)
     return like.new_zeros([*like.shape[:at], n, *like.shape[at + 1 :]])
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from shardlib.core.torch_internals.torch_private import schema_of
 from shardlib.primitives.collectives import pmax, pmin
 from shardlib.rules.iteration_space import arg, count_elements, normalize_dims, result_shape
-from shardlib.rules.local_forms.helpers import Rows, gather_shards, neutral_extreme, sharded_factors
+from shardlib.rules.local_forms.helpers import ReducedDims, gather_shards, neutral_extreme, sharded_factors
 from shardlib.rules.local_forms.positions import Extents, to_global
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, Rule, RuleFn
 
 _LOWEST = ("aten::max", "aten::argmax")
 
@@ -34,10 +34,10 @@ def _topk(call: Call) -> Rule:
     shape, k = call.operands[0].shape, call.args[1]
     if not shape or not arg(call, "sorted") or not 0 < 2 * k <= shape[arg(call, "dim")]:
         return _SORTED(call)
-    return pattern("[dim] -> [_], [_] | dim:none dim:local", local=_topk_local, loose=True, flops=count_elements)(call)
+    return pattern("[dim] -> [_], [_] | dim:none dim:local", emit=_topk_local, loose=True, flops=count_elements)(call)
 
 
-def _topk_local(local: Local) -> Any:
+def _topk_local(local: LocalBuilder) -> Any:
     """Gathers the `k` best of each shard, and takes the `k` best among them. Short shards are gathered whole."""
     (row,) = local.rule.reduce
     extents, ways = local.extents(row), range(local.ways(row))
@@ -61,17 +61,17 @@ def _topk_local(local: Local) -> Any:
     return local.run(form, local.args[0], extents, *local.args[1:], **local.kwargs)
 
 
-def _extreme_local(local: Local) -> Any:
+def _extreme_local(local: LocalBuilder) -> Any:
     """`max(x, dim)` and `argmax(x, dim)`: the best value of all shards, and the least index among the shards that have
     it or a NaN."""
     call, labels = local.call, local.rule.operands[0]
     shape, out = call.operands[0].shape, result_shape(call)
     dim, lowest = arg(call, "dim"), schema_of(call.target).name in _LOWEST
     dims = normalize_dims(dim, len(shape))
-    rows, row = Rows.over(local, dims), sharded_factors(local, local.rule.reduce)
+    reduced, row = ReducedDims.over(local, dims), sharded_factors(local, local.rule.reduce)
 
     def form(x: Tensor, extents: Extents) -> Any:
-        x = rows.fill_empty(x, neutral_extreme(x.dtype, lowest=lowest))
+        x = reduced.fill_empty(x, neutral_extreme(x.dtype, lowest=lowest))
         value, along, keep = (x.reshape(-1), 0, False) if dim is None else (x, dim, len(out) == len(shape))
         best, index = (torch.max if lowest else torch.min)(value, along, keepdim=keep)
         index = to_global(index, extents)
@@ -86,7 +86,7 @@ def _extreme_local(local: Local) -> Any:
     return local.run(form, local.args[0], extents)
 
 
-_extreme = partial(pattern, local=_extreme_local, loose=True)
+_extreme = partial(pattern, emit=_extreme_local, loose=True)
 
 
 ROWS: dict[str, RuleFn | str] = {

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shardlib.rules.iteration_space import Dim, Space, arg, argument_path, normalize_dim, result, result_shape
-from shardlib.rules.local_forms.halo import Range, fetch, intersect, length, pad_constant, shard_range
-from shardlib.rules.local_forms.helpers import from_torch_code, sharded_factors
-from shardlib.rules.rule import Call, Local, Path, Rule, RuleFn, SingleBlock, WindowMap
+from shardlib.rules.local_forms.halo import Range, fetch, intersect, length, shard_range
+from shardlib.rules.local_forms.helpers import from_torch_code, pad_constant, sharded_factors
+from shardlib.rules.rule import Call, LocalBuilder, Path, Rule, RuleFn, SingleBlock, WindowMap
 from shardlib.rules.tensor_ops.slice_shift import block_size, join_blocks, split_blocks
 
 
@@ -112,7 +112,7 @@ class Concatenation:
         return {f for d in (self.out, *self.outer.values()) for f in d}
 
     def need(self, part: Part, mine: Range) -> Range:
-        """The blocks of a part's source in a range of the result."""
+        """Returns the blocks of a part's source in a range of the result."""
         first, stop = part.begin // self.block, (part.begin + part.size) // self.block
         low, high = intersect((first, stop), mine)
         if part.mirrored:  # blocks are single elements
@@ -147,7 +147,7 @@ def _concatenation_rule(
     *,
     same: bool = False,
 ) -> Rule:
-    """The rule of an op that concatenates `parts` along dims; operands of another rank (shape [0]) are ignored.
+    """Returns the rule of an op that concatenates `parts` along dims; operands of another rank (shape [0]) are ignored.
 
     `ranges` are the arguments that count along a dim. `rest(x, done, *args)` does the op's work along the dims that are
     not in `done`.
@@ -166,7 +166,7 @@ def _concatenation_rule(
         outer = {at: dim.out if i is None else dim.outer[i] for at, dim in dims.items()}
         return [(*outer[at], *dims[at].inner) if at in parts else d for at, d in enumerate(others)]
 
-    def form(local: Local, x: Any, *args: Any) -> Tensor:
+    def form(local: LocalBuilder, x: Any, *args: Any) -> Tensor:
         done = {at: dim for at, dim in dims.items() if sharded_factors(local, dim.factors)}
         for dim in done.values():
             x = dim.form([x] if isinstance(x, Tensor) else x, result(call).dtype)
@@ -184,7 +184,7 @@ def _concatenation_rule(
             if dims[at].block
         },
         linear=[range(len(call.operands))] if not any(part.fill for dim in dims.values() for part in dim.parts) else [],
-        local=from_torch_code(form),
+        emit=from_torch_code(form),
         local_factors={*follows, *(f for dim in dims.values() for f in dim.out)},
         follows=follows,
         windows={f: window for dim in dims.values() for f, window in dim.windows.items()},

@@ -29,13 +29,13 @@ from shardlib.rules.iteration_space import (
 )
 from shardlib.rules.out_variants import by_torch
 from shardlib.rules.patterns import pattern
-from shardlib.rules.rule import Call, Local, LocalCode, Rule, RuleFn
+from shardlib.rules.rule import Call, LocalBuilder, LocalCode, Rule, RuleFn
 
 aten = torch.ops.aten
 
 
 def regroup(space: Space, old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
-    """The labels of a reshape from `old` to `new`, major factors first.
+    """Returns the labels of a reshape from `old` to `new`, major factors first.
 
     Example:
         >>> space = Space()
@@ -72,7 +72,7 @@ def regroup(space: Space, old: Sequence[int], new: Sequence[int]) -> tuple[list[
 
 
 def _bounds(shape: Sequence[int]) -> list[int]:
-    """1, and the products of the last 1, 2, ... sizes."""
+    """Returns 1, and the products of the last 1, 2, ... sizes."""
     out = [1]
     for n in reversed(shape):
         out.append(out[-1] * n)
@@ -84,7 +84,7 @@ def _reshape(call: Call) -> Rule:
     old, new = regroup(space, call.operands[0].shape, result_shape(call))
     ints = size_arguments(call, "shape" if call.target == aten.reshape.default else "size", new)
 
-    def local(local: Local) -> Any:
+    def local(local: LocalBuilder) -> Any:
         return local.op(aten.reshape.default, local.args[0], _sizes(local, new))
 
     # The strides of a shard, which is a slice, may allow no view.
@@ -94,20 +94,20 @@ def _reshape(call: Call) -> Rule:
         [new],
         linear=[{0}],
         ints=ints,
-        local=local if view else None,
+        emit=local if view else None,
         local_factors=space.sizes if view else (),
         transparent=True,
     )
 
 
-def _sizes(local: Local, dims: Sequence[Dim]) -> list[Any]:
+def _sizes(local: LocalBuilder, dims: Sequence[Dim]) -> list[Any]:
     return [math.prod(local.size(f) for f in dim) for dim in dims]
 
 
 def view_labels(
     space: Space, view: Any, shape: Sequence[int], *args: Any, **kwargs: Any
 ) -> tuple[list[Dim], list[list[Dim]]]:
-    """The labels of a value of this shape, and of its views.
+    """Returns the labels of a value of this shape, and of its views.
 
     They follow from the strides of the views of a value whose strides are powers of two. A dim that moves along several
     dims, as a diagonal does, is a factor of its own and stays whole, as do the dims that no view has in full.
@@ -130,7 +130,7 @@ def view_labels(
 
 
 def _view(call: Call) -> Rule:
-    """A view, or its copy."""
+    """Returns the rule of a view, or of its copy."""
     space, schema = Space(), schema_of(call.target)
     name = schema.name.partition("::")[2].removesuffix("_copy")
     view = getattr(getattr(aten, name), schema.overload_name or "default")
@@ -145,7 +145,7 @@ def _squeeze(call: Call) -> Rule:
     named = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     removed = [i for i in sorted({normalize_dim(d, len(shape)) for d in named}) if shape and shape[i] == 1]
 
-    def local(local: Local) -> Any:
+    def local(local: LocalBuilder) -> Any:
         return local.op(aten.squeeze.dims, local.args[0], removed)
 
     return replace(rule, local=LocalCode(local, frozenset(rule.sizes)))

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardlib as sl
 from shardlib import Mesh
+from shardlib.frontend.guards.state_walk import StateWalk
+from shardlib.frontend.guards.torch_modes import ambient
 from tests.helpers.oracle import same
 
 X = torch.arange(16.0).view(4, 4).sin()
@@ -53,6 +55,24 @@ def test_function_modes_act_once(fn: Any) -> None:
         with nullcontext() if by is None else Scaled(by):
             same(step(X), fn(X))
     assert len(step.retraces) == 2, "a mode counts by what it holds"
+
+
+def test_a_function_mode_does_not_name_the_tensors_of_a_global_hook() -> None:
+    class Hook:
+        def __init__(self) -> None:
+            self.scale = torch.ones(2)
+
+        def __call__(self, *args: Any) -> None: ...
+
+    removed = nn.modules.module.register_module_forward_hook(Hook())  # type: ignore[arg-type]
+    try:
+        alone, under_a_mode = StateWalk(), StateWalk()
+        ambient(alone)
+        with Scaled(2.0):
+            ambient(under_a_mode)
+    finally:
+        removed.remove()
+    assert alone.names == under_a_mode.names
 
 
 def test_modes_around_modes_act_in_their_order() -> None:

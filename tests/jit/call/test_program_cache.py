@@ -564,7 +564,7 @@ class Training:
 def test_a_record_that_may_be_read_is_told_with_the_remedy() -> None:
     with Mesh(data=2):
         run = Training()
-        with pytest.warns(match=r"self\.losses: a list of 7 -> a list of 8.*\n.*Remedy: keep a record that grows"):
+        with pytest.warns(match=r"self\.losses: a list of 7 -> a list of 8.*\n.*Remedy: keep a growing record"):
             run.fit(torch.ones(4, 4), run.losses)
         run = Training()
         run.fit(torch.ones(4, 4), [])

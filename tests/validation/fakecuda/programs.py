@@ -87,7 +87,7 @@ def run_sample(seen: Seen, sample: Sample, limit: int | None = None) -> None:
             seen.counts["no rule"] += 1
             return
         seen.counts["samples"] += 1
-        placements = [cut.axes for cut in trial_shardings(rule, (3,)) if not cut.pieces]
+        placements = [cut.axes for cut in trial_shardings(rule, (3,)) if not cut.shards]
         layouts = [[_layout(rule, labels, axes).canonical for labels in rule.operands] for axes in placements]
 
     def fn(*given: Tensor) -> Any:

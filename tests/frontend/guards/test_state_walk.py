@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import shardlib as sl
 from shardlib import Mesh, ShardedTensor, ShardingError
-from shardlib.frontend.guards.object_state import State
+from shardlib.frontend.guards.state_walk import StateWalk
 from shardlib.jit.call import methods
 from shardlib.jit.call.program_cache import Programs
 from shardlib.jit.jit import RetraceWarning
@@ -581,13 +581,13 @@ def test_of_what_is_deep_a_few_are_looked_into(monkeypatch: pytest.MonkeyPatch) 
     def tree(depth: int) -> Any:
         return types.SimpleNamespace(kids=[tree(depth - 1), tree(depth - 1)] if depth else [])
 
-    root, walks, own_part = tree(9), [0], State._visit_attributes
+    root, walks, own_part = tree(9), [0], StateWalk._visit_attributes
 
     def counted(*args: Any) -> None:
         walks[0] += 1
         own_part(*args)
 
-    monkeypatch.setattr(State, "_visit_attributes", counted)
+    monkeypatch.setattr(StateWalk, "_visit_attributes", counted)
     step = sl.jit(lambda x: x + len(root.kids))
     step(X)
     walks[0] = 0
