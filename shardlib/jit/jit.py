@@ -131,9 +131,9 @@ class Jitted(Function):
     that are bound have memory of their own, as results have. An effect that no call can repeat (a new object, a write
     into a numpy array that the function closes over) raises `SideEffectError` before anything runs. Changes of what is
     no part of the key (see above) are neither repeated nor refused. Code that prints or reads a clock runs while
-    compiling only. Threads that change the same object, or go back to a parameter while
-    another thread compiles a function that reads its `.grad`, must take turns by a lock of their own. A
-    `TorchFunctionMode` around the call acts then, too. Torch's own dispatch modes (counters), and modes with
+    compiling only. Threads that change the same object, or go back to a parameter while another thread compiles a
+    function that reads its `.grad`, must take turns by a lock of their own. A `TorchFunctionMode` around the call acts
+    then, too. Torch's own dispatch modes (counters), and modes with
     `only_observes = True`, see the ops that run; other dispatch modes are refused.
 
     **Gradients.** Results have a history if an input requires gradients, so `.backward()` goes through the call.
