@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import shardlib as sl
 from shardlib import Mesh, P, ShardedTensor, ShardingError, shard
 from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.trace_runs import TraceRuns
 
 X = torch.arange(24.0).view(8, 3)
 
@@ -121,17 +122,17 @@ def test_prefix_specs() -> None:
 @pytest.mark.parametrize("static", [{"static_argnums": 1}, {"static_argnames": "n"}, {"static_argnums": -1}])
 def test_static_arguments(static: Any) -> None:
     """A static argument stays whole, is compared by value, and may be given by position or by name."""
-    seen = []
+    seen = TraceRuns()
 
     def fn(x: Tensor, n: Any) -> Tensor:
-        seen.append(n)
+        seen.note(n)
         return x * n[0]
 
     step = sl.jit(fn, in_specs=("batch _",), **static)
     assert torch.equal(step(X, (2, "a")).full_tensor(), 2 * X)
     assert torch.equal(step(X, (2, "a")).full_tensor(), 2 * X)
     assert torch.equal(step(X, n=(3, "a")).full_tensor(), 3 * X)
-    assert seen == [(2, "a"), (3, "a")]
+    assert seen.notes == [(2, "a"), (3, "a")]
 
 
 def test_modules() -> None:
@@ -188,10 +189,10 @@ def test_transforms() -> None:
 
 
 def test_retraces_have_reasons() -> None:
-    traced = []
+    traced = TraceRuns()
 
     def fn(x: Tensor, n: int = 1) -> Tensor:
-        traced.append(x.shape)
+        traced.note()
         return x * n
 
     step = sl.jit(fn)

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import shardlib as sl
 from shardlib import Mesh, ShardingError
 from shardlib.core.torch_internals.torch_private import pytree
+from tests.helpers.trace_runs import TraceRuns
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode calls it
 
@@ -256,10 +257,10 @@ def test_around_a_jitted_function(name: str) -> None:
 
 
 def test_gradients_of_plain_tensors_are_plain_and_computed_on_the_mesh() -> None:
-    placed = []
+    placed = TraceRuns()
 
     def f(x: Tensor) -> Tensor:
-        placed.append(type(x).__name__)
+        placed.note()
         return loss(x)
 
     with Mesh(a=2):
