@@ -59,7 +59,7 @@ def microbatch(
                 [f"microbatch 0: {first}", f"microbatch {m}: {out}"],
                 rule="the function returns the same structure for every microbatch",
             )
-        total = [_add(parts, x, reduce) for parts, x in zip(total or [[]] * len(results), results, strict=True)]
+        total = [_add(fn, parts, x, reduce) for parts, x in zip(total or [[]] * len(results), results, strict=True)]
     return pytree.tree_unflatten([_combine(parts, n, reduce) for parts in total], first)
 
 
@@ -68,10 +68,18 @@ def _rows(x: Tensor, m: int, n: int) -> Tensor:
     return x.view(x.shape[0] // n, n, *x.shape[1:]).select(1, m)
 
 
-def _add(parts: list[Any], x: Any, reduce: Reduce) -> list[Any]:
+def _add(fn: Callable[[Any], Any], parts: list[Any], x: Any, reduce: Reduce) -> list[Any]:
     """Adds a result to those of earlier microbatches, which hold one item if they are summed."""
-    sums = parts and reduce != "cat" and isinstance(x, Tensor | int | float | complex)
-    return [parts[0] + x] if sums else [*parts, x]
+    if not parts or not isinstance(x, Tensor | int | float | complex):
+        return [*parts, x]
+    before, now = (tuple(y.shape) if isinstance(y, Tensor) else () for y in (parts[0], x))
+    if before != now:
+        raise ShardingError(
+            f"microbatch cannot combine what {name_of(fn)} returns",
+            [f"one microbatch has a result of shape {list(before)}, another one of {list(now)}"],
+            rule="a result has one shape for all microbatches",
+        )
+    return [*parts, x] if reduce == "cat" else [parts[0] + x]
 
 
 def _combine(parts: list[Any], n: int, reduce: Reduce) -> Any:
@@ -100,21 +108,20 @@ def _refuse_arguments(batch: Any, n: Any, schedule: Any, reduce: Any) -> None:
         faults.append(f"reduce={reduce!r} is none of {', '.join(map(repr, get_args(Reduce)))}")
     if isinstance(schedule, str) and schedule not in SCHEDULES:
         faults.append(f"schedule={schedule!r} is none of {', '.join(map(repr, SCHEDULES))}")
+    if faults:
+        raise ShardingError("microbatch has arguments that do not fit", faults)
     paths = flatten_with_path(register_mappings(batch))[0]
     tensors = [(f"batch{pytree.keystr(path)}", x) for path, x in paths if isinstance(x, Tensor)]
-    if not tensors:
-        faults.append("batch has no tensor")
+    faults = [] if tensors else ["batch has no tensor"]
     faults += [f"{name} has no dim" for name, x in tensors if not x.dim()]
-    if not faults:
-        faults += [
-            f"{name} of shape {list(x.shape)}: {n} does not divide {x.shape[0]}"
-            for name, x in tensors
-            if x.shape[0] % n
-        ]
+    sizes = {f"{name} of shape {list(x.shape)}": x.shape[0] for name, x in tensors if x.dim()}
+    faults += [f"{name}: {n} does not divide {rows}" for name, rows in sizes.items() if rows % n]
+    if len({*sizes.values()}) > 1:
+        faults += [f"{name} has {rows} rows" for name, rows in sizes.items()]
     if faults:
         raise ShardingError(
             "the batch cannot be divided into microbatches",
             faults,
-            rule="n divides dim 0 of every tensor of the batch",
-            remedy="choose another n, or pass a tensor that all microbatches read through the function's closure",
+            rule="all tensors of the batch have the same number of rows along dim 0, and n divides it",
+            remedy="choose another n; a tensor that every microbatch reads whole is passed by the function's closure",
         )

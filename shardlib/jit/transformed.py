@@ -52,7 +52,7 @@ class Transformed:
             self._calls[key] = Differentiable(call.as_function(function.fn), self.jit)
         differentiable = self._calls[key]
         assert differentiable is not None, "a call that is not transformed has returned"
-        with call.holding([innermost(x).detach() for x in followed]):
+        with call.with_held([innermost(x).detach() for x in followed]):
             try:
                 return differentiable([leaves[i] for i in call.inputs], followed)
             except EffectError:

@@ -167,7 +167,7 @@ TABLE = [
         (
             "_two: in_specs do not fit the arguments:",
             "  * 'y' is no parameter; they are x, n",
-            "Rule: in_specs is a tuple with an entry per positional argument, or a dict by parameter name",
+            "Rule: in_specs is a tuple with an entry (or None) per positional argument, or a dict by parameter name",
         ),
         _jit(_two, X, 3, in_specs={"x": "batch _"}),
     ),

@@ -103,6 +103,14 @@ BAD = {
     "n": ({"n": 0}, r"n=0 is no number of microbatches"),
     "reduce": ({"reduce": "max"}, r"reduce='max' is none of 'mean', 'sum', 'cat'"),
     "schedule": ({"schedule": "2f2b"}, r"schedule='2f2b' is none of 'gpipe', '1f1b'"),
+    "unequal rows": (
+        {"batch": (torch.ones(8, 2), torch.ones(6, 2))},
+        r"(?s)\* batch\[0\] of shape \[8, 2\] has 8 rows.*\* batch\[1\] of shape \[6, 2\] has 6 rows",
+    ),
+    "results of other shapes": (
+        {"fn": lambda pair: pair[0][: 1 + int(pair[0][0, 0] > 0)]},
+        r"one microbatch has a result of shape \[2, 6\], another one of \[1, 6\]",
+    ),
     "no tensor": ({"batch": (1, 2)}, r"batch has no tensor"),
     "no dim": ({"batch": torch.tensor(1.0)}, r"batch has no dim"),
     "other structures": ({"fn": lambda pair: [0] * int(pair[0][0, 0] > 0)}, r"(?s)microbatch 0: .*microbatch 1: "),

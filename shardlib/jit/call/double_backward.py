@@ -126,7 +126,7 @@ class Again:
         first = pure.tree.num_leaves
         inputs, held = [leaves[i] for i in pure.inputs], leaves[first : first + len(pure.places)]
         positions = [*pure.inputs, *range(first, first + len(held))]
-        with pure.holding(held):
+        with pure.with_held(held):
             if not self._is_same(leaves, inputs):
                 raise ShardingError(
                     f"{event}, but it would be another call now",

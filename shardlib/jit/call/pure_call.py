@@ -81,14 +81,14 @@ class PureCall:
         args, kwargs = pytree.tree_unflatten([x.value if isinstance(x, Static) else x for x in leaves], self.tree)
         return args, kwargs
 
-    def holding(self, tensors: Sequence[Any]) -> AbstractContextManager[None]:
+    def with_held(self, tensors: Sequence[Any]) -> AbstractContextManager[None]:
         """While on, modules hold other tensors, one for each of the call's."""
         pairs = zip(self.places, tensors, strict=True)
         return holding((*place, x) for places, x in pairs for place in places)
 
     def _run(self, fn: Callable[..., Any], inputs: Sequence[Any], held: Sequence[Tensor]) -> Any:
         args, kwargs = self.arguments(inputs, placed=True)
-        with self.holding(held), autocast(self.autocasts):
+        with self.with_held(held), autocast(self.autocasts):
             out = fn(*args, **kwargs)
         if self.out_specs is None:
             return out
