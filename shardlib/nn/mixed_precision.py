@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import repeat_in_checkpoints
 from shardlib.core.source_lines import Line, line_at, replayed
-from shardlib.core.torch_internals.module_tensors import holding, module_tensors
+from shardlib.core.torch_internals.module_tensors import replacing, module_tensors
 from shardlib.core.torch_internals.torch_private import BatchNormalization, pytree
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.nn.argument_copies import run_on_copies
@@ -202,7 +202,7 @@ def _cast_parameters(module: nn.Module, by_name: Mapping[str, Precision], line: 
     finally:
         replayed.reset(token)
     held = module_tensors(module.modules())
-    with holding((space, name, casts[id(x)]) for space, name, x in held if id(x) in casts):
+    with replacing((space, name, casts[id(x)]) for space, name, x in held if id(x) in casts):
         yield
 
 

@@ -20,12 +20,12 @@ def module_tensors(objects: Iterable[Any]) -> list[ModuleTensor]:
 
 
 @contextmanager
-def holding(new: Iterable[ModuleTensor]) -> Iterator[None]:
+def replacing(new: Iterable[ModuleTensor]) -> Iterator[None]:
     """While on, dicts of modules hold other values.
 
     Example:
         >>> m = nn.BatchNorm1d(1)
-        >>> with holding([(held, name, None) for held, name, _ in module_tensors([m])]):
+        >>> with replacing([(held, name, None) for held, name, _ in module_tensors([m])]):
         ...     print(m.weight, m.running_mean)
         None None
     """

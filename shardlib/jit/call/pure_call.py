@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlib.compiler.annotations import leaf_specs
-from shardlib.core.torch_internals.module_tensors import holding, module_tensors
+from shardlib.core.torch_internals.module_tensors import replacing, module_tensors
 from shardlib.core.torch_internals.torch_private import innermost, pytree
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, wrap_static
 from shardlib.frontend.guards.state_walk import StateWalk
@@ -84,7 +84,7 @@ class PureCall:
     def with_held(self, tensors: Sequence[Any]) -> AbstractContextManager[None]:
         """While on, modules hold other tensors, one for each of the call's."""
         pairs = zip(self.places, tensors, strict=True)
-        return holding((*place, x) for places, x in pairs for place in places)
+        return replacing((*place, x) for places, x in pairs for place in places)
 
     def _run(self, fn: Callable[..., Any], inputs: Sequence[Any], held: Sequence[Tensor]) -> Any:
         args, kwargs = self.arguments(inputs, placed=True)

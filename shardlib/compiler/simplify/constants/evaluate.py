@@ -61,7 +61,8 @@ class Constants:
         if node.meta["val"].dtype is not torch.int64:
             return None
         if values is not None and values.table.numel():
-            return int(values.table.min()), int(values.table.max())
+            with without_modes():
+                return int(values.table.min()), int(values.table.max())
         if target in (aten.argmax.default, aten.argmin.default):
             return 0, node.args[0].meta["val"].numel() - 1
         if target is aten.remainder.Scalar and isinstance(divisor := node.args[1], int) and divisor > 0:
