@@ -92,6 +92,7 @@ def come_late(late: list[int]) -> str | None:
     return text
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2, first=1)
 @pytest.mark.parametrize(
     ("late", "head"),

@@ -568,6 +568,7 @@ def test_ranks_in_different_folders_agree(tmp_path):
 # Deaths.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("n", "transport", "delay"), [(2, "shm", 0.3), (2, "gloo", 0.3), (2, "far", 0.3), (4, "shm", 0.0)]
 )

@@ -285,6 +285,7 @@ CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_op_compiled_again_and_again_warns_once(name: str) -> None:
     run, message = CHANGES[name]

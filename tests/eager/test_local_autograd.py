@@ -221,6 +221,7 @@ def _against_dtensor() -> list[tuple[str, list[Tensor]]]:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_gradients_on_ranks_are_those_of_dtensor() -> None:
     for results in run_ranks(_against_dtensor, 4):

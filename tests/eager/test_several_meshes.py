@@ -70,6 +70,7 @@ def test_gradients_on_two_meshes_and_on_none_are_clipped(norm: float, foreach: b
     _clipped(norm, foreach, is_reversed)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_gradients_on_two_meshes_are_clipped_on_ranks() -> None:
     run_ranks(_clipped, 4, 2.0, None, False)

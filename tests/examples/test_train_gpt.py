@@ -115,6 +115,7 @@ def test_what_a_run_leaves(first: tuple[Run, str], plain: list[float]) -> None:
     assert "--- the model goes on from 'def '" in said
 
 
+@pytest.mark.long
 def test_moments_live_where_the_weights_do(first: tuple[Run, str]) -> None:
     run, _ = first
     moments = {name: run.opt.state[p] for name, p in run.model.named_parameters()}
@@ -165,6 +166,7 @@ def test_resumed_on_ranks_it_goes_on_as_if_nothing_had_been(
         assert losses == pytest.approx(plain, abs=1e-4)
 
 
+@pytest.mark.long
 def test_resume_says_what_is_wrong(tmp_path: Path, first: tuple[Run, str]) -> None:
     with pytest.raises(SystemExit, match=r"there is no checkpoint in .*\n.*begin the run"):
         train(replace(TINY, out=tmp_path, resume=True))

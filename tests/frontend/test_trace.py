@@ -547,6 +547,7 @@ def written(fn, args):
     return [(node.name, node.target, str(node.args), str(node.kwargs)) for node in graph.nodes], meta
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # some ops are deprecated
 @pytest.mark.sampled(17, first=1)
 @pytest.mark.parametrize("family", SAMPLES, ids=lambda family: family.__name__)

@@ -129,6 +129,7 @@ def test_a_recorded_function_may_read_placed_constants() -> None:
     torch.testing.assert_close(graph(2 * X), 3 * X)
 
 
+@pytest.mark.long
 def test_symbolic_trace_of_a_module_and_torch_compile_run_it() -> None:
     module = sl.parallelize(nn.Linear(6, 2), strategy="fsdp")
     want = module(X).full_tensor()

@@ -73,6 +73,7 @@ def test_gradients_are_reduced_once(model: nn.Module, axes: dict[str, int], insi
     )
 
 
+@pytest.mark.long
 def test_training_steps(model: nn.Module) -> None:
     x, y = batch()
     losses: dict[int, list[float]] = {}

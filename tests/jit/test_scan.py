@@ -573,6 +573,7 @@ def _ranked() -> float:
         return float(found[0])
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("n", [2, 4])
@@ -687,6 +688,7 @@ SECOND: dict[str, Callable[[Loss], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.parametrize("kind", SECOND)

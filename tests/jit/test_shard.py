@@ -420,6 +420,7 @@ def _by_layers(grads: Tensor) -> Tensor:
     return shard(_orthogonal(whole), "layer m@data n")
 
 
+@pytest.mark.long
 def test_muon_moves_its_stack_and_nothing_else() -> None:
     layers, m, n, devices = 32, 4096, 11008, 8
     stack = torch.empty(layers, m, n, device="meta")

@@ -459,6 +459,7 @@ def test_own_mesh() -> None:
     assert math.prod(out.mesh.axes.values()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", [pmax, pmin])
 @pytest.mark.parametrize("layers", [1, 2], ids=["a scan", "a scan in a scan"])
 def test_a_maximum_in_steps_of_a_scan(call: Callable[..., Tensor], layers: int) -> None:

@@ -481,6 +481,7 @@ def _on_ranks() -> list[list[float]]:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks() -> None:
     virtual = _on_ranks()

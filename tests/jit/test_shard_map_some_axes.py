@@ -513,6 +513,7 @@ def _on_ranks() -> list[list[float]]:
         return [o.full_tensor().flatten().tolist() for o in out]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_ranks() -> None:
     virtual = _on_ranks()

@@ -127,6 +127,7 @@ DOORS: dict[str, tuple[Callable[[Fn], Fn], Callable[[Fn], Fn]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(61)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("inner", TRANSFORMS)

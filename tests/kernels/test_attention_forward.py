@@ -204,6 +204,7 @@ TOO_MUCH = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", TOO_MUCH)
 def test_what_no_cta_can_have_does_not_compile(what: str) -> None:
     with pytest.raises(BuildError, match="static assertion failed"):

@@ -255,6 +255,7 @@ def test_not_a_number_is_not_hidden() -> None:
     assert o.isnan().all()
 
 
+@pytest.mark.long
 def test_the_order_of_events_does_not_show() -> None:
     """The same bits whatever runs first: in o, lse, dk and dv always, in dq when it shall be repeatable."""
     check_repeatable(emulate.library(FORWARD), emulate.library(BACKWARD))

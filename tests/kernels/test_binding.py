@@ -44,6 +44,7 @@ def _ops() -> ModuleType:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_it_loads_once_whoever_asks() -> None:
     found: list[ModuleType] = []
@@ -148,6 +149,7 @@ def _plain(args: ctypes.Structure) -> dict[str, Any]:
     return plain
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @needs_compiler
 @pytest.mark.parametrize("case", CASES)

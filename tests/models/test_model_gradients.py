@@ -49,6 +49,7 @@ def worst_error(model: str, mesh: str, dtype: torch.dtype) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f64", "f32"])
 @pytest.mark.parametrize("mesh", ["8", "2x4", "2x2x2"])
@@ -57,6 +58,7 @@ def test_virtual(model: str, mesh: str, dtype: torch.dtype) -> None:
     assert worst_error(model, mesh, dtype) <= TOLERANCE[dtype]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["f64", "f32"]

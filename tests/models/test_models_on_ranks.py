@@ -32,6 +32,7 @@ def worst_error(model: str, mesh: str) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(6)
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", ["both", "fsdp", "data"])

@@ -52,6 +52,7 @@ def _error(sharded: Any, expected: torch.Tensor) -> float:
     return float((sharded.full_tensor() - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f64", "f32"])
 @pytest.mark.parametrize("name", MODES)
@@ -63,6 +64,7 @@ def _on_ranks(name: str) -> list[float]:
     return _errors(name, SMALL.with_(layers=1, dtype=torch.float64), 4)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", MODES[::-1])
@@ -73,6 +75,7 @@ def test_ranks_compute_what_one_device_computes(name: str) -> None:
 # --- what is promised -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "megabytes"), [("dp8", 24.9), ("tp", 11.6), ("tp_sp", 11.8), ("fsdp8", 29.1), ("fsdp_tp", 12.3)]
 )

@@ -77,6 +77,7 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, sl.ShardedTensor) else x
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("door", ["parallelize", "jit"])
 @pytest.mark.parametrize("kind", ADAPTERS)

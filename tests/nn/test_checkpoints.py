@@ -73,6 +73,7 @@ MESHES: list[tuple[dict[str, int], str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("at", range(len(MESHES)))
@@ -379,6 +380,7 @@ def test_a_parameter_without_elements(shape: tuple[int, ...], strategies: tuple[
     assert _through_both(str(tmp_path), shape, *strategies, 2)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_parameter_without_elements_on_ranks(tmp_path: Path) -> None:
     assert all(run_ranks(_through_both, 2, str(tmp_path), (6, 0), "fsdp", "ddp", 2))
@@ -488,6 +490,7 @@ def _saves(pipe: Connection, folder: Path) -> None:
         pipe.send(step)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("attempt", range(4))

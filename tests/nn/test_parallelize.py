@@ -166,6 +166,7 @@ def test_strategies_and_checkpoints_on_ranks(tmp_path: Path) -> None:
         assert [x for _, losses, _ in found for x in losses] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_on_ranks_it_trains_as_on_one_device() -> None:
     expected = train(net(), lambda x: x)
@@ -323,6 +324,7 @@ def plain_net() -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 8), Block(8, 12), nn.LayerNorm(8), nn.Linear(8, 11)).double()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("axes", "strategy", "cut"), STRATEGIES, ids=range(len(STRATEGIES)))
@@ -1331,6 +1333,7 @@ class Writes(nn.Linear):
             self(torch.ones(2, i + 1, self.in_features))
 
 
+@pytest.mark.long
 def test_a_model_that_is_compiled_for_each_token_is_named_with_the_remedy() -> None:
     with Mesh(data=2):
         model = sl.parallelize(Writes(4, 4), strategy="fsdp")

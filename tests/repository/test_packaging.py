@@ -92,12 +92,14 @@ def test_sdist_holds_every_source(built: tuple[Path, Path]) -> None:
     assert {"pyproject.toml", "README.md", "LICENSE"} <= names
 
 
+@pytest.mark.long
 def test_wheel_from_sdist_holds_every_source_and_nothing_else(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == _sources()
 
 
+@pytest.mark.long
 def test_import_needs_no_optional_library() -> None:
     """The extras are for the examples, notebooks and tests; here they cannot be imported at all."""
     missing = ["tqdm", "matplotlib", "jax", "transformers", "hypothesis", "pytest"]
@@ -106,6 +108,7 @@ def test_import_needs_no_optional_library() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(version("torch") < "2.12", reason="torch 2.11 imports its compiler for the first fake tensor")
 def test_import_leaves_out_what_takes_longer_than_itself() -> None:
     heavy = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint", "sympy"]

@@ -107,6 +107,7 @@ def guesses(target: Any) -> Iterator[Sample]:
         yield s(target.name(), *(make(*next(shapes)) if kind == "Tensor" else SCALARS.get(kind) for kind in kinds))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("third", "each"), [(0, SOME), *(pytest.param(i, 1, marks=pytest.mark.slow) for i in range(3))]
 )

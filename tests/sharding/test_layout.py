@@ -234,6 +234,7 @@ any_layout = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=examples(120), deadline=None)
 @given(any_layout)
 def test_text_reads_back(layout):

@@ -301,6 +301,7 @@ def test_rounding_is_that_of_several_draws() -> None:
             check(lambda x: x.cumsum(0)[-1:], x, in_specs="n@a", rtol=1e-5)
 
 
+@pytest.mark.long
 def test_rounding_is_that_of_the_coarsest_numbers() -> None:
     """Gradients of float32 parameters, which add up products of bfloat16."""
     torch.manual_seed(0)
@@ -594,6 +595,7 @@ def test_what_rounding_alone_does_is_no_difference(dtype: torch.dtype) -> None:
             sl.check(step, model, opt, x, rtol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), torch.optim.AdamW])
 def test_what_is_kept_by_parameter_has_one_name_on_one_device_and_on_many(make: Any) -> None:
     """Moments that the first step makes, and what the user keeps in a dict of his own."""

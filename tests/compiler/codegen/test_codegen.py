@@ -45,6 +45,7 @@ def names(node: ast.AST, kind: type) -> list[str]:
     return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, kind)]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("seed", range(15))

@@ -236,12 +236,14 @@ def test_other_specs() -> None:
     assert compare(whole_step(Deep, 24, specs)) == [6, 6]
 
 
+@pytest.mark.long
 def test_inner_layers_that_came_out_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is planned then."""
     monkeypatch.setattr(expand_program._Unroller, "is_steady", lambda self: False)
     assert compare(whole_step(Deep, 10, TP)) == []
 
 
+@pytest.mark.long
 def test_values_and_gradients() -> None:
     """A folded step on devices, against one device: dropout of every layer has numbers of its own."""
 
@@ -270,6 +272,7 @@ def test_values_and_gradients() -> None:
     assert mesh.size == 4
 
 
+@pytest.mark.long
 def test_scans() -> None:
     """Weights of all layers in one tensor each, which are handed out, and whose gradients are collected."""
 
@@ -390,6 +393,7 @@ def test_names_in_reasons() -> None:
     assert told[0] == told[1]
 
 
+@pytest.mark.long
 def test_one_layer_costs_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate of the short graph is that of the whole, so that layers weigh as much beside the rest."""
     seconds: list[float] = []

@@ -418,6 +418,7 @@ def test_a_dim_smaller_than_its_axis_uses_whole_primes(size: int) -> None:
     assert str(plan.layout_of("y")) == f"{size}, 4, 2@a:(1)2"
 
 
+@pytest.mark.long
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("seed", range(25))
 def test_what_is_lowered_is_right_and_read_as_it_prints(seed: int) -> None:

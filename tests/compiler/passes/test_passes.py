@@ -518,6 +518,7 @@ _drawn = _with_collectives()
 COUNT = [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 6))]
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("programs")  # which take seconds to make
 @pytest.mark.parametrize("i", COUNT)
 def test_a_program_is_read_as_it_prints(i: int) -> None:

@@ -247,6 +247,7 @@ def _w1(mode: str, layers: int) -> Plan:
     return planned
 
 
+@pytest.mark.long
 def test_layers_fold() -> None:
     deep = str(_w1("tp", 12)).splitlines()
     assert len(deep) < 320

@@ -96,6 +96,7 @@ def test_w1_on_ranks_holds_what_its_plan_says(name: str) -> None:
         assert same_peak
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_rows_in_parts_hold_what_their_plan_says() -> None:
     for wrong, looked, same_peak in run_ranks(trained, 4, "fsdp_tp", 2):
@@ -146,6 +147,7 @@ def kept_too_long() -> int:
     return sum(len(differences(*one)) for one in found)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_what_is_kept_too_long_is_seen() -> None:
     assert all(run_ranks(kept_too_long, 2))

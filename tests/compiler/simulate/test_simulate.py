@@ -291,6 +291,7 @@ def test_an_event_prints_without_those_before_it() -> None:
     assert all(repr(event).count("Event(") == 1 for event in path)
 
 
+@pytest.mark.long
 def test_pictures(tmp_path: Path) -> None:
     step = plan(sums, meta(8, 64), meta(64, 8), meta(8, 8), in_specs=SPECS).simulate(SLOW)
     step.to_perfetto(tmp_path / "step.json")

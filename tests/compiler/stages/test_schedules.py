@@ -49,6 +49,7 @@ def test_zb_h1_has_a_third_of_the_bubble(stages: int, microbatches: int) -> None
     assert timetable("zb_h1", stages, microbatches).idle(0) == pytest.approx(stages - 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_zb_v_waits_only_at_the_ends(stages: int) -> None:
     idle = [[timetable("zb_v", stages, m).idle(i) for i in range(stages)] for m in (2 * stages, 3 * stages, 4 * stages)]

@@ -90,6 +90,7 @@ def _measured(part: int, samples: int) -> Recorder:
     return recorder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, PARTS))])
 def test_what_ops_share_is_in_the_table(part: int) -> None:
     recorder = _measured(part, samples=1)
@@ -115,6 +116,7 @@ def test_sums_lie_in_memory_of_their_size(name: str) -> None:
     assert called.equal(op(x, y))
 
 
+@pytest.mark.long
 def test_what_the_ops_of_rules_share_is_in_the_table() -> None:
     recorder = Recorder()
     for name, args, kwargs in (sample for family in SAMPLES for sample in family()):

@@ -169,6 +169,7 @@ def compare(mine: Fn, theirs: Fn, mesh: dict[str, int], x: Tensor = X) -> None:
         torch.testing.assert_close(leaves(sl.jit(mine, in_specs=(ROWS,))(x)), want)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
@@ -311,6 +312,7 @@ def test_no_gradient_but_a_tangent() -> None:
         assert sl.jit(lambda x: dual(lambda x: torch.ones_like(x), x))(X) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drop", [lambda x: F.dropout(x, 0.5), sdpa(dropout_p=0.5)], ids=["dropout", "attention"])
 def test_tangents_drop_what_values_drop(drop: Fn) -> None:
     results = []
@@ -357,6 +359,7 @@ def test_parameters_that_compute_in_less() -> None:
     torch.testing.assert_close(tangent.float(), want, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.long
 def test_check_compares_tangents() -> None:
     with sl.Mesh(**TWO):
         sl.check(lambda x: hessian(lambda x: sdpa()(sl.shard(x, ROWS)).sum())(x), X)

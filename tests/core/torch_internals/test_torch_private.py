@@ -111,6 +111,7 @@ def _names(text: str) -> bool:
     return re.fullmatch(r"torch(\.\w+)+", text) is not None and of_torch(text)
 
 
+@pytest.mark.long
 def test_private_names_of_torch_are_in_one_file() -> None:
     found = {path: names for path, tree in sources().items() if (names := private_of_torch(tree))}
     assert found == {}

@@ -159,6 +159,7 @@ def test_nothing_of_a_trace_is_in_a_circle(monkeypatch: pytest.MonkeyPatch) -> N
     assert not collected
 
 
+@pytest.mark.long
 def test_the_first_trace_of_a_process_collects_and_loads_little() -> None:
     code = """if True:
         import gc, sys, torch, shardlib as sl

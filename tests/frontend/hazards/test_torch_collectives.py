@@ -127,6 +127,7 @@ def answers() -> tuple[float, float]:
     return float(out[0]), float(total)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("n", [1, 2])
 def test_collectives_of_torch_are_refused_in_traces(n: int) -> None:

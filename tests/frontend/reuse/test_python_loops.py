@@ -242,6 +242,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", SAME, ids=lambda f: f.__name__)
 def test_the_graph_is_that_of_every_round_traced(
     loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch
@@ -251,6 +252,7 @@ def test_the_graph_is_that_of_every_round_traced(
     assert followed == graph_of(step_of(loss), monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "traces"),
     [(plain, 1), (same_ops_behind, 1), (constrained, 1), (last_round_read, 2), (ends_inside, 2)],
@@ -407,11 +409,13 @@ ANEW = [second_gradient_caught, part_of_gradient_caught, batched_gradients]
 ANEW += [conjugates_of_what_changes, windows_of_what_changes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_values_are_those_of_one_device(fn: Callable[..., Any], rounds: list[int]) -> None:
     compare(fn)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fn", ANEW)
 def test_other_ways_back_and_views_trace_every_round(fn: Callable[..., Any], rounds: list[int]) -> None:
     compare(fn)
@@ -548,6 +552,7 @@ def drawn_again(ps: Params, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", [dropout, drawn_again])
 def test_rounds_that_draw_are_not_followed(
     loss: Callable[..., Tensor], rounds: list[int], monkeypatch: pytest.MonkeyPatch

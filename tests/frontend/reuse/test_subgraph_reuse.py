@@ -534,6 +534,7 @@ def test_layers_of_transformers(build: Callable[[], nn.Module], apart: str) -> N
     assert apart in seen
 
 
+@pytest.mark.long
 def test_functions_that_are_jitted_are_traced_once_inside_another() -> None:
     def layer(x: Tensor, w: Tensor, *, power: int, odd: bool) -> tuple[Tensor, Tensor]:
         y = torch.tanh(x @ w) ** power
@@ -591,6 +592,7 @@ class Leaks(Block):
         return super().forward(x)
 
 
+@pytest.mark.long
 def test_a_value_that_is_left_where_nobody_looks_is_refused_as_ever() -> None:
     model = nn.Sequential(*map(Leaks, range(LAYERS)))
     with sl.Mesh(data=2), pytest.raises(sl.ShardingError, match="keeps tensors that it computes while it is traced"):
@@ -598,6 +600,7 @@ def test_a_value_that_is_left_where_nobody_looks_is_refused_as_ever() -> None:
     PLACE.set(None)
 
 
+@pytest.mark.long
 def test_a_write_between_a_layer_and_its_gradient_is_found() -> None:
     """As torch finds it: the value that the way back needs is another one by then."""
 
@@ -619,6 +622,7 @@ def test_a_write_between_a_layer_and_its_gradient_is_found() -> None:
         sl.jit(lambda m, x: loss(m, x).backward())(model, X)
 
 
+@pytest.mark.long
 def test_a_write_to_what_a_layer_has_left_is_found() -> None:
     """Behind the gradient it is one as any other."""
 
@@ -740,6 +744,7 @@ def _scaled(x: Tensor, by: float) -> Tensor:
     return x.sin() * by
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_torch_asks_inside_its_own_code_ends_no_process() -> None:
     script = torch.jit.script(_scaled)

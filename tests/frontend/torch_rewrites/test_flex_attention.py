@@ -287,6 +287,7 @@ def test_memory_as_the_query() -> None:
     torch.testing.assert_close(whole(found), expected.transpose(1, 2).reshape(B, S, H * E))
 
 
+@pytest.mark.long
 def test_block_mask_made_inside() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flex_attention(q, k, v, block_mask=create_block_mask(window, None, None, S, S, device="cpu"))

@@ -91,6 +91,7 @@ def test_under_autocast_the_call_runs_again_under_it() -> None:
             torch.testing.assert_close(whole(p.grad), q.grad, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.long
 def test_any_order() -> None:
     def orders(fn: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
         y, found = fn(x), []

@@ -233,6 +233,7 @@ def test_autocast_has_the_dtypes_of_written_out_steps(cell: str) -> None:
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.long
 def test_dropout_between_layers() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 4, 3)
@@ -283,6 +284,7 @@ def test_a_step_with_an_optimizer() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_step_on_ranks() -> None:
     ranks = run_ranks(_steps_of_a_tagger, 2, 3)

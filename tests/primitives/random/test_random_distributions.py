@@ -77,6 +77,7 @@ def test_multinomial_draws_by_weight() -> None:
     assert drawn(lambda: torch.multinomial(weights, 4)).sort().values.tolist() == [0, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_randperm_draws_every_order_as_often() -> None:
     torch.manual_seed(1)
     with sl.global_random():

@@ -72,6 +72,7 @@ def block(x: Tensor, w: Tensor) -> Tensor:
     return (o.transpose(1, 2).flatten(2) + torch.randn_like(x)).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("specs", [("b@a _ _", None), ("_ s@b _", None), ("b@a _ _", "_ h@b"), ("b@c s@a _", "_ h@b")])
 def test_check_draws_on_one_device_what_the_mesh_draws(specs: Any) -> None:
@@ -106,6 +107,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_by_name_drop_the_same_forward_and_backward(kernel: str) -> None:
     q = torch.randn(2, 4, 6, 8, dtype=torch.float64)

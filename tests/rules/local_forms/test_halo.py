@@ -336,6 +336,7 @@ def next_token(x: Tensor, w: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, w.shape[1]), tokens[:, 1:].reshape(-1))
 
 
+@pytest.mark.long
 def test_labels_that_are_shifted_move_one_column() -> None:
     tokens = torch.randint(0, 7, (4, 1024))
     plan = planned(next_token, (r(4, 1024, 8), r(8, 64), tokens), a=4)
@@ -371,6 +372,7 @@ def test_constants_are_not_sent() -> None:
     assert error(fn, (torch.randn(23, 4),), a=4) == 0
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("n", [3, 4])
@@ -398,6 +400,7 @@ def eager(spec: P) -> tuple[Tensor, Tensor]:
         return a.grad.full_tensor() - x.grad, b.grad.full_tensor() - w.grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [P(None, None, "a", "b"), P("a", None, "b"), P(None, "a", None, "b")], ids=str)
 def test_outside_jit(spec: P) -> None:
     assert all(float(difference.abs().max()) < 1e-12 for difference in eager(spec))
@@ -413,6 +416,7 @@ def on_ranks(axes: dict[str, int], spec: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("axes", "spec"),

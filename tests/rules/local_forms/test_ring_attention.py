@@ -333,6 +333,7 @@ def test_the_next_piece_travels_under_the_arithmetic() -> None:
     assert told == ["ppermute", "ppermute", "shardlib.attention.default"] * 3 + ["shardlib.attention.default"]
 
 
+@pytest.mark.long
 def test_the_user_decides() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDLIB_OPS", "sequence=heads")

@@ -66,6 +66,7 @@ def test_what_is_sent_is_what_overlaps(before: Dim, after: Dim) -> None:
     assert crossing.most == most
 
 
+@pytest.mark.long
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("part", range(8))
 @pytest.mark.parametrize("n", [30, 60, 90, 150])

@@ -29,6 +29,7 @@ def test_what_is_worse_or_better_than_said_is_a_fault() -> None:
     assert "`short` says that it is not" in dataclasses.replace(row, short={"bytes": 2.0}).faults()[0]
 
 
+@pytest.mark.long
 def test_a_row_gets_worse_without_the_mechanism_that_it_needs() -> None:
     (row,) = (row for row in ROWS if row.name == "discounted returns, cut in time")
     assert {"bytes", "collectives"} <= worse_without(row, "offer_axes").keys()

@@ -41,6 +41,7 @@ def test_a_mesh_of_gpus_says_how_to_plan_without_one() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_plans_for_gpus_from_anywhere(device: str) -> None:
     """Values are as CUDA has them: statistics of 16-bit rows in float32, no buffer of log_sigmoid, one device."""

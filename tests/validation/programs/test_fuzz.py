@@ -48,6 +48,7 @@ def _options(**more: Any) -> settings:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [6, pytest.param(25, marks=pytest.mark.slow)])
 def test_small_programs(count: int) -> None:
     """hypothesis's own idea of randomness: many small and repeated choices."""

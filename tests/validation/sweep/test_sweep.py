@@ -79,6 +79,7 @@ def test_entries_are_those_of_torch():
     assert set(SUBSET) <= entries().keys()
 
 
+@pytest.mark.long
 def test_sizes():
     even, uneven = ({n for c in cases("mul", s, 5)[0] for x in c.tensors for n in x.shape} for s in SIZES)
     assert even - {0, 1, 2} == {4, 12}

@@ -108,6 +108,7 @@ def test_bits_are_those_of_one_device(name: str, index: torch.dtype, monkeypatch
     assert worst(name, {"data": 4}, "...", torch.bfloat16, index) > 0
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5)
 @pytest.mark.ranks
 @pytest.mark.parametrize(

@@ -315,6 +315,7 @@ def test_a_program_in_parts_reads_back() -> None:
     assert show(parse(text)) == text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kept", [{"remat": "full"}, {"memory": 420_000}, {"schedule": sl.Schedule(parts=2, offload="saved")}]
 )
@@ -363,6 +364,7 @@ def trained(name: str) -> tuple[float, bool]:
     return max((x - y).abs().max().item() for x, y in zip(got, want, strict=True)), is_cut
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["fsdp_tp", "tp_sp"])
 def test_ranks_work_in_parts(name: str) -> None:
@@ -374,6 +376,7 @@ def test_ranks_work_in_parts(name: str) -> None:
 # Who asks for it ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tp", "tp_sp", "fsdp_tp"])
 def test_a_machine_asks_for_parts_where_that_takes_less(name: str) -> None:
     """Sums of tensor parallelism, which nothing else hides."""
@@ -386,6 +389,7 @@ def test_a_machine_asks_for_parts_where_that_takes_less(name: str) -> None:
     assert plan.simulate().seconds < 0.82 * before.seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "machine", "sizes"),
     [
@@ -400,6 +404,7 @@ def test_rows_stay_together_where_nothing_is_won(name: str, machine: str | None,
     assert not in_parts(w1_plan(name, 8, 2, machine, **sizes).compiled.program)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_in_parts_stays_whole() -> None:
     """The peak is never more than was asked for because of parts."""
     mode = w1.modes(TINY, 4)["fsdp_tp"]

@@ -151,6 +151,7 @@ def test_no_more_layers_are_held_than_asked(ahead: int) -> None:
     assert plan.comm_bytes == planned().comm_bytes, "the same is sent"
 
 
+@pytest.mark.long
 def test_a_layer_is_a_message_up_to_its_bucket() -> None:
     def messages(how: sl.Schedule) -> list[int]:
         steps = planned(schedule=how).compiled.program.steps
@@ -168,6 +169,7 @@ def test_gathered_bytes_stay_under_a_cap(cap: int) -> None:
     assert held <= cap * WEIGHT
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[Program] = []
     kept = run_passes.run_passes
@@ -199,6 +201,7 @@ def test_gradients_are_reduced_while_the_backward_pass_runs() -> None:
 # What is hidden -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["fsdp8", "fsdp_tp"])
 def test_half_of_what_was_exposed_is_hidden(mode: str) -> None:

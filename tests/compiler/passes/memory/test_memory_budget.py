@@ -66,6 +66,7 @@ def tight(memory: int | None) -> sl.Plan:
         return step.plan([torch.empty(8, 8) for _ in range(3)], torch.empty(64, 8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [2, 4, 8])
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_whole_programs_are_few(layers: int, share: float) -> None:
@@ -76,6 +77,7 @@ def test_whole_programs_are_few(layers: int, share: float) -> None:
     assert programs <= memory_budget.PROGRAMS + 2  # the last exchange may be corrected
 
 
+@pytest.mark.long
 def test_whole_programs_are_bounded_where_none_fits() -> None:
     plan, programs = counted(lambda: planned(4, 1))
     assert plan is None
@@ -107,6 +109,7 @@ def test_tight_budgets_are_met(place: str, share: float) -> None:
     assert programs <= memory_budget.LAST_RESORT
 
 
+@pytest.mark.long
 def test_messages_stay_together_and_ahead_where_no_call_may_move() -> None:
     """A budget between the program in which nothing moves, and the one that hides most, costs little time."""
     axes, options = PLACES["tp"]
@@ -121,6 +124,7 @@ def test_messages_stay_together_and_ahead_where_no_call_may_move() -> None:
     assert plan.simulate().seconds < 1.2 * free.simulate().seconds  # where all stay it is 2.5 times
 
 
+@pytest.mark.long
 def test_the_best_plan_makes_more_programs() -> None:
     budget = int(0.8 * planned(4, None).peak_memory)
     quick, best = (counted(lambda p=p: planned(4, budget, p)) for p in (None, "best"))
@@ -130,6 +134,7 @@ def test_the_best_plan_makes_more_programs() -> None:
     assert best[0].simulate().seconds <= quick[0].simulate().seconds
 
 
+@pytest.mark.long
 def test_equal_searches_make_equal_programs() -> None:
     budget = int(0.8 * planned(3, None).peak_memory)
     (first, count), (second, again) = (counted(lambda: planned(3, budget)) for _ in range(2))

@@ -75,6 +75,7 @@ def resident(program: Program, saved: set[str]) -> Iterator[int]:
             held.pop(v, None)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_so_many_layers_stay(ahead: int) -> None:
@@ -157,6 +158,7 @@ def test_a_budget_moves_nothing_where_the_schedule_or_nobody_may() -> None:
         assert not plan.compiled.program.copied
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("names", "made"),
     [(("tanh",), {"tanh"}), (("add",), {"add"}), (("mm",), set()), (("tanh", "add"), {"tanh", "add"})],
@@ -238,6 +240,7 @@ def test_what_is_not_saved_is_left() -> None:
     assert offload(program) is program
 
 
+@pytest.mark.long
 def test_chosen_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[Program] = []
     kept = run_passes.run_passes
@@ -249,6 +252,7 @@ def test_chosen_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(c.kind, c.source.name) for c in made.copied] == [("to_host", "tanh_1"), ("to_device", "tanh_1.host")]
 
 
+@pytest.mark.long
 def test_copies_have_a_stream_of_their_own() -> None:
     mesh = sl.Mesh(data=DEVICES)
     train, given = built(sl.Schedule(offload="saved"), mesh)
@@ -339,6 +343,7 @@ def test_a_backward_pass_outside(way: str) -> None:
     assert HOST_MEMORY.held == held
 
 
+@pytest.mark.long
 def test_figures_of_a_backward_pass_outside() -> None:
     plans = {}
     for how in (None, sl.Schedule(offload="saved")):
@@ -357,6 +362,7 @@ def test_figures_of_a_backward_pass_outside() -> None:
     assert "in the host's memory: at most" in after.summary()
 
 
+@pytest.mark.long
 def test_gradients_of_gradients() -> None:
     torch.manual_seed(0)
     w, x = torch.randn(8, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)

@@ -159,6 +159,7 @@ def copied(plan: sl.Plan, kind: str) -> int:
     return sum(c.source.nbytes for c in plan.compiled.program.copied if c.kind == kind)
 
 
+@pytest.mark.long
 def test_copies_are_as_planned() -> None:
     before = HOST_MEMORY.held
     model, optimizer, train, mesh = trained({"data": 4}, BOTH)
@@ -410,6 +411,7 @@ def test_data_that_is_exchanged() -> None:
     assert OFFLOADED in b.__dict__
 
 
+@pytest.mark.long
 def test_who_reads_in_between_delays_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that began before a step ends with what the step made."""
     one, plain, *_ = trained({}, None)
@@ -470,6 +472,7 @@ def test_an_alias_of_what_is_away_is_away() -> None:
             torch.testing.assert_close(x.full_tensor(), 2 * want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("background", [False, True])
 def test_checkpoints_are_written_from_there(tmp_path: Any, background: bool) -> None:
     model, optimizer, train, mesh = trained({"data": 4}, BOTH)
@@ -501,6 +504,7 @@ class _Stack(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_state_elsewhere_holds_what_the_plan_says_and_less(strategy: str) -> None:
     def step(m: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:

@@ -223,6 +223,7 @@ def test_a_checkpoint_stays_what_it_is() -> None:
     assert plan.peak_memory <= before.peak_memory
 
 
+@pytest.mark.long
 def test_full_keeps_what_checkpoints_hold() -> None:
     """Where layers might as well begin in the middle of what is in a checkpoint, they begin where that does."""
 
@@ -386,6 +387,7 @@ def test_attention_keeps_no_scores() -> None:
     assert large[1] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", [["attention", "tanh"], ["tanh", "full"], ["full", "attention", "tanh"]])
 def test_a_list_takes_what_any_of_it_says(remat: list[str]) -> None:
     def loss(ws: list[Tensor], x: Tensor) -> Tensor:
@@ -428,6 +430,7 @@ class _Dropping(nn.Module):
         return self.drop(torch.tanh(self.body(x)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["body", "body.1", "*.1", "GELU", "_Dropping", "gelu", "Dropout", "drop", "draw"])
 def test_names_are_the_same_through_every_door(name: str) -> None:
     """Also of a module whose own forward is the program, and where evaluation makes nothing of that name."""
@@ -495,6 +498,7 @@ def test_a_function_inside_another_does_not_say_it() -> None:
             sl.jit(lambda x, inner=inner: inner(x) * 2)(torch.ones(4))
 
 
+@pytest.mark.long
 def test_the_plan_says_it() -> None:
     made = plan_of("fsdp", {"remat": "full"})
     (line,) = (line for line in str(made).splitlines() if "made again" in line)
@@ -686,6 +690,7 @@ def test_less_memory_takes_no_less_time(build: Any, layers: int) -> None:
         seconds = max(now, seconds)
 
 
+@pytest.mark.long
 def test_a_budget_that_is_there_changes_nothing_of_two_halves() -> None:
     """Saved values are views of one: who counts them one by one finds more than there is."""
 
@@ -716,6 +721,7 @@ def test_a_program_without_a_backward_pass() -> None:
                 sl.jit(fn, in_specs=("b@data _",), memory=1)(torch.ones(4, 3))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "mesh", "way"),
     [

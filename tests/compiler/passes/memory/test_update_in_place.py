@@ -801,6 +801,7 @@ def _scaling(fails: bool = False) -> tuple[Net, Any, Any, Any]:
     return m, opt, scaler, step
 
 
+@pytest.mark.long
 def test_the_step_in_which_a_scale_is_made_is_no_program_of_its_own() -> None:
     m, opt, scaler, step = _scaling()
     found, jitted = batches(), sl.jit(step)

@@ -50,6 +50,7 @@ def placed() -> Iterator[tuple[Mixed, torch.Tensor]]:
         yield model, x
 
 
+@pytest.mark.long
 def test_every_effort_gives_the_same_values(placed: Any) -> None:
     model, x = placed
     plans = {p: sl.jit(step, planning=p).plan(model, x) for p in ("fast", 1e-3, None, "best")}
@@ -78,6 +79,7 @@ def test_moves_of_one_axis_take_no_effort() -> None:
     assert plan.comm_bytes == 51_712, "the first choice of every unit sends 83,328"
 
 
+@pytest.mark.long
 def test_a_module_has_an_effort_of_its_own(placed: Any) -> None:
     model, x = placed
     with sl.current_mesh() as mesh:
@@ -87,6 +89,7 @@ def test_a_module_has_an_effort_of_its_own(placed: Any) -> None:
         assert model.forward.plan(x).compiled.search.effort.limit == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [65, 140])
 def test_a_value_with_many_unlike_readers(count: int) -> None:
     def heads(x: torch.Tensor) -> list[torch.Tensor]:
@@ -99,6 +102,7 @@ def test_a_value_with_many_unlike_readers(count: int) -> None:
         torch.testing.assert_close(result.full_tensor(), expected)
 
 
+@pytest.mark.long
 def test_a_sum_of_many_unlike_terms() -> None:
     def total(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         return sum((x @ w).sin().sum() for w in weights)  # type: ignore[return-value]
@@ -124,6 +128,7 @@ def test_the_same_message_brings_two_results(planning: str) -> None:
         assert torch.equal(result.full_tensor(), expected)
 
 
+@pytest.mark.long
 def test_a_plan_says_that_the_search_stopped(placed: Any) -> None:
     text = str(sl.jit(step, planning="fast").plan(*placed))
     assert "the search stopped after 0" in text
@@ -177,6 +182,7 @@ def test_nothing_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 0.8])
 def test_interrupted(placed: Any, share: float) -> None:
     """Wherever it is interrupted, the next plan is as if it had not been."""

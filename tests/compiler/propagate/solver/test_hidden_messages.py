@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +54,7 @@ def sent(plan: Plan) -> int:
     return int(sum(c.bytes for c in plan.compiled.program.collectives))
 
 
+@pytest.mark.long
 def test_weights_are_gathered_where_arithmetic_hides_them() -> None:
     ours, least = by_strategy(256), by_strategy(256, WAITS)
     assert 3 * 3 / 4 * MATRICES < sent(ours) == sent(by_strategy(2048)) < 1.01 * 3 * 3 / 4 * MATRICES  # as in ZeRO-3
@@ -60,17 +62,20 @@ def test_weights_are_gathered_where_arithmetic_hides_them() -> None:
     assert ours.simulate(NODE).seconds < 0.9 * least.simulate(NODE).seconds
 
 
+@pytest.mark.long
 def test_the_least_is_sent_where_nothing_hides_it() -> None:
     """Little arithmetic: messages would take longer than it."""
     assert sent(by_strategy(128)) == sent(by_strategy(128, WAITS)) < MATRICES
 
 
+@pytest.mark.long
 def test_of_a_named_machine_all_inputs_may_be_gathered_ahead() -> None:
     named, usual = by_specs(256, NODE), by_specs(256)
     assert sent(usual) == sent(by_specs(256, WAITS)) < sent(named) == 2 * 3 / 4 * MATRICES
     assert named.simulate(NODE).seconds < 0.95 * usual.simulate(NODE).seconds
 
 
+@pytest.mark.long
 def test_whose_messages_are_hidden() -> None:
     """Not those of what is read first, or made last; and of no value inside."""
     problem = by_strategy(256).compiled.propagated.search.problem
@@ -82,6 +87,7 @@ def test_whose_messages_are_hidden() -> None:
     assert not names & {"x", "mm", "relu"}
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_one_device() -> None:
     torch.manual_seed(0)
     plain, x = stack(), torch.randn(256 * DEVICES, D)

@@ -153,6 +153,7 @@ def test_ops_share_work_out_where_nothing_moves() -> None:
     assert str(plan.layout_of("result[0]")) == "32, 256, 8, 128@(tensor data)"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.slow)])
 def test_gaps_of_generated_programs(count: int) -> None:
     """The goals: the median within 1 %, the worst within 10 %."""

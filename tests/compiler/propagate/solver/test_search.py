@@ -49,6 +49,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_one_problem_and_few_minima(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problems: list[Problem] = []
@@ -68,6 +69,7 @@ def test_one_problem_and_few_minima(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert search.estimate.evaluations <= 100 * decisions
 
 
+@pytest.mark.long
 def test_prices_grow_with_the_model_alone() -> None:
     few, many = (_plan(Unlike(n), torch.randn(8, 4, 64)).compiled.propagated.search for n in (2, 8))
     share = len(many.choices) / len(few.choices)

@@ -325,6 +325,7 @@ def test_a_sum_that_is_known_to_be_undefined_stays(value: float) -> None:
     torch.testing.assert_close(found, attend(*_qkv(t=S)), equal_nan=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_causal_transformer_with_padding(keep: bool) -> None:
     """torch adds up what hides keys: a square of -inf, and a row of it for each sequence."""
@@ -347,6 +348,7 @@ def test_a_causal_transformer_with_padding(keep: bool) -> None:
     assert f"2, {S}, {S}]" not in listing
 
 
+@pytest.mark.long
 def test_flex_takes_documents_apart() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -560,6 +562,7 @@ def test_keys_that_somebody_else_reads(read: Callable[..., Any]) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_language_model_makes_no_mask(padded: bool) -> None:
     """In training, without a cache, transformers makes a mask wherever it may not look at positions."""

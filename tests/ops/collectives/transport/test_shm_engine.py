@@ -258,6 +258,7 @@ def more_groups_than_channels() -> list[Any]:
     return [seen, [str(w.message) for w in caught if w.category is UserWarning], reason]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_a_group_without_a_channel_says_so_and_channels_are_used_again() -> None:
     text = "ranks 0, 1, 2 and 3 share no memory, since 2 other groups of ranks do"
