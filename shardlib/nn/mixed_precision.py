@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardlib.core.errors import ShardingError
 from shardlib.core.mode_restore import repeat_in_checkpoints
 from shardlib.core.source_lines import Line, line_at, replayed
-from shardlib.core.torch_internals.module_tensors import replacing, module_tensors
+from shardlib.core.torch_internals.module_tensors import module_tensors, replacing
 from shardlib.core.torch_internals.torch_private import BatchNormalization, pytree
 from shardlib.frontend.guards.mappings import register_mappings
 from shardlib.nn.argument_copies import run_on_copies

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlib.compiler.annotations import leaf_specs
-from shardlib.core.torch_internals.module_tensors import replacing, module_tensors
+from shardlib.core.torch_internals.module_tensors import module_tensors, replacing
 from shardlib.core.torch_internals.torch_private import innermost, pytree
 from shardlib.frontend.guards.flatten_call import Static, flatten_call, wrap_static
 from shardlib.frontend.guards.state_walk import StateWalk
