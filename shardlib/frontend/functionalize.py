@@ -159,7 +159,7 @@ class _Rewriter(Views):
             raise ShardingError(
                 f"{name} changes the shape of a tensor that is not the traced function's own",
                 [self.describe(source)],
-                rule="what a program is given keeps its shape; values are written back, shapes are not",
+                rule="an argument of a program keeps its shape; values are written back, shapes are not",
                 remedy="make a new tensor of it, y = x.flatten()[:n].reshape(shape), or write to it, x.copy_(values)"
                 if name.startswith("resize")
                 else f"use the op without the underscore, and a name of its own: y = x.{name.rstrip('_')}(...)",

@@ -20,8 +20,8 @@ def refuse_unwritable(description: str, owner: fx.Node, target: fx.Node, value: 
     if old.shape != new.shape:
         raise ShardingError(
             "the traced function gives out= a tensor of another size",
-            [description, f"its shape is {list(old.shape)}, that of the result {list(new.shape)}"],
-            rule="what a program is given keeps its shape; values are written back, shapes are not",
+            [description, f"its shape is {list(old.shape)}, the result has the shape {list(new.shape)}"],
+            rule="an argument of a program keeps its shape; values are written back, shapes are not",
             remedy=f"return the result; or pass torch.empty({list(new.shape)})",
         )
 

@@ -830,8 +830,8 @@ def test_hooks_keep_values_of_the_forward_pass() -> None:
         loss.backward()
         return [whole(y) for y in kept]
 
-    found = step(model, keeps=True)
-    torch.testing.assert_close(found, step(plain, keeps=True))
+    kept = step(model, keeps=True)
+    torch.testing.assert_close(kept, step(plain, keeps=True))
     for keeps in (True, False):
         torch.testing.assert_close(step(model, keeps=keeps), step(plain, keeps=keeps))
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):

@@ -48,8 +48,8 @@ class SavedCall:
 class Again:
     """Runs calls of one program of `fn` again, in a program of their gradients that `jit` makes.
 
-    `read` returns the key and the leaves of the call with these arguments now, and `key` is that of the program. The
-    results depend on the leaves `counted`, and on `computed` ones, which the call also writes. `draws` are the numbers
+    `read` returns the key and the leaves of the call with these arguments now, and `key` is the program's. The results
+    depend on the leaves `counted`, and on `computed` ones, which the call also writes. `draws` are the numbers
     of its generators. Calls without a `pure` form cannot run again.
     """
 

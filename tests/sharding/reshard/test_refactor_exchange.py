@@ -125,9 +125,11 @@ def test_a_dim_of_very_many_ranges_is_gathered() -> None:
 
 def test_decisions_price_the_exchange() -> None:
     axes = Axis("t", 8).primes()
-    made = ValueEnd(None, axes=((), axes))
+    producer = ValueEnd(None, axes=((), axes))
     read = ValueEnd(None, axes=((), ()), into=(((64,), (3, 16)), ((), (), axes)))
-    seconds = ValueReshards(ValueRecord(((64,), (48,)), 4, (made,), (read,)), 1, LayoutCosts(((64,), (48,)), 4)).at(())
+    seconds = ValueReshards(ValueRecord(((64,), (48,)), 4, (producer,), (read,)), 1, LayoutCosts(((64,), (48,)), 4)).at(
+        ()
+    )
     assert seconds == pytest.approx(DEFAULT_PRICES.comm_seconds(axes, 4 * 64 * 48 / 8, "all_to_all"), rel=1e-3)
 
 

@@ -584,13 +584,13 @@ def test_within_5_percent_of_the_best_of_all_sets(name: str) -> None:
 
 def _all(search: Candidates) -> list[Any]:
     """Every choice there is, tried."""
-    found = [search.furthest_trial(Choice())]
+    trials = [search.furthest_trial(Choice())]
     for ways in itertools.product(*(("kept", *ways) for ways in search.ways.values())):
         choice = search.base
         for value, way in zip(search.ways, ways, strict=True):
             choice = choice.put([value], way)
-        found.append(search.furthest_trial(choice))
-    return found
+        trials.append(search.furthest_trial(choice))
+    return trials
 
 
 FEW = {
@@ -623,17 +623,17 @@ def test_within_5_percent_of_the_best_of_all_that_is_kept_made_again_or_moved(na
     device = Device({"f32": 1e12}, bandwidth=1e11, memory=1e9, host=bandwidth, launch=1e-7, overlaps=overlaps)
     machine = Machine(device, Link(1e10, 1e-7), Link(1e10, 1e-7))
     program, finish = lowered(sl.grad(fn), args, machine=machine)
-    given = Crossing.analyze(program), finish, machine, frozenset[Any](), movable(program)
+    arguments = Crossing.analyze(program), finish, machine, frozenset[Any](), movable(program)
 
     def search(budget: int) -> Candidates:
-        return Candidates(given[0], budget, *given[1:])
+        return Candidates(arguments[0], budget, *arguments[1:])
 
     most, least = search(0).furthest_trial(Choice()).peak, min(one.peak for one in _all(search(0)))
     moved, best = set(), set()
     for share in (0, 0.3, 0.7):
         tried = search(int(least + share * (most - least)))
         _all(tried)
-        found = within(given[0], tried.budget, *given[1:])
+        found = within(arguments[0], tried.budget, *arguments[1:])
         fastest, ahead = tried.best or (Choice(), "")
         assert tried.furthest_trial(found).peak <= tried.budget
         assert tried.furthest_trial(found).seconds <= 1.05 * tried.trial(fastest, ahead).seconds

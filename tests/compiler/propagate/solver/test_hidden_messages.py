@@ -82,8 +82,8 @@ def test_whose_messages_are_hidden() -> None:
     names = {value.name for value in problem.hidden}
     matrices = {f"m_{layer}_{part}_weight" for layer in range(LAYERS) for part in (1, 3)}
     assert matrices - names == {"m_0_1_weight"}
-    made = [v for v in problem.hidden if v.op is not None and v.op.kind == "mm"]
-    assert len(made) == len(matrices) - 1, "gradients of all matrices but the first"
+    products = [v for v in problem.hidden if v.op is not None and v.op.kind == "mm"]
+    assert len(products) == len(matrices) - 1, "gradients of all matrices but the first"
     assert not names & {"x", "mm", "relu"}
 
 

@@ -77,11 +77,11 @@ def test_elimination_finds_the_minimum_or_less(seed: int) -> None:
     assert min(_cost(tables, at) for at in _all(kept.values())) == best, "what is pruned is no better"
     for largest in (1, 4, 16, 1 << 20):
         assert _eliminated(_shifted(whole, left, 30), left, largest).seconds <= best + 1e-9
-        found = find_least(tables, sizes, largest)
-        assert found.seconds <= best + 1e-9
-        if found.exact:
-            assert found.seconds == _cost(tables, found.choices) == best
-    assert found.exact, "a table of that size holds all"
+        least = find_least(tables, sizes, largest)
+        assert least.seconds <= best + 1e-9
+        if least.exact:
+            assert least.seconds == _cost(tables, least.choices) == best
+    assert least.exact, "a table of that size holds all"
 
 
 # --- the bound of a program -------------------------------------------------------------------------------------------
@@ -121,20 +121,20 @@ def test_every_order_of_slots_is_one_of_the_choices(seed: int) -> None:
 def test_a_plan_says_how_far_it_is() -> None:
     with Mesh.abstract(data=8):
         product = sl.jit(lambda x, w: x @ w, in_specs=("m@data _", "_ n@data"))
-        found = product.plan(torch.empty(1024, 64, device="meta"), torch.empty(64, 32, device="meta")).lower_bound
-    assert isinstance(found, LowerBound)
-    assert (found.gap, found.exact) == (0, True)
-    assert found.seconds == found.decided > 0
-    assert str(found).endswith(
-        f"us, 0 % above the minimum of {found.seconds * 1e6:.1f} us ({found.decisions} decisions)"
+        bound = product.plan(torch.empty(1024, 64, device="meta"), torch.empty(64, 32, device="meta")).lower_bound
+    assert isinstance(bound, LowerBound)
+    assert (bound.gap, bound.exact) == (0, True)
+    assert bound.seconds == bound.decided > 0
+    assert str(bound).endswith(
+        f"us, 0 % above the minimum of {bound.seconds * 1e6:.1f} us ({bound.decisions} decisions)"
     )
 
 
 def test_nothing_to_decide() -> None:
     with Mesh.abstract(data=8):
-        found = sl.jit(torch.sin).plan(torch.empty(8, device="meta")).lower_bound
-    assert found == LowerBound(0, 0, True, 0)
-    assert found.gap == 0
+        bound = sl.jit(torch.sin).plan(torch.empty(8, device="meta")).lower_bound
+    assert bound == LowerBound(0, 0, True, 0)
+    assert bound.gap == 0
 
 
 def test_the_gap() -> None:

@@ -457,7 +457,7 @@ def _hiding(rng: random.Random, s: int, t: int) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("seed", range(120))
 def test_what_is_taken_apart_comes_to_the_same(seed: int) -> None:
-    """The band, the mask and the bias that attention is told come to the numbers that it was told to add."""
+    """The band, the mask and the bias that attention gets come to the numbers that it was to add."""
     s, t = random.Random(seed).choice([(5, 5), (4, 7), (7, 4)])
     torch.manual_seed(seed)
     args = torch.rand(t) < 0.7, torch.rand(s, t) < 0.8, torch.randn(s, t, dtype=torch.float64)
@@ -465,20 +465,22 @@ def test_what_is_taken_apart_comes_to_the_same(seed: int) -> None:
     (node,) = gm.graph.output_node().all_input_nodes
     value = compute_values(gm, *args)[node]
     is_mask = value.dtype == torch.bool
-    told = band_masks._replace_mask(gm, Constants(gm), *((node, None) if is_mask else (None, node)), s, t, drops=False)
-    if told is None:
+    arguments = band_masks._replace_mask(
+        gm, Constants(gm), *((node, None) if is_mask else (None, node)), s, t, drops=False
+    )
+    if arguments is None:
         return
-    left = [x for x in (told["mask"], told["bias"]) if x is not None]
+    left = [x for x in (arguments["mask"], arguments["bias"]) if x is not None]
     gm.graph.output_node().args = (left,)
     drop_dead_nodes(gm)
     gm.recompile()
-    made = compute_values(gm, *args)
-    apart = torch.arange(s)[:, None] + told["q_offset"] - told["k_offset"] - torch.arange(t)
-    seen = (apart >= 0) | (not told["causal"])
-    seen = seen & ((apart.abs() < told["window"]) | (told["window"] == 0))
-    if told["mask"] is not None:
-        seen = seen & made[told["mask"]]
-    bias = torch.zeros(s, t, dtype=args[2].dtype) if told["bias"] is None else made[told["bias"]]
+    values = compute_values(gm, *args)
+    apart = torch.arange(s)[:, None] + arguments["q_offset"] - arguments["k_offset"] - torch.arange(t)
+    seen = (apart >= 0) | (not arguments["causal"])
+    seen = seen & ((apart.abs() < arguments["window"]) | (arguments["window"] == 0))
+    if arguments["mask"] is not None:
+        seen = seen & values[arguments["mask"]]
+    bias = torch.zeros(s, t, dtype=args[2].dtype) if arguments["bias"] is None else values[arguments["bias"]]
     want = torch.where(value, 0.0, -INF) if is_mask else value
     found = torch.where(seen, bias, -INF)
     shape = torch.broadcast_shapes(found.shape, want.shape)
