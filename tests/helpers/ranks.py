@@ -176,6 +176,7 @@ def _serve(pipe: Connection, rank: int, n: int, port: int) -> None:
         for name in os.environ.keys() - environment.keys() - own.keys():
             del os.environ[name]
         os.environ.update({**environment, **own})
+        torch.manual_seed(0)  # an earlier test may have drawn numbers on one rank only
         ok, answer = _answer(job)
         pipe.send_bytes(answer)
         if not ok:  # as a script would: then its connections close, and its peers' collectives fail
