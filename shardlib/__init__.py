@@ -38,6 +38,7 @@ from shardlib.eager import local_autograd as _local_autograd  # noqa: F401  (and
 from shardlib.jit.global_random import global_random
 from shardlib.jit.jit import jit
 from shardlib.jit.microbatch import microbatch
+from shardlib.jit.stage import stage
 from shardlib.jit.scan import scan
 from shardlib.jit.shard import shard
 from shardlib.jit.shard_map import shard_map
@@ -92,7 +93,7 @@ __all__ = [
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",
     # transforms
-    "grad", "value_and_grad", "vmap", "scan", "microbatch",
+    "grad", "value_and_grad", "vmap", "scan", "microbatch", "stage",
     # random numbers
     "global_random",
     # what goes wrong

@@ -32,12 +32,15 @@ from shardlib.compiler.passes.memory.recompute import Recomputed
 from shardlib.compiler.passes.memory.remat_policies import is_absent
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Program
+from shardlib.compiler.program.verify import verify
 from shardlib.compiler.propagate import Decisions, propagate
 from shardlib.compiler.propagate.pins import Pins
 from shardlib.compiler.propagate.solver.effort import Planning
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.run_passes import PassRunner
 from shardlib.compiler.simplify import normalize
+from shardlib.compiler.stages.cut import Staged, cut
+from shardlib.compiler.stages.merge import merge
 from shardlib.core.context import paused_gc, tracing
 from shardlib.core.stage_clock import StageClock
 from shardlib.distributed import world
@@ -49,7 +52,7 @@ from shardlib.frontend.trace import trace
 from shardlib.frontend.traced_graph import TracedFunction
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FixedLayout
-from shardlib.tensor.sharded_tensor import REGATHER
+from shardlib.tensor.sharded_tensor import REGATHER, ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Compiled:
     seconds: Mapping[str, float] = field(default_factory=dict)
     fixed_outputs: Mapping[int, FixedLayout] = field(default_factory=dict)  # by position
     search: Search | None = None  # of the program, or of one layer of a folded graph
+    staged: Staged | None = None  # the programs of stages, which are merged in `program`
 
     @cached_property
     def propagated(self) -> Decisions:
@@ -131,11 +135,14 @@ def compile_program(
     except DisorderError:
         forget_orders(graph)
         lowered = _lower(graph, mesh, pins, options.planning, clock, dump)
-    program, halves, recomputed = _finish(traced, lowered.program, call, donate, options, dump)
+    finished = _finish(traced, lowered.program, call, donate, options, dump)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     whole, seconds, outputs, search = lowered.propagate_whole, clock.seconds, pins.outputs, lowered.search
-    return Compiled(traced, mesh, graph, whole, program, names, inputs, halves, recomputed, seconds, outputs, search)
+    return Compiled(
+        traced, mesh, graph, whole, finished.program, names, inputs, finished.halves, finished.recomputed, seconds,
+        outputs, search, finished.staged,
+    )
 
 
 def _simplify(traced: TracedFunction, mesh: Mesh) -> TracedFunction:
@@ -182,7 +189,7 @@ def _finish(
     donate: Collection[int | str],
     options: MemoryOptions,
     dump: StageDump,
-) -> tuple[Program, Halves | None, Recomputed | None]:
+) -> _Finished:
     """Runs the passes on a lowered program, and notes the inputs whose memory the call gives up or overwrites."""
     is_whole, kept = not traced.after.gradients, call.state.kept
     program = replace(program, donated=_donated(traced, donate))
@@ -190,7 +197,33 @@ def _finish(
     absent = partial(is_absent, kept)
     refuse_offload(program, options.schedule, absent, whole=is_whole)
     away = state_away(traced.name, input_tensors(traced, call), traced.input_names, kept, options.schedule)
-    return PassRunner(traced, away, options, absent, dump).run(program)
+    runner = PassRunner(traced, away, options, absent, dump)
+    if program.mesh.stage_axis is None:
+        return _Finished(*runner.run(program))
+    staged = _cut(traced, program, call)
+    passed = [runner.run(p) for p in staged.programs]
+    staged = replace(staged, programs=tuple(p for p, _, _ in passed))
+    return _Finished(verify(merge(staged)), staged=staged)
+
+
+def _cut(traced: TracedFunction, program: Program, call: FlatCall) -> Staged:
+    """Cuts a lowered program into those of the stages; tensors of one stage stay there."""
+    at: dict[int, int | None] = {}
+    for i, x in enumerate(input_tensors(traced, call)):
+        at[i] = x.mesh.stage if isinstance(x, ShardedTensor) else None
+    leaves = dict(zip(traced.input_leaves, at, strict=False))
+    after = traced.after
+    written = [*after.written, *after.data, *((leaf, p) for leaf, p in after.grads if p is not None)]
+    everywhere = frozenset(place for leaf, place in written if leaf in leaves and at[leaves[leaf]] is None)
+    inputs = {v: stage for i, v in enumerate(program.inputs) if (stage := at.get(i)) is not None}
+    return cut(program, program.mesh.stages, inputs, everywhere)
+
+
+class _Finished(NamedTuple):
+    program: Program
+    halves: Halves | None = None
+    recomputed: Recomputed | None = None
+    staged: Staged | None = None
 
 
 def _regathered(traced: TracedFunction, graph: Graph, call: FlatCall) -> set[Value]:

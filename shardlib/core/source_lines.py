@@ -22,6 +22,7 @@ import typing_extensions
 from torch import fx
 
 from shardlib.core.bounded_cache import BoundedCache
+from shardlib.core.fragment_tag import NO_TAG, FragmentTag, current_tag
 from shardlib.core.torch_internals.torch_private import last_number, number_of, running_node
 
 
@@ -33,6 +34,7 @@ class Line(NamedTuple):
     function: str
     text: str
     section: tuple[str, ...] = ()  # the `record_function`s around it, from the outermost on
+    tag: FragmentTag = NO_TAG  # the stage and the microbatch that it runs for
 
     def __str__(self) -> str:
         return f"{self.file}:{self.lineno} in {self.function}: {self.text}"
@@ -116,7 +118,8 @@ class LineRecorder:
         if running is not None:
             node.meta["backward"] = True
             line = self._by_sequence.get(number_of(running)())
-        line = replayed.get() or line
+        if (copied := replayed.get()) is not None:
+            line = tag_line(copied, current_tag())
         if line is None:
             line = user_line(sys._getframe(1)) or self.fallback
             if is_mark(node):
@@ -125,6 +128,7 @@ class LineRecorder:
                 )
             if self._section:
                 line = line._replace(section=self._section)
+            line = tag_line(line, current_tag())
         node.meta.update(line=line, default=torch.get_default_dtype())
         if (inside := modules.get().entries) and running is None:
             node.meta["modules"] = inside
@@ -133,6 +137,12 @@ class LineRecorder:
         for number in range(self._seen, upto):
             self._by_sequence[number] = line
         self._seen = max(self._seen, upto)
+
+
+def tag_line(line: Line, outer: FragmentTag) -> Line:
+    """Returns a line that runs inside code with this tag."""
+    tag = line.tag.inside(outer)
+    return line if tag == line.tag else line._replace(tag=tag)
 
 
 def is_mark(node: fx.Node) -> bool:

@@ -219,7 +219,7 @@ def get_local_shards(x: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, ...]:
     if isinstance(x, ShardedTensor):
         return x._locals
     x = place_scalar(x.detach(), mesh)
-    return (x,) * (mesh.size if mesh.kind == "virtual" else 1)
+    return (x,) * (mesh.stage_size if mesh.kind == "virtual" else 1)
 
 
 def wrap_results(compiled: CompiledOp, results: Sequence[Any]) -> list[Any]:

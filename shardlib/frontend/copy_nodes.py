@@ -21,7 +21,8 @@ from torch.fx.experimental.proxy_tensor import (
     has_proxy_slot,
 )
 
-from shardlib.core.source_lines import modules
+from shardlib.core.fragment_tag import current_tag
+from shardlib.core.source_lines import modules, tag_line
 from shardlib.core.torch_internals.fake_tensors import make_fake_like
 from shardlib.core.torch_internals.torch_private import (
     SLOT,
@@ -47,6 +48,7 @@ class Copy:
         self.is_followed = results is not None
         self._results = dict(results or {})
         self._redrawn = CopiedDraws()
+        self._tag = current_tag()  # of the backward nodes, too, which are copied later
 
     def begin(self, env: Mapping[fx.Node | None, Tensor | None]) -> None:
         """Maps inputs of the original to tensors of the copy."""
@@ -75,6 +77,7 @@ class Copy:
                 _assign(new, "kwargs", kwargs)
             self._redrawn.renumber(new)
             new.meta.update({k: node.meta[k] for k in _KEPT if k in node.meta})
+            new.meta["line"] = tag_line(node.meta["line"], self._tag)
             new.meta["modules"] = modules.get().around(node.meta.get("modules", ()))
             if late:
                 new.meta["backward"] = True

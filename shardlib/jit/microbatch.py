@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardlib.compiler.stages.schedules import SCHEDULES, Comparator
 from shardlib.core.errors import ShardingError
+from shardlib.core.fragment_tag import FragmentTag, Microbatches, tagged
 from shardlib.core.func_transforms import name_of
 from shardlib.core.torch_internals.torch_private import pytree
 from shardlib.core.tree_paths import flatten_with_path
@@ -49,9 +50,11 @@ def microbatch(
     _refuse_arguments(batch, n, schedule, reduce)
     total: list[Any] = []
     first: Any = None
+    how = Microbatches(n, schedule if isinstance(schedule, str) or callable(schedule) else tuple(map(tuple, schedule)))
     for m in range(n):
-        rows = [_rows(x, m, n) if isinstance(x, Tensor) else x for x in leaves]
-        results, out = pytree.tree_flatten(register_mappings(fn(pytree.tree_unflatten(rows, tree))))
+        with tagged(FragmentTag(microbatch=m, microbatches=how)):
+            rows = [_rows(x, m, n) if isinstance(x, Tensor) else x for x in leaves]
+            results, out = pytree.tree_flatten(register_mappings(fn(pytree.tree_unflatten(rows, tree))))
         first = out if m == 0 else first
         if out != first:
             raise ShardingError(

@@ -79,7 +79,7 @@ def refuse_misfits(name: str, shards: Sequence[Any], layout: Layout, mesh: Mesh)
                 rule="a layout names axes of its mesh, by their sizes",
                 remedy="make the layout with mesh.axis(name)",
             )
-    ranks = range(mesh.size) if mesh.kind != "distributed" else [mesh.rank]
+    ranks = range(mesh.stage_size) if mesh.kind != "distributed" else [mesh.rank]
     first = next((shard.dtype for shard in shards if isinstance(shard, torch.Tensor)), None)
     faults = []
     if len(shards) != len(ranks):

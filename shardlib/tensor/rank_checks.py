@@ -132,7 +132,7 @@ def all_mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
 def _gather_rows(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
     row = mine.to(mesh.device).unsqueeze(0)
     out = run_in_turn(
-        mesh, turn, all_mesh_axes(mesh), lambda group: all_gather.start(row, 0, [1] * mesh.size, group).finish()
+        mesh, turn, all_mesh_axes(mesh), lambda group: all_gather.start(row, 0, [1] * mesh.stage_size, group).finish()
     )
     rows: list[list[int]] = out.tolist()
     return rows
@@ -219,7 +219,7 @@ def _check_from_local(caller: str, shards: Sequence[Tensor]) -> Mesh:
             rule="all shards of a tensor are on the devices of its mesh",
             remedy="move them first: [x.to(device) for x in shards]",
         )
-    count = mesh.size if mesh.kind == "virtual" else 1
+    count = mesh.stage_size if mesh.kind == "virtual" else 1
     if len(shards) != count or any(isinstance(shard, ShardedTensor) for shard in shards):
         raise ShardingError(
             f"{caller} on {mesh}",

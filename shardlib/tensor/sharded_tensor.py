@@ -108,7 +108,7 @@ class ShardedTensor(PlainClass, PythonValues):
         """This process's shards, for reading, with the tensor's history (see `to_local`)."""
         _refuse_in_trace(self, "shards")
         refuse_recorded("x.shards", self)
-        ranks = range(self.mesh.size) if self.mesh.kind == "virtual" else [self.mesh.rank]
+        ranks = range(self.mesh.stage_size) if self.mesh.kind == "virtual" else [self.mesh.rank]
         shards = tensor_hooks.local_shards(self, None)
         return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, shards, strict=True))
 

@@ -99,7 +99,7 @@ def _picture(title: str, layout: Layout, mesh: Mesh) -> Picture:
     stretches = [_find_stretches(dim, coords) for dim in layout.dims]
     blocks = itertools.product(*(range(len(parts)) for parts in stretches))
     ranks, first = {}, {}
-    everywhere = frozenset(range(mesh.size))
+    everywhere = frozenset(range(mesh.stage_size))
     for block in blocks:
         parts = [stretches[d][i] for d, i in enumerate(block)]
         holders = everywhere.intersection(*(part[1] for part in parts if part is not None))
@@ -107,7 +107,7 @@ def _picture(title: str, layout: Layout, mesh: Mesh) -> Picture:
             ranks[block] = _format_holders(sorted(holders), layout, coords)
             first[block] = min(holders)
     held = [r for r, c in enumerate(coords) if 0 not in layout.local_shape(c)]
-    empty = _ranges([r for r in range(mesh.size) if r not in held]) if len(held) < mesh.size else ""
+    empty = _ranges([r for r in range(mesh.stage_size) if r not in held]) if len(held) < mesh.stage_size else ""
     return Picture(title, tuple(tuple(p and p[0] for p in dim) for dim in stretches), ranks, first, empty)
 
 

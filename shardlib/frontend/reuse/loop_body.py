@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.errors import NoDerivativeError
+from shardlib.core.fragment_tag import untagged
 from shardlib.core.source_lines import Line, LineRecorder, error_line, modules
 from shardlib.core.torch_internals.autograd_graph import history_nodes
 from shardlib.core.torch_internals.torch_private import (
@@ -64,7 +65,7 @@ class _JointFunction:
         """Returns the results of the body, then the gradients of its inputs and captured tensors."""
         self.tracer = instrument_tracer(LineRecorder(self.line))
         self.captures = CaptureMode()
-        with self.captures:
+        with self.captures, untagged():
             try:
                 flat = self.fn(*inputs)
             except RuntimeError as error:

@@ -40,6 +40,9 @@ class Mesh:
     also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule (which may be None) or axes of
     its own, as in `ff@tensor` and `ff@()`.
 
+    `stages` names the axis along which a model is cut into the stages of a pipeline. It shards no tensor, so it is in
+    `shape` and not in `axes`. A tensor on the mesh is on every stage; one on `mesh.at(stage=1)` is on that stage alone.
+
     `machine` is an `sl.Machine` or its text, whose speeds the compiler uses to choose layouts. Without one all links
     are alike.
 
@@ -59,12 +62,18 @@ class Mesh:
         {'data': 1, 'tensor': 2}
         >>> Mesh.parse(str(mesh)) == mesh
         True
+        >>> pipeline = Mesh(stage=2, data=2, stages="stage")
+        >>> pipeline.size, pipeline.stages, dict(pipeline.axes), pipeline.at(stage=1)
+        (4, 2, {'data': 2}, Mesh(stage=2, data=2, stages='stage').at(stage=1))
         >>> with mesh:
         ...     current_mesh() is mesh
         True
     """
 
     axes: Mapping[str, int]
+    shape: Mapping[str, int]
+    stage_axis: str | None
+    stage: int | None
     rules: Mapping[str, MeshAxes]
     kind: Kind
     device: str
@@ -80,9 +89,10 @@ class Mesh:
         device: str | None = None,
         strict: bool = False,
         machine: Machine | str | None = None,
+        stages: str | None = None,
         **sizes: int,
     ) -> None:
-        self._set(list_axes(axes, sizes), rules, world.kind(), device, strict, machine)
+        self._set(list_axes(axes, sizes), rules, world.kind(), device, strict, machine, stages)
 
     @classmethod
     def abstract(
@@ -94,6 +104,7 @@ class Mesh:
         device: str | None = None,
         strict: bool = False,
         machine: Machine | str | None = None,
+        stages: str | None = None,
         **sizes: int,
     ) -> Self:
         """Makes a mesh for planning only, of any size, in any process; no tensor can be placed on it.
@@ -103,7 +114,7 @@ class Mesh:
             Mesh.abstract(data=512, tensor=8)
         """
         mesh = cls.__new__(cls)
-        mesh._set(list_axes(axes, sizes), rules, "abstract", device, strict, machine)
+        mesh._set(list_axes(axes, sizes), rules, "abstract", device, strict, machine, stages)
         return mesh
 
     @classmethod
@@ -114,6 +125,7 @@ class Mesh:
         rules: Rules | None = None,
         strict: bool = False,
         machine: Machine | str | None = None,
+        stages: str | None = None,
     ) -> Self:
         """Converts a `torch.distributed` DeviceMesh with dim names, over all ranks in order; shares its groups."""
         names = device_mesh.mesh_dim_names
@@ -128,8 +140,8 @@ class Mesh:
             )
         mesh = cls.__new__(cls)
         sizes = list(zip(names, device_mesh.mesh.shape, strict=True))
-        mesh._set(sizes, rules, "distributed", device_mesh.device_type, strict, machine)
-        world.remember(mesh.axes, mesh.device, device_mesh)
+        mesh._set(sizes, rules, "distributed", device_mesh.device_type, strict, machine, stages)
+        world.remember(mesh.shape, mesh.device, device_mesh)
         return mesh
 
     def _set(
@@ -140,57 +152,90 @@ class Mesh:
         device: str | None,
         strict: bool,
         machine: Machine | str | None,
+        stages: str | None,
     ) -> None:
         normalized, rule_faults = mesh_format.normalize_rules(rules)
         parsed = None if machine is None else Machine.convert(machine)
         if faults := [
-            *mesh_format.find_faults(sizes, normalized),
+            *mesh_format.find_faults(sizes, normalized, stages),
             *rule_faults,
             *(parsed.faults(dict(sizes)) if parsed is not None else ()),
         ]:
             raise ShardingError(
-                f"{format_mesh(kind, sizes, normalized, 'cpu')} is not a mesh",
+                f"{format_mesh(kind, sizes, normalized, 'cpu', stages=stages)} is not a mesh",
                 faults,
                 rule="axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes",
             )
-        axes = {name: int(size) for name, size in sizes}
-        self.__dict__.update(axes=MappingProxyType(axes), rules=MappingProxyType(normalized), kind=kind)
+        shape = {name: int(size) for name, size in sizes}
+        axes = {name: size for name, size in shape.items() if name != stages}
+        self.__dict__.update(axes=MappingProxyType(axes), shape=MappingProxyType(shape), stage_axis=stages, stage=None)
+        self.__dict__.update(rules=MappingProxyType(normalized), kind=kind)
         self.__dict__.update(device=world.device_type(device, kind), strict=bool(strict), machine=parsed)
         if kind == "distributed":
-            world.check_size(format_mesh(kind, sizes, {}, "cpu"), self.size)
+            world.check_size(format_mesh(kind, sizes, {}, "cpu", stages=stages), self.size)
             world.choose_gpu(self.device)
             if world.initialized():
                 turns.current()  # introduces this rank to the others
 
     @cached_property
     def size(self) -> int:
-        """The number of devices."""
-        return math.prod(self.axes.values())
+        """The number of devices, of all stages."""
+        return math.prod(self.shape.values())
+
+    @property
+    def stages(self) -> int:
+        """The number of stages; 1 without an axis of stages."""
+        return 1 if self.stage_axis is None else self.shape[self.stage_axis]
+
+    @property
+    def stage_size(self) -> int:
+        """The number of devices of one stage: all of them without an axis of stages."""
+        return self.size // self.stages
+
+    def at(self, **stage: int | None) -> Mesh:
+        """Returns the part of the mesh at one stage, on which tensors of that stage live; for None, the whole mesh.
+
+        Raises `ShardingError` if the argument is not the axis of stages, or is no stage.
+
+        Example:
+            >>> mesh = Mesh(stage=2, data=2, stages="stage")
+            >>> mesh.at(stage=1).stage, mesh.at(stage=1).at(stage=None) == mesh
+            (1, True)
+        """
+        ((name, place),) = stage.items() if len(stage) == 1 else ((None, None),)
+        if name is None or name != self.stage_axis or (place is not None and not 0 <= place < self.stages):
+            given = ", ".join(f"{k}={x!r}" for k, x in stage.items())
+            valid = f"{self.stage_axis}=0 to {self.stages - 1}" if self.stage_axis else "it has no axis of stages"
+            raise ShardingError(f"{self} has no part at({given})", [valid], remedy='Mesh(stage=2, ..., stages="stage")')
+        if place == self.stage:
+            return self
+        other = Mesh.__new__(Mesh)
+        other.__dict__.update({k: x for k, x in self.__dict__.items() if not k.startswith("_")}, stage=place)
+        return other
+
+    def stage_of(self, rank: int) -> int:
+        """Returns the stage of one rank; 0 without an axis of stages."""
+        return 0 if self.stage_axis is None else self._coords(rank)[self.stage_axis]
 
     @cached_property
     def axis_names(self) -> tuple[str, ...]:
         return tuple(self.axes)
 
-    @property
-    def shape(self) -> Mapping[str, int]:
-        """The size of every axis, in order; the same as `axes`."""
-        return self.axes
-
     def __getitem__(self, name: str) -> int:
-        return self.axis(name).size
+        return self.stages if name == self.stage_axis else self.axis(name).size
 
     def __contains__(self, name: object) -> bool:
-        return name in self.axes
+        return name in self.shape
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.axes)
+        return iter(self.shape)
 
     def __len__(self) -> int:
-        return len(self.axes)
+        return len(self.shape)
 
     def keys(self) -> KeysView[str]:
         """The names of axes: `dict(mesh)` and `**mesh` read them."""
-        return self.axes.keys()
+        return self.shape.keys()
 
     @property
     def rank(self) -> int:
@@ -206,45 +251,58 @@ class Mesh:
                 [f"it is {self.kind}: its devices are not ranks of torch.distributed"],
                 remedy=f"run the script with `torchrun --nproc-per-node {self.size}`",
             )
-        return world.device_mesh(self.axes, self.device, torch_waits.run_watched)
+        return world.device_mesh(self.shape, self.device, torch_waits.run_watched)
 
     def axis(self, name: str) -> Axis:
         """Returns the whole axis of this name."""
+        if name == self.stage_axis:
+            raise ShardingError(
+                f"{self} cannot shard a tensor over {name!r}",
+                rule=f"{name!r} is the axis of stages: each stage runs another part of the model",
+                remedy=f"with sl.stage(i): around the code of a stage; shard over {', '.join(self.axes) or 'other axes'}",
+            )
         if name not in self.axes:
             raise ShardingError(f"{self} has no axis {name!r}{did_you_mean(str(name), self.axes)}")
         return Axis(name, self.axes[name])
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Returns the coordinates of one rank."""
+        """Returns the coordinates of one rank along the axes that shard."""
+        coords = self._coords(rank)
+        return {name: coords[name] for name in self.axes}
+
+    def _coords(self, rank: int) -> dict[str, int]:
         if not 0 <= rank < self.size:
             raise ShardingError(f"{self} has no rank {rank}", [f"its ranks are 0 to {self.size - 1}"])
         coords: dict[str, int] = {}
-        for name, size in reversed(list(self.axes.items())):
+        for name, size in reversed(list(self.shape.items())):
             rank, coords[name] = divmod(rank, size)
-        return {name: coords[name] for name in self.axes}
+        return coords
 
     def all_coords(self) -> list[dict[str, int]]:
-        """Returns the coordinates of all ranks, in their order."""
+        """Returns the coordinates of all devices of one stage, in the order of their ranks."""
         return [dict(zip(self.axes, step, strict=True)) for step in itertools.product(*map(range, self.axes.values()))]
 
     def own_coords(self) -> list[dict[str, int]]:
         """Returns the coordinates of this process's devices: all of a virtual mesh, else its rank's."""
         return self.all_coords() if self.kind == "virtual" else [self.coords(self.rank)]
 
-    def rank_of(self, coords: Coords) -> int:
-        """Returns the rank at these coordinates.
+    def rank_of(self, coords: Coords, stage: int | None = None) -> int:
+        """Returns the rank at these coordinates, of a stage (None: this mesh's, else this process's).
 
         Example:
             >>> Mesh(data=2, tensor=4).rank_of({"data": 1, "tensor": 2})
             6
         """
         rank = 0
-        for name, size in self.axes.items():
-            rank = rank * size + coords[name]
+        if stage is None and self.stage_axis is not None:
+            stage = self.stage_of(self.rank) if self.stage is None else self.stage
+        for name, size in self.shape.items():
+            place = stage if name == self.stage_axis else coords[name]
+            rank = rank * size + (place or 0)
         return rank
 
-    def group_ranks(self, axes: tuple[Axis, ...], coords: Coords) -> list[int]:
-        """Returns the ranks of the group of `coords` along `axes` (or parts of axes), major first.
+    def group_ranks(self, axes: tuple[Axis, ...], coords: Coords, stage: int | None = None) -> list[int]:
+        """Returns the ranks of the group of `coords` along `axes` (or parts of axes), major first; see `rank_of`.
 
         Example:
             >>> mesh = Mesh(data=2, tensor=4)
@@ -253,7 +311,7 @@ class Mesh:
             >>> mesh.group_ranks((Axis("tensor", 2, pre=2, axis_size=4),), mesh.coords(6))
             [6, 7]
         """
-        return [self.rank_of(member_coords(coords, axes, i)) for i in range(group_size(axes))]
+        return [self.rank_of(member_coords(coords, axes, i), stage) for i in range(group_size(axes))]
 
     def __enter__(self) -> Self:
         _stack.set((*_stack.get(), self))
@@ -265,8 +323,8 @@ class Mesh:
     @cached_property
     def _key(self) -> tuple[object, ...]:
         # The order of axes is part of the value, the order of rules is not.
-        axes, rules = tuple(self.axes.items()), frozenset(self.rules.items())
-        return axes, rules, self.kind, self.device, self.strict, self.machine
+        shape, rules = tuple(self.shape.items()), frozenset(self.rules.items())
+        return shape, rules, self.kind, self.device, self.strict, self.machine, self.stage_axis, self.stage
 
     @cached_property
     def _hash(self) -> int:
@@ -283,7 +341,10 @@ class Mesh:
 
     def __str__(self) -> str:
         at = "" if self.machine is None else str(self.machine)
-        return format_mesh(self.kind, list(self.axes.items()), self.rules, self.device, self.strict, at)
+        text = format_mesh(
+            self.kind, list(self.shape.items()), self.rules, self.device, self.strict, at, self.stage_axis
+        )
+        return text if self.stage is None else f"{text}.at({self.stage_axis}={self.stage})"
 
     __repr__ = __str__
 
@@ -295,8 +356,9 @@ class Mesh:
             >>> Mesh.parse("Mesh.abstract(data=4, rules={'batch': 'data'})").size
             4
         """
-        kind, axes, words = mesh_format.parse_mesh(text)
-        return (Mesh.abstract if kind == "Mesh.abstract" else Mesh)(*axes, **{"device": "cpu", **words})
+        kind, axes, words, stage = mesh_format.parse_mesh(text)
+        mesh = (Mesh.abstract if kind == "Mesh.abstract" else Mesh)(*axes, **{"device": "cpu", **words})
+        return mesh.at(**stage) if stage else mesh
 
 
 def current_mesh() -> Mesh | None:

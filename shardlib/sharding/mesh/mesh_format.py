@@ -49,9 +49,13 @@ def normalize_rules(rules: Rules | None) -> tuple[dict[str, MeshAxes], list[str]
     return tidy, faults
 
 
-def find_faults(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes]) -> list[str]:
-    """Lists the faults in names and sizes of axes, and in rules."""
+def find_faults(
+    sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], stages: str | None = None
+) -> list[str]:
+    """Lists the faults in names and sizes of axes, in rules, and in the name of the axis of stages."""
     faults = [] if sizes else ["it has no axis"]
+    if stages is not None and stages not in dict(sizes):
+        faults.append(f"stages={stages!r} names no axis")
     names: set[str] = set()
     for name, size in sizes:
         if not _is_name(name):
@@ -70,7 +74,9 @@ def find_faults(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes]) -> 
             faults.append(f"rule {logical!r} -> {to!r} uses an axis twice")
         for text in axes:
             name, _, part = str(text).partition(":")
-            if name not in names:
+            if name == stages:
+                faults.append(f"rule {logical!r} -> {to!r}: {name!r} is the axis of stages, which shards no tensor")
+            elif name not in names:
                 hint = did_you_mean(name, sorted(names))
                 faults.append(f"rule {logical!r} -> {to!r}: the mesh ({listing}) has no axis {name!r}{hint}")
             elif part and not _is_part(str(text), dict(sizes)[name]):
@@ -94,10 +100,11 @@ def format_mesh(
     device: str,
     strict: bool = False,
     machine: str = "",
+    stages: str | None = None,
 ) -> str:
     """Formats a mesh as the Python call that makes it."""
     words = [f"{name}={size!r}" for name, size in sizes]
-    if {name for name, _ in sizes} & {"rules", "device", "strict", "machine"} or not all(
+    if {name for name, _ in sizes} & {"rules", "device", "strict", "machine", "stages"} or not all(
         _is_name(name) for name, _ in sizes
     ):
         words = [repr(dict(sizes))]
@@ -109,19 +116,25 @@ def format_mesh(
         words.append("strict=True")
     if machine:
         words.append(f"machine={machine!r}")
+    if stages is not None:
+        words.append(f"stages={stages!r}")
     return f"{'Mesh.abstract' if kind == 'abstract' else 'Mesh'}({', '.join(words)})"
 
 
-def parse_mesh(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Parses the text of a mesh: `Mesh` or `Mesh.abstract`, its arguments and its keyword arguments."""
+def parse_mesh(text: str) -> tuple[str, list[Any], dict[str, Any], dict[str, Any]]:
+    """Parses the text of a mesh: `Mesh` or `Mesh.abstract`, its arguments and keyword arguments, and those of `.at`."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
+        stage: dict[str, Any] = {}
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "at":
+            stage = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            call = call.func.value
         if not isinstance(call, ast.Call) or len(call.args) > 1 or any(w.arg is None for w in call.keywords):
             raise ValueError(text)
         if (kind := ast.unparse(call.func)) not in ("Mesh", "Mesh.abstract"):
             raise ValueError(text)
         words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        return kind, [ast.literal_eval(arg) for arg in call.args], words
+        return kind, [ast.literal_eval(arg) for arg in call.args], words, stage
     except (SyntaxError, ValueError) as error:
         raise ShardingError(
             f"{text!r} cannot be read as a mesh", remedy='write Mesh(data=2, tensor=4, rules={"batch": "data"})'

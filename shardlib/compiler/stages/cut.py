@@ -1,0 +1,327 @@
+"""Cuts a lowered program into one program per stage.
+
+Every stage runs its units in the order of its fragments: those of a schedule, and in front of and behind them what
+belongs to no microbatch. A unit that names no microbatch runs as soon as its operands are there. A value that another
+stage reads is sent once, by the unit that makes it, in the layout that it is made in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
+from shardlib.compiler.stages.assign import Assignment, Unit, assign, units
+from shardlib.compiler.stages.fragments import Fragment, PipelineShape
+from shardlib.compiler.stages.schedules import SCHEDULES, order_fragments
+from shardlib.compiler.stages.timetable import Orders
+from shardlib.core.errors import ShardingError
+from shardlib.core.fragment_tag import Microbatches
+from shardlib.ops.transfers import RECEIVE, SEND
+
+ONCE = Microbatches(1, "gpipe")  # of a program without microbatches
+
+
+@dataclass(frozen=True)
+class Message:
+    """One value on its way from a stage to another; `number` is unique in the program.
+
+    `source` makes it, `target` reads it first: fragments, or None for what belongs to no microbatch.
+    """
+
+    number: int
+    var: Var
+    sender: int
+    receiver: int
+    source: Fragment | None
+    target: Fragment | None
+
+    @property
+    def bytes(self) -> int:
+        """What each device sends."""
+        return self.var.nbytes
+
+    def __str__(self) -> str:
+        ends = (str(f) if f is not None else "start or end" for f in (self.source, self.target))
+        return f"{self.var.name}: stage {self.sender} ({next(ends)}) -> stage {self.receiver} ({next(ends)})"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The programs of all stages. Each has all inputs of the whole, and its own outputs; others are None.
+
+    `homes` has the stage of each output; None: every stage has it. `fragments` has those of each stage's steps, by the
+    step, before passes.
+    """
+
+    shape: PipelineShape
+    orders: Orders
+    programs: tuple[Program, ...]
+    homes: tuple[int | None, ...]
+    messages: tuple[Message, ...]
+
+    @cached_property
+    def by_number(self) -> Mapping[int, Message]:
+        return {m.number: m for m in self.messages}
+
+
+def cut(program: Program, stages: int, inputs: Mapping[Var, int], everywhere: frozenset[int]) -> Staged:
+    """Returns the programs of `stages` stages.
+
+    `inputs` are the stages of tensors that live on one, and `everywhere` the positions of outputs that all stages need.
+    Raises `ShardingError` for values that flow backwards, a stage without work, and a schedule that cannot run.
+    """
+    parts = units(program)
+    calls = list(dict.fromkeys(u.tag.microbatches for u in parts if u.tag.microbatches is not None))
+    if len(calls) > 1:
+        raise ShardingError(
+            "one program has several calls of sl.microbatch",
+            [f"n={x.n}, schedule={x.schedule!r}" for x in calls],
+            rule="one call cuts the batch of a pipeline, so that one schedule orders its fragments",
+        )
+    how = calls[0] if calls else ONCE
+    assignment = assign(program, parts, inputs)
+    shape = _shape(how, stages, parts)
+    orders = order_fragments(how.schedule, shape)
+    return _Cut(program, parts, assignment, shape, orders, everywhere).run()
+
+
+def _shape(how: Microbatches, stages: int, parts: Sequence[Unit]) -> PipelineShape:
+    named = {u.tag.stage for u in parts if u.tag.stage is not None}
+    schedule = SCHEDULES.get(how.schedule) if isinstance(how.schedule, str) else None
+    chunks = max(1, -(-(max(named, default=0) + 1) // stages))
+    if schedule is not None and schedule.chunks is not None:
+        chunks = max(chunks, schedule.chunks)
+    missing = sorted({*range(stages * chunks)} - named)
+    if missing:
+        raise ShardingError(
+            f"stages without work: {', '.join(map(str, missing))}",
+            [f"the mesh has {stages} stages, with {chunks} part{'s' * (chunks > 1)} of the model each"],
+            rule="every stage runs a part of the forward pass",
+            remedy=f"with sl.stage(i): for every i from 0 to {stages * chunks - 1}; or a mesh of fewer stages",
+        )
+    folded, split = (schedule.folded, schedule.split_weights) if schedule is not None else (False, _has_weights(how))
+    if schedule is not None and schedule.chunks == 1 and chunks > 1:
+        raise ShardingError(
+            f"the schedule {how.schedule!r} runs one part of the model per stage",
+            [f"the program names {stages * chunks} stages, the mesh has {stages}"],
+            remedy='schedule="interleaved_1f1b"',
+        )
+    return PipelineShape(stages, how.n, chunks, folded, split)
+
+
+def _has_weights(how: Microbatches) -> bool:
+    return not callable(how.schedule) and any(text.startswith("W") for row in how.schedule for text in row)
+
+
+class _Place(NamedTuple):
+    """When a unit runs on one stage: in the fragment at this index of the stage's order; -1 is in front of all."""
+
+    stage: int
+    index: int
+
+
+class _Cut:
+    def __init__(
+        self,
+        program: Program,
+        parts: Sequence[Unit],
+        assignment: Assignment,
+        shape: PipelineShape,
+        orders: Orders,
+        everywhere: frozenset[int],
+    ) -> None:
+        self.program, self.parts, self.shape, self.orders = program, parts, shape, orders
+        self.chain, self.home, self.everywhere = assignment.units, assignment.values, everywhere
+        self.number = {u: i for i, u in enumerate(parts)}
+        self.makers = {v: u for u in parts for v in u.makes}
+        self.readers = defaultdict[Var, list[Unit]](list)
+        for u in parts:
+            for v in dict.fromkeys(u.reads):
+                self.readers[v].append(u)
+        self.at = [{f: i for i, f in enumerate(order)} for order in orders]
+        self.index: dict[tuple[Unit, int], int] = {}  # by unit and stage
+
+    def run(self) -> Staged:
+        """Places all units, and writes the programs."""
+        self.late = self._weight_gradients() if self.shape.split_weights else frozenset()
+        faults: list[str] = []
+        for u in self.parts:
+            if (chain := self.chain[u]) is not None:
+                faults += self._place(u, chain)
+        if faults:
+            raise ShardingError(
+                "the schedule runs fragments before what they need",
+                [*dict.fromkeys(faults)][:10],
+                rule="a fragment reads values of its own fragment and of earlier ones",
+                remedy='schedule="gpipe" runs all forward fragments first; or take the gradients inside the function',
+            )
+        for u in reversed(self.parts):
+            if self.chain[u] is None:
+                self._place_copies(u)
+        return self._write()
+
+    # Places ---------------------------------------------------------------------------------------------------------
+
+    def _device(self, chain: int) -> tuple[int, int]:
+        return self.shape.stage_and_chunk(chain)
+
+    def _fragment(self, u: Unit, chain: int) -> Fragment | None:
+        """Returns the fragment that a unit names; None if it names no microbatch of several."""
+        microbatch = u.tag.microbatch
+        if microbatch is None:
+            if self.shape.microbatches > 1 or u.tag.stage is None:
+                return None
+            microbatch = 0
+        stage, chunk = self._device(chain)
+        kind = "W" if u in self.late else "B" if u.backward else "F"
+        return Fragment(kind, microbatch, stage, chunk)  # type: ignore[arg-type]
+
+    def _place(self, u: Unit, chain: int) -> list[str]:
+        """Places a unit of one stage; returns the fragments that its own one would run before."""
+        stage, chunk = self._device(chain)
+        operands = [(v, self._seen(v, stage, chunk)) for v in u.reads if v in self.home and v in self.makers]
+        latest = max((i for _, i in operands), default=-1)
+        own = self._fragment(u, chain)
+        self.index[u, stage] = latest if own is None else self.at[stage][own]
+        if own is None or latest <= self.at[stage][own]:
+            return []
+        v, at = max(operands, key=lambda item: item[1])
+        return [f"{own!r} needs {v.name} of {self.orders[stage][at]!r}, which runs later"]
+
+    def _seen(self, v: Var, stage: int, chunk: int) -> int:
+        """Returns the index, on a stage, of the fragment that makes a value there or elsewhere."""
+        maker = self.makers[v]
+        home, _ = self._device(self.home[v])
+        index = self.index[maker, home]
+        if home == stage or index < 0:
+            return index
+        f = self.orders[home][index]
+        return self.at[stage][f._replace(stage=stage, chunk=chunk)]
+
+    def _place_copies(self, u: Unit) -> None:
+        """Places a unit that all stages have in front of its first reader on each stage that needs it."""
+        outputs = {i for i, x in enumerate(self.program.outputs) if x in u.makes}
+        last = {stage: len(order) - 1 for stage, order in enumerate(self.orders)}
+        if outputs:
+            self.index.update({(u, stage): last[stage] for stage in last})
+        for v in u.makes:
+            for reader in self.readers[v]:
+                for stage in last:
+                    if (index := self.index.get((reader, stage))) is not None:
+                        self.index[u, stage] = min(index, self.index.get((u, stage), index))
+
+    def _weight_gradients(self) -> frozenset[Unit]:
+        """Returns the backward units of each fragment from which no earlier stage needs anything."""
+        needed: set[Unit] = set()
+        for u in reversed(self.parts):
+            for v in u.makes:
+                for r in self.readers[v]:
+                    same = r.tag.microbatch == u.tag.microbatch and r.backward
+                    if same and (r in needed or self.chain[r] != self.chain[u]):
+                        needed.add(u)
+        return frozenset(
+            u for u in self.parts if u.backward and u.tag.microbatch is not None and u not in needed
+        )
+
+    # Programs -------------------------------------------------------------------------------------------------------
+
+    def _write(self) -> Staged:
+        homes = tuple(self._output_home(i, x) for i, x in enumerate(self.program.outputs))
+        orders = [self._ordered(stage) for stage in range(self.shape.stages)]
+        arrivals = self._arrivals(orders)
+        messages: list[Message] = []
+        sends = defaultdict[tuple[int, Var], list[Message]](list)  # by sender and value
+        for stage, order in enumerate(orders):
+            for v in [*(v for v in self.program.inputs if v in self.home), *(v for u in order for v in u.makes)]:
+                if self._home(v) == stage:
+                    for receiver in sorted(r for r, values in enumerate(arrivals) if v in values):
+                        reader = arrivals[receiver][v]
+                        m = Message(len(messages), v, stage, receiver, self._named(v, stage), reader)
+                        messages.append(m)
+                        sends[stage, v].append(m)
+        programs = [self._stage_program(stage, order, sends, homes) for stage, order in enumerate(orders)]
+        return Staged(self.shape, self.orders, tuple(programs), homes, tuple(messages))
+
+    def _home(self, v: Var) -> int | None:
+        return None if v not in self.home else self._device(self.home[v])[0]
+
+    def _output_home(self, i: int, x: Any) -> int | None:
+        return None if not isinstance(x, Var) or i in self.everywhere else self._home(x)
+
+    def _named(self, v: Var, stage: int) -> Fragment | None:
+        maker = self.makers.get(v)
+        return None if maker is None else self._at_index(stage, self.index[maker, stage])
+
+    def _at_index(self, stage: int, index: int) -> Fragment | None:
+        return self.orders[stage][index] if index >= 0 else None
+
+    def _ordered(self, stage: int) -> list[Unit]:
+        own = [u for u in self.parts if (u, stage) in self.index]
+        return sorted(own, key=lambda u: (self.index[u, stage], self.number[u]))
+
+    def _arrivals(self, orders: Sequence[Sequence[Unit]]) -> list[dict[Var, Fragment | None]]:
+        """Returns the values of other stages that each stage reads, with the fragment that reads them first."""
+        arrivals: list[dict[Var, Fragment | None]] = []
+        for stage, order in enumerate(orders):
+            values: dict[Var, Fragment | None] = {}
+            for u in order:
+                for v in u.reads:
+                    if v in self.home and self._home(v) != stage:
+                        values.setdefault(v, self._at_index(stage, self.index[u, stage]))
+            for i in self.everywhere:
+                x = self.program.outputs[i]
+                if isinstance(x, Var) and x in self.home and self._home(x) != stage:
+                    values.setdefault(x, None)
+            arrivals.append(values)
+        return arrivals
+
+    def _stage_program(
+        self,
+        stage: int,
+        order: Sequence[Unit],
+        sends: Mapping[tuple[int, Var], Sequence[Message]],
+        homes: Sequence[int | None],
+    ) -> Program:
+        local = {m.var: replace(m.var) for ms in sends.values() for m in ms if m.receiver == stage}
+        incoming = _in_order([m for ms in sends.values() for m in ms if m.receiver == stage], order)
+        steps: list[Step] = [
+            _send(m, None) for v in self.program.inputs for m in sends.get((stage, v), ()) if v in self.home
+        ]
+        for u in order:
+            for m in incoming.pop(u, ()):
+                steps.append(Compute(RECEIVE, (m.sender, m.number), {}, (local[m.var],), u.line, u.backward))
+            steps += [swapped(s, local) for s in u.steps]
+            steps += [_send(m, u) for v in u.makes for m in sends.get((stage, v), ())]
+        for m in incoming.pop(None, ()):
+            steps.append(Compute(RECEIVE, (m.sender, m.number), {}, (local[m.var],)))
+        mine = [not isinstance(x, Var) or homes[i] in (None, stage) for i, x in enumerate(self.program.outputs)]
+        outputs = tuple(
+            (local.get(x, x) if isinstance(x, Var) else x) if own else None
+            for x, own in zip(self.program.outputs, mine, strict=True)
+        )
+        replaced = {i: at for i, at in self.program.replaced.items() if mine[at]}
+        return replace(self.program, steps=tuple(steps), outputs=outputs, replaced=replaced)
+
+
+def _send(m: Message, u: Unit | None) -> Compute:
+    line, backward = (None, False) if u is None else (u.line, u.backward)
+    return Compute(SEND, (m.var, m.receiver, m.number), {}, (), line, backward)
+
+
+def _in_order(messages: Sequence[Message], order: Sequence[Unit]) -> dict[Unit | None, list[Message]]:
+    """Returns the messages that a stage receives in front of each unit; those of one sender keep their order."""
+    first: dict[Var, int] = {}
+    for i, u in enumerate(order):
+        for v in u.reads:
+            first.setdefault(v, i)
+    received: dict[Unit | None, list[Message]] = defaultdict(list)
+    soonest: dict[int, int] = {}  # by sender
+    for m in sorted(messages, key=lambda m: -m.number):
+        at = min(first.get(m.var, len(order)), soonest.get(m.sender, len(order)))
+        soonest[m.sender] = at
+        received[order[at] if at < len(order) else None].insert(0, m)
+    return received

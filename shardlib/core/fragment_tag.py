@@ -1,0 +1,57 @@
+"""The stage and the microbatch that the user's code is in, while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """One call of `sl.microbatch`: the number of microbatches, and the schedule, as a value that can be compared."""
+
+    n: int
+    schedule: Any
+
+
+class FragmentTag(NamedTuple):
+    """The stage and the microbatch of a traced node; None where the code names none."""
+
+    stage: int | None = None
+    microbatch: int | None = None
+    microbatches: Microbatches | None = None
+
+    def inside(self, outer: FragmentTag) -> FragmentTag:
+        """Returns the tag of code with this tag that runs inside code with another one."""
+        return FragmentTag(*(o if x is None else x for x, o in zip(self, outer, strict=True)))
+
+
+NO_TAG = FragmentTag()
+_current: ContextVar[FragmentTag] = ContextVar("shardlib_fragment_tag", default=NO_TAG)
+
+
+def current_tag() -> FragmentTag:
+    return _current.get()
+
+
+@contextmanager
+def tagged(tag: FragmentTag) -> Iterator[None]:
+    """Gives nodes that are traced inside this tag, where code further inside names no other one."""
+    token = _current.set(tag.inside(_current.get()))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def untagged() -> Iterator[None]:
+    """Traces a function that is called at several places: each call tags its own copy of the nodes."""
+    token = _current.set(NO_TAG)
+    try:
+        yield
+    finally:
+        _current.reset(token)
