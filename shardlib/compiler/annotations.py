@@ -110,7 +110,7 @@ def _refuse_other_meshes(name: str, tensors: Sequence[tuple[Any, str]], mesh: Me
     others = [
         f"{label}, {typeof(x)}, lives on {x.mesh}"
         for x, label in tensors
-        if isinstance(x, ShardedTensor) and x.mesh != mesh
+        if isinstance(x, ShardedTensor) and x.mesh.whole != mesh.whole
     ]
     if others:
         raise ShardingError(

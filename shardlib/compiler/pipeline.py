@@ -41,6 +41,7 @@ from shardlib.compiler.run_passes import PassRunner
 from shardlib.compiler.simplify import normalize
 from shardlib.compiler.stages.cut import Staged, cut
 from shardlib.compiler.stages.merge import merge
+from shardlib.compiler.stages.order_sums import order_sums
 from shardlib.core.context import paused_gc, tracing
 from shardlib.core.stage_clock import StageClock
 from shardlib.distributed import world
@@ -118,6 +119,8 @@ def compile_program(
     dump.write_traced("traced", traced.graph)
     inputs = fixed_inputs(traced, call, specs, mesh, placed)
     traced = _simplify(traced, mesh)
+    if _has_stages(mesh):
+        order_sums(traced.graph.graph)
     clock.stop("normalize")
     dump.write_traced("simplified", traced.graph)
     graph = graphs.build(traced.graph)
@@ -198,7 +201,7 @@ def _finish(
     refuse_offload(program, options.schedule, absent, whole=is_whole)
     away = state_away(traced.name, input_tensors(traced, call), traced.input_names, kept, options.schedule)
     runner = PassRunner(traced, away, options, absent, dump)
-    if program.mesh.stage_axis is None:
+    if not _has_stages(program.mesh):
         return _Finished(*runner.run(program))
     staged = _cut(traced, program, call)
     passed = [runner.run(p) for p in staged.programs]
@@ -206,15 +209,21 @@ def _finish(
     return _Finished(verify(merge(staged)), staged=staged)
 
 
+def _has_stages(mesh: Mesh) -> bool:
+    """Returns whether a program on this mesh runs on several stages."""
+    return mesh.stage_axis is not None and mesh.stage is None
+
+
 def _cut(traced: TracedFunction, program: Program, call: FlatCall) -> Staged:
-    """Cuts a lowered program into those of the stages; tensors of one stage stay there."""
-    at: dict[int, int | None] = {}
-    for i, x in enumerate(input_tensors(traced, call)):
-        at[i] = x.mesh.stage if isinstance(x, ShardedTensor) else None
-    leaves = dict(zip(traced.input_leaves, at, strict=False))
-    after = traced.after
-    written = [*after.written, *after.data, *((leaf, p) for leaf, p in after.grads if p is not None)]
-    everywhere = frozenset(place for leaf, place in written if leaf in leaves and at[leaves[leaf]] is None)
+    """Cuts a lowered program into those of the stages; tensors of one stage stay there.
+
+    Every stage needs the new values of plain tensors. A sharded tensor moves to the stage that writes to it.
+    """
+    tensors, after = input_tensors(traced, call), traced.after
+    at = {i: x.mesh.stage for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
+    plain = {leaf for leaf, x in zip(traced.input_leaves, tensors, strict=True) if not isinstance(x, ShardedTensor)}
+    written = [*after.written, *after.data, *((leaf, place) for leaf, place in after.grads if place is not None)]
+    everywhere = frozenset(place for leaf, place in written if leaf in plain)
     inputs = {v: stage for i, v in enumerate(program.inputs) if (stage := at.get(i)) is not None}
     return cut(program, program.mesh.stages, inputs, everywhere)
 

@@ -144,7 +144,7 @@ def _chosen(mesh: Mesh | None, x: torch.Tensor, spec: str | P | Spec) -> Mesh | 
             remedy="put it inside `with Mesh(data=2, tensor=4):`, or give mesh=; `with no_mesh():` runs plain torch",
         )
     own = current if is_tracing() else x.mesh if isinstance(x, ShardedTensor) else None
-    if mesh is not None and own is not None and mesh != own:
+    if mesh is not None and own is not None and mesh.whole != own.whole:
         raise ShardingError(
             f"{call} is given {mesh}, " + (f"the program runs on {own}" if is_tracing() else f"x lives on {own}"),
             rule="a program runs on one mesh, and a ShardedTensor stays on its own",

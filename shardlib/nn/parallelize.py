@@ -147,7 +147,7 @@ def _refuse_parameters(module: nn.Module, tensors: Sequence[NamedTensor], mesh: 
     others = [
         f"{x.name} is on {x.tensor.mesh}"
         for x in tensors
-        if isinstance(x.tensor, ShardedTensor) and x.tensor.mesh != mesh
+        if isinstance(x.tensor, ShardedTensor) and x.tensor.mesh.whole != mesh
     ]
     if others:
         raise ShardingError(

@@ -46,7 +46,7 @@ def call_faults(mesh: Mesh, step: Compute) -> Iterator[str]:
         v, x = step.outs[i], None if k is None or k >= len(step.args) else step.args[k]
         if isinstance(x, Var) and (v is None or i >= len(may) or k not in may[i] or not _fits(v, x)):
             yield f"cannot write {v} over {x}"
-    if not step.has_partial_sums or has_trait(step.target, "creates"):
+    if not step.has_partial_sums or has_trait(step.target, "creates") or has_trait(step.target, "receives"):
         return
     layouts = [x for v in step.operands if (x := _layout(v)) is not None]
     if len(layouts) < len(step.operands):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from shardlib.compiler.program.nested_args import leaves
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads, syms
@@ -34,6 +34,7 @@ def varying(program: Program, everything: Primes | None = None) -> dict[Var, Pri
             varies[c.out] = primes(axes) if everything is None else everything
         if not isinstance(step, Start | Wait):
             axes = {a for v in _values(step) for a in varies[v]} | set(primes(a for s in syms(step) for a in s.axes))
+            axes |= set(primes(_received_axes(step)))
             varies |= dict.fromkeys(makes(step), primes(axes) if everything is None else everything)
     return varies
 
@@ -42,6 +43,14 @@ def _values(step: Step) -> Iterable[Var]:
     """Returns the operands whose values matter: none of an op that fills a tensor with a number."""
     filled = isinstance(step, Compute) and has_trait(step.target, "creates") and has_trait(step.target, "fills")
     return () if filled else reads(step)
+
+
+def _received_axes(step: Step) -> Iterator[Axis]:
+    """Yields the axes along which a value of another stage may differ."""
+    if isinstance(step, Compute) and has_trait(step.target, "receives"):
+        for v in step.out_vars:
+            assert v.layout is not None, f"{v} travels, and has no layout"
+            yield from (*v.layout.axes, *v.layout.pending_axes)
 
 
 def primes(axes: Iterable[Axis]) -> Primes:

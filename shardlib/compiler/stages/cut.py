@@ -286,7 +286,7 @@ class _Cut:
         sends: Mapping[tuple[int, Var], Sequence[Message]],
         homes: Sequence[int | None],
     ) -> Program:
-        local = {m.var: replace(m.var) for ms in sends.values() for m in ms if m.receiver == stage}
+        local = {m.var: replace(m.var, name=f"{m.var.name}.received") for ms in sends.values() for m in ms if m.receiver == stage}
         incoming = _in_order([m for ms in sends.values() for m in ms if m.receiver == stage], order)
         steps: list[Step] = [
             _send(m, None) for v in self.program.inputs for m in sends.get((stage, v), ()) if v in self.home

@@ -52,6 +52,7 @@ TRAITS: Mapping[str, str] = {
     "same_on_axes": "the result is the same along the axes that the call names",
     "casts_addends": "casts every addend of a partial sum",
     "draws_key": "returns the key for the random numbers of a call",
+    "receives": "returns a value that another stage of a pipeline has sent",
     "needs_storage": "needs a storage or a sparse layout, which a sharded tensor lacks",
 }
 
@@ -157,6 +158,7 @@ _TABLE: Mapping[str, str] = {
     **dict.fromkeys(("shardlib::manual_fetch", "shardlib::manual_give_back"), "per_device"),
     "shardlib::manual_axis_index": "per_device, metadata_only",
     "shardlib::call_key": "draws_key",
+    "shardlib::receive": "receives",
     # unsupported by sharded tensors
     **dict.fromkeys(("set_", "to_sparse", "_to_sparse", "to_mkldnn", "record_stream"), "needs_storage"),
 }

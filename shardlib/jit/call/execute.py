@@ -7,8 +7,9 @@ Writes to arguments, and `.grad`s, are results of the program, and are applied a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,9 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
             Input(leaf, name, layout, *fate, tuple(Counter(first_replicas(mesh.own_coords(), layout.axes)).items()))
         )
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
-    outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides))
+    staged = plan.compiled.staged
+    homes = staged.homes if staged is not None else (None,) * len(program.outputs)
+    outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides, homes))
     same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # with one layout
     return Entry(
         plan.name,
@@ -128,12 +131,20 @@ def _with_leaves(build: Callable[[list[Any]], Any], leaves: Sequence[tuple[int, 
 
 
 def forms(
-    outputs: Sequence[Any], mesh: Mesh, names: Sequence[Any], strides: Sequence[tuple[int, ...] | None]
+    outputs: Sequence[Any],
+    mesh: Mesh,
+    names: Sequence[Any],
+    strides: Sequence[tuple[int, ...] | None],
+    stages: Iterable[int | None] = itertools.repeat(None),
 ) -> Iterator[Form | None]:
-    """Yields the forms of a program's results as ShardedTensors, with the strides that they have on one device."""
+    """Yields the forms of a program's results as ShardedTensors, with the strides that they have on one device.
+
+    `stages` has the stage that each result lives on; None: all.
+    """
     device = torch.empty(0, device=mesh.device).device
-    for out, name, stride in zip(outputs, names, strides, strict=False):
-        yield Form.intern(_layout(out), mesh, out.dtype, device, name, stride) if isinstance(out, Var) else None
+    for out, name, stride, stage in zip(outputs, names, strides, stages, strict=False):
+        at = mesh if stage is None else mesh.at(**{str(mesh.stage_axis): stage})
+        yield Form.intern(_layout(out), at, out.dtype, device, name, stride) if isinstance(out, Var) else None
 
 
 def _layout(var: Var) -> Layout:
@@ -250,6 +261,9 @@ def _is_written(into: torch.Tensor, value: ShardedTensor, target: Pieces | None)
         return bool(memory_of(target[0].untyped_storage()) == memory_of(into.untyped_storage()))
     if not _is_alike(into, value):
         return False
+    if into.mesh != value.mesh:  # it moves to the stage that writes to it
+        into.data = value
+        return True
     view_aliases.assign_shards(into, *(_settled(value._locals),) * 2, value._origin)
     return True
 

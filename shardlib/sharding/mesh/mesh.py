@@ -213,6 +213,11 @@ class Mesh:
         other.__dict__.update({k: x for k, x in self.__dict__.items() if not k.startswith("_")}, stage=place)
         return other
 
+    @property
+    def whole(self) -> Mesh:
+        """The mesh of all stages."""
+        return self if self.stage is None else self.at(**{str(self.stage_axis): None})
+
     def stage_of(self, rank: int) -> int:
         """Returns the stage of one rank; 0 without an axis of stages."""
         return 0 if self.stage_axis is None else self._coords(rank)[self.stage_axis]

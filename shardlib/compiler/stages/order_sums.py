@@ -1,0 +1,84 @@
+"""Adds up the gradients of microbatches in the order in which a pipeline has them.
+
+Autograd adds up the uses of a weight from the last one back to the first. A stage that runs the backward pass of the
+first microbatch first would have to keep all gradients until the last one is there. So each use of a weight (each line
+that reads it) gets a sum of its own, from the first microbatch to the last one. Uses are added up behind it, so that a
+weight of two stages sends its gradient once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from shardlib.core.fragment_tag import NO_TAG
+from shardlib.core.source_lines import Line
+
+ADD = torch.ops.aten.add.Tensor
+
+
+def order_sums(graph: fx.Graph) -> None:
+    """Rewrites all sums of gradients of several microbatches."""
+    for node in [n for n in graph.nodes if _adds(n) and not any(_adds_up(user, n) for user in n.users)]:
+        leaves = _leaves(node)
+        tags = {x.meta["line"].tag for x in leaves if "line" in x.meta}
+        if len({tag.microbatch for tag in tags}) > 1 and all(x.meta.get("backward") for x in leaves):
+            _rewrite(graph, node, leaves)
+
+
+def _rewrite(graph: fx.Graph, root: fx.Node, leaves: list[fx.Node]) -> None:
+    """Replaces a tree of additions."""
+    uses = defaultdict[Line, list[fx.Node]](list)
+    for leaf in leaves:
+        line = leaf.meta["line"]
+        uses[line._replace(tag=line.tag._replace(microbatch=None))].append(leaf)
+    sums = []
+    for use in uses.values():
+        use.sort(key=lambda x: x.meta["line"].tag.microbatch or 0)
+        total = use[0]
+        for x in use[1:]:
+            total = _add(graph, root, total, x, x.meta["line"])
+        sums.append(total)
+    total = sums[0]
+    for x in sums[1:]:
+        line = root.meta["line"]
+        total = _add(graph, root, total, x, line._replace(tag=NO_TAG))
+    root.replace_all_uses_with(total)
+    dead = [root]
+    while dead:
+        node = dead.pop()
+        if _adds(node) and not node.users:
+            operands = node.all_input_nodes
+            graph.erase_node(node)
+            dead += operands
+
+
+def _add(graph: fx.Graph, root: fx.Node, a: fx.Node, b: fx.Node, line: Line) -> fx.Node:
+    with graph.inserting_before(root):
+        node = graph.call_function(ADD, (a, b))
+    node.meta.update(root.meta, line=line, backward=True)
+    return node
+
+
+def _leaves(node: fx.Node) -> list[fx.Node]:
+    leaves: list[fx.Node] = []
+    for x in node.args[:2]:
+        assert isinstance(x, fx.Node)
+        leaves += _leaves(x) if _adds(x) and _adds_up(node, x) else [x]
+    return leaves
+
+
+def _adds(node: fx.Node) -> bool:
+    """Returns whether a node of the backward pass adds two tensors of one form."""
+    if node.target is not ADD or node.kwargs or not node.meta.get("backward"):
+        return False
+    values = [x.meta["val"] if isinstance(x, fx.Node) else None for x in node.args]
+    want = node.meta["val"]
+    return all(x is not None and (x.shape, x.dtype) == (want.shape, want.dtype) for x in values)
+
+
+def _adds_up(user: fx.Node, node: fx.Node) -> bool:
+    """Returns whether an addition is the only reader of another one."""
+    return _adds(user) and len(node.users) == 1
