@@ -74,6 +74,16 @@ class Compiled:
     search: Search | None = None  # of the program, or of one layer of a folded graph
     staged: Staged | None = None  # the programs of stages, which are merged in `program`
 
+    @property
+    def local_program(self) -> Program:
+        """The program that this process runs: all stages' on virtual devices, its own stage's on a rank."""
+        mesh = self.mesh
+        return (
+            self.program
+            if self.staged is None or mesh.kind != "distributed"
+            else self.staged.programs[mesh.stage_of(mesh.rank)]
+        )
+
     @cached_property
     def propagated(self) -> Decisions:
         """The decisions and their reasons; after folding, they are spread to all layers on first use."""

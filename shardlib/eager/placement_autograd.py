@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,18 @@ from shardlib.core.recorders import refuse_recorded
 from shardlib.core.torch_internals.batched_grad import loop_over_batches
 from shardlib.core.torch_internals.forward_mode import is_forward_mode
 from shardlib.core.torch_internals.torch_private import is_excluded
+from shardlib.distributed.turns import Turn
 from shardlib.eager.redistribute import relayout
+from shardlib.ops.collectives.p2p import broadcast
+from shardlib.ops.collectives.transport.groups import run_in_turn
 from shardlib.sharding.layout import Layout
+from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, resolve_many
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.local_shards import split_into_owned_shards
-from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
+from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
 from shardlib.tensor.tensor_meta import Form
 
 
@@ -86,7 +91,19 @@ def _gather_contiguous(x: ShardedTensor) -> torch.Tensor:
         return x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)])
     (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, call="full_tensor")
     (out,) = relayout(x, resolved.layout, resolved.names)._locals
+    if x.mesh.stage is not None:
+        return _broadcast(x, out)
     return out.clone(memory_format=torch.contiguous_format) if out is x._locals[0] else out
+
+
+def _broadcast(x: ShardedTensor, own: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that the ranks of one stage have whole on the ranks of all stages."""
+    mesh = x.mesh
+    out = torch.empty(own.shape, dtype=own.dtype, device=mesh.device) if mesh.is_elsewhere else own.contiguous().clone()
+    source = mesh.rank_of({**mesh.coords(mesh.rank), str(mesh.stage_axis): mesh.stage})
+    turn = Turn(f"full_tensor of {typeof(x)} on {mesh}")
+    run_in_turn(mesh.whole, turn, (Axis(str(mesh.stage_axis), mesh.stages),), partial(broadcast, out, source))
+    return out
 
 
 def is_tracked(x: torch.Tensor) -> bool:

@@ -289,7 +289,8 @@ class Jitted(Function):
             )
         program, halves = plan.compiled.program, plan.compiled.halves
         if halves is None:
-            whole = entry(plan, program, mesh, load(program, mesh, plan), kept)
+            local = plan.compiled.local_program
+            whole = entry(plan, local, mesh, load(program, mesh, plan), kept)
             call_whole = functools.partial(autograd_op.refused, whole) if whole.after.refused else caller(whole)
             return Ready(whole, call_whole, self._kept(plan))
         first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)

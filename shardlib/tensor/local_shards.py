@@ -26,6 +26,8 @@ class LocalShard:
 
 def split_into_shards(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     """Returns this process's shards of a whole tensor, equal ones shared; they may be views of `x`."""
+    if mesh.is_elsewhere:
+        return [torch.empty(layout.local_shape(c), dtype=x.dtype, device="meta") for c in mesh.own_coords()]
     x = x.resolve_conj().resolve_neg()  # messages copy bytes without the conj and neg bits
     coords = mesh.own_coords()
     if layout.is_replicated:

@@ -126,13 +126,13 @@ def _is_plain(x: Tensor) -> bool:
 
 def all_mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
     """Returns the axes of more than one device, over which all ranks form one group."""
-    return tuple(Axis(name, n) for name, n in mesh.axes.items() if n > 1)
+    return tuple(Axis(name, n) for name, n in mesh.shape.items() if n > 1)
 
 
 def _gather_rows(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
     row = mine.to(mesh.device).unsqueeze(0)
     out = run_in_turn(
-        mesh, turn, all_mesh_axes(mesh), lambda group: all_gather.start(row, 0, [1] * mesh.stage_size, group).finish()
+        mesh, turn, all_mesh_axes(mesh), lambda group: all_gather.start(row, 0, [1] * mesh.size, group).finish()
     )
     rows: list[list[int]] = out.tolist()
     return rows

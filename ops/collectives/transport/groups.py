@@ -118,7 +118,7 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
             remedy=f"run the script with `torchrun --nproc-per-node {mesh.size}`",
         )
     device_mesh = mesh.device_mesh  # also starts torch.distributed if nothing has yet
-    coords = mesh.all_coords()
+    coords = [mesh.all_axes_coords(rank) for rank in range(mesh.size)]
     with _lock:
         session = _session(mesh) if mesh.size > 1 else None
         for axes in groups:

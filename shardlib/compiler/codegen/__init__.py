@@ -17,4 +17,6 @@ def load(program: Program, mesh: Mesh, plan: Plan) -> Runner:
     """Returns a function from local inputs (per input, a tensor for each device of this process) to local outputs."""
     if mesh.kind == "virtual":
         return virtual.load(program, mesh)
-    return distributed.load(program, mesh, plan)
+    staged = plan.compiled.staged
+    stage = None if staged is None else staged.programs[mesh.stage_of(mesh.rank)]
+    return distributed.load(program, mesh, plan, stage=stage)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +21,16 @@ from shardlib.compiler.codegen.below_autograd import run_below
 from shardlib.compiler.codegen.codegen import Generator, Source
 from shardlib.compiler.codegen.comm_debug import counted
 from shardlib.compiler.codegen.profiler_ranges import Runner, label, ranged, watched
-from shardlib.compiler.program.steps import TIERS, Collective, Program, Start
+from shardlib.compiler.program.steps import TIERS, Collective, Compute, Program, Start, Step, Var
 from shardlib.core.errors import CollectiveError
 from shardlib.core.source_lines import format_file_line
 from shardlib.distributed.consensus import compare_programs, raise_lost_ranks
 from shardlib.distributed.turns import CURRENT_TURN, CallTime, Turn
 from shardlib.ops import offload
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
+from shardlib.ops.collectives.p2p import Mailbox
 from shardlib.ops.collectives.transport import groups
+from shardlib.ops.transfers import RECEIVE, SEND
 from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.tensor import rank_checks
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
 _SETTINGS = ("SHARDLIB_OPS", "SHARDLIB_CHECK")  # variables that all ranks must agree on
+
+MAILBOX = Mailbox()  # a rank runs one program that communicates at a time
 
 _START: dict[str, Callable[..., Any]] = {
     "all_reduce": all_reduce.start,
@@ -54,7 +59,50 @@ _START_MANY: dict[str, Callable[..., Any]] = {
 
 def source(program: Program, mesh: Mesh, *, ranges: bool = False) -> Source:
     """Generates the Python function of this rank."""
-    return Generator(program, [mesh.coords(mesh.rank)], ranges=ranges).generate(_communicate)
+    coords = mesh.coords(mesh.rank)
+    return Generator(_addressed(program, mesh, coords), [coords], ranges=ranges).generate(_communicate)
+
+
+def _addressed(program: Program, mesh: Mesh, coords: Coords) -> Program:
+    """Returns the program of a stage with this rank's peers and shapes in its messages."""
+    if mesh.stage_axis is None:
+        return program
+
+    def peer(stage: int) -> int:
+        return mesh.rank_of({**coords, str(mesh.stage_axis): stage})
+
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Compute) and step.target is SEND:
+            x, stage, number = step.args
+            step = replace(step, target=partial(MAILBOX.send, peer=peer(stage), number=number), args=(x,))
+        elif isinstance(step, Compute) and step.target is RECEIVE:
+            (out,), (stage, number) = step.out_vars, step.args
+            assert out.layout is not None, f"{out} travels, and has no layout"
+            form = out.layout.local_shape(coords), out.dtype, mesh.device
+            step = replace(step, target=partial(MAILBOX.receive, *form, peer(stage), number), args=())
+        steps.append(step)
+    return replace(program, steps=tuple(steps))
+
+
+def _absent(x: Any, mesh: Mesh) -> Any:
+    """Returns a result that only another stage has: its shard, without memory. A constant is everywhere."""
+    if not isinstance(x, Var):
+        return x
+    assert x.layout is not None, f"{x} is no value of the program"
+    (coords,) = mesh.own_coords()
+    return (torch.empty(x.layout.local_shape(coords), dtype=x.dtype, device="meta"),)
+
+
+def _with_absent(function: Callable[..., Any], own: Program, whole: Program, mesh: Mesh) -> Callable[..., Any]:
+    """Returns the program of a stage with the results of other stages beside its own."""
+    pairs = zip(own.outputs, whole.outputs, strict=True)
+    absent = {i: _absent(x, mesh) for i, (mine, x) in enumerate(pairs) if mine is None and x is not None}
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        return tuple(absent.get(i, x) for i, x in enumerate(function(*args)))
+
+    return run
 
 
 def _communicate(g: Generator, start: Start) -> None:
@@ -112,10 +160,11 @@ def _in_range(g: Generator, start: Callable[..., Any], name: str) -> Callable[..
     return ranged(start, name) if g.ranges else start
 
 
-def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Runner:
+def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = None, late: bool = False) -> Runner:
     """Returns the program as a function of this rank's local inputs; the ranks compare their programs first.
 
-    With `late` they do so at the first call. They do so again if torch.distributed is restarted.
+    `stage` is the program of this rank's stage, if it has a pipeline's. Results of other stages have no memory. With
+    `late` they do so at the first call. They do so again if torch.distributed is restarted.
     """
     constants = (f"{var.name} = a constant with the digest {rank_checks.digest(x):x}" for var, x in program.captured)
     text = "\n".join([plan.listing(format_file_line), f"on {mesh}", *constants])
@@ -138,8 +187,15 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         groups.prepare(mesh, axes)
         handles = [groups.group_for(mesh, a) for a in axes]
         gloo = [group for group in handles if group.may_use_gloo]
-        generated = source(program, mesh)
-        function = watched(generated.compile(), lambda: source(program, mesh, ranges=True).compile())
+        if mesh.is_elsewhere:
+            absent = tuple(_absent(x, mesh) for x in program.outputs)
+            function, world = lambda *_: absent, dist.group.WORLD
+            return
+        own = program if stage is None else stage
+        generated = source(own, mesh)
+        function = watched(generated.compile(), lambda: source(own, mesh, ranges=True).compile())
+        if stage is not None:
+            function = _with_absent(function, stage, program, mesh)
         numbers, world = generated.numbers, dist.group.WORLD
 
     def run(
@@ -151,13 +207,15 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, late: bool = False) -> Run
         if world is not dist.group.WORLD:
             prepare()
         assert function is not None
-        if not collectives:
+        if not collectives and stage is None:
             return run_below(function, pieces, leaves)
         with turn.for_call([leaves[i] for i in numbers], after, lineage) as order:
             try:
                 if gloo:
                     order.meet(gloo)
-                return run_below(function, pieces, leaves)
+                out = run_below(function, pieces, leaves)
+                MAILBOX.finish()
+                return out
             except CollectiveError as error:
                 raise_lost_ranks(mesh, error)
 

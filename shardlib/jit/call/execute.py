@@ -88,8 +88,9 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         )
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
     staged = plan.compiled.staged
-    homes = staged.homes if staged is not None else (None,) * len(program.outputs)
-    outputs = tuple(forms(program.outputs[: len(named)], mesh, named, traced.strides, homes))
+    whole = program if staged is None else plan.compiled.program  # a stage lacks the results of others
+    homes = itertools.repeat(None) if staged is None else staged.homes
+    outputs = tuple(forms(whole.outputs[: len(named)], mesh, named, traced.strides, homes))
     same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # with one layout
     return Entry(
         plan.name,

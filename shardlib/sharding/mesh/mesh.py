@@ -192,6 +192,11 @@ class Mesh:
         """The number of devices of one stage: all of them without an axis of stages."""
         return self.size // self.stages
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if this process is a rank of another stage than the mesh's."""
+        return self.kind == "distributed" and self.stage is not None and self.stage_of(self.rank) != self.stage
+
     def at(self, **stage: int | None) -> Mesh:
         """Returns the part of the mesh at one stage, on which tensors of that stage live; for None, the whole mesh.
 
@@ -220,7 +225,7 @@ class Mesh:
 
     def stage_of(self, rank: int) -> int:
         """Returns the stage of one rank; 0 without an axis of stages."""
-        return 0 if self.stage_axis is None else self._coords(rank)[self.stage_axis]
+        return 0 if self.stage_axis is None else self.all_axes_coords(rank)[self.stage_axis]
 
     @cached_property
     def axis_names(self) -> tuple[str, ...]:
@@ -272,10 +277,11 @@ class Mesh:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Returns the coordinates of one rank along the axes that shard."""
-        coords = self._coords(rank)
+        coords = self.all_axes_coords(rank)
         return {name: coords[name] for name in self.axes}
 
-    def _coords(self, rank: int) -> dict[str, int]:
+    def all_axes_coords(self, rank: int) -> dict[str, int]:
+        """Returns the coordinates of one rank along all axes, that of stages included."""
         if not 0 <= rank < self.size:
             raise ShardingError(f"{self} has no rank {rank}", [f"its ranks are 0 to {self.size - 1}"])
         coords: dict[str, int] = {}
@@ -291,23 +297,22 @@ class Mesh:
         """Returns the coordinates of this process's devices: all of a virtual mesh, else its rank's."""
         return self.all_coords() if self.kind == "virtual" else [self.coords(self.rank)]
 
-    def rank_of(self, coords: Coords, stage: int | None = None) -> int:
-        """Returns the rank at these coordinates, of a stage (None: this mesh's, else this process's).
+    def rank_of(self, coords: Coords) -> int:
+        """Returns the rank at these coordinates; without a stage, of this mesh's stage, else of this process's.
 
         Example:
             >>> Mesh(data=2, tensor=4).rank_of({"data": 1, "tensor": 2})
             6
         """
-        rank = 0
-        if stage is None and self.stage_axis is not None:
+        rank, stage = 0, None
+        if self.stage_axis is not None and self.stage_axis not in coords:
             stage = self.stage_of(self.rank) if self.stage is None else self.stage
         for name, size in self.shape.items():
-            place = stage if name == self.stage_axis else coords[name]
-            rank = rank * size + (place or 0)
+            rank = rank * size + (coords.get(name, stage or 0) if name == self.stage_axis else coords[name])
         return rank
 
-    def group_ranks(self, axes: tuple[Axis, ...], coords: Coords, stage: int | None = None) -> list[int]:
-        """Returns the ranks of the group of `coords` along `axes` (or parts of axes), major first; see `rank_of`.
+    def group_ranks(self, axes: tuple[Axis, ...], coords: Coords) -> list[int]:
+        """Returns the ranks of the group of `coords` along `axes` (or parts of axes), major first (see `rank_of`).
 
         Example:
             >>> mesh = Mesh(data=2, tensor=4)
@@ -316,7 +321,7 @@ class Mesh:
             >>> mesh.group_ranks((Axis("tensor", 2, pre=2, axis_size=4),), mesh.coords(6))
             [6, 7]
         """
-        return [self.rank_of(member_coords(coords, axes, i), stage) for i in range(group_size(axes))]
+        return [self.rank_of(member_coords(coords, axes, i)) for i in range(group_size(axes))]
 
     def __enter__(self) -> Self:
         _stack.set((*_stack.get(), self))
