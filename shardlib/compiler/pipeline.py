@@ -30,7 +30,7 @@ from shardlib.compiler.output_placement import fixed_outputs, forget_moved, grad
 from shardlib.compiler.passes.memory.offload_saved import refuse_offload
 from shardlib.compiler.passes.memory.recompute import Recomputed
 from shardlib.compiler.passes.memory.remat_policies import is_absent
-from shardlib.compiler.passes.split_backward import Halves
+from shardlib.compiler.passes.split_backward import Halves, split
 from shardlib.compiler.program.steps import Program
 from shardlib.compiler.program.verify import verify
 from shardlib.compiler.propagate import Decisions, propagate
@@ -40,7 +40,7 @@ from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.run_passes import PassRunner
 from shardlib.compiler.simplify import normalize
 from shardlib.compiler.stages.cut import Staged, cut
-from shardlib.compiler.stages.merge import merge
+from shardlib.compiler.stages.merge import merge, merge_halves
 from shardlib.compiler.stages.order_sums import order_sums
 from shardlib.core.context import paused_gc, tracing
 from shardlib.core.stage_clock import StageClock
@@ -75,14 +75,13 @@ class Compiled:
     staged: Staged | None = None  # the programs of stages, which are merged in `program`
 
     @property
-    def local_program(self) -> Program:
-        """The program that this process runs: all stages' on virtual devices, its own stage's on a rank."""
-        mesh = self.mesh
-        return (
-            self.program
-            if self.staged is None or mesh.kind != "distributed"
-            else self.staged.programs[mesh.stage_of(mesh.rank)]
-        )
+    def local(self) -> tuple[Program, Halves | None]:
+        """The program that this process runs, and its halves: on a rank of a pipeline, those of its stage."""
+        mesh, staged = self.mesh, self.staged
+        if staged is None or mesh.kind != "distributed":
+            return self.program, self.halves
+        stage = mesh.stage_of(mesh.rank)
+        return staged.programs[stage], None if staged.halves is None else staged.halves[stage]
 
     @cached_property
     def propagated(self) -> Decisions:
@@ -216,7 +215,12 @@ def _finish(
     staged = _cut(traced, program, call)
     passed = [runner.run(p) for p in staged.programs]
     staged = replace(staged, programs=tuple(p for p, _, _ in passed))
-    return _Finished(verify(merge(staged)), staged=staged)
+    if is_whole:
+        return _Finished(verify(merge(staged)), staged=staged)
+    staged = replace(staged, halves=tuple(halves for _, halves, _ in passed if halves is not None))
+    needs = split(program, len(traced.after.cotangents), len(traced.after.gradients)).needs
+    halves = merge_halves(staged, needs)
+    return _Finished(verify(halves.joint), halves, staged=staged)
 
 
 def _has_stages(mesh: Mesh) -> bool:
@@ -227,15 +231,22 @@ def _has_stages(mesh: Mesh) -> bool:
 def _cut(traced: TracedFunction, program: Program, call: FlatCall) -> Staged:
     """Cuts a lowered program into those of the stages; tensors of one stage stay there.
 
-    Every stage needs the new values of plain tensors. A sharded tensor moves to the stage that writes to it.
+    Every stage needs the new values of plain tensors. A sharded tensor of all stages moves to the one that writes to it.
     """
-    tensors, after = input_tensors(traced, call), traced.after
-    at = {i: x.mesh.stage for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
-    plain = {leaf for leaf, x in zip(traced.input_leaves, tensors, strict=True) if not isinstance(x, ShardedTensor)}
-    written = [*after.written, *after.data, *((leaf, place) for leaf, place in after.grads if place is not None)]
-    everywhere = frozenset(place for leaf, place in written if leaf in plain)
-    inputs = {v: stage for i, v in enumerate(program.inputs) if (stage := at.get(i)) is not None}
-    return cut(program, program.mesh.stages, inputs, everywhere)
+    after = traced.after
+    tensors = dict(zip(traced.input_leaves, input_tensors(traced, call), strict=True))
+    at = {leaf: x.mesh.stage for leaf, x in tensors.items() if isinstance(x, ShardedTensor)}
+    written = (*after.written, *after.data, *after.grads, *after.gradients)
+    outputs = {
+        place: at.get(leaf)
+        for leaf, place in written
+        if place is not None and (at.get(leaf) is not None or leaf not in at)
+    }
+    pairs = zip(traced.input_leaves, program.inputs, strict=True)
+    inputs = {v: stage for leaf, v in pairs if (stage := at.get(leaf)) is not None}
+    own = len(program.inputs) - len(after.cotangents)
+    results = {v: program.outputs[place] for v, place in zip(program.inputs[own:], after.cotangents, strict=True)}
+    return cut(program, program.mesh.stages, inputs, outputs, results)
 
 
 class _Finished(NamedTuple):

@@ -39,6 +39,7 @@ from shardlib.jit.call.double_backward import Again
 from shardlib.jit.call.execute import caller, entry
 from shardlib.jit.call.function import Function
 from shardlib.jit.call.methods import Method, Methods
+from shardlib.jit.call.stage_placement import move_shared, move_state
 from shardlib.jit.call.program_cache import Programs, Ready
 from shardlib.jit.call.unsupported import refuse_other_devices, refuse_others_than_functions, refuse_tangents
 from shardlib.jit.global_random import plain_program
@@ -255,6 +256,9 @@ class Jitted(Function):
             if (match := programs.entries.find(call.key, call.leaves)) is not None:
                 return match
             plan, kept = optimizer_state.plan(call)
+            if move_shared(plan.compiled, call.leaves):
+                call.read()
+                plan, kept = optimizer_state.plan(call)
             leaves, traced = call.leaves, plan.compiled.traced
             self._check_budgets(plan)
             refuse_other_devices(plan, mesh, leaves)
@@ -265,6 +269,8 @@ class Jitted(Function):
             refuse_replaced(f"{self.name} reads parameters that were replaced", inputs, reads)
             ready = self._load(mesh, plan, kept, call=call)
             compare_arguments(plan, mesh, leaves)
+            if move_state(plan.compiled, leaves):
+                call.read()
             programs.entries.keep(call.key, ready, traced.served)
             return ready, call.served(plan)
 
@@ -288,14 +294,15 @@ class Jitted(Function):
                 remedy="plan on it (step.plan(...)), or use Mesh(...)",
             )
         program, halves = plan.compiled.program, plan.compiled.halves
+        local, own = plan.compiled.local
         if halves is None:
-            local = plan.compiled.local_program
-            whole = entry(plan, local, mesh, load(program, mesh, plan), kept)
+            whole = entry(plan, local, mesh, load(program, mesh, plan, local), kept)
             call_whole = functools.partial(autograd_op.refused, whole) if whole.after.refused else caller(whole)
             return Ready(whole, call_whole, self._kept(plan))
-        first = entry(plan, halves.forward, mesh, load(halves.forward, mesh, plan), kept)
+        assert own is not None, "a program of a stage has halves where the whole has some"
+        first = entry(plan, own.forward, mesh, load(halves.forward, mesh, plan, own.forward), kept)
         again = Again.for_calls(jit, self.fn, call, first, halves)
-        second = autograd_op.backward(plan, halves, mesh, load(halves.backward, mesh, plan), again)
+        second = autograd_op.backward(plan, own, mesh, load(halves.backward, mesh, plan, own.backward), again)
         return Ready(first, functools.partial(autograd_op.run, first, second), self._kept(plan))
 
     def _kept(self, plan: Plan) -> Callable[[], Plan | None]:

@@ -209,7 +209,7 @@ def _copy_jitted(fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Jitte
 
 def run_unshared(step: Jitted, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls `step` on virtual devices that share no value: each computes its own."""
-    return _run_loaded(step, mesh, args, kwargs, lambda program, mesh, _: virtual.load(program, mesh, share=False))
+    return _run_loaded(step, mesh, args, kwargs, lambda program, mesh, *_: virtual.load(program, mesh, share=False))
 
 
 def _run_loaded(

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
 
-def load(program: Program, mesh: Mesh, plan: Plan) -> Runner:
-    """Returns a function from local inputs (per input, a tensor for each device of this process) to local outputs."""
+def load(program: Program, mesh: Mesh, plan: Plan, own: Program) -> Runner:
+    """Returns a function from local inputs (per input, a tensor for each device of this process) to local outputs.
+
+    `own` is what this process runs of the program: on a rank of a pipeline, the program of its stage.
+    """
     if mesh.kind == "virtual":
         return virtual.load(program, mesh)
-    staged = plan.compiled.staged
-    stage = None if staged is None else staged.programs[mesh.stage_of(mesh.rank)]
-    return distributed.load(program, mesh, plan, stage=stage)
+    return distributed.load(program, mesh, plan, stage=None if own is program else own)

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlib.compiler.program.replication import varying
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads, swapped
-from shardlib.core.aten.op_traits import is_view
+from shardlib.core.aten.op_traits import has_trait, is_view
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def split(program: Program, cotangents: int, gradients: int, *, whole: bool = Fa
     inputs, incoming = program.inputs[:-cotangents], program.inputs[-cotangents:]
     own, results = program.outputs[:-gradients], program.outputs[-gradients:]
     needed = {v for v in own if isinstance(v, Var)}
-    late = set(incoming)  # values that depend on a cotangent
+    late = {*incoming, *(v for s in program.steps if _brings_gradient(s) for v in makes(s))}  # depends on a cotangent
     first: list[Step] = []
     second: list[Step] = []
     for step in program.steps:
@@ -115,6 +115,11 @@ def needs(step: Step) -> Iterable[Var]:
 def gives(step: Step) -> tuple[Var, ...]:
     """Returns the values that a step makes; a start makes the results of its message."""
     return step.outs if isinstance(step, Start) else makes(step)
+
+
+def _brings_gradient(step: Step) -> bool:
+    """Returns whether a step receives what another stage computes from a cotangent."""
+    return isinstance(step, Compute) and step.backward and has_trait(step.target, "receives")
 
 
 def stays(step: Step) -> bool:

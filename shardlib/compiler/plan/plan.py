@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -171,6 +171,12 @@ class Plan:
         ops = (op for op in self.compiled.graph.ops if op.rule is None and not op.manual and op.target is not PRINT)
         large = (op for op in ops if any(x is not None and math.prod(x.shape) > 1 for x in (*op.operands, *op.results)))
         return tuple(f"{op.target} at {format_path_line(op.line)}" for op in large)
+
+    @property
+    def stages(self) -> Sequence[int | None]:
+        """The stage that each output lives on; None: all of them."""
+        staged = self.compiled.staged
+        return (None,) * len(self.compiled.program.outputs) if staged is None else staged.homes
 
     # Questions ------------------------------------------------------------------------------------------------------
 

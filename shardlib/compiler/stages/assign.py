@@ -63,21 +63,24 @@ class Assignment(NamedTuple):
     values: Mapping[Var, int]
 
 
-def assign(program: Program, parts: Sequence[Unit], inputs: Mapping[Var, int]) -> Assignment:
+def assign(parts: Sequence[Unit], inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]) -> Assignment:
     """Assigns units to stages; `inputs` are the stages of tensors that live on one.
+
+    `cotangents` maps inputs to the results whose gradients they are; they come to the same stage.
 
     Raises `ShardingError` for values that flow backwards: all of them are named.
     """
-    return _Assigner(inputs).run(parts)
+    return _Assigner(inputs, cotangents).run(parts)
 
 
 class _Assigner:
-    def __init__(self, inputs: Mapping[Var, int]) -> None:
+    def __init__(self, inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]) -> None:
+        self.cotangents = cotangents
         self.units: dict[Unit, int | None] = {}
         self.stage = dict(inputs)  # of each value that is not on all stages
         self.has = {v: {stage} for v, stage in inputs.items()}  # the stages that have a value of the forward pass
         self.maker: dict[Var, Unit] = {}
-        self.gradients: set[Var] = set()  # values of the backward pass, and what follows from them
+        self.gradients: set[Var] = set(cotangents)  # values of the backward pass, and what follows from them
         self.faults: list[str] = []
 
     def run(self, parts: Iterable[Unit]) -> Assignment:
@@ -111,6 +114,9 @@ class _Assigner:
     def _stage(self, unit: Unit) -> int | None:
         if unit.tag.stage is not None:
             return unit.tag.stage
+        for v in unit.reads:
+            if (result := self.cotangents.get(v)) in self.stage:
+                self.stage[v] = self.stage[result]
         staged = [v for v in unit.reads if v in self.stage]
         if not staged:
             return None if unit.is_pure else 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
 from shardlib.compiler.stages.assign import Assignment, Unit, assign, units
 from shardlib.compiler.stages.fragments import Fragment, PipelineShape
@@ -20,6 +21,7 @@ from shardlib.compiler.stages.schedules import SCHEDULES, order_fragments
 from shardlib.compiler.stages.timetable import Orders
 from shardlib.core.errors import ShardingError
 from shardlib.core.fragment_tag import Microbatches
+from shardlib.core.source_lines import Line
 from shardlib.ops.transfers import RECEIVE, SEND
 
 ONCE = Microbatches(1, "gpipe")  # of a program without microbatches
@@ -53,13 +55,13 @@ class Message:
 class Staged:
     """The programs of all stages. Each has all inputs of the whole, and its own outputs; others are None.
 
-    `homes` has the stage of each output; None: every stage has it. `fragments` has those of each stage's steps, by the
-    step, before passes.
+    `homes` has the stage of each output; None: every stage has it.
     """
 
     shape: PipelineShape
     orders: Orders
     programs: tuple[Program, ...]
+    halves: tuple[Halves, ...] | None  # of each program, where its results have gradients
     homes: tuple[int | None, ...]
     messages: tuple[Message, ...]
 
@@ -68,10 +70,18 @@ class Staged:
         return {m.number: m for m in self.messages}
 
 
-def cut(program: Program, stages: int, inputs: Mapping[Var, int], everywhere: frozenset[int]) -> Staged:
+def cut(
+    program: Program,
+    stages: int,
+    inputs: Mapping[Var, int],
+    outputs: Mapping[int, int | None],
+    cotangents: Mapping[Var, Var],
+) -> Staged:
     """Returns the programs of `stages` stages.
 
-    `inputs` are the stages of tensors that live on one, and `everywhere` the positions of outputs that all stages need.
+    `inputs` are the stages of tensors that live on one, and `outputs`, by position, those that results must be on (None:
+    on all); others stay where they are made.
+    `cotangents` maps inputs to the results whose gradients they are.
     Raises `ShardingError` for values that flow backwards, a stage without work, and a schedule that cannot run.
     """
     parts = units(program)
@@ -83,10 +93,10 @@ def cut(program: Program, stages: int, inputs: Mapping[Var, int], everywhere: fr
             rule="one call cuts the batch of a pipeline, so that one schedule orders its fragments",
         )
     how = calls[0] if calls else ONCE
-    assignment = assign(program, parts, inputs)
+    assignment = assign(parts, inputs, cotangents)
     shape = _shape(how, stages, parts)
     orders = order_fragments(how.schedule, shape)
-    return _Cut(program, parts, assignment, shape, orders, everywhere).run()
+    return _Cut(program, parts, assignment, shape, orders, outputs, cotangents).run()
 
 
 def _shape(how: Microbatches, stages: int, parts: Sequence[Unit]) -> PipelineShape:
@@ -132,10 +142,16 @@ class _Cut:
         assignment: Assignment,
         shape: PipelineShape,
         orders: Orders,
-        everywhere: frozenset[int],
+        outputs: Mapping[int, int | None],
+        cotangents: Mapping[Var, Var],
     ) -> None:
+        self.late_values = set(cotangents)  # they depend on a cotangent
+        for u in parts if cotangents else ():
+            if not self.late_values.isdisjoint(u.reads):
+                self.late_values.update(u.makes)
+        self.is_split = bool(cotangents)
         self.program, self.parts, self.shape, self.orders = program, parts, shape, orders
-        self.chain, self.home, self.everywhere = assignment.units, assignment.values, everywhere
+        self.chain, self.home, self.outputs = assignment.units, assignment.values, outputs
         self.number = {u: i for i, u in enumerate(parts)}
         self.makers = {v: u for u in parts for v in u.makes}
         self.readers = defaultdict[Var, list[Unit]](list)
@@ -244,13 +260,13 @@ class _Cut:
                         messages.append(m)
                         sends[stage, v].append(m)
         programs = [self._stage_program(stage, order, sends, homes) for stage, order in enumerate(orders)]
-        return Staged(self.shape, self.orders, tuple(programs), homes, tuple(messages))
+        return Staged(self.shape, self.orders, tuple(programs), None, homes, tuple(messages))
 
     def _home(self, v: Var) -> int | None:
         return None if v not in self.home else self._device(self.home[v])[0]
 
     def _output_home(self, i: int, x: Any) -> int | None:
-        return None if not isinstance(x, Var) or i in self.everywhere else self._home(x)
+        return self.outputs[i] if i in self.outputs else self._home(x) if isinstance(x, Var) else None
 
     def _named(self, v: Var, stage: int) -> Fragment | None:
         maker = self.makers.get(v)
@@ -272,9 +288,9 @@ class _Cut:
                 for v in u.reads:
                     if v in self.home and self._home(v) != stage:
                         values.setdefault(v, self._at_index(stage, self.index[u, stage]))
-            for i in self.everywhere:
+            for i, at in self.outputs.items():
                 x = self.program.outputs[i]
-                if isinstance(x, Var) and x in self.home and self._home(x) != stage:
+                if at in (None, stage) and isinstance(x, Var) and x in self.home and self._home(x) != stage:
                     values.setdefault(x, None)
             arrivals.append(values)
         return arrivals
@@ -289,15 +305,15 @@ class _Cut:
         local = {m.var: replace(m.var, name=f"{m.var.name}.received") for ms in sends.values() for m in ms if m.receiver == stage}
         incoming = _in_order([m for ms in sends.values() for m in ms if m.receiver == stage], order)
         steps: list[Step] = [
-            _send(m, None) for v in self.program.inputs for m in sends.get((stage, v), ()) if v in self.home
+            self._send(m) for v in self.program.inputs for m in sends.get((stage, v), ()) if v in self.home
         ]
         for u in order:
             for m in incoming.pop(u, ()):
-                steps.append(Compute(RECEIVE, (m.sender, m.number), {}, (local[m.var],), u.line, u.backward))
+                steps.append(self._receive(m, local[m.var]))
             steps += [swapped(s, local) for s in u.steps]
-            steps += [_send(m, u) for v in u.makes for m in sends.get((stage, v), ())]
+            steps += [self._send(m) for v in u.makes for m in sends.get((stage, v), ())]
         for m in incoming.pop(None, ()):
-            steps.append(Compute(RECEIVE, (m.sender, m.number), {}, (local[m.var],)))
+            steps.append(self._receive(m, local[m.var]))
         mine = [not isinstance(x, Var) or homes[i] in (None, stage) for i, x in enumerate(self.program.outputs)]
         outputs = tuple(
             (local.get(x, x) if isinstance(x, Var) else x) if own else None
@@ -306,10 +322,17 @@ class _Cut:
         replaced = {i: at for i, at in self.program.replaced.items() if mine[at]}
         return replace(self.program, steps=tuple(steps), outputs=outputs, replaced=replaced)
 
+    def _send(self, m: Message) -> Compute:
+        return Compute(SEND, (m.var, m.receiver, m.number), {}, (), *self._origin(m.var))
 
-def _send(m: Message, u: Unit | None) -> Compute:
-    line, backward = (None, False) if u is None else (u.line, u.backward)
-    return Compute(SEND, (m.var, m.receiver, m.number), {}, (), line, backward)
+    def _receive(self, m: Message, out: Var) -> Compute:
+        return Compute(RECEIVE, (m.sender, m.number), {}, (out,), *self._origin(m.var))
+
+    def _origin(self, v: Var) -> tuple[Line | None, bool]:
+        """Returns the line of a value, and whether its message belongs to the backward pass."""
+        maker = self.makers.get(v)
+        backward = v in self.late_values if self.is_split else maker is not None and maker.backward
+        return None if maker is None else maker.line, backward
 
 
 def _in_order(messages: Sequence[Message], order: Sequence[Unit]) -> dict[Unit | None, list[Message]]:

@@ -7,10 +7,11 @@ not sent yet. If all stages wait, they would wait for ever.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Compute, Copy, Program, Step, Var, makes, reads
 from shardlib.compiler.stages.cut import Staged
 from shardlib.core.errors import ShardingError
@@ -19,8 +20,28 @@ from shardlib.ops.transfers import RECEIVE, SEND, TRANSFER
 
 def merge(staged: Staged) -> Program:
     """Returns the program of all stages; raises `ShardingError`, with the fragments, if stages wait for each other."""
-    programs = _with_common_inputs(staged.programs)
-    programs = _with_own_names(programs)
+    return _merge(staged, staged.programs, staged.homes, [0] * len(staged.programs))
+
+
+def merge_halves(staged: Staged, needs: tuple[frozenset[int], ...]) -> Halves:
+    """Returns the forward and the backward program of all stages; the values that each stage saves follow each other.
+
+    `needs` are the cotangents that each gradient depends on.
+    """
+    assert staged.halves is not None, "its results have gradients"
+    saved = [len(h.saved) for h in staged.halves]
+    own = staged.halves[0].own
+    forward = _merge(staged, [h.forward for h in staged.halves], staged.homes[:own], [0] * len(saved))
+    backward = _merge(staged, [h.backward for h in staged.halves], staged.homes[own:], saved)
+    return Halves(forward, backward, backward.inputs[: sum(saved)], needs)
+
+
+def _merge(
+    staged: Staged, programs: Sequence[Program], homes: Sequence[int | None], own: Sequence[int]
+) -> Program:
+    """Merges programs. The first inputs of each, `own` many, are its own; outputs behind those of `homes` are, too."""
+    programs = _with_common_inputs(programs, own)
+    programs = _with_own_names(programs, own)
     copies, programs = _with_own_state(programs)
     steps: list[Step] = [*copies]
     received = {s.args[1]: s.out_vars for p in programs for s in p.steps if _calls(s, RECEIVE)}
@@ -43,13 +64,18 @@ def merge(staged: Staged) -> Program:
                     steps.append(step)
                 at[stage] += 1
                 progress = True
-    if any(n < len(program.steps) for n, program in zip(at, programs, strict=True)):
+    if any(n < len(p.steps) for n, p in zip(at, programs, strict=True)):
         raise _deadlock(staged, [p.steps[n] for n, p in zip(at, programs, strict=True) if n < len(p.steps)])
     first = programs[0]
-    results = zip(staged.homes, zip(*(p.outputs for p in programs), strict=True), strict=True)
-    outputs = tuple(values[home or 0] for home, values in results)
-    replaced = {i: out for p in programs for i, out in p.replaced.items()}
-    return replace(first, steps=tuple(steps), outputs=outputs, replaced=replaced)
+    shared = [next(p.outputs[i] for p in programs[home or 0 :]) for i, home in enumerate(homes)]
+    return replace(
+        first,
+        steps=tuple(steps),
+        inputs=(*(v for p, n in zip(programs, own, strict=True) for v in p.inputs[:n]), *first.inputs[own[0] :]),
+        outputs=(*shared, *(x for p in programs for x in p.outputs[len(homes) :])),
+        replaced={i: out for p in programs for i, out in p.replaced.items()},
+        varies={v: axes for p in programs for v, axes in p.varies.items()},
+    )
 
 
 def _deadlock(staged: Staged, waiting: list[Step]) -> ShardingError:
@@ -61,31 +87,31 @@ def _deadlock(staged: Staged, waiting: list[Step]) -> ShardingError:
     )
 
 
-def _with_common_inputs(programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """Gives all programs the input variables of the first one."""
-    first = [*programs[0].inputs, *(v for v, _ in programs[0].captured)]
+def _shared(program: Program, own: int) -> list[Var]:
+    return [*program.inputs[own:], *(v for v, _ in program.captured)]
+
+
+def _with_common_inputs(programs: Sequence[Program], own: Sequence[int]) -> list[Program]:
+    """Gives all programs the shared input variables of the first one."""
+    first = _shared(programs[0], own[0])
     result = [programs[0]]
-    for p in programs[1:]:
-        own = [*p.inputs, *(v for v, _ in p.captured)]
-        result.append(p.with_vars({v: x for v, x in zip(own, first, strict=True) if v is not x}))
-    return tuple(result)
+    for p, n in zip(programs[1:], own[1:], strict=True):
+        result.append(p.with_vars({v: x for v, x in zip(_shared(p, n), first, strict=True) if v is not x}))
+    return result
 
 
-def _with_own_names(programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """Renames values so that no two stages make one variable, or use one name."""
-    counts = Counter(v.name for p in programs for v in dict.fromkeys(_made(p)))
-    names = {v.name for v in programs[0].entry_values}
-    made: set[Var] = set()
-    result = []
-    for stage, p in enumerate(programs):
-        twice = [v for v in dict.fromkeys(_made(p)) if counts[v.name] > 1 or v in made or v.name in names]
-        p = p.with_vars({v: replace(v, name=f"{v.name}.s{stage}") for v in twice})
-        made.update(_made(p))
-        result.append(p)
-    return tuple(result)
+def _with_own_names(programs: Sequence[Program], own: Sequence[int]) -> list[Program]:
+    """Renames values so that no two stages have one variable, or use one name."""
+    values = [dict.fromkeys((*p.inputs[:n], *_made(p))) for p, n in zip(programs, own, strict=True)]
+    counts = Counter(v.name for some in values for v in some)
+    counts.update(v.name for v in _shared(programs[0], own[0]))
+    return [
+        p.with_vars({v: replace(v, name=f"{v.name}.s{stage}") for v in some if counts[v.name] > 1})
+        for stage, (p, some) in enumerate(zip(programs, values, strict=True))
+    ]
 
 
-def _with_own_state(programs: tuple[Program, ...]) -> tuple[list[Step], tuple[Program, ...]]:
+def _with_own_state(programs: Sequence[Program]) -> tuple[list[Step], list[Program]]:
     """Gives every stage but the first a copy of inputs that several stages read and one overwrites."""
     read = Counter(v for p in programs for v in {v for s in p.steps for v in reads(s)} & {*p.inputs})
     shared = [v for i, v in enumerate(programs[0].inputs) if read[v] > 1 and any(i in p.replaced for p in programs)]
@@ -95,9 +121,8 @@ def _with_own_state(programs: tuple[Program, ...]) -> tuple[list[Step], tuple[Pr
         own = {v: replace(v, name=f"{v.name}.s{stage}") for v in shared if any(v in reads(s) for s in p.steps)}
         copies += [Copy(v, x) for v, x in own.items()]
         positions = {i for i, v in enumerate(p.inputs) if v in own}
-        p = replace(p.with_vars(own), inputs=programs[0].inputs)
-        result.append(replace(p, replaced={i: at for i, at in p.replaced.items() if i not in positions}))
-    return copies, tuple(result)
+        result.append(replace(p.with_vars(own), inputs=p.inputs, replaced={i: at for i, at in p.replaced.items() if i not in positions}))
+    return copies, result
 
 
 def _calls(step: Step, target: Any) -> TypeGuard[Compute]:

@@ -55,9 +55,8 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, again: Agai
     layouts = tuple(v.layout for v in last if v.layout is not None)
     assert len(layouts) == len(after.cotangents), "a cotangent is a value of the program"
     count = len(program.outputs)
-    gradient_forms = tuple(
-        forms(program.outputs, mesh, plan.output_names[-count:], plan.compiled.traced.strides[-count:])
-    )
+    results, strides = plan.compiled.program.outputs[-count:], plan.compiled.traced.strides[-count:]
+    gradient_forms = tuple(forms(results, mesh, plan.output_names[-count:], strides, plan.stages[-count:]))
     leaves = tuple(leaf for leaf, _ in after.gradients)
     dtypes = tuple(v.dtype for v in last)
     needs = tuple(a | b for a, b in zip(halves.needs, after.reached, strict=True))

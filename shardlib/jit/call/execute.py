@@ -87,10 +87,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
             Input(leaf, name, layout, *fate, tuple(Counter(first_replicas(mesh.own_coords(), layout.axes)).items()))
         )
     named = plan.output_names[: len(plan.output_names) - len(traced.after.gradients)]
-    staged = plan.compiled.staged
-    whole = program if staged is None else plan.compiled.program  # a stage lacks the results of others
-    homes = itertools.repeat(None) if staged is None else staged.homes
-    outputs = tuple(forms(whole.outputs[: len(named)], mesh, named, traced.strides, homes))
+    outputs = tuple(forms(plan.compiled.program.outputs[: len(named)], mesh, named, traced.strides, plan.stages))
     same = {i: at for i, at in traced.same.items() if outputs[i] is outputs[at]}  # with one layout
     return Entry(
         plan.name,
