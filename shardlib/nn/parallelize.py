@@ -24,7 +24,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ from shardlib.nn.parameters import (
     retie,
 )
 from shardlib.nn.spec_table import match_table, matches, numberless, refuse_table
+from shardlib.nn.stage_patterns import assign_modules, run_on_stages, stage_of_parameter
 from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, StrategyAxes, axes_for, resolve_strategy, shard_one_dim
 from shardlib.nn.suggest import propose_specs
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
@@ -70,6 +71,7 @@ def parallelize(
     memory: str | int | None = None,
     schedule: Schedule | str | None = None,
     planning: str | float | None = None,
+    stages: Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Places the parameters of a module on a mesh (default: the current one); returns the same module.
 
@@ -85,6 +87,10 @@ def parallelize(
     `precision` is the dtype to compute in (`torch.bfloat16`), a `Precision`, or a dict of them by patterns. Parameters,
     sums of their gradients, and batch normalization keep their dtype. `remat`, `memory`, `schedule` and `planning` are
     as in `jit`; inside a jitted function, that function's options hold. A later call keeps what it leaves out.
+
+    `stages` maps patterns of module names to stages of the mesh, as in `{"layers.[0-3].*": 0, "layers.[4-7].*": 1}`; a
+    module without a pattern goes with its neighbor. Without it, `sl.stage` in the model's code says where it
+    runs, and without that, `sl.partition` decides when the first step is compiled. Parameters live on their stage.
 
     Parameters are new objects, so make the optimizer afterwards: one of old parameters is refused when it steps.
     `module.forward.plan(*args)` shows the programs.
@@ -110,9 +116,13 @@ def parallelize(
     table = _default_specs(module, tensors, mesh, strategy_axes) if specs is None else _read_specs(specs, placer)
     policy = policy_of(precision, module, tensors) or (earlier.policy if earlier else None)
     options = (earlier.options if earlier else MemoryOptions()).but(remat, memory, schedule, planning)
+    on_stages = {} if stages is None else assign_modules(module, stages, mesh)
+    placer.stages = {x.name: at for x in tensors if (at := stage_of_parameter(x, on_stages)) in range(mesh.stages)}
     placer.place(table, {} if policy is None else {name: each.parameter for name, each in policy.by_name.items()})
     own = replaced if earlier is None else earlier.own
     rows, columns = ({a: mesh.axes[a] for a in axes} for axes in (strategy_axes.batch, _sequence_axes(mesh)))
+    if stages is not None:
+        run_on_stages(module, on_stages)
     module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, options)
     return module
 
@@ -167,6 +177,7 @@ class _Placer:
     mesh: Mesh
     strategy_axes: StrategyAxes
     keeps_earlier: bool
+    stages: Mapping[str, int] = field(default_factory=dict)  # of parameters that live on one
 
     def place(self, table: Mapping[str, str | P | Spec], dtypes: Mapping[str, torch.dtype | None]) -> None:
         """Replaces parameters that get another layout or dtype; sets the specs of their gradients and moments."""
@@ -175,13 +186,13 @@ class _Placer:
         moving = {
             x.name: x
             for x in self.tensors
-            if not _is_placed_at(x.tensor, specs[x.name][0]) or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
+            if not _is_placed_at(x.tensor, specs[x.name][0], self._mesh_of(x.name)) or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
         }
         refuse_losses(name, [*moving.values()])
         placements = {at: specs[at][0].resolve(x.tensor.shape, mesh, name=at) for at, x in moving.items()}
         digests = _compare_ranks(name, moving, placements, mesh)
-        with mesh:
-            for x in self.tensors:
+        for x in self.tensors:
+            with self._mesh_of(x.name) as at:
                 own, *others = specs[x.name]
                 if x.name not in moving and self.keeps_earlier:
                     continue
@@ -189,7 +200,7 @@ class _Placer:
                 new = x.tensor
                 if x.name in digests:
                     new = replace_tensor(
-                        module, x, shard_known(x.name, value, placements[x.name], mesh, digests[x.name])
+                        module, x, shard_known(x.name, value, placements[x.name], at, digests[x.name])
                     )
                 elif x.name in moving:
                     new = replace_tensor(module, x, shard(value, own))
@@ -203,6 +214,10 @@ class _Placer:
         for inner in module.modules():
             if isinstance(inner, nn.RNNBase):  # otherwise its first call changes its state, and later ones recompile
                 settle_rnn(inner)
+
+    def _mesh_of(self, name: str) -> Mesh:
+        """Returns the part of the mesh that a parameter lives on."""
+        return self.mesh.on_stage(self.stages.get(name))
 
     def _resolve(self, table: Mapping[str, str | P | Spec]) -> dict[str, tuple[Spec, Spec, Spec]]:
         """Returns the specs of every parameter, its gradient and its moments."""
@@ -242,8 +257,11 @@ _SEEDS = (
 )
 
 
-def _is_placed_at(x: Tensor, spec: Spec) -> bool:
-    return isinstance(x, ShardedTensor) and spec.resolve(x.shape, x.mesh).layout == x.sharding
+def _is_placed_at(x: Tensor, spec: Spec, mesh: Mesh) -> bool:
+    """Returns whether a tensor is placed so, on this mesh or a stage of it."""
+    if not isinstance(x, ShardedTensor) or mesh.stage not in (None, x.mesh.stage):
+        return False
+    return spec.resolve(x.shape, x.mesh).layout == x.sharding
 
 
 def _default_specs(

@@ -50,7 +50,7 @@ def _uses(compiled: Compiled, leaves: Sequence[Any]) -> Iterator[tuple[ShardedTe
 
 def _move_all(moves: Mapping[int, tuple[ShardedTensor, int]]) -> bool:
     for x, stage in moves.values():
-        _move(x, x.mesh.at(**{str(x.mesh.stage_axis): stage}))
+        _move(x, x.mesh.on_stage(stage))
     return bool(moves)
 
 

@@ -212,6 +212,10 @@ class Mesh:
             given = ", ".join(f"{k}={x!r}" for k, x in stage.items())
             valid = f"{self.stage_axis}=0 to {self.stages - 1}" if self.stage_axis else "it has no axis of stages"
             raise ShardingError(f"{self} has no part at({given})", [valid], remedy='Mesh(stage=2, ..., stages="stage")')
+        return self.on_stage(place)
+
+    def on_stage(self, place: int | None) -> Mesh:
+        """Returns the part of the mesh at one stage; for None, the whole mesh."""
         if place == self.stage:
             return self
         other = Mesh.__new__(Mesh)
@@ -221,7 +225,7 @@ class Mesh:
     @property
     def whole(self) -> Mesh:
         """The mesh of all stages."""
-        return self if self.stage is None else self.at(**{str(self.stage_axis): None})
+        return self.on_stage(None)
 
     def stage_of(self, rank: int) -> int:
         """Returns the stage of one rank; 0 without an axis of stages."""

@@ -1,0 +1,90 @@
+"""Reads a table from patterns of module names to the stages of a pipeline, and runs each module on its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shardlib.core.errors import ShardingError
+from shardlib.jit.stage import stage
+from shardlib.nn.parameters import NamedTensor
+from shardlib.sharding.mesh.mesh import Mesh
+
+_HOOKS = "_shardlib_stage_hooks"
+
+
+def assign_modules(module: nn.Module, table: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+    """Returns the stage of every module that a pattern names, or that holds parameters and no pattern names.
+
+    A pattern is a module's name with `*`, `?` and `[...]` as in `fnmatch`; `layers.3.*` names `layers.3`, too. A module
+    without a pattern is on the stage of the one in front of it, the first ones on that of the one behind them. Raises
+    `ShardingError` with all patterns that name no module, modules with two stages, and stages that do not exist.
+    """
+    faults = [] if mesh.stage_axis is not None else [f"{mesh} has no axis of stages"]
+    names = [name for name, _ in module.named_modules() if name]
+    found: dict[str, int] = {}
+    for pattern, at in table.items():
+        named = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(f"{name}.", pattern)]
+        if not named:
+            faults.append(f"{pattern!r} names no module")
+        if type(at) is not int or at < 0:
+            faults.append(f"{pattern!r}: {at!r} is no stage")
+        faults += [f"{x} is on stage {found[x]} and, by {pattern!r}, on {at}" for x in named if found.get(x, at) != at]
+        found.update(dict.fromkeys(named, at))
+    if faults:
+        raise ShardingError(
+            "the table of stages does not fit the module",
+            faults,
+            rule="every pattern names modules, and each module is on one stage",
+            remedy='stages={"layers.[0-3].*": 0, "layers.[4-7].*": 1} on Mesh(stage=2, ..., stages="stage")',
+        )
+    owners = {name for name, m in module.named_modules() if name and m._parameters}
+    return _with_neighbors([name for name in names if name in owners or name in found], found)
+
+
+def _with_neighbors(names: Sequence[str], found: Mapping[str, int]) -> dict[str, int]:
+    """Gives names without a stage that of their parent, else of the name in front, else of the first one behind."""
+    result: dict[str, int] = {}
+    last = next((found[name] for name in names if name in found), 0)
+    for name in names:
+        parents = (name[:i] for i, c in enumerate(name) if c == ".")
+        inherited = [found[p] for p in parents if p in found]
+        last = result[name] = found.get(name, inherited[-1] if inherited else last)
+    return result
+
+
+def stage_of_parameter(x: NamedTensor, modules: Mapping[str, int]) -> int | None:
+    """Returns the stage of the module that holds a parameter first; None if it has none."""
+    return modules.get(x.name.rpartition(".")[0])
+
+
+def run_on_stages(module: nn.Module, modules: Mapping[str, int]) -> None:
+    """Makes each of these modules run on its stage; replaces an earlier assignment."""
+    for handle in module.__dict__.pop(_HOOKS, ()):
+        handle.remove()
+    handles = []
+    for name, at in modules.items():
+        inner, hook = module.get_submodule(name), _OnStage(at)
+        handles.append(inner.register_forward_pre_hook(hook.enter))
+        handles.append(inner.register_forward_hook(hook.leave, always_call=True))
+    module.__dict__[_HOOKS] = handles
+
+
+class _OnStage:
+    """Enters a stage in front of a module's forward, and leaves it behind."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self._open: list[AbstractContextManager[None]] = []
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        block = stage(self.at)
+        block.__enter__()
+        self._open.append(block)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._open.pop().__exit__(None, None, None)
