@@ -1,0 +1,285 @@
+"""The boundaries that a cut may have: for each, the sets of groups that may lie before it.
+
+A cut into P stages is a chain of *ideals*: boundary s has before it the groups of stages 0 to s - 1, closed under
+inputs. Few ideals can be part of a cut that is no slower than a known one: stages before and behind the boundary must
+be able to hold the work, and the values that cross all boundaries must fit into the time that work leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlib.compiler.stages.cut_graph import Array, CutGraph
+
+TOLERANCE = 1e-9  # relative; costs that differ by less are equal
+MAX_IDEALS = 6_000  # of a boundary
+MAX_STEPS = 120_000  # of an enumeration
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Candidates for the groups before a boundary: `base` and for each candidate a row of `bits` over groups `free`."""
+
+    graph: CutGraph
+    base: Array
+    free: Array
+    bits: Array
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def keep(self, rows: Array) -> Boundary:
+        """Returns the boundary with some of its candidates."""
+        return Boundary(self.graph, self.base, self.free, self.bits[rows])
+
+    def contains(self, groups: Array) -> Array:
+        """Returns for each candidate and group whether the group lies before the boundary."""
+        columns = self._columns[groups]
+        table = np.broadcast_to(self.base[groups], (len(self), len(groups))).copy()
+        table[:, columns >= 0] = self.bits[:, columns[columns >= 0]]
+        return table
+
+    @cached_property
+    def _columns(self) -> Array:
+        columns = np.full(self.graph.size, -1)
+        columns[self.free] = np.arange(len(self.free))
+        return columns
+
+    def sum(self, weights: Array) -> Array:
+        """Returns for each candidate the sum of the weights of its groups."""
+        return np.asarray(self.bits @ weights[self.free] + weights[self.base].sum())
+
+    @cached_property
+    def union(self) -> Array:
+        """Groups that some candidate contains."""
+        groups = self.base.copy()
+        groups[self.free] |= self.bits.any(axis=0)
+        return groups
+
+    @cached_property
+    def intersection(self) -> Array:
+        """Groups that all candidates contain."""
+        groups = self.base.copy()
+        groups[self.free] |= self.bits.all(axis=0)
+        return groups
+
+    @cached_property
+    def crossing(self) -> Array:
+        """Numbers of the values that cross the boundary for some candidate."""
+        graph = self.graph
+        return np.flatnonzero(self.union[graph.producers] & ~graph.all_readers(self.intersection[None])[0])
+
+    @cached_property
+    def crosses(self) -> Array:
+        """Returns for each candidate and each value of `crossing` whether it crosses."""
+        table = np.empty((len(self), len(self.crossing)), dtype=bool)
+        for i, number in enumerate(self.crossing):
+            producer, readers = self.graph.values[number]
+            table[:, i] = self.contains(np.array([producer]))[:, 0] & ~self.contains(np.array(readers)).all(axis=1)
+        return table
+
+
+class Ranges(NamedTuple):
+    """For each boundary (rows) the groups that must lie before it, that must lie behind it, and its value shares.
+
+    A value counts at each of the `n` boundaries that it may cross with a part of its cost: an n-th.
+    """
+
+    before: Array
+    behind: Array
+    share: Array  # of each value
+
+
+def find_boundaries(graph: CutGraph, bound: float, traffic: float = np.inf) -> tuple[list[Boundary], bool]:
+    """Returns the candidates of all P + 1 boundaries for cuts whose objective is at most `bound`.
+
+    With `traffic`, only cuts with at most this traffic count. The second result is False if a boundary has too many
+    candidates; those of the topological order take their place.
+    """
+    ranges = _find_ranges(graph, bound)
+    boundaries, is_complete = [], True
+    for s in range(graph.stages + 1):
+        masks = _enumerate_ideals(Space(graph, bound, traffic, s, ranges))
+        is_complete &= masks is not None
+        boundaries.append(_prefixes(graph, s, ranges) if masks is None else _pack(graph, s, ranges, masks))
+    return _tighten(graph, boundaries, bound, traffic, ranges), is_complete
+
+
+def find_prefixes(graph: CutGraph) -> list[Boundary]:
+    """Returns for each boundary the cuts of one topological order."""
+    ranges = _find_ranges(graph, np.inf)
+    return [_prefixes(graph, s, ranges) for s in range(graph.stages + 1)]
+
+
+def _prefixes(graph: CutGraph, s: int, ranges: Ranges) -> Boundary:
+    """Returns the cuts of the topological order in which groups that must lie before the boundary come first."""
+    before, behind = ranges.before[s], ranges.behind[s]
+    free = np.flatnonzero(~before & ~behind)
+    bits = np.tri(len(free) + 1, len(free), -1, dtype=bool)
+    if len(bits) > MAX_IDEALS:
+        bits = bits[np.linspace(0, len(free), MAX_IDEALS).astype(np.int64)]
+    return Boundary(graph, before, free, bits)
+
+
+def _find_ranges(graph: CutGraph, bound: float) -> Ranges:
+    stages = np.arange(graph.stages + 1)[:, None]
+    before, behind = graph.latest[None] < stages, graph.earliest[None] >= stages
+    if np.isfinite(bound):
+        most = bound * (1 + 1e-5)  # the sums are single precision
+        before = before | (closure_work(graph, graph.outputs, reverse=True)[None] > (graph.stages - stages) * most)
+        behind = behind | (closure_work(graph, graph.inputs, reverse=False)[None] > stages * most)
+    may_cross = ~behind[:, graph.producers] & ~graph.all_readers(before)
+    return Ranges(before, behind, 1 / np.maximum(1, may_cross.sum(axis=0)))
+
+
+def closure_work(graph: CutGraph, neighbors: list[set[int]], reverse: bool) -> Array:
+    """Returns for each group the work of itself and of all groups that it reaches over `neighbors`."""
+    reached = np.zeros((graph.size, -(-graph.size // 8)), dtype=np.uint8)
+    order = range(graph.size)
+    for group in reversed(order) if reverse else order:
+        row = reached[group]
+        row[group // 8] = 128 >> group % 8
+        for x in neighbors[group]:
+            row |= reached[x]
+    work = graph.objective.least_work.astype(np.float32)
+    chunks = [reached[i : i + 512] for i in range(0, graph.size, 512)]
+    sums = np.concatenate([np.unpackbits(c, axis=1, count=graph.size).astype(np.float32) @ work for c in chunks])
+    result = sums.tolist()
+    for group in reversed(order) if reverse else order:  # rounding must not make a closure smaller than its parts
+        result[group] = max([result[group], *(result[x] for x in neighbors[group])])
+    return np.array(result)
+
+
+def _enumerate_ideals(space: Space) -> list[int] | None:
+    """Lists the ideals of a boundary as bit masks over its free groups, or returns None if there are too many."""
+    ideals: list[int] = []
+    for steps, mask in enumerate(space.ideals()):
+        if mask is not None:
+            ideals.append(mask)
+        if len(ideals) > MAX_IDEALS or steps > MAX_STEPS:
+            return None
+    return ideals
+
+
+class Space:
+    """The free groups of one boundary: their order, work, and the values that cross once a group lies behind it."""
+
+    def __init__(self, graph: CutGraph, bound: float, traffic: float, s: int, ranges: Ranges) -> None:
+        before, behind, share = ranges.before[s], ranges.behind[s], ranges.share
+        self.is_empty = bool((before & behind).any())
+        free = np.flatnonzero(~before & ~behind)
+        local = {int(group): i for i, group in enumerate(free)}
+        self.inputs = [sum(1 << local[x] for x in graph.inputs[g] if x in local) for g in map(int, free)]
+        self.outputs = [[local[x] for x in graph.outputs[g] if x in local] for g in map(int, free)]
+        self.reach = [0] * len(free)
+        for i in reversed(range(len(free))):
+            self.reach[i] = 1 << i
+            for x in self.outputs[i]:
+                self.reach[i] |= self.reach[x]
+        work = graph.objective.least_work
+        most = bound * (1 + TOLERANCE)
+        self.work = [float(x) for x in work[free]]
+        self.start = float(work[before].sum()), float(work[behind].sum())
+        self.limits = s * most if s else 0.0, (graph.stages - s) * most if s < graph.stages else 0.0
+        self.budgets = graph.stages * most - float(work.sum()), traffic
+        crossing = np.flatnonzero(~behind[graph.producers] & ~graph.all_readers(before[None])[0])
+        costs = np.stack([graph.message, graph.traffic.receive])[:, crossing] * share[crossing]
+        self.cost: list[tuple[float, float]] = list(zip(*costs.tolist(), strict=True))
+        self.reads: list[int] = [0] * len(free)  # values that each group reads, as bits
+        self.crossing = 0  # values that cross for every candidate
+        for i, (producer, readers) in enumerate(graph.values[x] for x in crossing):
+            for x in readers:
+                if x in local:
+                    self.reads[local[x]] |= 1 << i
+                elif behind[x] and before[producer]:
+                    self.crossing |= 1 << i
+
+    def ideals(self) -> Iterator[int | None]:
+        """Yields every ideal that the limits allow, and None for each step without a result.
+
+        A step takes the first group whose inputs lie before the boundary, and puts it before or behind the boundary.
+        """
+        if self.is_empty:
+            return
+        ready = sum(1 << i for i, inputs in enumerate(self.inputs) if not inputs)
+        stack = [(0, ready, *self.start, 0, self.crossing, *self._spend(self.crossing, *self.budgets))]
+        while stack:
+            mask, ready, work, rest, out, crossing, budget, traffic = stack.pop()
+            if budget < 0 or traffic < 0 or work > self.limits[0] or rest > self.limits[1]:
+                yield None
+            elif not ready:
+                yield mask
+            else:
+                bit = ready & -ready
+                group = bit.bit_length() - 1
+                added, new = self.reach[group] & ~out, self.reads[group] & ~crossing
+                behind = rest + sum(self.work[i] for i in _bits(added))
+                left = self._spend(new, budget, traffic)
+                stack.append((mask, ready ^ bit, work, behind, out | added, crossing | new, *left))
+                inside = mask | bit
+                more = sum(1 << i for i in self.outputs[group] if not self.inputs[i] & ~inside)
+                work += self.work[group]
+                stack.append((inside, ready ^ bit | more, work, rest, out, crossing, budget, traffic))
+                yield None
+
+    def _spend(self, values: int, budget: float, traffic: float) -> tuple[float, float]:
+        """Returns what is left of both budgets behind values that cross."""
+        for i in _bits(values):
+            budget -= self.cost[i][0]
+            traffic -= self.cost[i][1]
+        return budget, traffic
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = mask & -mask
+        yield bit.bit_length() - 1
+        mask ^= bit
+
+
+def _pack(graph: CutGraph, s: int, ranges: Ranges, masks: list[int]) -> Boundary:
+    """Returns a boundary of these candidates, smaller ones first."""
+    groups = np.flatnonzero(~ranges.before[s] & ~ranges.behind[s])
+    width = max(1, -(-len(groups) // 8))
+    masks = sorted(masks, key=lambda mask: (mask.bit_count(), mask))
+    data = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), dtype=np.uint8)
+    bits = np.unpackbits(data.reshape(len(masks), width), axis=1, count=len(groups), bitorder="little")
+    return Boundary(graph, ranges.before[s], groups, bits.astype(bool))
+
+
+def _tighten(
+    graph: CutGraph, boundaries: list[Boundary], bound: float, traffic: float, ranges: Ranges
+) -> list[Boundary]:
+    """Drops candidates whose work and messages, with the least ones of all other boundaries, exceed a bound.
+
+    A value that may cross one boundary only costs its sender and its receiver; of others, one of the two is sure.
+    """
+    if not np.isfinite(bound):
+        return boundaries
+    cost, share = graph.objective, ranges.share
+    elsewhere = np.where(share == 1, graph.message, np.minimum(cost.send, cost.receive))
+    least = [_least(boundary, elsewhere * share) for boundary in boundaries]
+    least_traffic = [_least(boundary, graph.traffic.receive * share) for boundary in boundaries]
+    most = bound * (1 + TOLERANCE)
+    total = float(cost.least_work.sum())
+    result = []
+    for s, boundary in enumerate(boundaries):
+        sent, received, moved = (
+            boundary.crosses @ (x * share)[boundary.crossing] for x in (cost.send, cost.receive, graph.traffic.receive)
+        )
+        work = boundary.sum(cost.least_work)
+        fits = work + sent + sum(least[:s]) <= s * most + TOLERANCE * total
+        fits &= total - work + received + sum(least[s + 1 :]) <= (graph.stages - s) * most + TOLERANCE * total
+        fits &= moved + sum(least_traffic) - least_traffic[s] <= traffic * (1 + TOLERANCE)
+        result.append(boundary.keep(fits))
+    return result
+
+
+def _least(boundary: Boundary, cost: Array) -> float:
+    """Returns the least cost of the values that cross, over all candidates; 0 if there is none."""
+    return float((boundary.crosses @ cost[boundary.crossing]).min()) if len(boundary) else 0.0

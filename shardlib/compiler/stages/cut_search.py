@@ -1,0 +1,260 @@
+"""The search for a cut: dynamic programming over the candidates of each boundary, on graphs that become finer.
+
+A stage's cost depends on the boundaries before and behind it, and on the number of later stages that read each value
+that it sends. So a state of the program is a candidate of a boundary with those numbers for the values that cross it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlib.compiler.stages.boundaries import TOLERANCE, Boundary, find_boundaries, find_prefixes
+from shardlib.compiler.stages.cut_graph import Array, Cost, CutGraph, contract_free_groups, contract_small_groups
+
+MAX_STATES = 20_000  # of a boundary
+TABLE = 4_000_000  # entries of a table of pairs of states
+
+
+class Cut(NamedTuple):
+    """The stage of each group (None: there is no cut), its objective and traffic, and True if no objective is less."""
+
+    assignment: Array | None
+    objective: float
+    traffic: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class States:
+    """States of a boundary: a candidate, the number of later stages that read each tracked value, and the best rest.
+
+    Values that are not tracked are read by one later stage if they cross. `choice` is the state of the next boundary.
+    """
+
+    candidate: Array
+    tracked: Array
+    counts: Array  # states x tracked values
+    best: Array
+    choice: Array
+
+
+def search_cut(graph: CutGraph) -> Cut:
+    """Returns the cut with the least objective, and of those the one with the least traffic, then the earliest.
+
+    The best cut of a contracted graph bounds the search on the next finer one. If a graph has too many candidates, its
+    best cut is the result, without proof.
+    """
+    levels = _contract(graph)
+    best = Cut(None, np.inf, np.inf, True)
+    for level, numbers in levels:
+        if best.assignment is None:
+            best = _better(best, _solve(level, find_prefixes(level), best, by_traffic=False), numbers)
+        boundaries, is_complete = find_boundaries(level, best.objective)
+        found = _solve(level, boundaries, best, by_traffic=False)
+        best = _better(best, found, numbers)._replace(exact=is_complete and found.exact)
+        if best.assignment is not None and not best.exact:
+            break
+    if best.assignment is None:
+        return best
+    boundaries, _ = find_boundaries(level, best.objective, best.traffic)
+    return _better(best, _solve(level, boundaries, best, by_traffic=True), numbers)
+
+
+def stage_costs(graph: CutGraph, cost: Cost, assignment: Array) -> Array:
+    """Returns the cost of each stage."""
+    stages = np.arange(graph.stages)
+    total = np.zeros(graph.stages)
+    np.add.at(total, assignment, cost.work[assignment, np.arange(graph.size)])
+    for i, (producer, readers) in enumerate(graph.values):
+        others = set(assignment[list(readers)].tolist()) - {int(assignment[producer])}
+        total[list(others)] += cost.receive[i]
+        total[assignment[producer]] += len(others) * cost.send[i]
+    for i, readers in enumerate(graph.copies):
+        present = sorted(set(assignment[list(readers)].tolist()))
+        at = np.isin(stages, present)
+        total[at] += cost.copy[i]
+        total[present[1:]] += cost.before[i]
+        total[present[:-1]] += cost.behind[i]
+    return total
+
+
+def _contract(graph: CutGraph) -> list[tuple[CutGraph, Array]]:
+    """Returns graphs from the coarsest to the finest, each with the numbers of the groups that are parts of its own."""
+    fine, numbers = contract_free_groups(graph)
+    while (again := contract_free_groups(fine))[0].size < fine.size:
+        fine, numbers = again[0], again[1][numbers]
+    levels = [(fine, numbers)]
+    smallest = max(48, 6 * graph.stages)
+    while fine.size > 2 * smallest:
+        coarse, merged = contract_small_groups(fine, max(smallest, fine.size // 4))
+        if coarse.size > 0.9 * fine.size:
+            break
+        fine, numbers = coarse, merged[numbers]
+        levels.append((fine, numbers))
+    return levels[::-1]
+
+
+def is_better(new: Cut, old: Cut) -> bool:
+    """Returns whether a cut is faster, or equally fast with less traffic."""
+    if new.objective < old.objective * (1 - TOLERANCE):
+        return True
+    return new.objective <= old.objective * (1 + TOLERANCE) and new.traffic < old.traffic
+
+
+def _better(best: Cut, new: Cut, numbers: Array) -> Cut:
+    """Returns the better of two cuts, the second for groups that are parts of those of its own graph."""
+    if new.assignment is None or (best.assignment is not None and not is_better(new, best)):
+        return best
+    return new._replace(assignment=new.assignment[numbers], exact=best.exact)
+
+
+def _solve(graph: CutGraph, boundaries: Sequence[Boundary], best: Cut, *, by_traffic: bool) -> Cut:
+    """Returns the best cut over the boundaries' candidates that is not slower than `best`."""
+    first = np.zeros(min(1, len(boundaries[-1])), dtype=np.int64)
+    none = np.zeros(0, dtype=np.int64)
+    states = [States(first, none, np.zeros((len(first), 0)), np.zeros(len(first)), first)]
+    exact = True
+    for s in reversed(range(graph.stages)):
+        pairs = Pairs(graph, s, boundaries[s], boundaries[s + 1], states[-1])
+        extended = pairs.extend(best.objective * (1 + TOLERANCE), by_traffic)
+        if len(extended.best) > MAX_STATES:
+            extended, exact = _keep_best(extended), False
+        states.append(extended)
+    if not len(states[-1].best):
+        return Cut(None, np.inf, np.inf, exact)
+    assignment = np.full(graph.size, graph.stages - 1)
+    at = 0
+    for s, rows in enumerate(states[:0:-1]):
+        before = boundaries[s].contains(np.arange(graph.size))[rows.candidate[at]]
+        if s:
+            assignment[before & (assignment >= s)] = np.minimum(assignment[before & (assignment >= s)], s - 1)
+        at = int(rows.choice[at])
+    objective = float(stage_costs(graph, graph.objective, assignment).max())
+    return Cut(assignment, objective, float(stage_costs(graph, graph.traffic, assignment).sum()), exact)
+
+
+def _keep_best(states: States) -> States:
+    rows = np.sort(np.argsort(states.best, kind="stable")[:MAX_STATES])
+    return States(states.candidate[rows], states.tracked, states.counts[rows], states.best[rows], states.choice[rows])
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Stage `s` between every candidate of the boundary before it and every state of the boundary behind it."""
+
+    graph: CutGraph
+    s: int
+    front: Boundary
+    back: Boundary
+    states: States
+
+    @cached_property
+    def tracked(self) -> Array:
+        """Values that may cross both boundaries: the stage may leave them unread, or not be their producer."""
+        return np.intersect1d(self.front.crossing, self.back.crossing)
+
+    @cached_property
+    def back_counts(self) -> Array:
+        """For each state and each value that crosses the back boundary, the number of later stages that read it."""
+        counts = self.back.crosses[self.states.candidate].astype(np.float64)
+        counts[:, np.searchsorted(self.back.crossing, self.states.tracked)] = self.states.counts
+        return counts
+
+    def extend(self, bound: float, by_traffic: bool) -> States:
+        """Returns the states of the boundary before the stage; no stage may cost more than `bound`."""
+        entries = max(1, len(self.states.best)) * (1 + len(self.tracked))
+        rows = max(1, TABLE // entries)
+        parts = [
+            self._extend_rows(np.arange(i, min(i + rows, len(self.front))), bound, by_traffic)
+            for i in range(0, len(self.front), rows)
+        ]
+        none = np.zeros(0, dtype=np.int64)
+        parts.append(States(none, self.tracked, np.zeros((0, len(self.tracked))), np.zeros(0), none))
+        return States(
+            np.concatenate([x.candidate for x in parts]),
+            self.tracked,
+            np.concatenate([x.counts for x in parts]),
+            np.concatenate([x.best for x in parts]),
+            np.concatenate([x.choice for x in parts]),
+        )
+
+    def _extend_rows(self, rows: Array, bound: float, by_traffic: bool) -> States:
+        graph, states = self.graph, self.states
+        table = Table(self, rows)
+        objective = table.cost(graph.objective)
+        valid = table.nested & (objective <= bound)
+        if np.isfinite(graph.limit):
+            valid &= table.cost(graph.memory) <= graph.limit
+        total = table.cost(graph.traffic) + states.best if by_traffic else np.maximum(objective, states.best)
+        valid &= np.isfinite(total)
+        row, state = np.nonzero(valid)
+        counts = np.stack([n[row, state] for n in table.counts], axis=1) if table.counts else np.zeros((len(row), 0))
+        code = np.unique(counts, axis=0, return_inverse=True)[1].reshape(-1) if table.counts else np.zeros_like(row)
+        order = np.lexsort((total[row, state], code, row))
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = (np.diff(row[order]) != 0) | (np.diff(code[order]) != 0)
+        pick = order[first]
+        row, state = row[pick], state[pick]
+        return States(rows[row], self.tracked, counts[pick], total[row, state], state)
+
+
+class Table:
+    """Costs of a stage for some candidates of its front boundary (rows) and all states behind it (columns)."""
+
+    def __init__(self, pairs: Pairs, rows: Array) -> None:
+        self.pairs = pairs
+        self.front = front = pairs.front.keep(rows)
+        back, graph = pairs.back, pairs.graph
+        self.column = pairs.states.candidate
+        nodes = np.flatnonzero(front.union & ~back.intersection)
+        outside = _any_common(front.contains(nodes), ~back.contains(nodes))
+        weights = graph.counts.astype(np.float64)
+        self.nested = (~outside & (front.sum(weights)[:, None] < back.sum(weights)[None]))[:, self.column]
+        self.rows = rows
+        self.present: list[Array] = []  # for each tracked value: is its producer before the front boundary?
+        self.reads: list[Array] = []  # does the stage receive it?
+        self.later: list[Array] = []  # number of later stages that read it
+        self.counts: list[Array] = []  # the same with this stage, if the producer is before it
+        for number in pairs.tracked:
+            producer, readers = graph.values[number]
+            present = front.contains(np.array([producer]))
+            reads = self._reads(readers) & present
+            later = pairs.back_counts[:, np.searchsorted(back.crossing, number)]
+            self.present.append(present)
+            self.reads.append(reads)
+            self.later.append(later)
+            self.counts.append(reads + present * later)
+
+    def _reads(self, groups: Sequence[int]) -> Array:
+        """Returns for each row and column whether one of the groups lies in the stage."""
+        nodes = np.array(groups)
+        return _any_common(~self.front.contains(nodes), self.pairs.back.contains(nodes))[:, self.column]
+
+    def cost(self, cost: Cost) -> Array:
+        """Returns the cost of the stage, as `stage_costs` does for a whole cut."""
+        pairs, front, back = self.pairs, self.front, self.pairs.back
+        crosses = pairs.front.crosses[self.rows]
+        work = cost.work[pairs.s]
+        received = crosses @ cost.receive[pairs.front.crossing]
+        sent = pairs.back_counts @ cost.send[back.crossing]
+        table = (back.sum(work)[self.column] + sent)[None] + (received - front.sum(work))[:, None]
+        for i, number in enumerate(pairs.tracked):
+            column = crosses[:, np.searchsorted(pairs.front.crossing, number)]
+            table -= cost.receive[number] * (column[:, None] & ~self.reads[i])
+            table -= cost.send[number] * (self.present[i] * self.later[i])
+        for i, readers in enumerate(pairs.graph.copies):
+            nodes = np.array(readers)
+            before = front.contains(nodes).any(axis=1)[:, None]
+            behind = ~back.contains(nodes).all(axis=1)[self.column][None]
+            table += self._reads(readers) * (cost.copy[i] + before * cost.before[i] + behind * cost.behind[i])
+        return np.asarray(table)
+
+
+def _any_common(a: Array, b: Array) -> Array:
+    """Returns for each pair of rows whether both are True in one column."""
+    return np.asarray(a.astype(np.float32) @ b.astype(np.float32).T > 0)
