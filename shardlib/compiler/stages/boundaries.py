@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import getitem
 from typing import NamedTuple
 
 import numpy as np
 
-from shardlib.compiler.stages.cut_graph import Array, CutGraph
+from shardlib.compiler.stages.cut_graph import Array, CutGraph, byte_tables
 
 TOLERANCE = 1e-9  # relative; costs that differ by less are equal
 MAX_IDEALS = 6_000  # of a boundary
-MAX_STEPS = 120_000  # of an enumeration
+STEPS = 20  # of an enumeration, for each ideal
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Boundary:
 
     def sum(self, weights: Array) -> Array:
         """Returns for each candidate the sum of the weights of its groups."""
-        return np.asarray(self.bits @ weights[self.free] + weights[self.base].sum())
+        return np.asarray(self.bits.astype(np.float64) @ weights[self.free] + weights[self.base].sum(axis=0))
 
     @cached_property
     def union(self) -> Array:
@@ -77,25 +78,32 @@ class Boundary:
     @cached_property
     def crosses(self) -> Array:
         """Returns for each candidate and each value of `crossing` whether it crosses."""
-        table = np.empty((len(self), len(self.crossing)), dtype=bool)
-        for i, number in enumerate(self.crossing):
-            producer, readers = self.graph.values[number]
-            table[:, i] = self.contains(np.array([producer]))[:, 0] & ~self.contains(np.array(readers)).all(axis=1)
-        return table
+        if not len(self.crossing):
+            return np.zeros((len(self), 0), dtype=bool)
+        values = [self.graph.values[number] for number in self.crossing]
+        flat = np.array([reader for value in values for reader in value.readers])
+        starts = np.cumsum([0, *(len(value.readers) for value in values[:-1])])
+        all_read = np.logical_and.reduceat(self.contains(flat), starts, axis=1)
+        return self.contains(self.graph.producers[self.crossing]) & ~all_read
 
 
 class Ranges(NamedTuple):
-    """For each boundary (rows) the groups that must lie before it, that must lie behind it, and its value shares.
+    """Facts that hold for all cuts within a bound.
 
-    A value counts at each of the `n` boundaries that it may cross with a part of its cost: an n-th.
+    `before` and `behind` (boundaries x groups) say that a group must lie on that side of a boundary. `sure` (stages x
+    values) says that a stage must receive a value. Values without sure messages count at each of the `n` boundaries
+    that they may cross with `share`, an n-th of their cost.
     """
 
     before: Array
     behind: Array
-    share: Array  # of each value
+    sure: Array
+    share: Array
 
 
-def find_boundaries(graph: CutGraph, bound: float, traffic: float = np.inf) -> tuple[list[Boundary], bool]:
+def find_boundaries(
+    graph: CutGraph, bound: float, traffic: float = np.inf, max_ideals: int = MAX_IDEALS
+) -> tuple[list[Boundary], bool]:
     """Returns the candidates of all P + 1 boundaries for cuts whose objective is at most `bound`.
 
     With `traffic`, only cuts with at most this traffic count. The second result is False if a boundary has too many
@@ -104,7 +112,7 @@ def find_boundaries(graph: CutGraph, bound: float, traffic: float = np.inf) -> t
     ranges = _find_ranges(graph, bound)
     boundaries, is_complete = [], True
     for s in range(graph.stages + 1):
-        masks = _enumerate_ideals(Space(graph, bound, traffic, s, ranges))
+        masks = _enumerate_ideals(Space(graph, bound, traffic, s, ranges), max_ideals)
         is_complete &= masks is not None
         boundaries.append(_prefixes(graph, s, ranges) if masks is None else _pack(graph, s, ranges, masks))
     return _tighten(graph, boundaries, bound, traffic, ranges), is_complete
@@ -130,38 +138,32 @@ def _find_ranges(graph: CutGraph, bound: float) -> Ranges:
     stages = np.arange(graph.stages + 1)[:, None]
     before, behind = graph.latest[None] < stages, graph.earliest[None] >= stages
     if np.isfinite(bound):
-        most = bound * (1 + 1e-5)  # the sums are single precision
-        before = before | (closure_work(graph, graph.outputs, reverse=True)[None] > (graph.stages - stages) * most)
-        behind = behind | (closure_work(graph, graph.inputs, reverse=False)[None] > stages * most)
-    may_cross = ~behind[:, graph.producers] & ~graph.all_readers(before)
-    return Ranges(before, behind, 1 / np.maximum(1, may_cross.sum(axis=0)))
+        most = bound * (1 + TOLERANCE)
+        before = before | (graph.work_behind > (graph.stages - stages) * most)
+        behind = behind | (graph.work_before > stages * most)
+    all_before = graph.all_readers(before)
+    may_cross = ~behind[:, graph.producers] & ~all_before
+    # A reader that is before the next boundary and behind this one is in the stage.
+    sure = before[:-1, graph.producers] & ~graph.all_readers(~(before[1:] & behind[:-1]))
+    share = np.where(sure.any(axis=0), 0.0, 1 / np.maximum(1, may_cross.sum(axis=0)))
+    return Ranges(before, behind, sure, share)
 
 
-def closure_work(graph: CutGraph, neighbors: list[set[int]], reverse: bool) -> Array:
-    """Returns for each group the work of itself and of all groups that it reaches over `neighbors`."""
-    reached = np.zeros((graph.size, -(-graph.size // 8)), dtype=np.uint8)
-    order = range(graph.size)
-    for group in reversed(order) if reverse else order:
-        row = reached[group]
-        row[group // 8] = 128 >> group % 8
-        for x in neighbors[group]:
-            row |= reached[x]
-    work = graph.objective.least_work.astype(np.float32)
-    chunks = [reached[i : i + 512] for i in range(0, graph.size, 512)]
-    sums = np.concatenate([np.unpackbits(c, axis=1, count=graph.size).astype(np.float32) @ work for c in chunks])
-    result = sums.tolist()
-    for group in reversed(order) if reverse else order:  # rounding must not make a closure smaller than its parts
-        result[group] = max([result[group], *(result[x] for x in neighbors[group])])
-    return np.array(result)
+def sure_costs(graph: CutGraph, s: int, ranges: Ranges) -> tuple[float, float]:
+    """Returns the cost of sure messages for the stages before boundary s, and for those behind it."""
+    sends = graph.objective.send * ranges.sure.sum(axis=0)
+    received = ranges.sure @ graph.objective.receive
+    before, behind = (side[s, graph.producers] for side in (ranges.before, ranges.behind))
+    return float(received[:s].sum() + sends[before].sum()), float(received[s:].sum() + sends[behind].sum())
 
 
-def _enumerate_ideals(space: Space) -> list[int] | None:
+def _enumerate_ideals(space: Space, max_ideals: int) -> list[int] | None:
     """Lists the ideals of a boundary as bit masks over its free groups, or returns None if there are too many."""
     ideals: list[int] = []
     for steps, mask in enumerate(space.ideals()):
         if mask is not None:
             ideals.append(mask)
-        if len(ideals) > MAX_IDEALS or steps > MAX_STEPS:
+        if len(ideals) > max_ideals or steps > STEPS * max_ideals:
             return None
     return ideals
 
@@ -184,9 +186,12 @@ class Space:
         work = graph.objective.least_work
         most = bound * (1 + TOLERANCE)
         self.work = [float(x) for x in work[free]]
+        self.tables = byte_tables(np.append(work[free], np.zeros(-len(free) % 8))).tolist()
         self.start = float(work[before].sum()), float(work[behind].sum())
-        self.limits = s * most if s else 0.0, (graph.stages - s) * most if s < graph.stages else 0.0
-        self.budgets = graph.stages * most - float(work.sum()), traffic
+        sent, received = sure_costs(graph, s, ranges)
+        self.limits = (s * most if s else 0.0) - sent, ((graph.stages - s) * most if s < graph.stages else 0.0) - received
+        sure = ranges.sure.sum(axis=0)
+        self.budgets = graph.stages * most - float(work.sum() + sure @ graph.message), traffic - sure @ graph.traffic.receive
         crossing = np.flatnonzero(~behind[graph.producers] & ~graph.all_readers(before[None])[0])
         costs = np.stack([graph.message, graph.traffic.receive])[:, crossing] * share[crossing]
         self.cost: list[tuple[float, float]] = list(zip(*costs.tolist(), strict=True))
@@ -218,7 +223,7 @@ class Space:
                 bit = ready & -ready
                 group = bit.bit_length() - 1
                 added, new = self.reach[group] & ~out, self.reads[group] & ~crossing
-                behind = rest + sum(self.work[i] for i in _bits(added))
+                behind = rest + sum(map(getitem, self.tables, added.to_bytes(len(self.tables), "little")))
                 left = self._spend(new, budget, traffic)
                 stack.append((mask, ready ^ bit, work, behind, out | added, crossing | new, *left))
                 inside = mask | bit
@@ -262,24 +267,20 @@ def _tighten(
     if not np.isfinite(bound):
         return boundaries
     cost, share = graph.objective, ranges.share
-    elsewhere = np.where(share == 1, graph.message, np.minimum(cost.send, cost.receive))
-    least = [_least(boundary, elsewhere * share) for boundary in boundaries]
-    least_traffic = [_least(boundary, graph.traffic.receive * share) for boundary in boundaries]
+    both = np.where(share == 1, graph.message, np.minimum(cost.send, cost.receive))
+    shares = np.stack([both, graph.traffic.receive, cost.send, cost.receive], axis=1) * share[:, None]
+    crossing = [boundary.crosses.astype(np.float64) @ shares[boundary.crossing] for boundary in boundaries]
+    least = np.array([x.min(axis=0)[:2] if len(x) else (0.0, 0.0) for x in crossing])
     most = bound * (1 + TOLERANCE)
     total = float(cost.least_work.sum())
+    slack = TOLERANCE * total
+    moved = float((ranges.sure @ graph.traffic.receive).sum() + least[:, 1].sum())
     result = []
-    for s, boundary in enumerate(boundaries):
-        sent, received, moved = (
-            boundary.crosses @ (x * share)[boundary.crossing] for x in (cost.send, cost.receive, graph.traffic.receive)
-        )
+    for s, (boundary, messages) in enumerate(zip(boundaries, crossing, strict=True)):
         work = boundary.sum(cost.least_work)
-        fits = work + sent + sum(least[:s]) <= s * most + TOLERANCE * total
-        fits &= total - work + received + sum(least[s + 1 :]) <= (graph.stages - s) * most + TOLERANCE * total
-        fits &= moved + sum(least_traffic) - least_traffic[s] <= traffic * (1 + TOLERANCE)
+        sent, received = sure_costs(graph, s, ranges)
+        fits = work + messages[:, 2] + sent + least[:s, 0].sum() <= s * most + slack
+        fits &= total - work + messages[:, 3] + received + least[s + 1 :, 0].sum() <= (graph.stages - s) * most + slack
+        fits &= messages[:, 1] + moved - least[s, 1] <= traffic * (1 + TOLERANCE)
         result.append(boundary.keep(fits))
     return result
-
-
-def _least(boundary: Boundary, cost: Array) -> float:
-    """Returns the least cost of the values that cross, over all candidates; 0 if there is none."""
-    return float((boundary.crosses @ cost[boundary.crossing]).min()) if len(boundary) else 0.0

@@ -103,12 +103,49 @@ class CutGraph:
         flat = np.array([reader for value in self.values for reader in value.readers], dtype=np.int64)
         return flat, np.cumsum([0, *lengths[:-1]])[: len(lengths)]
 
+    @cached_property
+    def work_behind(self) -> Array:
+        """For each group the objective's work of itself and of all groups that depend on it."""
+        return closure_work(self, self.outputs, reverse=True)
+
+    @cached_property
+    def work_before(self) -> Array:
+        """For each group the objective's work of itself and of all groups that it depends on."""
+        return closure_work(self, self.inputs, reverse=False)
+
     def all_readers(self, table: Array) -> Array:
         """Returns for each row and value whether all readers are in the rows' sets (rows x groups)."""
         if not self.values:
             return np.zeros((len(table), 0), dtype=bool)
         flat, starts = self.readers
         return np.asarray(np.logical_and.reduceat(table[:, flat], starts, axis=1))
+
+
+def closure_work(graph: CutGraph, neighbors: list[set[int]], reverse: bool) -> Array:
+    """Returns for each group the work of itself and of all groups that it reaches over `neighbors`."""
+    reached = np.zeros((graph.size, -(-graph.size // 8)), dtype=np.uint8)
+    order = range(graph.size)
+    for group in reversed(order) if reverse else order:
+        row = reached[group]
+        row[group // 8] = 1 << group % 8
+        for x in neighbors[group]:
+            row |= reached[x]
+    work = np.zeros(8 * reached.shape[1])
+    work[: graph.size] = graph.objective.least_work
+    sums = np.zeros(graph.size)
+    for byte, table in enumerate(byte_tables(work)):
+        rows = slice(0, 8 * byte + 8) if reverse else slice(8 * byte, None)  # others cannot reach these groups
+        sums[rows] += table[reached[rows, byte]]
+    result = sums.tolist()
+    for group in reversed(order) if reverse else order:  # rounding must not make a closure smaller than its parts
+        result[group] = max([result[group], *(result[x] for x in neighbors[group])])
+    return np.array(result)
+
+
+def byte_tables(work: Array) -> Array:
+    """Returns for each eight groups the sum of their work for each of 256 sets, bit i for group i of the eight."""
+    sets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.asarray(work.reshape(-1, 8) @ sets.T)
 
 
 def topological_order(inputs: Sequence[Iterable[int]], key: Sequence[Any]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlib.compiler.stages.boundaries import TOLERANCE, Boundary, find_boundaries, find_prefixes
+from shardlib.compiler.stages.boundaries import MAX_IDEALS, TOLERANCE, Boundary, find_boundaries, find_prefixes
 from shardlib.compiler.stages.cut_graph import Array, Cost, CutGraph, contract_free_groups, contract_small_groups
 
 MAX_STATES = 20_000  # of a boundary
@@ -52,13 +52,13 @@ def search_cut(graph: CutGraph) -> Cut:
     levels = _contract(graph)
     best = Cut(None, np.inf, np.inf, True)
     for level, numbers in levels:
+        is_finest = level is levels[-1][0]
         if best.assignment is None:
             best = _better(best, _solve(level, find_prefixes(level), best, by_traffic=False), numbers)
-        boundaries, is_complete = find_boundaries(level, best.objective)
+        limit = MAX_IDEALS if is_finest else MAX_IDEALS // 8
+        boundaries, is_complete = find_boundaries(level, best.objective, max_ideals=limit)
         found = _solve(level, boundaries, best, by_traffic=False)
         best = _better(best, found, numbers)._replace(exact=is_complete and found.exact)
-        if best.assignment is not None and not best.exact:
-            break
     if best.assignment is None:
         return best
     boundaries, _ = find_boundaries(level, best.objective, best.traffic)
@@ -67,17 +67,16 @@ def search_cut(graph: CutGraph) -> Cut:
 
 def stage_costs(graph: CutGraph, cost: Cost, assignment: Array) -> Array:
     """Returns the cost of each stage."""
-    stages = np.arange(graph.stages)
-    total = np.zeros(graph.stages)
-    np.add.at(total, assignment, cost.work[assignment, np.arange(graph.size)])
-    for i, (producer, readers) in enumerate(graph.values):
-        others = set(assignment[list(readers)].tolist()) - {int(assignment[producer])}
-        total[list(others)] += cost.receive[i]
-        total[assignment[producer]] += len(others) * cost.send[i]
+    total = np.bincount(assignment, cost.work[assignment, np.arange(graph.size)], graph.stages)
+    flat, starts = graph.readers
+    number = np.repeat(np.arange(len(graph.values)), np.diff([*starts, len(flat)]))
+    sender, receiver = assignment[graph.producers[number]], assignment[flat]
+    number, receiver = np.divmod(np.unique((number * graph.stages + receiver)[sender != receiver]), graph.stages)
+    total += np.bincount(receiver, cost.receive[number], graph.stages)
+    total += np.bincount(assignment[graph.producers[number]], cost.send[number], graph.stages)
     for i, readers in enumerate(graph.copies):
         present = sorted(set(assignment[list(readers)].tolist()))
-        at = np.isin(stages, present)
-        total[at] += cost.copy[i]
+        total[present] += cost.copy[i]
         total[present[1:]] += cost.before[i]
         total[present[:-1]] += cost.behind[i]
     return total
@@ -167,7 +166,9 @@ class Pairs:
 
     def extend(self, bound: float, by_traffic: bool) -> States:
         """Returns the states of the boundary before the stage; no stage may cost more than `bound`."""
-        entries = max(1, len(self.states.best)) * (1 + len(self.tracked))
+        if not len(self.states.best):
+            return self.states
+        entries = len(self.states.best) * (1 + len(self.tracked))
         rows = max(1, TABLE // entries)
         parts = [
             self._extend_rows(np.arange(i, min(i + rows, len(self.front))), bound, by_traffic)
@@ -183,24 +184,36 @@ class Pairs:
             np.concatenate([x.choice for x in parts]),
         )
 
+    @cached_property
+    def sums(self) -> tuple[Array, Array]:
+        """The work of all groups before the front (rows) and the back boundary: objective, traffic, memory, number."""
+        graph = self.graph
+        costs = [cost.work[self.s] for cost in (graph.objective, graph.traffic, graph.memory)]
+        weights = np.stack([*costs, graph.counts], axis=1)
+        return self.front.sum(weights), self.back.sum(weights)[self.states.candidate]
+
     def _extend_rows(self, rows: Array, bound: float, by_traffic: bool) -> States:
         graph, states = self.graph, self.states
         table = Table(self, rows)
-        objective = table.cost(graph.objective)
+        objective = table.cost(graph.objective, 0)
         valid = table.nested & (objective <= bound)
         if np.isfinite(graph.limit):
-            valid &= table.cost(graph.memory) <= graph.limit
-        total = table.cost(graph.traffic) + states.best if by_traffic else np.maximum(objective, states.best)
-        valid &= np.isfinite(total)
-        row, state = np.nonzero(valid)
-        counts = np.stack([n[row, state] for n in table.counts], axis=1) if table.counts else np.zeros((len(row), 0))
-        code = np.unique(counts, axis=0, return_inverse=True)[1].reshape(-1) if table.counts else np.zeros_like(row)
-        order = np.lexsort((total[row, state], code, row))
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = (np.diff(row[order]) != 0) | (np.diff(code[order]) != 0)
-        pick = order[first]
-        row, state = row[pick], state[pick]
-        return States(rows[row], self.tracked, counts[pick], total[row, state], state)
+            valid &= table.cost(graph.memory, 2) <= graph.limit
+        total = table.cost(graph.traffic, 1) + states.best if by_traffic else np.maximum(objective, states.best)
+        total[~valid] = np.inf
+        codes = table.codes()
+        if codes is None:
+            state = total.argmin(axis=1)
+            row = np.flatnonzero(np.isfinite(total[np.arange(len(rows)), state]))
+            state = state[row]
+        else:
+            row, state = np.nonzero(valid)
+            order = np.lexsort((total[row, state], codes[row, state], row))
+            row, state = row[order], state[order]
+            first = np.ones(len(order), dtype=bool)
+            first[1:] = (np.diff(row) != 0) | (np.diff(codes[row, state]) != 0)
+            row, state = row[first], state[first]
+        return States(rows[row], self.tracked, table.counts(row, state), total[row, state], state)
 
 
 class Table:
@@ -211,46 +224,64 @@ class Table:
         self.front = front = pairs.front.keep(rows)
         back, graph = pairs.back, pairs.graph
         self.column = pairs.states.candidate
-        nodes = np.flatnonzero(front.union & ~back.intersection)
-        outside = _any_common(front.contains(nodes), ~back.contains(nodes))
-        weights = graph.counts.astype(np.float64)
-        self.nested = (~outside & (front.sum(weights)[:, None] < back.sum(weights)[None]))[:, self.column]
-        self.rows = rows
-        self.present: list[Array] = []  # for each tracked value: is its producer before the front boundary?
-        self.reads: list[Array] = []  # does the stage receive it?
-        self.later: list[Array] = []  # number of later stages that read it
-        self.counts: list[Array] = []  # the same with this stage, if the producer is before it
-        for number in pairs.tracked:
-            producer, readers = graph.values[number]
-            present = front.contains(np.array([producer]))
-            reads = self._reads(readers) & present
-            later = pairs.back_counts[:, np.searchsorted(back.crossing, number)]
-            self.present.append(present)
-            self.reads.append(reads)
-            self.later.append(later)
-            self.counts.append(reads + present * later)
+        groups = np.flatnonzero(front.union & ~back.intersection)
+        outside = _any_common(front.contains(groups), ~back.contains(groups))
+        self.sums = pairs.sums[0][rows], pairs.sums[1]
+        self.nested = ~outside[:, self.column] & (self.sums[0][:, 3:] < self.sums[1][:, 3])
+        self.crosses = pairs.front.crosses[rows]
+        # For the tracked values: whether the producer is before the front boundary, how many later stages read it, and
+        # for those that the stage does not surely read, whether it does.
+        self.present = front.contains(graph.producers[pairs.tracked])
+        self.later = pairs.back_counts[:, np.searchsorted(back.crossing, pairs.tracked)]
+        surely = back.intersection & ~front.union
+        self.reads = {
+            i: self._reads(graph.values[number].readers) & self.present[:, i : i + 1]
+            for i, number in enumerate(pairs.tracked)
+            if not surely[list(graph.values[number].readers)].any()
+        }
 
     def _reads(self, groups: Sequence[int]) -> Array:
         """Returns for each row and column whether one of the groups lies in the stage."""
         nodes = np.array(groups)
         return _any_common(~self.front.contains(nodes), self.pairs.back.contains(nodes))[:, self.column]
 
-    def cost(self, cost: Cost) -> Array:
-        """Returns the cost of the stage, as `stage_costs` does for a whole cut."""
+    def counts(self, row: Array, state: Array) -> Array:
+        """Returns the number of stages, from this one on, that read each tracked value of some entries."""
+        counts = self.present[row] * (self.later[state] + 1)
+        for i, reads in self.reads.items():
+            counts[:, i] -= self.present[row, i] & ~reads[row, state]
+        return np.asarray(counts)
+
+    def codes(self) -> Array | None:
+        """Returns numbers that differ where two entries of a row have different counts; None if all are equal."""
+        varying = [i for i, later in enumerate(self.later.T) if i in self.reads or (later != later[0]).any()]
+        if not varying or not self.nested.any():
+            return None
+        codes = np.zeros(self.nested.shape, dtype=np.int64)
+        base = size = self.pairs.graph.stages + 1
+        for i in varying:
+            if size > 2**62 // base:
+                codes = np.unique(codes, return_inverse=True)[1].reshape(codes.shape)
+                size = int(codes.max()) + 1
+            codes = codes * base + self.present[:, i : i + 1] * self.later[:, i].astype(np.int64) + self.reads.get(i, 0)
+            size *= base
+        return codes
+
+    def cost(self, cost: Cost, number: int) -> Array:
+        """Returns the cost of the stage, as `stage_costs` does for a whole cut; `number` is its column of `sums`."""
         pairs, front, back = self.pairs, self.front, self.pairs.back
-        crosses = pairs.front.crosses[self.rows]
-        work = cost.work[pairs.s]
-        received = crosses @ cost.receive[pairs.front.crossing]
+        received = self.crosses @ cost.receive[pairs.front.crossing]
         sent = pairs.back_counts @ cost.send[back.crossing]
-        table = (back.sum(work)[self.column] + sent)[None] + (received - front.sum(work))[:, None]
-        for i, number in enumerate(pairs.tracked):
-            column = crosses[:, np.searchsorted(pairs.front.crossing, number)]
-            table -= cost.receive[number] * (column[:, None] & ~self.reads[i])
-            table -= cost.send[number] * (self.present[i] * self.later[i])
+        table = (self.sums[1][:, number] + sent)[None] + (received - self.sums[0][:, number])[:, None]
+        table -= (self.present * cost.send[pairs.tracked]) @ self.later.T
+        for i, reads in self.reads.items():
+            value = pairs.tracked[i]
+            column = self.crosses[:, np.searchsorted(pairs.front.crossing, value)]
+            table -= cost.receive[value] * (column[:, None] & ~reads)
         for i, readers in enumerate(pairs.graph.copies):
-            nodes = np.array(readers)
-            before = front.contains(nodes).any(axis=1)[:, None]
-            behind = ~back.contains(nodes).all(axis=1)[self.column][None]
+            groups = np.array(readers)
+            before = front.contains(groups).any(axis=1)[:, None]
+            behind = ~back.contains(groups).all(axis=1)[self.column][None]
             table += self._reads(readers) * (cost.copy[i] + before * cost.before[i] + behind * cost.behind[i])
         return np.asarray(table)
 
