@@ -64,7 +64,8 @@ def partition(
     The seconds of a stage are those of its nodes and of its messages, for one microbatch. A value is sent once to each
     later stage that reads it, directly; sender and receiver each spend `latency` (seconds) and `link_seconds_per_byte`
     on it, and again on its gradient. Of equally fast assignments, the one that sends fewest bytes is the result, then
-    the one with the earliest boundaries. Every stage has a node that takes time.
+    the one with the earliest boundaries; there, nodes without cost stay with their input. Every stage has a node that
+    takes time.
 
     A tied parameter is owned by one stage, which sends its value and receives a gradient once a step, or each stage
     that reads it has a copy, and gradients are summed along these stages and back. The faster of both is chosen; if
@@ -87,11 +88,11 @@ def partition(
     Example:
         >>> layers = [CutNode(f"layers.{i}", 1e-3, (i - 1,) if i else (), nbytes=2**20) for i in range(5)]
         >>> print(partition([*layers, CutNode("head", 2e-3, (4,))], 2, link_seconds_per_byte=1e-11))
-        2 stages, 4.021 ms per microbatch (stage 0); bound 4.021 ms: no assignment is faster
-        stage 0: layers.0 to layers.3 (4 nodes), 4.021 ms (4 ms work, 0.02097 ms messages), 0 B
-          cut 0|1: sends layers.3 to stage 1 (1.05 MB); behind layers.4 stage 0 would need 5.021 ms; before layers.3 stage 1
-        would need 4.021 ms
-        stage 1: layers.4 to head (2 nodes), 3.021 ms (3 ms work, 0.02097 ms messages), 0 B
+        2 stages, 4.021 ms per microbatch (stage 1); bound 4.021 ms: no assignment is faster
+        stage 0: layers.0 to layers.2 (3 nodes), 3.021 ms (3 ms work, 0.02097 ms messages), 0 B
+          cut 0|1: sends layers.2 to stage 1 (1.05 MB); behind layers.3 stage 0 would need 4.021 ms;
+                   before layers.2 stage 1 would need 5.021 ms
+        stage 1: layers.3 to head (3 nodes), 4.021 ms (4 ms work, 0.02097 ms messages), 0 B
     """
     _refuse_bad_numbers(nodes, stages, fixed, tied, live)
     _refuse_backward_flow(nodes, fixed)
@@ -300,8 +301,10 @@ def _refuse_backward_flow(nodes: Sequence[CutNode], fixed: Mapping[int, int]) ->
         last = max(sources, key=lambda x: fixed[x], default=None)
         if i in fixed:
             if last is not None and fixed[last] > fixed[i]:
-                faults.append(f"{node.name} is fixed to stage {fixed[i]}, and depends on {nodes[last].name} of {fixed[last]}")
-            last = i
+                source = f"{nodes[last].name} of stage {fixed[last]}"
+                faults.append(f"{node.name} is fixed to stage {fixed[i]}, and depends on {source}")
+            else:
+                last = i
         origin.append(last)
     if faults:
         raise ShardingError(
@@ -320,10 +323,9 @@ def _refuse_no_cut(problem: Problem, choices: Sequence[Sequence[bool]]) -> Shard
         needs.append(search_cut(replace(graph, objective=graph.memory, limit=np.inf)))
     need = min(needs, key=lambda cut: cut.objective)
     if need.assignment is None:
-        stages = sorted(set(problem.fixed.values()))
         return ShardingError(
             f"no assignment gives each of {problem.stages} stages a node that takes time",
-            [f"{len(problem.fixed)} nodes are fixed to stages {', '.join(map(str, stages))}"],
+            [f"{problem.nodes[i].name} is fixed to stage {stage}" for i, stage in sorted(problem.fixed.items())],
             remedy="fix fewer nodes, or use fewer stages",
         )
     assert problem.memory is not None
