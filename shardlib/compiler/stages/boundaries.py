@@ -19,6 +19,7 @@ from shardlib.compiler.stages.cut_graph import Array, CutGraph, byte_tables
 
 TOLERANCE = 1e-9  # relative; costs that differ by less are equal
 MAX_IDEALS = 6_000  # of a boundary
+MAX_PREFIXES = 1_500  # the same, of one topological order
 STEPS = 20  # of an enumeration, for each ideal
 
 
@@ -40,14 +41,18 @@ class Boundary:
 
     def contains(self, groups: Array) -> Array:
         """Returns for each candidate and group whether the group lies before the boundary."""
-        columns = self._columns[groups]
-        table = np.broadcast_to(self.base[groups], (len(self), len(groups))).copy()
-        table[:, columns >= 0] = self.bits[:, columns[columns >= 0]]
-        return table
+        return np.asarray(self._padded[:, self._columns[groups]])
+
+    @cached_property
+    def _padded(self) -> Array:
+        """The bits, and behind them a column for groups of no candidate and one for groups of all."""
+        constants = np.broadcast_to(np.array([False, True]), (len(self), 2))
+        return np.concatenate([self.bits, constants], axis=1)
 
     @cached_property
     def _columns(self) -> Array:
-        columns = np.full(self.graph.size, -1)
+        """The column of `_padded` of each group."""
+        columns = len(self.free) + self.base.astype(np.int64)
         columns[self.free] = np.arange(len(self.free))
         return columns
 
@@ -77,14 +82,18 @@ class Boundary:
 
     @cached_property
     def crosses(self) -> Array:
-        """Returns for each candidate and each value of `crossing` whether it crosses."""
-        if not len(self.crossing):
-            return np.zeros((len(self), 0), dtype=bool)
-        values = [self.graph.values[number] for number in self.crossing]
-        flat = np.array([reader for value in values for reader in value.readers])
-        starts = np.cumsum([0, *(len(value.readers) for value in values[:-1])])
-        all_read = np.logical_and.reduceat(self.contains(flat), starts, axis=1)
-        return self.contains(self.graph.producers[self.crossing]) & ~all_read
+        """For each candidate and each value of `crossing`, whether it crosses."""
+        rows = np.ascontiguousarray(self._padded.T)
+        outside, inside = len(self.free), len(self.free) + 1
+        table = np.empty((len(self.crossing), len(self)), dtype=bool)
+        for i, number in enumerate(self.crossing):
+            producer, readers = self.graph.values[number]
+            columns = set(self._columns[list(readers)].tolist()) - {inside}
+            all_read = rows[outside if outside in columns else inside].copy()
+            for column in columns - {outside}:
+                all_read &= rows[column]
+            np.greater(rows[self._columns[producer]], all_read, out=table[i])
+        return table.T
 
 
 class Ranges(NamedTuple):
@@ -118,10 +127,11 @@ def find_boundaries(
     return _tighten(graph, boundaries, bound, traffic, ranges), is_complete
 
 
-def find_prefixes(graph: CutGraph) -> list[Boundary]:
-    """Returns for each boundary the cuts of one topological order."""
-    ranges = _find_ranges(graph, np.inf)
-    return [_prefixes(graph, s, ranges) for s in range(graph.stages + 1)]
+def find_prefixes(graph: CutGraph, bound: float) -> list[Boundary]:
+    """Returns for each boundary the cuts of one topological order, for cuts whose objective is at most `bound`."""
+    ranges = _find_ranges(graph, bound)
+    boundaries = [_prefixes(graph, s, ranges) for s in range(graph.stages + 1)]
+    return _tighten(graph, boundaries, bound, np.inf, ranges)
 
 
 def _prefixes(graph: CutGraph, s: int, ranges: Ranges) -> Boundary:
@@ -129,8 +139,8 @@ def _prefixes(graph: CutGraph, s: int, ranges: Ranges) -> Boundary:
     before, behind = ranges.before[s], ranges.behind[s]
     free = np.flatnonzero(~before & ~behind)
     bits = np.tri(len(free) + 1, len(free), -1, dtype=bool)
-    if len(bits) > MAX_IDEALS:
-        bits = bits[np.linspace(0, len(free), MAX_IDEALS).astype(np.int64)]
+    if len(bits) > MAX_PREFIXES:
+        bits = bits[np.linspace(0, len(free), MAX_PREFIXES).astype(np.int64)]
     return Boundary(graph, before, free, bits)
 
 

@@ -52,17 +52,20 @@ def search_cut(graph: CutGraph) -> Cut:
     levels = _contract(graph)
     best = Cut(None, np.inf, np.inf, True)
     for level, numbers in levels:
-        is_finest = level is levels[-1][0]
-        if best.assignment is None:
-            best = _better(best, _solve(level, find_prefixes(level), best, by_traffic=False), numbers)
-        limit = MAX_IDEALS if is_finest else MAX_IDEALS // 8
-        boundaries, is_complete = find_boundaries(level, best.objective, max_ideals=limit)
-        found = _solve(level, boundaries, best, by_traffic=False)
-        best = _better(best, found, numbers)._replace(exact=is_complete and found.exact)
+        max_ideals = MAX_IDEALS if level is levels[-1][0] else MAX_IDEALS // 8
+        best = _improve(level, numbers, best, max_ideals, by_traffic=False)
     if best.assignment is None:
         return best
-    boundaries, _ = find_boundaries(level, best.objective, best.traffic)
-    return _better(best, _solve(level, boundaries, best, by_traffic=True), numbers)
+    return _improve(level, numbers, best, max_ideals, by_traffic=True)._replace(exact=best.exact)
+
+
+def _improve(graph: CutGraph, numbers: Array, best: Cut, max_ideals: int, *, by_traffic: bool) -> Cut:
+    """Returns the best cut of a graph that is not worse than `best`; cuts of one topological order come first."""
+    best = _better(best, _solve(graph, find_prefixes(graph, best.objective), best, by_traffic=by_traffic), numbers)
+    traffic = best.traffic if by_traffic else np.inf
+    boundaries, is_complete = find_boundaries(graph, best.objective, traffic, max_ideals)
+    cut = _solve(graph, boundaries, best, by_traffic=by_traffic)
+    return _better(best, cut, numbers)._replace(exact=is_complete and cut.exact)
 
 
 def stage_costs(graph: CutGraph, cost: Cost, assignment: Array) -> Array:
