@@ -18,7 +18,7 @@ import numpy as np
 from shardlib.compiler.stages.cut_graph import Array, CutGraph, byte_tables
 
 TOLERANCE = 1e-9  # relative; costs that differ by less are equal
-MAX_IDEALS = 6_000  # of a boundary
+MAX_IDEALS = 4_000  # of a boundary
 MAX_PREFIXES = 1_500  # the same, of one topological order
 STEPS = 20  # of an enumeration, for each ideal
 
@@ -112,26 +112,26 @@ class Ranges(NamedTuple):
 
 def find_boundaries(
     graph: CutGraph, bound: float, traffic: float = np.inf, max_ideals: int = MAX_IDEALS
-) -> tuple[list[Boundary], bool]:
+) -> tuple[list[Boundary], list[bool]]:
     """Returns the candidates of all P + 1 boundaries for cuts whose objective is at most `bound`.
 
-    With `traffic`, only cuts with at most this traffic count. The second result is False if a boundary has too many
+    With `traffic`, only cuts with at most this traffic count. The second result is False for a boundary with too many
     candidates; those of the topological order take their place.
     """
     ranges = _find_ranges(graph, bound)
-    boundaries, is_complete = [], True
+    boundaries, complete = [], []
     for s in range(graph.stages + 1):
         masks = _enumerate_ideals(Space(graph, bound, traffic, s, ranges), max_ideals)
-        is_complete &= masks is not None
+        complete.append(masks is not None)
         boundaries.append(_prefixes(graph, s, ranges) if masks is None else _pack(graph, s, ranges, masks))
-    return _tighten(graph, boundaries, bound, traffic, ranges), is_complete
+    return _tighten(graph, boundaries, complete, bound, traffic, ranges), complete
 
 
 def find_prefixes(graph: CutGraph, bound: float) -> list[Boundary]:
     """Returns for each boundary the cuts of one topological order, for cuts whose objective is at most `bound`."""
     ranges = _find_ranges(graph, bound)
     boundaries = [_prefixes(graph, s, ranges) for s in range(graph.stages + 1)]
-    return _tighten(graph, boundaries, bound, np.inf, ranges)
+    return _tighten(graph, boundaries, [True] * len(boundaries), bound, np.inf, ranges)
 
 
 def _prefixes(graph: CutGraph, s: int, ranges: Ranges) -> Boundary:
@@ -199,9 +199,15 @@ class Space:
         self.tables = byte_tables(np.append(work[free], np.zeros(-len(free) % 8))).tolist()
         self.start = float(work[before].sum()), float(work[behind].sum())
         sent, received = sure_costs(graph, s, ranges)
-        self.limits = (s * most if s else 0.0) - sent, ((graph.stages - s) * most if s < graph.stages else 0.0) - received
+        self.limits = (
+            (s * most if s else 0.0) - sent,
+            ((graph.stages - s) * most if s < graph.stages else 0.0) - received,
+        )
         sure = ranges.sure.sum(axis=0)
-        self.budgets = graph.stages * most - float(work.sum() + sure @ graph.message), traffic - sure @ graph.traffic.receive
+        self.budgets = (
+            graph.stages * most - float(work.sum() + sure @ graph.message),
+            traffic - sure @ graph.traffic.receive,
+        )
         crossing = np.flatnonzero(~behind[graph.producers] & ~graph.all_readers(before[None])[0])
         costs = np.stack([graph.message, graph.traffic.receive])[:, crossing] * share[crossing]
         self.cost: list[tuple[float, float]] = list(zip(*costs.tolist(), strict=True))
@@ -268,7 +274,12 @@ def _pack(graph: CutGraph, s: int, ranges: Ranges, masks: list[int]) -> Boundary
 
 
 def _tighten(
-    graph: CutGraph, boundaries: list[Boundary], bound: float, traffic: float, ranges: Ranges
+    graph: CutGraph,
+    boundaries: list[Boundary],
+    complete: list[bool],
+    bound: float,
+    traffic: float,
+    ranges: Ranges,
 ) -> list[Boundary]:
     """Drops candidates whose work and messages, with the least ones of all other boundaries, exceed a bound.
 
@@ -280,7 +291,10 @@ def _tighten(
     both = np.where(share == 1, graph.message, np.minimum(cost.send, cost.receive))
     shares = np.stack([both, graph.traffic.receive, cost.send, cost.receive], axis=1) * share[:, None]
     crossing = [boundary.crosses.astype(np.float64) @ shares[boundary.crossing] for boundary in boundaries]
-    least = np.array([x.min(axis=0)[:2] if len(x) else (0.0, 0.0) for x in crossing])
+    least = np.zeros((len(boundaries), 2))
+    for s, messages in enumerate(crossing):
+        if complete[s] and len(messages):
+            least[s] = messages.min(axis=0)[:2]
     most = bound * (1 + TOLERANCE)
     total = float(cost.least_work.sum())
     slack = TOLERANCE * total

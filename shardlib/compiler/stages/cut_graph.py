@@ -282,11 +282,7 @@ def _pairs(graph: CutGraph, size: int) -> list[int]:
         near += [*graph.outputs[group]] if len(graph.outputs[group]) == 1 else []
         near += [x for x in graph.outputs[group] if len(graph.inputs[x]) == 1]
         near += [x for x in graph.inputs[group] if len(graph.outputs[x]) == 1]
-        near = [
-            x
-            for x in near
-            if x not in paired and work[group] + work[x] <= most and _overlap(graph, group, x)
-        ]
+        near = [x for x in near if x not in paired and work[group] + work[x] <= most and _overlap(graph, group, x)]
         if near:
             other = min(near, key=lambda x: (float(work[x]), x))
             target[group] = other

@@ -16,7 +16,7 @@ import numpy as np
 from shardlib.compiler.stages.boundaries import MAX_IDEALS, TOLERANCE, Boundary, find_boundaries, find_prefixes
 from shardlib.compiler.stages.cut_graph import Array, Cost, CutGraph, contract_free_groups, contract_small_groups
 
-MAX_STATES = 20_000  # of a boundary
+MAX_STATES = 6_000  # of a boundary
 TABLE = 4_000_000  # entries of a table of pairs of states
 
 
@@ -60,12 +60,18 @@ def search_cut(graph: CutGraph) -> Cut:
 
 
 def _improve(graph: CutGraph, numbers: Array, best: Cut, max_ideals: int, *, by_traffic: bool) -> Cut:
-    """Returns the best cut of a graph that is not worse than `best`; cuts of one topological order come first."""
-    best = _better(best, _solve(graph, find_prefixes(graph, best.objective), best, by_traffic=by_traffic), numbers)
+    """Returns the best cut of a graph that is not worse than `best`; cuts of one topological order come first.
+
+    The search behind them is for faster cuts only, or with `by_traffic` for equally fast ones with less traffic.
+    """
+    bound = best.objective * (1 + TOLERANCE)
+    quick = find_prefixes(graph, bound)
+    best = _better(best, _solve(graph, quick, [True] * len(quick), bound, by_traffic=by_traffic), numbers)
+    bound = best.objective * (1 + TOLERANCE if by_traffic else 1 - 2 * TOLERANCE)
     traffic = best.traffic if by_traffic else np.inf
-    boundaries, is_complete = find_boundaries(graph, best.objective, traffic, max_ideals)
-    cut = _solve(graph, boundaries, best, by_traffic=by_traffic)
-    return _better(best, cut, numbers)._replace(exact=is_complete and cut.exact)
+    boundaries, complete = find_boundaries(graph, bound, traffic, max_ideals)
+    cut = _solve(graph, boundaries, complete, bound, by_traffic=by_traffic)
+    return _better(best, cut, numbers)._replace(exact=cut.exact)
 
 
 def stage_costs(graph: CutGraph, cost: Cost, assignment: Array) -> Array:
@@ -115,15 +121,23 @@ def _better(best: Cut, new: Cut, numbers: Array) -> Cut:
     return new._replace(assignment=new.assignment[numbers], exact=best.exact)
 
 
-def _solve(graph: CutGraph, boundaries: Sequence[Boundary], best: Cut, *, by_traffic: bool) -> Cut:
-    """Returns the best cut over the boundaries' candidates that is not slower than `best`."""
+def _solve(
+    graph: CutGraph, boundaries: Sequence[Boundary], complete: Sequence[bool], bound: float, *, by_traffic: bool
+) -> Cut:
+    """Returns the best cut over the boundaries' candidates whose objective is at most `bound`.
+
+    It is exact if all boundaries are complete. Without a cut, those from the last one to the first one whose states
+    all exceed the bound suffice.
+    """
     first = np.zeros(min(1, len(boundaries[-1])), dtype=np.int64)
     none = np.zeros(0, dtype=np.int64)
     states = [States(first, none, np.zeros((len(first), 0)), np.zeros(len(first)), first)]
-    exact = True
+    exact = complete[-1]
     for s in reversed(range(graph.stages)):
-        pairs = Pairs(graph, s, boundaries[s], boundaries[s + 1], states[-1])
-        extended = pairs.extend(best.objective * (1 + TOLERANCE), by_traffic)
+        if not len(states[-1].best):
+            return Cut(None, np.inf, np.inf, exact)
+        exact = exact and complete[s]
+        extended = Pairs(graph, s, boundaries[s], boundaries[s + 1], states[-1]).extend(bound, by_traffic)
         if len(extended.best) > MAX_STATES:
             extended, exact = _keep_best(extended), False
         states.append(extended)
@@ -169,8 +183,6 @@ class Pairs:
 
     def extend(self, bound: float, by_traffic: bool) -> States:
         """Returns the states of the boundary before the stage; no stage may cost more than `bound`."""
-        if not len(self.states.best):
-            return self.states
         entries = len(self.states.best) * (1 + len(self.tracked))
         rows = max(1, TABLE // entries)
         parts = [

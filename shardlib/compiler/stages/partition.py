@@ -171,7 +171,10 @@ class Problem:
             earliest=np.array([0] * shift + earliest),
             latest=np.array([min(latest[x] for x in p.readers) for p in owned] + latest),
             objective=Cost(
-                np.tile(seconds, (self.stages, 1)), *map(np.array, (sent, sent)), no_copies, *map(np.array, (summed,) * 2)
+                np.tile(seconds, (self.stages, 1)),
+                *map(np.array, (sent, sent)),
+                no_copies,
+                *map(np.array, (summed,) * 2),
             ),
             traffic=Cost(
                 np.zeros((self.stages, len(seconds))),
@@ -273,7 +276,9 @@ def _refuse_bad_numbers(
 ) -> None:
     faults = [f"stages is {stages}, not at least 1"] if stages < 1 else []
     for i, node in enumerate(nodes):
-        faults += [f"{node.name} (node {i}) reads node {x}, which is not before it" for x in node.inputs if not 0 <= x < i]
+        faults += [
+            f"{node.name} (node {i}) reads node {x}, which is not before it" for x in node.inputs if not 0 <= x < i
+        ]
         if min(node.seconds, node.nbytes, node.memory, node.saved) < 0:
             faults.append(f"{node.name} (node {i}) has a negative cost")
     for i, stage in fixed.items():

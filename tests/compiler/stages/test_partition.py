@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -76,7 +76,7 @@ class Case:
             if owner is None:
                 for stage in present:
                     memory[stage] += parameter.memory
-                for source, target in zip(present, present[1:], strict=False):
+                for source, target in pairwise(present):
                     send(source, target, parameter.nbytes, 2, per_step=True)
                 continue
             memory[owner] += parameter.memory
