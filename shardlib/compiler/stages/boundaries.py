@@ -206,7 +206,7 @@ class Space:
         sure = ranges.sure.sum(axis=0)
         self.budgets = (
             graph.stages * most - float(work.sum() + sure @ graph.message),
-            traffic - sure @ graph.traffic.receive,
+            traffic * (1 + TOLERANCE) - sure @ graph.traffic.receive,
         )
         crossing = np.flatnonzero(~behind[graph.producers] & ~graph.all_readers(before[None])[0])
         costs = np.stack([graph.message, graph.traffic.receive])[:, crossing] * share[crossing]

@@ -236,14 +236,14 @@ def contract_free_groups(graph: CutGraph) -> tuple[CutGraph, Array]:
     for readers in graph.copies:
         is_free[list(readers)] = False
     for group in map(int, np.flatnonzero(is_free)):
-        sources, readers = graph.inputs[group], graph.outputs[group]
+        sources, outputs = graph.inputs[group], graph.outputs[group]
         neighbor = -1
-        if not sources and len(readers) == 1:
-            (neighbor,) = readers
-        elif len(sources) == 1 and len(readers) <= 1:
+        if not sources and len(outputs) == 1:
+            (neighbor,) = outputs
+        elif len(sources) == 1 and len(outputs) <= 1:
             (source,) = sources
             before, behind = results[source], results[group]
-            if not readers or (
+            if not outputs or (
                 len(before) == len(behind) == 1
                 and graph.outputs[source] == {group}
                 and all(c.receive[behind[0]] <= c.receive[before[0]] for c in (graph.objective, graph.traffic))

@@ -295,8 +295,8 @@ class Table:
             table -= cost.receive[value] * (column[:, None] & ~reads)
         for i, readers in enumerate(pairs.graph.copies):
             groups = np.array(readers)
-            before = front.contains(groups).any(axis=1)[:, None]
-            behind = ~back.contains(groups).all(axis=1)[self.column][None]
+            before = np.asarray(front.contains(groups).any(axis=1))[:, None]
+            behind = ~np.asarray(back.contains(groups).all(axis=1))[self.column][None]
             table += self._reads(readers) * (cost.copy[i] + before * cost.before[i] + behind * cost.behind[i])
         return np.asarray(table)
 

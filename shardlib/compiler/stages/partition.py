@@ -22,10 +22,10 @@ MAX_CHOICES = 16  # of owner or copies, for all tied parameters together
 class CutNode:
     """An op of the forward pass of one microbatch, with its share of the backward pass.
 
-    `seconds` are those of both passes. `inputs` are the numbers of the nodes whose values it reads. `nbytes` is the size
-    of its own value, which travels to each later stage that reads it; a gradient of the same size comes back unless
-    `has_gradient` is False. `memory` are bytes of parameters, gradients and optimizer state; `saved` are bytes that a
-    microbatch keeps for the backward pass.
+    `seconds` are those of both passes. `inputs` are the numbers of the nodes whose values it reads. `nbytes` is the
+    size of its own value, which travels to each later stage that reads it; a gradient of the same size comes back
+    unless `has_gradient` is False. `memory` are bytes of parameters, gradients and optimizer state; `saved` are bytes
+    that a microbatch keeps for the backward pass.
     """
 
     name: str
@@ -82,8 +82,7 @@ def partition(
         ShardingError: there are more stages than nodes that take time, fixed stages let a value flow backwards, or no
             assignment stays within `memory`.
 
-    All monotone assignments compete, as in PipeDream (arXiv:1806.03377) for chains, here for any graph (as in
-    Tarnawski et al. 2020, arXiv:2006.16423).
+    All monotone assignments of the graph compete, not only cuts of one order (Tarnawski et al. 2020, arXiv:2006.16423).
 
     Example:
         >>> layers = [CutNode(f"layers.{i}", 1e-3, (i - 1,) if i else (), nbytes=2**20) for i in range(5)]
@@ -107,19 +106,31 @@ def partition(
     problem = Problem(
         nodes, stages, link_seconds_per_byte, latency, memory, fixed, tied, microbatches, live or [1] * stages
     )
-    choices = list(product((False, True), repeat=len(tied)))
+    return problem.describe(*_choose(problem))
+
+
+def _choose(problem: Problem) -> tuple[Cut, tuple[bool, ...]]:
+    """Returns the best cut over all choices of an owner or copies (True) for tied parameters, and the choice."""
+    choices = list(product((False, True), repeat=len(problem.tied)))
     is_complete = len(choices) <= MAX_CHOICES
     if not is_complete:
         choices = [choices[0], choices[-1]]
     results: list[tuple[Cut, tuple[bool, ...]]] = []
     for copied in choices:
         cut = search_cut(problem.graph(copied))
+        is_complete = is_complete and cut.exact
         if cut.assignment is not None and (not results or is_better(cut, results[-1][0])):
             results.append((cut, copied))
-    if not results:
-        raise _refuse_no_cut(problem, choices)
-    cut, copied = results[-1]
-    return problem.describe(cut._replace(exact=cut.exact and is_complete), copied)
+    if results:
+        return results[-1][0]._replace(exact=is_complete), results[-1][1]
+    needs = []
+    for copied in choices:
+        graph = problem.graph(copied)
+        needs.append((search_cut(replace(graph, objective=graph.memory, limit=np.inf)), copied))
+    cut, copied = min(needs, key=lambda need: need[0].objective)
+    if cut.assignment is None or cut.objective > graph.limit:
+        raise _refuse_no_cut(problem, cut)
+    return cut._replace(exact=False), copied  # the search for a fast cut left out all that fit into memory
 
 
 @dataclass(frozen=True)
@@ -141,25 +152,25 @@ class Problem:
 
     def graph(self, copied: Sequence[bool]) -> CutGraph:
         """Returns the graph of the search; an owned parameter is a node in front of all others, without work."""
-        owned = [x for x, copy in zip(self.tied, copied, strict=True) if not copy]
+        owners = [x for x, copy in zip(self.tied, copied, strict=True) if not copy]
         copies = [x for x, copy in zip(self.tied, copied, strict=True) if copy]
-        shift = len(owned)
+        shift = len(owners)
         readers: list[list[int]] = [[] for _ in self.nodes]
         for i, node in enumerate(self.nodes):
             for producer in dict.fromkeys(node.inputs):
                 readers[producer].append(i + shift)
-        values = [Value(i, tuple(x + shift for x in sorted(set(p.readers)))) for i, p in enumerate(owned)]
+        values = [Value(i, tuple(x + shift for x in sorted(set(p.readers)))) for i, p in enumerate(owners)]
         values += [Value(i + shift, tuple(others)) for i, others in enumerate(readers) if others]
         senders = [self.nodes[i] for i, others in enumerate(readers) if others]
         seconds = np.array([0.0] * shift + [node.seconds for node in self.nodes])
         saved = np.array([0.0] * shift + [node.saved for node in self.nodes])
-        kept = np.array([p.memory for p in owned] + [node.memory for node in self.nodes], dtype=np.float64)
+        kept = np.array([p.memory for p in owners] + [node.memory for node in self.nodes], dtype=np.float64)
         once = 2 / self.microbatches
-        sent = [once * self.message_seconds(p.nbytes) for p in owned]
+        sent = [once * self.message_seconds(p.nbytes) for p in owners]
         sent += [(1 + node.has_gradient) * self.message_seconds(node.nbytes) for node in senders]
-        moved = [2 * p.nbytes for p in owned]
+        moved = [2 * p.nbytes for p in owners]
         moved += [self.microbatches * (1 + node.has_gradient) * node.nbytes for node in senders]
-        held = [2 * p.nbytes for p in owned] + [0 for _ in senders]
+        held = [2 * p.nbytes for p in owners] + [0 for _ in senders]
         summed = [once * self.message_seconds(p.nbytes) for p in copies]
         nothing, no_copies = np.zeros(len(values)), np.zeros(len(copies))
         earliest, latest = stage_ranges(self.nodes, self.stages, self.fixed)
@@ -169,12 +180,14 @@ class Problem:
             copies=tuple(tuple(x + shift for x in sorted(set(p.readers))) for p in copies),
             counts=seconds > 0,
             earliest=np.array([0] * shift + earliest),
-            latest=np.array([min(latest[x] for x in p.readers) for p in owned] + latest),
+            latest=np.array([min(latest[x] for x in p.readers) for p in owners] + latest),
             objective=Cost(
                 np.tile(seconds, (self.stages, 1)),
-                *map(np.array, (sent, sent)),
+                np.array(sent),
+                np.array(sent),
                 no_copies,
-                *map(np.array, (summed,) * 2),
+                np.array(summed),
+                np.array(summed),
             ),
             traffic=Cost(
                 np.zeros((self.stages, len(seconds))),
@@ -320,13 +333,8 @@ def _refuse_backward_flow(nodes: Sequence[CutNode], fixed: Mapping[int, int]) ->
         )
 
 
-def _refuse_no_cut(problem: Problem, choices: Sequence[Sequence[bool]]) -> ShardingError:
-    """Returns the error for a program that no assignment serves; it names the smallest memory of the largest stage."""
-    needs = []
-    for copied in choices:
-        graph = problem.graph(copied)
-        needs.append(search_cut(replace(graph, objective=graph.memory, limit=np.inf)))
-    need = min(needs, key=lambda cut: cut.objective)
+def _refuse_no_cut(problem: Problem, need: Cut) -> ShardingError:
+    """Returns the error for a program that no assignment serves; `need` is the cut with the least memory."""
     if need.assignment is None:
         return ShardingError(
             f"no assignment gives each of {problem.stages} stages a node that takes time",
