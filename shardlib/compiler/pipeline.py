@@ -31,7 +31,7 @@ from shardlib.compiler.passes.memory.offload_saved import refuse_offload
 from shardlib.compiler.passes.memory.recompute import Recomputed
 from shardlib.compiler.passes.memory.remat_policies import is_absent
 from shardlib.compiler.passes.split_backward import Halves, split
-from shardlib.compiler.program.steps import Program
+from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.program.verify import verify
 from shardlib.compiler.propagate import Decisions, propagate
 from shardlib.compiler.propagate.pins import Pins
@@ -147,7 +147,7 @@ def compile_program(
     except DisorderError:
         forget_orders(graph)
         lowered = _lower(graph, mesh, pins, options.planning, clock, dump)
-    finished = _finish(traced, lowered.program, call, donate, options, dump)
+    finished = _finish(traced, graph, lowered.program, call, donate, options, dump)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     whole, seconds, outputs, search = lowered.propagate_whole, clock.seconds, pins.outputs, lowered.search
@@ -196,6 +196,7 @@ def _reusable(
 
 def _finish(
     traced: TracedFunction,
+    graph: Graph,
     program: Program,
     call: FlatCall,
     donate: Collection[int | str],
@@ -212,7 +213,7 @@ def _finish(
     runner = PassRunner(traced, away, options, absent, dump)
     if not _has_stages(program.mesh):
         return _Finished(*runner.run(program))
-    staged = _cut(traced, program, call)
+    staged = _cut(traced, graph, program, call)
     passed = [runner.run(p) for p in staged.programs]
     staged = replace(staged, programs=tuple(p for p, _, _ in passed))
     if is_whole:
@@ -228,25 +229,29 @@ def _has_stages(mesh: Mesh) -> bool:
     return mesh.stage_axis is not None and mesh.stage is None
 
 
-def _cut(traced: TracedFunction, program: Program, call: FlatCall) -> Staged:
+def _cut(traced: TracedFunction, graph: Graph, program: Program, call: FlatCall) -> Staged:
     """Cuts a lowered program into those of the stages; tensors of one stage stay there.
 
-    Every stage needs the new values of plain tensors. A sharded tensor of all stages moves to the one that writes to it.
+    Every stage needs the new values of plain tensors. A sharded tensor that is on all stages, and its gradient, come to
+    the first stage whose forward pass reads it, or else to the one that writes to it.
     """
     after = traced.after
     tensors = dict(zip(traced.input_leaves, input_tensors(traced, call), strict=True))
     at = {leaf: x.mesh.stage for leaf, x in tensors.items() if isinstance(x, ShardedTensor)}
     written = (*after.written, *after.data, *after.grads, *after.gradients)
-    outputs = {
-        place: at.get(leaf)
+    var = dict(zip(traced.input_leaves, program.inputs, strict=True))
+    inputs = {var[leaf]: stage for leaf, stage in at.items() if stage is not None}
+    outputs: dict[int, Var | int | None] = {
+        place: None if leaf not in at else var[leaf] if at[leaf] is None else at[leaf]
         for leaf, place in written
-        if place is not None and (at.get(leaf) is not None or leaf not in at)
+        if place is not None
     }
-    pairs = zip(traced.input_leaves, program.inputs, strict=True)
-    inputs = {v: stage for leaf, v in pairs if (stage := at.get(leaf)) is not None}
     own = len(program.inputs) - len(after.cotangents)
     results = {v: program.outputs[place] for v, place in zip(program.inputs[own:], after.cotangents, strict=True)}
-    return cut(program, program.mesh.stages, inputs, outputs, results)
+    states = {i for i, path in enumerate(traced.input_paths) if path is None} - {*range(own, len(program.inputs))}
+    trained = {value.like for value in graph.values() if value.like is not None}
+    parameters = {v for i, v in enumerate(program.inputs) if i in states or graph.inputs[i] in trained}
+    return cut(program, program.mesh.stages, inputs, outputs, results, parameters)
 
 
 class _Finished(NamedTuple):

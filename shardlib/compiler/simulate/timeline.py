@@ -78,7 +78,7 @@ class Timeline:
 
 def refuse_other_axes(program: Program, machine: Machine) -> None:
     """Raises `ShardingError` if the machine has links for axes that the program's mesh does not have."""
-    if faults := machine.faults(program.mesh.axes):
+    if faults := machine.faults(program.mesh.shape):
         remedy = "name axes of the mesh in Machine(links={...})"
         raise ShardingError(f"{program.mesh} cannot be simulated on this machine", faults, remedy=remedy)
 
@@ -126,7 +126,7 @@ class _Clock:
         if first.kind in TIERS:
             self._fly(step, HOST, first.kind, device.launch + sum(c.source.nbytes for c in step.moves) / device.host)
             return
-        span = self.machine.span(first.axes, self.program.mesh.axes)
+        span = self.machine.span(first.axes, self.program.mesh.shape)
         how = transfer(first.kind, sum(c.bytes for c in step.moves), span)
         name = f"{first.kind}[{' '.join(map(str, first.axes))}] by {how.algorithm}"
         self._fly(step, FAR if how.far else NEAR, name, how.seconds)

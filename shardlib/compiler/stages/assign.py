@@ -12,7 +12,7 @@ A step that reads only values which all stages have is computed on each stage th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,25 +57,31 @@ def units(program: Program) -> list[Unit]:
 
 
 class Assignment(NamedTuple):
-    """The stage of every unit and value; None: every stage that needs it computes it."""
+    """The stage of every unit and value, and of those that the code names; None: each stage that needs it has its own."""
 
+    named: Mapping[Unit, int]
     units: Mapping[Unit, int | None]
     values: Mapping[Var, int]
+    gradients: Set[Var]  # values of the backward pass, and what follows from them
 
 
-def assign(parts: Sequence[Unit], inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]) -> Assignment:
-    """Assigns units to stages; `inputs` are the stages of tensors that live on one.
+def assign(
+    parts: Sequence[Unit], named: Mapping[Unit, int], inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]
+) -> Assignment:
+    """Assigns units to stages: `named` ones as given; `inputs` are the stages of tensors that live on one.
 
     `cotangents` maps inputs to the results whose gradients they are; they come to the same stage.
 
     Raises `ShardingError` for values that flow backwards: all of them are named.
     """
-    return _Assigner(inputs, cotangents).run(parts)
+    return _Assigner(named, inputs, cotangents).run(parts)
 
 
 class _Assigner:
-    def __init__(self, inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]) -> None:
-        self.cotangents = cotangents
+    def __init__(
+        self, named: Mapping[Unit, int], inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]
+    ) -> None:
+        self.named, self.cotangents = named, cotangents
         self.units: dict[Unit, int | None] = {}
         self.stage = dict(inputs)  # of each value that is not on all stages
         self.has = {v: {stage} for v, stage in inputs.items()}  # the stages that have a value of the forward pass
@@ -102,7 +108,7 @@ class _Assigner:
                 rule="a forward pass reads values of its own stage and of earlier ones",
                 remedy="number the stages in the order in which the model runs",
             )
-        return Assignment(self.units, self.stage)
+        return Assignment(self.named, self.units, self.stage, self.gradients)
 
     def _flow(self, unit: Unit, stage: int) -> None:
         for v in unit.reads:
@@ -112,8 +118,8 @@ class _Assigner:
                 self.faults.append(f"{unit} of stage {stage} reads {self.maker[v]} of stage {self.stage[v]}")
 
     def _stage(self, unit: Unit) -> int | None:
-        if unit.tag.stage is not None:
-            return unit.tag.stage
+        if (stage := self.named.get(unit)) is not None:
+            return stage
         for v in unit.reads:
             if (result := self.cotangents.get(v)) in self.stage:
                 self.stage[v] = self.stage[result]

@@ -8,7 +8,7 @@ stage reads is sent once, by the unit that makes it, in the layout that it is ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
 from shardlib.compiler.stages.assign import Assignment, Unit, assign, units
+from shardlib.compiler.stages.automatic import choose_stages
+from shardlib.compiler.stages.explain_cut import Partition
 from shardlib.compiler.stages.fragments import Fragment, PipelineShape
 from shardlib.compiler.stages.schedules import SCHEDULES, order_fragments
-from shardlib.compiler.stages.timetable import Orders
+from shardlib.compiler.stages.timetable import Orders, make_timetable
 from shardlib.core.errors import ShardingError
 from shardlib.core.fragment_tag import Microbatches
 from shardlib.core.source_lines import Line
@@ -64,6 +66,7 @@ class Staged:
     halves: tuple[Halves, ...] | None  # of each program, where its results have gradients
     homes: tuple[int | None, ...]
     messages: tuple[Message, ...]
+    partition: Partition | None = None  # why the cuts are where they are, if they are automatic
 
     @cached_property
     def by_number(self) -> Mapping[int, Message]:
@@ -74,14 +77,18 @@ def cut(
     program: Program,
     stages: int,
     inputs: Mapping[Var, int],
-    outputs: Mapping[int, int | None],
+    outputs: Mapping[int, Var | int | None],
     cotangents: Mapping[Var, Var],
+    parameters: Collection[Var] = (),
+    memory: int | None = None,
 ) -> Staged:
     """Returns the programs of `stages` stages.
 
-    `inputs` are the stages of tensors that live on one, and `outputs`, by position, those that results must be on (None:
-    on all); others stay where they are made.
-    `cotangents` maps inputs to the results whose gradients they are.
+    `inputs` are the stages of tensors that live on one, and `outputs`, by position, those that results must be on: a
+    stage, all (None), or that of the first unit of the forward pass that reads an input. Others stay where they are made.
+    `cotangents` maps inputs to the results whose gradients they are. If the code names no stage, the units that depend on
+    `parameters` are cut automatically, and each stage stays within `memory` bytes, if that is given.
+
     Raises `ShardingError` for values that flow backwards, a stage without work, and a schedule that cannot run.
     """
     parts = units(program)
@@ -93,20 +100,31 @@ def cut(
             rule="one call cuts the batch of a pipeline, so that one schedule orders its fragments",
         )
     how = calls[0] if calls else ONCE
-    assignment = assign(parts, inputs, cotangents)
-    shape = _shape(how, stages, parts)
+    named = {u: u.tag.stage for u in parts if u.tag.stage is not None}
+    shape = _shape(how, stages, {*named.values()})
     orders = order_fragments(how.schedule, shape)
-    return _Cut(program, parts, assignment, shape, orders, outputs, cotangents).run()
+    why = None
+    if not named:
+        live = _live(shape, orders)
+        trained = {program.inputs[i] for i in program.replaced}
+        named, why = choose_stages(program, parts, shape.chain_length, parameters, trained, live, memory)
+    assignment = assign(parts, named, inputs, cotangents)
+    return replace(_Cut(program, parts, assignment, shape, orders, outputs, cotangents).run(), partition=why)
 
 
-def _shape(how: Microbatches, stages: int, parts: Sequence[Unit]) -> PipelineShape:
-    named = {u.tag.stage for u in parts if u.tag.stage is not None}
+def _live(shape: PipelineShape, orders: Orders) -> list[int]:
+    """Returns how many microbatches each chunk of the chain holds at once."""
+    table = make_timetable(orders, shape.needs, lambda fragment: 1.0)
+    return [-(-table.live(shape.stage_and_chunk(i)[0]) // shape.chunks) for i in range(shape.chain_length)]
+
+
+def _shape(how: Microbatches, stages: int, named: set[int]) -> PipelineShape:
     schedule = SCHEDULES.get(how.schedule) if isinstance(how.schedule, str) else None
     chunks = max(1, -(-(max(named, default=0) + 1) // stages))
-    if schedule is not None and schedule.chunks is not None:
-        chunks = max(chunks, schedule.chunks)
+    if schedule is not None and not (named and schedule.chunks is None):
+        chunks = max(chunks, schedule.chunks or 2)  # by default, a stage of an interleaved schedule has two parts
     missing = sorted({*range(stages * chunks)} - named)
-    if missing:
+    if named and missing:
         raise ShardingError(
             f"stages without work: {', '.join(map(str, missing))}",
             [f"the mesh has {stages} stages, with {chunks} part{'s' * (chunks > 1)} of the model each"],
@@ -142,7 +160,7 @@ class _Cut:
         assignment: Assignment,
         shape: PipelineShape,
         orders: Orders,
-        outputs: Mapping[int, int | None],
+        outputs: Mapping[int, Var | int | None],
         cotangents: Mapping[Var, Var],
     ) -> None:
         self.late_values = set(cotangents)  # they depend on a cotangent
@@ -150,8 +168,9 @@ class _Cut:
             if not self.late_values.isdisjoint(u.reads):
                 self.late_values.update(u.makes)
         self.is_split = bool(cotangents)
+        self.named, self.gradients = assignment.named, assignment.gradients
         self.program, self.parts, self.shape, self.orders = program, parts, shape, orders
-        self.chain, self.home, self.outputs = assignment.units, assignment.values, outputs
+        self.chain, self.home = assignment.units, assignment.values
         self.number = {u: i for i, u in enumerate(parts)}
         self.makers = {v: u for u in parts for v in u.makes}
         self.readers = defaultdict[Var, list[Unit]](list)
@@ -160,6 +179,8 @@ class _Cut:
                 self.readers[v].append(u)
         self.at = [{f: i for i, f in enumerate(order)} for order in orders]
         self.index: dict[tuple[Unit, int], int] = {}  # by unit and stage
+        self.outputs = {i: at for i, at in outputs.items() if not isinstance(at, Var)}
+        self.outputs |= {i: s for i, at in outputs.items() if isinstance(at, Var) and (s := self._owner(at)) is not None}
 
     def run(self) -> Staged:
         """Places all units, and writes the programs."""
@@ -182,6 +203,11 @@ class _Cut:
 
     # Places ---------------------------------------------------------------------------------------------------------
 
+    def _owner(self, v: Var) -> int | None:
+        """Returns the first stage whose forward pass reads an input."""
+        chains = [c for u in self.readers[v] if not u.backward and v not in self.gradients and (c := self.chain[u]) is not None]
+        return min((self._device(c)[0] for c in chains), default=None)
+
     def _device(self, chain: int) -> tuple[int, int]:
         return self.shape.stage_and_chunk(chain)
 
@@ -189,7 +215,7 @@ class _Cut:
         """Returns the fragment that a unit names; None if it names no microbatch of several."""
         microbatch = u.tag.microbatch
         if microbatch is None:
-            if self.shape.microbatches > 1 or u.tag.stage is None:
+            if self.shape.microbatches > 1 or u not in self.named:
                 return None
             microbatch = 0
         stage, chunk = self._device(chain)
@@ -199,7 +225,7 @@ class _Cut:
     def _place(self, u: Unit, chain: int) -> list[str]:
         """Places a unit of one stage; returns the fragments that its own one would run before."""
         stage, chunk = self._device(chain)
-        operands = [(v, self._seen(v, stage, chunk)) for v in u.reads if v in self.home and v in self.makers]
+        operands = [(v, self._seen(u, v, stage, chunk)) for v in u.reads if v in self.home and v in self.makers]
         latest = max((i for _, i in operands), default=-1)
         own = self._fragment(u, chain)
         self.index[u, stage] = latest if own is None else self.at[stage][own]
@@ -208,13 +234,16 @@ class _Cut:
         v, at = max(operands, key=lambda item: item[1])
         return [f"{own!r} needs {v.name} of {self.orders[stage][at]!r}, which runs later"]
 
-    def _seen(self, v: Var, stage: int, chunk: int) -> int:
-        """Returns the index, on a stage, of the fragment that makes a value there or elsewhere."""
+    def _seen(self, u: Unit, v: Var, stage: int, chunk: int) -> int:
+        """Returns the index, on the stage of `u`, of the fragment in which a value is there."""
         maker = self.makers[v]
         home, _ = self._device(self.home[v])
         index = self.index[maker, home]
         if home == stage or index < 0:
             return index
+        if not u.backward and u.tag.microbatch is None and v in self.gradients:
+            # clipping or an optimizer, which waits for another stage, runs behind all fragments
+            return len(self.orders[stage]) - 1
         f = self.orders[home][index]
         return self.at[stage][f._replace(stage=stage, chunk=chunk)]
 

@@ -174,7 +174,7 @@ class _Bundler:
         key = c.kind, c.axes
         if key not in self.rooms:
             mesh = self.program.mesh
-            span = Machine.convert(mesh.machine).span(c.axes, mesh.axes)
+            span = Machine.convert(mesh.machine).span(c.axes, mesh.shape)
             latency = transfer(c.kind, 0.0, span).seconds if span.size > 1 else 0.0
             self.rooms[key] = max(MESSAGE_BYTES, int(_LATENCIES * latency * span.ring))
         return self.rooms[key]

@@ -73,7 +73,7 @@ class _Clock:
             self.free[how.far] = self.ends[step.outs] = max(self.now, self.before[step]) + how.seconds
 
     def _transfer(self, step: Start) -> Transfer:
-        span = self.machine.span(step.first.axes, self.program.mesh.axes)
+        span = self.machine.span(step.first.axes, self.program.mesh.shape)
         return transfer(step.first.kind, sum(c.bytes for c in step.moves), span)
 
     def _seconds(self, step: Step) -> float:

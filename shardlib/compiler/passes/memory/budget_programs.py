@@ -213,6 +213,6 @@ def _seconds(step: Step, program: Program, machine: Machine) -> float:
         touched = rooflines.touched(step)
         return rooflines.seconds(step, rooflines.Cost(touched, bool(touched or step.flops)), machine.device)
     if isinstance(step, Start):
-        span = machine.span(step.first.axes, program.mesh.axes)
+        span = machine.span(step.first.axes, program.mesh.shape)
         return transfer(step.first.kind, sum(c.bytes for c in step.moves), span).seconds
     return 0.0
