@@ -29,6 +29,7 @@ from shardlib import integrations as _integrations  # noqa: F401  (teaches the r
 from shardlib.compiler.plan.budget import comm_budget, redundancy_budget
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.schedule_options import Schedule
+from shardlib.compiler.stages.best_schedule import best_schedule
 from shardlib.core import errors as _errors
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import grad, value_and_grad, vmap
@@ -92,7 +93,7 @@ __all__ = [
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",
     # transforms
-    "grad", "value_and_grad", "vmap", "scan", "microbatch",
+    "grad", "value_and_grad", "vmap", "scan", "microbatch", "best_schedule",
     # random numbers
     "global_random",
     # what goes wrong

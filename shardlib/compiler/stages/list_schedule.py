@@ -25,7 +25,7 @@ def list_schedule(
     """Returns the order of every stage if a free stage runs its ready fragment of the least priority value.
 
     Stage i holds the saved values of at most `limits[i]` chunks' microbatches. A forward fragment leaves a place for
-    the later chunks of its stage, so that the microbatches in flight can end. Fragments of one kind and chunk run in
+    each later chunk of its stage, so that the microbatches in flight can end. Fragments of one kind and chunk run in
     the order of microbatches. `seconds` of a fragment are more than 0; a `transfer` between stages may take none.
     """
     return _ListSchedule(shape, priority, limits, seconds, transfer).run()
@@ -87,12 +87,12 @@ class _ListSchedule:
         return start
 
     def _fits(self, f: Fragment) -> bool:
-        return f.kind != "F" or self.held[f.stage] + (f.chunk < self.shape.chunks - 1) < self.limits[f.stage]
+        return f.kind != "F" or self.held[f.stage] + self.shape.chunks - 1 - f.chunk < self.limits[f.stage]
 
     def _is_full(self, stage: int) -> bool:
-        """True if forward fragments are left, and those of early chunks do not fit."""
+        """True if forward fragments are left, and those of the first chunk do not fit."""
         left = any(queue[0].kind == "F" for queue in self.queues[stage])
-        return left and self.held[stage] + (self.shape.chunks > 1) >= self.limits[stage]
+        return left and self.held[stage] + self.shape.chunks - 1 >= self.limits[stage]
 
     def _run(self, start: float, stage: int, fragment: Fragment) -> None:
         (queue,) = (queue for queue in self.queues[stage] if queue[0] == fragment)

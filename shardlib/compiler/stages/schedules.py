@@ -97,7 +97,7 @@ def zb_v(shape: PipelineShape) -> Orders:
          0011aAaA22bBbB33ccddCCDD
 
     The order is a list schedule. A stage runs F before B, the chunk next to the end of the chain first. W runs first
-    while memory is full and forward fragments are left, and otherwise last, so that enough W are left for the last gaps.
+    while memory is full and forward fragments are left, otherwise last: so enough W are left for the last gaps.
     """
     return list_schedule(shape, _rank_zb_v, limits=[2 * shape.stages] * shape.stages)
 
