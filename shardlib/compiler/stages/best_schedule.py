@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,12 +30,16 @@ _TRIALS = 300  # timetables that the search makes
 class BestSchedule:
     """The best order of fragments that a search saw, and a lower bound for all orders.
 
-    `rows` are the orders as texts, a row per stage, for `sl.microbatch(schedule=...)`. `bound` is in seconds.
+    `bound` is in seconds.
     """
 
     timetable: Timetable
     bound: float
-    rows: tuple[tuple[str, ...], ...] = field(repr=False)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The orders as texts, a row per stage, for `sl.microbatch(schedule=...)`."""
+        return tuple(tuple(map(str, order)) for order in self.timetable.orders)
 
     @property
     def seconds(self) -> float:
@@ -55,6 +59,8 @@ class BestSchedule:
     def __str__(self) -> str:
         bound = f"{clock(self.seconds)}, lower bound {clock(self.bound)}, gap {self.gap:.1%}"
         return f"{bound}; live microbatches per stage: {', '.join(map(str, self.memory))}\n{self.timetable}"
+
+    __repr__ = __str__
 
 
 def best_schedule(
@@ -87,8 +93,7 @@ def best_schedule(
     times = _read_arguments(stages, microbatches, seconds or {"F": 1.0, "B": 2.0}, transfer, memory)
     bound = lower_bound(times)
     tables = [times.timetable(orders) for orders in _first_orders(times)]
-    table = _search(times, [table for table in tables if _fits(table, times)], bound)
-    return BestSchedule(table, bound, tuple(tuple(map(str, order)) for order in table.orders))
+    return BestSchedule(_search(times, [table for table in tables if _fits(table, times)], bound), bound)
 
 
 # Rules of list schedules: the kinds from the first to the last, and the most microbatches that a stage holds at once.

@@ -71,11 +71,9 @@ class _ListSchedule:
         starts = {f: start for f in heads if (start := self._start(f)) is not None}
         if not starts:
             return None
-        first = min(starts.values())
-        full = self._is_full(stage)
-        return _Choice(
-            first, stage, min((f for f in starts if starts[f] == first), key=lambda f: self.priority(f, full))
-        )
+        first, full = min(starts.values()), self._is_full(stage)
+        best = min((f for f in starts if starts[f] == first), key=lambda f: self.priority(f, full))
+        return _Choice(first, stage, best)
 
     def _start(self, fragment: Fragment) -> float | None:
         """Returns the first second in which a fragment can run, or None if it needs one that has not run."""

@@ -77,6 +77,8 @@ class Timetable:
     def __str__(self) -> str:
         return draw_text(self)
 
+    __repr__ = __str__
+
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws stages against time into a file, in the format of its suffix (`.png`, `.svg`).
 

@@ -112,6 +112,12 @@ def test_is_as_fast_as_schedules_by_name_with_their_memory(
     assert best.gap == 0
 
 
+@pytest.mark.parametrize(("stages", "microbatches", "memory"), [(3, 4, None), (4, 8, 5)])
+def test_swaps_reach_the_bound_where_rules_do_not(stages: int, microbatches: int, memory: int | None) -> None:
+    best = sl.best_schedule(stages, microbatches, seconds={"F": 1.5, "B": 2.0, "W": 2.0}, memory=memory)
+    assert best.seconds == best.bound
+
+
 def test_more_memory_hides_transfers() -> None:
     seconds = {"F": 1.0, "B": 2.0}
     tight, loose = (sl.best_schedule(4, 8, seconds=seconds, transfer=0.25, memory=n) for n in (4, 7))

@@ -27,6 +27,7 @@ def timetable(name: str, stages: int, microbatches: int, unit: float = 1.0) -> T
     [
         ("gpipe", 3, 4, ["0123    abcd", " 0123  abcd", "  0123abcd"]),
         ("1f1b", 3, 4, ["012  a3b c d", " 01 a2b3c d", "  0a1b2c3d"]),
+        ("gpipe", 1, 11, ["01234567890abcdefghijk"]),
         ("zb_h1", 2, 3, ["01 aA2bBcC", " 0a1bA2cBC"]),
     ],
 )

@@ -101,6 +101,19 @@ ROWS = (
     Row("Megatron-Bridge", "405B", 1024, 8, 8, 1536, 328, context=2, chunks=8, fp8=True),
     Row("torchtitan", batch=256, rows=4, schedule="1f1b", measured=100, machine=TITAN, **_TITAN),
     Row("torchtitan", batch=256, rows=4, chunks=2, measured=128, machine=TITAN, **_TITAN),
+    *(
+        Row(
+            "torchtitan",
+            batch=64 // n,
+            context=n,
+            sequence=32768 * n,
+            schedule="1f1b",
+            measured=speed,
+            machine=TITAN,
+            **_TITAN,
+        )
+        for n, speed in ((1, 76), (2, 47), (4, 31), (8, 16))
+    ),
     Row(gpus=8192, batch=2048, measured=meta_rate(430, 8192), **_META),
     Row(gpus=16384, batch=2048, measured=meta_rate(400, 8192), **_META),
     Row(gpus=16384, batch=128, measured=meta_rate(380, 131072), context=16, sequence=131072, **_META),
@@ -280,8 +293,8 @@ def move(row: Row, kind: str, names: tuple[str, ...], wire: float) -> float:
 
 def lines() -> Iterator[str]:
     """Yields the lines of the table."""
-    yield "| source | model | layout | microbatches | bubble | tokens/s and GPU, measured | simulated | off by |"
-    yield "|---|---|---|---|---|---|---|---|"
+    heads = "source", "model", "layout", "sequence", "microbatches", "bubble", "tokens/s and GPU", "simulated", "off by"
+    yield f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
     for row in ROWS:
         speed, table = predict(row)
         axes = " x ".join(f"{name} {n}" for name, n in row.axes.items() if n > 1)
@@ -291,6 +304,7 @@ def lines() -> Iterator[str]:
             row.source,
             f"{row.size} {'fp8' if row.fp8 else 'bf16'}",
             layout,
+            f"{row.sequence:,}",
             row.shape.microbatches,
             f"{table.bubble:.1%}",
             f"{row.measured:,.0f}",
