@@ -32,6 +32,7 @@ from tests.validation.benchmarks.published import HOST, waited
 
 TITAN = replace(HOST, device=replace(HOST.device, efficiency=0.503))  # as `published` fits it on its first row
 DGX = Machine.preset("h100")
+VOCABULARY = 128256
 SIZES: dict[str, dict[str, int]] = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
@@ -88,30 +89,16 @@ def meta_rate(teraflops: float, sequence: int) -> float:
 
 
 _TITAN: dict[str, Any] = {"size": "405B", "gpus": 512, "tensor": 8, "stages": 8, "fp8": True, "recomputed": True}
-_META: dict[str, Any] = {
-    "source": "Llama 3",
-    "size": "405B",
-    "tensor": 8,
-    "stages": 16,
-    "chunks": 8,
-    "overlapped": False,
-}
+_TITAN |= {"source": "torchtitan", "machine": TITAN}
+_META: dict[str, Any] = {"source": "Llama 3", "size": "405B", "tensor": 8, "stages": 16, "chunks": 8}
+_META["overlapped"] = False
 ROWS = (
     Row("Megatron-Bridge", "70B", 64, 4, 8, 256, 1664, chunks=5, fp8=True),
     Row("Megatron-Bridge", "405B", 1024, 8, 8, 1536, 328, context=2, chunks=8, fp8=True),
-    Row("torchtitan", batch=256, rows=4, schedule="1f1b", measured=100, machine=TITAN, **_TITAN),
-    Row("torchtitan", batch=256, rows=4, chunks=2, measured=128, machine=TITAN, **_TITAN),
+    Row(batch=256, rows=4, schedule="1f1b", measured=100, **_TITAN),
+    Row(batch=256, rows=4, chunks=2, measured=128, **_TITAN),
     *(
-        Row(
-            "torchtitan",
-            batch=64 // n,
-            context=n,
-            sequence=32768 * n,
-            schedule="1f1b",
-            measured=speed,
-            machine=TITAN,
-            **_TITAN,
-        )
+        Row(batch=64 // n, context=n, sequence=32768 * n, schedule="1f1b", measured=speed, **_TITAN)
         for n, speed in ((1, 76), (2, 47), (4, 31), (8, 16))
     ),
     Row(gpus=8192, batch=2048, measured=meta_rate(430, 8192), **_META),
@@ -180,7 +167,7 @@ def simulate_passes(row: Row, layers: int) -> Pass:
 def plan_stage(size: str, layers: int, context: int, tensor: int, rows: int, sequence: int) -> Program:
     """Plans the forward and backward pass of a microbatch in bf16."""
     config = LlamaConfig(
-        num_key_value_heads=8, vocab_size=128256, use_cache=False, **SIZES[size] | {"num_hidden_layers": layers}
+        num_key_value_heads=8, vocab_size=VOCABULARY, use_cache=False, **SIZES[size] | {"num_hidden_layers": layers}
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
@@ -261,8 +248,10 @@ def in_fp8(program: Program) -> Program:
 
 
 def _is_product_of_a_layer(s: Compute) -> bool:
-    is_head = any("lm_head" in str(module) for module in s.inside)
-    return s.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and not is_head
+    if s.target is not torch.ops.aten.mm.default:
+        return False
+    layouts = [v.layout for v in (*s.operands, *s.out_vars) if v.layout is not None]
+    return not any(VOCABULARY in layout.shape for layout in layouts)  # the head
 
 
 def finish_step(row: Row) -> float:
@@ -274,14 +263,13 @@ def finish_step(row: Row) -> float:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     attention = 2 * hidden * hidden * (1 + 8 / config["num_attention_heads"])
     layers = config["num_hidden_layers"] * (attention + 3 * hidden * inner)
-    weights = (layers + 2 * 128256 * hidden) / (row.tensor * row.stages)
+    weights = (layers + 2 * VOCABULARY * hidden) / (row.tensor * row.stages)
     group = row.replicas * row.context
     sent = 2 * weights / row.chunks * (group - 1) / group
     axes = ("data", "context")
     moved = move(row, "reduce_scatter", axes, sent) + move(row, "all_gather", axes, sent)
-    return (
-        moved + weights / group * 28 / row.machine.device.bandwidth
-    )  # 3 float32 read, 3 written, a gradient, a weight
+    touched = 28 * weights / group  # three float32 are read and written, a gradient is read, and a weight written
+    return moved + touched / row.machine.device.bandwidth
 
 
 def move(row: Row, kind: str, names: tuple[str, ...], wire: float) -> float:
