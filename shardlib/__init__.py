@@ -29,6 +29,8 @@ from shardlib import integrations as _integrations  # noqa: F401  (teaches the r
 from shardlib.compiler.plan.budget import comm_budget, redundancy_budget
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.schedule_options import Schedule
+from shardlib.compiler.stages.best_schedule import best_schedule
+from shardlib.compiler.stages.partition import partition
 from shardlib.core import errors as _errors
 from shardlib.core.errors import ShardingError
 from shardlib.core.func_transforms import grad, value_and_grad, vmap
@@ -38,10 +40,10 @@ from shardlib.eager import local_autograd as _local_autograd  # noqa: F401  (and
 from shardlib.jit.global_random import global_random
 from shardlib.jit.jit import jit
 from shardlib.jit.microbatch import microbatch
-from shardlib.jit.stage import stage
 from shardlib.jit.scan import scan
 from shardlib.jit.shard import shard
 from shardlib.jit.shard_map import shard_map
+from shardlib.jit.stage import stage
 from shardlib.nn import load_assign as _load_assign  # noqa: F401  (registers itself with torch)
 from shardlib.nn import optimizer_hooks as _optimizer_hooks  # noqa: F401  (registers itself with torch)
 from shardlib.nn import strategies
@@ -93,7 +95,9 @@ __all__ = [
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",
     # transforms
-    "grad", "value_and_grad", "vmap", "scan", "microbatch", "stage",
+    "grad", "value_and_grad", "vmap", "scan",
+    # pipelines
+    "stage", "microbatch", "partition", "best_schedule",
     # random numbers
     "global_random",
     # what goes wrong

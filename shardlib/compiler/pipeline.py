@@ -152,8 +152,19 @@ def compile_program(
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
     whole, seconds, outputs, search = lowered.propagate_whole, clock.seconds, pins.outputs, lowered.search
     return Compiled(
-        traced, mesh, graph, whole, finished.program, names, inputs, finished.halves, finished.recomputed, seconds,
-        outputs, search, finished.staged,
+        traced,
+        mesh,
+        graph,
+        whole,
+        finished.program,
+        names,
+        inputs,
+        finished.halves,
+        finished.recomputed,
+        seconds,
+        outputs,
+        search,
+        finished.staged,
     )
 
 

@@ -39,8 +39,8 @@ from shardlib.jit.call.double_backward import Again
 from shardlib.jit.call.execute import caller, entry
 from shardlib.jit.call.function import Function
 from shardlib.jit.call.methods import Method, Methods
-from shardlib.jit.call.stage_placement import move_shared, move_state
 from shardlib.jit.call.program_cache import Programs, Ready
+from shardlib.jit.call.stage_placement import move_shared, move_state
 from shardlib.jit.call.unsupported import refuse_other_devices, refuse_others_than_functions, refuse_tangents
 from shardlib.jit.global_random import plain_program
 from shardlib.jit.transformed import Transformed, is_transformed

@@ -186,7 +186,8 @@ class _Placer:
         moving = {
             x.name: x
             for x in self.tensors
-            if not _is_placed_at(x.tensor, specs[x.name][0], self._mesh_of(x.name)) or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
+            if not _is_placed_at(x.tensor, specs[x.name][0], self._mesh_of(x.name))
+            or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
         }
         refuse_losses(name, [*moving.values()])
         placements = {at: specs[at][0].resolve(x.tensor.shape, mesh, name=at) for at, x in moving.items()}
@@ -199,9 +200,7 @@ class _Placer:
                 value = x.tensor.detach().to(dtypes.get(x.name) or x.tensor.dtype)
                 new = x.tensor
                 if x.name in digests:
-                    new = replace_tensor(
-                        module, x, shard_known(x.name, value, placements[x.name], at, digests[x.name])
-                    )
+                    new = replace_tensor(module, x, shard_known(x.name, value, placements[x.name], at, digests[x.name]))
                 elif x.name in moving:
                     new = replace_tensor(module, x, shard(value, own))
                 for attribute, spec in zip(PLACEMENT_ATTRIBUTES, others, strict=True):

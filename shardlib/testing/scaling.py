@@ -12,6 +12,7 @@ import torch
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.simulate.simulated import Simulated, clock
 from shardlib.core.errors import ShardingError
+from shardlib.core.plots import new_figure
 from shardlib.core.text_tables import format_table
 from shardlib.jit.call.shared_trace import one_trace
 from shardlib.sharding.mesh.machine import Machine
@@ -59,9 +60,7 @@ class Scaling:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws efficiency over devices into a file, in the format of its suffix (`.png`, `.svg`)."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 4), layout="constrained")
+        figure = new_figure(6, 4)
         axes = figure.subplots()
         axes.plot(self.devices, self.efficiency, marker="o")
         axes.set_xscale("log", base=2)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from shardlib.compiler.program.steps import Compute, Program
 from shardlib.compiler.program.value_numbering import firsts
 from shardlib.compiler.simulate import rooflines
+from shardlib.compiler.simulate.perfetto import Span, write_trace
 from shardlib.compiler.simulate.timeline import COMPUTE, STREAMS, Event, Timeline, refuse_other_axes, timeline
+from shardlib.core.plots import new_figure
 from shardlib.core.source_lines import format_path_line
 from shardlib.sharding.mesh.machine import Machine
 
@@ -95,26 +94,15 @@ class Simulated:
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> None:
         """Write a timeline that Perfetto opens (JSON of trace events): a track a stream, memory in use as a counter."""
-        tracks = {stream: i for i, stream in enumerate(STREAMS, 1)}
-        name = {"name": f"{self.name} on {self.program.mesh} ({self.machine}), simulated"}
-        events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": name}]
-        for stream, track in tracks.items():
-            events.append({"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": stream}})
-        for e in self.timeline.events:
-            at = {"ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": {"line": format_path_line(e.line)}}
-            events.append({"ph": "X", "pid": 1, "tid": tracks[e.stream], "name": e.name, **at})
-        for second, held in self.timeline.memory:
-            use = {"ph": "C", "pid": 1, "name": "memory", "ts": second * 1e6, "args": {"bytes": held}}
-            events.append(use)
-        aside = Path(f"{os.fspath(path)}.part")
-        aside.write_text(json.dumps({"traceEvents": events}))
-        aside.replace(path)
+        name = f"{self.name} on {self.program.mesh} ({self.machine}), simulated"
+        spans = (
+            Span(e.stream, e.name, e.start, e.seconds, {"line": format_path_line(e.line)}) for e in self.timeline.events
+        )
+        write_trace(path, name, STREAMS, spans, self.timeline.memory)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw streams and memory over time into a file that matplotlib knows by its ending (`.png`, `.svg`)."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 4), layout="constrained")
+        figure = new_figure(10, 4)
         above, below = figure.subplots(2, 1, sharex=True)
         streams = [s for s in STREAMS if self.timeline.busy(s)]
         for row, stream in enumerate(streams):
@@ -142,6 +130,7 @@ def _find_recomputed(program: Program) -> set[Compute]:
 
 def clock(seconds: float) -> str:
     """Formats a duration: `1.23 ms`, `65.4 s`."""
+    seconds = float(f"{seconds:.3g}")  # 0.99999 ms is 1 ms
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

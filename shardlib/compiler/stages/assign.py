@@ -1,6 +1,6 @@
 """Assigns every step of a lowered program to a stage.
 
-A step that the user's code names a stage for runs there, and so do its gradients. Every other step follows its operands:
+A step for which the user's code names a stage runs there, and so do its gradients. Others follow their operands:
 
 * in the forward pass, to the last of their stages;
 * in the backward pass, to a stage that has the saved values, if possible the one that has the incoming gradient;
@@ -57,7 +57,7 @@ def units(program: Program) -> list[Unit]:
 
 
 class Assignment(NamedTuple):
-    """The stage of every unit and value, and of those that the code names; None: each stage that needs it has its own."""
+    """The stage of every unit (None: each stage that needs it has its own), of those that are named, and of values."""
 
     named: Mapping[Unit, int]
     units: Mapping[Unit, int | None]
@@ -78,9 +78,7 @@ def assign(
 
 
 class _Assigner:
-    def __init__(
-        self, named: Mapping[Unit, int], inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]
-    ) -> None:
+    def __init__(self, named: Mapping[Unit, int], inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]) -> None:
         self.named, self.cotangents = named, cotangents
         self.units: dict[Unit, int | None] = {}
         self.stage = dict(inputs)  # of each value that is not on all stages

@@ -1,7 +1,7 @@
 """Chooses stages for a lowered program whose code names none: its forward pass becomes a graph for `partition`.
 
-One microbatch is cut; the others follow it. Units that read no parameter and nothing computed from one are left out: all
-stages that need them compute them.
+One microbatch is cut; the others follow it. Units that read no parameter, and nothing computed from one, are left out:
+all stages that need them compute them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def choose_stages(
         nodes, stages, link_seconds_per_byte=1 / link.pairwise, latency=latency, memory=memory, tied=tied,
         microbatches=count, live=live,
     )  # fmt: skip
-    by_key = {_key: stage for _key, stage in zip(_keys(first), result.stages, strict=True)}
+    by_key = dict(zip(_keys(first), result.stages, strict=True))
     chosen = dict(zip(first, result.stages, strict=True))
     for m in {u.tag.microbatch for u in forward} - {None, microbatch}:
         others = [u for u in forward if u.tag.microbatch == m]

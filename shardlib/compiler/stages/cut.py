@@ -85,9 +85,9 @@ def cut(
     """Returns the programs of `stages` stages.
 
     `inputs` are the stages of tensors that live on one, and `outputs`, by position, those that results must be on: a
-    stage, all (None), or that of the first unit of the forward pass that reads an input. Others stay where they are made.
-    `cotangents` maps inputs to the results whose gradients they are. If the code names no stage, the units that depend on
-    `parameters` are cut automatically, and each stage stays within `memory` bytes, if that is given.
+    stage, all (None), or the first stage whose forward pass reads an input. Others stay where they are made. `cotangents`
+    maps inputs to the results whose gradients they are. If the code names no stage, the units that depend on `parameters`
+    are cut automatically, and each stage stays within `memory` bytes, if that is given.
 
     Raises `ShardingError` for values that flow backwards, a stage without work, and a schedule that cannot run.
     """
@@ -180,7 +180,9 @@ class _Cut:
         self.at = [{f: i for i, f in enumerate(order)} for order in orders]
         self.index: dict[tuple[Unit, int], int] = {}  # by unit and stage
         self.outputs = {i: at for i, at in outputs.items() if not isinstance(at, Var)}
-        self.outputs |= {i: s for i, at in outputs.items() if isinstance(at, Var) and (s := self._owner(at)) is not None}
+        self.outputs |= {
+            i: s for i, at in outputs.items() if isinstance(at, Var) and (s := self._owner(at)) is not None
+        }
 
     def run(self) -> Staged:
         """Places all units, and writes the programs."""
@@ -205,7 +207,11 @@ class _Cut:
 
     def _owner(self, v: Var) -> int | None:
         """Returns the first stage whose forward pass reads an input."""
-        chains = [c for u in self.readers[v] if not u.backward and v not in self.gradients and (c := self.chain[u]) is not None]
+        chains = [
+            c
+            for u in self.readers[v]
+            if not u.backward and v not in self.gradients and (c := self.chain[u]) is not None
+        ]
         return min((self._device(c)[0] for c in chains), default=None)
 
     def _device(self, chain: int) -> tuple[int, int]:
@@ -268,9 +274,7 @@ class _Cut:
                     same = r.tag.microbatch == u.tag.microbatch and r.backward
                     if same and (r in needed or self.chain[r] != self.chain[u]):
                         needed.add(u)
-        return frozenset(
-            u for u in self.parts if u.backward and u.tag.microbatch is not None and u not in needed
-        )
+        return frozenset(u for u in self.parts if u.backward and u.tag.microbatch is not None and u not in needed)
 
     # Programs -------------------------------------------------------------------------------------------------------
 
@@ -331,7 +335,12 @@ class _Cut:
         sends: Mapping[tuple[int, Var], Sequence[Message]],
         homes: Sequence[int | None],
     ) -> Program:
-        local = {m.var: replace(m.var, name=f"{m.var.name}.received") for ms in sends.values() for m in ms if m.receiver == stage}
+        local = {
+            m.var: replace(m.var, name=f"{m.var.name}.received")
+            for ms in sends.values()
+            for m in ms
+            if m.receiver == stage
+        }
         incoming = _in_order([m for ms in sends.values() for m in ms if m.receiver == stage], order)
         steps: list[Step] = [
             self._send(m) for v in self.program.inputs for m in sends.get((stage, v), ()) if v in self.home

@@ -36,9 +36,7 @@ def merge_halves(staged: Staged, needs: tuple[frozenset[int], ...]) -> Halves:
     return Halves(forward, backward, backward.inputs[: sum(saved)], needs)
 
 
-def _merge(
-    staged: Staged, programs: Sequence[Program], homes: Sequence[int | None], own: Sequence[int]
-) -> Program:
+def _merge(staged: Staged, programs: Sequence[Program], homes: Sequence[int | None], own: Sequence[int]) -> Program:
     """Merges programs. The first inputs of each, `own` many, are its own; outputs behind those of `homes` are, too."""
     programs = _with_common_inputs(programs, own)
     programs = _with_own_names(programs, own)
@@ -121,7 +119,13 @@ def _with_own_state(programs: Sequence[Program]) -> tuple[list[Step], list[Progr
         own = {v: replace(v, name=f"{v.name}.s{stage}") for v in shared if any(v in reads(s) for s in p.steps)}
         copies += [Copy(v, x) for v, x in own.items()]
         positions = {i for i, v in enumerate(p.inputs) if v in own}
-        result.append(replace(p.with_vars(own), inputs=p.inputs, replaced={i: at for i, at in p.replaced.items() if i not in positions}))
+        result.append(
+            replace(
+                p.with_vars(own),
+                inputs=p.inputs,
+                replaced={i: at for i, at in p.replaced.items() if i not in positions},
+            )
+        )
     return copies, result
 
 

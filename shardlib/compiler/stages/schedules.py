@@ -13,6 +13,7 @@ from functools import cmp_to_key
 from typing import Any
 
 from shardlib.compiler.stages.fragments import Fragment, PipelineShape
+from shardlib.compiler.stages.list_schedule import list_schedule
 from shardlib.compiler.stages.timetable import Orders, make_timetable, refuse_incomplete
 from shardlib.core.errors import ShardingError
 
@@ -87,41 +88,23 @@ def _position_interleaved(f: Fragment, shape: PipelineShape) -> tuple[int, int]:
 def zb_v(shape: PipelineShape) -> Orders:
     """Two chunks per stage in a V, and the gradients of weights fill the gaps (Qi et al. 2024, arXiv:2405.15362).
 
-    Every stage holds at most 2 P chunks' microbatches (the memory of 1F1B), and waits only before its first and behind
-    its last fragment if F, B and W take equally long.
+    Every stage holds at most 2 P chunks' microbatches (the memory of 1F1B). It waits only before its first and behind
+    its last fragment if F, B and W take equally long, transfers take no time, and there are 2 P microbatches or more.
+
+    ::
+
+        0120aA1bBaA2cC3bB3dcCdDD
+         0011aAaA22bBbB33ccddCCDD
+
+    The order is a list schedule. A stage runs F before B, the chunk next to the end of the chain first. W runs first
+    while memory is full and forward fragments are left, otherwise last: so enough W are left for the last gaps.
     """
-    return _order_greedily(shape, limit=2 * shape.stages)
+    return list_schedule(shape, _rank_zb_v, limits=[2 * shape.stages] * shape.stages)
 
 
-def _order_greedily(shape: PipelineShape, limit: int) -> Orders:
-    """Runs in every unit of time the best fragment that is ready: B, then the later F, the earlier F, and W."""
-    left = [set(shape.fragments(stage)) for stage in range(shape.stages)]
-    orders: list[list[Fragment]] = [[] for _ in left]
-    finished: set[Fragment] = set()
-    held = [0] * shape.stages
-    while any(left):
-        running = []
-        for fragments in left:
-            ready = [
-                f for f in fragments if all(x in finished for x in shape.needs(f)) and _fits(f, held, shape, limit)
-            ]
-            if ready:
-                running.append(min(ready, key=lambda f: (_rank(f), f.microbatch, -f.chunk)))
-        for f in running:
-            left[f.stage].discard(f)
-            orders[f.stage].append(f)
-            held[f.stage] += (f.kind == "F") - (f.kind == "W")
-        finished.update(running)
-    return orders
-
-
-def _rank(f: Fragment) -> int:
-    return {"B": 0, "F": 2 - (f.chunk > 0), "W": 3}[f.kind]
-
-
-def _fits(f: Fragment, held: Sequence[int], shape: PipelineShape, limit: int) -> bool:
-    """True if a stage may hold the values that a forward fragment saves; one place is kept for later chunks."""
-    return f.kind != "F" or held[f.stage] + (f.chunk < shape.chunks - 1) < limit
+def _rank_zb_v(f: Fragment, full: bool) -> tuple[int, int, int]:
+    ranks = {"F": 2 - f.chunk, "B": 3 + f.chunk, "W": 0 if full else 5}
+    return ranks[f.kind], f.microbatch, -f.chunk
 
 
 def _earlier(a: Fragment, b: Fragment, shape: PipelineShape) -> bool:

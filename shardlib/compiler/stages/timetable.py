@@ -7,12 +7,14 @@ if this simulation runs to its end: it is the model check of a schedule.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardlib.compiler.stages.fragments import Fragment, Kind, PipelineShape
+from shardlib.compiler.stages.pictures import draw_figure, draw_text, write_perfetto
 from shardlib.core.errors import ShardingError
 
 Orders = Sequence[Sequence[Fragment]]  # one per stage
@@ -21,16 +23,30 @@ Needs = Callable[[Fragment], Iterable[Fragment]]
 
 @dataclass(frozen=True)
 class Timetable:
-    """When the fragments of each stage start and finish, in seconds, in the order of the stage."""
+    """When the fragments of each stage start and finish, in seconds, in the order of the stage.
+
+    As text it has a row per stage. Of microbatch 0, `0` is F, `a` is B, and `A` is W.
+
+    Example:
+        >>> orders = [[Fragment.parse(x, i) for x in ("F0", "F1", "B0", "B1")] for i in range(2)]
+        >>> print(make_timetable(orders, PipelineShape(2, 2).needs, lambda f: 2.0 if f.kind == "B" else 1.0))
+        9 s, bubble 33.3%, a column is 1 s
+        stage 0  01   aabb
+        stage 1   01aabb
+    """
 
     orders: Orders
     spans: Mapping[Fragment, tuple[float, float]]
 
     @cached_property
+    def first(self) -> float:
+        """The first start of all stages, in seconds."""
+        return min(start for start, _ in self.spans.values())
+
+    @cached_property
     def seconds(self) -> float:
         """The time from the first start to the last finish of all stages."""
-        starts, finishes = zip(*self.spans.values(), strict=True)
-        return float(max(finishes) - min(starts))
+        return max(finish for _, finish in self.spans.values()) - self.first
 
     def busy(self, stage: int) -> float:
         """Returns the seconds in which a stage works."""
@@ -57,6 +73,22 @@ class Timetable:
             held += (fragment.kind == "F") - (fragment.kind == last)
             most = max(most, held)
         return most
+
+    def __str__(self) -> str:
+        return draw_text(self)
+
+    __repr__ = __str__
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws stages against time into a file, in the format of its suffix (`.png`, `.svg`).
+
+        Bars are colored by kind and labeled with their microbatch. Raises `ShardingError` without matplotlib.
+        """
+        draw_figure(self).savefig(os.fspath(path))
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Writes a trace that Perfetto opens, with a track per stage (JSON of trace events)."""
+        write_perfetto(self, path)
 
 
 def make_timetable(

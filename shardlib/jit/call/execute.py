@@ -141,7 +141,11 @@ def forms(
     """
     device = torch.empty(0, device=mesh.device).device
     for out, name, stride, stage in zip(outputs, names, strides, stages, strict=False):
-        yield Form.intern(_layout(out), mesh.on_stage(stage), out.dtype, device, name, stride) if isinstance(out, Var) else None
+        yield (
+            Form.intern(_layout(out), mesh.on_stage(stage), out.dtype, device, name, stride)
+            if isinstance(out, Var)
+            else None
+        )
 
 
 def _layout(var: Var) -> Layout:

@@ -273,7 +273,7 @@ class Mesh:
             raise ShardingError(
                 f"{self} cannot shard a tensor over {name!r}",
                 rule=f"{name!r} is the axis of stages: each stage runs another part of the model",
-                remedy=f"with sl.stage(i): around the code of a stage; shard over {', '.join(self.axes) or 'other axes'}",
+                remedy="with sl.stage(i): around the code of a stage, and shard over another axis",
             )
         if name not in self.axes:
             raise ShardingError(f"{self} has no axis {name!r}{did_you_mean(str(name), self.axes)}")

@@ -49,9 +49,7 @@ def normalize_rules(rules: Rules | None) -> tuple[dict[str, MeshAxes], list[str]
     return tidy, faults
 
 
-def find_faults(
-    sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], stages: str | None = None
-) -> list[str]:
+def find_faults(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], stages: str | None = None) -> list[str]:
     """Lists the faults in names and sizes of axes, in rules, and in the name of the axis of stages."""
     faults = [] if sizes else ["it has no axis"]
     if stages is not None and stages not in dict(sizes):
