@@ -26,7 +26,11 @@ class FragmentTag(NamedTuple):
 
     def inside(self, outer: FragmentTag) -> FragmentTag:
         """Returns the tag of code with this tag that runs inside code with another one."""
-        return FragmentTag(*(o if x is None else x for x, o in zip(self, outer, strict=True)))
+        return FragmentTag(
+            outer.stage if self.stage is None else self.stage,
+            outer.microbatch if self.microbatch is None else self.microbatch,
+            outer.microbatches if self.microbatches is None else self.microbatches,
+        )
 
 
 NO_TAG = FragmentTag()

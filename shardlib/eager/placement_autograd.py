@@ -100,7 +100,7 @@ def _broadcast(x: ShardedTensor, own: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that the ranks of one stage have whole on the ranks of all stages."""
     mesh = x.mesh
     out = torch.empty(own.shape, dtype=own.dtype, device=mesh.device) if mesh.is_elsewhere else own.contiguous().clone()
-    source = mesh.rank_of({**mesh.coords(mesh.rank), str(mesh.stage_axis): mesh.stage})
+    source = mesh.rank_of({**mesh.coords(mesh.rank), str(mesh.stage_axis): mesh.stage or 0})
     turn = Turn(f"full_tensor of {typeof(x)} on {mesh}")
     run_in_turn(mesh.whole, turn, (Axis(str(mesh.stage_axis), mesh.stages),), partial(broadcast, out, source))
     return out

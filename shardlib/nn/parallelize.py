@@ -50,7 +50,7 @@ from shardlib.nn.parameters import (
     retie,
 )
 from shardlib.nn.spec_table import match_table, matches, numberless, refuse_table
-from shardlib.nn.stage_patterns import assign_modules, run_on_stages, stage_of_parameter
+from shardlib.nn.stage_patterns import assign_modules, run_on_stages, stages_of_parameters
 from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, StrategyAxes, axes_for, resolve_strategy, shard_one_dim
 from shardlib.nn.suggest import propose_specs
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
@@ -117,7 +117,7 @@ def parallelize(
     policy = policy_of(precision, module, tensors) or (earlier.policy if earlier else None)
     options = (earlier.options if earlier else MemoryOptions()).but(remat, memory, schedule, planning)
     on_stages = {} if stages is None else assign_modules(module, stages, mesh)
-    placer.stages = {x.name: at for x in tensors if (at := stage_of_parameter(x, on_stages)) in range(mesh.stages)}
+    placer.stages = stages_of_parameters(tensors, on_stages, mesh)
     placer.place(table, {} if policy is None else {name: each.parameter for name, each in policy.by_name.items()})
     own = replaced if earlier is None else earlier.own
     rows, columns = ({a: mesh.axes[a] for a in axes} for axes in (strategy_axes.batch, _sequence_axes(mesh)))

@@ -57,9 +57,14 @@ def _with_neighbors(names: Sequence[str], found: Mapping[str, int]) -> dict[str,
     return result
 
 
-def stage_of_parameter(x: NamedTensor, modules: Mapping[str, int]) -> int | None:
-    """Returns the stage of the module that holds a parameter first; None if it has none."""
-    return modules.get(x.name.rpartition(".")[0])
+def stages_of_parameters(tensors: Sequence[NamedTensor], modules: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+    """Returns the stages of parameters, by name: those of the modules that hold them first.
+
+    A part of the model behind the last stage of the mesh, of an interleaved schedule, is left out: the first step says
+    which stage runs it.
+    """
+    held = {x.name: modules.get(x.name.rpartition(".")[0]) for x in tensors}
+    return {name: at for name, at in held.items() if at is not None and at < mesh.stages}
 
 
 def run_on_stages(module: nn.Module, modules: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
@@ -85,9 +85,9 @@ def cut(
     """Returns the programs of `stages` stages.
 
     `inputs` are the stages of tensors that live on one, and `outputs`, by position, those that results must be on: a
-    stage, all (None), or the first stage whose forward pass reads an input. Others stay where they are made. `cotangents`
-    maps inputs to the results whose gradients they are. If the code names no stage, the units that depend on `parameters`
-    are cut automatically, and each stage stays within `memory` bytes, if that is given.
+    stage, all (None), or the first stage whose forward pass reads an input. Others stay where they are made.
+    `cotangents` maps inputs to the results whose gradients they are. If the code names no stage, the units that depend
+    on `parameters` are cut automatically, and each stage stays within `memory` bytes, if that is given.
 
     Raises `ShardingError` for values that flow backwards, a stage without work, and a schedule that cannot run.
     """
@@ -100,7 +100,7 @@ def cut(
             rule="one call cuts the batch of a pipeline, so that one schedule orders its fragments",
         )
     how = calls[0] if calls else ONCE
-    named = {u: u.tag.stage for u in parts if u.tag.stage is not None}
+    named: Mapping[Unit, int] = {u: u.tag.stage for u in parts if u.tag.stage is not None}
     shape = _shape(how, stages, {*named.values()})
     orders = order_fragments(how.schedule, shape)
     why = None
@@ -143,13 +143,6 @@ def _shape(how: Microbatches, stages: int, named: set[int]) -> PipelineShape:
 
 def _has_weights(how: Microbatches) -> bool:
     return not callable(how.schedule) and any(text.startswith("W") for row in how.schedule for text in row)
-
-
-class _Place(NamedTuple):
-    """When a unit runs on one stage: in the fragment at this index of the stage's order; -1 is in front of all."""
-
-    stage: int
-    index: int
 
 
 class _Cut:

@@ -27,7 +27,7 @@ def move_state(compiled: Compiled, leaves: Sequence[Any]) -> bool:
 
     Returns whether any moved.
     """
-    return _move_all({id(x): (x, *users) for x, users in _uses(compiled, leaves) if len(users) == 1})
+    return _move_all({id(x): (x, min(users)) for x, users in _uses(compiled, leaves) if len(users) == 1})
 
 
 def _uses(compiled: Compiled, leaves: Sequence[Any]) -> Iterator[tuple[ShardedTensor, set[int]]]:
