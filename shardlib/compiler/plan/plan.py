@@ -39,6 +39,10 @@ class PlannedCollective:
     `bytes` go on the wire per device (ring algorithms). `value` names the tensor that moves. `line` is the user's
     source line, or, if `backward`, the line that this gradient belongs to. `reason` names the layouts that forced it,
     and their reader. `backend` names the backend, and why it was chosen ("" on an abstract mesh).
+
+    If the machine model of the mesh has machines with several devices or links, `form` names how the collective crosses
+    them ("ring", "two_level", "exchange", "scatter_gather"), and `across` counts the bytes that each group sends out of
+    each of its machines. Otherwise they are "" and 0.
     """
 
     kind: str
@@ -49,6 +53,8 @@ class PlannedCollective:
     backward: bool
     reason: str
     backend: str = ""
+    form: str = ""
+    across: float = 0.0
 
     def __str__(self) -> str:
         back = "backward of" if self.backward else "at"
@@ -92,7 +98,7 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[PlannedCollective, ...]:
         """Every collective of the program, in order."""
-        why = self._explainer
+        why, crossings = self._explainer, backends.crossings(self.compiled.program)
         return tuple(
             PlannedCollective(
                 c.kind,
@@ -103,6 +109,8 @@ class Plan:
                 c.backward,
                 why.reason(c),
                 str(backends.of_collective(c, self.mesh) or ""),
+                crossings[c].name if c in crossings else "",
+                crossings[c].across if c in crossings else 0.0,
             )
             for c in self.compiled.program.collectives
         )
