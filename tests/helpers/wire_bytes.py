@@ -17,6 +17,8 @@ class WireBytes(TorchDispatchMode):
     Counts by what each op must do: an all-to-all sends each part to its receiver; a ring passes to its neighbor.
     """
 
+    only_observes = True  # to shardlib
+
     def __init__(self, machine: Callable[[int], object]) -> None:
         super().__init__()
         self.machine, self.sent = machine, 0

@@ -81,11 +81,13 @@ def choose_form(
         exchange: 32 MB leave each machine (sizes differ)
     """
     notes = []
-    wide = nbytes * sum_dtype(dtype, kind).itemsize / dtype.itemsize
+    elements = nbytes / dtype.itemsize
+    padded = -(-elements // span.size) * span.size if op == "all_reduce" else elements  # of a message in two levels
+    wide = padded * sum_dtype(dtype, kind).itemsize
     forms = [make(wide if make is _two_level else nbytes, span) for make in _FORMS[op]]
     if op == "all_reduce":
-        legs = zip(forms, [make(nbytes, span) for make in _FORMS[op]], strict=True)
-        forms = [*(_both(*pair) for pair in legs), _exchange(nbytes * span.size, span)]
+        gathers = [make(padded * dtype.itemsize if make is _two_level else nbytes, span) for make in _FORMS[op]]
+        forms = [*map(_both, forms, gathers), _exchange(nbytes * span.size, span)]
         if fault := find_native_fault(dtype, kind, "gloo"):
             notes.append(fault)
             forms = [form for form in forms if form.name != "ring"]
@@ -104,7 +106,7 @@ def choose_form(
 
 def _ring(nbytes: float, s: Span) -> Form:
     sent = nbytes * (s.size - 1) / s.size
-    hops = (s.size - s.far) * s.inner.latency + s.far * s.outer.latency
+    hops = (s.size - s.far) * s.inner.latency + (s.far - 1) * s.outer.latency
     return Form("ring", sent, 0.0, hops + sent / s.ring)
 
 
