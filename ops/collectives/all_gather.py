@@ -121,8 +121,8 @@ def start_many(
         if choice.backend == "cuda":
             pending = cuda_wire.gather(message, counts, group)
         elif choice.way == "two_level":
-            finish = two_level.all_gather(start, message, group, shared).finish
-            pending = PendingParts(message, counts, counts, message.dtype, group, message, finish=finish)
+            flat = two_level.all_gather(start, message, group, shared).finish
+            pending = PendingParts(message, counts, counts, message.dtype, group, message, finish=flat)
         else:
             pending = gather(message, counts, group, choice.way)
         messages.append((positions, numels, pending))

@@ -117,8 +117,8 @@ def start(
         ]
         pending = cuda_wire.exchange(message, counts, group)
     elif choice.way == "two_level":
-        done = two_level.all_to_all(start, message, group).finish
-        pending = PendingParts(message, receive, receive, message.dtype, group, message, finish=done)
+        flat = two_level.all_to_all(start, message, group).finish
+        pending = PendingParts(message, receive, receive, message.dtype, group, message, finish=flat)
     else:
         pending = exchange(message, [part.numel() for part in parts], receive, group)
 

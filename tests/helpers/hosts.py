@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,8 +71,9 @@ class Host:
 
     def kill(self) -> None:
         """Ends all processes of the host at once, and its network with them."""
-        self.holder.kill()
-        self.holder.wait()
+        if self.holder.poll() is None:
+            os.kill(self.init, signal.SIGKILL)
+            self.holder.wait()
 
     def _configure(self, *command: str) -> str:
         """Runs a command in the host's network, with this process's rights."""

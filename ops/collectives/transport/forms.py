@@ -114,7 +114,7 @@ def _two_level(nbytes: float, s: Span) -> Form:
     shard = nbytes / s.size
     inside = (s.near - 1) * (s.inner.latency + s.far * shard / s.inner.bandwidth)
     outside = (s.far - 1) * (s.outer.latency + shard / s.shared)
-    return Form("two_level", s.near * (s.far - 1) * shard, s.far * shard, inside + outside)
+    return Form("two_level", s.near * (s.far - 1) * shard, 2 * s.far * shard, inside + outside)
 
 
 def _two_level_exchange(nbytes: float, s: Span) -> Form:

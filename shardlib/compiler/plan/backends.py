@@ -54,11 +54,11 @@ def crossings(program: Program) -> dict[Collective, Form]:
     for start in (step for step in program.steps if isinstance(step, Start) and step.first.kind in forms.OPS):
         if (span := groups.predict_span(program.mesh, start.first.axes)) is None:
             continue
-        for c in start.moves:
-            message = [other for other in start.moves if other.source.dtype == c.source.dtype]
+        for dtype in dict.fromkeys(c.source.dtype for c in start.moves):
+            message = [c for c in start.moves if c.source.dtype == dtype]
             nbytes, even = sum(map(_whole_bytes, message)), all(map(_is_even, message))
-            form = forms.choose_form(c.kind, nbytes, even, c.source.dtype, c.reduce, span)
-            by_collective[c] = form.share(_whole_bytes(c) / max(nbytes, 1))
+            form = forms.choose_form(start.first.kind, nbytes, even, dtype, start.first.reduce, span)
+            by_collective |= {c: form.share(_whole_bytes(c) / max(nbytes, 1)) for c in message}
     return by_collective
 
 

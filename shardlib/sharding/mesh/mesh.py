@@ -40,8 +40,8 @@ class Mesh:
     also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule (which may be None) or axes of
     its own, as in `ff@tensor` and `ff@()`.
 
-    `machine` is an `sl.Machine` or its text, whose speeds the compiler uses to choose layouts. Without one all links
-    are alike.
+    `machine` is an `sl.Machine` or its text, whose speeds the compiler uses to choose layouts, and ranks to choose how
+    collectives cross machines. Without one all links are alike.
 
     A mesh reads as the mapping `shape`, axis to size in order, as in JAX: `mesh["data"]` is a size, `in`, iteration and
     `len` are over the names of axes (`mesh.size` counts devices). Raises `ShardingError` for bad names and sizes, rules

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardlib as sl
+from shardlib.core.errors import CollectiveError
+from shardlib.distributed.consensus import raise_lost_ranks
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from shardlib.ops.collectives.transport.forms import OPS, choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle, group_for
@@ -23,7 +27,7 @@ from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.machine import Link, Machine
 from shardlib.sharding.mesh.mesh import Mesh
 from tests.helpers.hosts import hosts, torchrun
-from tests.helpers.ranks import Pool, only, speak
+from tests.helpers.ranks import Pool, RankError, only, speak
 from tests.helpers.wire_bytes import count_sent
 
 pytestmark = [pytest.mark.ranks, pytest.mark.together]
@@ -218,6 +222,28 @@ def test_a_program_sends_what_its_plan_says(pool):
     assert [form for form, _ in planned] == ["two_level", "two_level"]
     assert sum(sent for _, sent, *_ in results[:NEAR]) == sum(across for _, across in planned)
     assert "torch/two_level" in results[0][3]
+
+
+def die_between_machines(victim: int) -> None:
+    handle = group()
+    mesh = Mesh(x=4, machine=PAIRS)
+    for step in range(2):
+        if step and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            all_reduce.start(torch.ones(1 << 16), handle).finish()
+        except CollectiveError as error:
+            raise_lost_ranks(mesh, error, 10.0)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_killed_rank_is_named(victim):
+    with closing(Pool(4)) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(die_between_machines, victim)
+    errors = caught.value.errors
+    assert errors.pop(victim) == f"died with exit code {-signal.SIGKILL}"
+    assert len(errors) == 3
+    assert all(f"rank {victim} is dead: its process is gone" in str(error) for error in errors.values())
 
 
 # On hosts: this file is the script of every rank.

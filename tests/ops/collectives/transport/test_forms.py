@@ -140,7 +140,7 @@ def test_buffers_are_limited():
     s = span(2, 4)
     assert choose_form("all_gather", M, True, F32, "", s, limit=M / 8).name == "ring"
     least = choose_form("reduce_scatter", M, True, F32, "sum", s, limit=1.0)  # none fits
-    assert (least.name, least.buffers) == ("two_level", M / 4)
+    assert (least.name, least.buffers) == ("two_level", M / 2)
 
 
 def test_a_form_prints_as_a_way_over_torch():
