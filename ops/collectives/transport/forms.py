@@ -30,9 +30,9 @@ _WAYS = {"ring": "native"}  # a form's name as a way of torch, where they differ
 
 @dataclass(frozen=True)
 class Form:
-    """How a collective sends its bytes between machines.
+    """A way of a collective to send its bytes between machines.
 
-    * `across`: bytes that leave each machine.
+    * `across`: bytes that leave each machine, of one group; the mean over machines if sizes differ.
     * `buffers`: bytes that a rank holds beside operand and result.
     * `seconds`: by the machine model.
     * `others`: the forms that were not chosen; `note` says why further ones cannot run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.html import page
 from shardlib.compiler.plan.names import Naming, shorten
+from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
 from shardlib.compiler.plan.rows import Rows, totals
 from shardlib.compiler.program import flops
@@ -30,35 +31,6 @@ from shardlib.primitives.debug_print import OP as PRINT
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.placement import FactorNames
-
-
-@dataclass(frozen=True)
-class PlannedCollective:
-    """One collective of a plan.
-
-    `bytes` go on the wire per device (ring algorithms). `value` names the tensor that moves. `line` is the user's
-    source line, or, if `backward`, the line that this gradient belongs to. `reason` names the layouts that forced it,
-    and their reader. `backend` names the backend, and why it was chosen ("" on an abstract mesh).
-
-    If the machine model of the mesh has machines with several devices or links, `form` names how the collective crosses
-    them ("ring", "two_level", "exchange", "scatter_gather"), and `across` counts the bytes that each group sends out of
-    each of its machines. Otherwise they are "" and 0.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    value: str
-    line: str
-    backward: bool
-    reason: str
-    backend: str = ""
-    form: str = ""
-    across: float = 0.0
-
-    def __str__(self) -> str:
-        back = "backward of" if self.backward else "at"
-        return f"{self.kind}[{' '.join(self.axes)}] {format_si(self.bytes, 'B')} {back} {self.line}: {self.reason}"
 
 
 class Plan:
@@ -109,8 +81,7 @@ class Plan:
                 c.backward,
                 why.reason(c),
                 str(backends.of_collective(c, self.mesh) or ""),
-                crossings[c].name if c in crossings else "",
-                crossings[c].across if c in crossings else 0.0,
+                *((crossings[c].name, crossings[c].across) if c in crossings else ()),
             )
             for c in self.compiled.program.collectives
         )
