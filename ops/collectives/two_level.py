@@ -38,8 +38,9 @@ def all_gather(start: Start, x: Tensor, group: GroupHandle, shared: bool = False
     stripes = [start(part.view(1, 1, -1), 0, [1] * outer.size, outer) for part in parts]
 
     def finish() -> Tensor:
-        blocks = [start(stripe.finish(), 1, [1] * inner.size, inner, True) for stripe in stripes]
-        if shared:
+        sharing = shared or len(parts) > 1  # parts are copied to the result
+        blocks = [start(stripe.finish(), 1, [1] * inner.size, inner, sharing) for stripe in stripes]
+        if len(parts) == 1:
             return blocks[0].finish().view(-1)
         out = allocate((outer.size, inner.size, len(x)), x.dtype)
         for target, block in zip(out.split_with_sizes([len(part) for part in parts], -1), blocks, strict=True):

@@ -36,9 +36,10 @@ class Host:
 
     @property
     def init(self) -> int:
-        """The id of the host's first process, outside of the host."""
+        """The id of the host's first process, outside of the host; the holder's own, if there is none."""
         pid = self.holder.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else pid
 
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Starts a command on the host; `env` is added to this process's environment. Its output is one text."""
