@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.backend_choice import Choice
+from shardlib.ops.collectives import two_level
 from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.flat_messages import group_by_dtype, is_leading, pack, resize_dim, resolve_views
+from shardlib.ops.collectives.transport.forms import choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle
 from shardlib.ops.collectives.transport.pick import NCCL, pick
 from shardlib.ops.collectives.transport.shm_channel import Recipe
@@ -30,6 +32,7 @@ from shardlib.ops.collectives.transport.shm_streams import (
     metas_key,
 )
 from shardlib.ops.collectives.transport.torch_wire import Handle, PendingParts, first_result, gather
+from shardlib.sharding.mesh.machine import Span
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: see `choose`.
 _GLOO_EXCHANGE_BYTES = 1 << 20
@@ -45,11 +48,21 @@ def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[
     return [out] * len(shards)
 
 
-def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to gather `nbytes` of result; see `pick` for `transport` and `why`."""
+def choose(
+    nbytes: int,
+    even: bool,
+    dtype: torch.dtype,
+    kind: str,
+    transport: str,
+    n: int,
+    why: str = "",
+    span: Span | None = None,
+) -> Choice:
+    """Chooses the way to gather `nbytes` of result; see `pick` for `transport` and `why`, `forms` for `span`."""
     shm = Choice("shm", "", "each member's part is copied to its place")
     cuda = cuda_wire.choose_form("all_gather", nbytes, even, dtype, kind, n)
-    return pick("all_gather", transport, why, shm, _over_torch(nbytes, even, transport), cuda)
+    form = choose_form("all_gather", nbytes, even, dtype, kind, span).choice if span else None
+    return pick("all_gather", transport, why, shm, form or _over_torch(nbytes, even, transport), cuda)
 
 
 def _over_torch(nbytes: int, even: bool, transport: str) -> Choice:
@@ -102,9 +115,14 @@ def start_many(
             continue
         message = batch[0].contiguous().view(-1) if len(batch) == 1 else pack(batch)
         even = len(set(counts)) == 1
-        choice = choose(total * message.itemsize, even, message.dtype, "", group.transport, group.size, group.why)
+        choice = choose(
+            total * message.itemsize, even, message.dtype, "", group.transport, group.size, group.why, group.span
+        )
         if choice.backend == "cuda":
             pending = cuda_wire.gather(message, counts, group)
+        elif choice.way == "two_level":
+            flat = two_level.all_gather(start, message, group, shared).finish
+            pending = PendingParts(message, counts, counts, message.dtype, group, message, finish=flat)
         else:
             pending = gather(message, counts, group, choice.way)
         messages.append((positions, numels, pending))

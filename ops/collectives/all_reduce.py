@@ -13,10 +13,18 @@ from torch import Tensor
 
 from shardlib.core.torch_internals.torch_private import c10d_functional
 from shardlib.ops.backend_choice import Choice
+from shardlib.ops.collectives import all_gather, reduce_scatter, two_level
 from shardlib.ops.collectives.transport import cuda_wire
-from shardlib.ops.collectives.transport.flat_messages import combine, group_by_dtype, pack, resolve_views
+from shardlib.ops.collectives.transport.flat_messages import (
+    combine,
+    group_by_dtype,
+    pack,
+    resolve_views,
+    split_evenly,
+)
+from shardlib.ops.collectives.transport.forms import choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle
-from shardlib.ops.collectives.transport.pick import NCCL, pick
+from shardlib.ops.collectives.transport.pick import NCCL, find_native_fault, pick
 from shardlib.ops.collectives.transport.shm_channel import Recipe
 from shardlib.ops.collectives.transport.shm_streams import (
     LINE,
@@ -32,18 +40,13 @@ from shardlib.ops.collectives.transport.shm_streams import (
     metas_key,
 )
 from shardlib.ops.collectives.transport.torch_wire import Handle, exchange, first_result, gather, wait
+from shardlib.sharding.mesh.machine import Span
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: an exchange wins while a member sends less than 1 MB
 # (1.3 to 2 times faster than the ring), two rounds of one up to 4 MB (1.1 to 1.3 times), the ring above.
 _EXCHANGE_BYTES = 1 << 20
 _SCATTER_GATHER_BYTES = 1 << 22
 _ONE_STEP_BYTES = 1 << 15  # in shared memory, every member adds up all of a message of this size
-
-_NATIVE = {
-    "gloo": {torch.float32, torch.float64, torch.int32, torch.int64},
-    "nccl": {torch.float32, torch.float64, torch.float16, torch.bfloat16}
-    | {torch.int8, torch.uint8, torch.int32, torch.int64},
-}
 
 
 def reference(shards: Sequence[Tensor], kind: str = "sum") -> list[Tensor]:
@@ -52,22 +55,23 @@ def reference(shards: Sequence[Tensor], kind: str = "sum") -> list[Tensor]:
     return [out] * len(shards)
 
 
-def find_native_fault(dtype: torch.dtype, kind: str, backend: str) -> str | None:
-    """Returns why the backend's own reduction is not exact, or None if it is."""
-    if dtype not in _NATIVE[backend]:
-        return f"{backend} does not reduce {str(dtype).removeprefix('torch.')} exactly"
-    if kind != "sum" and dtype.is_floating_point:
-        return f"{backend} loses NaNs in a {kind}"
-    return None
-
-
-def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to reduce `nbytes` over `n` members; see `pick` for `transport` and `why`."""
+def choose(
+    nbytes: int,
+    even: bool,
+    dtype: torch.dtype,
+    kind: str,
+    transport: str,
+    n: int,
+    why: str = "",
+    span: Span | None = None,
+) -> Choice:
+    """Chooses the way to reduce `nbytes` over `n` members; see `pick` for `transport` and `why`, `forms` for `span`."""
     if nbytes <= _ONE_STEP_BYTES:
         step = Choice("shm", "one_step", "a small message: each member adds up all of it")
     else:
         step = Choice("shm", "two_steps", "each member adds up a part, then reads the others'")
-    torch_way = _over_torch(nbytes, dtype, kind, transport, n)
+    form = choose_form("all_reduce", nbytes, even, dtype, kind, span).choice if span else None
+    torch_way = form or _over_torch(nbytes, dtype, kind, transport, n)
     cuda = cuda_wire.choose_form("all_reduce", nbytes, even, dtype, kind, n)
     return pick("all_reduce", transport, why, find_reduce_fault(dtype, kind) or step, torch_way, cuda)
 
@@ -154,9 +158,11 @@ def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) 
     n, count = group.size, len(message)
     if count == 0:
         return Handle(lambda: message)
-    choice = choose(message.nbytes, True, message.dtype, kind, group.transport, n, group.why)
+    choice = choose(message.nbytes, True, message.dtype, kind, group.transport, n, group.why, group.span)
     if choice.backend == "cuda":
         return cuda_wire.reduce(message, group)
+    if choice.way == "two_level":
+        return two_level.all_reduce(reduce_scatter.start, all_gather.start, message, group, kind)
     if choice.way == "native":
         buffer = (c10d_functional.all_reduce_ if fresh else c10d_functional.all_reduce)(message, kind, group.name)
         return Handle(lambda: (message, wait(buffer))[1])
@@ -164,7 +170,7 @@ def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) 
         pending = gather(message, [count] * n, group, "exchange", own=False)
         return Handle(lambda: combine(pending.parts(), kind))
     # Each member reduces one n-th, then all gather. The gather starts in `finish`.
-    counts = [(count * (i + 1)) // n - (count * i) // n for i in range(n)]
+    counts = split_evenly(count, n)
     scattered = exchange(message, counts, [counts[group.position]] * n, group)
 
     def finish() -> Tensor:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from shardlib.ops.backend_choice import Choice
+from shardlib.ops.collectives import two_level
 from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.flat_messages import is_leading, pack, resize_dim, resolve_views
+from shardlib.ops.collectives.transport.forms import choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle
 from shardlib.ops.collectives.transport.pick import pick
 from shardlib.ops.collectives.transport.shm_channel import Recipe
@@ -31,7 +33,8 @@ from shardlib.ops.collectives.transport.shm_streams import (
     dense_meta,
     metas_key,
 )
-from shardlib.ops.collectives.transport.torch_wire import Handle, exchange, first_result
+from shardlib.ops.collectives.transport.torch_wire import Handle, PendingParts, exchange, first_result
+from shardlib.sharding.mesh.machine import Span
 
 Split = Sequence[int] | Sequence[Sequence[int]]
 
@@ -57,11 +60,22 @@ def reference(
     return [torch.cat(received, concat_dim) for received in parts]
 
 
-def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to exchange `nbytes`; see `pick` for `transport` and `why`."""
+def choose(
+    nbytes: int,
+    even: bool,
+    dtype: torch.dtype,
+    kind: str,
+    transport: str,
+    n: int,
+    why: str = "",
+    span: Span | None = None,
+) -> Choice:
+    """Chooses the way to exchange `nbytes`; see `pick` for `transport` and `why`, `forms` for `span`."""
     shm = Choice("shm", "", "each member reads its pieces to their places")
     cuda = cuda_wire.choose_form("all_to_all", nbytes, even, dtype, kind, n)
-    return pick("all_to_all", transport, why, shm, Choice("torch", "exchange", "pieces are sent pairwise"), cuda)
+    form = choose_form("all_to_all", nbytes, even, dtype, kind, span).choice if span else None
+    pairwise = Choice("torch", "exchange", "pieces are sent pairwise")
+    return pick("all_to_all", transport, why, shm, form or pairwise, cuda)
 
 
 def start(
@@ -93,7 +107,8 @@ def start(
     parts = x.split_with_sizes(rows[me], split_dim)
     message = x.contiguous().view(-1) if is_leading(x.shape, split_dim) else pack(parts)
     even = _is_even(rows, concat_sizes, same)
-    if choose(x.nbytes, even, x.dtype, "", group.transport, group.size, group.why).backend == "cuda":
+    choice = choose(x.nbytes, even, x.dtype, "", group.transport, group.size, group.why, group.span)
+    if choice.backend == "cuda":
         # Members' tensors differ along concat_dim only. Where that is split_dim, the rows hold the differences.
         theirs = [x.shape] * len(rows) if same else [resize_dim(x.shape, concat_dim, size) for size in concat_sizes]
         counts = [
@@ -101,6 +116,9 @@ def start(
             for shape, sizes in zip(theirs, rows, strict=True)
         ]
         pending = cuda_wire.exchange(message, counts, group)
+    elif choice.way == "two_level":
+        flat = two_level.all_to_all(start, message, group).finish
+        pending = PendingParts(message, receive, receive, message.dtype, group, message, finish=flat)
     else:
         pending = exchange(message, [part.numel() for part in parts], receive, group)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardlib.core.torch_internals.torch_private import c10d_functional
 from shardlib.ops.backend_choice import Choice
-from shardlib.ops.collectives.all_reduce import find_native_fault
+from shardlib.ops.collectives import two_level
 from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.flat_messages import (
     combine,
@@ -23,8 +23,9 @@ from shardlib.ops.collectives.transport.flat_messages import (
     resize_dim,
     resolve_views,
 )
+from shardlib.ops.collectives.transport.forms import choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle
-from shardlib.ops.collectives.transport.pick import NCCL, pick
+from shardlib.ops.collectives.transport.pick import NCCL, find_native_fault, pick
 from shardlib.ops.collectives.transport.shm_channel import Recipe
 from shardlib.ops.collectives.transport.shm_streams import (
     REDUCE,
@@ -37,6 +38,7 @@ from shardlib.ops.collectives.transport.shm_streams import (
     metas_key,
 )
 from shardlib.ops.collectives.transport.torch_wire import Handle, exchange, first_result, wait
+from shardlib.sharding.mesh.machine import Span
 
 
 def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int], kind: str = "sum") -> list[Tensor]:
@@ -47,13 +49,23 @@ def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int], kind: st
     return [combine(parts, kind).contiguous() for parts in rows]
 
 
-def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to reduce and scatter `nbytes`; see `pick` for `transport` and `why`."""
+def choose(
+    nbytes: int,
+    even: bool,
+    dtype: torch.dtype,
+    kind: str,
+    transport: str,
+    n: int,
+    why: str = "",
+    span: Span | None = None,
+) -> Choice:
+    """Chooses the way to reduce and scatter `nbytes`; see `pick` for `transport` and `why`, `forms` for `span`."""
     shm = find_reduce_fault(dtype, kind) or Choice(
         "shm", "", "each member adds up its own rows straight from the others' memory"
     )
     cuda = cuda_wire.choose_form("reduce_scatter", nbytes, even, dtype, kind, n)
-    return pick("reduce_scatter", transport, why, shm, _over_torch(even, dtype, kind, transport), cuda)
+    form = choose_form("reduce_scatter", nbytes, even, dtype, kind, span).choice if span else None
+    return pick("reduce_scatter", transport, why, shm, form or _over_torch(even, dtype, kind, transport), cuda)
 
 
 def _over_torch(even: bool, dtype: torch.dtype, kind: str, transport: str) -> Choice:
@@ -150,10 +162,12 @@ def _start_dtype(
         message = batch[0].contiguous().view(-1)
     else:
         message = pack([part for member_parts in parts for part in member_parts])
-    even = len(set(counts)) == 1 and group.by_rank is None
-    choice = choose(message.nbytes, even, message.dtype, kind, group.transport, n, group.why)
+    even = len(set(counts)) == 1 and (group.by_rank is None or group.span is not None)
+    choice = choose(message.nbytes, even, message.dtype, kind, group.transport, n, group.why, group.span)
     if choice.backend == "cuda":
         return cuda_wire.scatter_sum(message, counts, group)
+    if choice.way == "two_level":
+        return two_level.reduce_scatter(start, message, group, kind)
     if choice.way == "native":
         buffer = c10d_functional.reduce_scatter_tensor(message, kind, n, group.name)
         return Handle(lambda: (message, wait(buffer))[1])

@@ -143,13 +143,17 @@ TRANSPORTS = ("shm", "gloo", "far")
 
 
 def speak(transport: str) -> None:
-    """On a rank: exchange tensors in shared memory, over Gloo within a machine, or as ranks far from each other do."""
+    """On a rank: exchange tensors in shared memory, over Gloo within a machine, or as ranks far from each other do.
+
+    "pairs" puts two ranks on each machine.
+    """
     os.environ["SHARDLIB_OPS"] = "torch" if transport == "gloo" else ""
     shm_segment.machine = partial(_machine, transport)
 
 
 def _machine(transport: str) -> str:
-    return f"machine {dist.get_rank()}" if transport == "far" else "this machine"
+    ranks = {"far": 1, "pairs": 2}.get(transport)
+    return f"machine {dist.get_rank() // ranks}" if ranks else "this machine"
 
 
 @atexit.register

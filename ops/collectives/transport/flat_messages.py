@@ -42,8 +42,8 @@ def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
     first, *rest = parts
     if not rest:
         return first
-    if kind == "sum" and first.is_floating_point() and first.itemsize < 4:
-        total = first.float()
+    if (wide := sum_dtype(first.dtype, kind)) != first.dtype:
+        total = first.to(wide)
         for part in rest:
             total += part
         return total.to(first.dtype)
@@ -54,6 +54,21 @@ def combine(parts: Sequence[Tensor], kind: str) -> Tensor:
     for part in rest[1:]:
         reduce(total, part, out=total)
     return total
+
+
+def sum_dtype(dtype: torch.dtype, kind: str) -> torch.dtype:
+    """Returns the dtype in which a reduction of this kind is formed."""
+    return torch.float32 if kind == "sum" and dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def split_evenly(count: int, n: int) -> list[int]:
+    """Splits `count` elements into `n` parts whose sizes differ by one at most.
+
+    Example:
+        >>> split_evenly(7, 3)
+        [2, 2, 3]
+    """
+    return [count * (i + 1) // n - count * i // n for i in range(n)]
 
 
 def resize_dim(shape: Sequence[int], dim: int, size: int) -> list[int]:

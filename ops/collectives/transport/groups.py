@@ -7,6 +7,9 @@ Then one process group serves both orders, and `torch_wire.py` reorders the mess
 A group of CPU tensors whose members are on one machine also has a channel in shared memory. The members decide it
 together when the group is made: all of them use the channel, or none. A group of GPUs has peers if SHARDLIB_OPS asks
 for shardlib's kernels when the group is made.
+
+If the mesh has a machine model, groups of CPU tensors that span machines choose their collectives' form by it
+(`forms.py`). Groups with as many members on each machine also have two levels: groups inside machines, and across.
 """
 
 from __future__ import annotations
@@ -29,16 +32,16 @@ from shardlib.ops.backend_choice import unavailable_error
 from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.cuda_open import open_group
 from shardlib.ops.collectives.transport.cuda_peers import Peers, find_kernel_fault
+from shardlib.ops.collectives.transport.levels import Cosets, find_levels
 from shardlib.ops.collectives.transport.shm_channel import Channel
 from shardlib.ops.collectives.transport.shm_world import Session
 from shardlib.sharding.mesh.axis import Axis, group_size
+from shardlib.sharding.mesh.machine import Span
 
 if TYPE_CHECKING:
     from shardlib.sharding.mesh.mesh import Mesh
 
 T = TypeVar("T")
-
-Cosets = tuple[tuple[int, ...], ...]  # all groups over the same axes; every rank is in exactly one
 
 # Process groups live as long as the default one, which is therefore part of every key.
 _handles: dict[tuple[object, Mesh, tuple[Axis, ...]], GroupHandle] = {}
@@ -60,6 +63,8 @@ class GroupHandle:
     * `channel`: the members' channel in shared memory, if they have one: they meet in it.
     * `why`: the reason why no tensors are exchanged in shared memory; empty if they are.
     * `peers`: runs the kernels of cuda/ between the members; None unless SHARDLIB_OPS asks for them.
+    * `span`: how the members spread over machines, by the machine model; None if no form is chosen by it.
+    * `levels`: this rank's groups inside its machine and across machines; None if machines have one member each.
     """
 
     ranks: tuple[int, ...]
@@ -71,6 +76,8 @@ class GroupHandle:
     channel: Channel | None = None
     why: str = ""
     peers: Peers | None = None
+    span: Span | None = None
+    levels: tuple[GroupHandle, GroupHandle] | None = None
 
     @property
     def shm(self) -> Channel | None:
@@ -124,15 +131,14 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
         for axes in groups:
             key = (dist.group.WORLD, mesh, axes)
             if key not in _handles:
-                ranks = tuple(mesh.group_ranks(axes, coords[mesh.rank]))
-                cosets = tuple(sorted({tuple(sorted(mesh.group_ranks(axes, c))) for c in coords}))
-                whole = axes[0].name if len(axes) == 1 and axes[0].whole else None
-                axis_group = device_mesh.get_group(whole) if whole and len(ranks) > 1 else None
-                pg = _process_group(mesh.device, cosets, mesh.rank, axis_group)
                 ordered = tuple(sorted({tuple(mesh.group_ranks(axes, c)) for c in coords}))
-                handle = _make_handle(ranks, mesh.rank, pg, session, ordered)
-                if _needs_peers(mesh, len(ranks)):
+                whole = axes[0].name if len(axes) == 1 and axes[0].whole else None
+                axis_group = device_mesh.get_group(whole) if whole and len(ordered[0]) > 1 else None
+                handle = _make_handle(mesh, session, ordered, axis_group)
+                if _needs_peers(mesh, handle.size):
                     handle = replace(handle, peers=_open_peers(mesh, handle, ordered))
+                if session is not None and (span := predict_span(mesh, axes)) is not None:
+                    handle = _split_levels(mesh, session, handle, ordered, span)
                 _handles[key] = handle
 
 
@@ -149,6 +155,33 @@ def predict_transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
         return "open", ""
     size = group_size(axes)
     return ("cuda" if _needs_peers(mesh, size) else "nccl"), ""  # peers, or an error when the groups are made
+
+
+def predict_span(mesh: Mesh, axes: tuple[Axis, ...]) -> Span | None:
+    """Returns how groups over `axes` of CPU tensors spread over machines; None without a model, or on one machine.
+
+    Where the ranks have made the group, that is how its members do spread.
+    """
+    if (handle := _handles.get((dist.group.WORLD, mesh, axes))) is not None:
+        return handle.span
+    if mesh.machine is None or mesh.device != "cpu":
+        return None
+    span = mesh.machine.span(axes, mesh.shape)
+    return span if span.far > 1 and span.inner != span.outer else None  # equal links: the model knows no machines
+
+
+def _split_levels(mesh: Mesh, session: Session, handle: GroupHandle, cosets: Cosets, span: Span) -> GroupHandle:
+    """Adds the span and the levels to a group, if its members spread over machines as the machine model says.
+
+    All ranks of the world call it together, with the groups of all ranks.
+    """
+    if session.faults:
+        return handle
+    split = find_levels(cosets, session.machines, span.near)
+    if isinstance(split, str):
+        return replace(handle, why=f"{handle.why}; {split}" if handle.why else "")
+    levels = (_make_handle(mesh, session, split[0]), _make_handle(mesh, session, split[1])) if span.near > 1 else None
+    return replace(handle, span=span, levels=levels)
 
 
 def _process_group(
@@ -219,8 +252,11 @@ def _open_peers(mesh: Mesh, handle: GroupHandle, cosets: Cosets) -> Peers:
 
 
 def _make_handle(
-    ranks: tuple[int, ...], rank: int, pg: dist.ProcessGroup | None, session: Session | None, cosets: Cosets
+    mesh: Mesh, session: Session | None, cosets: Cosets, axis_group: dist.ProcessGroup | None = None
 ) -> GroupHandle:
+    """Makes this rank's group among `cosets`, which are in group order; all ranks of the world call it together."""
+    ranks = next(coset for coset in cosets if mesh.rank in coset)
+    pg = _process_group(mesh.device, tuple(sorted(tuple(sorted(coset)) for coset in cosets)), mesh.rank, axis_group)
     members = tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
     by_rank = None if members == tuple(range(len(ranks))) else members
     backend = str(dist.get_backend(pg)) if pg is not None else "none"
@@ -234,7 +270,7 @@ def _make_handle(
         else:
             channel, why = channel_or_why, session.unused
             channel.process_groups.append(pg)
-    return GroupHandle(ranks, pg, ranks.index(rank), backend, by_rank, name, channel, why)
+    return GroupHandle(ranks, pg, ranks.index(mesh.rank), backend, by_rank, name, channel, why)
 
 
 def run_in_turn(mesh: Mesh, turn: Turn, axes: tuple[Axis, ...], call: Callable[[GroupHandle], T]) -> T:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from shardlib.ops.backend_choice import Choice, requested_backend, unavailable_error
 
 NCCL = ("nccl", "cuda")  # transports of GPUs
+_NATIVE = {
+    "gloo": {torch.float32, torch.float64, torch.int32, torch.int64},
+    "nccl": {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+    | {torch.int8, torch.uint8, torch.int32, torch.int64},
+}
+
+
+def find_native_fault(dtype: torch.dtype, kind: str, backend: str) -> str | None:
+    """Returns why the backend's own reduction is not exact, or None if it is."""
+    if dtype not in _NATIVE[backend]:
+        return f"{backend} does not reduce {str(dtype).removeprefix('torch.')} exactly"
+    if kind != "sum" and dtype.is_floating_point:
+        return f"{backend} loses NaNs in a {kind}"
+    return None
 
 
 def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice, cuda: Choice | str) -> Choice:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan.backends import crossings
 from shardlib.compiler.plan.names import Naming
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
 from shardlib.compiler.propagate.decision_units import DecisionUnit
@@ -189,6 +190,8 @@ class Explainer:
         if before.layout is not None and after.layout is not None:
             lines += [f"  from {self.naming.typed(before)}", f"  to   {self.naming.typed(after)}"]
         lines.append(f"  because {self.why(c)}")
+        if (form := crossings(self.compiled.program).get(c)) is not None:
+            lines.append(f"  by {form}")
         value = before.value
         producers = [v.op for v in (self.origin(c), value) if v is not None]
         producers = [c.because.op, *producers] if isinstance(c.because, Inside) else producers

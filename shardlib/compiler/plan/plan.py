@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.html import page
 from shardlib.compiler.plan.names import Naming, shorten
+from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
 from shardlib.compiler.plan.rows import Rows, totals
 from shardlib.compiler.program import flops
@@ -30,29 +31,6 @@ from shardlib.primitives.debug_print import OP as PRINT
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.placement import FactorNames
-
-
-@dataclass(frozen=True)
-class PlannedCollective:
-    """One collective of a plan.
-
-    `bytes` go on the wire per device (ring algorithms). `value` names the tensor that moves. `line` is the user's
-    source line, or, if `backward`, the line that this gradient belongs to. `reason` names the layouts that forced it,
-    and their reader. `backend` names the backend, and why it was chosen ("" on an abstract mesh).
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    value: str
-    line: str
-    backward: bool
-    reason: str
-    backend: str = ""
-
-    def __str__(self) -> str:
-        back = "backward of" if self.backward else "at"
-        return f"{self.kind}[{' '.join(self.axes)}] {format_si(self.bytes, 'B')} {back} {self.line}: {self.reason}"
 
 
 class Plan:
@@ -92,7 +70,7 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[PlannedCollective, ...]:
         """Every collective of the program, in order."""
-        why = self._explainer
+        why, crossings = self._explainer, backends.crossings(self.compiled.program)
         return tuple(
             PlannedCollective(
                 c.kind,
@@ -103,6 +81,7 @@ class Plan:
                 c.backward,
                 why.reason(c),
                 str(backends.of_collective(c, self.mesh) or ""),
+                *((crossings[c].name, crossings[c].across) if c in crossings else ()),
             )
             for c in self.compiled.program.collectives
         )
@@ -309,7 +288,7 @@ class Plan:
         """Returns the plan as plain data (JSON-ready)."""
         return {
             "name": self.name,
-            "mesh": dict(self.mesh.axes),
+            "mesh": dict(self.mesh.shape),
             "inputs": {name: self._naming.typed(var) for name, var in zip(self._naming.inputs, self._in, strict=True)},
             "outputs": {name: self._naming.typed(v) if isinstance(v, Var) else repr(v) for name, v in self._out},
             "collectives": [asdict(c) | {"axes": list(c.axes)} for c in self.collectives],
@@ -336,7 +315,7 @@ class Plan:
     @property
     def heading(self) -> str:
         """`mlp on data=2, tensor=4 (8 devices, virtual)`."""
-        axes = ", ".join(f"{name}={n}" for name, n in self.mesh.axes.items())
+        axes = ", ".join(f"{name}={n}" for name, n in self.mesh.shape.items())
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
 
     def _aligned(self, var: Var) -> FactorNames:

@@ -116,18 +116,25 @@ def _is_shown(op: Op) -> bool:
 
 def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
     """Returns the table of a plan's collectives by kind, axes and backend, and lines on its other costs."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    sizes: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, ...]] = Counter()
+    sizes: Counter[tuple[str, ...]] = Counter()
+    across: Counter[tuple[str, ...]] = Counter()
     reasons: dict[str, None] = {}
+    forms = backends.crossings(plan.compiled.program)
     for c in plan.compiled.program.collectives:
-        choice = backends.of_collective(c, plan.mesh)
-        key = (c.kind, " ".join(map(str, c.axes)), choice.name if choice else "")
+        choice, form = backends.of_collective(c, plan.mesh), forms.get(c)
+        key = (c.kind, " ".join(map(str, c.axes)), choice.name if choice else "", form.name if form else "")
         counts[key] += 1
         sizes[key] += c.bytes  # type: ignore[assignment]
+        across[key] += form.across if form else 0  # type: ignore[assignment]
         reasons |= {str(choice): None} if choice else {}
     rows: list[tuple[str, ...]] = [("collective", "axes", "times", "wire bytes per device", "by" if reasons else "")]
     rows += [(*key[:2], str(counts[key]), format_si(sizes[key], "B"), key[2]) for key in sorted(counts)]
     rows.append(("total", "", str(sum(counts.values())), format_si(plan.comm_bytes, "B"), ""))
+    if forms:
+        cells = [(key[3], format_si(across[key], "B") if key[3] else "") for key in sorted(counts)]
+        cells = [("form", "leaves each machine"), *cells, ("", format_si(across.total(), "B"))]
+        rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
     lines = sorted(reasons)
     lines.append(f"per device: {format_si(plan.flops, 'FLOP')}, peak memory {format_si(plan.peak_memory, 'B')}")
     if copied := plan.compiled.program.copied:

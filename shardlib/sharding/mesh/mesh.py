@@ -43,8 +43,8 @@ class Mesh:
     `stages` names the axis along which a model is cut into the stages of a pipeline. It shards no tensor, so it is in
     `shape` and not in `axes`. A tensor on the mesh is on every stage; one on `mesh.at(stage=1)` is on that stage alone.
 
-    `machine` is an `sl.Machine` or its text, whose speeds the compiler uses to choose layouts. Without one all links
-    are alike.
+    `machine` is an `sl.Machine` or its text, whose speeds the compiler uses to choose layouts, and ranks to choose how
+    collectives cross machines. Without one all links are alike.
 
     A mesh reads as the mapping `shape`, axis to size in order, as in JAX: `mesh["data"]` is a size, `in`, iteration and
     `len` are over the names of axes (`mesh.size` counts devices). Raises `ShardingError` for bad names and sizes, rules

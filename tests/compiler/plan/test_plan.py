@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import shardlib as sl
 from shardlib import Mesh, Plan, shard
 from shardlib.core.text_tables import Row, fold_names, fold_rows
+from shardlib.sharding.mesh.machine import Link, Machine
 from tests.models import w1, w1_sharded
 
 RULES = {"batch": "data", "ff": "tensor", "heads": "tensor"}
@@ -82,6 +84,51 @@ def test_collectives_are_values() -> None:
     assert str(c).startswith(f"all_reduce[tensor] 3.07 kB at tests/compiler/plan/test_plan.py:{LINE + 2}: mm_1[")
     with pytest.raises(AttributeError):
         c.bytes = 0.0  # type: ignore[misc]
+
+
+# 2 machines of 4 devices, whose links have a tenth of the bandwidth inside.
+HOSTS = Machine(Machine.preset("cpu").device, Link(1e9, 1e-5), Link(1e8, 5e-5, sharing=4), node=4)
+
+
+def test_forms_between_machines() -> None:
+    """Over `data`, 8 devices of 2 machines, (p - k) / p of the bytes cross; nothing does over axes inside a machine."""
+    planned = plan(
+        _gradient,
+        *(meta(1024, 512), meta(8192, 1024)),
+        mesh=Mesh.abstract(data=8, machine=HOSTS),
+        in_specs=("_@data _", "batch@data _"),
+        out_specs="_@data _",
+    )
+    whole = 1024 * 512 * 4
+    assert [(c.kind, c.form, c.across) for c in planned.collectives] == [
+        ("all_gather", "two_level", whole * 4 / 8),
+        ("reduce_scatter", "two_level", whole * 4 / 8),
+    ]
+    assert planned.summary().startswith("""\
+collective      axes  times  wire bytes per device    form       leaves each machine
+all_gather      data  1      1.84 MB                  two_level  1.05 MB
+reduce_scatter  data  1      1.84 MB                  two_level  1.05 MB
+total                 2      3.67 MB                             2.1 MB
+""")
+    assert "\n  by two_level: 1.05 MB leave each machine (ring 1.84 MB, exchange 4.19 MB)\n" in planned.explain(0)
+    assert planned.to_dict()["collectives"][0]["form"] == "two_level"
+
+
+@pytest.mark.parametrize(
+    ("axes", "machine", "form"),
+    [
+        ({"data": 8}, HOSTS, "two_level"),
+        ({"data": 2, "tensor": 4}, HOSTS, "exchange"),  # one device on each machine
+        ({"pod": 2, "data": 4}, HOSTS, ""),  # inside
+        ({"data": 8}, None, ""),
+        ({"data": 8}, "node", ""),  # its links are alike
+        ({"data": 8}, replace(HOSTS, links={"data": Link(1e9)}), ""),
+    ],
+)
+@pytest.mark.parametrize("kind", [Mesh, Mesh.abstract])
+def test_only_what_leaves_a_machine_has_a_form(kind: Any, axes: Any, machine: Any, form: str) -> None:
+    (c,) = plan(torch.sum, meta(8, 64), mesh=kind(axes, machine=machine), in_specs=("batch@data _",)).collectives
+    assert (c.form, bool(c.across)) == (form, bool(form))
 
 
 def _gathers(x: torch.Tensor) -> torch.Tensor:
