@@ -52,8 +52,8 @@ def check_size(mesh: str, devices: int) -> None:
             f"{mesh} does not match the world size",
             [f"the mesh has {devices} devices, torch.distributed has {size()} ranks"],
             rule="a distributed mesh has one device for every rank",
-            remedy=f"run with `torchrun --nproc-per-node {devices}` (in all), make the axes multiply to {size()}, "
-            "or start the script with plain `python` for virtual devices",
+            remedy=f"run with `torchrun --nproc-per-node {devices}` (in all), make the axes multiply to {size()} "
+            "(the size -1 of one axis is inferred), or start the script with plain `python` for virtual devices",
         )
 
 

@@ -36,7 +36,8 @@ class Mesh:
 
     `rules` map logical names of tensor dims to a mesh axis, several (major first) or None; they are a dict, or pairs as
     in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialized,
-    they are its ranks, and the sizes must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
+    they are its ranks, and the sizes must agree; the size -1 of one axis is what the ranks leave for it (1 in a plain
+    process), so the same script runs on fewer machines. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
     also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule (which may be None) or axes of
     its own, as in `ff@tensor` and `ff@()`.
 
@@ -143,13 +144,17 @@ class Mesh:
     ) -> None:
         normalized, rule_faults = mesh_format.normalize_rules(rules)
         parsed = None if machine is None else Machine.convert(machine)
+        written, size_faults = sizes, []
+        if kind != "abstract":
+            sizes, size_faults = mesh_format.infer_size(sizes, world.size())
         if faults := [
+            *size_faults,
             *mesh_format.find_faults(sizes, normalized),
             *rule_faults,
             *(parsed.faults(dict(sizes)) if parsed is not None else ()),
         ]:
             raise ShardingError(
-                f"{format_mesh(kind, sizes, normalized, 'cpu')} is not a mesh",
+                f"{format_mesh(kind, written, normalized, 'cpu')} is not a mesh",
                 faults,
                 rule="axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes",
             )
