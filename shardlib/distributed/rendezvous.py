@@ -63,12 +63,13 @@ def agree_on_prefix(store: dist.Store, rank: int, size: int, seconds: float) -> 
         store.set(f"{prefix}/list", json.dumps(members))
         return prefix, [json.loads(member)[1] for member in members]
     end, prefix = time.monotonic() + seconds, ""
-    while time.monotonic() < end:
+    while True:
         if (newest := view.find(_NEWEST)) != prefix:
             prefix = newest
             view.post(f"{prefix}/members", mine)
         members = json.loads(view.find(f"{prefix}/list") or "[]")
         if mine in members:
             return prefix, [json.loads(member)[1] for member in members]
+        if time.monotonic() > end:
+            refuse_missing([0], [], seconds, f"to {task}")
         time.sleep(0.01)
-    refuse_missing([0], [], seconds, f"to {task}")

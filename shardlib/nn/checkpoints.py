@@ -112,7 +112,8 @@ class Checkpoints:
         if background:
             if self._group is None and _on_ranks():
                 self._group = _watched(
-                    lambda: dist.new_group(backend="gloo", timeout=world.timeout()), "make a group that saves checkpoints"
+                    lambda: dist.new_group(backend="gloo", timeout=world.timeout()),
+                    "make a group that saves checkpoints",
                 )
             saving = _call_torch("state_dict_saver.async_save", tensors, partial, process_group=self._group)
             thread = ThreadPoolExecutor(1)

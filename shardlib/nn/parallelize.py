@@ -56,6 +56,7 @@ from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, Spec, axes_of_dims, parse, resolve_many
 from shardlib.tensor.rank_checks import require_equal_values
+from shardlib.tensor.replicas import check_every
 from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor
 
 
@@ -70,6 +71,7 @@ def parallelize(
     memory: str | int | None = None,
     schedule: Schedule | str | None = None,
     planning: str | float | None = None,
+    verify_every: int | None = None,
 ) -> nn.Module:
     """Places the parameters of a module on a mesh (default: the current one); returns the same module.
 
@@ -85,6 +87,11 @@ def parallelize(
     `precision` is the dtype to compute in (`torch.bfloat16`), a `Precision`, or a dict of them by patterns. Parameters,
     sums of their gradients, and batch normalization keep their dtype. `remat`, `memory`, `schedule` and `planning` are
     as in `jit`; inside a jitted function, that function's options hold. A later call keeps what it leaves out.
+
+    `verify_every` compares, on ranks and before every so many calls of forward, digests of the bits of replicated
+    parameters, buffers, and state of the optimizers that have stepped the parameters. If replicas drifted apart, all
+    ranks raise `ShardingError`, which names the first value, the ranks and their digests. Virtual devices share the
+    memory of replicas, so there is nothing to compare.
 
     Parameters are new objects, so make the optimizer afterwards: one of old parameters is refused when it steps.
     `module.forward.plan(*args)` shows the programs.
@@ -110,10 +117,11 @@ def parallelize(
     table = _default_specs(module, tensors, mesh, strategy_axes) if specs is None else _read_specs(specs, placer)
     policy = policy_of(precision, module, tensors) or (earlier.policy if earlier else None)
     options = (earlier.options if earlier else MemoryOptions()).but(remat, memory, schedule, planning)
+    every = check_every(verify_every) or (earlier.verify_every if earlier else None)
     placer.place(table, {} if policy is None else {name: each.parameter for name, each in policy.by_name.items()})
     own = replaced if earlier is None else earlier.own
     rows, columns = ({a: mesh.axes[a] for a in axes} for axes in (strategy_axes.batch, _sequence_axes(mesh)))
-    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, options)
+    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, options, every)
     return module
 
 

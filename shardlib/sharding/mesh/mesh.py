@@ -36,9 +36,9 @@ class Mesh:
 
     `rules` map logical names of tensor dims to a mesh axis, several (major first) or None; they are a dict, or pairs as
     in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialized,
-    they are its ranks, and the sizes must agree; the size -1 of one axis is what the ranks leave for it (1 in a plain
-    process), so the same script runs on fewer machines. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
-    also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule (which may be None) or axes of
+    they are its ranks, and the sizes must agree. One axis may have size -1, which is inferred from the number of ranks,
+    so that a script also runs on fewer machines; in a plain process it is 1. `device` is "cpu" or "cuda" (None: torch's
+    default device). Axes may also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule (which may be None) or axes of
     its own, as in `ff@tensor` and `ff@()`.
 
     `machine` is an `sl.Machine` or its text, whose speeds the compiler uses to choose layouts. Without one all links
