@@ -11,6 +11,7 @@ import json
 import secrets
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,7 +29,7 @@ def initialize(backend: str, timeout: timedelta) -> None:
     Raises `ShardingError` that names the ranks that are gone, or did not come within the timeout.
     """
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined] # public, in torch's documents
     except ValueError as error:  # the environment is not a launcher's
         raise ShardingError(
             "torch.distributed cannot be initialized",
@@ -37,7 +38,7 @@ def initialize(backend: str, timeout: timedelta) -> None:
             remedy="start it by torchrun, call torch.distributed.init_process_group(...) first, or unset them",
         ) from error
     prefix, processes = agree_on_prefix(store, rank, size, timeout.total_seconds())
-    own = dist.PrefixStore(prefix, store)
+    own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined] # the same
 
     def dead() -> list[int]:
         return [r for r, process in enumerate(processes) if r != rank and is_gone(process)]
@@ -48,7 +49,7 @@ def initialize(backend: str, timeout: timedelta) -> None:
     Watch(Store(rank, clone_connection(own)), "init", size, dead).run(init, "initialize torch.distributed")
 
 
-def agree_on_prefix(store: dist.Store, rank: int, size: int, seconds: float) -> tuple[str, list[str]]:
+def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> tuple[str, list[str]]:
     """Returns a prefix that only ranks of this start use, and where the processes of all ranks are.
 
     Rank 0 draws the prefix, and lists the ranks that answered to it. A rank that reads the prefix of an earlier start

@@ -1,4 +1,4 @@
-"""Train through lost processes: `torchrun --max-restarts 3 --nproc-per-node 2 -m shardlib.examples.restarts --out runs`.
+"""Train through lost ranks: `torchrun --max-restarts 3 --nproc-per-node 2 -m shardlib.examples.restarts --out runs`.
 
 After a rank or a machine is lost, torchrun starts the ranks again, on the machines that are left. The script does not
 know about it: its mesh takes the ranks that are there, and the run continues from the last checkpoint. `losses.txt` in

@@ -75,7 +75,10 @@ def require_equal_values(
     With `layouts`, the ranks compare these, too. Raises `ShardingError` that names the tensors and the ranks.
     """
     valued = [(name, x) for name, x in tensors if x.device.type != "meta"]
-    if mesh.kind != "distributed" or mesh.size == 1 or not valued or read_check_policy() == "off":
+    if mesh.kind != "distributed" or not valued:
+        return ()
+    mesh.device_mesh  # noqa: B018 - starts torch.distributed if nothing has yet
+    if mesh.size == 1 or read_check_policy() == "off":
         return ()
     digests = [digest(x) for _, x in valued]
     mine = torch.tensor(digests, dtype=torch.int64)

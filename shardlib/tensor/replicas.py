@@ -91,7 +91,7 @@ def digest_bits(x: Tensor) -> Tensor:
     if len(data) % 4 or data.storage_offset() % 4:
         data = torch.cat([data, data.new_zeros(-len(data) % 4)])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for number, words in enumerate(data.view(torch.int32).split(_WORDS)):
+    for number, words in enumerate(torch.split(data.view(torch.int32), _WORDS)):
         total += (words * _weights(x.device)[: len(words)]).sum() * (2 * number + 1)
     return total
 

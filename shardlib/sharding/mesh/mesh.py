@@ -38,8 +38,8 @@ class Mesh:
     in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialized,
     they are its ranks, and the sizes must agree. One axis may have size -1, which is inferred from the number of ranks,
     so that a script also runs on fewer machines; in a plain process it is 1. `device` is "cpu" or "cuda" (None: torch's
-    default device). Axes may also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule (which may be None) or axes of
-    its own, as in `ff@tensor` and `ff@()`.
+    default device). Axes may also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule
+    (which may be None) or axes of its own, as in `ff@tensor` and `ff@()`.
 
     `machine` is an `sl.Machine` or its text, whose speeds the compiler uses to choose layouts. Without one all links
     are alike.
@@ -144,7 +144,7 @@ class Mesh:
     ) -> None:
         normalized, rule_faults = mesh_format.normalize_rules(rules)
         parsed = None if machine is None else Machine.convert(machine)
-        written, size_faults = sizes, []
+        written, size_faults = sizes, list[str]()
         if kind != "abstract":
             sizes, size_faults = mesh_format.infer_size(sizes, world.size())
         if faults := [
