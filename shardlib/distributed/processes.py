@@ -34,9 +34,10 @@ class Processes:
 
 
 def describe_process() -> str:
-    """Returns host, process namespace and id of this process."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {namespace.readlink() if namespace.exists() else ''} {os.getpid()}"
+    """Returns host, boot, process namespace and id of this process; hosts may share a name."""
+    namespace, boot = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
+    where = [namespace.readlink() if namespace.exists() else "", boot.read_text().strip() if boot.exists() else ""]
+    return f"{socket.gethostname()} {where[0]} {where[1]} {os.getpid()}"
 
 
 def is_gone(life: str) -> bool:

@@ -18,7 +18,7 @@ _REPLY_SECONDS = 10.0  # for ranks that are about to notice that the task failed
 
 @dataclass(frozen=True)
 class Watch:
-    """How a task is watched: by messages in a `room` of a store that the task does not use.
+    """Watches a task by messages in a `room` of a store, over a connection that the task does not use.
 
     `dead` returns the ranks whose processes are known to be gone.
     """

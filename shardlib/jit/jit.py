@@ -329,17 +329,8 @@ class Jitted(Function):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
-        fn = copy.deepcopy(self.fn, memo)
-        return Jitted(
-            fn,
-            self.in_specs,
-            self.out_specs,
-            self.static,
-            self.donate,
-            self.budgets,
-            self.options,
-            self.verify_every,
-        )
+        _, (fn, *options) = self.__reduce__()
+        return Jitted(copy.deepcopy(fn, memo), *options)
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"

@@ -86,12 +86,8 @@ def parallelize(
 
     `precision` is the dtype to compute in (`torch.bfloat16`), a `Precision`, or a dict of them by patterns. Parameters,
     sums of their gradients, and batch normalization keep their dtype. `remat`, `memory`, `schedule` and `planning` are
-    as in `jit`; inside a jitted function, that function's options hold. A later call keeps what it leaves out.
-
-    `verify_every` compares, on ranks and before every so many calls of forward, digests of the bits of replicated
-    parameters, buffers, and state of the optimizers that have stepped the parameters. If replicas drifted apart, all
-    ranks raise `ShardingError`, which names the first value, the ranks and their digests. Virtual devices share the
-    memory of replicas, so there is nothing to compare.
+    as in `jit`; inside a jitted function, that function's options hold. So is `verify_every`: it compares parameters,
+    buffers and their optimizers' state before every so many calls of forward. A later call keeps what it leaves out.
 
     Parameters are new objects, so make the optimizer afterwards: one of old parameters is refused when it steps.
     `module.forward.plan(*args)` shows the programs.

@@ -42,13 +42,13 @@ def test_a_digest_sees_every_bit_and_place(dtype: torch.dtype, shape: tuple[int,
 
 
 def test_a_digest_of_many_words() -> None:
-    x = torch.zeros((1 << 20) + 5, dtype=torch.float64)
+    x = torch.zeros((1 << 15) + 5, dtype=torch.int32)
     digests = {int(digest_bits(x))}
-    for i in (0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 4):
-        y = x.clone()
-        y[i] = 1
-        digests.add(int(digest_bits(y)))
-    assert len(digests) == 6
+    for i in range(len(x)):
+        x[i] = 1
+        digests.add(int(digest_bits(x)))
+        x[i] = 0
+    assert len(digests) == len(x) + 1
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlib.core.errors import ShardingError
+from shardlib.jit.shard import shard
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from tests.helpers.ranks import apart, heard, run_ranks
@@ -332,6 +333,20 @@ def _alone(pipe):
     found.append(mesh.device_mesh is first)  # the groups went with the process group
     dist.destroy_process_group()
     pipe.send(found)
+
+
+def _one_rank(pipe):
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with Mesh(data=-1):
+        x = shard(torch.arange(3.0), "n@data")
+    pipe.send((x + x).full_tensor().tolist())
+
+
+@pytest.mark.ranks
+def test_a_world_of_one_rank_computes():
+    process, pipe = apart(_one_rank)
+    assert heard(pipe) == [0, 2, 4]
+    process.join()
 
 
 @pytest.mark.ranks
