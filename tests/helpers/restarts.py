@@ -118,7 +118,7 @@ def resume_by_hand(folder: Path, step: int, run: Callable[[Path], str]) -> list[
 
 
 def list_endings(folder: Path, victims: Iterable[int]) -> tuple[list[int], list[int], list[str]]:
-    """Returns the survivors of the first start whose error names a victim, those that torchrun stopped, and faults."""
+    """Returns the survivors of the first start whose error names a victim, those without an error, and faults."""
     killed = int((folder / "killed").read_text())
     named, stopped, wrong = [], [], []
     for path in sorted((folder / "errors").iterdir()):

@@ -1,8 +1,8 @@
 """Ranks and hosts that are killed at random moments under torchrun: the run continues, with the same bits.
 
 Two hosts of two ranks train `shardlib.examples.restarts`. One rank, or the second host, is killed. The table says
-when and who, which survivors named it and which ones torchrun stopped before they could, the checkpoint that the run
-continued from, and whether all losses are those of a run that was resumed from it by hand.
+when and who, which survivors named it, which ones torchrun stopped before they could or were done, the checkpoint that
+the run continued from, and whether all losses are those of a run that was resumed from it by hand.
 
 python -m tests.validation.stress.restarts --kills 30
 """
@@ -93,7 +93,9 @@ def main() -> int:
             return 1
         undisturbed, seconds = restarts.read_losses(root / "undisturbed"), time.monotonic() - begin
         print(f"undisturbed: {seconds:.0f} s", flush=True)
-        print("moment | killed | named by | stopped | continued from | ranks | losses equal | seconds", flush=True)
+        print(
+            "moment | killed | named by | stopped or done | continued from | ranks | losses equal | seconds", flush=True
+        )
         for number in range(options.kills):
             moment, rank = two.draw(rng, number, 0.3 * seconds)
             row, lines = two.kill(root / str(number), moment, rank, undisturbed, background=number % 2 == 1)
