@@ -56,14 +56,14 @@ def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> tuple[s
     finds itself in no list, and reads again.
     """
     mine = json.dumps([secrets.token_hex(8), describe_process()])
-    view, task = Store(rank, store), "start"
+    view = Store(rank, store)
     if rank == 0:
         prefix = f"shardlib/{secrets.token_hex(8)}"
         store.set(_NEWEST, prefix)
-        members = list(view.exchange(f"{prefix}/members", mine, range(size), seconds, task).values())
+        members = list(view.exchange(f"{prefix}/members", mine, range(size), seconds, "start").values())
         store.set(f"{prefix}/list", json.dumps(members))
         return prefix, [json.loads(member)[1] for member in members]
-    end, prefix = time.monotonic() + seconds, ""
+    end, pause, prefix = time.monotonic() + seconds, 0.01, ""
     while True:
         if (newest := view.find(_NEWEST)) != prefix:
             prefix = newest
@@ -72,5 +72,6 @@ def agree_on_prefix(store: Any, rank: int, size: int, seconds: float) -> tuple[s
         if mine in members:
             return prefix, [json.loads(member)[1] for member in members]
         if time.monotonic() > end:
-            refuse_missing([0], [], seconds, f"to {task}")
-        time.sleep(0.01)
+            refuse_missing([0], [], seconds, "to start")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)

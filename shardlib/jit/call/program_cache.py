@@ -36,7 +36,7 @@ class Ready:
 
         def verify_and_call(leaves: list[Any]) -> Any:
             if verifier.is_due():
-                verifier.compare(mesh, name, {name: leaves[i] for name, i in inputs})
+                verifier.compare(mesh, name, {label: leaves[i] for label, i in inputs})
             return call(leaves)
 
         return replace(self, call=verify_and_call)
