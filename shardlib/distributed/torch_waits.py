@@ -34,4 +34,5 @@ def run_watched(task: Callable[[], Any], description: str) -> Any:
             "together with the others",
             remedy="let no mesh and no checkpoint depend on the rank",
         )
-    return Watch(order.store(), room, order.size, partial(order.dead, ask=True)).run(task, description)
+    watch = Watch(order.store(), room, order.size, partial(order.dead, ask=True), order.give_up)
+    return watch.run(task, description)

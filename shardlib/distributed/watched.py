@@ -20,13 +20,15 @@ _REPLY_SECONDS = 10.0  # for ranks that are about to notice that the task failed
 class Watch:
     """Watches a task by messages in a `room` of a store, over a connection that the task does not use.
 
-    `dead` returns the ranks whose processes are known to be gone.
+    `dead` returns the ranks whose processes are known to be gone. `give_up` takes the text of the error before it is
+    raised: this rank is about to exit, and ranks that wait for it elsewhere need to know why.
     """
 
     store: Store
     room: str
     size: int
     dead: Callable[[], Sequence[int]]
+    give_up: Callable[[str], object] = lambda text: None
 
     def run(self, task: Callable[[], T], description: str) -> T:
         """Runs `task` in a thread and returns its result.
@@ -69,9 +71,11 @@ class Watch:
         verdict = store.verdict(self.room, "\n".join(lost))
         if not verdict and error is not None:
             raise error
-        raise ShardingError(
+        lost_ranks = ShardingError(
             f"rank {store.rank} cannot {description}",
             verdict.split("\n") if verdict else ["it failed on another rank, and all ranks are alive"],
             rule="every rank of the mesh takes part in every step",
             remedy="look for the first error in the output of the ranks named",
-        ) from error
+        )
+        self.give_up(str(lost_ranks))
+        raise lost_ranks from error

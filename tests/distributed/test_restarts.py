@@ -62,15 +62,17 @@ def test_a_start_that_was_not_completed_is_left_behind(connect: Any) -> None:
         agree_on_prefix(connect(), 1, 2, 0.2)
 
 
-def _watch(connect: Any, rank: int, size: int, dead: Callable[[], list[int]] = list) -> Watch:
-    return Watch(Store(rank, connect()), "room", size, dead)
+def _watch(connect: Any, rank: int, size: int) -> Watch:
+    return Watch(Store(rank, connect()), "room", size, list)
 
 
 def test_a_dead_rank_is_named_while_a_task_waits_for_it(connect: Any) -> None:
-    never = threading.Event()
+    never, reasons = threading.Event(), list[str]()
+    watch = Watch(Store(0, connect()), "room", 2, lambda: [1], reasons.append)
     with pytest.raises(sl.ShardingError) as error:
-        _watch(connect, 0, 2, lambda: [1]).run(lambda: never.wait(60.0), "save a checkpoint")
+        watch.run(lambda: never.wait(60.0), "save a checkpoint")
     never.set()
+    assert reasons == [str(error.value)]
     assert str(error.value) == (
         "rank 0 cannot save a checkpoint:\n"
         "  * rank 1 is dead: its process is gone\n"
