@@ -20,7 +20,7 @@ class Processes:
     def introduce(self) -> None:
         """Posts the location of this process, once."""
         if self.rank not in self._lives:
-            self._lives[self.rank] = _life()
+            self._lives[self.rank] = describe_process()
             self._store().post(self._room, self._lives[self.rank])
 
     def dead(self, ranks: Sequence[int] | None = None, *, ask: bool = False) -> list[int]:
@@ -30,18 +30,20 @@ class Processes:
             for r in among:
                 if r not in self._lives and (life := self._store().find(f"{self._room}/{r}")):
                     self._lives[r] = life
-        return [r for r in among if r != self.rank and r in self._lives and _is_gone(self._lives[r])]
+        return [r for r in among if r != self.rank and r in self._lives and is_gone(self._lives[r])]
 
 
-def _life() -> str:
-    """Returns host, process namespace and id of this process."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {namespace.readlink() if namespace.exists() else ''} {os.getpid()}"
+def describe_process() -> str:
+    """Returns host, boot, process namespace and id of this process; hosts may share a name."""
+    namespace, boot = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
+    where = [namespace.readlink() if namespace.exists() else "", boot.read_text().strip() if boot.exists() else ""]
+    return f"{socket.gethostname()} {where[0]} {where[1]} {os.getpid()}"
 
 
-def _is_gone(life: str) -> bool:
+def is_gone(life: str) -> bool:
+    """True if this process ran on this machine and has ended."""
     where, _, pid = life.rpartition(" ")
-    if where != _life().rpartition(" ")[0]:
+    if where != describe_process().rpartition(" ")[0]:
         return False
     try:
         os.kill(int(pid), 0)

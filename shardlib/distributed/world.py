@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlib.core.errors import ShardingError
 from shardlib.core.torch_internals.torch_private import backend_of, default_timeout, devices_of, timeout_of
+from shardlib.distributed.rendezvous import initialize
 
 _Key = tuple[tuple[tuple[str, int], ...], str]
 
@@ -52,8 +53,8 @@ def check_size(mesh: str, devices: int) -> None:
             f"{mesh} does not match the world size",
             [f"the mesh has {devices} devices, torch.distributed has {size()} ranks"],
             rule="a distributed mesh has one device for every rank",
-            remedy=f"run with `torchrun --nproc-per-node {devices}` (in all), make the axes multiply to {size()}, "
-            "or start the script with plain `python` for virtual devices",
+            remedy=f"run with `torchrun --nproc-per-node {devices}` (in all), make the axes multiply to {size()} "
+            "(the size -1 of one axis is inferred), or start the script with plain `python` for virtual devices",
         )
 
 
@@ -140,7 +141,7 @@ def device_mesh(
     key = tuple(axes.items()), device
     with _lock:
         if not initialized():
-            _initialize("nccl" if device == "cuda" else "gloo")
+            initialize("nccl" if device == "cuda" else "gloo", timeout())
         owner, mesh = _meshes.get(key, (None, None))
         if mesh is None or owner is not dist.group.WORLD:
             make, text = partial(_new_device_mesh, axes, device), ", ".join(f"{name}={n}" for name, n in axes.items())
@@ -160,18 +161,6 @@ def refuse_destroyed() -> NoReturn:
         remedy="destroy it when nothing is left to do, or call torch.distributed.init_process_group() again, on all "
         "ranks",
     )
-
-
-def _initialize(backend: str) -> None:
-    try:
-        dist.init_process_group(backend, timeout=timeout())
-    except ValueError as error:  # the environment is not a launcher's
-        raise ShardingError(
-            "torch.distributed cannot be initialized",
-            [str(error)],
-            rule="RANK and WORLD_SIZE are set, so this process is taken for a rank",
-            remedy="start it by torchrun, call torch.distributed.init_process_group(...) first, or unset them",
-        ) from error
 
 
 def _new_device_mesh(axes: Mapping[str, int], device: str) -> DeviceMesh:

@@ -47,6 +47,7 @@ from shardlib.jit.transformed import Transformed, is_transformed
 from shardlib.primitives.random.keys import is_in_call
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.tensor.rank_checks import ALWAYS, compare_arguments
+from shardlib.tensor.replicas import Verifier, check_every
 from shardlib.tensor.stale_params import refuse_replaced
 
 __all__ = ["Jitted", "RetraceWarning", "jit"]
@@ -67,11 +68,12 @@ def jit(
     remat: str | Sequence[str] = "none",
     memory: str | int | None = None,
     planning: str | float | None = None,
+    verify_every: int | None = None,
 ) -> Any:
     """Compiles `fn` for the current mesh, at the first call with each set of shapes, layouts, flags and other facts.
 
     The docstring of the result's class, `Jitted`, says what a trace may read and change, and describes `regather`,
-    `schedule`, `remat`, `memory` and `planning`. Works as a decorator, also of methods.
+    `schedule`, `remat`, `memory`, `planning` and `verify_every`. Works as a decorator, also of methods.
 
     `in_specs` (a tuple with an entry per positional argument, or a dict by parameter name) and `out_specs` are prefix
     pytrees of specs: a single spec holds for every argument, None leaves a layout to inference. `in_specs` may also be
@@ -95,12 +97,13 @@ def jit(
         more: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "donate_argnums": donate_argnums}
         more |= {"static_argnums": static_argnums, "static_argnames": static_argnames, "regather": regather}
         more |= {"comm_budget": comm_budget, "redundancy_budget": redundancy_budget, "schedule": schedule}
-        return functools.partial(jit, remat=remat, memory=memory, planning=planning, **more)
+        more |= {"remat": remat, "memory": memory, "planning": planning, "verify_every": verify_every}
+        return functools.partial(jit, **more)
     refuse_others_than_functions(fn)
     options = MemoryOptions.parse(regather, remat, memory, schedule, planning)
     names = frozenset((*_tuple(static_argnums), *_tuple(static_argnames)))
     limits = checked_budgets(comm_budget, redundancy_budget)
-    return Jitted(fn, in_specs, out_specs, names, frozenset(_tuple(donate_argnums)), limits, options)
+    return Jitted(fn, in_specs, out_specs, names, frozenset(_tuple(donate_argnums)), limits, options, verify_every)
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:
@@ -164,6 +167,11 @@ class Jitted(Function):
     nothing improves, a number after so many seconds. The default is the time of the trace, and at least 4 seconds.
     Seconds are counted from the work of the search, so every machine and rank finds the same plan. A plan whose
     search stopped early reports its gap to a lower bound.
+
+    **`verify_every`** compares, on ranks and before every so many calls, digests of the bits of inputs that the plan
+    says are replicated: parameters, buffers, optimizer state, plain arguments. If replicas drifted apart, all ranks
+    raise `ShardingError`, which names the first value, the ranks and their digests. Virtual devices share the memory
+    of replicas, so there is nothing to compare.
     """
 
     def __init__(
@@ -175,10 +183,12 @@ class Jitted(Function):
         donate: frozenset[int | str],
         budgets: tuple[Budget, ...],
         options: MemoryOptions,
+        verify_every: int | None = None,
     ) -> None:
         functools.update_wrapper(self, fn)
         super().__init__(fn, in_specs, out_specs, static, donate, options)
-        self.budgets = budgets
+        self.budgets, self.verify_every = budgets, check_every(verify_every)
+        self.verifier = None if verify_every is None else Verifier(verify_every)
         self.programs = Programs()
         self.methods = Methods()
         users = getattr(fn, "__dict__", {}).keys() - {"__wrapped__"}  # attributes that users set
@@ -268,6 +278,8 @@ class Jitted(Function):
             reads = "read it from the module (self.weight), not from a list, a closure or another module"
             refuse_replaced(f"{self.name} reads parameters that were replaced", inputs, reads)
             ready = self._load(mesh, plan, kept, call=call)
+            if self.verifier is not None:
+                ready = ready.verified(self.verifier)
             compare_arguments(plan, mesh, leaves)
             if move_state(plan.compiled, leaves):
                 call.read()
@@ -321,11 +333,12 @@ class Jitted(Function):
             self.donate,
             self.budgets,
             self.options,
+            self.verify_every,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted:
-        fn = copy.deepcopy(self.fn, memo)
-        return Jitted(fn, self.in_specs, self.out_specs, self.static, self.donate, self.budgets, self.options)
+        _, (fn, *options) = self.__reduce__()
+        return Jitted(copy.deepcopy(fn, memo), *options)
 
     def __repr__(self) -> str:
         return f"<jit of {self.name}>"

@@ -15,7 +15,7 @@ import shutil
 import struct
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlib.core.errors import ShardingError
+from shardlib.distributed import torch_waits, world
 from shardlib.nn.checkpoint_entries import describe_state, destinations, insert_tensors, is_value, split_state
 from shardlib.nn.checkpoint_values import encode_values, read_values
 
@@ -107,10 +108,13 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         if _on_ranks():
-            dist.barrier()
+            _watched(dist.barrier, "save a checkpoint")
         if background:
             if self._group is None and _on_ranks():
-                self._group = dist.new_group(backend="gloo")
+                self._group = _watched(
+                    lambda: dist.new_group(backend="gloo", timeout=world.timeout()),
+                    "make a group that saves checkpoints",
+                )
             saving = _call_torch("state_dict_saver.async_save", tensors, partial, process_group=self._group)
             thread = ThreadPoolExecutor(1)
             self._writing = thread.submit(self._finish_async, saving, content, facts, partial, final)
@@ -122,14 +126,14 @@ class Checkpoints:
             self._finish(content, facts, partial, final)
         except OSError as first:
             error = first
-        _raise_on_all_ranks(error)
+        _raise_on_all_ranks(lambda: error)
         return final
 
     def wait(self) -> None:
         """Waits for the checkpoint that is written in the background; raises the error of writing it."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            _raise_on_all_ranks(writing.exception())
+            _raise_on_all_ranks(writing.exception)
 
     def load(self, state: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
         """Loads a checkpoint, by default the newest, into `state`; returns its plain values and the step.
@@ -252,7 +256,7 @@ def _refuse_disagreement(folder: Path, step: int | None, fault: ShardingError | 
     names, faults = [(str(folder.absolute()), step)], [fault and str(fault)]
     if _on_ranks():
         all_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, (names[0], faults[0]))
+        _watched(lambda: dist.all_gather_object(all_ranks, (names[0], faults[0])), "name a checkpoint")
         names, faults = [name for name, _ in all_ranks], [text for _, text in all_ranks]
     if fault is not None:
         raise fault
@@ -270,10 +274,24 @@ def _refuse_disagreement(folder: Path, step: int | None, fault: ShardingError | 
         )
 
 
-def _raise_on_all_ranks(error: BaseException | None) -> None:
-    message = [None if error is None else str(error)]
-    if _on_ranks():
-        dist.broadcast_object_list(message)
+def _watched(task: Callable[[], Any], description: str) -> Any:
+    """Runs a task that may wait for other ranks; raises `ShardingError` that names the lost ones."""
+    return torch_waits.run_watched(task, description) if _on_ranks() else task()
+
+
+def _raise_on_all_ranks(result: Callable[[], BaseException | None]) -> None:
+    """Raises the error that `result` waits for on this rank, or else that of rank 0."""
+    error: BaseException | None = None
+    message: list[str | None] = [None]
+
+    def share() -> None:
+        nonlocal error
+        error = result()
+        message[0] = None if error is None else str(error)
+        if _on_ranks():
+            dist.broadcast_object_list(message)
+
+    _watched(share, "finish a checkpoint")
     if error is not None:
         raise error
     if message[0] is not None:
@@ -318,4 +336,6 @@ def _call_torch(name: str, tensors: dict[str, Tensor], path: Path, **options: An
     function = pkgutil.resolve_name(f"torch.distributed.checkpoint.{name}")
     # Torch warns of a save in one process, which is intended; its thread warns later, so the filter stays.
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    return function(tensors, checkpoint_id=path, no_dist=not _on_ranks(), **options)
+    return _watched(
+        lambda: function(tensors, checkpoint_id=path, no_dist=not _on_ranks(), **options), f"run {name} of torch"
+    )

@@ -29,6 +29,7 @@ from shardlib.jit.jit import Jitted
 from shardlib.jit.shard import shard
 from shardlib.nn.argument_copies import counting_writes, run_on_copies
 from shardlib.nn.mixed_precision import Policy
+from shardlib.nn.verify import ModuleVerifier
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh
 from shardlib.tensor.sharded_tensor import ShardedTensor
 
@@ -45,7 +46,7 @@ class Forward:
 
     It runs the forward of the module's class, which may change, or `own`, a function that replaced it on the module.
     `batch` is the sharding of arguments if none is placed, `policy` the precision, and `options` holds the options of
-    memory and schedule.
+    memory and schedule. Before every `verify_every`-th call, ranks compare replicas.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Forward:
         batch: Batch,
         policy: Policy | None,
         options: MemoryOptions,
+        verify_every: int | None = None,
     ) -> None:
         self.module, self.own = module, own
         bound = self._function()[1]
@@ -64,13 +66,15 @@ class Forward:
         vars(self)["__wrapped__"] = own  # part of the key of a call that reads the module
         self.module, self.own = module, own
         self.mesh, self.batch, self.policy, self.options = mesh, batch, policy, options
+        self.verify_every = verify_every
+        self.verifier = None if verify_every is None else ModuleVerifier(verify_every)
         self._versions: BoundedCache[int, _Version] = BoundedCache(VERSIONS)
 
     def __reduce__(self) -> Any:  # a copy has programs of its own
-        return Forward, (self.module, self.own, self.mesh, self.batch, self.policy, self.options)
+        return Forward, (self.module, self.own, self.mesh, self.batch, self.policy, self.options, self.verify_every)
 
     def copy_for(self, module: nn.Module) -> Forward:
-        return Forward(module, self.own, self.mesh, self.batch, self.policy, self.options)
+        return Forward(module, self.own, self.mesh, self.batch, self.policy, self.options, self.verify_every)
 
     def _function(self) -> tuple[Any, Any]:
         """Returns the current forward function of the class, and the function bound to the module."""
@@ -112,6 +116,8 @@ class Forward:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             return self._on_copies(args, kwargs)
+        if self.verifier is not None:
+            self.verifier.count_call(self.module, self.mesh)
         if may_be_recorded() or self.version.eager:
             refuse_recorders(self.fn.__qualname__, pytree.tree_leaves((args, kwargs)))
         with self._enter_mesh():

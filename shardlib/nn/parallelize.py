@@ -57,6 +57,7 @@ from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, Spec, axes_of_dims, parse, resolve_many
 from shardlib.tensor.rank_checks import require_equal_values
+from shardlib.tensor.replicas import check_every
 from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor
 
 
@@ -71,6 +72,7 @@ def parallelize(
     memory: str | int | None = None,
     schedule: Schedule | str | None = None,
     planning: str | float | None = None,
+    verify_every: int | None = None,
     stages: Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Places the parameters of a module on a mesh (default: the current one); returns the same module.
@@ -86,7 +88,8 @@ def parallelize(
 
     `precision` is the dtype to compute in (`torch.bfloat16`), a `Precision`, or a dict of them by patterns. Parameters,
     sums of their gradients, and batch normalization keep their dtype. `remat`, `memory`, `schedule` and `planning` are
-    as in `jit`; inside a jitted function, that function's options hold. A later call keeps what it leaves out.
+    as in `jit`; inside a jitted function, that function's options hold. So is `verify_every`: it compares parameters,
+    buffers and their optimizers' state before every so many calls of forward. A later call keeps what it leaves out.
 
     `stages` maps patterns of module names to stages of the mesh, as in `{"layers.[0-3].*": 0, "layers.[4-7].*": 1}`; a
     module without a pattern goes with its neighbor. Without it, `sl.stage` in the model's code says where it
@@ -116,6 +119,7 @@ def parallelize(
     table = _default_specs(module, tensors, mesh, strategy_axes) if specs is None else _read_specs(specs, placer)
     policy = policy_of(precision, module, tensors) or (earlier.policy if earlier else None)
     options = (earlier.options if earlier else MemoryOptions()).but(remat, memory, schedule, planning)
+    every = check_every(verify_every) or (earlier.verify_every if earlier else None)
     on_stages = {} if stages is None else assign_modules(module, stages, mesh)
     placer.stages = stages_of_parameters(tensors, on_stages, mesh)
     placer.place(table, {} if policy is None else {name: each.parameter for name, each in policy.by_name.items()})
@@ -123,7 +127,7 @@ def parallelize(
     rows, columns = ({a: mesh.axes[a] for a in axes} for axes in (strategy_axes.batch, _sequence_axes(mesh)))
     if stages is not None:
         run_on_stages(module, on_stages)
-    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, options)
+    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, options, every)
     return module
 
 

@@ -75,7 +75,10 @@ def require_equal_values(
     With `layouts`, the ranks compare these, too. Raises `ShardingError` that names the tensors and the ranks.
     """
     valued = [(name, x) for name, x in tensors if x.device.type != "meta"]
-    if mesh.kind != "distributed" or mesh.size == 1 or not valued or read_check_policy() == "off":
+    if mesh.kind != "distributed" or not valued:
+        return ()
+    mesh.device_mesh  # noqa: B018 - starts torch.distributed if nothing has yet
+    if mesh.size == 1 or read_check_policy() == "off":
         return ()
     digests = [digest(x) for _, x in valued]
     mine = torch.tensor(digests, dtype=torch.int64)
@@ -83,7 +86,7 @@ def require_equal_values(
     dtypes = [str(x.dtype) for _, x in valued]
     placed = f" as {', '.join(f'[{layout}]' for layout in layouts)}" if layouts else ""
     turn = Turn(f"comparing the values of {', '.join(texts)} ({caller}{placed} on {mesh})", *dtypes)
-    by_rank = _gather_rows(mesh, turn, mine)
+    by_rank = gather_rows(mesh, turn, mine)
     wrong = []
     for i, text in enumerate(texts):
         holders: dict[int, list[int]] = {}
@@ -129,7 +132,7 @@ def all_mesh_axes(mesh: Mesh) -> tuple[Axis, ...]:
     return tuple(Axis(name, n) for name, n in mesh.shape.items() if n > 1)
 
 
-def _gather_rows(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
+def gather_rows(mesh: Mesh, turn: Turn, mine: Tensor) -> list[list[int]]:
     row = mine.to(mesh.device).unsqueeze(0)
     out = run_in_turn(
         mesh, turn, all_mesh_axes(mesh), lambda group: all_gather.start(row, 0, [1] * mesh.size, group).finish()
@@ -239,10 +242,10 @@ def _gather_shapes(mesh: Mesh, shards: Sequence[Tensor], caller: str) -> list[tu
     if mesh.kind == "distributed" and mesh.size > 1:
         own = shards[0]
         kind = torch.tensor([hash_of(str(own.dtype)), own.dim()], dtype=torch.int64)
-        kinds = [tuple(row) for row in _gather_rows(mesh, Turn(f"comparing the kinds of shards ({caller})"), kind)]
+        kinds = [tuple(row) for row in gather_rows(mesh, Turn(f"comparing the kinds of shards ({caller})"), kind)]
         if len(set(kinds)) == 1 and own.dim():
             turn = Turn(f"comparing the shapes of shards ({caller})")
-            shapes = [tuple(row) for row in _gather_rows(mesh, turn, torch.tensor(own.shape, dtype=torch.int64))]
+            shapes = [tuple(row) for row in gather_rows(mesh, turn, torch.tensor(own.shape, dtype=torch.int64))]
         elif len(set(kinds)) == 1:
             shapes = [()] * mesh.size
     if len(set(kinds)) > 1:
@@ -289,7 +292,7 @@ def _refuse_different_copies(mesh: Mesh, shards: Sequence[Tensor], layout: Layou
     digests = [digest(shard) for shard in shards]
     if mesh.kind == "distributed" and mesh.size > 1:
         copies = torch.tensor(digests, dtype=torch.int64)
-        digests = [row[0] for row in _gather_rows(mesh, Turn(f"comparing the values of shards ({caller})"), copies)]
+        digests = [row[0] for row in gather_rows(mesh, Turn(f"comparing the values of shards ({caller})"), copies)]
     wrong = [
         f"devices {at} and {i} hold the same shard of [{layout}], and have different values"
         for i, at in enumerate(first_replicas(mesh.all_coords(), layout.axes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from shardlib.compiler.plan.plan import Plan
@@ -13,6 +13,7 @@ from shardlib.frontend.guards.mutable_places import MutablePlaces
 from shardlib.frontend.guards.number_guards import NumberGuards
 from shardlib.frontend.guards.recompile_reasons import CallRecord
 from shardlib.jit.call.execute import Entry
+from shardlib.tensor.replicas import Verifier
 
 PROGRAMS, PLANS = 64, 8  # most that a function keeps
 
@@ -27,6 +28,18 @@ class Ready:
     entry: Entry
     call: Callable[[list[Any]], Any]
     plan: Callable[[], Plan | None]
+
+    def verified(self, verifier: Verifier) -> Ready:
+        """Returns the same program with replicas among its inputs compared, in the calls that `verifier` counts."""
+        mesh, name, call = self.entry.mesh, self.entry.name, self.call
+        inputs = [(x.name, x.leaf) for x in self.entry.inputs if x.leaf >= 0]
+
+        def verify_and_call(leaves: list[Any]) -> Any:
+            if verifier.is_due():
+                verifier.compare(mesh, name, {label: leaves[i] for label, i in inputs})
+            return call(leaves)
+
+        return replace(self, call=verify_and_call)
 
 
 class Kept(OrderedDict[Any, list[tuple[T, NumberGuards]]], Generic[T]):

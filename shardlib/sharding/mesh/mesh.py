@@ -36,9 +36,10 @@ class Mesh:
 
     `rules` map logical names of tensor dims to a mesh axis, several (major first) or None; they are a dict, or pairs as
     in flax. In a plain process the devices are virtual; under torchrun, or once `torch.distributed` is initialized,
-    they are its ranks, and the sizes must agree. `device` is "cpu" or "cuda" (None: torch's default device). Axes may
-    also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule (which may be None) or axes of
-    its own, as in `ff@tensor` and `ff@()`.
+    they are its ranks, and the sizes must agree. One axis may have size -1, which is inferred from the number of ranks,
+    so that a script also runs on fewer machines; in a plain process it is 1. `device` is "cpu" or "cuda" (None: torch's
+    default device). Axes may also be given as a dict. On a `strict` mesh every logical name in a spec needs a rule
+    (which may be None) or axes of its own, as in `ff@tensor` and `ff@()`.
 
     `stages` names the axis along which a model is cut into the stages of a pipeline. It shards no tensor, so it is in
     `shape` and not in `axes`. A tensor on the mesh is on every stage; one on `mesh.at(stage=1)` is on that stage alone.
@@ -156,13 +157,17 @@ class Mesh:
     ) -> None:
         normalized, rule_faults = mesh_format.normalize_rules(rules)
         parsed = None if machine is None else Machine.convert(machine)
+        written, size_faults = sizes, list[str]()
+        if kind != "abstract":
+            sizes, size_faults = mesh_format.infer_size(sizes, world.size())
         if faults := [
+            *size_faults,
             *mesh_format.find_faults(sizes, normalized, stages),
             *rule_faults,
             *(parsed.faults(dict(sizes)) if parsed is not None else ()),
         ]:
             raise ShardingError(
-                f"{format_mesh(kind, sizes, normalized, 'cpu', stages=stages)} is not a mesh",
+                f"{format_mesh(kind, written, normalized, 'cpu', stages=stages)} is not a mesh",
                 faults,
                 rule="axes have distinct names (identifiers) and sizes of 1 or more; a rule maps a name to axes",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import keyword
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -47,6 +48,28 @@ def normalize_rules(rules: Rules | None) -> tuple[dict[str, MeshAxes], list[str]
         else:
             tidy[name] = normalize_axes(to)
     return tidy, faults
+
+
+def infer_size(sizes: list[tuple[str, int]], ranks: int | None) -> tuple[list[tuple[str, int]], list[str]]:
+    """Replaces the size -1 of one axis, so that the mesh has a device for every rank; returns the sizes, and faults.
+
+    Without ranks (None) the size is 1. After a fault, too.
+
+    Example:
+        >>> infer_size([("data", -1), ("tensor", 4)], 8)
+        ([('data', 2), ('tensor', 4)], [])
+    """
+    inferred = [name for name, size in sizes if type(size) is int and size == -1]
+    others = [size for name, size in sizes if name not in inferred]
+    faults, devices = [], 1
+    if len(inferred) > 1:
+        faults = [f"the axes {', '.join(map(repr, inferred))} have size -1: one size at most can be inferred"]
+    elif inferred and ranks is not None and all(type(size) is int and size > 0 for size in others):
+        devices, rest = divmod(ranks, math.prod(others))
+        if rest or not devices:
+            product = " * ".join(map(str, others))
+            faults = [f"axis {inferred[0]!r} has size -1, and the other axes ({product}) do not divide {ranks} ranks"]
+    return [(name, max(devices, 1) if name in inferred else size) for name, size in sizes], faults
 
 
 def find_faults(sizes: list[tuple[str, int]], rules: Mapping[str, MeshAxes], stages: str | None = None) -> list[str]:

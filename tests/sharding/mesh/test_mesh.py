@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlib.core.errors import ShardingError
+from shardlib.jit.shard import shard
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from tests.helpers.ranks import apart, heard, run_ranks
@@ -225,9 +226,58 @@ def test_under_torchrun_a_mesh_is_distributed_and_must_match_the_world_size(monk
         "Mesh(data=2, tensor=4) does not match the world size:\n"
         "  * the mesh has 8 devices, torch.distributed has 4 ranks\n"
         "Rule: a distributed mesh has one device for every rank\n"
-        "Remedy: run with `torchrun --nproc-per-node 8` (in all), make the axes multiply to 4, "
-        "or start the script with plain `python` for virtual devices"
+        "Remedy: run with `torchrun --nproc-per-node 8` (in all), make the axes multiply to 4 "
+        "(the size -1 of one axis is inferred), or start the script with plain `python` for virtual devices"
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "shape"),
+    [
+        (None, {"data": -1, "tensor": 2}, (1, 2)),
+        (1, {"data": -1}, (1,)),
+        (8, {"data": -1}, (8,)),
+        (8, {"data": -1, "tensor": 2}, (4, 2)),
+        (8, {"pod": 2, "data": -1, "tensor": 4}, (2, 1, 4)),
+        (6, {"data": 2, "tensor": -1}, (2, 3)),
+    ],
+)
+def test_one_size_is_inferred_from_the_ranks(monkeypatch, ranks, axes, shape):
+    _start_ranks(monkeypatch, ranks)
+    mesh = Mesh(axes, rules={"batch": "data"})
+    assert tuple(mesh.shape.values()) == shape
+    assert Mesh.parse(str(mesh)) == mesh
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "faults"),
+    [
+        (8, {"a": -1, "b": -1}, ["the axes 'a', 'b' have size -1: one size at most can be inferred"]),
+        (None, {"a": -1, "b": -1}, ["the axes 'a', 'b' have size -1: one size at most can be inferred"]),
+        (8, {"a": -1, "b": 3, "c": 2}, ["axis 'a' has size -1, and the other axes (3 * 2) do not divide 8 ranks"]),
+        (2, {"a": -1, "b": 4}, ["axis 'a' has size -1, and the other axes (4) do not divide 2 ranks"]),
+        (8, {"a": -1, "b": 0}, ["axis 'b' has size 0, not a whole number of 1 or more"]),
+        (8, {"a": -1.0}, ["axis 'a' has size -1.0, not a whole number of 1 or more"]),
+    ],
+)
+def test_sizes_that_cannot_be_inferred_are_refused(monkeypatch, ranks, axes, faults):
+    _start_ranks(monkeypatch, ranks)
+    with pytest.raises(ShardingError) as error:
+        Mesh(axes)
+    assert error.value.what == f"Mesh({', '.join(f'{name}={size}' for name, size in axes.items())}) is not a mesh"
+    assert list(error.value.offenders) == faults
+
+
+def test_an_abstract_mesh_has_no_ranks_to_infer_a_size_from():
+    with pytest.raises(ShardingError, match="axis 'data' has size -1, not a whole number of 1 or more"):
+        Mesh.abstract(data=-1)
+
+
+def _start_ranks(monkeypatch, count):
+    """Sets the environment of a rank; of a plain process for None."""
+    if count is not None:
+        monkeypatch.setenv("WORLD_SIZE", str(count))
+        monkeypatch.setenv("RANK", "0")
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
@@ -283,6 +333,20 @@ def _alone(pipe):
     found.append(mesh.device_mesh is first)  # the groups went with the process group
     dist.destroy_process_group()
     pipe.send(found)
+
+
+def _one_rank(pipe):
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with Mesh(data=-1):
+        x = shard(torch.arange(3.0), "n@data")
+    pipe.send((x + x).full_tensor().tolist())
+
+
+@pytest.mark.ranks
+def test_a_world_of_one_rank_computes():
+    process, pipe = apart(_one_rank)
+    assert heard(pipe) == [0, 2, 4]
+    process.join()
 
 
 @pytest.mark.ranks
