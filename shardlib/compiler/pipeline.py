@@ -139,7 +139,8 @@ def compile_program(
     mark_group_rows(graph)
     mark_orders(graph)
     clock.stop("rules")
-    before = () if options.schedule.state else before  # offloaded state belongs to this call's objects
+    if options.schedule.state or _has_stages(mesh):  # offloaded state, and the stages of tensors, are this call's own
+        before = ()
     if (reused := _reusable(before, traced, graph, inputs, pins.outputs)) is not None:
         return replace(reused, traced=replace(traced, graph=reused.traced.graph), seconds=clock.seconds)
     try:
@@ -224,7 +225,7 @@ def _finish(
     runner = PassRunner(traced, away, options, absent, dump)
     if not _has_stages(program.mesh):
         return _Finished(*runner.run(program))
-    staged = _cut(traced, graph, program, call)
+    staged = _cut(traced, graph, program, call, options.memory)
     passed = [runner.run(p) for p in staged.programs]
     staged = replace(staged, programs=tuple(p for p, _, _ in passed))
     if is_whole:
@@ -240,7 +241,7 @@ def _has_stages(mesh: Mesh) -> bool:
     return mesh.stage_axis is not None and mesh.stage is None
 
 
-def _cut(traced: TracedFunction, graph: Graph, program: Program, call: FlatCall) -> Staged:
+def _cut(traced: TracedFunction, graph: Graph, program: Program, call: FlatCall, memory: int | None) -> Staged:
     """Cuts a lowered program into those of the stages; tensors of one stage stay there.
 
     Every stage needs the new values of plain tensors. A sharded tensor that is on all stages, and its gradient, come to
@@ -262,7 +263,7 @@ def _cut(traced: TracedFunction, graph: Graph, program: Program, call: FlatCall)
     states = {i for i, path in enumerate(traced.input_paths) if path is None} - {*range(own, len(program.inputs))}
     trained = {value.like for value in graph.values() if value.like is not None}
     parameters = {v for i, v in enumerate(program.inputs) if i in states or graph.inputs[i] in trained}
-    return cut(program, program.mesh.stages, inputs, outputs, results, parameters)
+    return cut(program, program.mesh.stages, inputs, outputs, results, parameters, memory)
 
 
 class _Finished(NamedTuple):

@@ -110,9 +110,10 @@ def _with_own_names(programs: Sequence[Program], own: Sequence[int]) -> list[Pro
 
 
 def _with_own_state(programs: Sequence[Program]) -> tuple[list[Step], list[Program]]:
-    """Gives every stage but the first a copy of inputs that several stages read and one overwrites."""
+    """Gives every stage but the first a copy of inputs that several stages read and one may overwrite."""
     read = Counter(v for p in programs for v in {v for s in p.steps for v in reads(s)} & {*p.inputs})
-    shared = [v for i, v in enumerate(programs[0].inputs) if read[v] > 1 and any(i in p.replaced for p in programs)]
+    given_up = {i for p in programs for i in (*p.replaced, *p.donated)}
+    shared = [v for i, v in enumerate(programs[0].inputs) if read[v] > 1 and i in given_up]
     copies: list[Step] = []
     result = [programs[0]]
     for stage, p in enumerate(programs[1:], 1):
