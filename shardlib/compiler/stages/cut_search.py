@@ -245,7 +245,7 @@ class Table:
         self.crosses = pairs.front.crosses[rows]
         # For the tracked values that cross for some row: whether the producer is before the front boundary, how many
         # later stages read it, and if the stage does not surely read it, whether it does.
-        crossing = self.crosses[:, np.searchsorted(pairs.front.crossing, pairs.tracked)].any(axis=0)
+        crossing: Array = np.asarray(self.crosses[:, np.searchsorted(pairs.front.crossing, pairs.tracked)].any(axis=0))
         self.present = front.contains(graph.producers[pairs.tracked]) & crossing
         self.later = pairs.back_counts[:, np.searchsorted(back.crossing, pairs.tracked)]
         surely = back.intersection & ~front.union
@@ -269,7 +269,7 @@ class Table:
 
     def codes(self) -> Array | None:
         """Returns numbers that differ where two entries of a row have different counts; None if all are equal."""
-        varies = (self.later != self.later[:1]).any(axis=0) & self.present.any(axis=0)
+        varies: Array = np.asarray(np.any(self.later != self.later[:1], axis=0) & np.any(self.present, axis=0))
         varying = [i for i in range(len(varies)) if i in self.reads or varies[i]]
         if not varying or not self.nested.any():
             return None
