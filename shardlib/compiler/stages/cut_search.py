@@ -139,12 +139,12 @@ class Intervals:
             ends = np.flatnonzero(np.diff(self.sums[3])) + 1
             turns = np.flatnonzero(np.diff(self.barred).any(axis=0)) + 1
             places = np.unique([0, size, *turns, *ends[np.linspace(0, len(ends) - 1, MAX_PLACES).astype(int)]])
-        cuts = self._solve(places)
-        far = np.geomspace(1, max(2, size // graph.stages), max(2, MAX_PLACES // graph.stages // 2)).astype(int)
-        for _ in range(MAX_ROUNDS if is_long and cuts is not None else 0):
-            cuts = self._solve(np.unique(np.clip(np.add.outer(cuts, [*-far, 0, *far]), 0, size)))
-        if cuts is None:
+        if (cuts := self._solve(places)) is None:
             return None
+        far = np.geomspace(1, max(2, size // graph.stages), max(2, MAX_PLACES // graph.stages // 2)).astype(int)
+        for _ in range(MAX_ROUNDS if is_long else 0):
+            closer = self._solve(np.unique(np.clip(np.add.outer(cuts, [*-far, 0, *far]), 0, size)))
+            cuts = cuts if closer is None else closer
         stages = dict(zip(self.order, np.searchsorted(cuts[1:-1], np.arange(self.size), side="right"), strict=True))
         owners = range(graph.owners, len(graph.groups))
         stages |= {owner: min(stages[x] for x in graph.outputs[owner]) for owner in owners}
