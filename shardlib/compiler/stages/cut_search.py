@@ -1,306 +1,184 @@
-"""The search for a cut: dynamic programming over the candidates of each boundary, on graphs that become finer.
-
-A stage's cost depends on the boundaries before and behind it, and on the number of later stages that read each value
-that it sends. So a state of the program is a candidate of a boundary with those numbers for the values that cross it.
-"""
+"""The search for a cut: the best intervals of a few orders, moves of branches, and for small graphs all assignments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shardlib.compiler.stages.boundaries import MAX_IDEALS, TOLERANCE, Boundary, find_boundaries, find_prefixes
-from shardlib.compiler.stages.cut_graph import Array, Cost, CutGraph, contract_free_groups, contract_small_groups
+from shardlib.compiler.stages.cut_graph import COPIES, TOLERANCE, UNASSIGNED, Assignment, CutGraph, Price, is_below
 
-MAX_STATES = 6_000  # of a boundary
-TABLE = 4_000_000  # entries of a table of pairs of states
-
-
-class Cut(NamedTuple):
-    """The stage of each group (None: there is no cut), its objective and traffic, and True if no objective is less."""
-
-    assignment: Array | None
-    objective: float
-    traffic: float
-    exact: bool
+Array = NDArray[Any]
+NO_PRICE: Price = (np.inf, np.inf, np.inf)
+MAX_PLACES = 256  # for a boundary, that are compared at once
+MAX_ROUNDS = 4  # of such comparisons, near the boundaries of the last one
+MAX_MOVES = 10_000  # groups that the local search assigns
+SMALL = 14  # groups of a graph whose assignments are all compared
+MAX_STEPS = 40_000  # groups that this comparison assigns
 
 
-@dataclass(frozen=True)
-class States:
-    """States of a boundary: a candidate, the number of later stages that read each tracked value, and the best rest.
+def search_cut(graph: CutGraph) -> tuple[Assignment | None, float, bool]:
+    """Returns the cut with the least price that the search sees, or None if each leaves a stage without work.
 
-    Values that are not tracked are read by one later stage if they cross. `choice` is the state of the next boundary.
+    The other results are seconds that no cut is below, and True if those of this cut are none above.
+    """
+    best: Assignment | None = None
+    for order in _orders(graph):
+        if (stages := Intervals(graph, order).best_stages()) is not None:
+            cut = Assignment(graph, stages)
+            best = cut if best is None or is_below(cut.price(), best.price()) else best
+    if best is not None:
+        _improve(best)
+    exact = len(graph.groups) < MAX_PLACES and all(x == [i - 1] for i, x in enumerate(graph.inputs) if i)  # a chain
+    if len(graph.groups) <= SMALL and not exact:
+        best, exact = _compare_all(graph, best)
+    work = [group.seconds for group in graph.groups]
+    excess, seconds, _ = best.price() if best else NO_PRICE
+    bound = seconds if exact else max(sum(work) / graph.stages, *work)
+    return best, bound, exact or (excess == 0 and seconds <= bound * (1 + TOLERANCE))
+
+
+def _compare_all(graph: CutGraph, best: Assignment | None) -> tuple[Assignment | None, bool]:
+    """Returns the best of all assignments by branch and bound, and False if that takes too many steps."""
+    price, stages = best.price() if best else NO_PRICE, None
+    cut, steps = Assignment(graph), 0
+    work = [*accumulate((group.seconds for group in reversed(graph.groups)), initial=0.0)][::-1]
+    working = [*accumulate((group.seconds > 0 for group in reversed(graph.groups)), initial=0)][::-1]
+
+    def assign(group: int) -> None:
+        nonlocal price, stages, steps
+        if group == len(graph.groups):
+            price, stages = cut.price(), [*cut.stages]
+            return
+        inputs, outputs = ([cut.stages[x] for x in near[group]] for near in (graph.inputs, graph.outputs))
+        last = min([graph.groups[group].latest, *(x for x in outputs if x != UNASSIGNED)])
+        first = max([graph.groups[group].earliest, *inputs])
+        for stage in range(last, first - 1, -1):
+            steps += 1
+            if steps <= MAX_STEPS:
+                cut.put(group, stage)
+                has_work = cut.working.count(0) <= working[group + 1]
+                if has_work and is_below(cut.price(work[group + 1]), price):
+                    assign(group + 1)
+                cut.put(group, UNASSIGNED)
+
+    assign(0)
+    return (Assignment(graph, stages) if stages else best), steps <= MAX_STEPS
+
+
+def _improve(cut: Assignment) -> None:
+    """Moves groups, each with those that must come along, to other stages while that helps; slow stages first."""
+    graph, price, left, is_better = cut.graph, cut.price(), MAX_MOVES, True
+    while is_better:
+        is_better = False
+        for group in sorted(range(len(graph.groups)), key=lambda x: -cut.seconds[cut.stages[x]]):
+            old, (*_, earliest, latest) = cut.stages[group], graph.groups[group]
+            for stage in (old - 1, old + 1) if group < graph.owners else range(COPIES, graph.stages):
+                if left < 0 or not earliest <= stage <= latest:
+                    continue
+                moved = cut.move(group, stage)
+                left -= len(moved)
+                if all(cut.working) and is_below(cut.price(), price):
+                    price, is_better = cut.price(), True
+                    break
+                for x, before in reversed(moved):
+                    cut.put(x, before)
+
+
+def _orders(graph: CutGraph) -> list[tuple[int, ...]]:
+    """Returns topological orders: the given one, and depth-first ones, in which branches lie behind each other.
+
+    Groups that must lie on early stages come first.
+    """
+    orders = [range(graph.owners), _depth_first(graph, 1), _depth_first(graph, -1)]
+    keys = [[group[3:] for group in graph.groups], [group[:2:-1] for group in graph.groups]]
+    return list(dict.fromkeys(tuple(sorted(order, key=key.__getitem__)) for key in keys for order in orders))
+
+
+def _depth_first(graph: CutGraph, step: int) -> list[int]:
+    order: dict[int, None] = {}
+    waiting = [group for group in range(graph.owners) if not graph.outputs[group]][::step]
+    while waiting:
+        inputs = [x for x in graph.inputs[waiting[-1]][::step] if x not in order and x < graph.owners]
+        waiting += inputs
+        if not inputs:
+            order[waiting.pop()] = None
+    return list(order)
+
+
+class Intervals:
+    """Cuts of one order into intervals, compared by dynamic programming.
+
+    An interval pays once for each value that it sends, even if several stages read it. A tied parameter is owned by its
+    first reader.
     """
 
-    candidate: Array
-    tracked: Array
-    counts: Array  # states x tracked values
-    best: Array
-    choice: Array
+    def __init__(self, graph: CutGraph, order: Sequence[int]) -> None:
+        self.graph, self.order, self.size = graph, order, len(order)
+        position = {group: i for i, group in enumerate(order)}
+        # An interval that begins in positions (a, b] and ends in (c, d] pays seconds, traffic and memory.
+        rows: list[tuple[float, ...]] = []
+        for producer, readers, seconds, traffic, held, kept in graph.values:
+            places = sorted(position[x] for x in readers)
+            last = position.get(producer, places[0])
+            rows += [(-1, last, last, places[-1], seconds, 0, 0), (-1, last, last, self.size, 0, 0, kept)]
+            rows += [(a, b, b, self.size, seconds, traffic, held) for a, b in pairwise([last, *places])]
+        self.rows = np.array(rows, dtype=np.float64).reshape(-1, 7)
+        groups = np.array([graph.groups[x] for x in order], dtype=np.float64).T
+        self.sums = np.cumsum(np.pad([*groups[:3], groups[0] > 0], ((0, 0), (1, 0))), axis=1)
+        self.barred = np.array([np.cumsum([0, *((groups[3] > s) | (groups[4] < s))]) for s in range(graph.stages)])
 
-
-def search_cut(graph: CutGraph) -> Cut:
-    """Returns the cut with the least objective, and of those the one with the least traffic, then the earliest.
-
-    The best cut of a contracted graph bounds the search on the next finer one. If a graph has too many candidates, its
-    best cut is the result, without proof.
-    """
-    levels = _contract(graph)
-    best = Cut(None, np.inf, np.inf, True)
-    for level, numbers in levels:
-        max_ideals = MAX_IDEALS if level is levels[-1][0] else MAX_IDEALS // 8
-        best = _improve(level, numbers, best, max_ideals, by_traffic=False)
-    if best.assignment is None:
-        return best
-    return _improve(level, numbers, best, max_ideals, by_traffic=True)._replace(exact=best.exact)
-
-
-def _improve(graph: CutGraph, numbers: Array, best: Cut, max_ideals: int, *, by_traffic: bool) -> Cut:
-    """Returns the best cut of a graph that is not worse than `best`; cuts of one topological order come first.
-
-    The search behind them is for faster cuts only, or with `by_traffic` for equally fast ones with less traffic.
-    """
-    bound = best.objective * (1 + TOLERANCE)
-    quick = find_prefixes(graph, bound)
-    best = _better(best, _solve(graph, quick, [True] * len(quick), bound, by_traffic=by_traffic), numbers)
-    bound = best.objective * (1 + TOLERANCE if by_traffic else 1 - 2 * TOLERANCE)
-    traffic = best.traffic if by_traffic else np.inf
-    boundaries, complete = find_boundaries(graph, bound, traffic, max_ideals)
-    cut = _solve(graph, boundaries, complete, bound, by_traffic=by_traffic)
-    return _better(best, cut, numbers)._replace(exact=cut.exact)
-
-
-def stage_costs(graph: CutGraph, cost: Cost, assignment: Array) -> Array:
-    """Returns the cost of each stage."""
-    total = np.bincount(assignment, cost.work[assignment, np.arange(graph.size)], graph.stages)
-    flat, starts = graph.readers
-    number = np.repeat(np.arange(len(graph.values)), np.diff([*starts, len(flat)]))
-    sender, receiver = assignment[graph.producers[number]], assignment[flat]
-    number, receiver = np.divmod(np.unique((number * graph.stages + receiver)[sender != receiver]), graph.stages)
-    total += np.bincount(receiver, cost.receive[number], graph.stages)
-    total += np.bincount(assignment[graph.producers[number]], cost.send[number], graph.stages)
-    for i, readers in enumerate(graph.copies):
-        present = sorted(set(assignment[list(readers)].tolist()))
-        total[present] += cost.copy[i]
-        total[present[1:]] += cost.before[i]
-        total[present[:-1]] += cost.behind[i]
-    return total
-
-
-def _contract(graph: CutGraph) -> list[tuple[CutGraph, Array]]:
-    """Returns graphs from the coarsest to the finest, each with the numbers of the groups that are parts of its own."""
-    fine, numbers = contract_free_groups(graph)
-    while (again := contract_free_groups(fine))[0].size < fine.size:
-        fine, numbers = again[0], again[1][numbers]
-    levels = [(fine, numbers)]
-    smallest = max(48, 6 * graph.stages)
-    while fine.size > 2 * smallest:
-        coarse, merged = contract_small_groups(fine, max(smallest, fine.size // 4))
-        if coarse.size > 0.9 * fine.size:
-            break
-        fine, numbers = coarse, merged[numbers]
-        levels.append((fine, numbers))
-    return levels[::-1]
-
-
-def is_better(new: Cut, old: Cut) -> bool:
-    """Returns whether a cut is faster, or equally fast with less traffic."""
-    if new.objective < old.objective * (1 - TOLERANCE):
-        return True
-    return new.objective <= old.objective * (1 + TOLERANCE) and new.traffic < old.traffic
-
-
-def _better(best: Cut, new: Cut, numbers: Array) -> Cut:
-    """Returns the better of two cuts, the second for groups that are parts of those of its own graph."""
-    if new.assignment is None or (best.assignment is not None and not is_better(new, best)):
-        return best
-    return new._replace(assignment=new.assignment[numbers], exact=best.exact)
-
-
-def _solve(
-    graph: CutGraph, boundaries: Sequence[Boundary], complete: Sequence[bool], bound: float, *, by_traffic: bool
-) -> Cut:
-    """Returns the best cut over the boundaries' candidates whose objective is at most `bound`.
-
-    It is exact if all boundaries are complete. Without a cut, those from the last one to the first one whose states
-    all exceed the bound suffice.
-    """
-    first = np.zeros(min(1, len(boundaries[-1])), dtype=np.int64)
-    none = np.zeros(0, dtype=np.int64)
-    states = [States(first, none, np.zeros((len(first), 0)), np.zeros(len(first)), first)]
-    exact = complete[-1]
-    for s in reversed(range(graph.stages)):
-        if not len(states[-1].best):
-            return Cut(None, np.inf, np.inf, exact)
-        exact = exact and complete[s]
-        extended = Pairs(graph, s, boundaries[s], boundaries[s + 1], states[-1]).extend(bound, by_traffic)
-        if len(extended.best) > MAX_STATES:
-            extended, exact = _keep_best(extended), False
-        states.append(extended)
-    if not len(states[-1].best):
-        return Cut(None, np.inf, np.inf, exact)
-    assignment = np.full(graph.size, graph.stages - 1)
-    at = 0
-    for s, rows in enumerate(states[:0:-1]):
-        before = boundaries[s].contains(np.arange(graph.size))[rows.candidate[at]]
-        if s:
-            assignment[before & (assignment >= s)] = np.minimum(assignment[before & (assignment >= s)], s - 1)
-        at = int(rows.choice[at])
-    objective = float(stage_costs(graph, graph.objective, assignment).max())
-    return Cut(assignment, objective, float(stage_costs(graph, graph.traffic, assignment).sum()), exact)
-
-
-def _keep_best(states: States) -> States:
-    rows = np.sort(np.argsort(states.best, kind="stable")[:MAX_STATES])
-    return States(states.candidate[rows], states.tracked, states.counts[rows], states.best[rows], states.choice[rows])
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Stage `s` between every candidate of the boundary before it and every state of the boundary behind it."""
-
-    graph: CutGraph
-    s: int
-    front: Boundary
-    back: Boundary
-    states: States
-
-    @cached_property
-    def tracked(self) -> Array:
-        """Values that may cross both boundaries: the stage may leave them unread, or not be their producer."""
-        return np.intersect1d(self.front.crossing, self.back.crossing)
-
-    @cached_property
-    def back_counts(self) -> Array:
-        """For each state and each value that crosses the back boundary, the number of later stages that read it."""
-        counts = self.back.crosses[self.states.candidate].astype(np.float64)
-        counts[:, np.searchsorted(self.back.crossing, self.states.tracked)] = self.states.counts
-        return counts
-
-    def extend(self, bound: float, by_traffic: bool) -> States:
-        """Returns the states of the boundary before the stage; no stage may cost more than `bound`."""
-        entries = len(self.states.best) * (1 + len(self.tracked))
-        rows = max(1, TABLE // entries)
-        parts = [
-            self._extend_rows(np.arange(i, min(i + rows, len(self.front))), bound, by_traffic)
-            for i in range(0, len(self.front), rows)
-        ]
-        none = np.zeros(0, dtype=np.int64)
-        parts.append(States(none, self.tracked, np.zeros((0, len(self.tracked))), np.zeros(0), none))
-        return States(
-            np.concatenate([x.candidate for x in parts]),
-            self.tracked,
-            np.concatenate([x.counts for x in parts]),
-            np.concatenate([x.best for x in parts]),
-            np.concatenate([x.choice for x in parts]),
-        )
-
-    @cached_property
-    def sums(self) -> tuple[Array, Array]:
-        """The work of all groups before the front (rows) and the back boundary: objective, traffic, memory, number."""
-        graph = self.graph
-        costs = [cost.work[self.s] for cost in (graph.objective, graph.traffic, graph.memory)]
-        weights = np.stack([*costs, graph.counts], axis=1)
-        return self.front.sum(weights), self.back.sum(weights)[self.states.candidate]
-
-    def _extend_rows(self, rows: Array, bound: float, by_traffic: bool) -> States:
-        graph, states = self.graph, self.states
-        table = Table(self, rows)
-        objective = table.cost(graph.objective, 0)
-        valid = table.nested & (objective <= bound)
-        if np.isfinite(graph.limit):
-            valid &= table.cost(graph.memory, 2) <= graph.limit
-        total = table.cost(graph.traffic, 1) + states.best if by_traffic else np.maximum(objective, states.best)
-        total[~valid] = np.inf
-        codes = table.codes()
-        if codes is None:
-            state = total.argmin(axis=1)
-            row = np.flatnonzero(np.isfinite(total[np.arange(len(rows)), state]))
-            state = state[row]
-        else:
-            row, state = np.nonzero(valid)
-            order = np.lexsort((total[row, state], codes[row, state], row))
-            row, state = row[order], state[order]
-            first = np.ones(len(order), dtype=bool)
-            first[1:] = (np.diff(row) != 0) | (np.diff(codes[row, state]) != 0)
-            row, state = row[first], state[first]
-        return States(rows[row], self.tracked, table.counts(row, state), total[row, state], state)
-
-
-class Table:
-    """Costs of a stage for some candidates of its front boundary (rows) and all states behind it (columns)."""
-
-    def __init__(self, pairs: Pairs, rows: Array) -> None:
-        self.pairs = pairs
-        self.front = front = pairs.front.keep(rows)
-        back, graph = pairs.back, pairs.graph
-        self.column = pairs.states.candidate
-        groups = np.flatnonzero(front.union & ~back.intersection)
-        outside = _any_common(front.contains(groups), ~back.contains(groups))
-        self.sums = pairs.sums[0][rows], pairs.sums[1]
-        self.nested = ~outside[:, self.column] & (self.sums[0][:, 3:] < self.sums[1][:, 3])
-        self.crosses = pairs.front.crosses[rows]
-        # For the tracked values: whether the producer is before the front boundary, how many later stages read it, and
-        # for those that the stage does not surely read, whether it does.
-        self.present = front.contains(graph.producers[pairs.tracked])
-        self.later = pairs.back_counts[:, np.searchsorted(back.crossing, pairs.tracked)]
-        surely = back.intersection & ~front.union
-        self.reads = {
-            i: self._reads(graph.values[number].readers) & self.present[:, i : i + 1]
-            for i, number in enumerate(pairs.tracked)
-            if not surely[list(graph.values[number].readers)].any()
-        }
-
-    def _reads(self, groups: Sequence[int]) -> Array:
-        """Returns for each row and column whether one of the groups lies in the stage."""
-        nodes = np.array(groups)
-        return _any_common(~self.front.contains(nodes), self.pairs.back.contains(nodes))[:, self.column]
-
-    def counts(self, row: Array, state: Array) -> Array:
-        """Returns the number of stages, from this one on, that read each tracked value of some entries."""
-        counts = self.present[row] * (self.later[state] + 1)
-        for i, reads in self.reads.items():
-            counts[:, i] -= self.present[row, i] & ~reads[row, state]
-        return np.asarray(counts)
-
-    def codes(self) -> Array | None:
-        """Returns numbers that differ where two entries of a row have different counts; None if all are equal."""
-        varying = [i for i, later in enumerate(self.later.T) if i in self.reads or (later != later[0]).any()]
-        if not varying or not self.nested.any():
+    def best_stages(self) -> list[int] | None:
+        """Returns the stage of each group, or None if each cut of the order leaves a stage without work."""
+        graph, size, is_long = self.graph, self.size, self.size >= MAX_PLACES
+        places = np.arange(size + 1)
+        if is_long:  # first of all, places behind some groups that take time
+            ends = np.flatnonzero(np.diff(self.sums[3])) + 1
+            turns = np.flatnonzero(np.diff(self.barred).any(axis=0)) + 1
+            places = np.unique([0, size, *turns, *ends[np.linspace(0, len(ends) - 1, MAX_PLACES).astype(int)]])
+        if (cuts := self._solve(places)) is None:
             return None
-        codes = np.zeros(self.nested.shape, dtype=np.int64)
-        base = size = self.pairs.graph.stages + 1
-        for i in varying:
-            if size > 2**62 // base:
-                codes = np.unique(codes, return_inverse=True)[1].reshape(codes.shape)
-                size = int(codes.max()) + 1
-            codes = codes * base + self.present[:, i : i + 1] * self.later[:, i].astype(np.int64) + self.reads.get(i, 0)
-            size *= base
-        return codes
+        far = np.geomspace(1, max(2, size // graph.stages), max(2, MAX_PLACES // graph.stages // 2)).astype(int)
+        for _ in range(MAX_ROUNDS if is_long else 0):
+            closer = self._solve(np.unique(np.clip(np.add.outer(cuts, [*-far, 0, *far]), 0, size)))
+            cuts = cuts if closer is None else closer
+        stages = dict(zip(self.order, np.searchsorted(cuts[1:-1], np.arange(self.size), side="right"), strict=True))
+        owners = range(graph.owners, len(graph.groups))
+        stages |= {owner: min(stages[x] for x in graph.outputs[owner]) for owner in owners}
+        return [int(stages[group]) for group in range(len(graph.groups))]
 
-    def cost(self, cost: Cost, number: int) -> Array:
-        """Returns the cost of the stage, as `stage_costs` does for a whole cut; `number` is its column of `sums`."""
-        pairs, front, back = self.pairs, self.front, self.pairs.back
-        received = self.crosses @ cost.receive[pairs.front.crossing]
-        sent = pairs.back_counts @ cost.send[back.crossing]
-        table = (self.sums[1][:, number] + sent)[None] + (received - self.sums[0][:, number])[:, None]
-        table -= (self.present * cost.send[pairs.tracked]) @ self.later.T
-        for i, reads in self.reads.items():
-            value = pairs.tracked[i]
-            column = self.crosses[:, np.searchsorted(pairs.front.crossing, value)]
-            table -= cost.receive[value] * (column[:, None] & ~reads)
-        for i, readers in enumerate(pairs.graph.copies):
-            groups = np.array(readers)
-            before = np.asarray(front.contains(groups).any(axis=1))[:, None]
-            behind = ~np.asarray(back.contains(groups).all(axis=1))[self.column][None]
-            table += self._reads(readers) * (cost.copy[i] + before * cost.before[i] + behind * cost.behind[i])
-        return np.asarray(table)
+    def _solve(self, places: Array) -> Array | None:
+        """Returns the best boundaries among some places: with least memory above the limit, seconds, then traffic."""
+        graph, tables = self.graph, np.zeros((3, len(places) + 1, len(places) + 1))
+        corners = np.searchsorted(places, self.rows[:, :4], side="right")
+        for begin, end, sign in ((0, 2, 1), (1, 2, -1), (0, 3, -1), (1, 3, 1)):
+            for table, costs in zip(tables, self.rows[:, 4:].T, strict=True):
+                np.add.at(table, (corners[:, begin], corners[:, end]), sign * costs)
+        messages, traffic, held = tables.cumsum(axis=1).cumsum(axis=2)[:, :-1, :-1]
+        work, memory, saved, working = (x[None, places] - x[places, None] for x in self.sums)
+        memories = [memory + held + live * saved for live in graph.live]
+        is_valid = [(working > 0) & (x[None, places] == x[places, None]) for x in self.barred]
+        seconds = messages + work
 
+        def chain(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]]:
+            """Returns the least combined cost of all stages, and the boundaries."""
+            best, choices = np.where(places == 0, 0.0, np.inf), []
+            for cost, valid in zip(costs, is_valid, strict=True):
+                total = np.where(valid, combine(best[:, None], cost), np.inf)
+                choices.append(total.argmin(axis=0))
+                best = total.min(axis=0)
+            at = [len(places) - 1]
+            for choice in reversed(choices):
+                at.append(int(choice[at[-1]]))
+            return float(best[-1]), at[::-1]
 
-def _any_common(a: Array, b: Array) -> Array:
-    """Returns for each pair of rows whether both are True in one column."""
-    return np.asarray(a.astype(np.float32) @ b.astype(np.float32).T > 0)
+        if graph.limit < np.inf:
+            limit = max(chain(memories, np.maximum)[0], graph.limit)
+            is_valid = [valid & (cost <= limit) for valid, cost in zip(is_valid, memories, strict=True)]
+        slowest, _ = chain([seconds] * graph.stages, np.maximum)
+        is_valid = [valid & (seconds <= slowest * (1 + TOLERANCE)) for valid in is_valid]
+        _, boundaries = chain([traffic] * graph.stages, np.add)
+        return places[boundaries] if slowest < np.inf else None
