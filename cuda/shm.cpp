@@ -50,6 +50,7 @@ int shm_stranger(void* engine, uint64_t ticket, uint64_t* signs) {
     return static_cast<shm::Engine*>(engine)->stranger(ticket, signs);
 }
 
+int shm_advance(void* engine) { return static_cast<shm::Engine*>(engine)->advance(); }
 int shm_done(void* engine, uint64_t ticket) { return static_cast<shm::Engine*>(engine)->is_done(ticket); }
 int shm_lacks(void* engine, uint64_t ticket) { return static_cast<shm::Engine*>(engine)->lacks(ticket); }
 }

@@ -168,6 +168,15 @@ class Engine {
         return m.stranger;
     }
 
+    // Moves all ops on as far as they go now; whether some still run.
+    bool advance() {
+        std::lock_guard<std::mutex> hold(mutex_);
+        push(nullptr);
+        for (const auto& [index, m] : members_)
+            if (!m.pending.empty()) return true;
+        return false;
+    }
+
     bool is_done(uint64_t ticket) {
         std::lock_guard<std::mutex> hold(mutex_);
         const auto entry = ops_.find(ticket);

@@ -215,6 +215,11 @@ def _session(mesh: Mesh) -> Session:
     return _sessions[key]
 
 
+def advance() -> bool:
+    """Moves running collectives in shared memory on without waiting; returns whether some still run."""
+    return any([session.advance() for (world_group, _), session in _sessions.items() if world_group is dist.group.WORLD])
+
+
 def _forget_worlds() -> None:
     """Drops everything that belongs to worlds that were destroyed."""
     for key in [k for k in _sessions if k[0] is not dist.group.WORLD]:

@@ -55,6 +55,7 @@ def declare_functions(library: ctypes.CDLL) -> None:
         ("shm_finish", i32, (pointer, u64, ctypes.c_int64, pointer, pointer, pointer)),
         ("shm_give", None, (pointer,)),
         ("shm_stranger", i32, (pointer, u64, pointer)),
+        ("shm_advance", i32, (pointer,)),
         ("shm_done", i32, (pointer, u64)),
         ("shm_lacks", i32, (pointer, u64)),
     ):

@@ -163,6 +163,11 @@ class Session:
                 if (channel := self.channels.pop(group, None)) is not None:
                     channel.leave()
 
+    def advance(self) -> bool:
+        """Moves running collectives on without waiting; returns whether some still run."""
+        engine = self.engine
+        return engine is not None and bool(engine.library.shm_advance(engine.pointer))
+
     def free_block(self, block: int) -> None:
         """Gives back a block of a shared result that this process reads no more."""
         if (engine := self.engine) is not None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -22,13 +24,14 @@ from shardlib.compiler.codegen.codegen import Generator, Source
 from shardlib.compiler.codegen.comm_debug import counted
 from shardlib.compiler.codegen.profiler_ranges import Runner, label, ranged, watched
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Program, Start, Step, Var
+from shardlib.compiler.stages.message_groups import group_messages
 from shardlib.core.errors import CollectiveError
 from shardlib.core.source_lines import format_file_line
 from shardlib.distributed.consensus import compare_programs, raise_lost_ranks
 from shardlib.distributed.turns import CURRENT_TURN, CallTime, Turn
 from shardlib.ops import offload
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
-from shardlib.ops.collectives.p2p import Mailbox
+from shardlib.ops.collectives.p2p import Form, Incoming, Mailbox
 from shardlib.ops.collectives.transport import groups
 from shardlib.ops.transfers import RECEIVE, SEND
 from shardlib.sharding.mesh.axis import Coords
@@ -40,8 +43,6 @@ if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
 _SETTINGS = ("SHARDLIB_OPS", "SHARDLIB_CHECK")  # variables that all ranks must agree on
-
-MAILBOX = Mailbox()  # a rank runs one program that communicates at a time
 
 _START: dict[str, Callable[..., Any]] = {
     "all_reduce": all_reduce.start,
@@ -60,29 +61,36 @@ _START_MANY: dict[str, Callable[..., Any]] = {
 def source(program: Program, mesh: Mesh, *, ranges: bool = False) -> Source:
     """Generates the Python function of this rank."""
     coords = mesh.coords(mesh.rank)
-    return Generator(_addressed(program, mesh, coords), [coords], ranges=ranges).generate(_communicate)
+    return Generator(program, [coords], ranges=ranges).generate(_communicate)
 
 
-def _addressed(program: Program, mesh: Mesh, coords: Coords) -> Program:
-    """Returns the program of a stage with this rank's peers and shapes in its messages."""
-    if mesh.stage_axis is None:
-        return program
+def _addressed(program: Program, mesh: Mesh, groups: Mapping[int, int]) -> tuple[Program, Mailbox]:
+    """Returns the program of a stage with this rank's peers and mailbox in its messages.
+
+    `groups` has the number of the last value of each message.
+    """
+    coords = mesh.coords(mesh.rank)
 
     def peer(stage: int) -> int:
         return mesh.rank_of({**coords, str(mesh.stage_axis): stage})
 
+    values = defaultdict[tuple[int, int], list[Form]](list)  # by sender and number
+    for step in program.steps:
+        if isinstance(step, Compute) and step.target is RECEIVE:
+            (out,), (stage, number) = step.out_vars, step.args
+            assert out.layout is not None, f"{out} travels, and has no layout"
+            values[peer(stage), groups[number]].append((out.layout.local_shape(coords), out.dtype))
+    mailbox = Mailbox([Incoming(*key, tuple(forms)) for key, forms in values.items()], mesh.device)
     steps: list[Step] = []
     for step in program.steps:
         if isinstance(step, Compute) and step.target is SEND:
             x, stage, number = step.args
-            step = replace(step, target=partial(MAILBOX.send, peer=peer(stage), number=number), args=(x,))
+            message = {"peer": peer(stage), "number": number, "last": groups[number] == number}
+            step = replace(step, target=partial(mailbox.send, **message), args=(x,))
         elif isinstance(step, Compute) and step.target is RECEIVE:
-            (out,), (stage, number) = step.out_vars, step.args
-            assert out.layout is not None, f"{out} travels, and has no layout"
-            form = out.layout.local_shape(coords), out.dtype, mesh.device
-            step = replace(step, target=partial(MAILBOX.receive, *form, peer(stage), number), args=())
+            step = replace(step, target=mailbox.receive, args=())
         steps.append(step)
-    return replace(program, steps=tuple(steps))
+    return replace(program, steps=tuple(steps)), mailbox
 
 
 def _absent(x: Any, mesh: Mesh) -> Any:
@@ -172,12 +180,13 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
     collectives = [f"{c.kind} of {short_dtype(c.source.dtype)}[{c.source.layout}]" for c in program.collectives]
     turn = Turn("\n".join([plan.name, *collectives]), digest)
     function: Runner | None = None
+    mailbox: AbstractContextManager[None] = nullcontext()
     numbers: tuple[int, ...] = ()
     gloo: list[groups.GroupHandle] = []
     world: object = None
 
     def prepare() -> None:
-        nonlocal function, numbers, gloo, world
+        nonlocal function, numbers, gloo, world, mailbox
         mesh.device_mesh  # noqa: B018 - starts torch.distributed if it is not running
         settings = "\n".join(f"{name}={os.environ.get(name, '')!r}" for name in _SETTINGS)
         compare_programs(
@@ -191,7 +200,10 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
             absent = tuple(_absent(x, mesh) for x in program.outputs)
             function, world = lambda *_: absent, dist.group.WORLD
             return
-        own = program if stage is None else stage
+        own = program
+        if stage is not None:
+            assert plan.compiled.staged is not None, "the program of a stage is one of several"
+            own, mailbox = _addressed(stage, mesh, group_messages(plan.compiled.staged, stage))
         generated = source(own, mesh)
         function = watched(generated.compile(), lambda: source(own, mesh, ranges=True).compile())
         if stage is not None:
@@ -213,9 +225,8 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
             try:
                 if gloo:
                     order.meet(gloo)
-                out = run_below(function, pieces, leaves)
-                MAILBOX.finish()
-                return out
+                with mailbox:
+                    return run_below(function, pieces, leaves)
             except CollectiveError as error:
                 raise_lost_ranks(mesh, error)
 
