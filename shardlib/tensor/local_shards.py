@@ -68,6 +68,11 @@ def split_into_owned_shards(
     return tuple(copies[id(shard)] for shard in shards)
 
 
+def device_of(shards: Sequence[torch.Tensor], mesh: Mesh) -> torch.device:
+    """Returns the device of a tensor with these shards of this process, also if another stage has the values."""
+    return torch.empty(0, device=mesh.device).device if mesh.is_elsewhere else shards[0].device
+
+
 def refuse_misfits(name: str, shards: Sequence[Any], layout: Layout, mesh: Mesh) -> None:
     """Raises `ShardingError` unless these are this process's shards of a tensor of this layout on this mesh."""
     for a in (*layout.axes, *layout.pending_axes):

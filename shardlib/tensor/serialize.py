@@ -25,7 +25,7 @@ from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import FactorNames
 from shardlib.tensor.hooks import tensor_hooks
-from shardlib.tensor.local_shards import refuse_misfits, split_into_owned_shards
+from shardlib.tensor.local_shards import device_of, refuse_misfits, split_into_owned_shards
 from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor, typeof, user_attributes, wrap
 from shardlib.tensor.tensor_meta import Form
 from shardlib.tensor.view_aliases import Memory
@@ -61,7 +61,7 @@ def restored(
         whole = parsed.gather(list(zip(saved.all_coords(), pieces, strict=True)))
         pieces = split_into_owned_shards(whole, parsed, target, donated=True)
     refuse_misfits(f"a stored tensor of layout {layout}", pieces, parsed, target)
-    form = Form.intern(parsed, target, pieces[0].dtype, pieces[0].device, names, tuple(strides), offset)
+    form = Form.intern(parsed, target, pieces[0].dtype, device_of(pieces, target), names, tuple(strides), offset)
     return _set_attributes(wrap(form, tuple(pieces)), requires_grad, is_param, attributes)
 
 

@@ -30,7 +30,7 @@ from shardlib.tensor.eager_cache import OPS_KEYED_BY_NUMBER_TYPE, PROGRAMS, appe
 from shardlib.tensor.eager_ranges import PROFILER, PROFILING, run_in_profiler_range
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.host_offload import OFFLOADED, share_shards
-from shardlib.tensor.local_shards import LocalShard, refuse_misfits
+from shardlib.tensor.local_shards import LocalShard, device_of, refuse_misfits
 from shardlib.tensor.no_storage import without_storage
 from shardlib.tensor.python_values import PythonValues
 from shardlib.tensor.tensor_meta import Form, short_dtype
@@ -82,9 +82,9 @@ class ShardedTensor(PlainClass, PythonValues):
         requires_grad: bool = False,
     ) -> ShardedTensor:
         refuse_misfits(f"ShardedTensor of layout {layout}", locals_, layout, mesh)
-        first = locals_[0]
+        device = device_of(locals_, mesh)
         shards = tuple([x.detach() if x.requires_grad else x for x in locals_])  # `from_local` keeps histories
-        self = wrap(Form.intern(layout, mesh, first.dtype, first.device, names), shards)
+        self = wrap(Form.intern(layout, mesh, locals_[0].dtype, device, names), shards)
         if requires_grad:
             self.requires_grad_()
         return self

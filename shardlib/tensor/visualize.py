@@ -94,7 +94,7 @@ def visualize(x: torch.Tensor | Layout, mesh: Mesh | None = None) -> Picture:
 
 
 def _picture(title: str, layout: Layout, mesh: Mesh) -> Picture:
-    coords = {r: mesh.coords(r) for r in range(mesh.size) if mesh.stage in (None, mesh.stage_of(r))}
+    coords = {rank: mesh.coords(rank) for rank in mesh.member_ranks}
     stretches = [_find_stretches(dim, coords) for dim in layout.dims]
     blocks = itertools.product(*(range(len(parts)) for parts in stretches))
     ranks, first = {}, {}

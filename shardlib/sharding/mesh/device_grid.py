@@ -47,6 +47,11 @@ class DeviceGrid:
         """True if this process is a rank of another stage than the mesh's."""
         return self.kind == "distributed" and self.stage is not None and self.stage_of(self.rank) != self.stage
 
+    @property
+    def member_ranks(self) -> list[int]:
+        """The ranks that hold tensors of this grid: those of its stage, else all."""
+        return [rank for rank in range(self.size) if self.stage in (None, self.stage_of(rank))]
+
     def stage_of(self, rank: int) -> int:
         """Returns the stage of one rank; 0 without an axis of stages."""
         return 0 if self.stage_axis is None else self.all_axes_coords(rank)[self.stage_axis]
