@@ -34,6 +34,26 @@ def is_optimizer_step(op: Any) -> bool:
     return bool(schema_of(op).name.startswith("aten::_fused_"))
 
 
+def split_by_mesh(op: OpOverload, args: Any) -> Runner | None:
+    """Returns a runner of this call that runs the op once for the tensors of each mesh; None if there is one mesh."""
+    lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple) and len(a) == len(args[0])]
+    groups: dict[Any, list[int]] = {}
+    for k in range(len(args[0])):
+        key = tuple(x._form.mesh if isinstance(x := args[i][k], ShardedTensor) else None for i in lists)
+        groups.setdefault(key, []).append(k)
+    if len(groups) < 2:
+        return None
+
+    def run(args: Any, kwargs: Any) -> Any:
+        results: dict[int, Any] = {}
+        for ks in groups.values():
+            part = [[a[k] for k in ks] if i in lists else a for i, a in enumerate(args)]
+            results.update(zip(ks, op(*part, **(kwargs or {})) or (), strict=False))
+        return [results[k] for k in range(len(args[0]))] if results else None
+
+    return run
+
+
 def fuse_lists(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, otherwise: Runner) -> Runner | None:
     """Returns a runner of this call, and of all with its key, on all shards at once; None if layouts differ.
 
@@ -78,7 +98,10 @@ def fuse_lists(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, ot
                 operands.append([_on_device(a[k], d) for k, d in calls])
             else:
                 operands.append(_on_device(a, 0))
-        results = (op if in_place else function)(*operands, **{k: _on_device(a, 0) for k, a in kwargs.items()})
+        if mesh.is_elsewhere:  # shapes alone, which stay
+            results = operands[lists[0]]
+        else:
+            results = (op if in_place else function)(*operands, **{k: _on_device(a, 0) for k, a in kwargs.items()})
         numbers = [a for i, a in enumerate(args) if i not in lists]
         origin = result_origin(digest, tensors, list(iterate_numbers((numbers, kwargs)))) if digest else 0
         outputs = [operands[i] for i in written] if in_place else [results]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +12,15 @@ from shardlib.core.recorders import refuse_recorded
 from shardlib.core.torch_internals.batched_grad import loop_over_batches
 from shardlib.core.torch_internals.forward_mode import is_forward_mode
 from shardlib.core.torch_internals.torch_private import is_excluded
-from shardlib.distributed.turns import Turn
 from shardlib.eager.redistribute import relayout
-from shardlib.ops.collectives.p2p import broadcast
-from shardlib.ops.collectives.transport.groups import run_in_turn
+from shardlib.eager.stage_moves import move_to_stage
 from shardlib.sharding.layout import Layout
-from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, resolve_many
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.local_shards import split_into_owned_shards
-from shardlib.tensor.sharded_tensor import ShardedTensor, typeof, wrap
+from shardlib.tensor.sharded_tensor import ShardedTensor, wrap
 from shardlib.tensor.tensor_meta import Form
 
 
@@ -35,6 +31,16 @@ def redistribute(x: ShardedTensor, resolved: FixedLayout) -> ShardedTensor:
         out: ShardedTensor = _Redistribute.apply(x, resolved)  # type: ignore[no-untyped-call]
         return out
     return relayout(x, resolved.layout, resolved.names)
+
+
+def move(x: ShardedTensor, mesh: Mesh) -> ShardedTensor:
+    """Returns `x` on another part of its mesh, one stage or all; its gradient is on the mesh of `x`."""
+    if x.mesh == mesh:
+        return x
+    if is_tracked(x):
+        out: ShardedTensor = _Move.apply(x, mesh)  # type: ignore[no-untyped-call]
+        return out
+    return move_to_stage(x, mesh)
 
 
 def gather_full(x: ShardedTensor) -> torch.Tensor:
@@ -90,20 +96,9 @@ def _gather_contiguous(x: ShardedTensor) -> torch.Tensor:
     if x.mesh.kind == "virtual":
         return x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)])
     (resolved,) = resolve_many([("x", x.shape, P(), {})], x.mesh, call="full_tensor")
-    (out,) = relayout(x, resolved.layout, resolved.names)._locals
-    if x.mesh.stage is not None:
-        return _broadcast(x, out)
+    whole = relayout(x, resolved.layout, resolved.names)
+    (out,) = (move_to_stage(whole, x.mesh.whole) if x.mesh.stage is not None else whole)._locals
     return out.clone(memory_format=torch.contiguous_format) if out is x._locals[0] else out
-
-
-def _broadcast(x: ShardedTensor, own: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that the ranks of one stage have whole on the ranks of all stages."""
-    mesh = x.mesh
-    out = torch.empty(own.shape, dtype=own.dtype, device=mesh.device) if mesh.is_elsewhere else own.contiguous().clone()
-    source = mesh.rank_of({**mesh.coords(mesh.rank), str(mesh.stage_axis): mesh.stage or 0})
-    turn = Turn(f"full_tensor of {typeof(x)} on {mesh}")
-    run_in_turn(mesh.whole, turn, (Axis(str(mesh.stage_axis), mesh.stages),), partial(broadcast, out, source))
-    return out
 
 
 def is_tracked(x: torch.Tensor) -> bool:
@@ -142,6 +137,27 @@ class _Redistribute(torch.autograd.Function):
         if not isinstance(tangent, ShardedTensor):
             return place_tracked(tangent, ctx.resolved, ctx.mesh, leaf=False)
         return redistribute(tangent, ctx.resolved)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor, mesh: Mesh) -> ShardedTensor:
+        ctx.form, ctx.mesh = x._form, mesh
+        return move_to_stage(x, mesh)
+
+    @staticmethod
+    @loop_over_batches
+    def backward(ctx: Any, grad: Any) -> Any:
+        if not isinstance(grad, ShardedTensor):  # zeros of autograd for a tensor without elements
+            return place_tracked(grad, gradient_placement(ctx.form), ctx.form.mesh, leaf=False), None
+        return move(grad, ctx.form.mesh), None
+
+    @staticmethod
+    @loop_over_batches
+    def jvp(ctx: Any, tangent: Any, _: None) -> Any:
+        if not isinstance(tangent, ShardedTensor):
+            return place_tracked(tangent, gradient_placement(ctx.form), ctx.mesh, leaf=False)
+        return move(tangent, ctx.mesh)
 
 
 class _Place(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -125,8 +125,9 @@ class PreparedCall:
                 return None
         devices, spread = _distinct_devices(self.mesh, fits)
         ints = {path: i for i, (path, _, _) in enumerate(fits.ints)}
+        run = partial(_absent, forms, outcome.kind, self.mesh) if self.mesh.is_elsewhere else callable_of(target)
         call = LocalCall(
-            callable_of(target), self.sharded, ints, devices, spread, id(self.op) in OPS_KEYED_BY_NUMBER_TYPE
+            run, self.sharded, ints, devices, spread, id(self.op) in OPS_KEYED_BY_NUMBER_TYPE
         )
         return call.build(args, kwargs, forms, outcome.kind, write, self.number)
 
@@ -218,7 +219,7 @@ def operand_form(x: torch.Tensor, mesh: Mesh, device: torch.device) -> Form:
 def get_local_shards(x: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, ...]:
     if isinstance(x, ShardedTensor):
         return x._locals
-    x = place_scalar(x.detach(), mesh)
+    x = x.detach().to("meta") if mesh.is_elsewhere else place_scalar(x.detach(), mesh)
     return (x,) * (mesh.stage_size if mesh.kind == "virtual" else 1)
 
 
@@ -242,6 +243,16 @@ def replicate_plain(x: torch.Tensor, like: Form) -> ShardedTensor:
     """Places a plain tensor, which every process has whole, on the mesh of `match_inference_mode`."""
     form = Form.intern(Layout.replicated(x.shape), like.mesh, x.dtype, like.device, None, x.stride())
     return wrap(form, get_local_shards(x, like.mesh))
+
+
+def _absent(forms: Sequence[Form | None], kind: Any, mesh: Mesh, *_: Any, **__: Any) -> Any:
+    """Returns one device's results of an op that another stage runs: their shapes, without memory."""
+    (coords,) = mesh.own_coords()
+    shards = [
+        None if form is None else torch.empty(form.layout.local_shape(coords), dtype=form.dtype, device="meta")
+        for form in forms
+    ]
+    return shards[0] if kind is None else shards
 
 
 def _distinct_devices(mesh: Mesh, fits: LocalFit) -> tuple[list[tuple[int, tuple[int, ...]]], list[int]]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from shardlib.core.torch_internals.torch_private import (
 )
 from shardlib.eager import unsupported
 from shardlib.eager.arg_slots import list_tensors, requested_devices
-from shardlib.eager.foreach import fuse_lists, is_optimizer_step
+from shardlib.eager.foreach import fuse_lists, is_optimizer_step, split_by_mesh
 from shardlib.eager.inplace import list_out_arguments, list_written, make_out_runner, make_writer
+from shardlib.eager.placement_autograd import move
 from shardlib.eager.prepare import PreparedCall, run_replicated
 from shardlib.eager.special_ops import IMPLEMENTATIONS
 from shardlib.frontend.torch_rewrites.decompositions import DECOMPOSITIONS
@@ -91,6 +92,10 @@ def _on_several_meshes(call: EagerCall) -> bool:
     return any(x._form.mesh is not mesh and x._form.mesh != mesh for x in call.sharded)
 
 
+def _on_several_stages(call: EagerCall) -> bool:
+    return _on_several_meshes(call) and len({x._form.mesh.whole for x in call.sharded}) == 1
+
+
 def _has_implementation(call: EagerCall) -> bool:
     return call.op in IMPLEMENTATIONS and IMPLEMENTATIONS[call.op].takes(call.args)
 
@@ -137,6 +142,23 @@ def _returns_numbers(op: Any) -> bool:
 def _call_implementation(call: EagerCall) -> Runner:
     op, run = call.op, IMPLEMENTATIONS[call.op].run
     return lambda args, kwargs: run(op, args, kwargs or {})
+
+
+def _meet_on_stage(call: EagerCall) -> Runner:
+    """Runs an op on tensors of several stages: where it writes, else on their one stage, else on all stages."""
+    op, written = call.op, list_written(call.op, call.args, call.kwargs)
+    targets = {x._form.mesh for x in written if isinstance(x, ShardedTensor)}
+    stages = {x._form.mesh for x in call.sharded if x._form.mesh.stage is not None}
+    if len(targets) > 1:
+        unsupported.refuse_meshes(op, call.sharded)
+    mesh = (*targets, call.mesh.whole if len(stages) > 1 else stages.pop())[0]
+
+    def run(args: Any, kwargs: Any) -> Any:
+        moved = partial(move, mesh=mesh)
+        args, kwargs = pytree.tree_map_only(ShardedTensor, moved, (args, kwargs or {}))
+        return op(*args, **kwargs)
+
+    return run
 
 
 def _gather_scalars(call: EagerCall) -> Runner:
@@ -199,7 +221,9 @@ def _decompose(call: EagerCall) -> Runner:
 
 
 def _fuse_lists_or_split(call: EagerCall) -> Runner:
-    """Runs an op over lists on all shards at once, or its ops one by one."""
+    """Runs an op over lists on all shards at once, or its ops one by one; tensors of each stage by themselves."""
+    if (split := split_by_mesh(call.op, call.args)) is not None:
+        return split
     otherwise = _decompose(call) if is_optimizer_step(call.op) else _one_by_one(call)
     return fuse_lists(call.op, call.args, call.kwargs, call.mesh, otherwise) or otherwise
 
@@ -260,6 +284,7 @@ STRATEGIES: Sequence[tuple[Callable[[EagerCall], bool], Callable[[EagerCall], Ru
         lambda c: unsupported.refuse_collective(str(c.op), [typeof(x) for x in c.sharded]),
     ),
     (lambda c: _takes_lists(c.op), _fuse_lists_or_split),
+    (_on_several_stages, _meet_on_stage),
     (_on_several_meshes, _gather_scalars),
     (_runs_on_meta, _infer_on_meta),
     (lambda c: bool(c.elsewhere), lambda c: unsupported.refuse_devices(c.op, c.sharded, c.elsewhere)),

@@ -12,7 +12,7 @@ from shardlib.core.recorders import may_be_recorded, refuse_recorders
 from shardlib.core.torch_internals.numpy_bridge import to_tensor
 from shardlib.core.torch_internals.strided_only import refuse_unstrided
 from shardlib.core.torch_internals.torch_private import is_wrapped
-from shardlib.eager.placement_autograd import place_tracked
+from shardlib.eager.placement_autograd import move, place_tracked
 from shardlib.ops.constraint import constrain
 from shardlib.primitives.body import current_body
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh, is_without_mesh, peek_mesh
@@ -39,7 +39,8 @@ def shard(
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     with sizes like einops' lengths. `sizes` may hold these, too, and by name the sizes of a factor's shards. `mesh`
     replaces the current mesh; inside a traced function it must be the program's. (A number as `sizes` or `mesh` is the
-    length of a factor of that name.) A tensor that lives elsewhere is moved: the last `shard` counts.
+    length of a factor of that name.) A tensor that lives elsewhere is moved: the last `shard` counts. So is one of
+    another stage, to `mesh`, or to the current mesh if that is one of a stage, `with mesh.at(stage=1):`.
 
     A placement copies this process's shards: writes to `x` do not show, and a rank does not keep the whole. With
     `donate` you promise not to use `x` again, and a whole tensor is not copied. On ranks every process has `x` whole;
@@ -67,7 +68,7 @@ def shard(
     _refuse_in_whole_body(x, spec)
     if isinstance(mesh, int):
         lengths, mesh = {"mesh": mesh, **lengths}, None
-    mesh = _chosen(mesh, x, spec)
+    is_explicit, mesh = mesh is not None, _chosen(mesh, x, spec)
     (resolved,) = resolve_many([("x", x.shape, spec, collect_sizes(sizes, lengths))], mesh)
     if mesh is None:
         return x
@@ -78,7 +79,7 @@ def shard(
     if may_be_recorded():
         refuse_recorders(call)
     if isinstance(x, ShardedTensor):
-        return x.redistribute(resolved.required_spec)
+        return move(x, mesh if is_explicit or mesh.stage is not None else x.mesh).redistribute(resolved.required_spec)
     warn_of_typo("shard(x)", resolved.required_spec, mesh)
     if src is not None:
         return _placed(broadcast_from_rank(mesh, x, src, f"{call[:-1]}, src={src})"), resolved, mesh, (), donate)

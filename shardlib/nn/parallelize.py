@@ -24,19 +24,14 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, jit, nn
+from torch import jit, nn
 
 from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.schedule_options import Schedule
-from shardlib.core.context import is_single_device, is_tracing
 from shardlib.core.errors import ShardingError
-from shardlib.core.torch_internals.strided_only import refuse_dtensors, refuse_unstrided
-from shardlib.core.torch_internals.torch_private import settle_rnn
-from shardlib.jit.shard import shard, shard_known
+from shardlib.core.torch_internals.strided_only import refuse_dtensors
 from shardlib.nn import hf_tp_plan
 from shardlib.nn.forward import Batch, Forward
 from shardlib.nn.mixed_precision import Precisions, policy_of
@@ -45,20 +40,17 @@ from shardlib.nn.parameters import (
     list_named,
     refuse_classes,
     refuse_lazy,
-    refuse_losses,
-    replace_tensor,
     retie,
 )
+from shardlib.nn.place_parameters import Placer
 from shardlib.nn.spec_table import match_table, matches, numberless, refuse_table
 from shardlib.nn.stage_patterns import assign_modules, run_on_stages, stages_of_parameters
-from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, StrategyAxes, axes_for, resolve_strategy, shard_one_dim
+from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, StrategyAxes, axes_for, resolve_strategy
 from shardlib.nn.suggest import propose_specs
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
-from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, Spec, axes_of_dims, parse, resolve_many
-from shardlib.tensor.rank_checks import require_equal_values
 from shardlib.tensor.replicas import check_every
-from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor
+from shardlib.tensor.sharded_tensor import ShardedTensor
 
 
 def parallelize(
@@ -113,7 +105,7 @@ def parallelize(
     retie(module)
     tensors = list_named(module)
     _refuse_parameters(module, tensors, mesh)
-    placer = _Placer(module, tensors, mesh, strategy_axes, keeps_earlier=strategy is None)
+    placer = Placer(module, tensors, mesh, strategy_axes, keeps_earlier=strategy is None)
     replaced = vars(module).get("forward")  # the user's own, or an earlier call's
     earlier = replaced if isinstance(replaced, Forward) else None
     table = _default_specs(module, tensors, mesh, strategy_axes) if specs is None else _read_specs(specs, placer)
@@ -170,101 +162,6 @@ def _refuse_parameters(module: nn.Module, tensors: Sequence[NamedTensor], mesh: 
             rule="the parameters of a module live on one mesh",
             remedy="give that mesh, or a module that is not placed yet",
         )
-
-
-@dataclass
-class _Placer:
-    """Places the parameters of a module. With `keeps_earlier`, a parameter that does not move keeps its attributes."""
-
-    module: nn.Module
-    tensors: Sequence[NamedTensor]
-    mesh: Mesh
-    strategy_axes: StrategyAxes
-    keeps_earlier: bool
-    stages: Mapping[str, int] = field(default_factory=dict)  # of parameters that live on one
-
-    def place(self, table: Mapping[str, str | P | Spec], dtypes: Mapping[str, torch.dtype | None]) -> None:
-        """Replaces parameters that get another layout or dtype; sets the specs of their gradients and moments."""
-        module, mesh, name = self.module, self.mesh, f"parallelize({type(self.module).__name__})"
-        specs = self._resolve(table)
-        moving = {
-            x.name: x
-            for x in self.tensors
-            if not _is_placed_at(x.tensor, specs[x.name][0], self._mesh_of(x.name))
-            or (dtypes.get(x.name) or x.tensor.dtype) != x.tensor.dtype
-        }
-        refuse_losses(name, [*moving.values()])
-        placements = {at: specs[at][0].resolve(x.tensor.shape, mesh, name=at) for at, x in moving.items()}
-        digests = _compare_ranks(name, moving, placements, mesh)
-        for x in self.tensors:
-            with self._mesh_of(x.name) as at:
-                own, *others = specs[x.name]
-                if x.name not in moving and self.keeps_earlier:
-                    continue
-                value = x.tensor.detach().to(dtypes.get(x.name) or x.tensor.dtype)
-                new = x.tensor
-                if x.name in digests:
-                    new = replace_tensor(module, x, shard_known(x.name, value, placements[x.name], at, digests[x.name]))
-                elif x.name in moving:
-                    new = replace_tensor(module, x, shard(value, own))
-                for attribute, spec in zip(PLACEMENT_ATTRIBUTES, others, strict=True):
-                    new.__dict__.pop(attribute, None)
-                    if str(spec) != str(own):
-                        setattr(new, attribute, str(spec))
-                new.__dict__.pop(REGATHER, None)
-                if self.strategy_axes.regather and x.tensor.numel() >= self.strategy_axes.threshold:
-                    setattr(new, REGATHER, True)
-        for inner in module.modules():
-            if isinstance(inner, nn.RNNBase):  # otherwise its first call changes its state, and later ones recompile
-                settle_rnn(inner)
-
-    def _mesh_of(self, name: str) -> Mesh:
-        """Returns the part of the mesh that a parameter lives on."""
-        return self.mesh.on_stage(self.stages.get(name))
-
-    def _resolve(self, table: Mapping[str, str | P | Spec]) -> dict[str, tuple[Spec, Spec, Spec]]:
-        """Returns the specs of every parameter, its gradient and its moments."""
-        axes, mesh = self.strategy_axes, self.mesh
-        shapes = {x.name: x.tensor.shape for x in self.tensors}
-        items = [(at, shapes[at], spec, None) for at, spec in table.items()]
-        fixed = dict(zip(table, resolve_many(items, mesh, call="parallelize"), strict=True))
-        specs = {}
-        for x in self.tensors:
-            current = x.tensor.spec if isinstance(x.tensor, ShardedTensor) else "..."
-            spec, shape = Spec.convert(table.get(x.name, current)), x.tensor.shape
-            placement = fixed.get(x.name) or spec.resolve(shape, mesh)
-            is_small = x.tensor.numel() < axes.threshold
-            more = ((),) * 3 if is_small else (axes.parameters, axes.gradients, axes.moments)
-            first, second, third = (shard_one_dim(placement, shape, mesh, a) if a else spec for a in more)
-            specs[x.name] = first, second, third
-        return specs
-
-
-def _compare_ranks(
-    caller: str, moving: Mapping[str, NamedTensor], placements: Mapping[str, FixedLayout], mesh: Mesh
-) -> dict[str, int]:
-    """Returns digests of the plain parameters, equal on all ranks; raises `ShardingError` if they differ."""
-    if is_tracing() or is_single_device():
-        return {}
-    plain = {
-        at: x.tensor for at, x in moving.items() if not isinstance(x.tensor, ShardedTensor) and not x.tensor.is_meta
-    }
-    refuse_unstrided(caller, [*plain.items()])
-    layouts = [placements[at].layout for at in plain]
-    return dict(zip(plain, require_equal_values(mesh, caller, [*plain.items()], layouts, _SEEDS), strict=False))
-
-
-_SEEDS = (
-    "the same torch.manual_seed(...) on every rank before the module is made; or make it under torch.device('meta'), "
-    "and sl.materialize(module) then; or load the same checkpoint on every rank before"
-)
-
-
-def _is_placed_at(x: Tensor, spec: Spec, mesh: Mesh) -> bool:
-    """Returns whether a tensor is placed so, on this mesh or a stage of it."""
-    if not isinstance(x, ShardedTensor) or mesh.stage not in (None, x.mesh.stage):
-        return False
-    return spec.resolve(x.shape, x.mesh).layout == x.sharding
 
 
 def _default_specs(
@@ -330,7 +227,7 @@ def _accepts(module: nn.Module, example: Mapping[str, Any]) -> bool:
     return True
 
 
-def _read_specs(specs: Mapping[str, str | P | Spec], placer: _Placer) -> dict[str, str | P | Spec]:
+def _read_specs(specs: Mapping[str, str | P | Spec], placer: Placer) -> dict[str, str | P | Spec]:
     """Returns the specs by parameter; raises one error for faults of patterns and of specs."""
     tensors, mesh = placer.tensors, placer.mesh
     buffers = [name for name, _ in placer.module.named_buffers()]

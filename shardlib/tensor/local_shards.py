@@ -68,6 +68,11 @@ def split_into_owned_shards(
     return tuple(copies[id(shard)] for shard in shards)
 
 
+def device_of(shards: Sequence[torch.Tensor], mesh: Mesh) -> torch.device:
+    """Returns the device of a tensor with these shards of this process, also if another stage has the values."""
+    return torch.empty(0, device=mesh.device).device if mesh.is_elsewhere else shards[0].device
+
+
 def refuse_misfits(name: str, shards: Sequence[Any], layout: Layout, mesh: Mesh) -> None:
     """Raises `ShardingError` unless these are this process's shards of a tensor of this layout on this mesh."""
     for a in (*layout.axes, *layout.pending_axes):
@@ -81,21 +86,23 @@ def refuse_misfits(name: str, shards: Sequence[Any], layout: Layout, mesh: Mesh)
                 rule="a layout names axes of its mesh, by their sizes",
                 remedy="make the layout with mesh.axis(name)",
             )
-    ranks = range(mesh.stage_size) if mesh.kind != "distributed" else [mesh.rank]
+    device = "meta" if mesh.is_elsewhere else torch.device(mesh.device).type
+    all_coords = mesh.own_coords() if mesh.kind == "distributed" else mesh.all_coords()
+    ranks = [mesh.rank] if mesh.kind == "distributed" else [mesh.rank_of(coords) for coords in all_coords]
     first = next((shard.dtype for shard in shards if isinstance(shard, torch.Tensor)), None)
     faults = []
     if len(shards) != len(ranks):
         faults.append(f"there are {len(shards)}, this process holds {len(ranks)} of {mesh}")
-    for rank, shard in zip(ranks, shards, strict=False):
-        shape = layout.local_shape(mesh.coords(rank))
+    for rank, coords, shard in zip(ranks, all_coords, shards, strict=False):
+        shape = layout.local_shape(coords)
         if type(shard) not in (torch.Tensor, torch.nn.Parameter) or shard.layout != torch.strided:
             faults.append(f"rank {rank}: a {type(shard).__name__}, which is no plain tensor")
         elif tuple(shard.shape) != shape:
             faults.append(f"rank {rank}: shape {list(shard.shape)}, where {layout} has {list(shape)}")
         elif shard.dtype != first:
             faults.append(f"rank {rank}: {shard.dtype}, where the first shard is {first}")
-        elif shard.device.type != torch.device(mesh.device).type:
-            faults.append(f"rank {rank}: on {shard.device}, where the mesh is on {mesh.device}")
+        elif shard.device.type != device:
+            faults.append(f"rank {rank}: on {shard.device}, where the mesh is on {device}")
     if faults:
         raise ShardingError(
             f"{name} is given shards that do not fit",

@@ -33,7 +33,7 @@ from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import FixedLayout
 from shardlib.sharding.spec import P, Spec, axes_of_dims, resolve_many
 from shardlib.tensor.hooks import tensor_hooks
-from shardlib.tensor.local_shards import refuse_misfits
+from shardlib.tensor.local_shards import device_of, refuse_misfits
 from shardlib.tensor.sharded_tensor import ShardedTensor
 from shardlib.tensor.tensor_meta import Form
 
@@ -186,8 +186,10 @@ def from_local(
     shapes = _gather_shapes(mesh, shards, caller)
     resolved = _resolve_layout(mesh, spec, {**(sizes or {}), **lengths}, shapes, caller)
     _refuse_different_copies(mesh, shards, resolved.layout, caller)
+    if mesh.is_elsewhere:
+        shards = [shard.detach().to("meta") for shard in shards]
     refuse_misfits(caller, shards, resolved.layout, mesh)
-    form = Form.intern(resolved.layout, mesh, shards[0].dtype, shards[0].device, resolved.names)
+    form = Form.intern(resolved.layout, mesh, shards[0].dtype, device_of(shards, mesh), resolved.names)
     return tensor_hooks.from_shards(shards, form)
 
 
@@ -236,7 +238,7 @@ def _check_from_local(caller: str, shards: Sequence[Tensor]) -> Mesh:
 
 
 def _gather_shapes(mesh: Mesh, shards: Sequence[Tensor], caller: str) -> list[tuple[int, ...]]:
-    """Returns the shapes of all devices' shards; raises `ShardingError` if dtypes or numbers of dims differ."""
+    """Returns the shapes of the shards of `_coords`; raises `ShardingError` if dtypes or numbers of dims differ."""
     kinds: list[Any] = [(str(shard.dtype), shard.dim()) for shard in shards]
     shapes = [tuple(shard.shape) for shard in shards]
     if mesh.kind == "distributed" and mesh.size > 1:
@@ -245,9 +247,10 @@ def _gather_shapes(mesh: Mesh, shards: Sequence[Tensor], caller: str) -> list[tu
         kinds = [tuple(row) for row in gather_rows(mesh, Turn(f"comparing the kinds of shards ({caller})"), kind)]
         if len(set(kinds)) == 1 and own.dim():
             turn = Turn(f"comparing the shapes of shards ({caller})")
-            shapes = [tuple(row) for row in gather_rows(mesh, turn, torch.tensor(own.shape, dtype=torch.int64))]
+            rows = gather_rows(mesh, turn, torch.tensor(own.shape, dtype=torch.int64))
+            shapes = [tuple(rows[rank]) for rank in mesh.member_ranks]
         elif len(set(kinds)) == 1:
-            shapes = [()] * mesh.size
+            shapes = [()] * len(mesh.member_ranks)
     if len(set(kinds)) > 1:
         raise ShardingError(
             f"{caller}: the shards are of different kinds",
@@ -255,6 +258,11 @@ def _gather_shapes(mesh: Mesh, shards: Sequence[Tensor], caller: str) -> list[tu
             rule="all shards of a tensor have its dtype and its number of dims",
         )
     return shapes
+
+
+def _coords(mesh: Mesh) -> list[dict[str, int]]:
+    """Returns the coordinates of all devices whose shards are joined."""
+    return mesh.all_coords() if mesh.kind == "virtual" else [mesh.coords(rank) for rank in mesh.member_ranks]
 
 
 def hash_of(text: str) -> int:
@@ -265,7 +273,7 @@ def _resolve_layout(
     mesh: Mesh, spec: str | P | Spec, sizes: Any, shapes: Sequence[tuple[int, ...]], caller: str
 ) -> FixedLayout:
     """Returns the layout of the whole tensor; raises `ShardingError` if the shards do not form it."""
-    axes, coords = axes_of_dims(spec, len(shapes[0]), mesh, caller), mesh.all_coords()
+    axes, coords = axes_of_dims(spec, len(shapes[0]), mesh, caller), _coords(mesh)
     whole = []
     for d, dim_axes in enumerate(axes):
         local_sizes: dict[tuple[int, ...], int] = {}
@@ -292,10 +300,11 @@ def _refuse_different_copies(mesh: Mesh, shards: Sequence[Tensor], layout: Layou
     digests = [digest(shard) for shard in shards]
     if mesh.kind == "distributed" and mesh.size > 1:
         copies = torch.tensor(digests, dtype=torch.int64)
-        digests = [row[0] for row in gather_rows(mesh, Turn(f"comparing the values of shards ({caller})"), copies)]
+        rows = gather_rows(mesh, Turn(f"comparing the values of shards ({caller})"), copies)
+        digests = [rows[rank][0] for rank in mesh.member_ranks]
     wrong = [
         f"devices {at} and {i} hold the same shard of [{layout}], and have different values"
-        for i, at in enumerate(first_replicas(mesh.all_coords(), layout.axes))
+        for i, at in enumerate(first_replicas(_coords(mesh), layout.axes))
         if digests[i] != digests[at]
     ]
     if wrong:

@@ -25,7 +25,7 @@ from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.sharding.placement import FactorNames
 from shardlib.tensor.hooks import tensor_hooks
-from shardlib.tensor.local_shards import refuse_misfits, split_into_owned_shards
+from shardlib.tensor.local_shards import device_of, refuse_misfits, split_into_owned_shards
 from shardlib.tensor.sharded_tensor import PLACEMENT_ATTRIBUTES, REGATHER, ShardedTensor, typeof, user_attributes, wrap
 from shardlib.tensor.tensor_meta import Form
 from shardlib.tensor.view_aliases import Memory
@@ -53,7 +53,7 @@ def restored(
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> ShardedTensor:
     """Restores a pickled tensor; raises `ShardingError` if its mesh does not fit this process."""
-    saved = Mesh.abstract(Mesh.parse(_abstract(mesh)).axes)
+    saved = Mesh.parse(_abstract(mesh))
     target = _target_mesh(mesh, saved, rank)
     parsed = Layout.parse(layout, saved.axes)
     names = tuple(tuple(dim) for dim in names)
@@ -61,11 +61,12 @@ def restored(
         whole = parsed.gather(list(zip(saved.all_coords(), pieces, strict=True)))
         pieces = split_into_owned_shards(whole, parsed, target, donated=True)
     refuse_misfits(f"a stored tensor of layout {layout}", pieces, parsed, target)
-    form = Form.intern(parsed, target, pieces[0].dtype, pieces[0].device, names, tuple(strides), offset)
+    form = Form.intern(parsed, target, pieces[0].dtype, device_of(pieces, target), names, tuple(strides), offset)
     return _set_attributes(wrap(form, tuple(pieces)), requires_grad, is_param, attributes)
 
 
 def _target_mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
+    """Returns the mesh of a restored tensor: on the current mesh its stage, if there is one, else all stages."""
     mesh = current_mesh()
     same = mesh is not None and mesh.kind != "abstract" and list(mesh.axes.items()) == list(saved.axes.items())
     faults = []
@@ -74,10 +75,10 @@ def _target_mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
             faults.append(f"it is the shard of rank {rank}, this process is no rank")
         elif world.rank() != rank:
             faults.append(f"it is the shard of rank {rank}, this is rank {world.rank()}")
-        elif mesh is not None and not same:
+        elif mesh is not None and (not same or list(mesh.shape.items()) != list(saved.shape.items())):
             faults.append(f"the current mesh is {mesh}")
     elif not same and world.kind() == "distributed":
-        faults.append(f"it has {saved.size} virtual devices, the current mesh is {mesh}")
+        faults.append(f"it has {saved.stage_size} virtual devices, the current mesh is {mesh}")
     if faults:
         raise ShardingError(
             f"a stored tensor on {text} cannot be read here",
@@ -85,7 +86,10 @@ def _target_mesh(text: str, saved: Mesh, rank: int | None) -> Mesh:
             rule="a tensor comes back onto a mesh with the axes that it was stored with, on a rank its own shard",
             remedy="read it inside `with` such a mesh, or store x.full_tensor()",
         )
-    return mesh if same and mesh is not None else Mesh.parse(text)
+    if not same or mesh is None:
+        return Mesh.parse(text)
+    has_stage = mesh.stage_axis is not None and saved.stage is not None and saved.stage < mesh.stages
+    return mesh.on_stage(saved.stage) if has_stage and mesh.stage is None else mesh
 
 
 def _abstract(text: str) -> str:

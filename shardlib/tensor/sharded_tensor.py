@@ -30,7 +30,7 @@ from shardlib.tensor.eager_cache import OPS_KEYED_BY_NUMBER_TYPE, PROGRAMS, appe
 from shardlib.tensor.eager_ranges import PROFILER, PROFILING, run_in_profiler_range
 from shardlib.tensor.hooks import tensor_hooks
 from shardlib.tensor.host_offload import OFFLOADED, share_shards
-from shardlib.tensor.local_shards import LocalShard, refuse_misfits
+from shardlib.tensor.local_shards import LocalShard, device_of, refuse_misfits
 from shardlib.tensor.no_storage import without_storage
 from shardlib.tensor.python_values import PythonValues
 from shardlib.tensor.tensor_meta import Form, short_dtype
@@ -82,9 +82,9 @@ class ShardedTensor(PlainClass, PythonValues):
         requires_grad: bool = False,
     ) -> ShardedTensor:
         refuse_misfits(f"ShardedTensor of layout {layout}", locals_, layout, mesh)
-        first = locals_[0]
+        device = device_of(locals_, mesh)
         shards = tuple([x.detach() if x.requires_grad else x for x in locals_])  # `from_local` keeps histories
-        self = wrap(Form.intern(layout, mesh, first.dtype, first.device, names), shards)
+        self = wrap(Form.intern(layout, mesh, locals_[0].dtype, device, names), shards)
         if requires_grad:
             self.requires_grad_()
         return self
@@ -105,12 +105,15 @@ class ShardedTensor(PlainClass, PythonValues):
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
-        """This process's shards, for reading, with the tensor's history (see `to_local`)."""
+        """This process's shards, for reading, with the tensor's history (see `to_local`).
+
+        A rank of another stage than the tensor's has a meta tensor.
+        """
         _refuse_in_trace(self, "shards")
         refuse_recorded("x.shards", self)
-        ranks = range(self.mesh.stage_size) if self.mesh.kind == "virtual" else [self.mesh.rank]
-        shards = tensor_hooks.local_shards(self, None)
-        return tuple(LocalShard(r, self.mesh.coords(r), x) for r, x in zip(ranks, shards, strict=True))
+        mesh, shards = self.mesh, tensor_hooks.local_shards(self, None)
+        ranks = [mesh.rank_of(c) for c in mesh.own_coords()] if mesh.kind == "virtual" else [mesh.rank]
+        return tuple(LocalShard(r, mesh.coords(r), x) for r, x in zip(ranks, shards, strict=True))
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """Returns this rank's shard (rank 0's on virtual devices), for reading; differentiable.
@@ -329,8 +332,9 @@ _default_dtype = torch.get_default_dtype  # quotients of integers have it
 
 
 def format_mesh_axes(mesh: Mesh) -> str:
-    """Returns the text of a mesh without its rules: `Mesh(data=2, tensor=4)`."""
-    return f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.axes.items())})"
+    """Returns the text of a mesh without its rules: `Mesh(data=2, tensor=4)`, or `Mesh(stage=2, data=2).at(stage=1)`."""
+    text = f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.shape.items())})"
+    return text if mesh.stage is None else f"{text}.at({mesh.stage_axis}={mesh.stage})"
 
 
 def typeof(x: torch.Tensor) -> str:

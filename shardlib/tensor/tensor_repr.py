@@ -26,6 +26,8 @@ def format_with_spec(x: ShardedTensor, spec: str) -> str:
         return object.__format__(x, spec)
     if x.mesh.kind == "virtual":
         return format(x.item(), spec)
+    if x.mesh.is_elsewhere:
+        return _describe_absence(x)
     number = format(x._locals[0].item(), spec)
     return f"{number} (rank {x.mesh.rank}'s part of a {_pending(x)})" if x.sharding.pending else number
 
@@ -34,6 +36,8 @@ def _format_values(x: ShardedTensor) -> str:
     with without_modes():  # also in a traced function
         if x.mesh.kind == "virtual":
             return _format_held_values(x)
+        if x.mesh.is_elsewhere:
+            return _describe_absence(x)
         if "_locals" not in x.__dict__ and OFFLOADED not in x.__dict__:
             return "its memory was written to by another name: reading the values takes all ranks"
         return f"{_describe_shard(x)}:\n{_format_held_values(x)}"
@@ -47,6 +51,10 @@ def _format_held_values(x: ShardedTensor) -> str:
         return repr(x.sharding.gather([*zip(x.mesh.own_coords(), x._locals, strict=True)]))
     except ShardingError as error:  # the tensor was donated
         return error.what
+
+
+def _describe_absence(x: ShardedTensor) -> str:
+    return f"rank {x.mesh.rank} holds nothing: the tensor is on stage {x.mesh.stage}"
 
 
 def _describe_shard(x: ShardedTensor) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from shardlib.sharding.layout import Dim, Layout
 from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
 from shardlib.tensor.hooks import tensor_hooks
-from shardlib.tensor.sharded_tensor import ShardedTensor, typeof
+from shardlib.tensor.sharded_tensor import ShardedTensor, format_mesh_axes, typeof
 
 Span = tuple[int, int]
 Block = tuple[int, ...]  # the number of a stretch of each dim
@@ -90,32 +90,31 @@ def visualize(x: torch.Tensor | Layout, mesh: Mesh | None = None) -> Picture:
         )
     name = f"[{x}]" if isinstance(x, Layout) else typeof(x)
     layout = x if isinstance(x, Layout) else x.sharding if isinstance(x, ShardedTensor) else Layout.replicated(x.shape)
-    axes = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items())
-    return _picture(f"{name} on Mesh({axes})", layout, mesh)
+    return _picture(f"{name} on {format_mesh_axes(mesh)}", layout, mesh)
 
 
 def _picture(title: str, layout: Layout, mesh: Mesh) -> Picture:
-    coords = mesh.all_coords()
+    coords = {rank: mesh.coords(rank) for rank in mesh.member_ranks}
     stretches = [_find_stretches(dim, coords) for dim in layout.dims]
     blocks = itertools.product(*(range(len(parts)) for parts in stretches))
     ranks, first = {}, {}
-    everywhere = frozenset(range(mesh.stage_size))
+    everywhere = frozenset(coords)
     for block in blocks:
         parts = [stretches[d][i] for d, i in enumerate(block)]
         holders = everywhere.intersection(*(part[1] for part in parts if part is not None))
         if all(part is not None for part in parts):
             ranks[block] = _format_holders(sorted(holders), layout, coords)
             first[block] = min(holders)
-    held = [r for r, c in enumerate(coords) if 0 not in layout.local_shape(c)]
-    empty = _ranges([r for r in range(mesh.stage_size) if r not in held]) if len(held) < mesh.stage_size else ""
+    held = {r for r, c in coords.items() if 0 not in layout.local_shape(c)}
+    empty = _ranges([r for r in coords if r not in held])
     return Picture(title, tuple(tuple(p and p[0] for p in dim) for dim in stretches), ranks, first, empty)
 
 
-def _find_stretches(dim: Dim, coords: Sequence[Coords]) -> list[tuple[Span, frozenset[int]] | None]:
+def _find_stretches(dim: Dim, coords: Mapping[int, Coords]) -> list[tuple[Span, frozenset[int]] | None]:
     """Returns the stretches of a dim between ends of shards, with the ranks of each; None for omitted ones."""
     runs: dict[tuple[Span, ...], list[Span]] = {}
     ranks: dict[tuple[Span, ...], set[int]] = {}
-    for rank, c in enumerate(coords):
+    for rank, c in coords.items():
         spans = tuple(shard_range(f.size, f.axes, c) for f in dim)
         if spans not in runs:
             runs[spans] = list(itertools.islice(_runs(dim, spans), 2 * _MOST))
@@ -147,7 +146,7 @@ def _runs(dim: Dim, spans: Sequence[Span]) -> Iterator[Span]:
             yield i * inner + start, i * inner + stop
 
 
-def _format_holders(ranks: Sequence[int], layout: Layout, coords: Sequence[Coords]) -> str:
+def _format_holders(ranks: Sequence[int], layout: Layout, coords: Mapping[int, Coords]) -> str:
     """Formats the ranks of a block: copies with commas, the addends of one sum with `+` between them."""
     if not layout.pending:
         return _ranges(ranks)

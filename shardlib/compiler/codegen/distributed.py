@@ -93,6 +93,11 @@ def _addressed(program: Program, mesh: Mesh, groups: Mapping[int, int]) -> tuple
     return replace(program, steps=tuple(steps)), mailbox
 
 
+def absent_results(program: Program, mesh: Mesh) -> tuple[Any, ...]:
+    """Returns the results of a program of another stage on this rank."""
+    return tuple(_absent(x, mesh) for x in program.outputs)
+
+
 def _absent(x: Any, mesh: Mesh) -> Any:
     """Returns a result that only another stage has: its shard, without memory. A constant is everywhere."""
     if not isinstance(x, Var):
@@ -197,7 +202,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
         handles = [groups.group_for(mesh, a) for a in axes]
         gloo = [group for group in handles if group.may_use_gloo]
         if mesh.is_elsewhere:
-            absent = tuple(_absent(x, mesh) for x in program.outputs)
+            absent = absent_results(program, mesh)
             function, world = lambda *_: absent, dist.group.WORLD
             return
         own = program
