@@ -8,7 +8,7 @@ stage reads is sent once, by the unit that makes it, in the layout that it is ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -109,7 +109,8 @@ def cut(
         trained = {program.inputs[i] for i in program.replaced}
         named, why = choose_stages(program, parts, shape.chain_length, parameters, trained, live, memory)
     assignment = assign(parts, named, inputs, cotangents)
-    return replace(_Cut(program, parts, assignment, shape, orders, outputs, cotangents).run(), partition=why)
+    weights = _units_of_weights(parts, parameters)
+    return replace(_Cut(program, parts, assignment, weights, shape, orders, outputs, cotangents).run(), partition=why)
 
 
 def _live(shape: PipelineShape, orders: Orders) -> list[int]:
@@ -141,6 +142,17 @@ def _shape(how: Microbatches, stages: int, named: set[int]) -> PipelineShape:
     return PipelineShape(stages, how.n, chunks, folded, split)
 
 
+def _units_of_weights(parts: Sequence[Unit], parameters: Collection[Var]) -> Set[Unit]:
+    """Returns units that read parameters alone (gathers, casts): microbatches share them."""
+    values = set(parameters)
+    result = set()
+    for u in parts:
+        if u.reads and u.is_pure and u.tag.microbatch is not None and values.issuperset(u.reads):
+            values.update(u.makes)
+            result.add(u)
+    return result
+
+
 def _has_weights(how: Microbatches) -> bool:
     return not callable(how.schedule) and any(text.startswith("W") for row in how.schedule for text in row)
 
@@ -151,6 +163,7 @@ class _Cut:
         program: Program,
         parts: Sequence[Unit],
         assignment: Assignment,
+        weights: Set[Unit],
         shape: PipelineShape,
         orders: Orders,
         outputs: Mapping[int, Var | int | None],
@@ -161,6 +174,7 @@ class _Cut:
             if not self.late_values.isdisjoint(u.reads):
                 self.late_values.update(u.makes)
         self.is_split = bool(cotangents)
+        self.weights = weights
         self.named, self.gradients = assignment.named, assignment.gradients
         self.program, self.parts, self.shape, self.orders = program, parts, shape, orders
         self.chain, self.home = assignment.units, assignment.values
@@ -182,7 +196,7 @@ class _Cut:
         self.late = self._weight_gradients() if self.shape.split_weights else frozenset()
         faults: list[str] = []
         for u in self.parts:
-            if (chain := self.chain[u]) is not None:
+            if (chain := self.chain[u]) is not None and u not in self.weights:
                 faults += self._place(u, chain)
         if faults:
             raise ShardingError(
@@ -192,8 +206,10 @@ class _Cut:
                 remedy='schedule="gpipe" runs all forward fragments first; or take the gradients inside the function',
             )
         for u in reversed(self.parts):
-            if self.chain[u] is None:
+            if (chain := self.chain[u]) is None:
                 self._place_copies(u)
+            elif u in self.weights:
+                self._place_weight(u, self._device(chain)[0])
         return self._write()
 
     # Places ---------------------------------------------------------------------------------------------------------
@@ -236,6 +252,8 @@ class _Cut:
     def _seen(self, u: Unit, v: Var, stage: int, chunk: int) -> int:
         """Returns the index, on the stage of `u`, of the fragment in which a value is there."""
         maker = self.makers[v]
+        if maker in self.weights:
+            return -1
         home, _ = self._device(self.home[v])
         index = self.index[maker, home]
         if home == stage or index < 0:
@@ -245,6 +263,11 @@ class _Cut:
             return len(self.orders[stage]) - 1
         f = self.orders[home][index]
         return self.at[stage][f._replace(stage=stage, chunk=chunk)]
+
+    def _place_weight(self, u: Unit, stage: int) -> None:
+        """Places a unit of weights in front of its first reader; at the start, if another stage reads its value."""
+        readers = [r for v in u.makes for r in self.readers[v]]
+        self.index[u, stage] = min((self.index.get((r, stage), -1) for r in readers), default=-1)
 
     def _place_copies(self, u: Unit) -> None:
         """Places a unit that all stages have in front of its first reader on each stage that needs it."""
