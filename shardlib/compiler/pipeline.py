@@ -128,8 +128,6 @@ def compile_program(
     dump.write_traced("traced", traced.graph)
     inputs = fixed_inputs(traced, call, specs, mesh, placed)
     traced = _simplify(traced, mesh)
-    if _has_stages(mesh):
-        order_sums(traced.graph.graph)
     clock.stop("normalize")
     dump.write_traced("simplified", traced.graph)
     graph = graphs.build(traced.graph)
@@ -143,11 +141,7 @@ def compile_program(
         before = ()
     if (reused := _reusable(before, traced, graph, inputs, pins.outputs)) is not None:
         return replace(reused, traced=replace(traced, graph=reused.traced.graph), seconds=clock.seconds)
-    try:
-        lowered = _lower(graph, mesh, pins, options.planning, clock, dump)
-    except DisorderError:
-        forget_orders(graph)
-        lowered = _lower(graph, mesh, pins, options.planning, clock, dump)
+    lowered = _lower_in_order(graph, mesh, pins, options.planning, clock, dump)
     finished = _finish(traced, graph, lowered.program, call, donate, options, dump)
     clock.stop("passes")
     names = tuple(zip(traced.input_names, graph.inputs, strict=True))
@@ -171,7 +165,10 @@ def compile_program(
 
 def _simplify(traced: TracedFunction, mesh: Mesh) -> TracedFunction:
     with mesh, tracing():
-        return normalize(traced)
+        traced = normalize(traced)
+    if _has_stages(mesh):
+        order_sums(traced.graph.graph)
+    return traced
 
 
 def _annotate(
@@ -297,6 +294,17 @@ class _Lowered(NamedTuple):
     parts: list[Part]
     propagate_whole: Callable[[], Decisions]
     search: Search
+
+
+def _lower_in_order(
+    graph: Graph, mesh: Mesh, pins: Pins, planning: Planning, clock: StageClock, dump: StageDump
+) -> _Lowered:
+    """Lowers with sorts that devices do by themselves; without them, if some reader needs one common order."""
+    try:
+        return _lower(graph, mesh, pins, planning, clock, dump)
+    except DisorderError:
+        forget_orders(graph)
+        return _lower(graph, mesh, pins, planning, clock, dump)
 
 
 def _lower(graph: Graph, mesh: Mesh, pins: Pins, planning: Planning, clock: StageClock, dump: StageDump) -> _Lowered:

@@ -226,7 +226,7 @@ def _find_first_difference(
     """Calls `step` and returns the text of the first value that differs from one device, or ""."""
     texts: list[str] = []
 
-    def load(program: Program, mesh: Mesh, plan: Plan) -> Callable[..., Any]:
+    def load(program: Program, mesh: Mesh, plan: Plan, own: Program) -> Callable[..., Any]:
         def run(shards: Sequence[Sequence[Tensor]], leaves: Sequence[Any] = ()) -> Any:
             run_once = lambda run, *args: run_seeded(run, 1, *args)
             texts.append(find_first_difference(plan.compiled, shards, leaves, run_once, rtol, atol))

@@ -217,7 +217,8 @@ def _session(mesh: Mesh) -> Session:
 
 def advance() -> bool:
     """Moves running collectives in shared memory on without waiting; returns whether some still run."""
-    return any([session.advance() for (world_group, _), session in _sessions.items() if world_group is dist.group.WORLD])
+    running = [session.advance() for (group, _), session in _sessions.items() if group is dist.group.WORLD]
+    return any(running)
 
 
 def _forget_worlds() -> None:

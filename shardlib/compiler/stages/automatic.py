@@ -153,5 +153,5 @@ def _graph(
 def _name(u: Unit) -> str:
     step = u.steps[0]
     inside = step.inside[-1].path if isinstance(step, Compute) and step.inside else ""
-    made = u.makes[0].name if u.makes else "a call"
-    return f"{inside}:{made}" if inside else made
+    result = u.makes[0].name if u.makes else "a call"
+    return f"{inside}:{result}" if inside else result

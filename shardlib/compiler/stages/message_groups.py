@@ -53,11 +53,11 @@ def _runs(program: Program) -> Iterator[list[int]]:
     run: list[int] = []
     sender: object = None
     for step in program.steps:
-        here, number = step.args if isinstance(step, Compute) and step.target is RECEIVE else (None, None)
-        if run and here != sender:
+        source, number = step.args if isinstance(step, Compute) and step.target is RECEIVE else (None, None)
+        if run and source != sender:
             yield run
             run = []
-        sender = here
+        sender = source
         if number is not None:
             run.append(number)
     if run:

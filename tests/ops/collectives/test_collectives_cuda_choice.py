@@ -147,8 +147,8 @@ class GpuMesh:
 
     device, rank, size, kind, device_mesh = "cuda", 0, 2, "distributed", None
 
-    def all_coords(self) -> list[dict[str, int]]:
-        return [{"x": 0}, {"x": 1}]
+    def all_axes_coords(self, rank: int) -> dict[str, int]:
+        return {"x": rank}
 
     def group_ranks(self, axes: tuple[Axis, ...], coords: dict[str, int]) -> list[int]:
         return [1, 0]
