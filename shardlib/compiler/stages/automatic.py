@@ -54,7 +54,19 @@ def choose_stages(
     for m in {u.tag.microbatch for u in forward} - {None, microbatch}:
         others = [u for u in forward if u.tag.microbatch == m]
         chosen.update({u: by_key[key] for u, key in zip(others, _keys(others), strict=True) if key in by_key})
-    return chosen, result
+    copied = _of_parameters_alone(program, forward, set(parameters))
+    return {u: stage for u, stage in chosen.items() if u not in copied}, result
+
+
+def _of_parameters_alone(program: Program, forward: Sequence[Unit], values: set[Var]) -> set[Unit]:
+    """Returns units that any stage can compute from parameters alone, but for those that compute an output."""
+    outputs = {v for v in program.outputs if isinstance(v, Var)}
+    result: set[Unit] = set()
+    for u in forward:
+        if u.is_pure and values.issuperset(u.reads) and outputs.isdisjoint(u.makes):
+            values.update(u.makes)
+            result.add(u)
+    return result
 
 
 def _forward_units(parts: Sequence[Unit], parameters: set[Var]) -> list[Unit]:
