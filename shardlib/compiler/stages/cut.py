@@ -104,7 +104,8 @@ def cut(
     shape = _shape(how, stages, {*named.values()})
     orders = order_fragments(how.schedule, shape)
     why = None
-    if not named:
+    is_trained = any(u.backward for u in parts)
+    if not named and (is_trained or not any(v in inputs for v in parameters)):
         live = _live(shape, orders)
         trained = {program.inputs[i] for i in program.replaced}
         named, why = choose_stages(program, parts, shape.chain_length, parameters, trained, live, memory)
@@ -131,7 +132,7 @@ def _shape(how: Microbatches, stages: int, named: set[int]) -> PipelineShape:
     schedule = SCHEDULES.get(how.schedule) if isinstance(how.schedule, str) else None
     chunks = max(1, -(-(max(named, default=0) + 1) // stages))
     if schedule is not None and not (named and schedule.chunks is None):
-        chunks = max(chunks, schedule.chunks or 2)  # by default, a stage of an interleaved schedule has two parts
+        chunks = max(chunks, schedule.chunks or schedule.default_chunks)
     missing = sorted({*range(stages * chunks)} - named)
     if named and missing:
         raise ShardingError(
