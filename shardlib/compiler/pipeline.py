@@ -43,6 +43,7 @@ from shardlib.compiler.stages.cut import Staged, cut
 from shardlib.compiler.stages.merge import merge, merge_halves
 from shardlib.compiler.stages.order_sums import order_sums
 from shardlib.core.context import paused_gc, tracing
+from shardlib.core.fragment_tag import outside_microbatches
 from shardlib.core.stage_clock import StageClock
 from shardlib.distributed import world
 from shardlib.frontend.guards.argument_specs import argument_key
@@ -119,7 +120,7 @@ def compile_program(
     clock = clock or StageClock()
     call = flatten_call(fn, args, kwargs, static, state)
     specs = leaf_specs(fn, call, in_specs)
-    with mesh, tracing():
+    with mesh, tracing(), outside_microbatches():
         device, apart = world.current_device(mesh.device, mesh.kind), conflicting_twins(call, specs)
         more = {"state": state, "differentiate": differentiate, "exact": exact, "apart": apart, "watch": watch}
         traced = tracer(fn, args, kwargs, static=static, device=device, **more)

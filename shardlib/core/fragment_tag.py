@@ -63,3 +63,19 @@ def untagged() -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def outside_microbatches() -> Iterator[None]:
+    """Traces a program that the user's own loop calls once per microbatch: it is a pipeline of one microbatch.
+
+    A schedule still says how many parts of the model a stage has, unless it lists the fragments of several microbatches.
+    """
+    tag = _current.get()
+    how = None if tag.microbatches is None else tag.microbatches.schedule
+    once = Microbatches(1, how) if isinstance(how, str) or callable(how) else None
+    token = _current.set(FragmentTag(tag.stage, None, once))
+    try:
+        yield
+    finally:
+        _current.reset(token)

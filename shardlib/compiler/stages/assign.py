@@ -3,20 +3,24 @@
 A step for which the user's code names a stage runs there, and so do its gradients. Others follow their operands:
 
 * in the forward pass, to the last of their stages;
-* in the backward pass, to a stage that has the saved values, if possible the one that has the incoming gradient;
+* in the backward pass, to a stage that has the saved values and reads the parameters: the one of the incoming gradient,
+  or the next one in front of it;
 * behind the backward pass (clipping, optimizers), to the stage of most bytes.
 
-A step that reads only values which all stages have is computed on each stage that needs it.
+A parameter decides about a step only if nothing else does. A step that reads only parameters, or values which all
+stages have, is computed on each stage that needs it. The first steps of a model, which read parameters and the batch,
+run on the first stage that reads them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
+from shardlib.compiler.stages.fragments import PipelineShape
 from shardlib.core.errors import ShardingError
 from shardlib.core.fragment_tag import NO_TAG, FragmentTag
 from shardlib.core.source_lines import Line, format_path_line
@@ -57,90 +61,194 @@ def units(program: Program) -> list[Unit]:
 
 
 class Assignment(NamedTuple):
-    """The stage of every unit (None: each stage that needs it has its own), of those that are named, and of values."""
+    """The stage of every unit (None: each stage that needs it has its own), of those that are named, and of values.
+
+    `users` has the stages whose forward pass reads a parameter.
+    """
 
     named: Mapping[Unit, int]
     units: Mapping[Unit, int | None]
     values: Mapping[Var, int]
     gradients: Set[Var]  # values of the backward pass, and what follows from them
+    users: Mapping[Var, Set[int]]
+
+
+class Boundary(NamedTuple):
+    """The inputs and outputs of a program, as its stages see them.
+
+    `homes` are the stages of inputs that live on one, and `parameters` the inputs that are no arguments of the call.
+    `cotangents` map inputs to the results whose gradients they are; they come to the same stage.
+    """
+
+    inputs: Collection[Var]
+    outputs: Collection[Any]
+    homes: Mapping[Var, int]
+    parameters: Collection[Var]
+    cotangents: Mapping[Var, Var]
 
 
 def assign(
-    parts: Sequence[Unit], named: Mapping[Unit, int], inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]
+    parts: Sequence[Unit], named: Mapping[Unit, int], boundary: Boundary, shape: PipelineShape
 ) -> Assignment:
-    """Assigns units to stages: `named` ones as given; `inputs` are the stages of tensors that live on one.
+    """Assigns units to stages, numbered along the chain: `named` ones as given.
 
-    `cotangents` maps inputs to the results whose gradients they are; they come to the same stage.
+    If none is named, each unit follows the parameters to the stages where they live.
 
     Raises `ShardingError` for values that flow backwards: all of them are named.
     """
-    return _Assigner(named, inputs, cotangents).run(parts)
+    return _Assigner(named, boundary, shape).run(parts)
 
 
 class _Assigner:
-    def __init__(self, named: Mapping[Unit, int], inputs: Mapping[Var, int], cotangents: Mapping[Var, Var]) -> None:
-        self.named, self.cotangents = named, cotangents
+    def __init__(self, named: Mapping[Unit, int], boundary: Boundary, shape: PipelineShape) -> None:
+        self.named, self.boundary, self.shape = named, boundary, shape
         self.units: dict[Unit, int | None] = {}
-        self.stage = dict(inputs)  # of each value that is not on all stages
-        self.has = {v: {stage} for v, stage in inputs.items()}  # the stages that have a value of the forward pass
+        parameters = set(boundary.parameters)
+        self.sources = {v: frozenset({v}) for v in parameters}  # parameters of values that depend on nothing else
+        self.stage = {v: at for v, at in boundary.homes.items() if v not in parameters}
+        self.has = defaultdict[Var, set[int]](set)  # the stages that have a value, or read a parameter, in forward
+        self.has.update({v: {at} for v, at in self.stage.items()})
+        self.data = {*boundary.inputs} - parameters - {*boundary.cotangents}  # the batch, and what only it decides
+        self.outputs = {v for v in boundary.outputs if isinstance(v, Var)}
         self.maker: dict[Var, Unit] = {}
-        self.gradients: set[Var] = set(cotangents)  # values of the backward pass, and what follows from them
-        self.faults: list[str] = []
+        self.readers = defaultdict[Var, list[Unit]](list)
+        self.gradients: set[Var] = set(boundary.cotangents)
 
-    def run(self, parts: Iterable[Unit]) -> Assignment:
-        for unit in parts:
-            stage = self.units[unit] = self._stage(unit)
-            late = unit.backward or not self.gradients.isdisjoint(unit.reads)
-            for v in unit.makes:
-                self.maker[v] = unit
-                if stage is not None:
-                    self.stage[v], self.has[v] = stage, {stage}
-            if late:
-                self.gradients.update(unit.makes)
-            elif stage is not None:
-                self._flow(unit, stage)
-        if self.faults:
+    def run(self, parts: Sequence[Unit]) -> Assignment:
+        for u in parts:
+            self.maker.update(dict.fromkeys(u.makes, u))
+            for v in dict.fromkeys(u.reads):
+                self.readers[v].append(u)
+        forward, late = self._divide(parts)
+        first = [u for u in forward if self._assign(u, self._forward_stage(u)) is None and self._reads_both(u)]
+        for u in reversed(first):
+            self._assign(u, min(self._stages_of_readers(u), default=0))
+        self._check_flow(forward)
+        for v, result in self.boundary.cotangents.items():
+            if result in self.stage:
+                self.stage[v] = self.stage[result]
+        for u in late:
+            self._assign(u, self._late_stage(u))
+        self._sink(late)
+        users = {v: self.has[v] for v in self.boundary.parameters}
+        return Assignment(self.named, self.units, self.stage, self.gradients, users)
+
+    def _divide(self, parts: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+        """Returns the units of the forward pass, and those behind it: gradients and what depends on them."""
+        forward, late = [], []
+        for u in parts:
+            if u.backward or not self.gradients.isdisjoint(u.reads):
+                self.gradients.update(u.makes)
+                late.append(u)
+            else:
+                forward.append(u)
+        return forward, late
+
+    def _assign(self, u: Unit, stage: int | None) -> int | None:
+        self.units[u] = stage
+        own = None if stage is not None or self._reads_both(u) else self._parameters(u)
+        for v in u.makes:
+            if stage is not None:
+                self.stage[v], self.has[v] = stage, {stage}
+            elif own:
+                self.sources[v] = own
+            elif not self.data.isdisjoint(u.reads):
+                self.data.add(v)
+        return stage
+
+    def _parameters(self, u: Unit) -> frozenset[Var]:
+        return frozenset[Var]().union(*(self.sources.get(v, ()) for v in u.reads))
+
+    def _reads_both(self, u: Unit) -> bool:
+        """Returns whether a unit reads parameters, and the batch or what is computed from it."""
+        return not self.data.isdisjoint(u.reads) and not self.sources.keys().isdisjoint(u.reads)
+
+    def _check_flow(self, forward: Sequence[Unit]) -> None:
+        """Notes which stages read a value; raises `ShardingError` for readers in front of the stage that makes it."""
+        faults = []
+        for u in forward:
+            if (stage := self.units[u]) is None:
+                continue
+            for v in u.reads:
+                for x in self.sources.get(v, (v,)):
+                    self.has[x].add(stage)
+                if v in self.maker and self.stage.get(v, stage) > stage:
+                    faults.append(f"{u} of stage {stage} reads {self.maker[v]} of stage {self.stage[v]}")
+        if faults:
             raise ShardingError(
                 "values flow backwards through the stages",
-                self.faults,
+                faults,
                 rule="a forward pass reads values of its own stage and of earlier ones",
                 remedy="number the stages in the order in which the model runs",
             )
-        return Assignment(self.named, self.units, self.stage, self.gradients)
 
-    def _flow(self, unit: Unit, stage: int) -> None:
-        for v in unit.reads:
-            if v in self.has:
-                self.has[v].add(stage)
-            if v in self.maker and self.stage.get(v, stage) > stage and v not in self.gradients:
-                self.faults.append(f"{unit} of stage {stage} reads {self.maker[v]} of stage {self.stage[v]}")
+    def _stages_of_readers(self, u: Unit) -> set[int]:
+        stages = (self.units.get(r) for v in u.makes for r in self.readers[v])
+        return {stage for stage in stages if stage is not None}
 
-    def _stage(self, unit: Unit) -> int | None:
-        if (stage := self.named.get(unit)) is not None:
+    def _forward_stage(self, u: Unit) -> int | None:
+        if (stage := self.named.get(u)) is not None:
             return stage
-        for v in unit.reads:
-            if (result := self.cotangents.get(v)) in self.stage:
-                self.stage[v] = self.stage[result]
-        staged = [v for v in unit.reads if v in self.stage]
+        staged = [self.stage[v] for v in u.reads if v in self.stage]
+        homes = [at for v in self._parameters(u) if (at := self.boundary.homes.get(v)) is not None]
+        if not staged and homes and not self.outputs.isdisjoint(u.makes):
+            return max(homes)
+        if not self.named and homes and (staged or self._reads_both(u)):
+            return self._next_part(max(staged, default=0), max(homes))
         if not staged:
-            return None if unit.is_pure else 0
+            return None if u.is_pure else max(homes, default=0)
+        return max(staged)
+
+    def _next_part(self, part: int, stage: int) -> int:
+        """Returns the first part of the model, from `part` on, that a stage of the mesh runs; without one, `part`."""
+        parts = range(part, self.shape.chain_length)
+        return next((i for i in parts if self.shape.stage_and_chunk(i)[0] == stage), part)
+
+    def _late_stage(self, u: Unit) -> int | None:
+        if (stage := self.named.get(u)) is not None:
+            return stage
+        staged = [v for v in u.reads if v in self.stage]
+        parameters = self._parameters(u)
+        if not u.backward:
+            homed = [v for v in parameters if v in self.boundary.homes]
+            is_written = bool(homed) and not self.outputs.isdisjoint(u.makes)
+            return self._most([*staged, *homed]) if staged or is_written else None if u.is_pure else 0
+        saved = [self.has[v] for v in staged if v not in self.gradients]
         gradients = [v for v in staged if v in self.gradients]
-        saved = [v for v in staged if v not in self.gradients]
-        if unit.backward and saved:
-            common = set.intersection(*(self.has[v] for v in saved)) or self.has[max(saved, key=_bytes)]
-            near = [v for v in gradients if self.stage[v] in common]
-            return self._most(near) if near else max(common)
-        if unit.backward or gradients:
-            return self._most(staged)
-        return max(self.stage[v] for v in staged)
+        if not staged and u.is_pure and (not parameters or all(self._is_common(v) for v in u.reads)):
+            return None
+        options = [*saved, *(self.has[v] for v in parameters if self.has[v])]
+        if not options:
+            return self._most(gradients) if gradients else 0
+        common = set.intersection(*options) or set.intersection(*(saved or options)) or set.union(*options)
+        last = max((self.stage[v] for v in gradients), default=self.shape.chain_length)
+        return max((s for s in common if s <= last), default=min(common))
+
+    def _is_common(self, v: Var) -> bool:
+        """Returns whether a value of the backward pass is no gradient: it depends on parameters alone, or on the batch."""
+        return v not in self.gradients or v in self.sources or v in self.data
+
+    def _sink(self, late: Iterable[Unit]) -> None:
+        """Moves units of the backward pass to an earlier stage that alone reads their results and has their operands."""
+        for u in reversed([u for u in late if u.backward and u not in self.named]):
+            own, readers = self.units[u], self._stages_of_readers(u)
+            if own is None or len(readers) != 1 or not self.outputs.isdisjoint(u.makes):
+                continue
+            (stage,) = readers
+            if stage < own and all(self._is_there(v, u, stage) for v in u.reads):
+                self._assign(u, stage)
+
+    def _is_there(self, v: Var, u: Unit, stage: int) -> bool:
+        """Returns whether a stage has a value anyway, without the unit `u`."""
+        if v in self.sources:
+            return all(stage in self.has[x] for x in self.sources[v])
+        return self.stage.get(v, stage) == stage or any(
+            self.units[r] == stage for r in self.readers[v] if r is not u
+        )
 
     def _most(self, values: Iterable[Var]) -> int:
-        """Returns the stage of most bytes, the first of equal ones."""
+        """Returns the stage of most bytes, the first of equal ones; a parameter counts where it lives."""
         counts = Counter[int]()
         for v in values:
-            counts[self.stage[v]] += _bytes(v)
+            counts[self.stage[v] if v in self.stage else self.boundary.homes[v]] += v.nbytes
         return min(counts, key=lambda stage: (-counts[stage], stage))
-
-
-def _bytes(v: Var) -> int:
-    return v.nbytes

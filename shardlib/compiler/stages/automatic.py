@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from shardlib.compiler.program.steps import Collective, Compute, Program, Start, Var
 from shardlib.compiler.simulate import rooflines
@@ -49,12 +50,25 @@ def choose_stages(
         nodes, stages, link_seconds_per_byte=1 / link.pairwise, latency=latency, memory=memory, tied=tied,
         microbatches=count, live=live,
     )  # fmt: skip
-    by_key = dict(zip(_keys(first), result.stages, strict=True))
+    keys = _Keys(set(parameters))
+    by_key = dict(zip(keys.of(first), result.stages, strict=True))
     chosen = dict(zip(first, result.stages, strict=True))
     for m in {u.tag.microbatch for u in forward} - {None, microbatch}:
-        others = [u for u in forward if u.tag.microbatch == m]
-        chosen.update({u: by_key[key] for u, key in zip(others, _keys(others), strict=True) if key in by_key})
-    return chosen, result
+        others = [u for u in forward if u.tag.microbatch in (None, m)]
+        chosen = {u: by_key[key] for u, key in zip(others, keys.of(others), strict=True) if key in by_key} | chosen
+    copied = _of_parameters_alone(program, forward, set(parameters))
+    return {u: stage for u, stage in chosen.items() if u not in copied}, result
+
+
+def _of_parameters_alone(program: Program, forward: Sequence[Unit], values: set[Var]) -> set[Unit]:
+    """Returns units that any stage can compute from parameters alone, but for those that compute an output."""
+    outputs = {v for v in program.outputs if isinstance(v, Var)}
+    result: set[Unit] = set()
+    for u in forward:
+        if u.is_pure and values.issuperset(u.reads) and outputs.isdisjoint(u.makes):
+            values.update(u.makes)
+            result.add(u)
+    return result
 
 
 def _forward_units(parts: Sequence[Unit], parameters: set[Var]) -> list[Unit]:
@@ -69,6 +83,8 @@ def _forward_units(parts: Sequence[Unit], parameters: set[Var]) -> list[Unit]:
             own.update(u.makes)
             result.append(u)
     backwards = {v for u in parts if u.backward for v in u.reads}
+    if not backwards:
+        return result
     return [u for u in result if u.tag.microbatch is not None or _leads_to(u, result, backwards)]
 
 
@@ -79,20 +95,28 @@ def _leads_to(u: Unit, forward: Sequence[Unit], backwards: set[Var]) -> bool:
     )
 
 
-def _keys(units: Sequence[Unit]) -> list[tuple[Line, str, int]]:
-    """Returns what tells a unit from the others of its microbatch, and is equal in all microbatches."""
-    counts = Counter[tuple[Line, str]]()
-    keys = []
-    for u in units:
-        step = u.steps[0]
-        kind = str(step.target) if isinstance(step, Compute) else "message"
-        line = (u.line or _NOWHERE)._replace(tag=NO_TAG)
-        keys.append((line, kind, counts[line, kind]))
-        counts[line, kind] += 1
-    return keys
+class _Keys:
+    """Numbers units by their line, their op and the numbers of their operands: alike in all microbatches.
 
+    Microbatches may share units that read parameters alone: those of the first one.
+    """
 
-_NOWHERE = Line("", 0, "", "")
+    def __init__(self, parameters: Collection[Var]) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.values: dict[Var, Any] = {v: v for v in parameters}
+
+    def of(self, units: Sequence[Unit]) -> list[int]:
+        counts = Counter[Any]()
+        result = []
+        for u in units:
+            step = u.steps[0]
+            kind = str(step.target) if isinstance(step, Compute) else "message"
+            key = _bare(u), kind, tuple(self.values.get(v) for v in u.reads)
+            number = self.numbers.setdefault((key, counts[key]), len(self.numbers))
+            counts[key] += 1
+            self.values.update({v: (number, i) for i, v in enumerate(u.makes)})
+            result.append(number)
+        return result
 
 
 def _seconds(program: Program, parts: Sequence[Unit], first: Sequence[Unit]) -> dict[Unit, float]:

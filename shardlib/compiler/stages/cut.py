@@ -15,7 +15,7 @@ from typing import Any
 
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
-from shardlib.compiler.stages.assign import Assignment, Unit, assign, units
+from shardlib.compiler.stages.assign import Assignment, Boundary, Unit, assign, units
 from shardlib.compiler.stages.automatic import choose_stages
 from shardlib.compiler.stages.explain_cut import Partition
 from shardlib.compiler.stages.fragment_tags import tag_step
@@ -109,14 +109,24 @@ def cut(
     shape = _shape(how, stages, {*named.values()})
     orders = order_fragments(how.schedule, shape)
     why = None
-    if not named:
+    is_trained = any(u.backward for u in parts)
+    if not named and (is_trained or not any(v in inputs for v in parameters)):
         live = _live(shape, orders)
         trained = {program.inputs[i] for i in program.replaced}
         named, why = choose_stages(program, parts, shape.chain_length, parameters, trained, live, memory)
-    assignment = assign(parts, named, inputs, cotangents)
+    boundary = Boundary(program.inputs, program.outputs, inputs, parameters, cotangents)
+    assignment = assign(parts, named, boundary, shape)
+    if why is not None and _moves(assignment, shape, inputs):
+        assignment, why = assign(parts, {}, boundary, shape), None
     weights = _units_of_weights(parts, parameters)
     staged = _Cut(program, parts, assignment, weights, shape, orders, outputs, cotangents).run()
     return replace(staged, partition=why, schedule=how.schedule)
+
+
+def _moves(assignment: Assignment, shape: PipelineShape, homes: Mapping[Var, int]) -> bool:
+    """Returns whether parameters that live on a stage would have to move to the first one that reads them."""
+    users = {v: {shape.stage_and_chunk(i)[0] for i in chain} for v, chain in assignment.users.items() if chain}
+    return any(v in homes and homes[v] != min(stages) for v, stages in users.items())
 
 
 def _live(shape: PipelineShape, orders: Orders) -> list[int]:
@@ -129,7 +139,7 @@ def _shape(how: Microbatches, stages: int, named: set[int]) -> PipelineShape:
     schedule = SCHEDULES.get(how.schedule) if isinstance(how.schedule, str) else None
     chunks = max(1, -(-(max(named, default=0) + 1) // stages))
     if schedule is not None and not (named and schedule.chunks is None):
-        chunks = max(chunks, schedule.chunks or schedule.automatic_chunks)
+        chunks = max(chunks, schedule.chunks or schedule.default_chunks)
     missing = sorted({*range(stages * chunks)} - named)
     if named and missing:
         raise ShardingError(
@@ -181,7 +191,7 @@ class _Cut:
                 self.late_values.update(u.makes)
         self.is_split = bool(cotangents)
         self.weights = weights
-        self.named, self.gradients = assignment.named, assignment.gradients
+        self.named, self.gradients, self.users = assignment.named, assignment.gradients, assignment.users
         self.program, self.parts, self.shape, self.orders = program, parts, shape, orders
         self.chain, self.home = assignment.units, assignment.values
         self.number = {u: i for i, u in enumerate(parts)}
@@ -222,13 +232,8 @@ class _Cut:
     # Places ---------------------------------------------------------------------------------------------------------
 
     def _owner(self, v: Var) -> int | None:
-        """Returns the first stage whose forward pass reads an input."""
-        chains = [
-            c
-            for u in self.readers[v]
-            if not u.backward and v not in self.gradients and (c := self.chain[u]) is not None
-        ]
-        return min((self._device(c)[0] for c in chains), default=None)
+        """Returns the first stage whose forward pass reads a parameter."""
+        return min((self._device(i)[0] for i in self.users.get(v, ())), default=None)
 
     def _device(self, chain: int) -> tuple[int, int]:
         return self.shape.stage_and_chunk(chain)
@@ -255,6 +260,9 @@ class _Cut:
         if own is not None:
             self.fragments[u] = own
         if own is None or latest <= self.at[stage][own]:
+            return []
+        if u.tag.microbatch is None:  # a second pass, outside of `sl.microbatch`, runs behind the first one
+            self.index[u, stage] = latest
             return []
         v, at = max(operands, key=lambda item: item[1])
         return [f"{own!r} needs {v.name} of {self.orders[stage][at]!r}, which runs later"]
