@@ -19,6 +19,7 @@ from shardlib.core.torch_internals.torch_private import keeps_graph, memory_of, 
 from shardlib.distributed.provenance import record_origin, result_origin
 from shardlib.distributed.turns import current
 from shardlib.eager.redistribute import relayout
+from shardlib.eager.stage_moves import move_to_stage
 from shardlib.jit.call.double_backward import Again
 from shardlib.jit.call.execute import Entry, finished, forms, results
 from shardlib.sharding.layout import Layout
@@ -97,6 +98,7 @@ class _Apply(torch.autograd.Function):
         ctx.read = _versions(then, call.leaves)
         ctx.origin = call.entry.made_of(call.leaves) if call.entry.made_of is not None else 0
         ctx.then, ctx.mesh = then, call.entry.mesh
+        ctx.forms = [call.entry.outputs[i] for i in then.cotangents]
         ctx.after = (current().moment(),) if ctx.mesh.kind == "distributed" else ()
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in call.leaves]
         ctx.plain = [isinstance(call.leaves[i], ShardedTensor) for i in then.leaves]
@@ -125,8 +127,8 @@ class _Apply(torch.autograd.Function):
         _refuse_written(then, ctx.read)
         rest = iter(ctx.saved_tensors)
         pieces: list[Sequence[Any]] = [[next(rest) if saved else None for saved in value] for value in ctx.present]
-        for at, layout, dtype in zip(ctx.where, then.layouts, then.dtypes, strict=True):
-            pieces.append(_cotangent(grads[at], layout, dtype, mesh))
+        for at, layout, form in zip(ctx.where, then.layouts, ctx.forms, strict=True):
+            pieces.append(_cotangent(grads[at], layout, form))
         origin = result_origin(ctx.origin, (grads[at] for at in ctx.where)) if ctx.origin else 0
         raw = then.runner(pieces, ctx.numbers, *ctx.after, *([origin] if origin else ()))
         gradients = list(_gradients(then.forms, raw, ctx.plain))
@@ -210,13 +212,16 @@ class _Refused(torch.autograd.Function):
         )
 
 
-def _cotangent(grad: Any, layout: Layout, dtype: torch.dtype, mesh: Mesh) -> Sequence[Tensor]:
+def _cotangent(grad: Any, layout: Layout, form: Form) -> Sequence[Tensor]:
+    """Returns the shards of the gradient of a result of this form, on the result's stage, in another layout."""
+    mesh = form.mesh
     if grad is None:
-        coords = mesh.own_coords()
-        return [torch.zeros(layout.local_shape(c), dtype=dtype, device=mesh.device) for c in coords]
+        device = "meta" if mesh.is_elsewhere else mesh.device
+        return [torch.zeros(layout.local_shape(c), dtype=form.dtype, device=device) for c in mesh.own_coords()]
     if not isinstance(grad, ShardedTensor):
         return split_into_shards(grad.detach(), layout, mesh)
-    return relayout(grad.detach(), layout)._locals  # type: ignore[arg-type]
+    grad = grad.detach()
+    return relayout(grad if grad.mesh == mesh else move_to_stage(grad, mesh), layout)._locals  # type: ignore[arg-type]
 
 
 def _gradients(forms: Sequence[Form | None], raw: Sequence[Any], sharded: Sequence[bool]) -> Iterator[Any]:
