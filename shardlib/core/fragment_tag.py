@@ -18,11 +18,15 @@ class Microbatches:
 
 
 class FragmentTag(NamedTuple):
-    """The stage and the microbatch of a traced node; None where the code names none."""
+    """The stage and the microbatch of a traced node; None where the code names none.
+
+    The cut into stages completes the tags of fragments: `stage` is the position in the chain, `kind` is F, B or W.
+    """
 
     stage: int | None = None
     microbatch: int | None = None
     microbatches: Microbatches | None = None
+    kind: str | None = None
 
     def inside(self, outer: FragmentTag) -> FragmentTag:
         """Returns the tag of code with this tag that runs inside code with another one."""

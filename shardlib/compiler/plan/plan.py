@@ -15,15 +15,18 @@ from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.html import page
 from shardlib.compiler.plan.names import Naming, shorten
+from shardlib.compiler.plan.pipeline_view import PipelineView
 from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
 from shardlib.compiler.plan.rows import Rows, totals
+from shardlib.compiler.plan.view_pipeline import view_pipeline
 from shardlib.compiler.program import flops
 from shardlib.compiler.program.buffers import host_bytes, peak_bytes
-from shardlib.compiler.program.steps import Var, makes
+from shardlib.compiler.program.steps import Program, Var, makes
 from shardlib.compiler.program.text import show
 from shardlib.compiler.propagate.solver.lower_bound import LowerBound, lower_bound
 from shardlib.compiler.simulate.simulated import Simulated
+from shardlib.compiler.stages.stage_times import own_program, stage_times, staged_timetable, step_seconds
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, format_path_line
 from shardlib.core.text_tables import format_si, format_table, indent_rows
@@ -88,14 +91,14 @@ class Plan:
 
     @property
     def comm_bytes(self) -> float:
-        """Wire bytes that one device sends in one call (ring algorithms)."""
+        """Wire bytes that one device sends in one call (ring algorithms); of a pipeline, the sum over its stages."""
         return float(sum(c.bytes for c in self.compiled.program.collectives))
 
     @cached_property
     def flops(self) -> float:
         """Floating-point operations in one call, on the busiest device: two for a multiply-add, one for a pointwise
         result."""
-        return flops.flops(self.compiled.program)
+        return max(map(flops.flops, self._programs))
 
     @cached_property
     def redundant(self) -> tuple[Redundant, ...]:
@@ -117,12 +120,18 @@ class Plan:
     @cached_property
     def peak_memory(self) -> int:
         """The most bytes of local tensors alive at once on the fullest device, arguments and results included."""
-        return peak_bytes(self.compiled.program)
+        return max(map(peak_bytes, self._programs))
 
     @cached_property
     def host_memory(self) -> int:
         """The most bytes that one device has at once in its host's memory (`sl.Schedule(offload=...)`)."""
-        return host_bytes(self.compiled.program)
+        return max(map(host_bytes, self._programs))
+
+    @cached_property
+    def _programs(self) -> tuple[Program, ...]:
+        """The program of all devices, or one per stage."""
+        staged = self.compiled.staged
+        return (self.compiled.program,) if staged is None else tuple(map(own_program, staged.programs))
 
     @cached_property
     def lower_bound(self) -> LowerBound:
@@ -156,6 +165,28 @@ class Plan:
         """The stage that each output lives on; None: all of them."""
         staged = self.compiled.staged
         return (None,) * len(self.compiled.program.outputs) if staged is None else staged.homes
+
+    @cached_property
+    def pipeline(self) -> PipelineView | None:
+        """The stages of a pipeline, their messages and their timetable, simulated on the mesh's machine.
+
+        None on a mesh without stages.
+
+        Example:
+            >>> import torch, shardlib as sl
+            >>> def f(x, v, w):
+            ...     with sl.stage(0):
+            ...         x = torch.relu(x @ v)
+            ...     with sl.stage(1):
+            ...         return (x @ w).sum()
+            >>> with sl.Mesh.abstract(stage=2, stages="stage"):
+            ...     plan = sl.jit(f).plan(torch.empty(4, 2), torch.empty(2, 3), torch.empty(3, 1))
+            >>> [(x.sender, x.receiver, x.total) for x in plan.pipeline.crossings]
+            [(0, 1, (1, 48)), (1, 0, (1, 4))]
+        """
+        if self.compiled.staged is None:
+            return None
+        return view_pipeline(self.compiled, self._naming, Machine.convert(self.mesh.machine))
 
     # Questions ------------------------------------------------------------------------------------------------------
 
@@ -242,8 +273,9 @@ class Plan:
         """Estimates one call on `machine` (an `sl.Machine`, its text, or None: the machine of the mesh).
 
         The result has seconds, exposed communication, utilization and memory over time; nothing runs. `fused` counts
-        successive pointwise calls as one kernel, as a compiler would make them. Raises `ShardingError` if the machine
-        has links for axes that the mesh does not have.
+        successive pointwise calls as one kernel, as a compiler would make them. Of a pipeline, the result is that of
+        the stage with most work, which waits for the others; its memory is the fullest stage's. Raises `ShardingError`
+        if the machine has links for axes that the mesh does not have.
 
         Example:
             >>> import torch, shardlib as sl
@@ -253,8 +285,15 @@ class Plan:
             >>> [f"{step.exposed / step.seconds:.0%}" for step in map(plan.simulate, ("h100", "a100-40"))]
             ['32%', '17%']
         """
-        at = self.compiled.mesh.machine if machine is None else machine
-        return Simulated(self.compiled.program, self.name, Machine.convert(at), fused=fused)
+        at = Machine.convert(self.compiled.mesh.machine if machine is None else machine)
+        staged = self.compiled.staged
+        if staged is None:
+            return Simulated(self.compiled.program, self.name, at, fused=fused)
+        times = stage_times(staged, at, fused=fused)
+        seconds = step_seconds(times, staged_timetable(staged, times, at))
+        slowest = max(range(len(times)), key=lambda stage: times[stage].seconds)
+        idle, peak = seconds - times[slowest].seconds, max(t.peak for t in times)
+        return Simulated(self._programs[slowest], self.name, at, fused=fused, idle=idle, peak=peak)
 
     # Forms ----------------------------------------------------------------------------------------------------------
 
@@ -277,6 +316,8 @@ class Plan:
         )
         program = [_PROGRAM, *indent_rows(rows.program())]
         parts = [[self.heading], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
+        if (pipeline := self.pipeline) is not None:
+            parts.append(["pipeline", *(f"  {line}" for line in pipeline.brief())])
         return "\n\n".join("\n".join(part) for part in parts)
 
     def _repr_html_(self) -> str:

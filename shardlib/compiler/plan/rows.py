@@ -15,6 +15,7 @@ from shardlib.compiler.plan import backends
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.redundant_work import sentence
+from shardlib.compiler.program import flops
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Start, Var, reads
 from shardlib.compiler.propagate.solver.lower_bound import lower_bound
 from shardlib.core.aten.op_traits import has_trait
@@ -142,7 +143,7 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
         lines.append(f"in the host's memory: at most {format_si(plan.host_memory, 'B')}, {sent} copied there and back")
     if parts := [c.out.part for c in plan.compiled.program.collectives if c.out.part is not None]:
         lines.append(f"rows in {parts[0][1]} parts, worked on in turn: {len(parts)} messages")
-    lines += filter(None, [sentence(plan.redundant, plan.flops)])
+    lines += filter(None, [sentence(plan.redundant, flops.flops(plan.compiled.program))])
     if (halves := plan.compiled.halves) is not None:
         n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
         lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {format_si(held, 'B')}")

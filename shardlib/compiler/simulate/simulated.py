@@ -30,11 +30,17 @@ class Utilization:
 
 
 class Simulated:
-    """An estimate of one call of a program on a machine; nothing ran or was measured."""
+    """An estimate of one call of a program on a machine; nothing ran or was measured.
 
-    def __init__(self, program: Program, name: str, machine: Machine, *, fused: bool = False) -> None:
+    If the program is that of a stage, it waits `idle` seconds for others, and the fullest stage has `peak` bytes in use.
+    """
+
+    def __init__(
+        self, program: Program, name: str, machine: Machine, *, fused: bool = False, idle: float = 0.0, peak: int = 0
+    ) -> None:
         refuse_other_axes(program, machine)
         self.program, self.name, self.machine, self.fused = program, name, machine, fused
+        self.idle, self.peak = idle, peak
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -44,7 +50,7 @@ class Simulated:
     @property
     def seconds(self) -> float:
         """Seconds of the call."""
-        return self.timeline.seconds
+        return self.timeline.seconds + self.idle
 
     @property
     def exposed(self) -> float:
@@ -54,7 +60,8 @@ class Simulated:
     @cached_property
     def peak_memory(self) -> int:
         """The most bytes in use at once on the fullest device."""
-        return max((held for _, held in self.timeline.memory), default=sum(v.nbytes for v in self.program.entry_values))
+        levels = [held for _, held in self.timeline.memory] or [sum(v.nbytes for v in self.program.entry_values)]
+        return max(self.peak, *levels)
 
     @cached_property
     def utilization(self) -> Utilization:
@@ -76,6 +83,7 @@ class Simulated:
         streams = [(s, line.busy(s)) for s in STREAMS]
         rows = [("step", f"{clock(self.seconds)}, of which communication is exposed for {clock(self.exposed)}")]
         rows += [(stream, f"{clock(seconds)} busy") for stream, seconds in streams if seconds]
+        rows += [("other stages", f"{clock(self.idle)} waited for")] if self.idle else []
         use, memory = self.utilization, self.machine.device.memory
         rows.append(("utilization", f"{use.model:.1%} of the peak rate, {use.hardware:.1%} with what is done again"))
         rows.append(("peak memory", f"{self.peak_memory / 2**30:.3g} GiB of {memory / 2**30:.3g} GiB"))

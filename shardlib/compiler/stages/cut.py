@@ -18,6 +18,7 @@ from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
 from shardlib.compiler.stages.assign import Assignment, Unit, assign, units
 from shardlib.compiler.stages.automatic import choose_stages
 from shardlib.compiler.stages.explain_cut import Partition
+from shardlib.compiler.stages.fragment_tags import tag_step
 from shardlib.compiler.stages.fragments import Fragment, PipelineShape
 from shardlib.compiler.stages.schedules import SCHEDULES, order_fragments
 from shardlib.compiler.stages.timetable import Orders, make_timetable
@@ -49,8 +50,11 @@ class Message:
         return self.var.nbytes
 
     def __str__(self) -> str:
-        ends = (str(f) if f is not None else "start or end" for f in (self.source, self.target))
-        return f"{self.var.name}: stage {self.sender} ({next(ends)}) -> stage {self.receiver} ({next(ends)})"
+        return f"{self.var.name}: {self.place(self.source, self.sender)} -> {self.place(self.target, self.receiver)}"
+
+    @staticmethod
+    def place(fragment: Fragment | None, stage: int) -> str:
+        return f"start or end of stage {stage}" if fragment is None else repr(fragment)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Staged:
     homes: tuple[int | None, ...]
     messages: tuple[Message, ...]
     partition: Partition | None = None  # why the cuts are where they are, if they are automatic
+    schedule: Any = ONCE.schedule
 
     @cached_property
     def by_number(self) -> Mapping[int, Message]:
@@ -110,7 +115,8 @@ def cut(
         named, why = choose_stages(program, parts, shape.chain_length, parameters, trained, live, memory)
     assignment = assign(parts, named, inputs, cotangents)
     weights = _units_of_weights(parts, parameters)
-    return replace(_Cut(program, parts, assignment, weights, shape, orders, outputs, cotangents).run(), partition=why)
+    staged = _Cut(program, parts, assignment, weights, shape, orders, outputs, cotangents).run()
+    return replace(staged, partition=why, schedule=how.schedule)
 
 
 def _live(shape: PipelineShape, orders: Orders) -> list[int]:
@@ -123,7 +129,7 @@ def _shape(how: Microbatches, stages: int, named: set[int]) -> PipelineShape:
     schedule = SCHEDULES.get(how.schedule) if isinstance(how.schedule, str) else None
     chunks = max(1, -(-(max(named, default=0) + 1) // stages))
     if schedule is not None and not (named and schedule.chunks is None):
-        chunks = max(chunks, schedule.chunks or 2)  # by default, a stage of an interleaved schedule has two parts
+        chunks = max(chunks, schedule.chunks or schedule.automatic_chunks)
     missing = sorted({*range(stages * chunks)} - named)
     if named and missing:
         raise ShardingError(
@@ -186,6 +192,7 @@ class _Cut:
                 self.readers[v].append(u)
         self.at = [{f: i for i, f in enumerate(order)} for order in orders]
         self.index: dict[tuple[Unit, int], int] = {}  # by unit and stage
+        self.fragments: dict[Unit, Fragment] = {}  # of units that belong to one
         self.outputs = {i: at for i, at in outputs.items() if not isinstance(at, Var)}
         self.outputs |= {
             i: s for i, at in outputs.items() if isinstance(at, Var) and (s := self._owner(at)) is not None
@@ -227,10 +234,11 @@ class _Cut:
         return self.shape.stage_and_chunk(chain)
 
     def _fragment(self, u: Unit, chain: int) -> Fragment | None:
-        """Returns the fragment that a unit names; None if it names no microbatch of several."""
+        """Returns the fragment that a unit belongs to; None for a unit of no microbatch, and behind the backward pass."""
         microbatch = u.tag.microbatch
         if microbatch is None:
-            if self.shape.microbatches > 1 or u not in self.named:
+            late = not u.backward and not self.gradients.isdisjoint((*u.reads, *u.makes))
+            if self.shape.microbatches > 1 or (late and u not in self.named):
                 return None
             microbatch = 0
         stage, chunk = self._device(chain)
@@ -244,6 +252,8 @@ class _Cut:
         latest = max((i for _, i in operands), default=-1)
         own = self._fragment(u, chain)
         self.index[u, stage] = latest if own is None else self.at[stage][own]
+        if own is not None:
+            self.fragments[u] = own
         if own is None or latest <= self.at[stage][own]:
             return []
         v, at = max(operands, key=lambda item: item[1])
@@ -305,7 +315,7 @@ class _Cut:
                 if self._home(v) == stage:
                     for receiver in sorted(r for r, values in enumerate(arrivals) if v in values):
                         reader = arrivals[receiver][v]
-                        m = Message(len(messages), v, stage, receiver, self._named(v, stage), reader)
+                        m = Message(len(messages), v, stage, receiver, self._source(v), reader)
                         messages.append(m)
                         sends[stage, v].append(m)
         programs = [self._stage_program(stage, order, sends, homes) for stage, order in enumerate(orders)]
@@ -317,12 +327,9 @@ class _Cut:
     def _output_home(self, i: int, x: Any) -> int | None:
         return self.outputs[i] if i in self.outputs else self._home(x) if isinstance(x, Var) else None
 
-    def _named(self, v: Var, stage: int) -> Fragment | None:
+    def _source(self, v: Var) -> Fragment | None:
         maker = self.makers.get(v)
-        return None if maker is None else self._at_index(stage, self.index[maker, stage])
-
-    def _at_index(self, stage: int, index: int) -> Fragment | None:
-        return self.orders[stage][index] if index >= 0 else None
+        return None if maker is None else self.fragments.get(maker)
 
     def _ordered(self, stage: int) -> list[Unit]:
         own = [u for u in self.parts if (u, stage) in self.index]
@@ -335,8 +342,8 @@ class _Cut:
             values: dict[Var, Fragment | None] = {}
             for u in order:
                 for v in u.reads:
-                    if v in self.home and self._home(v) != stage:
-                        values.setdefault(v, self._at_index(stage, self.index[u, stage]))
+                    if v in self.home and self._home(v) != stage and values.get(v) is None:
+                        values[v] = self.fragments.get(u)
             for i, at in self.outputs.items():
                 x = self.program.outputs[i]
                 if at in (None, stage) and isinstance(x, Var) and x in self.home and self._home(x) != stage:
@@ -364,7 +371,7 @@ class _Cut:
         for u in order:
             for m in incoming.pop(u, ()):
                 steps.append(self._receive(m, local[m.var]))
-            steps += [swapped(s, local) for s in u.steps]
+            steps += [self._tagged(swapped(s, local), self.fragments.get(u)) for s in u.steps]
             steps += [self._send(m) for v in u.makes for m in sends.get((stage, v), ())]
         for m in incoming.pop(None, ()):
             steps.append(self._receive(m, local[m.var]))
@@ -377,10 +384,13 @@ class _Cut:
         return replace(self.program, steps=tuple(steps), outputs=outputs, replaced=replaced)
 
     def _send(self, m: Message) -> Compute:
-        return Compute(SEND, (m.var, m.receiver, m.number), {}, (), *self._origin(m.var))
+        return self._tagged(Compute(SEND, (m.var, m.receiver, m.number), {}, (), *self._origin(m.var)), m.source)
 
     def _receive(self, m: Message, out: Var) -> Compute:
-        return Compute(RECEIVE, (m.sender, m.number), {}, (out,), *self._origin(m.var))
+        return self._tagged(Compute(RECEIVE, (m.sender, m.number), {}, (out,), *self._origin(m.var)), m.target)
+
+    def _tagged(self, step: Step, fragment: Fragment | None) -> Step:
+        return step if fragment is None else tag_step(step, fragment, self.shape)
 
     def _origin(self, v: Var) -> tuple[Line | None, bool]:
         """Returns the line of a value, and whether its message belongs to the backward pass."""

@@ -122,12 +122,13 @@ class PipelineSchedule:
     folded: bool = False
     split_weights: bool = False
     chunks: int | None = 1  # None: any number
+    automatic_chunks: int = 1  # of any number, those of an automatic cut
 
 
 SCHEDULES: Mapping[str, PipelineSchedule] = {
     "gpipe": PipelineSchedule(gpipe, chunks=None),
     "1f1b": PipelineSchedule(one_f_one_b),
-    "interleaved_1f1b": PipelineSchedule(interleaved_1f1b, chunks=None),
+    "interleaved_1f1b": PipelineSchedule(interleaved_1f1b, chunks=None, automatic_chunks=2),
     "zb_h1": PipelineSchedule(zb_h1, split_weights=True),
     "zb_v": PipelineSchedule(zb_v, is_comparator=False, folded=True, split_weights=True, chunks=2),
 }

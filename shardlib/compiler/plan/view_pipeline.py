@@ -1,0 +1,98 @@
+"""Collects the figures of a pipeline from the programs of its stages, after all passes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from shardlib.compiler.graph.ir import Value
+from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan.names import Naming
+from shardlib.compiler.plan.pipeline_view import CrossingView, PipelineView, StageView, TiedView
+from shardlib.compiler.plan.stage_modules import stage_modules
+from shardlib.compiler.program import flops
+from shardlib.compiler.program.steps import Program
+from shardlib.compiler.stages.cut import Message, Staged
+from shardlib.compiler.stages.stage_times import StageTimes, own_program, stage_times, staged_timetable, step_seconds
+from shardlib.compiler.stages.timetable import Timetable
+from shardlib.sharding.mesh.machine import Machine
+
+
+def view_pipeline(compiled: Compiled, naming: Naming, machine: Machine) -> PipelineView:
+    """Returns the pipeline of a program with stages, as simulated on `machine`."""
+    staged = compiled.staged
+    assert staged is not None, "its mesh has stages"
+    times = stage_times(staged, machine)
+    table = staged_timetable(staged, times, machine)
+    parameters = _parameters(compiled)
+    modules = stage_modules(staged)
+    stages = tuple(
+        _stage(i, own_program(p), modules[i], times[i], table, parameters) for i, p in enumerate(staged.programs)
+    )
+    schedule = staged.schedule
+    return PipelineView(
+        schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "of the user"),
+        staged.shape.microbatches,
+        staged.shape.chunks,
+        stages,
+        tuple(_crossings(staged.messages)),
+        tuple(_tied(staged, parameters, naming)),
+        step_seconds(times, table),
+        table,
+        staged.partition,
+    )
+
+
+def _parameters(compiled: Compiled) -> set[Value]:
+    """Returns the inputs that have gradients; without any, the state of modules."""
+    inputs = compiled.graph.inputs
+    trained = {value.like for value in compiled.graph.values() if value.like is not None} & {*inputs}
+    paths = compiled.traced.input_paths
+    return trained or {value for value, path in zip(inputs, paths, strict=True) if path is None}
+
+
+def _stage(
+    stage: int, program: Program, modules: tuple[str, ...], times: StageTimes, table: Timetable, parameters: set[Value]
+) -> StageView:
+    here = [v for v in program.inputs if v.value in parameters]
+    has_backward = any(f.kind != "F" for f in table.orders[stage])
+    return StageView(
+        stage,
+        modules,
+        sum(math.prod(v.value.shape) for v in here if v.value is not None),
+        sum(v.nbytes for v in here),
+        flops.flops(program),
+        table.busy(stage),
+        table.idle(stage),
+        times.before,
+        times.after,
+        times.peak,
+        table.live(stage) if has_backward else 0,
+    )
+
+
+def _crossings(messages: Sequence[Message]) -> Iterator[CrossingView]:
+    pairs = defaultdict[tuple[int, int], list[Message]](list)
+    for m in messages:
+        pairs[m.sender, m.receiver].append(m)
+    for (sender, receiver), some in sorted(pairs.items()):
+        each = [m for m in some if m.source is not None and m.target is not None]
+        first = [m for m in each if m.source is not None and m.source.microbatch == 0]
+        once = [m for m in some if m.source is None or m.target is None]
+        names = tuple(m.var.name for m in first)
+        yield CrossingView(sender, receiver, names, *map(_count, (first, once, some)))
+
+
+def _count(messages: Collection[Message]) -> tuple[int, int]:
+    return len(messages), sum(m.bytes for m in messages)
+
+
+def _tied(staged: Staged, parameters: set[Value], naming: Naming) -> Iterator[TiedView]:
+    sent = defaultdict[tuple[Value, int], list[Message]](list)
+    for m in staged.messages:
+        if m.var.value in parameters:
+            sent[m.var.value, m.sender].append(m)
+    names = dict(zip(naming.compiled.graph.inputs, naming.inputs, strict=True))
+    for (value, owner), some in sent.items():
+        yield TiedView(names[value], owner, tuple(sorted({m.receiver for m in some})), *_count(some))
