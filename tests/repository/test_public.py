@@ -20,7 +20,7 @@ PUBLIC = [
     "parallelize", "materialize", "strategies", "Precision", "suggest", "Checkpoints",
     "shard_map", "psum", "pmean", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute",
     "axis_index", "axis_size", "piece",
-    "grad", "value_and_grad", "vmap", "scan", "microbatch", "best_schedule",
+    "grad", "value_and_grad", "vmap", "scan", "stage", "microbatch", "partition", "best_schedule",
     "global_random",
     "ShardingError",
 ]  # fmt: skip
