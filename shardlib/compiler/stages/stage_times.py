@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.compiler.program.buffers import peak_bytes
-from shardlib.compiler.program.steps import Program, Var, reads
+from shardlib.compiler.program.steps import Program, reads
 from shardlib.compiler.simulate.collectives import transfer
 from shardlib.compiler.simulate.timeline import refuse_other_axes, timeline
 from shardlib.compiler.stages.cut import Staged
