@@ -104,7 +104,7 @@ def _absent(x: Any, mesh: Mesh) -> Any:
 
 def _with_absent(function: Callable[..., Any], own: Program, whole: Program, mesh: Mesh) -> Callable[..., Any]:
     """Returns the program of a stage with the results of other stages beside its own."""
-    pairs = zip(own.outputs, whole.outputs, strict=True)
+    pairs = zip(own.outputs, whole.outputs, strict=False)  # behind them are values that stages save for themselves
     absent = {i: _absent(x, mesh) for i, (mine, x) in enumerate(pairs) if mine is None and x is not None}
 
     def run(*args: Any) -> tuple[Any, ...]:
