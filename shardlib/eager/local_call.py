@@ -30,7 +30,8 @@ class LocalCall:
 
     `sharded` tells which tensors are sharded. `devices` are those with distinct results, each with its local sizes;
     `ints` maps the path of an integer argument to its number among these. `spread` maps every device of this process to
-    the number of its result. `loose` numbers are arguments, not constants.
+    the number of its result. `loose` numbers are arguments, not constants. With `elsewhere` the shards are those of another
+    stage, without values; so plain tensors take part without theirs.
     """
 
     target: Callable[..., Any]
@@ -39,6 +40,7 @@ class LocalCall:
     devices: Sequence[tuple[int, tuple[int, ...]]]
     spread: Sequence[int]
     loose: bool
+    elsewhere: bool = False
 
     def __post_init__(self) -> None:
         self.bound: dict[str, Any] = {"f": self.target, "make": make_wrapper, "strided": torch.strided}
@@ -91,7 +93,7 @@ class LocalCall:
             return self.bind(sizes[number]) if is_single else f"n[{number}]"
         if isinstance(x, Slot):
             if not self.sharded[x.index]:
-                return f"{where}.detach()"
+                return f"{where}.detach().to('meta')" if self.elsewhere else f"{where}.detach()"
             self.lineage.append(f"{where}._origin")
             if is_single:
                 return f"{where}._locals[{self.bind(device)}]" if device else f"{where}._locals[0]"

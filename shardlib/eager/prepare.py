@@ -125,9 +125,9 @@ class PreparedCall:
                 return None
         devices, spread = _distinct_devices(self.mesh, fits)
         ints = {path: i for i, (path, _, _) in enumerate(fits.ints)}
-        call = LocalCall(
-            callable_of(target), self.sharded, ints, devices, spread, id(self.op) in OPS_KEYED_BY_NUMBER_TYPE
-        )
+        loose = id(self.op) in OPS_KEYED_BY_NUMBER_TYPE
+        elsewhere = self.mesh.is_elsewhere
+        call = LocalCall(callable_of(target), self.sharded, ints, devices, spread, loose, elsewhere)
         return call.build(args, kwargs, forms, outcome.kind, write, self.number)
 
     def _fit(self, target: Any, args: list[Any], kwargs: dict[str, Any], outcome: Outcome) -> LocalFit | None:
@@ -218,7 +218,7 @@ def operand_form(x: torch.Tensor, mesh: Mesh, device: torch.device) -> Form:
 def get_local_shards(x: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, ...]:
     if isinstance(x, ShardedTensor):
         return x._locals
-    x = place_scalar(x.detach(), mesh)
+    x = x.detach().to("meta") if mesh.is_elsewhere else place_scalar(x.detach(), mesh)
     return (x,) * (mesh.stage_size if mesh.kind == "virtual" else 1)
 
 
