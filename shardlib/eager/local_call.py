@@ -30,8 +30,8 @@ class LocalCall:
 
     `sharded` tells which tensors are sharded. `devices` are those with distinct results, each with its local sizes;
     `ints` maps the path of an integer argument to its number among these. `spread` maps every device of this process to
-    the number of its result. `loose` numbers are arguments, not constants. With `elsewhere` the shards are those of another
-    stage, without values; so plain tensors take part without theirs.
+    the number of its result. `loose` numbers are arguments, not constants. With `elsewhere` the shards are those of
+    another stage, without values; so plain tensors take part without theirs.
     """
 
     target: Callable[..., Any]

@@ -174,7 +174,6 @@ def test_a_rank_that_dies_in_a_step_is_named_by_all_others(stages, data, victim,
 def skip_a_step() -> None:
     """Stage 1 leaves out one of two steps, which are at two lines."""
     with sl.Mesh(stage=2, stages="stage"):
-
         step, x = sl.jit(in_two_stages), torch.ones(4)
         step(x)
         if dist.get_rank() == 0:
