@@ -83,11 +83,14 @@ class Function:
     def _mesh_of(self, leaves: list[Any]) -> Mesh:
         values = map(innermost, leaves)
         meshes: list[Mesh] = list(dict.fromkeys(x.mesh for x in values if isinstance(x, ShardedTensor)))
+        if len(meshes) > 1:
+            meshes = list(dict.fromkeys(mesh.whole for mesh in meshes))
         if len(meshes) != 1:
             raise ShardingError(
                 f"{self.name} is called outside any mesh",
                 [f"it finds tensors on {mesh}" for mesh in meshes],
-                rule="a jitted function runs on the current mesh, else on that of the tensors that it finds",
+                rule="a jitted function runs on the current mesh, else on that of the tensors that it finds, or on all stages "
+                "of it if they are on several",
                 remedy="call it inside `with Mesh(data=2, tensor=4):`",
             )
         return meshes[0]
