@@ -28,7 +28,7 @@ def _model(stages: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     pairs = [(p, optimizer.state[p]) for p in model.parameters()]
     tensors: list[Any] = [x for p, s in pairs for x in (p.detach(), s["exp_avg"], s["exp_avg_sq"], s["step"])]
-    return [x.full_tensor() if isinstance(x, sl.ShardedTensor) else x for x in tensors]
+    return [x.full_tensor() if isinstance(x, sl.ShardedTensor) else x.clone() for x in tensors]
 
 
 def _save(folder: Path, stages: int) -> list[Tensor]:
