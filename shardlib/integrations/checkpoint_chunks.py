@@ -112,7 +112,9 @@ def tensor_shard(x: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
 
 
 def _local_boxes(x: ShardedTensor) -> dict[Box, torch.Tensor]:
-    """The boxes of all shards of this process, each with one of the shards that have it."""
+    """The boxes of all shards of this process, each with one of the shards that have it; none of another stage."""
+    if x.mesh.is_elsewhere:
+        return {}
     if x.sharding.pending:
         raise ShardingError(
             f"{typeof(x)} is a partial sum, and cannot be stored",

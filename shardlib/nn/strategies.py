@@ -53,7 +53,13 @@ class Strategy:
         fields = (self.batch, self.parameters, self.gradients, self.moments)
         batch, parameters, gradients, moments = (data if axes is None else axes for axes in fields)
         used = dict.fromkeys((*batch, *parameters, *gradients, *moments))
-        wrong = [f"it has no axis {axis!r}" for axis in used if axis not in mesh.axes]
+        wrong = [
+            f"{axis!r} is its axis of stages, which shards no tensor"
+            if axis == mesh.stage_axis
+            else f"it has no axis {axis!r}"
+            for axis in used
+            if axis not in mesh.axes
+        ]
         if not used and None in fields[1:]:
             wrong = [f"none of its axes is called {', '.join(DATA)}, and no rule is for 'batch'"]
         if wrong:

@@ -184,6 +184,8 @@ class _AxisFinder:
             logical = f"; {name!r} is a name with a rule, which a spec in text takes: '{name} ...'"
             hint = logical if name in mesh.rules else did_you_mean(name, mesh.axes)
             fault = f"{user}: the mesh has no axis {name!r}{hint}"
+            if name == mesh.stage_axis:
+                fault = f"{user}: {name!r} is the axis of stages, which shards no tensor"
             use = f"use one of {', '.join(mesh.axes)}"
             self.faults.append(Fault(fault, "a spec names axes of its mesh", use))
             return None

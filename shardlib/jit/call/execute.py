@@ -137,12 +137,12 @@ def forms(
 ) -> Iterator[Form | None]:
     """Yields the forms of a program's results as ShardedTensors, with the strides that they have on one device.
 
-    `stages` has the stage that each result lives on; None: all.
+    `stages` has the stage that each result of a pipeline lives on; None: all that the program runs on.
     """
     device = torch.empty(0, device=mesh.device).device
     for out, name, stride, stage in zip(outputs, names, strides, stages, strict=False):
         yield (
-            Form.intern(_layout(out), mesh.on_stage(stage), out.dtype, device, name, stride)
+            Form.intern(_layout(out), mesh if stage is None else mesh.on_stage(stage), out.dtype, device, name, stride)
             if isinstance(out, Var)
             else None
         )

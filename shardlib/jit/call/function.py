@@ -83,14 +83,17 @@ class Function:
     def _mesh_of(self, leaves: list[Any]) -> Mesh:
         values = map(innermost, leaves)
         meshes: list[Mesh] = list(dict.fromkeys(x.mesh for x in values if isinstance(x, ShardedTensor)))
-        if len({mesh.whole for mesh in meshes}) != 1:
+        if len(meshes) > 1:
+            meshes = list(dict.fromkeys(mesh.whole for mesh in meshes))
+        if len(meshes) != 1:
             raise ShardingError(
                 f"{self.name} is called outside any mesh",
                 [f"it finds tensors on {mesh}" for mesh in meshes],
-                rule="a jitted function runs on the current mesh, else on that of the tensors that it finds",
+                rule="a jitted function runs on the current mesh, else on that of the tensors that it finds, or on all stages "
+                "of it if they are on several",
                 remedy="call it inside `with Mesh(data=2, tensor=4):`",
             )
-        return meshes[0] if len(meshes) == 1 else meshes[0].whole
+        return meshes[0]
 
     def with_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replaces numpy arrays among the arguments by tensors, but for static ones."""
