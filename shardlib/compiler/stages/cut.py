@@ -46,7 +46,7 @@ class Message:
 
     @property
     def bytes(self) -> int:
-        """What each device sends."""
+        """Returns the bytes that each device sends."""
         return self.var.nbytes
 
     def __str__(self) -> str:
