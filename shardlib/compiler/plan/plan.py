@@ -26,7 +26,7 @@ from shardlib.compiler.program.steps import Program, Var, makes
 from shardlib.compiler.program.text import show
 from shardlib.compiler.propagate.solver.lower_bound import LowerBound, lower_bound
 from shardlib.compiler.simulate.simulated import Simulated
-from shardlib.compiler.stages.stage_times import own_program, stage_times, staged_timetable, step_seconds
+from shardlib.compiler.stages.stage_times import own_program, simulate_stages
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, format_path_line
 from shardlib.core.text_tables import format_si, format_table, indent_rows
@@ -130,8 +130,8 @@ class Plan:
     @cached_property
     def _programs(self) -> tuple[Program, ...]:
         """The program of all devices, or one per stage."""
-        staged = self.compiled.staged
-        return (self.compiled.program,) if staged is None else tuple(map(own_program, staged.programs))
+        compiled = self.compiled
+        return (compiled.program,) if compiled.staged is None else tuple(map(own_program, compiled.staged.programs))
 
     @cached_property
     def lower_bound(self) -> LowerBound:
@@ -163,30 +163,14 @@ class Plan:
     @property
     def stages(self) -> Sequence[int | None]:
         """The stage that each output lives on; None: all of them."""
-        staged = self.compiled.staged
-        return (None,) * len(self.compiled.program.outputs) if staged is None else staged.homes
+        compiled = self.compiled
+        return compiled.staged.homes if compiled.staged is not None else (None,) * len(compiled.program.outputs)
 
     @cached_property
     def pipeline(self) -> PipelineView | None:
-        """The stages of a pipeline, their messages and their timetable, simulated on the mesh's machine.
-
-        None on a mesh without stages.
-
-        Example:
-            >>> import torch, shardlib as sl
-            >>> def f(x, v, w):
-            ...     with sl.stage(0):
-            ...         x = torch.relu(x @ v)
-            ...     with sl.stage(1):
-            ...         return (x @ w).sum()
-            >>> with sl.Mesh.abstract(stage=2, stages="stage"):
-            ...     plan = sl.jit(f).plan(torch.empty(4, 2), torch.empty(2, 3), torch.empty(3, 1))
-            >>> [(x.sender, x.receiver, x.total) for x in plan.pipeline.crossings]
-            [(0, 1, (1, 48)), (1, 0, (1, 4))]
-        """
-        if self.compiled.staged is None:
-            return None
-        return view_pipeline(self.compiled, self._naming, Machine.convert(self.mesh.machine))
+        """The stages, their messages and their timetable, simulated on the mesh's machine; None without stages."""
+        at = Machine.convert(self.mesh.machine)
+        return None if self.compiled.staged is None else view_pipeline(self.compiled, self._naming, at)
 
     # Questions ------------------------------------------------------------------------------------------------------
 
@@ -273,9 +257,8 @@ class Plan:
         """Estimates one call on `machine` (an `sl.Machine`, its text, or None: the machine of the mesh).
 
         The result has seconds, exposed communication, utilization and memory over time; nothing runs. `fused` counts
-        successive pointwise calls as one kernel, as a compiler would make them. Of a pipeline, the result is that of
-        the stage with most work, which waits for the others; its memory is the fullest stage's. Raises `ShardingError`
-        if the machine has links for axes that the mesh does not have.
+        successive pointwise calls as one kernel, as a compiler would. Of a pipeline, the result is that of the stage
+        with most work, and the fullest stage's memory. Raises `ShardingError` if the machine has links for other axes.
 
         Example:
             >>> import torch, shardlib as sl
@@ -286,14 +269,9 @@ class Plan:
             ['32%', '17%']
         """
         at = Machine.convert(self.compiled.mesh.machine if machine is None else machine)
-        staged = self.compiled.staged
-        if staged is None:
-            return Simulated(self.compiled.program, self.name, at, fused=fused)
-        times = stage_times(staged, at, fused=fused)
-        seconds = step_seconds(times, staged_timetable(staged, times, at))
-        slowest = max(range(len(times)), key=lambda stage: times[stage].seconds)
-        idle, peak = seconds - times[slowest].seconds, max(t.peak for t in times)
-        return Simulated(self._programs[slowest], self.name, at, fused=fused, idle=idle, peak=peak)
+        if (staged := self.compiled.staged) is not None:
+            return simulate_stages(staged, self.name, at, fused=fused)
+        return Simulated(self.compiled.program, self.name, at, fused=fused)
 
     # Forms ----------------------------------------------------------------------------------------------------------
 

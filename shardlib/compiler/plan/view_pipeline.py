@@ -58,13 +58,13 @@ def _stage(
     stage: int, program: Program, modules: tuple[str, ...], times: StageTimes, table: Timetable, parameters: set[Value]
 ) -> StageView:
     read = {v for step in program.steps if not (isinstance(step, Compute) and step.backward) for v in reads(step)}
-    here = [v for v in program.inputs if v in read and v.value in parameters]
+    own = [v for v in program.inputs if v in read and v.value in parameters]
     has_backward = any(f.kind != "F" for f in table.orders[stage])
     return StageView(
         stage,
         modules,
-        sum(math.prod(v.value.shape) for v in here if v.value is not None),
-        sum(v.nbytes for v in here),
+        sum(math.prod(v.value.shape) for v in own if v.value is not None),
+        sum(v.nbytes for v in own),
         flops.flops(program),
         table.busy(stage),
         table.idle(stage),

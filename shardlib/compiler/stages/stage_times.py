@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from shardlib.compiler.program.buffers import peak_bytes
 from shardlib.compiler.program.steps import Program, reads
 from shardlib.compiler.simulate.collectives import transfer
+from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.compiler.simulate.timeline import refuse_other_axes, timeline
 from shardlib.compiler.stages.cut import Staged
 from shardlib.compiler.stages.fragment_tags import fragment_order, fragments_of
@@ -66,7 +67,8 @@ def _stage_times(program: Program, staged: Staged, machine: Machine, fused: bool
         else:
             seconds[fragment] += end - now
         now = end
-    return StageTimes({f: seconds[f] for f in order}, *outside, peak_bytes(program))
+    before, after = outside
+    return StageTimes({f: seconds[f] for f in order}, before, after, peak_bytes(program))
 
 
 def staged_timetable(staged: Staged, times: Sequence[StageTimes], machine: Machine) -> Timetable:
@@ -96,3 +98,12 @@ def staged_timetable(staged: Staged, times: Sequence[StageTimes], machine: Machi
 def step_seconds(times: Sequence[StageTimes], table: Timetable) -> float:
     """Returns the seconds of a step: those in front of all fragments, the timetable, and those behind all fragments."""
     return max(t.before for t in times) + table.seconds + max(t.after for t in times)
+
+
+def simulate_stages(staged: Staged, name: str, machine: Machine, *, fused: bool = False) -> Simulated:
+    """Estimates a step as its stage with most work sees it: that one waits for the others for the rest of the step."""
+    times = stage_times(staged, machine, fused=fused)
+    slowest = max(range(len(times)), key=lambda stage: times[stage].seconds)
+    idle = step_seconds(times, staged_timetable(staged, times, machine)) - times[slowest].seconds
+    program, peak = own_program(staged.programs[slowest]), max(t.peak for t in times)
+    return Simulated(program, name, machine, fused=fused, idle=idle, peak=peak)

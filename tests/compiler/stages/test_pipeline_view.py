@@ -64,8 +64,8 @@ def planned(
     with torch.device("meta"):
         model, batch = MLP(width, layers, tied=tied, named=named), torch.empty(rows, width)
 
-    def step(model: nn.Module, opt: Any, batch: Tensor) -> Tensor:
-        def loss_of(rows: Tensor) -> Tensor:
+    def step(model: nn.Module, opt: Any, batch: Tensor) -> Any:
+        def loss_of(rows: Tensor) -> Any:
             loss = model(rows, stages).square().mean()
             if trains:
                 (loss / n).backward()
@@ -79,7 +79,9 @@ def planned(
 
     with sl.Mesh.abstract(stage=stages, data=data, stages="stage", machine="h100"):
         sl.parallelize(model, strategy="ddp")
-        return sl.jit(step).plan(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+        plan = sl.jit(step).plan(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+    assert isinstance(plan, Plan)
+    return plan
 
 
 def staged(plan: Plan) -> Staged:
@@ -152,7 +154,7 @@ def count_live(program: Program, pipeline: Staged) -> int:
     """Counts the microbatches between the first step of their forward pass and their last read of a saved value."""
     fragments = fragments_of(program.steps, pipeline.shape)
     source = {v: f for step, f in zip(program.steps, fragments, strict=True) for v in makes(step)}
-    first, last = {}, {}
+    first, last = dict[int, int](), dict[int, int]()
     for i, (step, f) in enumerate(zip(program.steps, fragments, strict=True)):
         if f is not None and f.kind == "F" and isinstance(step, Compute) and step.flops:
             first.setdefault(f.microbatch, i)
@@ -211,7 +213,7 @@ def test_messages_per_pair() -> None:
 def test_tied_parameters_have_an_owner() -> None:
     (tied,) = view(planned(tied=True)).tied
     assert str(tied).endswith("layers.0.weight lives on stage 0 and travels to stage 1: 1 message (256 B) per step")
-    assert [s.parameters for s in view(planned(tied=True)).stages] == [8 * 8 + 2 * 8, 8 * 8 + 2 * 8]
+    assert [s.parameters for s in view(planned(tied=True)).stages] == [2 * (8 * 8 + 8), 8 * 8 + 2 * 8]
 
 
 def test_reasons_of_the_cut() -> None:
@@ -267,4 +269,13 @@ def test_text() -> None:
 
 
 TEXT = """\
-"""
+2 stages, 4 microbatches, schedule 1f1b: 6.12 ms per step, bubble 26.2% (simulated)
+stage  modules     parameters          FLOPs      work     idle     otherwise  peak memory  live
+0      layers.0-1  2.1 M       8.4 MB  172 GFLOP  4.02 ms  2.09 ms  13.6 us    185 MB       2
+1      layers.2-3  2.1 M       8.4 MB  206 GFLOP  4.99 ms  1.11 ms  13.6 us    101 MB       1
+stage 0 -> 1  1 message (16.8 MB) per microbatch (tanh_1)  in all 4 messages (67.1 MB)
+stage 1 -> 0  1 message (16.8 MB) per microbatch (mm_2)    in all 4 messages (67.1 MB)
+cut: named by the code
+6.11 ms, bubble 26.2%, a column is 395 us
+stage 0  01  aa2 b3 c  d
+stage 1   0aa1bb2ccc3dd"""
