@@ -34,6 +34,7 @@ from shardlib.compiler.simplify.single_ops import (
     anchor_draws_at_inputs,
     drop_empty_operands,
     fill_by_masks,
+    drop_unread_statistics,
     skip_singular_vectors,
 )
 from shardlib.core.aten.schemas import written_arguments
@@ -51,6 +52,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     merge_equal_nodes,  # before compose_reshapes, which asks whether copies are shared
     merge_reductions,
     drop_dead_nodes,
+    drop_unread_statistics,
     skip_singular_vectors,
     differentiate_views,
     gather_aligned_rows,
