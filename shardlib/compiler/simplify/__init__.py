@@ -33,8 +33,8 @@ from shardlib.compiler.simplify.row_sums import attach_row_sums
 from shardlib.compiler.simplify.single_ops import (
     anchor_draws_at_inputs,
     drop_empty_operands,
-    fill_by_masks,
     drop_unread_statistics,
+    fill_by_masks,
     skip_singular_vectors,
 )
 from shardlib.core.aten.schemas import written_arguments

@@ -87,9 +87,7 @@ class Boundary(NamedTuple):
     cotangents: Mapping[Var, Var]
 
 
-def assign(
-    parts: Sequence[Unit], named: Mapping[Unit, int], boundary: Boundary, shape: PipelineShape
-) -> Assignment:
+def assign(parts: Sequence[Unit], named: Mapping[Unit, int], boundary: Boundary, shape: PipelineShape) -> Assignment:
     """Assigns units to stages, numbered along the chain: `named` ones as given.
 
     If none is named, each unit follows the parameters to the stages where they live.
@@ -229,7 +227,7 @@ class _Assigner:
         return max((s for s in common if s <= last), default=min(common))
 
     def _is_common(self, v: Var) -> bool:
-        """Returns whether a value of the backward pass is no gradient: it depends on parameters alone, or on the batch."""
+        """Returns whether a value is no gradient: it depends on parameters alone, or on the batch."""
         return v not in self.gradients or v in self.sources or v in self.data
 
     def _pull(self, late: Iterable[Unit]) -> dict[Unit, int]:
