@@ -39,6 +39,7 @@ from shardlib.compiler.propagate.solver.effort import Planning
 from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.run_passes import PassRunner
 from shardlib.compiler.simplify import normalize
+from shardlib.compiler.stages.count_steps import count_steps
 from shardlib.compiler.stages.cut import Staged, cut
 from shardlib.compiler.stages.merge import merge, merge_halves
 from shardlib.compiler.stages.order_sums import order_sums
@@ -169,6 +170,7 @@ def _simplify(traced: TracedFunction, mesh: Mesh) -> TracedFunction:
         traced = normalize(traced)
     if _has_stages(mesh):
         order_sums(traced.graph.graph)
+        count_steps(traced.graph.graph)
     return traced
 
 

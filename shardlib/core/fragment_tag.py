@@ -69,7 +69,7 @@ def untagged() -> Iterator[None]:
 def outside_microbatches() -> Iterator[None]:
     """Traces a program that the user's own loop calls once per microbatch: it is a pipeline of one microbatch.
 
-    A schedule still says how many parts of the model a stage has, unless it lists the fragments of several microbatches.
+    A schedule, but for one that lists the fragments of all microbatches, still says how many parts a stage has.
     """
     tag = _current.get()
     how = None if tag.microbatches is None else tag.microbatches.schedule

@@ -14,9 +14,10 @@ def stage(i: int) -> Iterator[None]:
     """Runs the code inside on stage `i` of the current mesh, its backward pass too.
 
     Values flow from lower stages to higher ones. On a mesh without stages, and without a mesh, it does nothing. With a
-    schedule of several parts per stage, `i` counts the parts of the model: a mesh of P stages runs v * P of them. Raises
-    `ShardingError` if `i` is no whole number from 0 on. (The programs of stages: Xu et al. 2021, GSPMD, arXiv:2105.04663, cut
-    them as a dim of tensors; here each stage is a program of its own, as in JaxPP, arXiv:2412.14374.)
+    schedule of v parts per stage, `i` counts the parts of the model: a mesh of P stages runs v * P of them. Raises
+    `ShardingError` if `i` is no whole number from 0 on. (The programs of stages: Xu et al. 2021, GSPMD,
+    arXiv:2105.04663, cut them as a dim of tensors; here each stage is a program of its own, as in JaxPP,
+    arXiv:2412.14374.)
 
     Example:
         >>> import torch, shardlib as sl

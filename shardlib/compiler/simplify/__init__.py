@@ -33,6 +33,7 @@ from shardlib.compiler.simplify.row_sums import attach_row_sums
 from shardlib.compiler.simplify.single_ops import (
     anchor_draws_at_inputs,
     drop_empty_operands,
+    drop_unread_statistics,
     fill_by_masks,
     skip_singular_vectors,
 )
@@ -51,6 +52,7 @@ PASSES: Sequence[Callable[[fx.GraphModule], None]] = (
     merge_equal_nodes,  # before compose_reshapes, which asks whether copies are shared
     merge_reductions,
     drop_dead_nodes,
+    drop_unread_statistics,
     skip_singular_vectors,
     differentiate_views,
     gather_aligned_rows,

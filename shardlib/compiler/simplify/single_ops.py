@@ -81,6 +81,16 @@ def _anchor_draw(emit: Emit, node: Node) -> Call:
     return Call(node.target, (key, like if like.op == "placeholder" else None, *rest), node.kwargs)
 
 
+def _drop_statistics(emit: Emit, node: Node) -> Call:
+    """Drops running statistics, which a backward pass in training does not read: a later microbatch may write them."""
+    grad, x, weight, _, _, *rest = node.args
+    return Call(node.target, (grad, x, weight, None, None, *rest), node.kwargs)
+
+
+def _has_unread_statistics(node: Node) -> bool:
+    return node.args[3] is not None and get_argument(node, "train") is True
+
+
 fill_by_masks = RewritePass(
     "fill_by_masks",
     Rewrite([[aten.index_put.default]], _fill_by_mask),  # x[mask] = number -> masked_fill
@@ -88,6 +98,10 @@ fill_by_masks = RewritePass(
 drop_empty_operands = RewritePass(
     "drop_empty_operands",
     Rewrite([[aten.cat.default]], _drop_empty_operands, _has_empty_operands),  # cat([empty, x]) -> clone(x)
+)
+drop_unread_statistics = RewritePass(
+    "drop_unread_statistics",  # batch_norm_backward(..., mean, var, ..., train=True) -> (..., None, None, ..., True)
+    Rewrite([[aten.native_batch_norm_backward.default]], _drop_statistics, _has_unread_statistics),
 )
 skip_singular_vectors = RewritePass(
     "skip_singular_vectors",

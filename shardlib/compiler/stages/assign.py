@@ -87,9 +87,7 @@ class Boundary(NamedTuple):
     cotangents: Mapping[Var, Var]
 
 
-def assign(
-    parts: Sequence[Unit], named: Mapping[Unit, int], boundary: Boundary, shape: PipelineShape
-) -> Assignment:
+def assign(parts: Sequence[Unit], named: Mapping[Unit, int], boundary: Boundary, shape: PipelineShape) -> Assignment:
     """Assigns units to stages, numbered along the chain: `named` ones as given.
 
     If none is named, each unit follows the parameters to the stages where they live.
@@ -113,6 +111,7 @@ class _Assigner:
         self.maker: dict[Var, Unit] = {}
         self.readers = defaultdict[Var, list[Unit]](list)
         self.gradients: set[Var] = set(boundary.cotangents)
+        self.bound: set[Unit] = set()  # units of the backward pass whose saved values or parameters decide
 
     def run(self, parts: Sequence[Unit]) -> Assignment:
         for u in parts:
@@ -129,9 +128,11 @@ class _Assigner:
                 self.stage[v] = self.stage[result]
         for u in late:
             self._assign(u, self._late_stage(u))
-        self._sink(late)
+        pulled = self._pull(late)
+        for u in late if pulled else ():
+            self._assign(u, pulled.get(u, self._late_stage(u)))
         users = {v: self.has[v] for v in self.boundary.parameters}
-        return Assignment(self.named, self.units, self.stage, self.gradients, users)
+        return Assignment(self.named, self.units, {**self.boundary.homes, **self.stage}, self.gradients, users)
 
     def _divide(self, parts: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
         """Returns the units of the forward pass, and those behind it: gradients and what depends on them."""
@@ -220,31 +221,35 @@ class _Assigner:
         options = [*saved, *(self.has[v] for v in parameters if self.has[v])]
         if not options:
             return self._most(gradients) if gradients else 0
+        self.bound.add(u)
         common = set.intersection(*options) or set.intersection(*(saved or options)) or set.union(*options)
         last = max((self.stage[v] for v in gradients), default=self.shape.chain_length)
         return max((s for s in common if s <= last), default=min(common))
 
     def _is_common(self, v: Var) -> bool:
-        """Returns whether a value of the backward pass is no gradient: it depends on parameters alone, or on the batch."""
+        """Returns whether a value is no gradient: it depends on parameters alone, or on the batch."""
         return v not in self.gradients or v in self.sources or v in self.data
 
-    def _sink(self, late: Iterable[Unit]) -> None:
-        """Moves units of the backward pass to an earlier stage that alone reads their results and has their operands."""
-        for u in reversed([u for u in late if u.backward and u not in self.named]):
-            own, readers = self.units[u], self._stages_of_readers(u)
-            if own is None or len(readers) != 1 or not self.outputs.isdisjoint(u.makes):
-                continue
-            (stage,) = readers
-            if stage < own and all(self._is_there(v, u, stage) for v in u.reads):
-                self._assign(u, stage)
-
-    def _is_there(self, v: Var, u: Unit, stage: int) -> bool:
-        """Returns whether a stage has a value anyway, without the unit `u`."""
-        if v in self.sources:
-            return all(stage in self.has[x] for x in self.sources[v])
-        return self.stage.get(v, stage) == stage or any(
-            self.units[r] == stage for r in self.readers[v] if r is not u
-        )
+    def _pull(self, late: Iterable[Unit]) -> dict[Unit, int]:
+        """Returns units that only view or sum up a gradient which other stages alone read, with the stage to run on."""
+        roots: dict[Var, Var] = {}
+        readers = defaultdict[Var, set[int]](set)
+        groups = defaultdict[Var, list[Unit]](list)
+        for u in late:
+            staged = [v for v in u.reads if v in self.stage]
+            if u in self.bound:
+                for v in staged:
+                    readers[roots.get(v, v)].add(self.stage[u.makes[0]] if u.makes else 0)
+            elif u.backward and u not in self.named and len(staged) == 1:
+                root = roots.get(staged[0], staged[0])
+                roots.update(dict.fromkeys(u.makes, root))
+                groups[root].append(u)
+        return {
+            u: stage
+            for root, group in groups.items()
+            if readers[root] and (stage := max(readers[root])) < self.stage[root]
+            for u in group
+        }
 
     def _most(self, values: Iterable[Var]) -> int:
         """Returns the stage of most bytes, the first of equal ones; a parameter counts where it lives."""

@@ -85,14 +85,22 @@ def _forward_units(parts: Sequence[Unit], parameters: set[Var]) -> list[Unit]:
     backwards = {v for u in parts if u.backward for v in u.reads}
     if not backwards:
         return result
-    return [u for u in result if u.tag.microbatch is not None or _leads_to(u, result, backwards)]
+    return _model(result, backwards)
 
 
-def _leads_to(u: Unit, forward: Sequence[Unit], backwards: set[Var]) -> bool:
-    """Returns whether a unit outside of microbatches belongs to the model: the backward pass reads it, or the model."""
-    return not backwards.isdisjoint((*u.makes, *u.reads)) or any(
-        not set(u.makes).isdisjoint(other.reads) for other in forward if other.tag.microbatch is not None
-    )
+def _model(forward: Sequence[Unit], backwards: set[Var]) -> list[Unit]:
+    """Returns the units that belong to the model: those of microbatches, and those that lead to gradients.
+
+    The backward pass reads the values `backwards`.
+    """
+    needed: set[Var] = set()
+    result = []
+    for u in reversed(forward):
+        shared = not backwards.isdisjoint((*u.makes, *u.reads))
+        if u.tag.microbatch is not None or shared or not needed.isdisjoint(u.makes):
+            needed.update(u.reads)
+            result.append(u)
+    return result[::-1]
 
 
 class _Keys:
