@@ -124,8 +124,12 @@ class PipelineView:
     @property
     def heading(self) -> str:
         """`2 stages, 4 microbatches, schedule 1f1b: 3.2 ms per step, bubble 20.0%`, as simulated."""
-        parts = f" of {self.chunks} parts each" * (self.chunks > 1)
-        cut = f"{self.microbatches} microbatches, schedule {self.schedule}" if self.microbatches > 1 else "no microbatches"
+        parts = f" with {self.chunks} parts of the model each" * (self.chunks > 1)
+        cut = (
+            f"{self.microbatches} microbatches, schedule {self.schedule}"
+            if self.microbatches > 1
+            else "no microbatches"
+        )
         return (
             f"{len(self.stages)} stages{parts}, {cut}: {clock(self.seconds)} per step, bubble {self.bubble:.1%} "
             "(simulated)"

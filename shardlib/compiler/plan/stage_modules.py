@@ -13,7 +13,7 @@ from shardlib.compiler.stages.cut import Staged
 def stage_modules(staged: Staged) -> list[tuple[str, ...]]:
     """Returns the names of each stage's modules, in the order in which they run."""
     calls = [(s for s in p.steps if isinstance(s, Compute) and not s.backward and s.inside) for p in staged.programs]
-    blocks = [list(dict.fromkeys(_block(s.inside[-1].path) for s in some)) for some in calls]
+    blocks = [list(dict.fromkeys(_block(s.inside[-1].path) for s in some if s.inside[-1].path)) for some in calls]
     stages = Counter(name for names in blocks for name in names)
     return [tuple(_ranges(names, {name for name in names if stages[name] > 1})) for names in blocks]
 
@@ -43,7 +43,7 @@ def _ranges(names: Sequence[str], shared: set[str]) -> Iterable[str]:
         stem, _, number = name.rpartition(".")
         return (stem, int(number) - i, name in shared) if number.isdecimal() else (name, 0, name in shared)
 
-    for (_, _, is_part), items in groupby(((i, n) for i, n in enumerate(names) if n), key):
+    for (_, _, is_part), items in groupby(enumerate(names), key):
         first, *more = (name for _, name in items)
         last = f"-{more[-1].rpartition('.')[2]}" if more else ""
         yield f"{'part of ' * is_part}{first}{last}"

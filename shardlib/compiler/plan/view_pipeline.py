@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from shardlib.compiler.graph.ir import Value
 from shardlib.compiler.pipeline import Compiled
@@ -12,10 +12,11 @@ from shardlib.compiler.plan.names import Naming
 from shardlib.compiler.plan.pipeline_view import CrossingView, PipelineView, StageView, TiedView
 from shardlib.compiler.plan.stage_modules import stage_modules
 from shardlib.compiler.program import flops
-from shardlib.compiler.program.steps import Program
+from shardlib.compiler.program.steps import Compute, Program, Start, makes, reads
 from shardlib.compiler.stages.cut import Message, Staged
 from shardlib.compiler.stages.stage_times import StageTimes, own_program, stage_times, staged_timetable, step_seconds
 from shardlib.compiler.stages.timetable import Timetable
+from shardlib.ops.transfers import SEND
 from shardlib.sharding.mesh.machine import Machine
 
 
@@ -26,6 +27,7 @@ def view_pipeline(compiled: Compiled, naming: Naming, machine: Machine) -> Pipel
     times = stage_times(staged, machine)
     table = staged_timetable(staged, times, machine)
     parameters = _parameters(compiled)
+    tied = _messages_of_parameters(staged, parameters)
     modules = stage_modules(staged)
     stages = tuple(
         _stage(i, own_program(p), modules[i], times[i], table, parameters) for i, p in enumerate(staged.programs)
@@ -36,8 +38,8 @@ def view_pipeline(compiled: Compiled, naming: Naming, machine: Machine) -> Pipel
         staged.shape.microbatches,
         staged.shape.chunks,
         stages,
-        tuple(_crossings(staged.messages)),
-        tuple(_tied(staged, parameters, naming)),
+        tuple(_crossings(staged.messages, tied)),
+        tuple(_tied(staged, tied, naming)),
         step_seconds(times, table),
         table,
         staged.partition,
@@ -55,7 +57,8 @@ def _parameters(compiled: Compiled) -> set[Value]:
 def _stage(
     stage: int, program: Program, modules: tuple[str, ...], times: StageTimes, table: Timetable, parameters: set[Value]
 ) -> StageView:
-    here = [v for v in program.inputs if v.value in parameters]
+    read = {v for step in program.steps if not (isinstance(step, Compute) and step.backward) for v in reads(step)}
+    here = [v for v in program.inputs if v in read and v.value in parameters]
     has_backward = any(f.kind != "F" for f in table.orders[stage])
     return StageView(
         stage,
@@ -72,14 +75,13 @@ def _stage(
     )
 
 
-def _crossings(messages: Sequence[Message]) -> Iterator[CrossingView]:
+def _crossings(messages: Sequence[Message], tied: Mapping[int, Value]) -> Iterator[CrossingView]:
     pairs = defaultdict[tuple[int, int], list[Message]](list)
     for m in messages:
         pairs[m.sender, m.receiver].append(m)
     for (sender, receiver), some in sorted(pairs.items()):
-        each = [m for m in some if m.source is not None and m.target is not None]
-        first = [m for m in each if m.source is not None and m.source.microbatch == 0]
-        once = [m for m in some if m.source is None or m.target is None]
+        once = [m for m in some if m.source is None or m.target is None or m.number in tied]
+        first = [m for m in some if m not in once and m.source is not None and m.source.microbatch == 0]
         names = tuple(m.var.name for m in first)
         yield CrossingView(sender, receiver, names, *map(_count, (first, once, some)))
 
@@ -88,11 +90,27 @@ def _count(messages: Collection[Message]) -> tuple[int, int]:
     return len(messages), sum(m.bytes for m in messages)
 
 
-def _tied(staged: Staged, parameters: set[Value], naming: Naming) -> Iterator[TiedView]:
+def _messages_of_parameters(staged: Staged, parameters: Set[Value]) -> dict[int, Value]:
+    """Returns the numbers of messages that carry nothing but a parameter: itself, a view, a cast, a gathered one."""
+    result = {}
+    for program in staged.programs:
+        origin = {v: v.value for v in program.inputs if v.value in parameters}
+        for step in program.steps:
+            values = {origin.get(v) for v in reads(step)}
+            value = values.pop() if len(values) == 1 else None
+            if value is None:
+                continue
+            if isinstance(step, Compute) and step.target is SEND:
+                result[step.args[2]] = value
+            origin |= dict.fromkeys(step.outs if isinstance(step, Start) else makes(step), value)
+    return result
+
+
+def _tied(staged: Staged, tied: Mapping[int, Value], naming: Naming) -> Iterator[TiedView]:
     sent = defaultdict[tuple[Value, int], list[Message]](list)
-    for m in staged.messages:
-        if m.var.value in parameters:
-            sent[m.var.value, m.sender].append(m)
+    for number, value in tied.items():
+        m = staged.by_number[number]
+        sent[value, m.sender].append(m)
     names = dict(zip(naming.compiled.graph.inputs, naming.inputs, strict=True))
     for (value, owner), some in sent.items():
         yield TiedView(names[value], owner, tuple(sorted({m.receiver for m in some})), *_count(some))

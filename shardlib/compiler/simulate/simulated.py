@@ -32,7 +32,7 @@ class Utilization:
 class Simulated:
     """An estimate of one call of a program on a machine; nothing ran or was measured.
 
-    If the program is that of a stage, it waits `idle` seconds for others, and the fullest stage has `peak` bytes in use.
+    The program of a stage waits `idle` seconds for other stages; `peak` are the bytes in use on the fullest of them.
     """
 
     def __init__(

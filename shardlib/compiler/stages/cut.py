@@ -234,7 +234,7 @@ class _Cut:
         return self.shape.stage_and_chunk(chain)
 
     def _fragment(self, u: Unit, chain: int) -> Fragment | None:
-        """Returns the fragment that a unit belongs to; None for a unit of no microbatch, and behind the backward pass."""
+        """Returns the fragment of a unit; None if it belongs to no microbatch, or runs behind the backward pass."""
         microbatch = u.tag.microbatch
         if microbatch is None:
             late = not u.backward and not self.gradients.isdisjoint((*u.reads, *u.makes))
@@ -383,10 +383,10 @@ class _Cut:
         replaced = {i: at for i, at in self.program.replaced.items() if mine[at]}
         return replace(self.program, steps=tuple(steps), outputs=outputs, replaced=replaced)
 
-    def _send(self, m: Message) -> Compute:
+    def _send(self, m: Message) -> Step:
         return self._tagged(Compute(SEND, (m.var, m.receiver, m.number), {}, (), *self._origin(m.var)), m.source)
 
-    def _receive(self, m: Message, out: Var) -> Compute:
+    def _receive(self, m: Message, out: Var) -> Step:
         return self._tagged(Compute(RECEIVE, (m.sender, m.number), {}, (out,), *self._origin(m.var)), m.target)
 
     def _tagged(self, step: Step, fragment: Fragment | None) -> Step:

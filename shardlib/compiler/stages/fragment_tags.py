@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from shardlib.compiler.program.steps import Compute, Start, Step, Wait
 from shardlib.compiler.stages.fragments import Fragment, PipelineShape
+from shardlib.core.fragment_tag import NO_TAG
 from shardlib.core.source_lines import Line
 
 
@@ -57,9 +58,8 @@ def fragment_order(steps: Sequence[Step], fragments: Sequence[Fragment | None]) 
 
 def _fragment(step: Step, shape: PipelineShape) -> Fragment | None:
     at = step.first if isinstance(step, Start) else step if isinstance(step, Compute) else None
-    if at is None or at.line is None or at.line.tag.kind is None:
+    tag = NO_TAG if at is None or at.line is None else at.line.tag
+    if at is None or tag.kind is None or tag.stage is None or tag.microbatch is None:
         return None
-    tag = at.line.tag
-    assert tag.stage is not None and tag.microbatch is not None, "the cut completes tags"
     kind = "B" if tag.kind == "F" and at.backward else tag.kind
     return Fragment(kind, tag.microbatch, *shape.stage_and_chunk(tag.stage))  # type: ignore[arg-type]

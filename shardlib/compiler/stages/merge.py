@@ -80,10 +80,7 @@ def _deadlock(staged: Staged, waiting: list[Step]) -> ShardingError:
     messages = [staged.by_number[step.args[1]] for step in waiting if isinstance(step, Compute)]
     return ShardingError(
         "the schedule is a deadlock: its stages wait for each other",
-        [
-            f"{m.place(m.target, m.receiver)} waits for {m.var.name} of {m.place(m.source, m.sender)}"
-            for m in messages
-        ],
+        [f"{m.place(m.target, m.receiver)} waits for {m.var.name} of {m.place(m.source, m.sender)}" for m in messages],
         rule="each stage runs its fragments in order, and a fragment runs after all fragments that it needs",
     )
 

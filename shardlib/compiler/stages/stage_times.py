@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.compiler.program.buffers import peak_bytes
-from shardlib.compiler.program.steps import Program, Var, reads
+from shardlib.compiler.program.steps import Program, reads
 from shardlib.compiler.simulate.collectives import transfer
 from shardlib.compiler.simulate.timeline import refuse_other_axes, timeline
 from shardlib.compiler.stages.cut import Staged
@@ -66,7 +66,8 @@ def _stage_times(program: Program, staged: Staged, machine: Machine, fused: bool
         else:
             seconds[fragment] += end - now
         now = end
-    return StageTimes({f: seconds[f] for f in order}, *outside, peak_bytes(program))
+    before, after = outside
+    return StageTimes({f: seconds[f] for f in order}, before, after, peak_bytes(program))
 
 
 def staged_timetable(staged: Staged, times: Sequence[StageTimes], machine: Machine) -> Timetable:
