@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -67,7 +67,7 @@ class Mailbox:
         self._next: Iterator[Incoming] = iter(self._incoming)
         self._coming: deque[tuple[Incoming, _Flight]] = deque()
         self._values: deque[Tensor] = deque()  # of the message that arrived last
-        self._held: list[Tensor] = []  # parts of the next message
+        self._held = defaultdict[int, list[Tensor]](list)  # parts of the next message to each rank
         self._sent: list[_Flight] = []
         self._receiver, self._sender = _Waiter(self._device, keeps=True), _Waiter(self._device, keeps=False)
 
@@ -88,10 +88,9 @@ class Mailbox:
 
     def send(self, x: Tensor, peer: int, number: int, last: bool) -> None:
         """Adds a copy of `x` to the next message, so that the program may write over it; the `last` value sends it."""
-        self._held.append(x.clone(memory_format=torch.contiguous_format))
+        self._held[peer].append(x.clone(memory_format=torch.contiguous_format))
         if last:
-            message = pack(self._held)
-            self._held.clear()
+            message = pack(self._held.pop(peer))
             if len(message):
                 work = _start(dist.isend, message, peer, self._tagged(number))
                 self._sent.append(self._sender.submit(work, message, peer, f"rank {peer} takes no message"))

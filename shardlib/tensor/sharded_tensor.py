@@ -332,7 +332,7 @@ _default_dtype = torch.get_default_dtype  # quotients of integers have it
 
 
 def format_mesh_axes(mesh: Mesh) -> str:
-    """Returns the text of a mesh without its rules: `Mesh(data=2, tensor=4)`, or `Mesh(stage=2, data=2).at(stage=1)`."""
+    """Returns the text of a mesh without its rules: `Mesh(data=2, tensor=4)`."""
     text = f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.shape.items())})"
     return text if mesh.stage is None else f"{text}.at({mesh.stage_axis}={mesh.stage})"
 

@@ -25,6 +25,7 @@ from shardlib.compiler.codegen.comm_debug import counted
 from shardlib.compiler.codegen.profiler_ranges import Runner, label, ranged, watched
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Program, Start, Step, Var
 from shardlib.compiler.stages.message_groups import group_messages
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import CollectiveError
 from shardlib.core.source_lines import format_file_line
 from shardlib.distributed.consensus import compare_programs, raise_lost_ranks
@@ -96,6 +97,18 @@ def _addressed(program: Program, mesh: Mesh, groups: Mapping[int, int]) -> tuple
 def absent_results(program: Program, mesh: Mesh) -> tuple[Any, ...]:
     """Returns the results of a program of another stage on this rank."""
     return tuple(_absent(x, mesh) for x in program.outputs)
+
+
+def _with_all_draws(own: Program, whole: Program) -> Program:
+    """Returns the program of a stage with the draws of others, unread, so that all ranks' generators stay alike."""
+    draws = [s for s in whole.steps if isinstance(s, Compute) and has_trait(s.target, "draws_key")]
+    drawn = [s.args for s in own.steps if isinstance(s, Compute) and has_trait(s.target, "draws_key")]
+    unread = (
+        replace(s, kwargs={**s.kwargs, "lead": 0}, outs=tuple(replace(v, name=f"{v.name}.unread") for v in s.out_vars))
+        for s in draws
+        if s.args not in drawn
+    )
+    return replace(own, steps=(*unread, *own.steps))
 
 
 def _absent(x: Any, mesh: Mesh) -> Any:
@@ -186,12 +199,12 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
     turn = Turn("\n".join([plan.name, *collectives]), digest)
     function: Runner | None = None
     mailbox: AbstractContextManager[None] = nullcontext()
-    numbers: tuple[int, ...] = ()
+    numbers = program.numbers
     gloo: list[groups.GroupHandle] = []
     world: object = None
 
     def prepare() -> None:
-        nonlocal function, numbers, gloo, world, mailbox
+        nonlocal function, gloo, world, mailbox
         mesh.device_mesh  # noqa: B018 - starts torch.distributed if it is not running
         settings = "\n".join(f"{name}={os.environ.get(name, '')!r}" for name in _SETTINGS)
         compare_programs(
@@ -209,11 +222,12 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
         if stage is not None:
             assert plan.compiled.staged is not None, "the program of a stage is one of several"
             own, mailbox = _addressed(stage, mesh, group_messages(plan.compiled.staged, stage))
+            own = _with_all_draws(own, program)
         generated = source(own, mesh)
         function = watched(generated.compile(), lambda: source(own, mesh, ranges=True).compile())
         if stage is not None:
             function = _with_absent(function, stage, program, mesh)
-        numbers, world = generated.numbers, dist.group.WORLD
+        world = dist.group.WORLD
 
     def run(
         pieces: Sequence[Sequence[torch.Tensor]],

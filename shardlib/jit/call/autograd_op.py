@@ -120,7 +120,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     @loop_over_batches
     def backward(ctx: Any, *grads: Any) -> Any:
-        then, mesh = ctx.then, ctx.mesh
+        then = ctx.then
         present = {i for i, at in enumerate(ctx.where) if grads[at] is not None}
         if torch.is_grad_enabled():
             return None, *_differentiable(ctx, present, grads)

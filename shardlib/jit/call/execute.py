@@ -17,9 +17,7 @@ import torch
 
 from shardlib.compiler.codegen.profiler_ranges import Runner
 from shardlib.compiler.plan.plan import Plan
-from shardlib.compiler.program.nested_args import leaves as values_in
-from shardlib.compiler.program.steps import Compute, Program, Var
-from shardlib.core.call_scalar import Scalar
+from shardlib.compiler.program.steps import Program, Var
 from shardlib.core.context import compiling
 from shardlib.core.torch_internals.numpy_bridge import array_bounds, find_arrays
 from shardlib.core.torch_internals.torch_private import memory_of
@@ -102,14 +100,14 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
         traced.out_tree.num_leaves,
         len(traced.output_names),
         tuple(kept),
-        _origins(plan, program, inputs) if mesh.kind == "distributed" else None,
+        _origins(plan, inputs) if mesh.kind == "distributed" else None,
         frozenset(at for at, out in enumerate(program.outputs) if isinstance(out, Var) and out.host),
     )
 
 
-def _origins(plan: Plan, program: Program, inputs: Sequence[Input]) -> Callable[[list[Any]], int]:
-    read = (x for s in program.steps if isinstance(s, Compute) for x in values_in((s.args, s.kwargs), Scalar))
-    numbers = sorted({leaf for x in read for leaf in x.leaves()})
+def _origins(plan: Plan, inputs: Sequence[Input]) -> Callable[[list[Any]], int]:
+    halves = plan.compiled.halves
+    numbers = (plan.compiled.program if halves is None else halves.forward).numbers  # those of all stages
     name_digest = hash_texts(plan.name, *plan.compiled.traced.result_names)
     return origins(name_digest, [x.leaf for x in inputs], numbers)
 
