@@ -126,9 +126,7 @@ class PreparedCall:
         devices, spread = _distinct_devices(self.mesh, fits)
         ints = {path: i for i, (path, _, _) in enumerate(fits.ints)}
         run = partial(_absent, forms, outcome.kind, self.mesh) if self.mesh.is_elsewhere else callable_of(target)
-        call = LocalCall(
-            run, self.sharded, ints, devices, spread, id(self.op) in OPS_KEYED_BY_NUMBER_TYPE
-        )
+        call = LocalCall(run, self.sharded, ints, devices, spread, id(self.op) in OPS_KEYED_BY_NUMBER_TYPE)
         return call.build(args, kwargs, forms, outcome.kind, write, self.number)
 
     def _fit(self, target: Any, args: list[Any], kwargs: dict[str, Any], outcome: Outcome) -> LocalFit | None:

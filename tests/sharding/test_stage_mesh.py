@@ -41,7 +41,7 @@ def test_a_mesh_and_its_parts_are_values(text: str) -> None:
 def test_the_ranks_of_parts_divide_those_of_the_mesh(text: str) -> None:
     mesh = Mesh.parse(text)
     members = [mesh.on_stage(i).member_ranks for i in range(mesh.stages)]
-    assert sorted(sum(members, [])) == mesh.member_ranks == [*range(mesh.size)]
+    assert sorted(rank for ranks in members for rank in ranks) == mesh.member_ranks == [*range(mesh.size)]
     for stage, ranks in enumerate(members):
         part = mesh.on_stage(stage)
         assert [part.rank_of(coords) for coords in part.all_coords()] == ranks

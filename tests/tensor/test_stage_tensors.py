@@ -136,7 +136,7 @@ def test_gradients() -> None:
 
 def _check_file() -> None:
     mesh, file = _mesh(), io.BytesIO()
-    w, x, y = _placed(mesh)
+    w, _, y = _placed(mesh)
     torch.save({"w": w, "y": nn.Parameter(y)}, file)
     for current in (mesh, mesh.whole):
         file.seek(0)

@@ -187,9 +187,11 @@ class Mesh(DeviceGrid):
         """
         ((name, place),) = stage.items() if len(stage) == 1 else ((None, None),)
         if name is None or name != self.stage_axis or (place is not None and not 0 <= place < self.stages):
-            given = ", ".join(f"{k}={x!r}" for k, x in stage.items())
+            request = ", ".join(f"{k}={x!r}" for k, x in stage.items())
             valid = f"{self.stage_axis}=0 to {self.stages - 1}" if self.stage_axis else "it has no axis of stages"
-            raise ShardingError(f"{self} has no part at({given})", [valid], remedy='Mesh(stage=2, ..., stages="stage")')
+            raise ShardingError(
+                f"{self} has no part at({request})", [valid], remedy='Mesh(stage=2, ..., stages="stage")'
+            )
         return self.on_stage(place)
 
     def on_stage(self, place: int | None) -> Mesh:
