@@ -36,9 +36,10 @@ def is_optimizer_step(op: Any) -> bool:
 
 def split_by_mesh(op: OpOverload, args: Any) -> Runner | None:
     """Returns a runner of this call that runs the op once for the tensors of each mesh; None if there is one mesh."""
-    lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple) and len(a) == len(args[0])]
+    count = next((len(a) for a in args if isinstance(a, list | tuple)), 0)
+    lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple) and len(a) == count]
     groups: dict[Any, list[int]] = {}
-    for k in range(len(args[0])):
+    for k in range(count):
         key = tuple(x._form.mesh if isinstance(x := args[i][k], ShardedTensor) else None for i in lists)
         groups.setdefault(key, []).append(k)
     if len(groups) < 2:
@@ -49,7 +50,7 @@ def split_by_mesh(op: OpOverload, args: Any) -> Runner | None:
         for ks in groups.values():
             part = [[a[k] for k in ks] if i in lists else a for i, a in enumerate(args)]
             results.update(zip(ks, op(*part, **(kwargs or {})) or (), strict=False))
-        return [results[k] for k in range(len(args[0]))] if results else None
+        return [results[k] for k in range(count)] if results else None
 
     return run
 
