@@ -36,9 +36,10 @@ def is_optimizer_step(op: Any) -> bool:
 
 def split_by_mesh(op: OpOverload, args: Any) -> Runner | None:
     """Returns a runner of this call that runs the op once for the tensors of each mesh; None if there is one mesh."""
-    lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple) and len(a) == len(args[0])]
+    count = next((len(a) for a in args if isinstance(a, list | tuple)), 0)
+    lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple) and len(a) == count]
     groups: dict[Any, list[int]] = {}
-    for k in range(len(args[0])):
+    for k in range(count):
         key = tuple(x._form.mesh if isinstance(x := args[i][k], ShardedTensor) else None for i in lists)
         groups.setdefault(key, []).append(k)
     if len(groups) < 2:
@@ -49,7 +50,7 @@ def split_by_mesh(op: OpOverload, args: Any) -> Runner | None:
         for ks in groups.values():
             part = [[a[k] for k in ks] if i in lists else a for i, a in enumerate(args)]
             results.update(zip(ks, op(*part, **(kwargs or {})) or (), strict=False))
-        return [results[k] for k in range(len(args[0]))] if results else None
+        return [results[k] for k in range(count)] if results else None
 
     return run
 
@@ -71,7 +72,6 @@ def fuse_lists(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, ot
     if any(args[i] for i in changes if i not in lists):
         return None
     in_place = is_optimizer_step(op)  # the functional form would copy all operands
-    dense = torch.contiguous_format  # the kernel of a step takes contiguous operands
     if not in_place and not _keeps_metadata(PreparedCall(function, args, kwargs, mesh), forms):
         return None
     digest = hash_texts(str(op), "") if mesh.kind == "distributed" else 0
@@ -90,7 +90,7 @@ def fuse_lists(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, ot
                 parts = [shards[i][k][d] for k, d in calls]
                 if i in writable:
                     pairs = zip(parts, writable[i], strict=True)
-                    parts = [x if is_writable else x.clone(memory_format=dense) for x, is_writable in pairs]
+                    parts = [x if is_writable else x.clone(memory_format=_DENSE) for x, is_writable in pairs]
                 elif in_place:
                     parts = [x.contiguous() for x in parts]
                 operands.append(parts)
@@ -98,9 +98,8 @@ def fuse_lists(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, ot
                 operands.append([_on_device(a[k], d) for k, d in calls])
             else:
                 operands.append(_on_device(a, 0))
-        if mesh.is_elsewhere:  # shapes alone, which stay
-            results = operands[lists[0]]
-        else:
+        results = operands[lists[0]]  # on ranks of other stages, which have shapes alone
+        if not mesh.is_elsewhere:
             results = (op if in_place else function)(*operands, **{k: _on_device(a, 0) for k, a in kwargs.items()})
         numbers = [a for i, a in enumerate(args) if i not in lists]
         origin = result_origin(digest, tensors, list(iterate_numbers((numbers, kwargs)))) if digest else 0
@@ -116,6 +115,9 @@ def fuse_lists(op: OpOverload, args: Any, kwargs: dict[str, Any], mesh: Mesh, ot
         return None
 
     return run
+
+
+_DENSE = torch.contiguous_format  # the kernel of a step takes contiguous operands
 
 
 def _written_names(op: OpOverload, kwargs: dict[str, Any]) -> set[str]:

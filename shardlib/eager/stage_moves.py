@@ -1,7 +1,7 @@
 """Moves tensors between the stages of one mesh outside `jit`.
 
-A virtual device holds the shards of all stages, so nothing is sent. On ranks, a tensor that is on all stages already
-has its shards on each; one of a single stage is broadcast to the ranks at the same place of the other stages.
+A virtual device holds the shards of all stages, so nothing is sent. On ranks, a tensor that is on all stages has its
+shards on each already; one of a single stage is broadcast to the ranks at the same place of the other stages.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def assign_modules(module: nn.Module, table: Mapping[str, int], mesh: Mesh) -> d
     """
     faults = [] if mesh.stage_axis is not None else [f"{mesh} has no axis of stages"]
     names = [name for name, _ in module.named_modules() if name]
-    by_name: dict[str, int] = {}
+    assigned: dict[str, int] = {}
     for pattern, at in table.items():
         named = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(f"{name}.", pattern)]
         if not named:
@@ -34,9 +34,9 @@ def assign_modules(module: nn.Module, table: Mapping[str, int], mesh: Mesh) -> d
         if type(at) is not int or at < 0:
             faults.append(f"{pattern!r}: {at!r} is no stage")
         faults += [
-            f"{x} is on stage {by_name[x]} and, by {pattern!r}, on {at}" for x in named if by_name.get(x, at) != at
+            f"{x} is on stage {assigned[x]} and, by {pattern!r}, on {at}" for x in named if assigned.get(x, at) != at
         ]
-        by_name.update(dict.fromkeys(named, at))
+        assigned.update(dict.fromkeys(named, at))
     if faults:
         raise ShardingError(
             "the table of stages does not fit the module",
@@ -45,17 +45,17 @@ def assign_modules(module: nn.Module, table: Mapping[str, int], mesh: Mesh) -> d
             remedy='stages={"layers.[0-3].*": 0, "layers.[4-7].*": 1} on Mesh(stage=2, ..., stages="stage")',
         )
     owners = {name for name, m in module.named_modules() if name and m._parameters}
-    return _with_neighbors([name for name in names if name in owners or name in by_name], by_name)
+    return _with_neighbors([name for name in names if name in owners or name in assigned], assigned)
 
 
-def _with_neighbors(names: Sequence[str], by_name: Mapping[str, int]) -> dict[str, int]:
+def _with_neighbors(names: Sequence[str], assigned: Mapping[str, int]) -> dict[str, int]:
     """Gives names without a stage that of their parent, else of the name in front, else of the first one behind."""
     result: dict[str, int] = {}
-    last = next((by_name[name] for name in names if name in by_name), 0)
+    last = next((assigned[name] for name in names if name in assigned), 0)
     for name in names:
         parents = (name[:i] for i, c in enumerate(name) if c == ".")
-        inherited = [by_name[p] for p in parents if p in by_name]
-        last = result[name] = by_name.get(name, inherited[-1] if inherited else last)
+        inherited = [assigned[p] for p in parents if p in assigned]
+        last = result[name] = assigned.get(name, inherited[-1] if inherited else last)
     return result
 
 

@@ -105,10 +105,7 @@ class ShardedTensor(PlainClass, PythonValues):
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
-        """This process's shards, for reading, with the tensor's history (see `to_local`).
-
-        A rank of another stage than the tensor's has a meta tensor.
-        """
+        """This process's shards (meta tensors on ranks of other stages), for reading, with their history."""
         _refuse_in_trace(self, "shards")
         refuse_recorded("x.shards", self)
         mesh, shards = self.mesh, tensor_hooks.local_shards(self, None)
@@ -314,10 +311,8 @@ def wrap(form: Form, locals_: tuple[torch.Tensor, ...]) -> ShardedTensor:
     return x
 
 
-PLACEMENT_ATTRIBUTES = (
-    "gradient_at",
-    "moments_at",
-)  # attributes of parameters: specs of where these live, if elsewhere
+# Attributes of parameters: specs of where these live, if elsewhere.
+PLACEMENT_ATTRIBUTES = ("gradient_at", "moments_at")
 REGATHER = "regather"  # if True, the gathered parameter is not kept from the forward to the backward pass
 
 
@@ -332,7 +327,7 @@ _default_dtype = torch.get_default_dtype  # quotients of integers have it
 
 
 def format_mesh_axes(mesh: Mesh) -> str:
-    """Returns the text of a mesh without its rules: `Mesh(data=2, tensor=4)`."""
+    """Returns the text of a mesh without its rules: `Mesh(data=2)`, or `Mesh(stage=2, data=2).at(stage=1)`."""
     text = f"Mesh({', '.join(f'{name}={n}' for name, n in mesh.shape.items())})"
     return text if mesh.stage is None else f"{text}.at({mesh.stage_axis}={mesh.stage})"
 

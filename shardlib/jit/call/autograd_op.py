@@ -42,7 +42,6 @@ class Backward:
     cotangents: tuple[int, ...]
     needs: tuple[frozenset[int], ...]
     layouts: tuple[Layout, ...]
-    dtypes: tuple[torch.dtype, ...]
     gradients: tuple[str, ...]  # their names
     read: tuple[tuple[int, str], ...]  # leaves that the backward program reads, with their names
     again: Again
@@ -59,13 +58,12 @@ def backward(plan: Plan, halves: Halves, mesh: Mesh, runner: Runner, again: Agai
     results, strides = plan.compiled.program.outputs[-count:], plan.compiled.traced.strides[-count:]
     gradient_forms = tuple(forms(results, mesh, plan.output_names[-count:], strides, plan.stages[-count:]))
     leaves = tuple(leaf for leaf, _ in after.gradients)
-    dtypes = tuple(v.dtype for v in last)
     needs = tuple(a | b for a, b in zip(halves.needs, after.reached, strict=True))
     names = plan.compiled.traced.result_names
     gradients = tuple(names[at] for _, at in after.gradients)
     input_names = dict(zip(plan.compiled.traced.input_leaves, plan.compiled.traced.input_names, strict=True))
     read = tuple((leaf, input_names[leaf]) for leaf in after.read)
-    rest = after.cotangents, needs, layouts, dtypes, gradients, read, again
+    rest = after.cotangents, needs, layouts, gradients, read, again
     return Backward(plan.name, runner, leaves, gradient_forms, *rest)
 
 
@@ -221,7 +219,7 @@ def _cotangent(grad: Any, layout: Layout, form: Form) -> Sequence[Tensor]:
     if not isinstance(grad, ShardedTensor):
         return split_into_shards(grad.detach(), layout, mesh)
     grad = grad.detach()
-    return relayout(grad if grad.mesh == mesh else move_to_stage(grad, mesh), layout)._locals  # type: ignore[arg-type]
+    return relayout(grad if grad.mesh == mesh else move_to_stage(grad, mesh), layout)._locals
 
 
 def _gradients(forms: Sequence[Form | None], raw: Sequence[Any], sharded: Sequence[bool]) -> Iterator[Any]:

@@ -89,8 +89,7 @@ class Function:
             raise ShardingError(
                 f"{self.name} is called outside any mesh",
                 [f"it finds tensors on {mesh}" for mesh in meshes],
-                rule="a jitted function runs on the current mesh, else on that of the tensors that it finds, or on all "
-                "stages of it if they are on several",
+                rule="a jitted function runs on the current mesh, else on that of the tensors that it finds",
                 remedy="call it inside `with Mesh(data=2, tensor=4):`",
             )
         return meshes[0]

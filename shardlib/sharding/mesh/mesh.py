@@ -187,10 +187,10 @@ class Mesh(DeviceGrid):
         """
         ((name, place),) = stage.items() if len(stage) == 1 else ((None, None),)
         if name is None or name != self.stage_axis or (place is not None and not 0 <= place < self.stages):
-            arguments = ", ".join(f"{k}={x!r}" for k, x in stage.items())
+            request = ", ".join(f"{k}={x!r}" for k, x in stage.items())
             valid = f"{self.stage_axis}=0 to {self.stages - 1}" if self.stage_axis else "it has no axis of stages"
             raise ShardingError(
-                f"{self} has no part at({arguments})", [valid], remedy='Mesh(stage=2, ..., stages="stage")'
+                f"{self} has no part at({request})", [valid], remedy='Mesh(stage=2, ..., stages="stage")'
             )
         return self.on_stage(place)
 
