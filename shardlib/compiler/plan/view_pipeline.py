@@ -14,6 +14,8 @@ from shardlib.compiler.plan.stage_modules import stage_modules
 from shardlib.compiler.program import flops
 from shardlib.compiler.program.steps import Compute, Program, Start, makes, reads
 from shardlib.compiler.stages.cut import Message, Staged
+from shardlib.compiler.stages.fragment_tags import fragments_of
+from shardlib.compiler.stages.fragments import PipelineShape
 from shardlib.compiler.stages.stage_times import StageTimes, own_program, stage_times, staged_timetable, step_seconds
 from shardlib.compiler.stages.timetable import Timetable
 from shardlib.ops.transfers import SEND
@@ -30,7 +32,8 @@ def view_pipeline(compiled: Compiled, naming: Naming, machine: Machine) -> Pipel
     tied = _messages_of_parameters(staged, parameters)
     modules = stage_modules(staged)
     stages = tuple(
-        _stage(i, own_program(p), modules[i], times[i], table, parameters) for i, p in enumerate(staged.programs)
+        _stage(i, staged.shape, own_program(p), modules[i], times[i], table, parameters)
+        for i, p in enumerate(staged.programs)
     )
     schedule = staged.schedule
     return PipelineView(
@@ -47,17 +50,23 @@ def view_pipeline(compiled: Compiled, naming: Naming, machine: Machine) -> Pipel
 
 
 def _parameters(compiled: Compiled) -> set[Value]:
-    """Returns the inputs that have gradients; without any, the state of modules."""
-    inputs = compiled.graph.inputs
-    trained = {value.like for value in compiled.graph.values() if value.like is not None} & {*inputs}
-    paths = compiled.traced.input_paths
-    return trained or {value for value, path in zip(inputs, paths, strict=True) if path is None}
+    """Returns the inputs that are state, or have gradients; those that a forward pass reads are parameters."""
+    inputs, paths = compiled.graph.inputs, compiled.traced.input_paths
+    trained = {value.like for value in compiled.graph.values() if not value.constant}
+    return {value for value, path in zip(inputs, paths, strict=True) if path is None or value in trained}
 
 
 def _stage(
-    stage: int, program: Program, modules: tuple[str, ...], times: StageTimes, table: Timetable, parameters: set[Value]
+    stage: int,
+    shape: PipelineShape,
+    program: Program,
+    modules: tuple[str, ...],
+    times: StageTimes,
+    table: Timetable,
+    parameters: set[Value],
 ) -> StageView:
-    read = {v for step in program.steps if not (isinstance(step, Compute) and step.backward) for v in reads(step)}
+    pairs = zip(program.steps, fragments_of(program.steps, shape), strict=True)
+    read = {v for step, f in pairs if f is not None and f.kind == "F" for v in reads(step)}
     own = [v for v in program.inputs if v in read and v.value in parameters]
     has_backward = any(f.kind != "F" for f in table.orders[stage])
     return StageView(
