@@ -41,7 +41,7 @@ class Example(NamedTuple):
 BLOCK = {"*up.weight": "hidden@tensor _", "*up.bias": "hidden@tensor", "*down.weight": "_ hidden@tensor"}
 
 CONVOLUTION = {"*.weight": "out@tensor _ _"}
-FLOAT32 = 1e-5  # some models compute norms in float32
+FLOAT32 = 1e-5  # losses of transformers, and some norms, are computed in float32
 
 
 def _tokens(rows: int, length: int = 6, vocab: int = 16) -> Tensor:
@@ -182,7 +182,7 @@ def gpt2(layers: int, stages: int | None = None) -> Example:
     config = GPT2Config(n_embd=8, n_layer=layers, n_head=2, vocab_size=16, n_positions=16, **off)
     names = tuple(f"transformer.h.{i}" for i in range(layers))
     specs = {"*c_fc.weight": "_ hidden@tensor", "*c_fc.bias": "hidden@tensor", "*mlp.c_proj.weight": "hidden@tensor _"}
-    return Example(GPT2LMHeadModel(config), _own_loss, _tokens, names, specs)
+    return Example(GPT2LMHeadModel(config), _own_loss, _tokens, names, specs, FLOAT32)
 
 
 def _own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def bert(layers: int, stages: int | None = None) -> Example:
     config = BertConfig(num_hidden_layers=layers, max_position_embeddings=16, **size, **off)
     names = tuple(f"bert.encoder.layer.{i}" for i in range(layers))
     specs = {"*intermediate.dense.weight": "hidden@tensor _", "*intermediate.dense.bias": "hidden@tensor"}
-    return Example(BertForMaskedLM(config), _own_loss, _tokens, names, specs)
+    return Example(BertForMaskedLM(config), _own_loss, _tokens, names, specs, FLOAT32)
 
 
 def t5(layers: int, stages: int | None = None) -> Example:
