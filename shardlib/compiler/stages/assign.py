@@ -146,7 +146,8 @@ class _Assigner:
         return forward, late
 
     def _assign(self, u: Unit, stage: int | None) -> int | None:
-        self.units[u] = stage
+        inner = [self.stage[v] for v in u.reads if v.layout is None and v in self.stage]  # halves of a reshard
+        stage = self.units[u] = inner[0] if inner else stage
         own = None if stage is not None or self._reads_both(u) else self._parameters(u)
         for v in u.makes:
             if stage is not None:
