@@ -40,9 +40,10 @@ from shardlib.compiler.propagate.solver.search import Search
 from shardlib.compiler.run_passes import PassRunner
 from shardlib.compiler.simplify import normalize
 from shardlib.compiler.stages.count_steps import count_steps
-from shardlib.compiler.stages.cut import Staged, cut
+from shardlib.compiler.stages.cut import cut
 from shardlib.compiler.stages.merge import merge, merge_halves
 from shardlib.compiler.stages.order_sums import order_sums
+from shardlib.compiler.stages.staged import Staged
 from shardlib.core.context import paused_gc, tracing
 from shardlib.core.fragment_tag import outside_microbatches
 from shardlib.core.stage_clock import StageClock

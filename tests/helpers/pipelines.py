@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import shardlib as sl
-from shardlib.compiler.stages.cut import Staged
+from shardlib.compiler.stages.staged import Staged
 
 INSIDE: Mapping[str, tuple[dict[str, int], str | None]] = {
     "none": ({}, None),
@@ -41,7 +41,7 @@ class Example(NamedTuple):
 BLOCK = {"*up.weight": "hidden@tensor _", "*up.bias": "hidden@tensor", "*down.weight": "_ hidden@tensor"}
 
 CONVOLUTION = {"*.weight": "out@tensor _ _"}
-FLOAT32 = 1e-5  # some models compute norms in float32
+FLOAT32 = 1e-5  # losses of transformers, and some norms, are computed in float32
 
 
 def _tokens(rows: int, length: int = 6, vocab: int = 16) -> Tensor:
@@ -181,7 +181,8 @@ def gpt2(layers: int, stages: int | None = None) -> Example:
     off = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     config = GPT2Config(n_embd=8, n_layer=layers, n_head=2, vocab_size=16, n_positions=16, **off)
     names = tuple(f"transformer.h.{i}" for i in range(layers))
-    return Example(GPT2LMHeadModel(config), _own_loss, _tokens, names)
+    specs = {"*c_fc.weight": "_ hidden@tensor", "*c_fc.bias": "hidden@tensor", "*mlp.c_proj.weight": "hidden@tensor _"}
+    return Example(GPT2LMHeadModel(config), _own_loss, _tokens, names, specs, FLOAT32)
 
 
 def _own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -195,7 +196,8 @@ def bert(layers: int, stages: int | None = None) -> Example:
     size = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
     config = BertConfig(num_hidden_layers=layers, max_position_embeddings=16, **size, **off)
     names = tuple(f"bert.encoder.layer.{i}" for i in range(layers))
-    return Example(BertForMaskedLM(config), _own_loss, _tokens, names)
+    specs = {"*intermediate.dense.weight": "hidden@tensor _", "*intermediate.dense.bias": "hidden@tensor"}
+    return Example(BertForMaskedLM(config), _own_loss, _tokens, names, specs, FLOAT32)
 
 
 def t5(layers: int, stages: int | None = None) -> Example:
@@ -205,7 +207,8 @@ def t5(layers: int, stages: int | None = None) -> Example:
     half = layers // 2
     config = T5Config(num_layers=half, num_decoder_layers=half, dropout_rate=0, decoder_start_token_id=0, **size)
     names = [f"{part}.block.{i}" for part in ("encoder", "decoder") for i in range(half)]
-    return Example(T5ForConditionalGeneration(config), _own_loss, _tokens, tuple(names), tolerance=FLOAT32)
+    specs = {"*.wi.weight": "hidden@tensor _", "*.wo.weight": "_ hidden@tensor"}
+    return Example(T5ForConditionalGeneration(config), _own_loss, _tokens, tuple(names), specs, FLOAT32)
 
 
 def llama(layers: int, stages: int | None = None) -> Example:

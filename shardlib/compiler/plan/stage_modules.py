@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
 
 from shardlib.compiler.program.steps import Compute
-from shardlib.compiler.stages.cut import Staged
+from shardlib.compiler.stages.staged import Staged
 
 
 def stage_modules(staged: Staged) -> list[tuple[str, ...]]:

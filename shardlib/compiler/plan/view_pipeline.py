@@ -13,10 +13,10 @@ from shardlib.compiler.plan.pipeline_view import CrossingView, PipelineView, Sta
 from shardlib.compiler.plan.stage_modules import stage_modules
 from shardlib.compiler.program import flops
 from shardlib.compiler.program.steps import Compute, Program, Start, makes, reads
-from shardlib.compiler.stages.cut import Message, Staged
 from shardlib.compiler.stages.fragment_tags import fragments_of
 from shardlib.compiler.stages.fragments import PipelineShape
 from shardlib.compiler.stages.stage_times import StageTimes, own_program, stage_times, staged_timetable, step_seconds
+from shardlib.compiler.stages.staged import Message, Staged
 from shardlib.compiler.stages.timetable import Timetable
 from shardlib.ops.transfers import SEND
 from shardlib.sharding.mesh.machine import Machine

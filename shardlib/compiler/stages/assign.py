@@ -146,7 +146,8 @@ class _Assigner:
         return forward, late
 
     def _assign(self, u: Unit, stage: int | None) -> int | None:
-        self.units[u] = stage
+        inner = [self.stage[v] for v in u.reads if v.layout is None and v in self.stage]  # halves of a reshard
+        stage = self.units[u] = inner[0] if inner else stage
         own = None if stage is not None or self._reads_both(u) else self._parameters(u)
         for v in u.makes:
             if stage is not None:
@@ -257,3 +258,14 @@ class _Assigner:
         for v in values:
             counts[self.stage[v] if v in self.stage else self.boundary.homes[v]] += v.nbytes
         return min(counts, key=lambda stage: (-counts[stage], stage))
+
+
+def list_weight_units(parts: Sequence[Unit], parameters: Collection[Var]) -> Set[Unit]:
+    """Returns units that read parameters alone (gathers, casts): microbatches share them."""
+    values = set(parameters)
+    result = set()
+    for u in parts:
+        if u.reads and u.is_pure and u.tag.microbatch is not None and values.issuperset(u.reads):
+            values.update(u.makes)
+            result.add(u)
+    return result

@@ -9,73 +9,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
-from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
-from shardlib.compiler.stages.assign import Assignment, Boundary, Unit, assign, units
+from shardlib.compiler.stages.assign import Assignment, Boundary, Unit, assign, list_weight_units, units
 from shardlib.compiler.stages.automatic import choose_stages
-from shardlib.compiler.stages.explain_cut import Partition
 from shardlib.compiler.stages.fragment_tags import tag_step
 from shardlib.compiler.stages.fragments import Fragment, PipelineShape
-from shardlib.compiler.stages.schedules import SCHEDULES, order_fragments
-from shardlib.compiler.stages.timetable import Orders, make_timetable
+from shardlib.compiler.stages.pipeline_shape import choose_shape, count_live
+from shardlib.compiler.stages.schedules import order_fragments
+from shardlib.compiler.stages.staged import ONCE, Message, Staged
+from shardlib.compiler.stages.timetable import Orders
 from shardlib.core.errors import ShardingError
-from shardlib.core.fragment_tag import Microbatches
 from shardlib.core.source_lines import Line
 from shardlib.ops.transfers import RECEIVE, SEND
-
-ONCE = Microbatches(1, "gpipe")  # of a program without microbatches
-
-
-@dataclass(frozen=True)
-class Message:
-    """One value on its way from a stage to another; `number` is unique in the program.
-
-    `source` makes it, `target` reads it first: fragments, or None for what belongs to no microbatch.
-    """
-
-    number: int
-    var: Var
-    sender: int
-    receiver: int
-    source: Fragment | None
-    target: Fragment | None
-
-    @property
-    def bytes(self) -> int:
-        """Returns the bytes that each device sends."""
-        return self.var.nbytes
-
-    def __str__(self) -> str:
-        return f"{self.var.name}: {self.place(self.source, self.sender)} -> {self.place(self.target, self.receiver)}"
-
-    @staticmethod
-    def place(fragment: Fragment | None, stage: int) -> str:
-        return f"start or end of stage {stage}" if fragment is None else repr(fragment)
-
-
-@dataclass(frozen=True)
-class Staged:
-    """The programs of all stages. Each has all inputs of the whole, and its own outputs; others are None.
-
-    `homes` has the stage of each output; None: every stage has it.
-    """
-
-    shape: PipelineShape
-    orders: Orders
-    programs: tuple[Program, ...]
-    halves: tuple[Halves, ...] | None  # of each program, where its results have gradients
-    homes: tuple[int | None, ...]
-    messages: tuple[Message, ...]
-    partition: Partition | None = None  # why the cuts are where they are, if they are automatic
-    schedule: Any = ONCE.schedule
-
-    @cached_property
-    def by_number(self) -> Mapping[int, Message]:
-        return {m.number: m for m in self.messages}
 
 
 def cut(
@@ -106,19 +54,19 @@ def cut(
         )
     how = calls[0] if calls else ONCE
     named: Mapping[Unit, int] = {u: u.tag.stage for u in parts if u.tag.stage is not None}
-    shape = _shape(how, stages, {*named.values()})
+    shape = choose_shape(how, stages, {*named.values()})
     orders = order_fragments(how.schedule, shape)
     why = None
     is_trained = any(u.backward for u in parts)
     if not named and (is_trained or not any(v in inputs for v in parameters)):
-        live = _live(shape, orders)
+        live = count_live(shape, orders)
         trained = {program.inputs[i] for i in program.replaced}
         named, why = choose_stages(program, parts, shape.chain_length, parameters, trained, live, memory)
     boundary = Boundary(program.inputs, program.outputs, inputs, parameters, cotangents)
     assignment = assign(parts, named, boundary, shape)
     if why is not None and _moves(assignment, shape, inputs):
         assignment, why = assign(parts, {}, boundary, shape), None
-    weights = _units_of_weights(parts, parameters)
+    weights = list_weight_units(parts, parameters)
     staged = _Cut(program, parts, assignment, weights, shape, orders, outputs, cotangents).run()
     return replace(staged, partition=why, schedule=how.schedule)
 
@@ -127,50 +75,6 @@ def _moves(assignment: Assignment, shape: PipelineShape, homes: Mapping[Var, int
     """Returns whether parameters that live on a stage would have to move to the first one that reads them."""
     users = {v: {shape.stage_and_chunk(i)[0] for i in chain} for v, chain in assignment.users.items() if chain}
     return any(v in homes and homes[v] != min(stages) for v, stages in users.items())
-
-
-def _live(shape: PipelineShape, orders: Orders) -> list[int]:
-    """Returns how many microbatches each chunk of the chain holds at once."""
-    table = make_timetable(orders, shape.needs, lambda fragment: 1.0)
-    return [-(-table.live(shape.stage_and_chunk(i)[0]) // shape.chunks) for i in range(shape.chain_length)]
-
-
-def _shape(how: Microbatches, stages: int, named: set[int]) -> PipelineShape:
-    schedule = SCHEDULES.get(how.schedule) if isinstance(how.schedule, str) else None
-    chunks = max(1, -(-(max(named, default=0) + 1) // stages))
-    if schedule is not None and not (named and schedule.chunks is None):
-        chunks = max(chunks, schedule.chunks or schedule.default_chunks)
-    missing = sorted({*range(stages * chunks)} - named)
-    if named and missing:
-        raise ShardingError(
-            f"stages without work: {', '.join(map(str, missing))}",
-            [f"the mesh has {stages} stages, with {chunks} part{'s' * (chunks > 1)} of the model each"],
-            rule="every stage runs a part of the forward pass",
-            remedy=f"with sl.stage(i): for every i from 0 to {stages * chunks - 1}; or a mesh of fewer stages",
-        )
-    folded, split = (schedule.folded, schedule.split_weights) if schedule is not None else (False, _has_weights(how))
-    if schedule is not None and schedule.chunks == 1 and chunks > 1:
-        raise ShardingError(
-            f"the schedule {how.schedule!r} runs one part of the model per stage",
-            [f"the program names {stages * chunks} stages, the mesh has {stages}"],
-            remedy='schedule="interleaved_1f1b"',
-        )
-    return PipelineShape(stages, how.n, chunks, folded, split)
-
-
-def _units_of_weights(parts: Sequence[Unit], parameters: Collection[Var]) -> Set[Unit]:
-    """Returns units that read parameters alone (gathers, casts): microbatches share them."""
-    values = set(parameters)
-    result = set()
-    for u in parts:
-        if u.reads and u.is_pure and u.tag.microbatch is not None and values.issuperset(u.reads):
-            values.update(u.makes)
-            result.add(u)
-    return result
-
-
-def _has_weights(how: Microbatches) -> bool:
-    return not callable(how.schedule) and any(text.startswith("W") for row in how.schedule for text in row)
 
 
 class _Cut:

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from shardlib.compiler.passes.split_backward import Halves
 from shardlib.compiler.program.steps import Compute, Copy, Program, Step, Var, makes, reads
-from shardlib.compiler.stages.cut import Staged
+from shardlib.compiler.stages.staged import Staged
 from shardlib.core.errors import ShardingError
 from shardlib.ops.transfers import RECEIVE, SEND, TRANSFER
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardlib.compiler.program.steps import Compute, Program
-from shardlib.compiler.stages.cut import Staged
+from shardlib.compiler.stages.staged import Staged
 from shardlib.ops.transfers import RECEIVE, SEND
 
 SMALL = 64 << 10  # bytes of the largest value that shares a message

@@ -14,9 +14,9 @@ from shardlib.compiler.program.steps import Program, reads
 from shardlib.compiler.simulate.collectives import transfer
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.compiler.simulate.timeline import refuse_other_axes, timeline
-from shardlib.compiler.stages.cut import Staged
 from shardlib.compiler.stages.fragment_tags import fragment_order, fragments_of
 from shardlib.compiler.stages.fragments import Fragment
+from shardlib.compiler.stages.staged import Staged
 from shardlib.compiler.stages.timetable import Timetable, make_timetable
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.machine import Machine

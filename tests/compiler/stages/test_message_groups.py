@@ -9,8 +9,8 @@ import torch
 
 import shardlib as sl
 from shardlib.compiler.program.steps import Compute
-from shardlib.compiler.stages.cut import Staged
 from shardlib.compiler.stages.message_groups import SMALL, group_messages
+from shardlib.compiler.stages.staged import Staged
 from shardlib.ops.transfers import RECEIVE, SEND
 
 FEATURES = 4

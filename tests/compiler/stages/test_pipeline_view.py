@@ -18,10 +18,10 @@ from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.plan.stage_modules import _block, _ranges
 from shardlib.compiler.program.buffers import owners
 from shardlib.compiler.program.steps import Compute, Program, makes, reads
-from shardlib.compiler.stages.cut import Staged
 from shardlib.compiler.stages.fragment_tags import fragment_order, fragments_of
 from shardlib.compiler.stages.fragments import Fragment
 from shardlib.compiler.stages.stage_times import own_program
+from shardlib.compiler.stages.staged import Staged
 from shardlib.compiler.stages.timetable import Timetable, make_timetable
 
 
