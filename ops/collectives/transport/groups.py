@@ -217,7 +217,8 @@ def _session(mesh: Mesh) -> Session:
 
 def advance() -> bool:
     """Moves running collectives in shared memory on without waiting; returns whether some still run."""
-    return any([session.advance() for (world_group, _), session in _sessions.items() if world_group is dist.group.WORLD])
+    sessions = [session for (world_group, _), session in _sessions.items() if world_group is dist.group.WORLD]
+    return sum(session.advance() for session in sessions) > 0
 
 
 def _forget_worlds() -> None:
