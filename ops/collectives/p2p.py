@@ -25,6 +25,7 @@ from torch import Tensor
 from shardlib.core.errors import CollectiveError
 from shardlib.core.torch_internals.strided_only import as_bytes
 from shardlib.distributed import turns, world
+from shardlib.distributed.turn_errors import PATIENCE
 from shardlib.ops.collectives.transport import groups
 from shardlib.ops.collectives.transport.groups import GroupHandle
 
@@ -192,7 +193,7 @@ class _Flight:
             look, seconds = turns.Patience(), world.timeout().total_seconds()
             end = time.monotonic() + seconds
             # Members of collectives in shared memory wait for what this rank does for them.
-            while not self.landed.wait(_POLL_SECONDS if groups.advance() else turns.PATIENCE):
+            while not self.landed.wait(_POLL_SECONDS if groups.advance() else PATIENCE):
                 look()
                 if time.monotonic() > end:
                     raise _lost(self.peer, f"{self.fault} within {seconds:g} s")

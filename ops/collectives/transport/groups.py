@@ -217,8 +217,8 @@ def _session(mesh: Mesh) -> Session:
 
 def advance() -> bool:
     """Moves running collectives in shared memory on without waiting; returns whether some still run."""
-    running = [session.advance() for (group, _), session in _sessions.items() if group is dist.group.WORLD]
-    return any(running)
+    sessions = [session for (world_group, _), session in _sessions.items() if world_group is dist.group.WORLD]
+    return sum(session.advance() for session in sessions) > 0
 
 
 def _forget_worlds() -> None:

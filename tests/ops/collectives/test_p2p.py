@@ -72,7 +72,7 @@ def test_calls_with_the_same_numbers_keep_their_order():
 
 def around() -> float:
     """A ring of waits: 0 awaits 2, which awaits 3 in a sum, which awaits 1, which awaits 0 in a sum that has begun."""
-    rank, x = dist.get_rank(), torch.ones(1 << 20)
+    rank, x = dist.get_rank(), torch.ones(1 << 23)  # more than a rank's staging memory holds
     with sl.Mesh(stage=2, data=2, stages="stage") as mesh:
         axes = (Axis("data", 2),)
         groups.prepare(mesh, [axes])
