@@ -127,8 +127,7 @@ def compile_program(
         more = {"state": state, "differentiate": differentiate, "exact": exact, "apart": apart, "watch": watch}
         traced = tracer(fn, args, kwargs, static=static, device=device, **more)
     clock.stop("trace")
-    dump = StageDump.open(traced.name)
-    dump.write_traced("traced", traced.graph)
+    (dump := StageDump.open(traced.name)).write_traced("traced", traced.graph)
     inputs = fixed_inputs(traced, call, specs, mesh, placed)
     traced = _simplify(traced, mesh)
     clock.stop("normalize")
@@ -136,33 +135,23 @@ def compile_program(
     graph = graphs.build(traced.graph)
     traced = forget_moved(traced, graph)
     pins = _annotate(traced, graph, call, inputs, out_specs, placed, mesh)
-    mark_regathered(graph, options.regather, _regathered(traced, graph, call))
-    mark_group_rows(graph)
-    mark_orders(graph)
+    _mark(graph, options, _regathered(traced, graph, call))
     clock.stop("rules")
-    if options.schedule.state or _has_stages(mesh):  # offloaded state, and the stages of tensors, are this call's own
-        before = ()
+    before = () if options.schedule.state or _has_stages(mesh) else before  # these belong to this call's objects
     if (reused := _reusable(before, traced, graph, inputs, pins.outputs)) is not None:
         return replace(reused, traced=replace(traced, graph=reused.traced.graph), seconds=clock.seconds)
     lowered = _lower_in_order(graph, mesh, pins, options.planning, clock, dump)
     finished = _finish(traced, graph, lowered.program, call, donate, options, dump)
     clock.stop("passes")
-    names = tuple(zip(traced.input_names, graph.inputs, strict=True))
-    whole, seconds, outputs, search = lowered.propagate_whole, clock.seconds, pins.outputs, lowered.search
     return Compiled(
-        traced,
-        mesh,
-        graph,
-        whole,
-        finished.program,
-        names,
-        inputs,
-        finished.halves,
-        finished.recomputed,
-        seconds,
-        outputs,
-        search,
-        finished.staged,
+        *(traced, mesh, graph),
+        propagate_whole=lowered.propagate_whole,
+        inputs=tuple(zip(traced.input_names, graph.inputs, strict=True)),
+        fixed_inputs=inputs,
+        fixed_outputs=pins.outputs,
+        seconds=clock.seconds,
+        search=lowered.search,
+        **finished._asdict(),
     )
 
 
@@ -173,6 +162,13 @@ def _simplify(traced: TracedFunction, mesh: Mesh) -> TracedFunction:
         order_sums(traced.graph.graph)
         count_steps(traced.graph.graph)
     return traced
+
+
+def _mark(graph: Graph, options: MemoryOptions, regathered: set[Value]) -> None:
+    """Marks values that are gathered again, rows of groups, and sorts that devices do by themselves."""
+    mark_regathered(graph, options.regather, regathered)
+    mark_group_rows(graph)
+    mark_orders(graph)
 
 
 def _annotate(

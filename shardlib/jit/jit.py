@@ -137,8 +137,7 @@ class Jitted(Function):
     no part of the key (see above) are neither repeated nor refused. Code that prints or reads a clock runs while
     compiling only. Threads that change the same object, or go back to a parameter while another thread compiles a
     function that reads its `.grad`, must take turns by a lock of their own. A `TorchFunctionMode` around the call acts
-    then, too. Torch's own dispatch modes (counters), and modes with
-    `only_observes = True`, see the ops that run; other dispatch modes are refused.
+    then, too. Torch's own dispatch modes, and those with `only_observes = True`, see the ops; others are refused.
 
     **Gradients.** Results have a history if an input requires gradients, so `.backward()` goes through the call.
     Inside, gradients are taken by `sl.grad`, `sl.value_and_grad` or `.backward()`. Transforms of `torch.func` around
@@ -165,13 +164,10 @@ class Jitted(Function):
 
     **`planning`** limits the search for a plan: `"fast"` stops at the first decision for every op, `"best"` when
     nothing improves, a number after so many seconds. The default is the time of the trace, and at least 4 seconds.
-    Seconds are counted from the work of the search, so every machine and rank finds the same plan. A plan whose
-    search stopped early reports its gap to a lower bound.
+    Seconds are counted from the work of the search, so every rank finds the same plan, and it reports its gap.
 
-    **`verify_every`** compares, on ranks and before every so many calls, digests of the bits of inputs that the plan
-    says are replicated: parameters, buffers, optimizer state, plain arguments. If replicas drifted apart, all ranks
-    raise `ShardingError`, which names the first value, the ranks and their digests. Virtual devices share the memory
-    of replicas, so there is nothing to compare.
+    **`verify_every`** compares, on ranks and before every so many calls, digests of replicated inputs; `ShardingError`
+    names the first value and the ranks that differ.
     """
 
     def __init__(

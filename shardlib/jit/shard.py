@@ -39,8 +39,7 @@ def shard(
     `spec` has one entry per dim: logical names (mapped by the mesh's rules), `name@axis`, or factors in parentheses,
     with sizes like einops' lengths. `sizes` may hold these, too, and by name the sizes of a factor's shards. `mesh`
     replaces the current mesh; inside a traced function it must be the program's. (A number as `sizes` or `mesh` is the
-    length of a factor of that name.) A tensor that lives elsewhere is moved: the last `shard` counts. So is one of
-    another stage, to `mesh`, or to the current mesh if that is one of a stage, `with mesh.at(stage=1):`.
+    length of a factor of that name.) A tensor that lives elsewhere is moved, also to the stage of `mesh.at(stage=1)`.
 
     A placement copies this process's shards: writes to `x` do not show, and a rank does not keep the whole. With
     `donate` you promise not to use `x` again, and a whole tensor is not copied. On ranks every process has `x` whole;

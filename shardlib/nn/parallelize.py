@@ -44,7 +44,7 @@ from shardlib.nn.parameters import (
 )
 from shardlib.nn.place_parameters import Placer
 from shardlib.nn.spec_table import match_table, matches, numberless, refuse_table
-from shardlib.nn.stage_patterns import assign_modules, run_on_stages, stages_of_parameters
+from shardlib.nn.stage_patterns import run_on_stages
 from shardlib.nn.strategies import SEQUENCE, TENSOR, Strategy, StrategyAxes, axes_for, resolve_strategy
 from shardlib.nn.suggest import propose_specs
 from shardlib.sharding.mesh.mesh import Mesh, current_mesh
@@ -83,14 +83,11 @@ def parallelize(
     as in `jit`; inside a jitted function, that function's options hold. So is `verify_every`: it compares parameters,
     buffers and their optimizers' state before every so many calls of forward. A later call keeps what it leaves out.
 
-    `stages` maps patterns of module names to stages of the mesh, as in `{"layers.[0-3].*": 0, "layers.[4-7].*": 1}`; a
-    module without a pattern goes with its neighbor. Without it, `sl.stage` in the model's code says where it
-    runs, and without that, `sl.partition` decides when the first step is compiled. Parameters live on their stage.
+    `stages` maps patterns of module names to stages: `{"layers.[0-3].*": 0, "layers.[4-7].*": 1}`. Other modules go
+    with their neighbors. Without it, `sl.stage` in the model's code says where it runs, or else `sl.partition`.
 
     Parameters are new objects, so make the optimizer afterwards: one of old parameters is refused when it steps.
-    `module.forward.plan(*args)` shows the programs.
-
-    Raises `ShardingError` with all offenders, before anything is placed.
+    `module.forward.plan(*args)` shows the programs. Raises `ShardingError` before anything is placed.
 
     Example:
         >>> import torch
@@ -102,24 +99,19 @@ def parallelize(
     """
     mesh = _check_arguments(module, specs, mesh or current_mesh())
     strategy_axes = resolve_strategy(strategy).on(mesh)
-    retie(module)
-    tensors = list_named(module)
-    _refuse_parameters(module, tensors, mesh)
+    tensors = _list_placeable(module, mesh)
     placer = Placer(module, tensors, mesh, strategy_axes, keeps_earlier=strategy is None)
-    replaced = vars(module).get("forward")  # the user's own, or an earlier call's
-    earlier = replaced if isinstance(replaced, Forward) else None
+    replaced = vars(module).get("forward")
+    earlier = replaced if isinstance(replaced, Forward) else None  # else it is the user's own
     table = _default_specs(module, tensors, mesh, strategy_axes) if specs is None else _read_specs(specs, placer)
     policy = policy_of(precision, module, tensors) or (earlier.policy if earlier else None)
     options = (earlier.options if earlier else MemoryOptions()).but(remat, memory, schedule, planning)
     every = check_every(verify_every) or (earlier.verify_every if earlier else None)
-    on_stages = {} if stages is None else assign_modules(module, stages, mesh)
-    placer.stages = stages_of_parameters(tensors, on_stages, mesh)
+    placer.stages = run_on_stages(module, tensors, stages, mesh)
     placer.place(table, {} if policy is None else {name: each.parameter for name, each in policy.by_name.items()})
     own = replaced if earlier is None else earlier.own
-    rows, columns = ({a: mesh.axes[a] for a in axes} for axes in (strategy_axes.batch, _sequence_axes(mesh)))
-    if stages is not None:
-        run_on_stages(module, on_stages)
-    module.forward = Forward(module, own, mesh, Batch(rows, columns), policy, options, every)
+    batch = Batch(*({a: mesh.axes[a] for a in axes} for axes in (strategy_axes.batch, _sequence_axes(mesh))))
+    module.forward = Forward(module, own, mesh, batch, policy, options, every)
     return module
 
 
@@ -144,8 +136,10 @@ def _check_arguments(module: nn.Module, specs: Any, mesh: Mesh | None) -> Mesh:
     return mesh
 
 
-def _refuse_parameters(module: nn.Module, tensors: Sequence[NamedTensor], mesh: Mesh) -> None:
-    """Refuses parameters without shape, of own classes, DTensors, and parameters on another mesh."""
+def _list_placeable(module: nn.Module, mesh: Mesh) -> list[NamedTensor]:
+    """Returns the parameters; refuses those without shape, of own classes, DTensors, and on another mesh."""
+    retie(module)
+    tensors = list_named(module)
     caller = f"parallelize({type(module).__name__})"
     refuse_lazy(caller, tensors)
     refuse_dtensors(caller, ((x.name, x.tensor) for x in list_named(module, buffers=True)))
@@ -162,6 +156,7 @@ def _refuse_parameters(module: nn.Module, tensors: Sequence[NamedTensor], mesh: 
             rule="the parameters of a module live on one mesh",
             remedy="give that mesh, or a module that is not placed yet",
         )
+    return tensors
 
 
 def _default_specs(

@@ -69,8 +69,16 @@ def stages_of_parameters(tensors: Sequence[NamedTensor], modules: Mapping[str, i
     return {name: at for name, at in held.items() if at is not None and at < mesh.stages}
 
 
-def run_on_stages(module: nn.Module, modules: Mapping[str, int]) -> None:
-    """Makes each of these modules run on its stage; replaces an earlier assignment."""
+def run_on_stages(
+    module: nn.Module, tensors: Sequence[NamedTensor], table: Mapping[str, int] | None, mesh: Mesh
+) -> dict[str, int]:
+    """Makes modules run on the stages of a table, in place of an earlier one; returns the stages of parameters.
+
+    Raises `ShardingError` as `assign_modules` does. Without a table (None), nothing changes.
+    """
+    if table is None:
+        return {}
+    modules = assign_modules(module, table, mesh)
     for handle in module.__dict__.pop(_HOOKS, ()):
         handle.remove()
     handles = []
@@ -79,6 +87,7 @@ def run_on_stages(module: nn.Module, modules: Mapping[str, int]) -> None:
         handles.append(inner.register_forward_pre_hook(hook.enter))
         handles.append(inner.register_forward_hook(hook.leave, always_call=True))
     module.__dict__[_HOOKS] = handles
+    return stages_of_parameters(tensors, modules, mesh)
 
 
 class _OnStage:

@@ -23,6 +23,7 @@ from shardlib.compiler.codegen.below_autograd import run_below
 from shardlib.compiler.codegen.codegen import Generator, Source
 from shardlib.compiler.codegen.comm_debug import counted
 from shardlib.compiler.codegen.profiler_ranges import Runner, label, ranged, watched
+from shardlib.compiler.program.call_numbers import list_numbers
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Program, Start, Step, Var
 from shardlib.compiler.stages.message_groups import group_messages
 from shardlib.core.aten.op_traits import has_trait
@@ -186,6 +187,23 @@ def _in_range(g: Generator, start: Callable[..., Any], name: str) -> Callable[..
     return ranged(start, name) if g.ranges else start
 
 
+def _compile(
+    program: Program, stage: Program | None, mesh: Mesh, plan: Plan
+) -> tuple[Runner, AbstractContextManager[None]]:
+    """Returns what this rank runs, and the mailbox around each of its calls."""
+    if mesh.is_elsewhere:
+        absent = absent_results(program, mesh)
+        return lambda *_: absent, nullcontext()
+    own: Program = program
+    mailbox: AbstractContextManager[None] = nullcontext()
+    if stage is not None:
+        assert plan.compiled.staged is not None, "the program of a stage is one of several"
+        own, mailbox = _addressed(stage, mesh, group_messages(plan.compiled.staged, stage))
+        own = _with_all_draws(own, program)
+    function = watched(source(own, mesh).compile(), lambda: source(own, mesh, ranges=True).compile())
+    return (function if stage is None else _with_absent(function, stage, program, mesh)), mailbox
+
+
 def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = None, late: bool = False) -> Runner:
     """Returns the program as a function of this rank's local inputs; the ranks compare their programs first.
 
@@ -199,7 +217,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
     turn = Turn("\n".join([plan.name, *collectives]), digest)
     function: Runner | None = None
     mailbox: AbstractContextManager[None] = nullcontext()
-    numbers = program.numbers
+    numbers = list_numbers(program)
     gloo: list[groups.GroupHandle] = []
     world: object = None
 
@@ -214,19 +232,7 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
         groups.prepare(mesh, axes)
         handles = [groups.group_for(mesh, a) for a in axes]
         gloo = [group for group in handles if group.may_use_gloo]
-        if mesh.is_elsewhere:
-            absent = absent_results(program, mesh)
-            function, world = lambda *_: absent, dist.group.WORLD
-            return
-        own = program
-        if stage is not None:
-            assert plan.compiled.staged is not None, "the program of a stage is one of several"
-            own, mailbox = _addressed(stage, mesh, group_messages(plan.compiled.staged, stage))
-            own = _with_all_draws(own, program)
-        generated = source(own, mesh)
-        function = watched(generated.compile(), lambda: source(own, mesh, ranges=True).compile())
-        if stage is not None:
-            function = _with_absent(function, stage, program, mesh)
+        function, mailbox = _compile(program, stage, mesh, plan)
         world = dist.group.WORLD
 
     def run(

@@ -19,7 +19,6 @@ from shardlib.compiler.program.nested_args import leaves, list_leaves, rebuild
 from shardlib.compiler.program.sym_int import Sym
 from shardlib.core.aten.op_traits import is_view
 from shardlib.core.cached import lazy_property
-from shardlib.core.call_scalar import Scalar
 from shardlib.core.source_lines import Line, Module
 from shardlib.core.torch_internals.torch_private import OpOverload, schema_of
 from shardlib.sharding.layout import Layout
@@ -247,12 +246,6 @@ class Program:
     def copied(self) -> tuple[Collective, ...]:
         """All copies between the memories of the device and its host, in the order in which they start."""
         return tuple(c for s in self.steps if isinstance(s, Start) for c in s.moves if c.kind in TIERS)
-
-    @lazy_property
-    def numbers(self) -> tuple[int, ...]:
-        """The leaves of the call that are numbers, and that its steps and results read."""
-        read = [x for s in self.steps if isinstance(s, Compute) for x in leaves((s.args, s.kwargs), Scalar)]
-        return tuple(sorted({leaf for x in (*read, *leaves(self.outputs, Scalar)) for leaf in x.leaves()}))
 
     @lazy_property
     def entry_values(self) -> frozenset[Var]:

@@ -51,11 +51,11 @@ def choose_stages(
         microbatches=count, live=live,
     )  # fmt: skip
     keys = _Keys(set(parameters))
-    by_key = dict(zip(keys.of(first), result.stages, strict=True))
+    by_key = dict(zip(keys.number(first), result.stages, strict=True))
     chosen = dict(zip(first, result.stages, strict=True))
     for m in {u.tag.microbatch for u in forward} - {None, microbatch}:
         others = [u for u in forward if u.tag.microbatch in (None, m)]
-        chosen = {u: by_key[key] for u, key in zip(others, keys.of(others), strict=True) if key in by_key} | chosen
+        chosen = {u: by_key[key] for u, key in zip(others, keys.number(others), strict=True) if key in by_key} | chosen
     copied = _of_parameters_alone(program, forward, set(parameters))
     return {u: stage for u, stage in chosen.items() if u not in copied}, result
 
@@ -113,7 +113,7 @@ class _Keys:
         self.numbers: dict[Any, int] = {}
         self.values: dict[Var, Any] = {v: v for v in parameters}
 
-    def of(self, units: Sequence[Unit]) -> list[int]:
+    def number(self, units: Sequence[Unit]) -> list[int]:
         counts = Counter[Any]()
         result = []
         for u in units:

@@ -100,7 +100,7 @@ def _with_common_inputs(programs: Sequence[Program], own: Sequence[int]) -> list
 
 def _with_own_names(programs: Sequence[Program], own: Sequence[int]) -> list[Program]:
     """Renames values so that no two stages have one variable, or use one name."""
-    values = [dict.fromkeys((*p.inputs[:n], *_made(p))) for p, n in zip(programs, own, strict=True)]
+    values = [dict.fromkeys((*p.inputs[:n], *_list_results(p))) for p, n in zip(programs, own, strict=True)]
     counts = Counter(v.name for some in values for v in some)
     counts.update(v.name for v in _shared(programs[0], own[0]))
     return [
@@ -134,5 +134,5 @@ def _calls(step: Step, target: Any) -> TypeGuard[Compute]:
     return isinstance(step, Compute) and step.target is target
 
 
-def _made(program: Program) -> Iterator[Var]:
+def _list_results(program: Program) -> Iterator[Var]:
     return (v for step in program.steps for v in makes(step))

@@ -17,6 +17,7 @@ import torch
 
 from shardlib.compiler.codegen.profiler_ranges import Runner
 from shardlib.compiler.plan.plan import Plan
+from shardlib.compiler.program.call_numbers import list_numbers
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.core.context import compiling
 from shardlib.core.torch_internals.numpy_bridge import array_bounds, find_arrays
@@ -107,7 +108,7 @@ def entry(plan: Plan, program: Program, mesh: Mesh, runner: Runner, kept: Sequen
 
 def _origins(plan: Plan, inputs: Sequence[Input]) -> Callable[[list[Any]], int]:
     halves = plan.compiled.halves
-    numbers = (plan.compiled.program if halves is None else halves.forward).numbers  # those of all stages
+    numbers = list_numbers(plan.compiled.program if halves is None else halves.forward)  # of all stages
     name_digest = hash_texts(plan.name, *plan.compiled.traced.result_names)
     return origins(name_digest, [x.leaf for x in inputs], numbers)
 
