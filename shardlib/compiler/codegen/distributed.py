@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -64,12 +64,10 @@ def source(program: Program, mesh: Mesh, *, ranges: bool = False) -> Source:
     return Generator(program, [coords], ranges=ranges).generate(_communicate)
 
 
-def _addressed(program: Program, mesh: Mesh, groups: Mapping[int, int]) -> tuple[Program, Mailbox]:
-    """Returns the program of a stage with this rank's peers and mailbox in its messages.
-
-    `groups` has the number of the last value of each message.
-    """
-    coords = mesh.coords(mesh.rank)
+def _addressed(program: Program, mesh: Mesh, plan: Plan) -> tuple[Program, Mailbox]:
+    """Returns the program of a stage with this rank's peers and mailbox in its messages."""
+    assert plan.compiled.staged is not None, "the program of a stage is one of several"
+    coords, last = mesh.coords(mesh.rank), group_messages(plan.compiled.staged, program)
 
     def peer(stage: int) -> int:
         return mesh.rank_of({**coords, str(mesh.stage_axis): stage})
@@ -79,13 +77,13 @@ def _addressed(program: Program, mesh: Mesh, groups: Mapping[int, int]) -> tuple
         if isinstance(step, Compute) and step.target is RECEIVE:
             (out,), (stage, number) = step.out_vars, step.args
             assert out.layout is not None, f"{out} travels, and has no layout"
-            values[peer(stage), groups[number]].append((out.layout.local_shape(coords), out.dtype))
+            values[peer(stage), last[number]].append((out.layout.local_shape(coords), out.dtype))
     mailbox = Mailbox([Incoming(*key, tuple(forms)) for key, forms in values.items()], mesh.device)
     steps: list[Step] = []
     for step in program.steps:
         if isinstance(step, Compute) and step.target is SEND:
             x, stage, number = step.args
-            message = {"peer": peer(stage), "number": number, "last": groups[number] == number}
+            message = {"peer": peer(stage), "number": number, "last": last[number] == number}
             step = replace(step, target=partial(mailbox.send, **message), args=(x,))
         elif isinstance(step, Compute) and step.target is RECEIVE:
             step = replace(step, target=mailbox.receive, args=())
@@ -110,7 +108,7 @@ def _with_absent(function: Callable[..., Any], own: Program, whole: Program, mes
     def run(*args: Any) -> tuple[Any, ...]:
         return tuple(absent.get(i, x) for i, x in enumerate(function(*args)))
 
-    return run
+    return run if absent else function
 
 
 def _communicate(g: Generator, start: Start) -> None:
@@ -194,20 +192,15 @@ def load(program: Program, mesh: Mesh, plan: Plan, *, stage: Program | None = No
         )
         axes = list(dict.fromkeys(c.axes for c in program.collectives))
         groups.prepare(mesh, axes)
-        handles = [groups.group_for(mesh, a) for a in axes]
-        gloo = [group for group in handles if group.may_use_gloo]
+        gloo = [group for a in axes if (group := groups.group_for(mesh, a)).may_use_gloo]
         if mesh.is_elsewhere:
             absent = tuple(_absent(x, mesh) for x in program.outputs)
             function, world = lambda *_: absent, dist.group.WORLD
             return
-        own = program
-        if stage is not None:
-            assert plan.compiled.staged is not None, "the program of a stage is one of several"
-            own, mailbox = _addressed(stage, mesh, group_messages(plan.compiled.staged, stage))
+        own, mailbox = (program, nullcontext()) if stage is None else _addressed(stage, mesh, plan)
         generated = source(own, mesh)
         function = watched(generated.compile(), lambda: source(own, mesh, ranges=True).compile())
-        if stage is not None:
-            function = _with_absent(function, stage, program, mesh)
+        function = _with_absent(function, stage or program, program, mesh)
         numbers, world = generated.numbers, dist.group.WORLD
 
     def run(
