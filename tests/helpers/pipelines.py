@@ -145,21 +145,32 @@ def two_tower(layers: int, stages: int | None = None) -> Example:
     return Example(TwoTower(half), loss, lambda rows: (torch.randn(rows, 8), torch.randn(rows, 8)), names, BLOCK)
 
 
+class DecoderBlock(nn.Module):
+    """Attends to the encoder's value in front of a block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attend, self.block = nn.Linear(width, width), Block(width)
+
+    def forward(self, target: Tensor, source: Tensor) -> Tensor:
+        scores = self.attend(target) @ source.transpose(1, 2)
+        out: Tensor = self.block(target + scores.softmax(-1) @ source)
+        return out
+
+
 class EncoderDecoder(nn.Module):
     """Each block of the decoder reads the encoder's last value."""
 
     def __init__(self, layers: int, width: int = 8) -> None:
         super().__init__()
         self.encoder = nn.ModuleList(Block(width) for _ in range(layers))
-        self.decoder = nn.ModuleList(Block(width) for _ in range(layers))
-        self.attend = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.decoder = nn.ModuleList(DecoderBlock(width) for _ in range(layers))
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         for layer in self.encoder:
             source = layer(source)
-        for layer, attend in zip(self.decoder, self.attend, strict=True):
-            scores = attend(target) @ source.transpose(1, 2)
-            target = layer(target + scores.softmax(-1) @ source)
+        for layer in self.decoder:
+            target = layer(target, source)
         return target
 
 

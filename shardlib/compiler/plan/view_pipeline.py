@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from shardlib.compiler.graph.ir import Value
+from shardlib.compiler.passes.split_backward import gives, needs
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.names import Naming
 from shardlib.compiler.plan.pipeline_view import CrossingView, PipelineView, StageView, TiedView
 from shardlib.compiler.plan.stage_modules import stage_modules
 from shardlib.compiler.program import flops
-from shardlib.compiler.program.steps import Compute, Program, Start, makes, reads
+from shardlib.compiler.program.steps import Compute, Program, Start, Var, makes, reads
 from shardlib.compiler.stages.fragment_tags import fragments_of
 from shardlib.compiler.stages.fragments import PipelineShape
 from shardlib.compiler.stages.stage_times import StageTimes, own_program, stage_times, staged_timetable, step_seconds
@@ -56,6 +57,19 @@ def _parameters(compiled: Compiled) -> set[Value]:
     return {value for value, path in zip(inputs, paths, strict=True) if path is None or value in trained}
 
 
+def _read_in_forward(program: Program, shape: PipelineShape) -> set[Var]:
+    """Returns the inputs that forward fragments read: directly, or by way of steps of no fragment (views, casts)."""
+    sources: dict[Var, set[Var]] = {v: {v} for v in program.inputs}
+    read = set[Var]()
+    for step, f in zip(program.steps, fragments_of(program.steps, shape), strict=True):
+        inputs = set[Var]().union(*(sources.get(v, ()) for v in needs(step)))
+        if f is None:
+            sources.update(dict.fromkeys(gives(step), inputs))
+        elif f.kind == "F":
+            read |= inputs
+    return read
+
+
 def _stage(
     stage: int,
     shape: PipelineShape,
@@ -65,8 +79,7 @@ def _stage(
     table: Timetable,
     parameters: set[Value],
 ) -> StageView:
-    pairs = zip(program.steps, fragments_of(program.steps, shape), strict=True)
-    read = {v for step, f in pairs if f is not None and f.kind == "F" for v in reads(step)}
+    read = _read_in_forward(program, shape)
     own = [v for v in program.inputs if v in read and v.value in parameters]
     has_backward = any(f.kind != "F" for f in table.orders[stage])
     return StageView(

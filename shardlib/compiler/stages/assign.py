@@ -261,11 +261,11 @@ class _Assigner:
 
 
 def list_weight_units(parts: Sequence[Unit], parameters: Collection[Var]) -> Set[Unit]:
-    """Returns units that read parameters alone (gathers, casts): microbatches share them."""
+    """Returns units that read parameters alone (gathers, casts): microbatches and stages share them."""
     values = set(parameters)
     result = set()
     for u in parts:
-        if u.reads and u.is_pure and u.tag.microbatch is not None and values.issuperset(u.reads):
+        if u.reads and u.is_pure and values.issuperset(u.reads):
             values.update(u.makes)
             result.add(u)
     return result

@@ -8,7 +8,7 @@ stage reads is sent once, by the unit that makes it, in the layout that it is ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,8 @@ def cut(
             rule="one call cuts the batch of a pipeline, so that one schedule orders its fragments",
         )
     how = calls[0] if calls else ONCE
-    named: Mapping[Unit, int] = {u: u.tag.stage for u in parts if u.tag.stage is not None}
+    shared = list_weight_units(parts, parameters)
+    named: Mapping[Unit, int] = {u: u.tag.stage for u in parts if u.tag.stage is not None and u not in shared}
     shape = choose_shape(how, stages, {*named.values()})
     orders = order_fragments(how.schedule, shape)
     why = None
@@ -66,8 +67,7 @@ def cut(
     assignment = assign(parts, named, boundary, shape)
     if why is not None and _moves(assignment, shape, inputs):
         assignment, why = assign(parts, {}, boundary, shape), None
-    weights = list_weight_units(parts, parameters)
-    staged = _Cut(program, parts, assignment, weights, shape, orders, outputs, cotangents).run()
+    staged = _Cut(program, parts, assignment, shape, orders, outputs, cotangents).run()
     return replace(staged, partition=why, schedule=how.schedule)
 
 
@@ -83,7 +83,6 @@ class _Cut:
         program: Program,
         parts: Sequence[Unit],
         assignment: Assignment,
-        weights: Set[Unit],
         shape: PipelineShape,
         orders: Orders,
         outputs: Mapping[int, Var | int | None],
@@ -94,7 +93,6 @@ class _Cut:
             if not self.late_values.isdisjoint(u.reads):
                 self.late_values.update(u.makes)
         self.is_split = bool(cotangents)
-        self.weights = weights
         self.named, self.gradients, self.users = assignment.named, assignment.gradients, assignment.users
         self.program, self.parts, self.shape, self.orders = program, parts, shape, orders
         self.chain, self.home = assignment.units, assignment.values
@@ -117,7 +115,7 @@ class _Cut:
         self.late = self._weight_gradients() if self.shape.split_weights else frozenset()
         faults: list[str] = []
         for u in self.parts:
-            if (chain := self.chain[u]) is not None and u not in self.weights:
+            if (chain := self.chain[u]) is not None:
                 faults += self._place(u, chain)
         if faults:
             raise ShardingError(
@@ -127,10 +125,8 @@ class _Cut:
                 remedy='schedule="gpipe" runs all forward fragments first; or take the gradients inside the function',
             )
         for u in reversed(self.parts):
-            if (chain := self.chain[u]) is None:
+            if self.chain[u] is None:
                 self._place_copies(u)
-            elif u in self.weights:
-                self._place_weight(u, self._device(chain)[0])
         return self._write()
 
     # Places ---------------------------------------------------------------------------------------------------------
@@ -174,8 +170,6 @@ class _Cut:
     def _seen(self, u: Unit, v: Var, stage: int, chunk: int) -> int:
         """Returns the index, on the stage of `u`, of the fragment in which a value is there."""
         maker = self.makers[v]
-        if maker in self.weights:
-            return -1
         home, _ = self._device(self.home[v])
         index = self.index[maker, home]
         if home == stage or index < 0:
@@ -185,11 +179,6 @@ class _Cut:
             return len(self.orders[stage]) - 1
         f = self.orders[home][index]
         return self.at[stage][f._replace(stage=stage, chunk=chunk)]
-
-    def _place_weight(self, u: Unit, stage: int) -> None:
-        """Places a unit of weights in front of its first reader; at the start, if another stage reads its value."""
-        readers = [r for v in u.makes for r in self.readers[v]]
-        self.index[u, stage] = min((self.index.get((r, stage), -1) for r in readers), default=-1)
 
     def _place_copies(self, u: Unit) -> None:
         """Places a unit that all stages have in front of its first reader on each stage that needs it."""

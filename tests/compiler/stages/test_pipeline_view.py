@@ -78,7 +78,8 @@ def planned(
         return loss
 
     with sl.Mesh.abstract(stage=stages, data=data, stages="stage", machine="h100"):
-        sl.parallelize(model, strategy="ddp")
+        homes = {f"layers.{i}": i * stages // layers for i in range(layers)} if tied else None
+        sl.parallelize(model, strategy="ddp", stages=homes)
         plan = sl.jit(step).plan(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
     assert isinstance(plan, Plan)
     return plan
