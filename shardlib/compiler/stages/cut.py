@@ -147,7 +147,7 @@ class _Cut:
                 return None
             microbatch = 0
         stage, chunk = self._device(chain)
-        kind = "W" if u in self.late else "B" if u.backward else "F"
+        kind = "W" if u in self.late else "B" if u.backward or not self.gradients.isdisjoint(u.reads) else "F"
         return Fragment(kind, microbatch, stage, chunk)  # type: ignore[arg-type]
 
     def _place(self, u: Unit, chain: int) -> list[str]:
@@ -265,6 +265,8 @@ class _Cut:
             for m in ms
             if m.receiver == stage
         }
+        copies = (v for u in order if self.chain[u] is None for v in u.makes)  # each stage has its own
+        local |= {v: replace(v, name=f"{v.name}.s{stage}") for v in copies}
         incoming = _in_order([m for ms in sends.values() for m in ms if m.receiver == stage], order)
         steps: list[Step] = [
             self._send(m) for v in self.program.inputs for m in sends.get((stage, v), ()) if v in self.home

@@ -63,10 +63,15 @@ def _add(graph: fx.Graph, root: fx.Node, a: fx.Node, b: fx.Node, line: Line) -> 
 
 
 def _leaves(node: fx.Node) -> list[fx.Node]:
+    """Returns the addends of a tree of additions, from left to right."""
     leaves: list[fx.Node] = []
-    for x in node.args[:2]:
-        assert isinstance(x, fx.Node)
-        leaves += _leaves(x) if _adds(x) and _adds_up(node, x) else [x]
+    waiting = [x for x in reversed(node.args[:2]) if isinstance(x, fx.Node)]
+    while waiting:
+        x = waiting.pop()
+        if _adds(x) and len(x.users) == 1:
+            waiting += [y for y in reversed(x.args[:2]) if isinstance(y, fx.Node)]
+        else:
+            leaves.append(x)
     return leaves
 
 
