@@ -151,7 +151,7 @@ def compile_program(
         fixed_outputs=pins.outputs,
         seconds=clock.seconds,
         search=lowered.search,
-        **finished._asdict(),
+        **vars(finished),
     )
 
 
@@ -263,7 +263,8 @@ def _cut(traced: TracedFunction, graph: Graph, program: Program, call: FlatCall,
     return cut(program, program.mesh.stages, inputs, outputs, results, parameters, memory)
 
 
-class _Finished(NamedTuple):
+@dataclass(frozen=True)
+class _Finished:
     program: Program
     halves: Halves | None = None
     recomputed: Recomputed | None = None

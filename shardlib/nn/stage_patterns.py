@@ -44,7 +44,7 @@ def assign_modules(module: nn.Module, table: Mapping[str, int], mesh: Mesh) -> d
             rule="every pattern names modules, and each module is on one stage",
             remedy='stages={"layers.[0-3].*": 0, "layers.[4-7].*": 1} on Mesh(stage=2, ..., stages="stage")',
         )
-    owners = {name for name, m in module.named_modules() if name and m._parameters}
+    owners = {name for name, m in module.named_modules() if name and [*m.parameters(recurse=False)]}
     return _with_neighbors([name for name in names if name in owners or name in assigned], assigned)
 
 

@@ -120,7 +120,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Loss]:
 
 
 @pytest.mark.ranks
-@pytest.mark.long
+@pytest.mark.slow  # on a loaded machine a run may end before the moment of its kill
 @pytest.mark.together
 @pytest.mark.parametrize(
     ("victim", "moment", "options"),

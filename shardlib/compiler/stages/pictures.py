@@ -64,7 +64,7 @@ def draw_figure(table: Timetable) -> Any:
 def write_perfetto(table: Timetable, path: str | os.PathLike[str]) -> None:
     """Writes a trace that Perfetto opens, with a track per stage."""
     spans = (
-        Span(f"stage {f.stage}", str(f), start - table.first, end - start, {**f._asdict()})
+        Span(f"stage {f.stage}", str(f), start - table.first, end - start, dict(zip(f._fields, f, strict=True)))
         for f, (start, end) in table.spans.items()
     )
     name = f"pipeline of {len(table.orders)} stages"
