@@ -138,7 +138,7 @@ def unpack(message: Tensor, like: Incoming) -> Iterator[Tensor]:
 
 
 def broadcast(x: Tensor, source: int, group: GroupHandle) -> None:
-    """Fills `x` on all members with that of the rank `source`."""
+    """Copies the tensor `x` of the rank `source` into `x` of every member."""
     try:
         dist.broadcast(x, source, group=group.pg)
     except RuntimeError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class FragmentTag(NamedTuple):
     stage: int | None = None
     microbatch: int | None = None
     microbatches: Microbatches | None = None
-    kind: str | None = None
+    kind: Literal["F", "B", "W"] | None = None
 
     def inside(self, outer: FragmentTag) -> FragmentTag:
         """Returns the tag of code with this tag that runs inside code with another one."""

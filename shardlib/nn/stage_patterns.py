@@ -21,7 +21,7 @@ def assign_modules(module: nn.Module, table: Mapping[str, int], mesh: Mesh) -> d
     """Returns the stage of every module that a pattern names, or that holds parameters and no pattern names.
 
     A pattern is a module's name with `*`, `?` and `[...]` as in `fnmatch`; `layers.3.*` names `layers.3`, too. A module
-    without a pattern is on the stage of the one in front of it, the first ones on that of the one behind them. Raises
+    without a pattern takes the stage of the module before it; modules before the first named one take its stage. Raises
     `ShardingError` with all patterns that name no module, modules with two stages, and stages that do not exist.
     """
     faults = [] if mesh.stage_axis is not None else [f"{mesh} has no axis of stages"]

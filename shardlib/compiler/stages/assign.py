@@ -69,7 +69,7 @@ class Assignment(NamedTuple):
     named: Mapping[Unit, int]
     units: Mapping[Unit, int | None]
     values: Mapping[Var, int]
-    gradients: Set[Var]  # values of the backward pass, and what follows from them
+    gradients: Set[Var]  # values of the backward pass, and those that depend on them
     users: Mapping[Var, Set[int]]
 
 

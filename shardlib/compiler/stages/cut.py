@@ -16,7 +16,7 @@ from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
 from shardlib.compiler.stages.assign import Assignment, Boundary, Unit, assign, list_weight_units, units
 from shardlib.compiler.stages.automatic import choose_stages
 from shardlib.compiler.stages.fragment_tags import tag_step
-from shardlib.compiler.stages.fragments import Fragment, PipelineShape
+from shardlib.compiler.stages.fragments import Fragment, Kind, PipelineShape
 from shardlib.compiler.stages.pipeline_shape import choose_shape, count_live
 from shardlib.compiler.stages.schedules import order_fragments
 from shardlib.compiler.stages.staged import ONCE, Message, Staged
@@ -147,8 +147,8 @@ class _Cut:
                 return None
             microbatch = 0
         stage, chunk = self._device(chain)
-        kind = "W" if u in self.late else "B" if u.backward or not self.gradients.isdisjoint(u.reads) else "F"
-        return Fragment(kind, microbatch, stage, chunk)  # type: ignore[arg-type]
+        kind: Kind = "W" if u in self.late else "B" if u.backward or not self.gradients.isdisjoint(u.reads) else "F"
+        return Fragment(kind, microbatch, stage, chunk)
 
     def _place(self, u: Unit, chain: int) -> list[str]:
         """Places a unit of one stage; returns the fragments that its own one would run before."""

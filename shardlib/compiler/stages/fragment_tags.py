@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardlib.compiler.program.steps import Compute, Start, Step, Wait
-from shardlib.compiler.stages.fragments import Fragment, PipelineShape
+from shardlib.compiler.stages.fragments import Fragment, Kind, PipelineShape
 from shardlib.core.fragment_tag import NO_TAG
 from shardlib.core.source_lines import Line
 
@@ -31,7 +31,7 @@ def _tagged(line: Line | None, f: Fragment, shape: PipelineShape) -> Line | None
 def fragments_of(steps: Sequence[Step], shape: PipelineShape) -> list[Fragment | None]:
     """Returns the fragment of each step of a stage's program, after any passes.
 
-    A call that names none belongs to the fragment of the call before it, and a wait to that of the call behind it.
+    An untagged call belongs to the same fragment as the call before it, a wait to the same one as the next call.
     None: a step runs in front of all fragments, or behind them. A call of the forward pass that the backward pass
     repeats belongs to the backward fragment.
     """
@@ -61,5 +61,5 @@ def _fragment(step: Step, shape: PipelineShape) -> Fragment | None:
     tag = NO_TAG if at is None or at.line is None else at.line.tag
     if at is None or tag.kind is None or tag.stage is None or tag.microbatch is None:
         return None
-    kind = "B" if tag.kind == "F" and at.backward else tag.kind
-    return Fragment(kind, tag.microbatch, *shape.stage_and_chunk(tag.stage))  # type: ignore[arg-type]
+    kind: Kind = "B" if tag.kind == "F" and at.backward else tag.kind
+    return Fragment(kind, tag.microbatch, *shape.stage_and_chunk(tag.stage))

@@ -1,12 +1,12 @@
 """Merges the programs of all stages into one that runs them in turn: on virtual devices, and in plans.
 
 The merge is the model check of what will run, after all passes: each stage runs until it waits for a message that is
-not sent yet. If all stages wait, they would wait for ever.
+not sent yet, or comes behind another one of the same sender. If all stages wait, they would wait for ever.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -43,7 +43,7 @@ def _merge(staged: Staged, programs: Sequence[Program], homes: Sequence[int | No
     copies, programs = _with_own_state(programs)
     steps: list[Step] = [*copies]
     received = {s.args[1]: s.out_vars for p in programs for s in p.steps if _calls(s, RECEIVE)}
-    sent: set[int] = set()
+    sent = defaultdict[tuple[int, int], deque[int]](deque)  # by sender and receiver: what is not received yet
     at = [0] * len(programs)
     progress = True
     while progress:
@@ -52,11 +52,13 @@ def _merge(staged: Staged, programs: Sequence[Program], homes: Sequence[int | No
             while at[stage] < len(program.steps):
                 step = program.steps[at[stage]]
                 if _calls(step, RECEIVE):
-                    if step.args[1] not in sent:
+                    sender, number = step.args
+                    if next(iter(sent[sender, stage]), None) != number:
                         break
+                    sent[sender, stage].popleft()
                 elif _calls(step, SEND):
                     x, receiver, number = step.args
-                    sent.add(number)
+                    sent[stage, receiver].append(number)
                     steps.append(replace(step, target=TRANSFER, args=(x, stage, receiver), outs=received[number]))
                 else:
                     steps.append(step)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardlib as sl
+from shardlib.compiler.stages.merge import merge
+from shardlib.ops.transfers import RECEIVE
 from tests.helpers.ranks import run_ranks
 
 STAGES = {"[01]": 0, "[234]": 1}
@@ -69,6 +72,19 @@ def three_stages(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         y = (h + k) @ b
     with sl.stage(2):
         return (h - k) + y @ c
+
+
+def test_a_stage_that_receives_messages_in_another_order_is_refused() -> None:
+    with sl.Mesh(stage=3, stages="stage"):
+        plan = sl.jit(three_stages).plan(torch.ones(4, 3), torch.ones(3, 3), torch.ones(3, 2), torch.ones(2, 3))
+    staged = plan.compiled.staged
+    assert staged is not None
+    steps = list(staged.programs[1].steps)
+    first, second = (i for i, s in enumerate(steps) if getattr(s, "target", None) is RECEIVE)
+    steps[first], steps[second] = steps[second], steps[first]
+    programs = staged.programs[0], replace(staged.programs[1], steps=tuple(steps)), staged.programs[2]
+    with pytest.raises(sl.ShardingError, match=r"of stage 1 waits for .* of F0 of stage 0"):
+        merge(replace(staged, programs=programs))
 
 
 def send_to_two() -> float:
