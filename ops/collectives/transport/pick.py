@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardlib.ops.backend_choice import Choice, requested_backend, unavailable_error
 from shardlib.ops.collectives.transport import cuda_wire, forms
 from shardlib.ops.collectives.transport.request import NCCL, CollectiveRequest
@@ -31,9 +33,8 @@ def _on_cpus(op: str, request: CollectiveRequest, want: str | None, shm: Choice 
     if request.transport == "shm":
         fault = shm if isinstance(shm, str) else ""
     else:
-        fault = (
-            request.shm_fault or f"the members speak over {'nccl' if request.transport in NCCL else request.transport}"
-        )
+        backend = "nccl" if request.transport in NCCL else request.transport
+        fault = request.shm_fault or f"the members speak over {backend}"
     if want == "torch":
         return over_torch
     if want == "shm" and fault:
@@ -42,11 +43,7 @@ def _on_cpus(op: str, request: CollectiveRequest, want: str | None, shm: Choice 
         raise unavailable_error(op, want, fault or f"there is no {want} backend of {op} for CPU tensors")
     if isinstance(shm, Choice) and not fault:
         return shm
-    return Choice(
-        over_torch.backend,
-        over_torch.way,
-        f"{over_torch.reason} (no shared memory: {fault})" if fault else over_torch.reason,
-    )
+    return replace(over_torch, reason=f"{over_torch.reason} (no shared memory: {fault})") if fault else over_torch
 
 
 def _on_gpus(op: str, request: CollectiveRequest, want: str | None, over_torch: Choice) -> Choice:
@@ -62,4 +59,4 @@ def _on_gpus(op: str, request: CollectiveRequest, want: str | None, over_torch: 
         return cuda
     else:
         raise unavailable_error(op, "cuda", "the ranks made this group before SHARDLIB_OPS asked for the kernels")
-    return Choice(over_torch.backend, over_torch.way, f"{over_torch.reason} ({reason})")
+    return replace(over_torch, reason=f"{over_torch.reason} ({reason})")
