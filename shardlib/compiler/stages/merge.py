@@ -39,7 +39,7 @@ def merge_halves(staged: Staged, needs: tuple[frozenset[int], ...]) -> Halves:
 def _merge(
     staged: Staged, programs: Sequence[Program], output_stages: Sequence[int | None], own: Sequence[int]
 ) -> Program:
-    """Merges programs. The first inputs of each, `own` many, are its own, and so are outputs without an output stage."""
+    """Merges programs. The first inputs of each, `own` many, are its own, and so are its last outputs."""
     programs = _with_common_inputs(programs, own)
     programs = _with_own_names(programs, own)
     copies, programs = _with_own_state(programs)

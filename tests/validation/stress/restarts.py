@@ -60,13 +60,14 @@ class Hosts:
         restarts.prepare(folder, rank, moment)
         fault = self.run(folder, background=background, loss=moment if rank is None else None)
         seconds = time.monotonic() - begin
-        wrong = [fault] if fault else []
         who = "host 1" if rank is None else f"rank {rank}"
-        if not (folder / "killed").exists():
-            return [str(moment), who, "the run ended before", *"-----"], wrong
+        if fault or not (folder / "killed").exists():
+            return [str(moment), who, "the run failed" if fault else "the run ended before", *"-----"], [
+                fault
+            ] if fault else []
         named, stopped, faults = restarts.list_endings(folder, victims)
         losses = restarts.read_losses(folder)
-        wrong += [*faults, *restarts.find_differences(losses, undisturbed)]
+        wrong = [*faults, *restarts.find_differences(losses, undisturbed)]
         last = losses[-1]
         if rank is None:
             by_hand = restarts.resume_by_hand(folder, last.first, lambda copy: self.run(copy, count=1))
