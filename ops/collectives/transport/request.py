@@ -1,4 +1,4 @@
-"""What a collective knows about a message when it chooses how to send it."""
+"""Describes a message to a collective, which chooses how to send it."""
 
 from __future__ import annotations
 

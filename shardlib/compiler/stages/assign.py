@@ -76,8 +76,8 @@ def list_parameter_tasks(
 
 def find_gradients(tasks: Sequence[Task], cotangents: Collection[Var] = ()) -> set[Var]:
     """Returns `cotangents`, the values that backward tasks make, and those that depend on them."""
-    made = (v for task in tasks if task.backward for v in task.makes)
-    return find_dependents(((task.reads, task.makes) for task in tasks), [*cotangents, *made])
+    backward = (v for task in tasks if task.backward for v in task.makes)
+    return find_dependents(((task.reads, task.makes) for task in tasks), [*cotangents, *backward])
 
 
 class Assignment(NamedTuple):
