@@ -229,10 +229,10 @@ class _Assigner:
         inputs = [v for v in task.reads if v in self.value_positions]
         parameters = self._parameters(task)
         if not task.backward:
-            owned = [v for v in parameters if v in self.boundary.owner_stages]
-            is_written = bool(owned) and not self.outputs.isdisjoint(task.makes)
+            staged_parameters = [v for v in parameters if v in self.boundary.owner_stages]
+            is_written = bool(staged_parameters) and not self.outputs.isdisjoint(task.makes)
             if inputs or is_written:
-                return self._position_of_most_bytes([*inputs, *owned])
+                return self._position_of_most_bytes([*inputs, *staged_parameters])
             return None if task.is_pure else 0
         saved = [self.available[v] for v in inputs if v not in self.gradients]
         gradients = [v for v in inputs if v in self.gradients]
