@@ -23,6 +23,7 @@ from shardlib.primitives.random.keys import COUNTER
 from shardlib.sharding.placement import FixedLayout
 
 _WIDEST = 4  # most repeats of one run that make a layer of another
+_TRIES = 3  # few microbatches repeat long runs forward and backward, and their layers shorter ones
 _AGREED = 0.75  # share of the connections to other runs that fit the layers of a run
 
 Item = Op | Value | int  # an op; an input, or a value that an op hands out to layers; or a result by its position
@@ -75,12 +76,14 @@ def find_layers(graph: Graph, pins: Pins) -> Layers | None:
     """Returns the layers of a graph, equal in their annotations, too; None if nothing is repeated often enough."""
     number: dict[Hashable, int] = {}
     row = np.array([number.setdefault(_op_key(op), len(number)) for op in graph.ops], dtype=np.int64)
-    runs = find_runs(row)
-    layers = _Search(graph, runs, pins).layers() if runs else None
-    if runs and layers is None:  # too few microbatches are left: then their layers
-        runs = find_runs(row, below=runs[0].period)
-        layers = _Search(graph, runs, pins).layers() if runs else None
-    return layers
+    below = None
+    for _ in range(_TRIES):
+        if not (runs := find_runs(row, below)):
+            return None
+        if (layers := _Search(graph, runs, pins).layers()) is not None:
+            return layers
+        below = runs[0].period
+    return None
 
 
 def _op_key(op: Op) -> Hashable:
