@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
+from shardlib.compiler.program.steps import Compute, Program, Step, Var, reads, swapped
 from shardlib.compiler.stages.assign import Assignment, Boundary, Unit, assign, list_weight_units, units
 from shardlib.compiler.stages.automatic import choose_stages
 from shardlib.compiler.stages.fragment_tags import tag_step
@@ -40,7 +40,7 @@ def cut(
     `inputs` are the stages of tensors that live on one, and `outputs`, by position, those that results must be on: a
     stage, all (None), or the first stage whose forward pass reads an input. Others stay where they are made.
     `cotangents` maps inputs to the results whose gradients they are. If the code names no stage, the units that depend
-    on `parameters` are cut automatically, and each stage stays within `memory` bytes, if that is given.
+    on `parameters` are cut automatically, so that stages can keep saved values in `memory` bytes, if that is given.
 
     Raises `ShardingError` for values that flow backwards, a stage without work, and a schedule that cannot run.
     """
@@ -67,7 +67,7 @@ def cut(
     assignment = assign(parts, named, boundary, shape)
     if why is not None and _moves(assignment, shape, inputs):
         assignment, why = assign(parts, {}, boundary, shape), None
-    staged = _Cut(program, parts, assignment, shape, orders, outputs, cotangents).run()
+    staged = _Cut(program, parts, assignment, shape, orders, outputs, cotangents, parameters).run()
     return replace(staged, partition=why, schedule=how.schedule)
 
 
@@ -87,7 +87,9 @@ class _Cut:
         orders: Orders,
         outputs: Mapping[int, Var | int | None],
         cotangents: Mapping[Var, Var],
+        parameters: Collection[Var],
     ) -> None:
+        self.parameters = set(parameters)
         self.late_values = set(cotangents)  # they depend on a cotangent
         for u in parts if cotangents else ():
             if not self.late_values.isdisjoint(u.reads):
@@ -284,7 +286,17 @@ class _Cut:
             for x, own in zip(self.program.outputs, mine, strict=True)
         )
         replaced = {i: at for i, at in self.program.replaced.items() if mine[at]}
-        return replace(self.program, steps=tuple(steps), outputs=outputs, replaced=replaced)
+        program = replace(self.program, steps=tuple(steps), outputs=outputs, replaced=replaced)
+        return program.with_vars({v: replace(v, elsewhere=True) for v in self._absent(program, stage)})
+
+    def _absent(self, program: Program, stage: int) -> list[Var]:
+        """Returns the inputs that live on other stages, or will: parameters on all stages that only others read."""
+        used = {v for step in program.steps for v in reads(step)} | {*program.results}
+        return [
+            v
+            for v in program.inputs
+            if v not in used and (self._home(v) not in (None, stage) or (v not in self.home and v in self.parameters))
+        ]
 
     def _send(self, m: Message) -> Step:
         return self._tagged(Compute(SEND, (m.var, m.receiver, m.number), {}, (), *self._origin(m.var)), m.source)

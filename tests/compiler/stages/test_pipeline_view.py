@@ -20,7 +20,6 @@ from shardlib.compiler.program.buffers import owners
 from shardlib.compiler.program.steps import Compute, Program, makes, reads
 from shardlib.compiler.stages.fragment_tags import fragment_order, fragments_of
 from shardlib.compiler.stages.fragments import Fragment
-from shardlib.compiler.stages.stage_times import own_program
 from shardlib.compiler.stages.staged import Staged
 from shardlib.compiler.stages.timetable import Timetable, make_timetable
 
@@ -170,8 +169,7 @@ def test_memory_is_that_of_live_microbatches(schedule: str, stages: int) -> None
     """Within 10 %: inputs, gradients, what live microbatches save, and the operand and result of the running call."""
     plan = planned(schedule, 8, stages=stages, layers=2 * stages, width=64, rows=8 * 1024)
     for s, program in zip(view(plan).stages, staged(plan).programs, strict=True):
-        own = own_program(program)
-        inputs = sum(v.nbytes for v in own.inputs)
+        inputs = sum(v.nbytes for v in program.inputs)
         running = 2 * 1024 * 64 * 4
         expected = inputs + s.parameter_bytes + s.live * saved_bytes(program, staged(plan)) + running
         assert s.peak_memory == pytest.approx(expected, rel=0.1)
