@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +26,23 @@ _LISTED = 12  # known names that an error lists
 
 
 def full(crossing: Crossing) -> set[Var]:
-    """Returns all values of layers except those that the next layer reads."""
+    """Returns all values of layers except those that the next layer reads.
+
+    Values of a turn's last layer are kept if the next turn, which runs backward, reads them at once.
+    """
     kept, last = set[Var](), dict[int, int]()
     for at in boundaries(crossing):
         kept |= frontier(crossing, at)
         last[crossing.turn[at]] = max(at, last.get(crossing.turn[at], 0))
-    makers = crossing.maker
-    return {o for o in crossing.droppable if o not in kept and makers[o] < last.get(crossing.turn[makers[o]], 0)}
+    turn = {o: crossing.turn[crossing.maker[o]] for o in crossing.droppable}
+    later = {o: min(crossing.turn[i] for i in crossing.readers[o] if crossing.back[i]) for o in crossing.held}
+    waiting = {turn[o] for o, backward in later.items() if backward > turn[o] + 1}
+
+    def is_dropped(o: Var) -> bool:
+        is_inside = crossing.maker[o] < last.get(turn[o], 0)
+        return is_inside or (turn[o] in waiting and later.get(o, math.inf) > turn[o] + 1)
+
+    return {o for o in crossing.droppable if o not in kept and is_dropped(o)}
 
 
 def attention(crossing: Crossing) -> set[Var]:
