@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.compiler.stages.staged import Staged
@@ -83,12 +84,30 @@ class Mlp(nn.Module):
             return self.head(x)
 
 
+class Checkpointed(nn.Module):
+    """Computes the values of a module again in the backward pass, by torch's own checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 def mlp(layers: int, stages: int | None = None) -> Example:
     return Example(Mlp(layers, stages), next_token_loss, _tokens, tuple(f"layers.{i}" for i in range(layers)), BLOCK)
+
+
+def checkpointed(layers: int, stages: int | None = None) -> Example:
+    example = mlp(layers, stages)
+    blocks = example.model.layers
+    example.model.layers = nn.ModuleList(map(Checkpointed, blocks))  # type: ignore[arg-type]
+    return example
 
 
 class UNet(nn.Module):
@@ -233,6 +252,7 @@ def llama(layers: int, stages: int | None = None) -> Example:
 
 MODELS: Mapping[str, Callable[[int, int | None], Example]] = {
     "mlp": mlp,
+    "checkpointed": checkpointed,
     "unet": unet,
     "two_tower": two_tower,
     "encoder_decoder": encoder_decoder,
