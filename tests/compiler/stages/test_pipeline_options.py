@@ -30,7 +30,7 @@ def _plan(placed: bool, **options: Any) -> Any:
     with sl.Mesh(stage=2, stages="stage") as mesh:
         tensors = torch.ones(8, 4), torch.ones(4, 16), torch.ones(16, 2)
         if placed:
-            tensors = tensors[0], *(sl.shard(x, mesh=mesh.at(stage=i)) for i, x in enumerate(tensors[1:]))
+            tensors = tensors[0], *(sl.shard(x, "...", mesh=mesh.at(stage=i)) for i, x in enumerate(tensors[1:]))
         return sl.jit(_in_two_stages, **options).plan(*tensors)
 
 
@@ -105,6 +105,7 @@ def test_a_budget_below_the_peak_recomputes_or_offloads(named: bool) -> None:
     assert max(_peaks(_train_plan(stages=named, memory=f"{budget} B"))) <= budget
 
 
+@pytest.mark.long
 def test_names_hold_for_all_stages() -> None:
     """A name of a module on one stage is a name; one of no stage is refused once."""
     plan = _train_plan(remat=["layers.3"])
@@ -148,6 +149,7 @@ def test_options_leave_values_equal_to_one_device(case: Case) -> None:
         assert all(program.copied for program in outcome.staged.programs), "every stage moves values"
 
 
+@pytest.mark.long
 def test_a_checkpoint_leaves_no_stage_behind() -> None:
     """Its second pass ends by an exception, behind which torch calls no hook of a module in a trace."""
     outcome = train(Case("checkpointed", 2, 2, "1f1b", "none", "around"), steps=1)

@@ -271,7 +271,7 @@ TEXT = """\
 2 stages, 4 microbatches, schedule 1f1b: 6.12 ms per step, bubble 26.2% (simulated)
 stage  modules     parameters          FLOPs      work     idle     otherwise  peak memory  live
 0      layers.0-1  2.1 M       8.4 MB  172 GFLOP  4.02 ms  2.09 ms  13.6 us    185 MB       2
-1      layers.2-3  2.1 M       8.4 MB  206 GFLOP  4.99 ms  1.11 ms  13.6 us    101 MB       1
+1      layers.2-3  2.1 M       8.4 MB  206 GFLOP  4.99 ms  1.11 ms  13.6 us    168 MB       1
 stage 0 -> 1  1 message (16.8 MB) per microbatch (tanh_1)  in all 4 messages (67.1 MB)
 stage 1 -> 0  1 message (16.8 MB) per microbatch (mm_2)    in all 4 messages (67.1 MB)
 cut: named by the code
