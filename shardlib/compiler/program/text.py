@@ -224,15 +224,15 @@ class _Reader:
             raise ValueError(f"{text!r} is no step of a program")
         return match.groups()
 
-    def make(self, text: str, **where: bool) -> Var:
+    def make(self, text: str, *, host: bool = False, elsewhere: bool = False) -> Var:
         if (match := _TYPED.fullmatch(text)) is None:
             raise ValueError(f"{text!r} says no name and type")
         name, dtype, inside = match["name"], _DTYPES[match["dtype"]], match["shape"][1:-1]
         if match["shape"][0] == "[":
-            var = Var(name, Layout.parse(inside, self.mesh), dtype, **where)
+            var = Var(name, Layout.parse(inside, self.mesh), dtype, host=host, elsewhere=elsewhere)
         else:
             shape = None if inside == "?" else tuple(map(int, _split(inside)))
-            var = Var(name, None, dtype, shape=shape, **where)
+            var = Var(name, None, dtype, shape=shape, host=host, elsewhere=elsewhere)
         self.vars[name] = var
         return var
 

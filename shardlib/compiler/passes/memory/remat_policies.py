@@ -59,7 +59,7 @@ def attention(crossing: Crossing) -> set[Var]:
 
 def refuse_unknown(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool]) -> None:
     """Raises `ShardingError` for names of no op and no module of the forward pass, except those that are `absent`."""
-    if not names or not any(crossing.back):
+    if not any(crossing.back):
         return
     ops, scopes, every = _all_names(crossing)
     wrong = []
