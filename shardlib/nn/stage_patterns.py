@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.jit.stage import stage
+from shardlib.core.fragment_tag import FragmentTag, enter_tag, leave_tag
 from shardlib.nn.parameters import NamedTensor
 from shardlib.sharding.mesh.mesh import Mesh
 
@@ -93,16 +92,18 @@ def run_on_stages(
 
 
 class _OnStage:
-    """Enters a stage in front of a module's forward, and leaves it behind."""
+    """Enters a stage in front of a module's forward, and leaves it behind.
+
+    In a trace, torch calls no hook behind a forward that raises, as the end of a checkpoint's second pass does. Then
+    the code around it leaves the stage.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._open: list[AbstractContextManager[None]] = []
+        self._before: list[FragmentTag] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        block = stage(self.index)
-        block.__enter__()
-        self._open.append(block)
+        self._before.append(enter_tag(FragmentTag(stage=self.index)))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
+        leave_tag(self._before.pop())

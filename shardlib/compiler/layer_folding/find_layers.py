@@ -311,7 +311,7 @@ class _Search:
 def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int], float]:
     """Votes on how many repeats of a run make a layer, how many come before the first, and the (sign, offset) then.
 
-    Also returns the share of the pairs that agree: repeats of other things, as the layers inside one microbatch, do not.
+    Also returns the share of the pairs that agree: layers inside one microbatch do not agree on a microbatch.
     """
     votes: Counter[tuple[int, int, tuple[int, int]]] = Counter()
     for wide in range(1, _WIDEST + 1):

@@ -36,7 +36,8 @@ def choose_stages(
 ) -> tuple[Mapping[Task, int], Partition]:
     """Returns the position in a chain of so many chunks of every forward task that one of them runs, and the cut.
 
-    `live` are the microbatches that each chunk holds at once; `memory` limits a chunk's bytes.
+    `live` are the microbatches that each chunk holds at once. If possible, a stage keeps all saved values in `memory`
+    bytes; else the fullest stage needs least, and its program recomputes or offloads values.
     """
     forward = _forward_tasks(tasks, parameters)
     microbatch = next((task.tag.microbatch for task in forward if task.tag.microbatch is not None), None)
@@ -49,7 +50,7 @@ def choose_stages(
     latency = max(link.inner.latency, link.outer.latency) if link.far > 1 else link.inner.latency
     result = partition(
         nodes, chain_length, link_seconds_per_byte=1 / link.pairwise, latency=latency, memory=memory, tied=tied,
-        microbatches=count, live=live,
+        microbatches=count, live=live, strict=False,
     )  # fmt: skip
     numbering = _Numbering(parameters)
     by_number = dict(zip(numbering.number(first), result.stages, strict=True))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardlib.compiler.program.dependents import find_dependents
-from shardlib.compiler.program.steps import Compute, Program, Step, Var, swapped
+from shardlib.compiler.program.steps import Compute, Program, Step, Var, reads, swapped
 from shardlib.compiler.stages.assign import Assignment, Boundary, Task, assign, list_parameter_tasks, list_tasks
 from shardlib.compiler.stages.automatic import choose_stages
 from shardlib.compiler.stages.fragment_tags import tag_step
@@ -41,7 +41,7 @@ def cut(
     `inputs` are the stages of tensors that live on one, and `outputs`, by position, those that results must be on: a
     stage, all (None), or the first stage whose forward pass reads an input. Others stay where they are made.
     `cotangents` maps inputs to the results whose gradients they are. If the code names no stage, the tasks that depend
-    on `parameters` are cut automatically, and each stage stays within `memory` bytes, if that is given.
+    on `parameters` are cut automatically, so that stages can keep saved values in `memory` bytes, if that is given.
 
     Raises `ShardingError` for values that flow backwards, a stage without work, and a schedule that cannot run.
     """
@@ -70,7 +70,7 @@ def cut(
     assignment = assign(tasks, named, boundary, shape)
     if partition is not None and _moves_parameters(assignment, shape, inputs):
         assignment, partition = assign(tasks, {}, boundary, shape), None
-    staged = _Cut(program, tasks, assignment, shape, orders, outputs, cotangents).run()
+    staged = _Cut(program, tasks, assignment, shape, orders, outputs, cotangents, parameters).run()
     return replace(staged, partition=partition, schedule=call.schedule)
 
 
@@ -93,7 +93,9 @@ class _Cut:
         orders: Orders,
         outputs: Mapping[int, Var | int | None],
         cotangents: Mapping[Var, Var],
+        parameters: Collection[Var],
     ) -> None:
+        self.parameters = set(parameters)
         self.behind_cotangents = find_dependents(((task.reads, task.makes) for task in tasks), cotangents)
         self.is_split = bool(cotangents)
         self.program, self.tasks, self.shape, self.orders, self.assignment = program, tasks, shape, orders, assignment
@@ -306,7 +308,18 @@ class _Cut:
             for x, present in zip(self.program.outputs, is_present, strict=True)
         )
         replaced = {i: output for i, output in self.program.replaced.items() if is_present[output]}
-        return replace(self.program, steps=tuple(steps), outputs=outputs, replaced=replaced)
+        program = replace(self.program, steps=tuple(steps), outputs=outputs, replaced=replaced)
+        return program.with_vars({v: replace(v, elsewhere=True) for v in self._absent(program, stage)})
+
+    def _absent(self, program: Program, stage: int) -> list[Var]:
+        """Returns the inputs that live on other stages, or will: parameters on all stages that only others read."""
+        used = {v for step in program.steps for v in reads(step)} | {*program.results}
+
+        def is_absent(v: Var) -> bool:
+            elsewhere = self._owner_stage(v) not in (None, stage)
+            return v not in used and (elsewhere or (v not in self.value_positions and v in self.parameters))
+
+        return [v for v in program.inputs if is_absent(v)]
 
     def _send(self, m: Message) -> Step:
         return self._tagged(Compute(SEND, (m.var, m.receiver, m.number), {}, (), *self._origin(m.var)), m.source)

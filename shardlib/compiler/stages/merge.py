@@ -94,12 +94,11 @@ def _shared(program: Program, own: int) -> list[Var]:
 
 
 def _with_common_inputs(programs: Sequence[Program], own: Sequence[int]) -> list[Program]:
-    """Gives all programs the shared input variables of the first one."""
-    first = _shared(programs[0], own[0])
-    result = [programs[0]]
-    for p, n in zip(programs[1:], own[1:], strict=True):
-        result.append(p.with_vars({v: x for v, x in zip(_shared(p, n), first, strict=True) if v is not x}))
-    return result
+    """Gives all programs common variables for shared inputs: those of the first stage that holds them."""
+    shared = [_shared(p, n) for p, n in zip(programs, own, strict=True)]
+    common = [min(some, key=lambda v: v.elsewhere) for some in zip(*shared, strict=True)]
+    pairs = (zip(some, common, strict=True) for some in shared)
+    return [p.with_vars({v: x for v, x in pair if v is not x}) for p, pair in zip(programs, pairs, strict=True)]
 
 
 def _with_own_names(programs: Sequence[Program], own: Sequence[int]) -> list[Program]:
