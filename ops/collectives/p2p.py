@@ -1,10 +1,9 @@
 """Messages between two ranks: of one stage of a pipeline to the rank at the same place in another stage.
 
-Two ranks that share memory have a route (`transport/shm_route.py`), in which each value is sent when it is ready. Messages
-to other ranks go over torch. A message holds one value or several. Both ranks know its layout: each value begins at a
-multiple of 16 bytes. A message travels as bytes, so every dtype works on every backend. The ranks of a world agree on
-the turn (see `distributed/turns.py`), which is part of the tag, and of a round in shared memory: a message of another
-turn is never taken for one of this.
+Ranks that share memory send each value when it is ready, by a route (`transport/shm_route.py`). Other messages go over
+torch. A message holds one value or several. Both ranks know its layout: each value begins at a multiple of 16 bytes. A
+message travels as bytes, so every dtype works on every backend. The ranks of a world agree on the turn (see
+`distributed/turns.py`), which messages carry: none of another turn is taken for one of this.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class Incoming:
 class Mailbox:
     """The messages of one program, a context manager around each of its calls.
 
-    `routes` are those of this rank. A send never waits for its receiver; the end of a call waits for all sends. Receives
-    begin in the order of the program; over torch, `AHEAD` of them begin before the program needs them. Waits raise
-    `CollectiveError` that names the peer if it is gone or late, and what `turns.Patience` raises.
+    `routes` holds those of this rank. A send never waits for its receiver; the end of a call waits for all sends.
+    Receives begin in the order of the program; over torch, `AHEAD` of them begin before the program needs them. Waits
+    raise `CollectiveError` that names the peer if it is gone or late, and what `turns.Patience` raises.
     """
 
     def __init__(self, incoming: Sequence[Incoming], device: str, routes: Mapping[Pair, Route] | None = None) -> None:

@@ -219,8 +219,8 @@ def _session(mesh: Mesh) -> Session:
 def open_routes(mesh: Mesh, pairs: Sequence[Pair]) -> dict[Pair, Route]:
     """Opens routes in shared memory for messages between these pairs of ranks; returns those to and from this rank.
 
-    Every rank calls it with the same pairs. Both ranks of a pair have the route, or neither: then their messages go over
-    torch. Raises `ShardingError` on all ranks if SHARDLIB_OPS asks for shared memory and some pair has no route.
+    Every rank calls it with the same pairs. Both ranks of a pair have the route, or neither. Raises `ShardingError` on
+    all ranks if SHARDLIB_OPS asks for shared memory and some pair has no route.
     """
     requested = requested_backend("send")
     if requested == "torch" or not pairs:

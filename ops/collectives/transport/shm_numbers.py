@@ -24,7 +24,7 @@ class ChannelNumbers:
         return self.groups[group]
 
     def reserve(self, ranks: Group) -> int | None:
-        """Takes the first number that is free on all these ranks for something else, for good; None if there is none."""
+        """Takes the first number that is free on all these ranks, for good, and returns it; None if there is none."""
         taken = set[int]().union(*(self._taken[rank] for rank in ranks))
         number = next((k for k in range(self.limit) if k not in taken), None)
         if number is not None:

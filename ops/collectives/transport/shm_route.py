@@ -1,9 +1,9 @@
 """Messages from one rank to another over shared memory.
 
 A route is a channel of two members, of which the first sends and the second receives. Its rounds lie in a ring of the
-sender's segment that no collective uses. A message is one value: the sender copies it into the ring, the receiver out of
-it. Where the ring is full, the message waits in the sender's own memory; the engine moves it on whenever the sender
-begins a collective or a message, or waits for one.
+sender's segment that no collective uses. A message is one value: the sender copies it into the ring, and the receiver
+copies it out. If the ring is full, the message waits in the sender's own memory. The engine moves it on whenever the
+sender begins a collective or a message, or waits for one.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Session:
         return self.channels[mine]
 
     def open_routes(self, pairs: Sequence[Pair]) -> None:
-        """Opens a route between both ranks of each pair that has none yet, or notes in `route_faults` why there is none.
+        """Opens a route for each pair of ranks that has none yet, or notes in `route_faults` why it has none.
 
         All ranks call it together with the same pairs.
         """
