@@ -112,7 +112,7 @@ def transfer_samples() -> int:
 @TRANSPORTS
 @pytest.mark.ranks
 def test_values_arrive_bit_for_bit(transport, monkeypatch):
-    monkeypatch.setenv("SHARDLIB_OPS", "" if transport == "shm" else "send=torch")
+    monkeypatch.setenv("SHARDLIB_OPS", f"send={transport}")
     assert run_ranks(transfer_samples, 2) == [0, 0]
 
 
@@ -146,7 +146,7 @@ def flow(calls: int, n: int, size: int) -> list[float]:
 @pytest.mark.parametrize(("n", "size"), [(100, 2), (6, RING // 8)])  # more rounds, and bytes, than a ring has
 @pytest.mark.ranks
 def test_calls_with_the_same_numbers_keep_their_order(n, size, transport, monkeypatch):
-    monkeypatch.setenv("SHARDLIB_OPS", "" if transport == "shm" else "send=torch")
+    monkeypatch.setenv("SHARDLIB_OPS", f"send={transport}")
     assert run_ranks(flow, 2, 3, n, size) == [[], [float(i) for i in range(3 * n)]]
 
 
@@ -186,6 +186,7 @@ def around() -> float:
     with sl.Mesh(stage=2, data=2, stages="stage") as mesh:
         groups.prepare(mesh, [AXES])
         group = groups.group_for(mesh, AXES)
+        assert group.transport == "shm"
         incoming = [Incoming({0: 2, 3: 1}[rank], 0, (((1,), torch.float32),))] if rank in (0, 3) else []
         received, began = torch.zeros(1), torch.zeros(1)
 
@@ -215,7 +216,7 @@ def around() -> float:
 @TRANSPORTS
 @pytest.mark.ranks
 def test_a_rank_that_awaits_a_message_takes_part_in_collectives(transport, monkeypatch):
-    monkeypatch.setenv("SHARDLIB_OPS", "" if transport == "shm" else "send=torch")
+    monkeypatch.setenv("SHARDLIB_OPS", f"send={transport}")
     monkeypatch.setenv("SHARDLIB_TIMEOUT", "30")
     assert run_ranks(around, 4, timeout=400) == [2.0, 0.0, 0.0, 2.0]
 
@@ -287,7 +288,7 @@ def wait_in_vain(body: Callable[[Mailbox], None]) -> tuple[str, int | None]:
 @TRANSPORTS
 @pytest.mark.ranks
 def test_a_rank_that_is_late_is_named(body, text, transport, monkeypatch):
-    monkeypatch.setenv("SHARDLIB_OPS", "" if transport == "shm" else "send=torch")
+    monkeypatch.setenv("SHARDLIB_OPS", f"send={transport}")
     with closing(Pool(2)) as pool:  # its own: the message is still under way in its processes
         assert pool.run(wait_in_vain, body)[0] == (text, 1)
 
