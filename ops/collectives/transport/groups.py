@@ -33,6 +33,7 @@ from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.cuda_open import open_group
 from shardlib.ops.collectives.transport.cuda_peers import Peers, find_kernel_fault
 from shardlib.ops.collectives.transport.levels import Cosets, find_levels
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.ops.collectives.transport.shm_channel import Channel
 from shardlib.ops.collectives.transport.shm_route import Pair, Route
 from shardlib.ops.collectives.transport.shm_world import Session
@@ -96,8 +97,12 @@ class GroupHandle:
 
     @property
     def transport(self) -> str:
-        """The transport for a collective's `choose`: "shm", "cuda", "gloo", "nccl", or "none" for a single member."""
+        """The transport of a `CollectiveRequest`: "shm", "cuda", "gloo", "nccl", or "none" for a single member."""
         return "shm" if self.shm is not None else "cuda" if self.peers is not None else self.backend
+
+    def request(self, nbytes: int, even: bool, dtype: torch.dtype, kind: str = "") -> CollectiveRequest:
+        """Returns the request for a message between the members."""
+        return CollectiveRequest(nbytes, even, dtype, kind, self.transport, self.size, self.why, self.span)
 
 
 def group_for(mesh: Mesh, axes: tuple[Axis, ...]) -> GroupHandle:
@@ -144,7 +149,7 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
 
 
 def predict_transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
-    """Returns the `transport` and the `why` that `choose` takes, for the group over `axes`.
+    """Returns the transport of the group over `axes`, and the reason why there is no shared memory.
 
     Communicates nothing: the transport is "open" until the ranks have made the group.
     """

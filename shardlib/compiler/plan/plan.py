@@ -164,7 +164,7 @@ class Plan:
     def stages(self) -> Sequence[int | None]:
         """The stage that each output lives on; None: all of them."""
         compiled = self.compiled
-        return compiled.staged.homes if compiled.staged is not None else (None,) * len(compiled.program.outputs)
+        return compiled.staged.output_stages if compiled.staged is not None else (None,) * len(compiled.program.outputs)
 
     @cached_property
     def pipeline(self) -> PipelineView | None:
