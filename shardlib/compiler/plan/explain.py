@@ -10,7 +10,7 @@ from functools import cached_property
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.backends import crossings
-from shardlib.compiler.plan.names import Naming
+from shardlib.compiler.plan.names import Naming, op_name
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
 from shardlib.compiler.propagate.decision_units import DecisionUnit
 from shardlib.compiler.propagate.dim_factors import DimFactor
@@ -84,6 +84,17 @@ class Explainer:
             return f"{c.reduce} over {over}; {reader}" if over else reader
         moved, spared = self._moved_dims(c), self._spared_sum(c)
         return (f"{moved}: {reader}" if moved else reader) + spared
+
+    def brief(self, c: Collective) -> str:
+        """Returns the reason of a collective without names of values, so that equal layers have equal reasons."""
+        reader = c.because.by if isinstance(c.because, Asked) else None
+        if isinstance(c.because, Inside):
+            return self.why(c).partition(", inside ")[0] + f", in {op_name(c.because.op)}"
+        if c.kind in _REDUCTIONS:
+            over = self._summed_dims(c)
+            return f"{c.reduce} over {over}" if over else c.reduce
+        moved = self._moved_dims(c) or "moved"
+        return f"{moved} for {op_name(reader)}" if isinstance(reader, Op) else moved
 
     def _reader(self, c: Collective) -> str:
         if not isinstance(c.because, Asked):

@@ -14,16 +14,20 @@ from shardlib.compiler.plan import backends
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.html import page
+from shardlib.compiler.plan.items import Items
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.pipeline_view import PipelineView
+from shardlib.compiler.plan.plan_warnings import PlanWarning, plan_warnings
 from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
 from shardlib.compiler.plan.rows import Rows, totals
+from shardlib.compiler.plan.summary import summarize
+from shardlib.compiler.plan.terminal import show, text_width
 from shardlib.compiler.plan.view_pipeline import view_pipeline
 from shardlib.compiler.program import flops
 from shardlib.compiler.program.buffers import host_bytes, peak_bytes
 from shardlib.compiler.program.steps import Program, Var, makes
-from shardlib.compiler.program.text import show
+from shardlib.compiler.program.text import show as show_program
 from shardlib.compiler.propagate.solver.lower_bound import LowerBound, lower_bound
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.compiler.stages.stage_times import own_program, simulate_stages
@@ -187,6 +191,16 @@ class Plan:
         return Rows(self.compiled, self._naming, self._explainer)
 
     @cached_property
+    def items(self) -> Items:
+        """Inputs, results and collectives, each with its module and phase, to be grouped (`compiler/plan/groups`)."""
+        return Items(self.compiled, self._naming, self._explainer)
+
+    @cached_property
+    def warnings(self) -> tuple[PlanWarning, ...]:
+        """What may surprise, each with a remedy: repeated work, large gathers, tensors without annotation, ..."""
+        return plan_warnings(self)
+
+    @cached_property
     def output_names(self) -> tuple[FactorNames, ...]:
         """Logical names per output, dim and factor, aligned with the outputs' layouts."""
         return tuple(self._aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
@@ -288,6 +302,27 @@ class Plan:
         )
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, detail: str = "brief", width: int | None = None) -> str:
+        """Returns the plan as text: at most 60 lines, or with `detail="full"` every step (`full`).
+
+        The brief text has `width` columns: by default those of the terminal, at most 120. Raises `ShardingError` for
+        another `detail`.
+        """
+        if detail == "full":
+            return self.full
+        if detail != "brief":
+            raise ShardingError(f"text(detail={detail!r}) of the plan of {self.name}", remedy='detail="brief" or "full"')
+        return summarize(self, width or text_width())
+
+    def show(self) -> None:
+        """Prints `text()` by rich: in color on a terminal."""
+        show(self)
+
+    @cached_property
+    def full(self) -> str:
+        """The text with every input, step and output; the same in every terminal."""
         rows = self._rows
         inputs, outputs = (
             format_table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs())
@@ -321,7 +356,7 @@ class Plan:
 
     def listing(self, where: Callable[[Line | None], str] = format_path_line) -> str:
         """Returns the program's text, step by step; equal plans have equal listings. `where` formats source lines."""
-        return show(self.compiled.program, where)
+        return show_program(self.compiled.program, where)
 
     @property
     def _in(self) -> tuple[Var, ...]:
