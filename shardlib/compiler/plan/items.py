@@ -25,11 +25,19 @@ WEIGHT, GRADIENT, NEW = "weight", "gradient", "new value"  # roles
 
 @dataclass(frozen=True)
 class Items:
-    """The items of one compiled function."""
+    """The items of one compiled function; they are read off one of equal layers, and so are fast."""
 
     compiled: Compiled
-    naming: Naming
-    explainer: Explainer
+
+    @cached_property
+    def naming(self) -> Naming:
+        """Names of inputs and dims."""
+        return Naming(self.compiled, by_layer=True)
+
+    @cached_property
+    def explainer(self) -> Explainer:
+        """Reasons of collectives."""
+        return Explainer(self.compiled, self.naming)
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
@@ -68,8 +76,7 @@ class Items:
         """Returns dims as in a spec, `batch@data embed`; `whole` if every device holds everything."""
         if var.layout is None or not (var.layout.axes or var.layout.pending):
             return "whole"
-        spec = self.naming.spec(var)
-        return spec[spec.index("[") + 1 :].replace("]", "", 1)
+        return self.naming.layout(var) + "".join(f" {p}" for p in var.layout.pending)
 
     # Collectives ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +109,8 @@ class Items:
         before, _ = self.explainer.ends(c)
         value, names = before.value, self._input_names
         if value in names:
-            return names[value], WEIGHT if value in self._trained else "", True
+            item = self.inputs[self._positions[value]]
+            return item.path, item.phase if item.phase == STATE else WEIGHT if value in self._trained else "", True
         if value in self._gradients:
             return self._gradients[value], GRADIENT, True
         reader = c.because.by if isinstance(c.because, Asked) else None
@@ -187,7 +195,7 @@ class Items:
         pairs = [(v, self._input_names[v.like]) for v in graph.values() if v.like in self._input_names and not v.constant]
         pairs += [(v, names[i][0]) for i, v in enumerate(graph.outputs) if isinstance(v, Value) and names[i][1] == GRADIENT]
         for op in (op for op in graph.ops if self._phases[op] == OPTIMIZER):
-            weights = [v for v in op.operands if v in self._trained and v in self._input_names]
+            weights = [v for v in op.operands if v in self._trained and self._is_no_state(v)]
             if len(weights) == 1:
                 alike = (v for v in op.operands if v.op is not None and v.shape == weights[0].shape)
                 pairs += [(v, self._input_names[weights[0]]) for v in alike]
@@ -206,11 +214,20 @@ class Items:
             later = op.transparent or self._phases[op] == OPTIMIZER
             at = next((v for v in op.operands if v.op is not None and math.prod(v.shape) == size), None) if later else None
 
+    def _is_no_state(self, value: Value) -> bool:
+        at = self._positions.get(value)
+        return at is not None and self.inputs[at].phase != STATE
+
+    @cached_property
+    def _positions(self) -> dict[Value | None, int]:
+        return {value: i for i, (_, value) in enumerate(self.compiled.inputs)}
+
     @cached_property
     def _trained(self) -> set[Value | None]:
         """The inputs that have gradients or get new values."""
-        replaced = {self.compiled.graph.inputs[i] for i in self.compiled.program.replaced}
-        return {*replaced, *(v.like for v in self.compiled.graph.values() if not v.constant)}
+        names = {name for name, role, _ in self.output_roles.values() if role}
+        written = {value for value, name in self._input_names.items() if name in names}
+        return {*written, *(v.like for v in self.compiled.graph.values() if not v.constant)}
 
     @cached_property
     def output_roles(self) -> dict[int, tuple[str, str, bool]]:
@@ -225,10 +242,14 @@ class Items:
 
 def _compared(moment: Var, owner: Var) -> str:
     """Returns how a moment lies beside its parameter."""
-    if moment.layout is None or owner.layout is None or not moment.layout.axes:
-        return "whole"
+    if moment.layout is None or owner.layout is None or moment.value is None or owner.value is None:
+        return ""
+    if moment.value.shape != owner.value.shape:
+        return "over " + " ".join(map(str, moment.layout.axes)) if moment.layout.axes else "whole"
     more = [str(a) for a in moment.layout.axes if a not in owner.layout.axes]
-    return f"like its parameter, also over {' '.join(more)}" if more else "like its parameter"
+    less = [str(a) for a in owner.layout.axes if a not in moment.layout.axes]
+    more = [f"also over {' '.join(more)}"] * bool(more) + [f"not over {' '.join(less)}"] * bool(less)
+    return ", ".join(["as its parameter", *more])
 
 
 _MOMENT = re.compile(r"(?P<state>.+?)\[(?P<owner>.+)\]\.(?P<kind>[\w.]+)")

@@ -193,7 +193,7 @@ class Plan:
     @cached_property
     def items(self) -> Items:
         """Inputs, results and collectives, each with its module and phase, to be grouped (`compiler/plan/groups`)."""
-        return Items(self.compiled, self._naming, self._explainer)
+        return Items(self.compiled)
 
     @cached_property
     def warnings(self) -> tuple[PlanWarning, ...]:

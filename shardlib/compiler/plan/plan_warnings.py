@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardlib.compiler.plan.groups import Item, group
 from shardlib.compiler.plan.items import GRADIENT
-from shardlib.compiler.plan.redundant_work import sentence
+from shardlib.compiler.plan.redundant_work import WORTH
 from shardlib.compiler.program import flops
 from shardlib.core.text_tables import format_si
 from shardlib.sharding.mesh.machine import Machine
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LARGE = 0.1  # the least share of the peak memory that a warning on one tensor reports
 _NAMED = 3  # names in one warning
+_SCALAR = 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,15 @@ def _memory(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _repeated_work(plan: Plan) -> Iterator[PlanWarning]:
-    if text := sentence(plan.redundant, flops.flops(plan.compiled.program)):
-        axes = " ".join(plan.redundant[0].axes)
-        text = f"work done twice: {text.removeprefix('redundant: ')}"
-        yield PlanWarning(text, f"shard an operand there over {axes}; plan.redundant lists all such work")
+    total, twice = flops.flops(plan.compiled.program), sum(r.flops for r in plan.redundant)
+    if twice and twice >= WORTH * total:
+        most = plan.redundant[0]
+        where = f"{most.op} {'in the backward of' if most.backward else 'at'} {most.line}"
+        axes = " ".join(most.axes)
+        text = f"work done twice: {twice / total:.0%} of the FLOPs, most in {where}, alike on {most.copies} devices along {axes}"
+        free = _listed([item for item in _free_inputs(plan) if item.bytes > _SCALAR])
+        who = f"the inputs without annotation ({free})" if free else "its operands"
+        yield PlanWarning(text, f"annotate {who} over {axes}; plan.redundant lists all such work")
 
 
 def _large_gathers(plan: Plan) -> Iterator[PlanWarning]:
@@ -78,18 +84,8 @@ def _returned_gradients(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _whole_inputs(plan: Plan) -> Iterator[PlanWarning]:
-    fixed, program = plan.compiled.fixed_inputs, plan.compiled.program
-    if plan.mesh.size == 1:
-        return
-    whole = [
-        item
-        for item in plan.items.inputs
-        if item.position not in fixed
-        and (var := program.inputs[item.position]).layout is not None
-        and not var.layout.axes
-        and _is_large(plan, item.bytes)
-    ]
-    if whole:
+    whole = [item for item in _free_inputs(plan) if _is_large(plan, item.bytes)]
+    if whole and plan.mesh.size > 1:
         names, held = _listed(whole), format_si(sum(item.bytes for item in whole), "B")
         text = f"not annotated and whole on every device ({held}): {names}"
         yield PlanWarning(text, "give specs: in_specs of sl.jit, sl.shard, or specs of sl.parallelize")
@@ -102,12 +98,20 @@ def _ops_without_rule(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _names_without_rule(plan: Plan) -> Iterator[PlanWarning]:
-    factors = [f for x in plan.compiled.fixed_inputs.values() if x.spec is not None for f in x.spec.factors]
-    sharded = {f.name for f in factors if f.axes} | set(plan.mesh.rules)
-    names = dict.fromkeys(f.name for f in factors if f.name and f.name not in sharded)
+    dims = [(x.names[d], dim) for x in plan.compiled.fixed_inputs.values() for d, dim in enumerate(x.layout.dims)]
+    factors = [(name, f.axes) for names, dim in dims for name, f in zip(names, dim, strict=True)]
+    sharded = {name for name, axes in factors if axes} | set(plan.mesh.rules)
+    names = list(dict.fromkeys(name for name, _ in factors if name and name not in sharded))
     if names:
         text = f"names without a rule, so whole: {', '.join(names)}"
-        yield PlanWarning(text, f'if one should be sharded: Mesh(..., rules={{"{next(iter(names))}": axis}})')
+        yield PlanWarning(text, f'if one should be sharded: Mesh(..., rules={{"{names[0]}": axis}})')
+
+
+def _free_inputs(plan: Plan) -> list[Item]:
+    """Returns the inputs that nothing annotates, and that every device holds whole."""
+    layouts = [var.layout for var in plan.compiled.program.inputs]
+    free = (item for item in plan.items.inputs if item.position not in plan.compiled.fixed_inputs)
+    return [item for item in free if (x := layouts[item.position]) is not None and not x.axes]
 
 
 def _is_large(plan: Plan, nbytes: float) -> bool:
