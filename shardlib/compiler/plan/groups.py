@@ -149,11 +149,14 @@ _CUTS = (
     partial(_cut, most=3),
 )
 _MOST = 0.98  # of the cost
+
+
 def join_siblings(groups: Sequence[Group]) -> list[Group]:
     """Joins groups of one kind, note and size whose patterns differ in one word: `attn.{wq,wk}.weight`.
 
     Example:
-        >>> items = (Item("input", f"h.{i}.{w}", "", "f32[8, 8]", "whole", 8.0, i) for i in range(2) for w in ("wq", "wk"))
+        >>> names = [f"h.{i}.{name}" for i in range(2) for name in ("wq", "wk")]
+        >>> items = [Item("input", name, "", "f32[8, 8]", "whole", 256.0, i) for i, name in enumerate(names)]
         >>> [(g.name, g.times) for g in join_siblings(group(items))]
         [('h.*.{wq,wk}', 4)]
     """

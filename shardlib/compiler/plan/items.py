@@ -43,7 +43,7 @@ class Items:
 
     @cached_property
     def inputs(self) -> tuple[Item, ...]:
-        """One item an input; the moments of an optimizer (`opt.state[w].exp_avg`) are compared with their parameters."""
+        """One item an input; moments of an optimizer (`opt.state[w].exp_avg`) are compared with their parameters."""
         names = self.naming.inputs
         by_name = dict(zip(names, self.compiled.program.inputs, strict=True))
         items = []
@@ -114,7 +114,7 @@ class Items:
         if value in self._gradients:
             return self._gradients[value], GRADIENT, True
         reader = c.because.by if isinstance(c.because, Asked) else None
-        if isinstance(reader, int):
+        if isinstance(reader, int) and self.output_roles[reader][1]:
             return self.output_roles[reader]
         return self._module(c), "", False
 
@@ -191,28 +191,31 @@ class Items:
     @cached_property
     def _gradients(self) -> dict[Value | None, str]:
         """Maps gradients to the names of their inputs: those that are returned, and those that an optimizer reads."""
-        graph, after, names = self.compiled.graph, self.compiled.traced.after, dict(self.output_roles)
-        pairs = [(v, self._input_names[v.like]) for v in graph.values() if v.like in self._input_names and not v.constant]
-        pairs += [(v, names[i][0]) for i, v in enumerate(graph.outputs) if isinstance(v, Value) and names[i][1] == GRADIENT]
+        graph, names, roles = self.compiled.graph, self._input_names, self.output_roles
+        pairs = [(v, names[v.like]) for v in graph.values() if v.like in names and not v.constant]
+        pairs += [
+            (v, roles[i][0]) for i, v in enumerate(graph.outputs) if isinstance(v, Value) and roles[i][1] == GRADIENT
+        ]
         for op in (op for op in graph.ops if self._phases[op] == OPTIMIZER):
             weights = [v for v in op.operands if v in self._trained and self._is_no_state(v)]
             if len(weights) == 1:
                 alike = (v for v in op.operands if v.op is not None and v.shape == weights[0].shape)
-                pairs += [(v, self._input_names[weights[0]]) for v in alike]
+                pairs += [(v, names[weights[0]]) for v in alike]
         gradients: dict[Value | None, str] = {}
         for value, name in pairs:
-            for v in self._behind(value):
+            for v in self._sources(value):
                 gradients.setdefault(v, name)
         return gradients
 
-    def _behind(self, value: Value) -> Iterator[Value]:
+    def _sources(self, value: Value) -> Iterator[Value]:
         """Yields a gradient, and the values of its size from which views and the optimizer's code compute it."""
         at: Value | None = value
         while at is not None and at.op is not None:
             yield at
             op, size = at.op, math.prod(at.shape)
-            later = op.transparent or self._phases[op] == OPTIMIZER
-            at = next((v for v in op.operands if v.op is not None and math.prod(v.shape) == size), None) if later else None
+            is_followed = op.transparent or self._phases[op] == OPTIMIZER
+            operands = [v for v in op.operands if v.op is not None and math.prod(v.shape) == size]
+            at = operands[0] if is_followed and operands else None
 
     def _is_no_state(self, value: Value) -> bool:
         at = self._positions.get(value)
@@ -235,9 +238,10 @@ class Items:
         traced = self.compiled.traced
         named = dict(zip(traced.input_leaves, self.naming.inputs, strict=True))
         roles = {at: (shorten(name), "", True) for at, name in enumerate(traced.result_names)}
-        for pairs, role in ((traced.after.written, NEW), (traced.after.grads, GRADIENT), (traced.after.gradients, GRADIENT)):
-            roles |= {at: (named[leaf], role, True) for leaf, at in pairs if at is not None and leaf in named}
-        return roles
+        after = traced.after
+        for leaf, at in (*after.grads, *after.gradients):
+            roles |= {at: (named[leaf], GRADIENT, True)} if at is not None and leaf in named else {}
+        return roles | {at: (named[leaf], NEW, True) for leaf, at in after.written}
 
 
 def _compared(moment: Var, owner: Var) -> str:

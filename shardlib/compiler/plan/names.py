@@ -21,7 +21,7 @@ from shardlib.compiler.propagate import GraphDecisions
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.placement import FactorNames, FixedLayout
 from shardlib.tensor.tensor_meta import short_dtype
 
 Named = tuple[tuple[str | None, Factor], ...]  # one dim: its factors, and their names
@@ -183,6 +183,15 @@ class Naming:
         for dim in self.dims(var):
             words = " ".join(show(name, f) for name, f in dim)
             yield words if len(dim) == 1 else f"({words})"
+
+    def aligned(self, var: Var) -> FactorNames:
+        """Returns a name for each factor of a variable's canonical layout."""
+        assert var.layout is not None
+        out = []
+        for dim, named in zip(var.layout.dims, self.dims(var), strict=True):
+            same = len(dim) == len(named) and all(f == g for f, (_, g) in zip(dim, named, strict=True))
+            out.append(tuple(name for name, _ in named) if same else (None,) * len(dim))
+        return tuple(out)
 
     def leaf(self, leaf: DimFactor) -> str:
         """Returns the name of a dim factor, or its size."""

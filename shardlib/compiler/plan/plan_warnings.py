@@ -54,7 +54,8 @@ def _repeated_work(plan: Plan) -> Iterator[PlanWarning]:
         most = plan.redundant[0]
         where = f"{most.op} {'in the backward of' if most.backward else 'at'} {most.line}"
         axes = " ".join(most.axes)
-        text = f"work done twice: {twice / total:.0%} of the FLOPs, most in {where}, alike on {most.copies} devices along {axes}"
+        alike = f"alike on {most.copies} devices along {axes}"
+        text = f"work done twice: {twice / total:.0%} of the FLOPs, most in {where}, {alike}"
         free = _listed([item for item in _free_inputs(plan) if item.bytes > _SCALAR])
         who = f"the inputs without annotation ({free})" if free else "its operands"
         yield PlanWarning(text, f"annotate {who} over {axes}; plan.redundant lists all such work")
@@ -62,17 +63,13 @@ def _repeated_work(plan: Plan) -> Iterator[PlanWarning]:
 
 def _large_gathers(plan: Plan) -> Iterator[PlanWarning]:
     """Gathers of values; gathers of weights and of their gradients are the strategy's."""
-    collectives = plan.compiled.program.collectives
-    large = [
-        item
-        for item in plan.items.collectives
-        if item.kind.startswith("all_gather") and not item.role and _is_large(plan, collectives[item.position].out.nbytes)
-    ]
-    for g in group(large):
-        size = format_si(collectives[g.first.position].out.nbytes, "B")
-        times = f", {g.times} times" if g.times > 1 else ""
+    outs = [c.out.nbytes for c in plan.compiled.program.collectives]
+    gathers = [item for item in plan.items.collectives if item.kind.startswith("all_gather") and not item.role]
+    for g in group(item for item in gathers if _is_large(plan, outs[item.position])):
+        at, times = g.first.position, f", {g.times} times" if g.times > 1 else ""
+        size = format_si(outs[at], "B")
         text = f"large gather: {g.first.kind} at {g.name} makes {size} on every device{times} ({g.first.note})"
-        yield PlanWarning(text, f"plan.explain({g.first.position}) says who asks for it: annotate that value with sl.shard")
+        yield PlanWarning(text, f"plan.explain({at}) says who asks for it; annotate that value with sl.shard")
 
 
 def _returned_gradients(plan: Plan) -> Iterator[PlanWarning]:

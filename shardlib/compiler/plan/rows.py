@@ -20,7 +20,7 @@ from shardlib.compiler.program.steps import TIERS, Collective, Compute, Start, V
 from shardlib.compiler.propagate.solver.lower_bound import lower_bound
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.source_lines import format_path_line
-from shardlib.core.text_tables import Row, fold_names, fold_rows, format_si
+from shardlib.core.text_tables import Row, fold_names, fold_rows, format_si, format_table, indent_rows
 from shardlib.primitives.debug_print import OP as PRINT
 
 if TYPE_CHECKING:
@@ -113,6 +113,22 @@ def _is_shown(op: Op) -> bool:
     if op.transparent or op.constrains or is_creation(op.target) or has_trait(op.target, "moves_data"):
         return False
     return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())
+
+
+PROGRAM = "program (each device; lines with ! communicate)"
+
+
+def full_text(plan: Plan) -> str:
+    """Returns a plan with every input, step and output, and totals; the same in every terminal."""
+    rows = plan.rows
+    inputs, outputs = (
+        format_table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs())
+    )
+    program = [PROGRAM, *indent_rows(rows.program())]
+    parts = [[plan.heading], ["inputs", *inputs], program, ["outputs", *outputs], [plan.summary()]]
+    if (pipeline := plan.pipeline) is not None:
+        parts.append(["pipeline", *(f"  {line}" for line in pipeline.brief())])
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:

@@ -8,7 +8,17 @@ from dataclasses import replace
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from shardlib.compiler.plan.groups import PHASES, STATE, Group, Item, group, group_to_fit, join_siblings, largest
+from shardlib.compiler.plan.groups import (
+    FORWARD,
+    PHASES,
+    STATE,
+    Group,
+    Item,
+    group,
+    group_to_fit,
+    join_siblings,
+    largest,
+)
 from shardlib.compiler.plan.items import GRADIENT, NEW
 from shardlib.compiler.plan.rows import notes
 from shardlib.compiler.simulate.simulated import clock
@@ -19,7 +29,7 @@ if TYPE_CHECKING:
 
 LINES, WIDTH = 60, 120  # at most
 _RESULTS, _WARNINGS, _NOTES, _KINDS = 3, 4, 4, 4  # results, warnings, lines on other costs, kinds of collectives
-_NOTE = 32  # columns that a layout or a reason may take from names
+_NOTE = 26  # columns that a layout or a reason may take from names
 
 
 def summarize(plan: Plan, width: int = WIDTH) -> str:
@@ -41,7 +51,7 @@ def _cut_line(line: str, width: int) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]], width: int) -> list[str]:
-    """Aligns rows; names, in the first column, lose their middle if the line has no room for the last cells."""
+    """Aligns rows; names, in the first column, lose their first words where the last cells need room."""
     columns = zip(*(row[1:-1] for row in rows), strict=True)
     taken = sum(2 + max(map(len, column)) for column in columns) + 2
     note = max(len(row[-1]) for row in rows)
@@ -50,8 +60,18 @@ def _table(rows: Sequence[tuple[str, ...]], width: int) -> list[str]:
 
 
 def _short(name: str, limit: int) -> str:
-    """Cuts the middle out of a long name; the indentation stays."""
-    return name if len(name) <= limit else f"{name[: limit // 3]}...{name[len(name) - limit + limit // 3 + 3 :]}"
+    """Drops the beginning of a long name, whole words if enough is left; the indentation stays."""
+    if len(name) <= limit:
+        return name
+    bare = name.lstrip()
+    indent, words = name[: len(name) - len(bare)], bare.split(".")
+    room = limit - len(indent)
+    while len(bare) > room and len(words) > 1:
+        words = words[1:]
+        bare = f"...{'.'.join(words)}"
+    if 2 * len(bare) < room or len(bare) > room:
+        bare = f"...{name[len(name) - room + 3 :]}"
+    return indent + bare
 
 
 def _totals(plan: Plan) -> list[str]:
@@ -69,7 +89,12 @@ def _totals(plan: Plan) -> list[str]:
     rows.append(("peak memory", f"{format_si(plan.peak_memory, 'B')} per device"))
     if plan.mesh.machine is not None:
         step = plan.simulate()
-        rows.append(("simulated step", f"{clock(step.seconds)} on {step.machine}, {clock(step.exposed)} of it waiting for messages"))
+        rows.append(
+            (
+                "simulated step",
+                f"{clock(step.seconds)} on {step.machine}, {clock(step.exposed)} of it waiting for messages",
+            )
+        )
     return [*format_table(rows, WIDTH), *notes(plan)[:_NOTES]]
 
 
@@ -111,22 +136,24 @@ def _program(plan: Plan, limit: int, width: int) -> list[str]:
     if not items:
         return ["collectives: none"]
     phases = [phase for phase in PHASES if any(item.phase == phase for item in items)]
-    room = limit - len(phases) - 1
+    has_phases = phases != [FORWARD]
+    room = limit - len(phases) * has_phases - 1
     shown, rest = largest(group_to_fit(items, room), room)
     rows = [("collectives by module", "", "", "sent", "time", "i", "why")]
     for phase in phases:
         some = [item for item in items if item.phase == phase]
         n, sent, seconds = len(some), sum(i.bytes for i in some), sum(i.seconds for i in some)
-        rows.append((f"  {phase}", f"{n} collective{'s' * (n != 1)}", "", format_si(sent, "B"), clock(seconds), "", ""))
-        rows += [_collective(g) for g in shown if g.first.phase == phase]
+        head = (f"  {phase}", f"{n} collective{'s' * (n != 1)}", "", format_si(sent, "B"), clock(seconds), "", "")
+        rows += [head] * has_phases
+        rows += [_collective(g, "    " if has_phases else "  ") for g in shown if g.first.phase == phase]
     if plan.mesh.machine is None:
         rows = [(*row[:4], *row[5:]) for row in rows]
     return [*_table(rows, width), *_tail(rest, "collectives")]
 
 
-def _collective(g: Group) -> tuple[str, ...]:
-    times = f"x {g.times}" * (g.times > 1)
-    return f"    {g.name}", g.first.kind, times, format_si(g.bytes, "B"), clock(g.seconds), str(g.first.position), g.first.note
+def _collective(g: Group, indent: str) -> tuple[str, ...]:
+    times, sent, at = f"x {g.times}" * (g.times > 1), format_si(g.bytes, "B"), str(g.first.position)
+    return indent + g.name, g.first.kind, times, sent, clock(g.seconds), at, g.first.note
 
 
 def _tail(rest: Sequence[Group], noun: str) -> list[str]:
@@ -140,7 +167,8 @@ def _results(plan: Plan, width: int) -> list[str]:
     shown, rest = largest(group_to_fit(plan.items.results, _RESULTS), _RESULTS)
     rows = [("results", "type", "", "per device", "layout"), *(_tensor(g, g.first.note) for g in shown)]
     roles = Counter(role for _, role, _ in plan.items.output_roles.values())
-    also = [f"new values of {roles[NEW]} inputs"] * bool(roles[NEW]) + [f"{roles[GRADIENT]} gradients"] * bool(roles[GRADIENT])
+    also = [f"new values of {roles[NEW]} inputs"] * bool(roles[NEW])
+    also += [f"{roles[GRADIENT]} gradients"] * bool(roles[GRADIENT])
     lines = [*_table(rows, width), *_tail(rest, "tensors")] if shown else ["results"] * bool(also)
     return [*lines, *([f"  {', '.join(also)}"] if also else [])]
 

@@ -75,7 +75,7 @@ def _same(member: Op | Value) -> Any:
 
 @dataclass(frozen=True)
 class GraphDecisions:
-    """The decisions about a graph. Of equal layers it may have only some; `representative` maps ops and values to it."""
+    """The decisions about a graph. Of equal layers it may have only some; `representative` maps all items to it."""
 
     graph: Graph
     decisions: Decisions
