@@ -44,10 +44,10 @@ class Items:
     @cached_property
     def inputs(self) -> tuple[Item, ...]:
         """One item an input; moments of an optimizer (`opt.state[w].exp_avg`) are compared with their parameters."""
-        names = self.naming.inputs
-        by_name = dict(zip(names, self.compiled.program.inputs, strict=True))
+        named = list(zip(self.naming.inputs, self.compiled.program.inputs, strict=True))
+        by_name = dict(named)
         items = []
-        for i, (name, var) in enumerate(by_name.items()):
+        for i, (name, var) in enumerate(named):
             match = _MOMENT.fullmatch(name)
             owner = by_name.get(match["owner"]) if match else None
             if match and owner is not None:
@@ -74,7 +74,9 @@ class Items:
 
     def _layout(self, var: Var) -> str:
         """Returns dims as in a spec, `batch@data embed`; `whole` if every device holds everything."""
-        if var.layout is None or not (var.layout.axes or var.layout.pending):
+        if var.layout is None:
+            return "differs by device"
+        if not (var.layout.axes or var.layout.pending):
             return "whole"
         return self.naming.layout(var) + "".join(f" {p}" for p in var.layout.pending)
 

@@ -100,8 +100,8 @@ def _names_without_rule(plan: Plan) -> Iterator[PlanWarning]:
     sharded = {name for name, axes in factors if axes} | set(plan.mesh.rules)
     names = list(dict.fromkeys(name for name, _ in factors if name and name not in sharded))
     if names:
-        text = f"names without a rule, so whole: {', '.join(names)}"
-        yield PlanWarning(text, f'if one should be sharded: Mesh(..., rules={{"{names[0]}": axis}})')
+        text = f"no rule for {', '.join(names)}: these dims are whole"
+        yield PlanWarning(text, f'Mesh(..., rules={{"{names[0]}": axis}}); None as the axis says that it is meant')
 
 
 def _free_inputs(plan: Plan) -> list[Item]:
