@@ -170,9 +170,9 @@ class Items:
             return phases[c.because.op]
         reader = c.because.by if isinstance(c.because, Asked) and isinstance(c.because.by, Op) else None
         maker = None if before is None else before.op
-        made = FORWARD if maker is None else phases[maker]
-        if made != FORWARD:
-            return made
+        phase = FORWARD if maker is None else phases[maker]
+        if phase != FORWARD:
+            return phase
         return BACKWARD if c.backward else FORWARD if reader is None else phases[reader]
 
     @cached_property

@@ -45,9 +45,7 @@ def summarize(plan: Plan, width: int = WIDTH) -> str:
     return "\n\n".join("\n".join(_cut_line(line, width) for line in part) for part in parts if part)
 
 
-_END = (
-    "more: plan.full (every step), plan.explain(i) (why collective i is there), plan.redundant, plan.show() (in color)"
-)
+_END = "more: plan.full (every step), plan.explain(i) (why collective i is there), plan.show() (in color)"
 
 
 def _cut_line(line: str, width: int) -> str:
