@@ -1,0 +1,24 @@
+"""Adapts the tree to the tools of the site: links of notebooks, and the heading of examples in docstrings."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Turns a notebook's links to files of `docs/` into links to pages of the site."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    return re.sub(r'href="\.\./docs/([\w/]+)\.md', r'href="../../\1/', html)
+
+
+class ExampleSections(griffe.Extension):
+    """Renders `Example:` as griffe renders `Examples:`, which has code and output."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Renames the heading in the docstring of one object."""
+        if obj.docstring:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.M)
