@@ -8,6 +8,17 @@ from typing import Any
 import griffe
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replaces a link to a file outside `docs/`, which a forge shows and the site does not have, by the file's path."""
+    up = re.escape("../" * (page.file.src_uri.count("/") + 1))
+    return re.sub(rf"\[([^\]]*)\]\({up}([^)]*)\)", _name_file, markdown)
+
+
+def _name_file(link: re.Match[str]) -> str:
+    label, path = link[1], f"`{link[2]}`"
+    return path if label == path else f"{label} ({path})"
+
+
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Turns a notebook's links to files of `docs/` into links to pages of the site."""
     if not page.file.src_uri.endswith(".ipynb"):

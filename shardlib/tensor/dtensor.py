@@ -26,6 +26,15 @@ def to_dtensor(x: ShardedTensor) -> DTensor:
 
     Raises `ShardingError` on virtual devices, and for layouts without DTensor placements (an axis on a factor in the
     middle of a dim, parts of axes): redistribute first.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with sl.Mesh(data=1):
+        ...     to_dtensor(sl.shard(torch.ones(4, 2), "batch@data _")).placements
+        (Shard(dim=0),)
+        >>> dist.destroy_process_group()
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -71,6 +80,16 @@ def from_dtensor(x: DTensor, mesh: Mesh | None = None) -> ShardedTensor:
     """Returns a DTensor as a ShardedTensor on `mesh`, by default its own; copies this rank's shard. Differentiable.
 
     Raises `ShardingError` for partial sums, for another mesh, and for a local tensor that does not fit the shape.
+
+    Example:
+        >>> import torch, shardlib as sl
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with sl.Mesh(data=1):
+        ...     x = sl.shard(torch.ones(4, 2), "batch@data _")
+        ...     typeof(from_dtensor(to_dtensor(x)))
+        'f32[4@data, 2]'
+        >>> dist.destroy_process_group()
     """
     mesh = mesh or current_mesh() or Mesh.from_device_mesh(x.device_mesh)
     sizes = dict(zip(x.device_mesh.mesh_dim_names or (), x.device_mesh.mesh.shape, strict=False))

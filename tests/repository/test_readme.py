@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.ranks import RankError, run_ranks
+
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INSIDE = [*sorted((ROOT / "shardlib").rglob("README.md")), ROOT / "ops/README.md"]
 _TOP = ("shardlib", "ops", "cuda", "tests", "docs", "notebooks")
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+_SCRIPT = re.compile(r"^```py\n(.*?)^```$", re.M | re.S)
 _TEXT = re.compile(r"(?<=^```text\n)(.*?)(?=^```$)", re.M | re.S)
 _LINK = re.compile(r"\]\(([^)#:\s]*)(#[^)\s]*)?\)")
 _CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.M | re.S)
@@ -57,6 +60,25 @@ def _output_span(text: str, block: str) -> tuple[int, int] | None:
     match = _TEXT.search(text, start)
     between = text[start : match.start()] if match else ""
     return match.span() if match and "\n```python" not in between and "\n#" not in between else None
+
+
+_SCRIPTS = [(path, script) for path in DOCUMENTS for script in _SCRIPT.findall(path.read_text())]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("document", "script"), _SCRIPTS, ids=lambda value: getattr(value, "name", ""))
+def test_scripts_of_ranks_end_with_their_error(document: Path, script: str) -> None:
+    """A block of `py` is a script of two ranks; the text behind it is the error of both, with digests left out."""
+    with pytest.raises(RankError) as raised:
+        run_ranks(_run_script, 2, script)
+    text = document.read_text()
+    shown = text[slice(*(_output_span(text, script) or ()))]
+    for rank in (0, 1):
+        assert re.sub(r"\[[0-9a-f]{8}\]", "[...]", f"{raised.value.errors[rank]}\n") == shown
+
+
+def _run_script(script: str) -> None:
+    exec(script, {"__name__": "document"})
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *INSIDE], ids=lambda path: path.relative_to(ROOT).as_posix())
