@@ -87,8 +87,8 @@ def all_gather(x: Any, axis: Axis, dim: int = 0, tiled: bool = True) -> Any:
     Example:
         >>> import shardlib as sl
         >>> with sl.Mesh(data=2):
-        ...     step = sl.shard_map(lambda x: sl.all_gather(x, "data", tiled=False), in_specs="n@data", out_specs="device n")
-        ...     print(step(torch.arange(4)).full_tensor())
+        ...     stack = sl.shard_map(lambda x: sl.all_gather(x, "data", tiled=False), "n@data", out_specs="device n")
+        ...     print(stack(torch.arange(4)).full_tensor())
         tensor([[0, 1],
                 [2, 3]])
     """
@@ -129,7 +129,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
     Example:
         >>> import shardlib as sl
         >>> with sl.Mesh(data=2):
-        ...     columns = sl.shard_map(lambda x: sl.all_to_all(x, "data", 1, 0), in_specs="n@data d", out_specs="n d@data")
+        ...     columns = sl.shard_map(lambda x: sl.all_to_all(x, "data", 1, 0), "n@data d", out_specs="n d@data")
         ...     print(sl.typeof(columns(torch.ones(4, 6))))
         f32[4, 6@data]
     """
@@ -151,8 +151,8 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     Example:
         >>> import shardlib as sl
         >>> with sl.Mesh(data=2):
-        ...     step = sl.shard_map(lambda x: sl.ppermute(x, "data", [(0, 1), (1, 0)]), in_specs="n@data", out_specs="n@data")
-        ...     print(step(torch.arange(4)).full_tensor())
+        ...     swap = sl.shard_map(lambda x: sl.ppermute(x, "data", [(0, 1), (1, 0)]), "n@data", out_specs="n@data")
+        ...     print(swap(torch.arange(4)).full_tensor())
         tensor([2, 3, 0, 1])
     """
     _, axes, n = resolve_group("ppermute", axis)

@@ -1,4 +1,4 @@
-"""Tables of other libraries' knobs beside shardlib's: the code of the shardlib column runs, and does what its row says."""
+"""Tables of other libraries' knobs: the code of the shardlib column runs, and does what its row says."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def world(tmp_path: Path) -> Iterator[dict[str, Any]]:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.page}-{row.subject[:40]}")
 def test_our_side_of_a_row(row: Row, request: pytest.FixtureRequest) -> None:
     names: dict[str, Any] = {"__name__": "document"}

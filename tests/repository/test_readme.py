@@ -84,7 +84,8 @@ def _run_script(script: str) -> None:
 @pytest.mark.parametrize("document", [*DOCUMENTS, *INSIDE], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_commands_and_paths_exist(document: Path) -> None:
     text = document.read_text()
-    missing = [target + anchor for target, anchor in _LINK.findall(_CODE.sub("", text)) if _is_broken(document, target, anchor)]
+    links = _LINK.findall(_CODE.sub("", text))
+    missing = [target + anchor for target, anchor in links if _is_broken(document, target, anchor)]
     paths = re.findall(r"`((?:shardlib|ops|cuda|tests|docs|notebooks)/[\w./-]*)`", text)
     missing += [path for path in paths if not (ROOT / path).exists()]
     if document in INSIDE:  # these name files of their own folder
