@@ -1,11 +1,21 @@
-"""Adapts the tree to the tools of the site: links of notebooks, and the heading of examples in docstrings."""
+"""Adapts the tree to the tools of the site: notebooks, links out of `docs/`, the heading of examples in docstrings."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+
+def on_config(config: Any) -> Any:
+    """Lists all notebooks in the navigation, in the order of their numbers."""
+    folder = Path(config.docs_dir) / "notebooks"
+    for section in config.nav:
+        if "Notebooks" in section:
+            section["Notebooks"] = sorted(f"notebooks/{path.name}" for path in folder.glob("*.ipynb"))
+    return config
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
