@@ -33,7 +33,7 @@ from shardlib.compiler.passes.memory.remat_policies import is_absent
 from shardlib.compiler.passes.split_backward import Halves, split
 from shardlib.compiler.program.steps import Program, Var
 from shardlib.compiler.program.verify import verify
-from shardlib.compiler.propagate import Decisions, propagate
+from shardlib.compiler.propagate import Decisions, GraphDecisions, propagate
 from shardlib.compiler.propagate.pins import Pins
 from shardlib.compiler.propagate.solver.effort import Planning
 from shardlib.compiler.propagate.solver.search import Search
@@ -76,6 +76,7 @@ class Compiled:
     fixed_outputs: Mapping[int, FixedLayout] = field(default_factory=dict)  # by position
     search: Search | None = None  # of the program, or of one layer of a folded graph
     staged: Staged | None = None  # the programs of stages, which are merged in `program`
+    layer_decisions: Callable[[], GraphDecisions] | None = None  # of a folded graph; None: those of the whole
 
     @property
     def local(self) -> tuple[Program, Halves | None]:
@@ -90,6 +91,12 @@ class Compiled:
     def propagated(self) -> Decisions:
         """The decisions and their reasons; after folding, they are spread to all layers on first use."""
         return self.propagate_whole()
+
+    def decisions(self, *, by_layer: bool) -> GraphDecisions:
+        """Returns the decisions about the whole graph, or, `by_layer`, those about some of equal layers."""
+        if by_layer and self.layer_decisions is not None:
+            return self.layer_decisions()
+        return GraphDecisions(self.graph, self.propagated)
 
 
 @paused_gc()
@@ -151,6 +158,7 @@ def compile_program(
         fixed_outputs=pins.outputs,
         seconds=clock.seconds,
         search=lowered.search,
+        layer_decisions=lowered.layer_decisions,
         **vars(finished),
     )
 
@@ -295,6 +303,7 @@ class _Lowered(NamedTuple):
     parts: list[Part]
     propagate_whole: Callable[[], Decisions]
     search: Search
+    layer_decisions: Callable[[], GraphDecisions] | None = None
 
 
 def _lower_in_order(
@@ -321,7 +330,8 @@ def _lower(graph: Graph, mesh: Mesh, pins: Pins, planning: Planning, clock: Stag
         if unrolled is not None:
             dump.write_program("unrolled", unrolled[0])
             whole = cache(lambda: spread_decisions(folded, short.propagate_whole(), mesh, pins, sends))
-            return _Lowered(*unrolled, whole, short.search)
+            near = cache(lambda: GraphDecisions(folded.graph, short.propagate_whole(), folded.representative_member))
+            return _Lowered(*unrolled, whole, short.search, near)
     propagated = propagate(graph, mesh, pins, sends, planning)
     clock.stop("propagate")
     dump.write_decisions(graph, propagated)

@@ -101,23 +101,23 @@ def _cell(path: str) -> str | None:
 
 
 class LineRecorder:
-    """Writes `meta["line"]`, `meta["backward"]` and `meta["default"]` (the default dtype) of a new node.
+    """Writes `meta["line"]`, `meta["modules"]`, `meta["backward"]` and `meta["default"]` (the default dtype) of a node.
 
-    Takes about 5 us a node.
+    A backward node has the modules of its line. Takes about 5 us a node.
     """
 
     def __init__(self, fallback: Line) -> None:
         self.fallback = fallback
-        self._by_sequence: dict[int, Line] = {}
+        self._by_sequence: dict[int, tuple[Line, tuple[Module, ...]]] = {}
         self._seen = last_number()
         self._section: tuple[str, ...] = ()
 
     def record(self, node: fx.Node) -> None:
-        line = None
+        line, inside = None, modules.get().entries
         running = running_node()
         if running is not None:
             node.meta["backward"] = True
-            line = self._by_sequence.get(number_of(running)())
+            line, inside = self._by_sequence.get(number_of(running)(), (None, ()))
         if (copied := replayed.get()) is not None:
             line = tag_line(copied, current_tag())
         if line is None:
@@ -130,12 +130,12 @@ class LineRecorder:
                 line = line._replace(section=self._section)
             line = tag_line(line, current_tag())
         node.meta.update(line=line, default=torch.get_default_dtype())
-        if (inside := modules.get().entries) and running is None:
+        if inside:
             node.meta["modules"] = inside
         # Numbers handed out since the last node belong to this one: autograd makes its node just before the op runs.
         upto = last_number()
         for number in range(self._seen, upto):
-            self._by_sequence[number] = line
+            self._by_sequence[number] = line, inside
         self._seen = max(self._seen, upto)
 
 

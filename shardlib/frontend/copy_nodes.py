@@ -48,7 +48,7 @@ class Copy:
         self.is_followed = results is not None
         self._results = dict(results or {})
         self._redrawn = CopiedDraws()
-        self._tag = current_tag()  # of the backward nodes, too, which are copied later
+        self._tag, self._modules = current_tag(), modules.get()  # of the backward nodes, too, which are copied later
 
     def begin(self, env: Mapping[fx.Node | None, Tensor | None]) -> None:
         """Maps inputs of the original to tensors of the copy."""
@@ -78,7 +78,7 @@ class Copy:
             self._redrawn.renumber(new)
             new.meta.update({k: node.meta[k] for k in _KEPT if k in node.meta})
             new.meta["line"] = tag_line(node.meta["line"], self._tag)
-            new.meta["modules"] = modules.get().around(node.meta.get("modules", ()))
+            new.meta["modules"] = self._modules.around(node.meta.get("modules", ()))
             if late:
                 new.meta["backward"] = True
 

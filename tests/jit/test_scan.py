@@ -194,7 +194,7 @@ def test_python_runs_once_whatever_the_number_of_steps() -> None:
 def test_lines_are_those_of_the_body() -> None:
     with Mesh(data=2, tensor=2):
         step = sl.jit(sl.grad(_loss(scan, _mlp)), in_specs=(SPECS, "b@data e"))
-        text = str(step.plan(_params(), H))
+        text = step.plan(_params(), H).full
     line = 'h = h + torch.tanh(h @ p["w"]) @ p["v"] + p["b"]'
     assert f"  {line}" in text
     assert f"backward of {__file__.rpartition('tests')[0]}" in text or "backward of" in text

@@ -56,17 +56,10 @@ def spread_decisions(
         twins=whole.twins | {twin: whole.twins[seen] for twin, seen in pinned.items()},
     )
     units = short.search.problem.units
-
-    def representative(member: Member) -> Member:
-        near_member: Member = (
-            folded.representative_value(member) if isinstance(member, Value) else folded.representative(member)[0]
-        )
-        return near_member
-
     problem = Problem(graph, whole, mesh, partial(sends, whole))
 
     def start(member: Member) -> Order:
-        mine = representative(member)
+        mine = folded.representative_member(member)
         return _with_slots(short.search.order(mine), units.unit[mine], problem.units.unit[member], factors)
 
     return collect_decisions(Search(problem, start), pins)

@@ -136,6 +136,13 @@ class Folded:
         assert isinstance(short, Value)
         return short
 
+    def representative_member(self, item: Op | Value) -> Op | Value:
+        """Returns the short graph's op or value for one of the whole."""
+        if isinstance(item, Value):
+            return self.representative_value(item)
+        short: Op = self.representative(item)[0]
+        return short
+
     def stays(self, item: Item) -> bool:
         """True if an item of the whole is in the short graph."""
         place = self.place(item)

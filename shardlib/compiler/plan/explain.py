@@ -10,7 +10,7 @@ from functools import cached_property
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.backends import crossings
-from shardlib.compiler.plan.names import Naming
+from shardlib.compiler.plan.names import Naming, op_name
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Var, makes, reads
 from shardlib.compiler.propagate.decision_units import DecisionUnit
 from shardlib.compiler.propagate.dim_factors import DimFactor
@@ -69,13 +69,7 @@ class Explainer:
     def why(self, c: Collective) -> str:
         """Returns the reason of a collective in a few words."""
         if isinstance(c.because, Inside):
-            op, factors = c.because.op, c.because.factors
-            labels = self.compiled.propagated.propagation.labels[op]
-            names = [self.naming.leaf(x) for factor in factors for x in labels.get(factor, ())]
-            over = " ".join(names or factors)
-            reduced = c.kind in _REDUCTIONS
-            action = f"{c.reduce} over {over}" if reduced else f"{over} {c.because.how}"
-            return f"{action}, inside {self.naming.call(op, 2)}"
+            return f"{self._action(c, c.because)}, inside {self.naming.call(c.because.op, 2)}"
         reader = self._reader(c)
         if not reader:
             return c.reason
@@ -84,6 +78,25 @@ class Explainer:
             return f"{c.reduce} over {over}; {reader}" if over else reader
         moved, spared = self._moved_dims(c), self._spared_sum(c)
         return (f"{moved}: {reader}" if moved else reader) + spared
+
+    def _action(self, c: Collective, inside: Inside) -> str:
+        """Returns what a local form communicates: `max over vocab`, `keys passed round`."""
+        decided = self.naming.decided
+        labels = decided.decisions.propagation.labels[decided.representative(inside.op)]
+        names = [self.naming.leaf(x) for factor in inside.factors for x in labels.get(factor, ())]
+        over = " ".join(names or inside.factors)
+        return f"{c.reduce} over {over}" if c.kind in _REDUCTIONS else f"{over} {inside.how}"
+
+    def brief(self, c: Collective) -> str:
+        """Returns the reason of a collective without names of values, so that equal layers have equal reasons."""
+        reader = c.because.by if isinstance(c.because, Asked) else None
+        if isinstance(c.because, Inside):
+            return f"{self._action(c, c.because)}, in {op_name(c.because.op)}"
+        if c.kind in _REDUCTIONS:
+            over = self._summed_dims(c)
+            return f"{c.reduce} over {over}" if over else c.reduce
+        moved = self._moved_dims(c) or "moved"
+        return f"{moved} for {op_name(reader)}" if isinstance(reader, Op) else moved
 
     def _reader(self, c: Collective) -> str:
         if not isinstance(c.because, Asked):
@@ -153,9 +166,9 @@ class Explainer:
         return None
 
     def _summed_dims(self, c: Collective) -> str:
-        value = self.origin(c)
-        op = None if value is None else value.op
-        units, propagated = self.compiled.propagated.units, self.compiled.propagated
+        value, decided = self.origin(c), self.naming.decided
+        op = None if value is None or value.op is None else decided.representative(value.op)
+        units, propagated = decided.decisions.units, decided.decisions
         if value is None or op is None or op.rule is None or op not in units.unit:
             return ""
         axes = {p for a in c.axes for p in a.primes()}

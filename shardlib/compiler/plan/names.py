@@ -17,10 +17,11 @@ from itertools import zip_longest
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.program.steps import Var
+from shardlib.compiler.propagate import GraphDecisions
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.placement import FactorNames, FixedLayout
 from shardlib.tensor.tensor_meta import short_dtype
 
 Named = tuple[tuple[str | None, Factor], ...]  # one dim: its factors, and their names
@@ -28,9 +29,19 @@ Named = tuple[tuple[str | None, Factor], ...]  # one dim: its factors, and their
 
 @dataclass(frozen=True)
 class Naming:
-    """Names for everything in one compiled function."""
+    """Names for everything in one compiled function.
+
+    With `by_layer`, names of dims come from the decisions about one of equal layers. This is fast, and serves `dims`,
+    `layout` and `leaf` only.
+    """
 
     compiled: Compiled
+    by_layer: bool = False
+
+    @cached_property
+    def decided(self) -> GraphDecisions:
+        """The decisions that dims are named by."""
+        return self.compiled.decisions(by_layer=self.by_layer)
 
     # Values ---------------------------------------------------------------------------------------------------------
 
@@ -96,14 +107,14 @@ class Naming:
     @cached_property
     def _groups(self) -> dict[tuple[DimFactor, ...], str]:
         """Names of runs of dim factors that one annotated factor was split into; a major part shares the name."""
-        propagation = self.compiled.propagated.propagation
+        propagation = self.decided.decisions.propagation
         whole: dict[tuple[DimFactor, ...], str] = {(leaf,): name for leaf, name in propagation.names.items()}
         parts: dict[tuple[DimFactor, ...], tuple[int, str]] = {}
         fixed: list[tuple[Sequence[Sequence[DimFactor]], FixedLayout]] = [
             (propagation.value[v], f) for v, (_, f) in propagation.pinned_values.items()
         ]
         for i, (_, f) in propagation.outputs.items():
-            fixed.append((propagation.value[self.compiled.graph.outputs[i]], f))
+            fixed.append((propagation.value[self.decided.graph.outputs[i]], f))
         for dims, f in fixed:
             for leaves, factors, names in zip(dims, f.layout.dims, f.names, strict=True):
                 for run, name in zip(_runs(leaves, factors, propagation.dims.size), names, strict=False):
@@ -119,7 +130,9 @@ class Naming:
     def dims(self, var: Var) -> tuple[Named, ...]:
         """Returns the dims of a variable as named factors; unnamed neighbors are merged."""
         assert var.layout is not None
-        value, propagation = var.value, self.compiled.propagated.propagation
+        value, propagation = var.value, self.decided.decisions.propagation
+        if value is not None and not value.constant:
+            value = self.decided.representative(value)
         if value is None or value.constant or var.placement is None or value not in propagation.value:
             return tuple(tuple((None, f) for f in dim) for dim in var.layout.dims)
         cut = iter(var.placement[0])
@@ -130,7 +143,7 @@ class Naming:
 
     def _dim(self, parts: Sequence[tuple[DimFactor, Factor]]) -> Named:
         out: list[tuple[str | None, Factor]] = []
-        same = self.compiled.propagated.propagation.same
+        same = self.decided.decisions.propagation.same
         i = 0
         while i < len(parts):
             for j in range(len(parts), i, -1):
@@ -158,8 +171,12 @@ class Naming:
         """`mm_3[batch@data heads@tensor] +tensor`, in the notation of specs."""
         if var.layout is None:
             return self.var(var)
+        return f"{self.var(var)}[{self.layout(var)}]{_partial_sums(var)}"
+
+    def layout(self, var: Var) -> str:
+        """`batch@data heads@tensor`: the dims of a variable in the notation of specs."""
         show = lambda name, f: str(f) if name is None else str(f).replace(str(f.size), name, 1)
-        return f"{self.var(var)}[{' '.join(self._dims(var, show))}]{_partial_sums(var)}"
+        return " ".join(self._dims(var, show))
 
     def _dims(self, var: Var, show: Callable[[str | None, Factor], str]) -> Iterator[str]:
         """Writes every dim; several factors stand in parentheses."""
@@ -167,9 +184,18 @@ class Naming:
             words = " ".join(show(name, f) for name, f in dim)
             yield words if len(dim) == 1 else f"({words})"
 
+    def aligned(self, var: Var) -> FactorNames:
+        """Returns a name for each factor of a variable's canonical layout."""
+        assert var.layout is not None
+        out = []
+        for dim, named in zip(var.layout.dims, self.dims(var), strict=True):
+            same = len(dim) == len(named) and all(f == g for f, (_, g) in zip(dim, named, strict=True))
+            out.append(tuple(name for name, _ in named) if same else (None,) * len(dim))
+        return tuple(out)
+
     def leaf(self, leaf: DimFactor) -> str:
         """Returns the name of a dim factor, or its size."""
-        return self._groups.get((leaf,), str(self.compiled.propagated.propagation.dims.size(leaf)))
+        return self._groups.get((leaf,), str(self.decided.decisions.propagation.dims.size(leaf)))
 
 
 def _melt(factors: Iterable[Factor]) -> tuple[Factor, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -14,22 +13,27 @@ from shardlib.compiler.plan import backends
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.html import page
+from shardlib.compiler.plan.items import Items
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.pipeline_view import PipelineView
+from shardlib.compiler.plan.plain_data import plan_dict
+from shardlib.compiler.plan.plan_warnings import PlanWarning, plan_warnings
 from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
-from shardlib.compiler.plan.rows import Rows, totals
+from shardlib.compiler.plan.rows import PROGRAM, Rows, full_text, totals
+from shardlib.compiler.plan.summary import summarize
+from shardlib.compiler.plan.terminal import show, text_width
 from shardlib.compiler.plan.view_pipeline import view_pipeline
 from shardlib.compiler.program import flops
 from shardlib.compiler.program.buffers import host_bytes, peak_bytes
 from shardlib.compiler.program.steps import Program, Var, makes
-from shardlib.compiler.program.text import show
+from shardlib.compiler.program.text import show as show_program
 from shardlib.compiler.propagate.solver.lower_bound import LowerBound, lower_bound
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.compiler.stages.stage_times import own_program, simulate_stages
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, format_path_line
-from shardlib.core.text_tables import format_si, format_table, indent_rows
+from shardlib.core.text_tables import format_si, format_table
 from shardlib.primitives.debug_print import OP as PRINT
 from shardlib.sharding.layout import Layout
 from shardlib.sharding.mesh.machine import Machine
@@ -183,13 +187,24 @@ class Plan:
         return Explainer(self.compiled, self._naming)
 
     @property
-    def _rows(self) -> Rows:
+    def rows(self) -> Rows:
+        """The lines of `full`."""
         return Rows(self.compiled, self._naming, self._explainer)
+
+    @cached_property
+    def items(self) -> Items:
+        """Inputs, results and collectives, each with its module and phase, to be grouped (`compiler/plan/groups`)."""
+        return Items(self.compiled)
+
+    @cached_property
+    def warnings(self) -> tuple[PlanWarning, ...]:
+        """What may surprise, each with a remedy: repeated work, large gathers, tensors without annotation, ..."""
+        return plan_warnings(self)
 
     @cached_property
     def output_names(self) -> tuple[FactorNames, ...]:
         """Logical names per output, dim and factor, aligned with the outputs' layouts."""
-        return tuple(self._aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
+        return tuple(self._naming.aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
 
     def layout_of(self, item: str | Value) -> Layout:
         """Returns the layout of an input (`"params['w']"` or `"params.w"`), an output (`"result[0]"`) or a value of the
@@ -288,44 +303,43 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        rows = self._rows
-        inputs, outputs = (
-            format_table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs())
-        )
-        program = [_PROGRAM, *indent_rows(rows.program())]
-        parts = [[self.heading], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
-        if (pipeline := self.pipeline) is not None:
-            parts.append(["pipeline", *(f"  {line}" for line in pipeline.brief())])
-        return "\n\n".join("\n".join(part) for part in parts)
+        return self.text()
+
+    def text(self, detail: str = "brief", width: int | None = None) -> str:
+        """Returns the plan as text: at most 60 lines, or with `detail="full"` every step (`full`).
+
+        The brief text has `width` columns: by default those of the terminal, at most 120. Raises `ShardingError` for
+        another `detail`.
+        """
+        if detail == "full":
+            return self.full
+        if detail != "brief":
+            raise ShardingError(
+                f"text(detail={detail!r}) of the plan of {self.name}", remedy='detail="brief" or "full"'
+            )
+        return summarize(self, width or text_width())
+
+    def show(self) -> None:
+        """Prints `text()` by rich: in color on a terminal."""
+        show(self)
+
+    @cached_property
+    def full(self) -> str:
+        """The text with every input, step and output; the same in every terminal."""
+        return full_text(self)
 
     def _repr_html_(self) -> str:
-        rows = self._rows
+        rows = self.rows
         inputs, outputs = (("inputs", rows.inputs()), ("outputs", rows.outputs()))
-        return page(self.heading, [inputs, (_PROGRAM, rows.program()), outputs], *totals(self))
+        return page(self.heading, [inputs, (PROGRAM, rows.program()), outputs], *totals(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data (JSON-ready)."""
-        return {
-            "name": self.name,
-            "mesh": dict(self.mesh.shape),
-            "inputs": {name: self._naming.typed(var) for name, var in zip(self._naming.inputs, self._in, strict=True)},
-            "outputs": {name: self._naming.typed(v) if isinstance(v, Var) else repr(v) for name, v in self._out},
-            "collectives": [asdict(c) | {"axes": list(c.axes)} for c in self.collectives],
-            "comm_bytes": self.comm_bytes,
-            "flops": self.flops,
-            "redundant": [asdict(r) | {"axes": list(r.axes)} for r in self.redundant],
-            "peak_memory": self.peak_memory,
-            "host_memory": self.host_memory,
-            "replicated_ops": list(self.replicated_ops),
-        }
+        return plan_dict(self)
 
     def listing(self, where: Callable[[Line | None], str] = format_path_line) -> str:
         """Returns the program's text, step by step; equal plans have equal listings. `where` formats source lines."""
-        return show(self.compiled.program, where)
-
-    @property
-    def _in(self) -> tuple[Var, ...]:
-        return self.compiled.program.inputs
+        return show_program(self.compiled.program, where)
 
     @property
     def _out(self) -> Iterable[tuple[str, Any]]:
@@ -336,15 +350,3 @@ class Plan:
         """`mlp on data=2, tensor=4 (8 devices, virtual)`."""
         axes = ", ".join(f"{name}={n}" for name, n in self.mesh.shape.items())
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
-
-    def _aligned(self, var: Var) -> FactorNames:
-        """Returns a name for each factor of a variable's canonical layout."""
-        assert var.layout is not None
-        out = []
-        for dim, named in zip(var.layout.dims, self._naming.dims(var), strict=True):
-            same = len(dim) == len(named) and all(f == g for f, (_, g) in zip(dim, named, strict=True))
-            out.append(tuple(name for name, _ in named) if same else (None,) * len(dim))
-        return tuple(out)
-
-
-_PROGRAM = "program (each device; lines with ! communicate)"

@@ -20,7 +20,7 @@ from shardlib.compiler.program.steps import TIERS, Collective, Compute, Start, V
 from shardlib.compiler.propagate.solver.lower_bound import lower_bound
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.source_lines import format_path_line
-from shardlib.core.text_tables import Row, fold_names, fold_rows, format_si
+from shardlib.core.text_tables import Row, fold_names, fold_rows, format_si, format_table, indent_rows
 from shardlib.primitives.debug_print import OP as PRINT
 
 if TYPE_CHECKING:
@@ -115,6 +115,22 @@ def _is_shown(op: Op) -> bool:
     return op.rule is None or torch.Tag.pointwise not in getattr(op.target, "tags", ())
 
 
+PROGRAM = "program (each device; lines with ! communicate)"
+
+
+def full_text(plan: Plan) -> str:
+    """Returns a plan with every input, step and output, and totals; the same in every terminal."""
+    rows = plan.rows
+    inputs, outputs = (
+        format_table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs())
+    )
+    program = [PROGRAM, *indent_rows(rows.program())]
+    parts = [[plan.heading], ["inputs", *inputs], program, ["outputs", *outputs], [plan.summary()]]
+    if (pipeline := plan.pipeline) is not None:
+        parts.append(["pipeline", *(f"  {line}" for line in pipeline.brief())])
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
 def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
     """Returns the table of a plan's collectives by kind, axes and backend, and lines on its other costs."""
     counts: Counter[tuple[str, ...]] = Counter()
@@ -138,18 +154,34 @@ def totals(plan: Plan) -> tuple[list[tuple[str, ...]], list[str]]:
         rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
     lines = sorted(reasons)
     lines.append(f"per device: {format_si(plan.flops, 'FLOP')}, peak memory {format_si(plan.peak_memory, 'B')}")
-    if copied := plan.compiled.program.copied:
-        sent = format_si(sum(c.source.nbytes for c in copied), "B")
-        lines.append(f"in the host's memory: at most {format_si(plan.host_memory, 'B')}, {sent} copied there and back")
-    if parts := [c.out.part for c in plan.compiled.program.collectives if c.out.part is not None]:
-        lines.append(f"rows in {parts[0][1]} parts, worked on in turn: {len(parts)} messages")
+    lines += _host_lines(plan)
     lines += filter(None, [sentence(plan.redundant, flops.flops(plan.compiled.program))])
+    lines += _backward_lines(plan)
+    lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(plan.replicated_ops).items()]
+    return rows, lines
+
+
+def notes(plan: Plan) -> list[str]:
+    """Returns lines on copies to the host, parts of rows, values kept or computed again, and a search that stopped."""
+    return [*_host_lines(plan), *_backward_lines(plan)]
+
+
+def _host_lines(plan: Plan) -> list[str]:
+    program, lines = plan.compiled.program, list[str]()
+    if program.copied:
+        sent = format_si(sum(c.source.nbytes for c in program.copied), "B")
+        lines.append(f"in the host's memory: at most {format_si(plan.host_memory, 'B')}, {sent} copied there and back")
+    if parts := [c.out.part for c in program.collectives if c.out.part is not None]:
+        lines.append(f"rows in {parts[0][1]} parts, worked on in turn: {len(parts)} messages")
+    return lines
+
+
+def _backward_lines(plan: Plan) -> list[str]:
+    lines = []
     if (halves := plan.compiled.halves) is not None:
         n, held = len(halves.saved), sum(v.nbytes for v in halves.saved)
         lines.append(f"saved for the backward pass: {n} value{'s' * (n != 1)}, {format_si(held, 'B')}")
-    lines += filter(None, [_recomputed(plan), _stopped(plan)])
-    lines += [f"no rule, runs replicated: {op} ({n} times)" for op, n in Counter(plan.replicated_ops).items()]
-    return rows, lines
+    return [*lines, *filter(None, [_recomputed(plan), _stopped(plan)])]
 
 
 def _stopped(plan: Plan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from shardlib.compiler.graph.ir import Graph, Op, Value
 from shardlib.compiler.propagate.decision_units import DecisionUnit, Units
@@ -66,6 +67,19 @@ class Decisions:
             return ((),) * len(self.propagation.dim_factors(value))
         axes = self.search.slot_axes(value)
         return tuple(axes[s] for s in self.units.value_slots[value])
+
+
+def _same(member: Op | Value) -> Any:
+    return member
+
+
+@dataclass(frozen=True)
+class GraphDecisions:
+    """The decisions about a graph. Of equal layers it may have only some; `representative` maps all items to it."""
+
+    graph: Graph
+    decisions: Decisions
+    representative: Callable[[Any], Any] = _same
 
 
 def propagate(

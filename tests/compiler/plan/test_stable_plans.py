@@ -93,11 +93,11 @@ def told_here(axis: str, count: int) -> None:
             lambda *a: w1.step(*a, config, lambda x: sl.shard(x, mode.residual)),
             in_specs=(mode.params, mode.batch, mode.batch),
         )
-        print(step.plan(*w1.abstract(config)))
+        print(step.plan(*w1.abstract(config)).full)
     with sl.Mesh.abstract(data=2):
         args = torch.empty(512, 8, device="meta"), torch.empty(4, 8, 8, device="meta")
         most = sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None)).plan(*args).peak_memory
-        print(sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None), memory=int(0.7 * most)).plan(*args))
+        print(sl.jit(sl.grad(deep, argnums=1), in_specs=("b@data _", None), memory=int(0.7 * most)).plan(*args).full)
     other = pickle.loads(base64.b64decode(axis))
     if other in {Axis("x", 2, pre=2, axis_size=4)}:
         print("the axis is a key")

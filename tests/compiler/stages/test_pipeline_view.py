@@ -244,7 +244,7 @@ def test_a_mesh_without_stages_has_no_pipeline() -> None:
     with sl.Mesh.abstract(data=2):
         plan = sl.jit(lambda x: x.sum()).plan(torch.empty(4, 2))
     assert plan.pipeline is None
-    assert str(plan).endswith(plan.summary())
+    assert plan.full.endswith(plan.summary())
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_ranges_of_modules(function: Callable[..., Any], args: Any, result: Any)
 def test_text() -> None:
     plan = planned(width=1024, rows=4 * 4096)
     assert str(view(plan)) == TEXT
-    section = str(plan).split("\n\n")[-1].splitlines()
+    section = plan.full.split("\n\n")[-1].splitlines()
     assert section[0] == "pipeline"
     assert 3 <= len(section) <= 8
 

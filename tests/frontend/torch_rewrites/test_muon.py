@@ -133,7 +133,7 @@ def test_each_matrix_goes_to_one_device_and_back(count: int) -> None:
     each, rounds = 2 * size * size, -(-count // devices)
     assert [c.kind for c in plan.collectives] == ["all_to_all", "all_to_all"]
     assert plan.comm_bytes == 2 * rounds * each * (devices - 1) / devices
-    assert "data tensor from o i to matrix" in str(plan)
+    assert "data tensor from o i to matrix" in plan.full
 
 
 def test_what_nobody_cuts_is_not_sent(model: Net) -> None:

@@ -157,7 +157,7 @@ def test_the_mesh_is_that_of_the_parameters(closed: bool) -> None:
     jitted = sl.jit(lambda x: step(model, opt, x)) if closed else sl.jit(functools.partial(step, model, opt))
     first, second = jitted(x), jitted(x)
     assert float(second) != float(first)
-    assert "on data=2 (2 devices, virtual)" in str(jitted.plan(x))
+    assert "on data=2 (2 devices, virtual)" in jitted.plan(x).full
     other = sl.parallelize(Half(), mesh=sl.Mesh(data=4))
     with pytest.raises(sl.ShardingError) as caught:
         sl.jit(lambda x: model(x) + other(x))(x)
@@ -594,7 +594,7 @@ def test_adam_is_one_op_a_parameter_or_what_torch_does(settings: dict[str, Any],
     with sl.Mesh(a=2):
         jitted = sl.jit(run)
         model, opt, found = weights(jitted, lambda model: sl.parallelize(model, specs))
-        plan = str(jitted.plan(model, opt, torch.zeros(4, 2, 5, 5, dtype=dtype)))
+        plan = jitted.plan(model, opt, torch.zeros(4, 2, 5, 5, dtype=dtype)).full
     close = {torch.float64: 1e-12, torch.bfloat16: 1e-2}.get(dtype, 1e-5)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=close, atol=close)

@@ -359,7 +359,7 @@ def test_an_optimizer_outside() -> None:
 def test_the_plan_shows_both_ways() -> None:
     x = sl.shard(X, "batch _").requires_grad_()
     plan = sl.jit(linear).plan(x, sl.shard(W, "_ ff").requires_grad_())
-    text = str(plan)
+    text = plan.full
     assert "backward of" in text
     assert "gradient of x" in text
     assert "gradient of result" in text

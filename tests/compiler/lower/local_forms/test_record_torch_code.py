@@ -142,7 +142,7 @@ def test_a_plan_shows_what_they_do() -> None:
         both = sl.jit(lambda x: standardized(x)).plan(sl.shard(r(6, 8), "n@data m@tensor"))
         scanned = sl.jit(lambda x: (x + x).cumprod(1)).plan(sl.shard(r(6, 8), "b@data v@tensor"))
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 36.0)] * 2, "3 rows of 8 bytes, 2 * 3 / 4"
-    assert re.search(r"! all_reduce\[tensor\] .* max over v, inside", str(plan))
+    assert re.search(r"! all_reduce\[tensor\] .* max over v, inside", plan.full)
     assert [len(c.axes) for c in both.collectives] == [2], "one sum over two dims"
     assert "! all_gather[tensor] cumprod's pieces " in str(scanned), "which nobody adds up"
 

@@ -303,7 +303,7 @@ def test_products_are_added_where_they_are_made() -> None:
 
 def test_a_plan_says_which_part() -> None:
     _, plan = planned(mlp, MEGATRON, 2, {"data": 1, "tensor": 2})
-    text = str(plan)
+    text = plan.full
     for part in ("(1 of 2)", "(2 of 2)"):
         assert text.count(part) >= 2
     assert "rows in 2 parts, worked on in turn: 4 messages" in text

@@ -269,7 +269,7 @@ def test_copies_have_a_stream_of_their_own() -> None:
         )
     assert HOST in str(found)
     assert plan.comm_bytes == sum(c.bytes for c in plan.collectives), "copies are none of them"
-    assert "! to_host" in str(plan)
+    assert "! to_host" in plan.full
     assert "in the host's memory: at most" in plan.summary()
 
 

@@ -173,7 +173,7 @@ def test_copies_are_as_planned() -> None:
     assert moved == (4 * copied(plan, "to_host"), 4 * copied(plan, "to_device"))
     assert copied(plan, "to_host") == sum(x.nbytes for x in state) // 4, "what is new, once"
     assert plan.host_memory >= held(state) // 4
-    assert "in the host's memory: at most" in str(plan)
+    assert "in the host's memory: at most" in plan.full
     assert plan.simulate("h100").timeline.busy(HOST) > 0
 
 

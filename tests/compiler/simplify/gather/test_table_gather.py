@@ -83,8 +83,8 @@ def test_whole_tables_by_an_index_that_counts_them_are_read_as_they_are(table: s
         for program in (read, pulled):
             w, i = torch.randn(8, 5, 8, dtype=torch.float64), torch.randint(-5, 5, (8, 12))
             plan = sl.jit(program, in_specs=(table, index)).plan(w, i)
-            assert "gather(" not in str(plan)
-            assert "scatter_add(" not in str(plan)
+            assert "gather(" not in plan.full
+            assert "scatter_add(" not in plan.full
             sl.check(program, w, i, in_specs=(table, index))
 
 

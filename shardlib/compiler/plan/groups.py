@@ -1,0 +1,181 @@
+"""Groups the tensors and the collectives of a plan by module: equal layers are one group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+
+INPUT, STATE, OUTPUT = "input", "optimizer state", "output"
+FORWARD, BACKWARD, OPTIMIZER = PHASES = "forward", "backward", "optimizer"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor or one collective of a plan.
+
+    `phase` is one of `PHASES` for a collective, and says of a tensor whether it is an input, state or an output.
+    `path` names a tensor (`is_tensor`), or the module or source line whose value moves. `role` is the part that a
+    tensor plays: "weight", "gradient", "new value" or "". `kind` is a type (`f32[8, 4]`) or a collective
+    (`all_reduce[data]`), `note` a layout or a reason. `bytes` are held or sent by one device; `seconds` are simulated.
+    `position` counts the plan's inputs, outputs or collectives, from 0.
+    """
+
+    phase: str
+    path: str
+    role: str
+    kind: str
+    note: str
+    bytes: float
+    position: int
+    seconds: float = 0.0
+    is_tensor: bool = True
+
+
+@dataclass(frozen=True)
+class Group:
+    """Items of one phase, role, kind and note, whose paths have one `pattern`."""
+
+    pattern: str
+    items: tuple[Item, ...]
+    is_joined: bool = False  # the pattern names all its tensors
+
+    @property
+    def first(self) -> Item:
+        """The item that the others are like."""
+        return self.items[0]
+
+    @property
+    def times(self) -> int:
+        """The number of items."""
+        return len(self.items)
+
+    @cached_property
+    def bytes(self) -> float:
+        """The sum of the items' bytes."""
+        return sum(item.bytes for item in self.items)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The sum of the items' seconds."""
+        return sum(item.seconds for item in self.items)
+
+    @property
+    def cost(self) -> float:
+        """Seconds, or bytes where nothing was simulated."""
+        return self.seconds or self.bytes
+
+    @property
+    def name(self) -> str:
+        """`layers.*.attn`; of tensors also `layers.*: 9 gradients`, `lm_head.weight: gradient`."""
+        if self.is_joined:
+            return self.pattern
+        role = self.first.role
+        tensors = list(dict.fromkeys(star(item.path) for item in self.items if item.is_tensor))
+        if len(tensors) > 1:
+            return f"{self.pattern}: {len(tensors)} {role or 'tensor'}s"
+        return f"{tensors[0]}: {role}" if tensors and role not in ("", "weight") else (tensors or [self.pattern])[0]
+
+
+@lru_cache(maxsize=1 << 14)
+def star(path: str) -> str:
+    """Returns a path with a star for every index.
+
+    Example:
+        >>> star("model.layers.3.wq"), star("params.layers[3].wq"), star("0.weight")
+        ('model.layers.*.wq', 'params.layers[*].wq', '*.weight')
+    """
+    return _INDEX.sub("*", path)
+
+
+def group(items: Iterable[Item], cut: Callable[[Item], str] = lambda item: star(item.path)) -> tuple[Group, ...]:
+    """Groups items, in the order of their first ones; `cut` returns the pattern of an item.
+
+    Example:
+        >>> layers = (Item("forward", f"h.{i}.mlp", "", "all_reduce[tensor]", "sum over ff", 8.0, i) for i in range(4))
+        >>> [(g.pattern, g.times, g.bytes) for g in group(layers)]
+        [('h.*.mlp', 4, 32.0)]
+    """
+    groups: dict[tuple[str, ...], list[Item]] = {}
+    for item in items:
+        groups.setdefault((item.phase, item.role, item.kind, item.note, cut(item)), []).append(item)
+    return tuple(Group(pattern, tuple(members)) for (*_, pattern), members in groups.items())
+
+
+def group_to_fit(items: Sequence[Item], limit: int) -> tuple[Group, ...]:
+    """Groups items by ever shorter paths, until `limit` groups hold all but 2 % of the seconds (or bytes).
+
+    Tensors are grouped by layer, and values by a module behind the last index of their paths; then by one behind the
+    first index; then by layer, as tensors; then both by the first three names.
+    """
+    groups: tuple[Group, ...] = ()
+    for cut in _CUTS:
+        groups = group(items, cut)
+        costs = sorted((g.cost for g in groups), reverse=True)
+        if len(groups) <= limit or sum(costs[: limit - 1]) >= _MOST * sum(costs):
+            break
+    return groups
+
+
+def largest(groups: Sequence[Group], limit: int) -> tuple[list[Group], list[Group]]:
+    """Returns the groups that cost most, in their order, and the others; at most `limit`, with a line on the others."""
+    ranked = sorted(range(len(groups)), key=lambda i: -groups[i].cost)
+    kept = {*ranked[: limit if len(groups) <= limit else max(limit - 1, 0)]}
+    return [g for i, g in enumerate(groups) if i in kept], [g for i, g in enumerate(groups) if i not in kept]
+
+
+def _cut(item: Item, *, last: bool = False, names: int = 0, most: int = 99) -> str:
+    """Cuts a path at its first index (a value's: `names` names behind its first or `last` one), or at `most` names."""
+    words = _WORD.findall(star(item.path))
+    layers = [i for i, word in enumerate(words) if "*" in word]
+    if item.is_tensor:
+        last, names = False, 0
+    end = layers[-1 if last else 0] + 1 if layers else len(words)
+    more = [i + 1 for i, word in enumerate(words) if i >= end and "*" not in word]
+    if names and more:
+        end = more[names - 1]
+    whole = [i for i, word in enumerate(words) if "*" not in word]
+    end = min(end, whole[most]) if len(whole) > most else end
+    while end < len(words) and "*" in words[end]:
+        end += 1
+    return "".join(words[:end])
+
+
+_CUTS = (
+    partial(_cut, last=True, names=1),
+    partial(_cut, names=1),
+    _cut,
+    partial(_cut, most=3),
+)
+_MOST = 0.98  # of the cost
+
+
+def join_siblings(groups: Sequence[Group]) -> list[Group]:
+    """Joins groups of one kind, note and size whose patterns differ in one word: `attn.{wq,wk}.weight`.
+
+    Example:
+        >>> names = [f"h.{i}.{name}" for i in range(2) for name in ("wq", "wk")]
+        >>> items = [Item("input", name, "", "f32[8, 8]", "whole", 256.0, i) for i, name in enumerate(names)]
+        >>> [(g.name, g.times) for g in join_siblings(group(items))]
+        [('h.*.{wq,wk}', 4)]
+    """
+    joined = list(groups)
+    for i in range(max((g.pattern.count(".") for g in groups), default=0), -1, -1):
+        alike: dict[tuple[object, ...], list[Group]] = {}
+        for g in joined:
+            words = g.pattern.split(".")
+            rest = (*words[:i], *words[i + 1 :]) if i < len(words) else (g.pattern,)
+            alike.setdefault((g.first.kind, g.first.note, g.times, len(words), rest), []).append(g)
+        joined = [_joined(same, i) if len(same) > 1 else same[0] for same in alike.values()]
+    return joined
+
+
+def _joined(groups: Sequence[Group], i: int) -> Group:
+    first, *_ = words = [g.pattern.split(".") for g in groups]
+    both = f"{{{','.join(w[i] for w in words)}}}"
+    return Group(".".join([*first[:i], both, *first[i + 1 :]]), tuple(item for g in groups for item in g.items), True)
+
+
+_INDEX = re.compile(r"(?<=\[)\d+(?=\])|(?<=\.)\d+(?=[.\]]|$)|^\d+(?=\.|$)")
+_WORD = re.compile(r"\.?[^.\[\]]+|\[[^\]]*\]")

@@ -1,0 +1,131 @@
+"""What in a plan may surprise its reader, each with a remedy: a table of checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardlib.compiler.plan.groups import Item, group
+from shardlib.compiler.plan.items import GRADIENT
+from shardlib.compiler.plan.redundant_work import WORTH
+from shardlib.compiler.program import flops
+from shardlib.core.text_tables import format_si
+from shardlib.sharding.mesh.machine import Machine
+
+if TYPE_CHECKING:
+    from shardlib.compiler.plan.plan import Plan
+
+LARGE = 0.1  # the least share of the peak memory that a warning on one tensor reports
+_NAMED = 3  # names in one warning
+_SCALAR = 8  # bytes
+
+
+@dataclass(frozen=True)
+class PlanWarning:
+    """A fact that costs time or memory, and what to do about it."""
+
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.text} -> {self.remedy}"
+
+
+def plan_warnings(plan: Plan) -> tuple[PlanWarning, ...]:
+    """Returns the warnings of all checks, in the order of the table."""
+    return tuple(warning for check in _CHECKS for warning in check(plan))
+
+
+def _memory(plan: Plan) -> Iterator[PlanWarning]:
+    if plan.mesh.machine is None:
+        return
+    machine = Machine.convert(plan.mesh.machine)
+    peak, size = plan.peak_memory, machine.device.memory
+    if peak > size:
+        text = f"out of memory: the peak is {format_si(peak, 'B')}, a device of {machine} has {format_si(size, 'B')}"
+        yield PlanWarning(text, 'strategy="fsdp", memory="80%", remat=..., a smaller batch or more devices')
+
+
+def _repeated_work(plan: Plan) -> Iterator[PlanWarning]:
+    total, twice = flops.flops(plan.compiled.program), sum(r.flops for r in plan.redundant)
+    if twice and twice >= WORTH * total:
+        most = plan.redundant[0]
+        where = f"{most.op} {'in the backward of' if most.backward else 'at'} {most.line}"
+        axes = " ".join(most.axes)
+        alike = f"alike on {most.copies} devices along {axes}"
+        text = f"work done twice: {twice / total:.0%} of the FLOPs, most in {where}, {alike}"
+        free = _listed([item for item in _free_inputs(plan) if item.bytes > _SCALAR])
+        who = f"the inputs without annotation ({free})" if free else "its operands"
+        yield PlanWarning(text, f"annotate {who} over {axes}; plan.redundant lists all such work")
+
+
+def _large_gathers(plan: Plan) -> Iterator[PlanWarning]:
+    """Gathers of values; gathers of weights and of their gradients are the strategy's."""
+    outs = [c.out.nbytes for c in plan.compiled.program.collectives]
+    gathers = [item for item in plan.items.collectives if item.kind.startswith("all_gather") and not item.role]
+    for g in group(item for item in gathers if _is_large(plan, outs[item.position])):
+        at, times = g.first.position, f", {g.times} times" if g.times > 1 else ""
+        size = format_si(outs[at], "B")
+        text = f"large gather: {g.first.kind} at {g.name} makes {size} on every device{times} ({g.first.note})"
+        yield PlanWarning(text, f"plan.explain({at}) says who asks for it; annotate that value with sl.shard")
+
+
+def _returned_gradients(plan: Plan) -> Iterator[PlanWarning]:
+    """Gradients that are gathered only because the call leaves them in `.grad`."""
+    gathered = [i for i in plan.items.collectives if i.role == GRADIENT and i.kind.startswith("all_gather")]
+    if gathered and plan.compiled.traced.after.grads:
+        text = f"{format_si(sum(i.bytes for i in gathered), 'B')} are sent only to leave whole gradients in .grad"
+        yield PlanWarning(text, "end the step with opt.zero_grad(): it returns none then")
+
+
+def _whole_inputs(plan: Plan) -> Iterator[PlanWarning]:
+    whole = [item for item in _free_inputs(plan) if _is_large(plan, item.bytes)]
+    if whole and plan.mesh.size > 1:
+        names, held = _listed(whole), format_si(sum(item.bytes for item in whole), "B")
+        text = f"not annotated and whole on every device ({held}): {names}"
+        yield PlanWarning(text, "give specs: in_specs of sl.jit, sl.shard, or specs of sl.parallelize")
+
+
+def _ops_without_rule(plan: Plan) -> Iterator[PlanWarning]:
+    for op, n in Counter(plan.replicated_ops).items():
+        text = f"no rule, runs on whole operands on every device: {op} ({n} times)"
+        yield PlanWarning(text, "register one: sl.rule")
+
+
+def _names_without_rule(plan: Plan) -> Iterator[PlanWarning]:
+    dims = [(x.names[d], dim) for x in plan.compiled.fixed_inputs.values() for d, dim in enumerate(x.layout.dims)]
+    factors = [(name, f.axes) for names, dim in dims for name, f in zip(names, dim, strict=True)]
+    sharded = {name for name, axes in factors if axes} | set(plan.mesh.rules)
+    names = list(dict.fromkeys(name for name, _ in factors if name and name not in sharded))
+    if names:
+        text = f"names without a rule, so whole: {', '.join(names)}"
+        yield PlanWarning(text, f'if one should be sharded: Mesh(..., rules={{"{names[0]}": axis}})')
+
+
+def _free_inputs(plan: Plan) -> list[Item]:
+    """Returns the inputs that nothing annotates, and that every device holds whole."""
+    layouts = [var.layout for var in plan.compiled.program.inputs]
+    free = (item for item in plan.items.inputs if item.position not in plan.compiled.fixed_inputs)
+    return [item for item in free if (x := layouts[item.position]) is not None and not x.axes]
+
+
+def _is_large(plan: Plan, nbytes: float) -> bool:
+    return nbytes >= LARGE * plan.peak_memory
+
+
+def _listed(items: list[Item]) -> str:
+    names = [g.name for g in group(items)]
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+_CHECKS = (
+    _memory,
+    _repeated_work,
+    _large_gathers,
+    _returned_gradients,
+    _whole_inputs,
+    _ops_without_rule,
+    _names_without_rule,
+)

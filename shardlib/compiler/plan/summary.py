@@ -1,0 +1,191 @@
+"""The text of a plan that fits on a screen: totals, inputs, collectives by module, results, warnings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from shardlib.compiler.plan.groups import (
+    FORWARD,
+    PHASES,
+    STATE,
+    Group,
+    Item,
+    group,
+    group_to_fit,
+    join_siblings,
+    largest,
+)
+from shardlib.compiler.plan.items import GRADIENT, NEW
+from shardlib.compiler.plan.rows import notes
+from shardlib.compiler.simulate.simulated import clock
+from shardlib.core.text_tables import format_si, format_table
+
+if TYPE_CHECKING:
+    from shardlib.compiler.plan.plan import Plan
+
+LINES, WIDTH = 60, 120  # at most
+_RESULTS, _WARNINGS, _NOTES, _KINDS = 3, 4, 4, 4  # results, warnings, lines on other costs, kinds of collectives
+_NOTE = 26  # columns that a layout or a reason may take from names
+
+
+def summarize(plan: Plan, width: int = WIDTH) -> str:
+    """Returns the text, at most `LINES` lines of at most `width` columns."""
+    above = [[plan.heading], _totals(plan)]
+    below = [_results(plan, width), _warnings(plan, width), _pipeline(plan), [_END]]
+    room = LINES - 1 - sum(len(part) + 1 for part in (*above, *below) if part) - 1
+    wanted = [len(section(plan, LINES, width)) for section in (_inputs, _program)]
+    first = min(wanted[0], max(room - wanted[1], 2 * room // 5))
+    parts = [*above, _inputs(plan, first, width), _program(plan, room - first, width), *below]
+    return "\n\n".join("\n".join(_cut_line(line, width) for line in part) for part in parts if part)
+
+
+_END = "plan.full: all steps   plan.explain(i): why collective i is there   plan.warnings   plan.redundant"
+
+
+def _cut_line(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 3]}..."
+
+
+def _table(rows: Sequence[tuple[str, ...]], width: int) -> list[str]:
+    """Aligns rows; names, in the first column, lose their first words where the last cells need room."""
+    columns = zip(*(row[1:-1] for row in rows), strict=True)
+    taken = sum(2 + max(map(len, column)) for column in columns) + 2
+    note = max(len(row[-1]) for row in rows)
+    limit = max(width - taken - min(note, _NOTE), _NOTE)
+    return [line.rstrip() for line in format_table([(_short(name, limit), *cells) for name, *cells in rows], width)]
+
+
+def _short(name: str, limit: int) -> str:
+    """Drops the beginning of a long name, whole words if enough is left; the indentation stays."""
+    if len(name) <= limit:
+        return name
+    bare = name.lstrip()
+    indent, words = name[: len(name) - len(bare)], bare.split(".")
+    room = limit - len(indent)
+    while len(bare) > room and len(words) > 1:
+        words = words[1:]
+        bare = f"...{'.'.join(words)}"
+    if 2 * len(bare) < room or len(bare) > room:
+        bare = f"...{name[len(name) - room + 3 :]}"
+    return indent + bare
+
+
+def _totals(plan: Plan) -> list[str]:
+    counts, sizes = Counter[str](), Counter[str]()
+    for item in plan.items.collectives:
+        counts[item.kind] += 1
+        sizes[item.kind] += item.bytes  # type: ignore[assignment]
+    n = counts.total()
+    sent = f"{format_si(plan.comm_bytes, 'B')} in {n} collective{'s' * (n != 1)}" if n else "nothing"
+    kinds = [f"{kind} {format_si(size, 'B')}" for kind, size in sizes.most_common()]
+    more = f", and {len(kinds) - _KINDS} more" if len(kinds) > _KINDS else ""
+    rows = [("sent per device", sent)]
+    rows += [("", ", ".join(kinds[:_KINDS]) + more)] * (len(kinds) > 1)
+    rows.append(("FLOPs per device", format_si(plan.flops, "FLOP")))
+    rows.append(("peak memory", f"{format_si(plan.peak_memory, 'B')} per device"))
+    if plan.mesh.machine is not None:
+        step = plan.simulate()
+        rows.append(
+            (
+                "simulated step",
+                f"{clock(step.seconds)} on {step.machine}, {clock(step.exposed)} of it waiting for messages",
+            )
+        )
+    return [*format_table(rows, WIDTH), *notes(plan)[:_NOTES]]
+
+
+def _inputs(plan: Plan, limit: int, width: int) -> list[str]:
+    items = plan.items.inputs
+    if not items:
+        return ["no inputs"]
+    tensors = [item for item in items if item.phase != STATE]
+    groups: Sequence[Group] = join_siblings(group(tensors))
+    state = group([replace(item, note="") for item in items if item.phase == STATE])
+    room = limit - len(state) - 1
+    if len(groups) > room:
+        groups = group_to_fit([_coarse(plan, item) for item in tensors], room)
+    shown, rest = largest(groups, room)
+    rows = [("inputs", "type", "", "per device", "layout")]
+    rows += [*(_tensor(g, g.first.note) for g in shown), *(_tensor(g, _notes(g, items)) for g in state)]
+    return [*_table(rows, width), *_tail(rest, "tensors")]
+
+
+def _tensor(g: Group, note: str) -> tuple[str, str, str, str, str]:
+    return f"  {g.name}", g.first.kind, f"x {g.times}" * (g.times > 1), format_si(g.bytes, "B"), note
+
+
+def _notes(g: Group, items: Sequence[Item]) -> str:
+    """Returns the layout that most moments have: `as its parameter (3 of 4)`."""
+    note, n = Counter(items[item.position].note for item in g.items).most_common(1)[0]
+    return note if n == g.times else f"{note} ({n} of {g.times})"
+
+
+def _coarse(plan: Plan, item: Item) -> Item:
+    """Returns an input with its dtype and axes instead of its shape and layout."""
+    layout = plan.compiled.program.inputs[item.position].layout
+    axes = " ".join(dict.fromkeys(map(str, layout.axes))) if layout is not None else ""
+    return replace(item, kind=item.kind.partition("[")[0], note=f"over {axes}" if axes else "whole")
+
+
+def _program(plan: Plan, limit: int, width: int) -> list[str]:
+    items = plan.items.collectives
+    if not items:
+        return ["collectives: none"]
+    phases = [phase for phase in PHASES if any(item.phase == phase for item in items)]
+    has_phases = phases != [FORWARD]
+    room = limit - len(phases) * has_phases - 1
+    shown, rest = largest(group_to_fit(items, room), room)
+    rows = [("collectives by module", "", "", "sent", "time", "i", "why")]
+    for phase in phases:
+        some = [item for item in items if item.phase == phase]
+        n, sent, seconds = len(some), sum(i.bytes for i in some), sum(i.seconds for i in some)
+        head = (f"  {phase}", f"{n} collective{'s' * (n != 1)}", "", format_si(sent, "B"), clock(seconds), "", "")
+        rows += [head] * has_phases
+        rows += [_collective(g, "    " if has_phases else "  ") for g in shown if g.first.phase == phase]
+    if plan.mesh.machine is None:
+        rows = [(*row[:4], *row[5:]) for row in rows]
+    return [*_table(rows, width), *_tail(rest, "collectives")]
+
+
+def _collective(g: Group, indent: str) -> tuple[str, ...]:
+    times, sent, at = f"x {g.times}" * (g.times > 1), format_si(g.bytes, "B"), str(g.first.position)
+    return indent + g.name, g.first.kind, times, sent, clock(g.seconds), at, g.first.note
+
+
+def _tail(rest: Sequence[Group], noun: str) -> list[str]:
+    if not rest:
+        return []
+    n, size = sum(g.times for g in rest), format_si(sum(g.bytes for g in rest), "B")
+    return [f"  ... and {n} more {noun} in {len(rest)} groups, {size}: print(plan.full)"]
+
+
+def _results(plan: Plan, width: int) -> list[str]:
+    shown, rest = largest(group_to_fit(plan.items.results, _RESULTS), _RESULTS)
+    rows = [("results", "type", "", "per device", "layout"), *(_tensor(g, g.first.note) for g in shown)]
+    roles = Counter(role for _, role, _ in plan.items.output_roles.values())
+    also = [f"new values of {roles[NEW]} inputs"] * bool(roles[NEW])
+    also += [f"{roles[GRADIENT]} gradients"] * bool(roles[GRADIENT])
+    lines = [*_table(rows, width), *_tail(rest, "tensors")] if shown else ["results"] * bool(also)
+    return [*lines, *([f"  {', '.join(also)}"] if also else [])]
+
+
+def _warnings(plan: Plan, width: int) -> list[str]:
+    if not plan.warnings:
+        return ["warnings: none"]
+    lines = ["warnings"]
+    for warning in plan.warnings[:_WARNINGS]:
+        both = [f"  ! {warning}"]
+        if len(both[0]) > width:
+            both = wrap(f"! {warning.text}", width, initial_indent="  ", subsequent_indent="    ")
+            both += wrap(f"-> {warning.remedy}", width, initial_indent="    ", subsequent_indent="       ")
+        lines += both
+    more = len(plan.warnings) - _WARNINGS
+    return [*lines, *([f"  {more} more: plan.warnings"] if more > 0 else [])]
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    return [] if plan.pipeline is None else ["pipeline", *(f"  {line}" for line in plan.pipeline.brief())]
