@@ -151,8 +151,7 @@ def compile_program(
     finished = _finish(traced, graph, lowered.program, call, donate, options, dump)
     clock.stop("passes")
     return Compiled(
-        *(traced, mesh, graph),
-        propagate_whole=lowered.propagate_whole,
+        *(traced, mesh, graph, lowered.propagate_whole),
         inputs=tuple(zip(traced.input_names, graph.inputs, strict=True)),
         fixed_inputs=inputs,
         fixed_outputs=pins.outputs,

@@ -44,10 +44,10 @@ class Items:
     @cached_property
     def inputs(self) -> tuple[Item, ...]:
         """One item an input; moments of an optimizer (`opt.state[w].exp_avg`) are compared with their parameters."""
-        names = self.naming.inputs
-        by_name = dict(zip(names, self.compiled.program.inputs, strict=True))
+        named = list(zip(self.naming.inputs, self.compiled.program.inputs, strict=True))
+        by_name = dict(named)
         items = []
-        for i, (name, var) in enumerate(by_name.items()):
+        for i, (name, var) in enumerate(named):
             match = _MOMENT.fullmatch(name)
             owner = by_name.get(match["owner"]) if match else None
             if match and owner is not None:
@@ -74,7 +74,9 @@ class Items:
 
     def _layout(self, var: Var) -> str:
         """Returns dims as in a spec, `batch@data embed`; `whole` if every device holds everything."""
-        if var.layout is None or not (var.layout.axes or var.layout.pending):
+        if var.layout is None:
+            return "differs by device"
+        if not (var.layout.axes or var.layout.pending):
             return "whole"
         return self.naming.layout(var) + "".join(f" {p}" for p in var.layout.pending)
 
@@ -168,9 +170,9 @@ class Items:
             return phases[c.because.op]
         reader = c.because.by if isinstance(c.because, Asked) and isinstance(c.because.by, Op) else None
         maker = None if before is None else before.op
-        made = FORWARD if maker is None else phases[maker]
-        if made != FORWARD:
-            return made
+        phase = FORWARD if maker is None else phases[maker]
+        if phase != FORWARD:
+            return phase
         return BACKWARD if c.backward else FORWARD if reader is None else phases[reader]
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -198,7 +198,7 @@ class Plan:
 
     @cached_property
     def warnings(self) -> tuple[PlanWarning, ...]:
-        """What may surprise, each with a remedy: repeated work, large gathers, tensors without annotation, ..."""
+        """Repeated work, large gathers, tensors and names without annotation, ...: each with a remedy."""
         return plan_warnings(self)
 
     @cached_property
@@ -234,7 +234,7 @@ class Plan:
     def _var(self, item: str | Value) -> Var:
         value: Value | None
         if isinstance(item, str):
-            for name, out in self._out:
+            for name, out in zip(self.compiled.traced.result_names, self.compiled.program.outputs, strict=True):
                 if item in (name, shorten(name)) and isinstance(out, Var):
                     return out
             value = self._naming.find(self.compiled.traced.twins.get(item, item))
@@ -340,10 +340,6 @@ class Plan:
     def listing(self, where: Callable[[Line | None], str] = format_path_line) -> str:
         """Returns the program's text, step by step; equal plans have equal listings. `where` formats source lines."""
         return show_program(self.compiled.program, where)
-
-    @property
-    def _out(self) -> Iterable[tuple[str, Any]]:
-        return zip(self.compiled.traced.result_names, self.compiled.program.outputs, strict=True)
 
     @property
     def heading(self) -> str:

@@ -1,4 +1,4 @@
-"""What in a plan may surprise its reader, each with a remedy: a table of checks."""
+"""Warnings of a plan, each with a remedy: a table of checks."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _repeated_work(plan: Plan) -> Iterator[PlanWarning]:
         alike = f"alike on {most.copies} devices along {axes}"
         text = f"work done twice: {twice / total:.0%} of the FLOPs, most in {where}, {alike}"
         free = _listed([item for item in _free_inputs(plan) if item.bytes > _SCALAR])
-        who = f"the inputs without annotation ({free})" if free else "its operands"
-        yield PlanWarning(text, f"annotate {who} over {axes}; plan.redundant lists all such work")
+        operands = f"the inputs without annotation ({free})" if free else "its operands"
+        yield PlanWarning(text, f"annotate {operands} over {axes}; plan.redundant lists all such work")
 
 
 def _large_gathers(plan: Plan) -> Iterator[PlanWarning]:
@@ -100,8 +100,8 @@ def _names_without_rule(plan: Plan) -> Iterator[PlanWarning]:
     sharded = {name for name, axes in factors if axes} | set(plan.mesh.rules)
     names = list(dict.fromkeys(name for name, _ in factors if name and name not in sharded))
     if names:
-        text = f"names without a rule, so whole: {', '.join(names)}"
-        yield PlanWarning(text, f'if one should be sharded: Mesh(..., rules={{"{names[0]}": axis}})')
+        text = f"no rule for {', '.join(names)}: these dims are whole"
+        yield PlanWarning(text, f'Mesh(..., rules={{"{names[0]}": axis}}); None as the axis says that it is meant')
 
 
 def _free_inputs(plan: Plan) -> list[Item]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from shardlib.compiler.plan.groups import (
     largest,
 )
 from shardlib.compiler.plan.items import GRADIENT, NEW
+from shardlib.compiler.plan.plan_warnings import PlanWarning
 from shardlib.compiler.plan.rows import notes
 from shardlib.compiler.simulate.simulated import clock
 from shardlib.core.text_tables import format_si, format_table
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
 LINES, WIDTH = 60, 120  # at most
-_RESULTS, _WARNINGS, _NOTES, _KINDS = 3, 4, 4, 4  # results, warnings, lines on other costs, kinds of collectives
+_RESULTS, _WARNINGS, _NOTES, _KINDS, _STATE = 3, 9, 4, 4, 4  # lines of sections; kinds of collectives, and of moments
 _NOTE = 26  # columns that a layout or a reason may take from names
 
 
@@ -43,7 +45,7 @@ def summarize(plan: Plan, width: int = WIDTH) -> str:
     return "\n\n".join("\n".join(_cut_line(line, width) for line in part) for part in parts if part)
 
 
-_END = "plan.full: all steps   plan.explain(i): why collective i is there   plan.warnings   plan.redundant"
+_END = "more: plan.full (every step), plan.explain(i) (why collective i is there), plan.show() (in color)"
 
 
 def _cut_line(line: str, width: int) -> str:
@@ -52,10 +54,10 @@ def _cut_line(line: str, width: int) -> str:
 
 def _table(rows: Sequence[tuple[str, ...]], width: int) -> list[str]:
     """Aligns rows; names, in the first column, lose their first words where the last cells need room."""
-    columns = zip(*(row[1:-1] for row in rows), strict=True)
-    taken = sum(2 + max(map(len, column)) for column in columns) + 2
-    note = max(len(row[-1]) for row in rows)
-    limit = max(width - taken - min(note, _NOTE), _NOTE)
+    columns = [column for column in zip(*rows, strict=True) if any(column)]
+    *taken, note = (max(map(len, column)) for column in columns[1:])
+    rows = list(zip(*columns, strict=True))
+    limit = max(width - sum(taken) - 2 * len(columns) + 2 - min(note, _NOTE), _NOTE)
     return [line.rstrip() for line in format_table([(_short(name, limit), *cells) for name, *cells in rows], width)]
 
 
@@ -89,12 +91,9 @@ def _totals(plan: Plan) -> list[str]:
     rows.append(("peak memory", f"{format_si(plan.peak_memory, 'B')} per device"))
     if plan.mesh.machine is not None:
         step = plan.simulate()
-        rows.append(
-            (
-                "simulated step",
-                f"{clock(step.seconds)} on {step.machine}, {clock(step.exposed)} of it waiting for messages",
-            )
-        )
+        machine = step.machine.name or "the machine of the mesh"
+        waiting = f"{clock(step.exposed)} of it waiting for messages"
+        rows.append(("simulated step", f"{clock(step.seconds)} on {machine}, {waiting}"))
     return [*format_table(rows, WIDTH), *notes(plan)[:_NOTES]]
 
 
@@ -105,13 +104,14 @@ def _inputs(plan: Plan, limit: int, width: int) -> list[str]:
     tensors = [item for item in items if item.phase != STATE]
     groups: Sequence[Group] = join_siblings(group(tensors))
     state = group([replace(item, note="") for item in items if item.phase == STATE])
-    room = limit - len(state) - 1
+    state, rest = largest(state, _STATE)
+    room = max(limit - len(state) - bool(rest) - 1, 1)
     if len(groups) > room:
         groups = group_to_fit([_coarse(plan, item) for item in tensors], room)
-    shown, rest = largest(groups, room)
+    shown, others = largest(groups, room)
     rows = [("inputs", "type", "", "per device", "layout")]
     rows += [*(_tensor(g, g.first.note) for g in shown), *(_tensor(g, _notes(g, items)) for g in state)]
-    return [*_table(rows, width), *_tail(rest, "tensors")]
+    return [*_table(rows, width), *_tail([*others, *rest], "tensors")]
 
 
 def _tensor(g: Group, note: str) -> tuple[str, str, str, str, str]:
@@ -137,7 +137,7 @@ def _program(plan: Plan, limit: int, width: int) -> list[str]:
         return ["collectives: none"]
     phases = [phase for phase in PHASES if any(item.phase == phase for item in items)]
     has_phases = phases != [FORWARD]
-    room = limit - len(phases) * has_phases - 1
+    room = max(limit - len(phases) * has_phases - 1, 1)
     shown, rest = largest(group_to_fit(items, room), room)
     rows = [("collectives by module", "", "", "sent", "time", "i", "why")]
     for phase in phases:
@@ -147,7 +147,7 @@ def _program(plan: Plan, limit: int, width: int) -> list[str]:
         rows += [head] * has_phases
         rows += [_collective(g, "    " if has_phases else "  ") for g in shown if g.first.phase == phase]
     if plan.mesh.machine is None:
-        rows = [(*row[:4], *row[5:]) for row in rows]
+        rows = [(*row[:4], "", *row[5:]) for row in rows]
     return [*_table(rows, width), *_tail(rest, "collectives")]
 
 
@@ -170,21 +170,25 @@ def _results(plan: Plan, width: int) -> list[str]:
     also = [f"new values of {roles[NEW]} inputs"] * bool(roles[NEW])
     also += [f"{roles[GRADIENT]} gradients"] * bool(roles[GRADIENT])
     lines = [*_table(rows, width), *_tail(rest, "tensors")] if shown else ["results"] * bool(also)
-    return [*lines, *([f"  {', '.join(also)}"] if also else [])]
+    return [*lines, *([f"  and {', '.join(also)}"] if also else [])]
 
 
 def _warnings(plan: Plan, width: int) -> list[str]:
     if not plan.warnings:
         return ["warnings: none"]
-    lines = ["warnings"]
-    for warning in plan.warnings[:_WARNINGS]:
-        both = [f"  ! {warning}"]
-        if len(both[0]) > width:
-            both = wrap(f"! {warning.text}", width, initial_indent="  ", subsequent_indent="    ")
-            both += wrap(f"-> {warning.remedy}", width, initial_indent="    ", subsequent_indent="       ")
-        lines += both
-    more = len(plan.warnings) - _WARNINGS
-    return [*lines, *([f"  {more} more: plan.warnings"] if more > 0 else [])]
+    blocks = [_warning(w, width) for w in plan.warnings]
+    ends = list(accumulate(map(len, blocks)))
+    shown = max(sum(end <= _WARNINGS for end in ends), 1)
+    more = f"  {len(blocks) - shown} more: plan.warnings"
+    return ["warnings", *(line for block in blocks[:shown] for line in block), *[more] * (shown < len(blocks))]
+
+
+def _warning(warning: PlanWarning, width: int) -> list[str]:
+    line = f"  ! {warning}"
+    if len(line) <= width:
+        return [line]
+    text = wrap(f"! {warning.text}", width, initial_indent="  ", subsequent_indent="    ")
+    return text + wrap(f"-> {warning.remedy}", width, initial_indent="    ", subsequent_indent="       ")
 
 
 def _pipeline(plan: Plan) -> list[str]:
