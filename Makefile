@@ -63,7 +63,7 @@ slow: $(STAMP)
 # mkdocs-material 9.8 announces its successor in every build, which is no warning of this site.
 docs: $(VENV)/.docs
 	@echo "== site"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
