@@ -20,7 +20,7 @@ from shardlib.compiler.program.steps import Var
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.sharding.layout import Factor, Layout
 from shardlib.sharding.mesh.axis import Axis
-from shardlib.sharding.placement import FixedLayout
+from shardlib.sharding.placement import FactorNames, FixedLayout
 from shardlib.tensor.tensor_meta import short_dtype
 
 Named = tuple[tuple[str | None, Factor], ...]  # one dim: its factors, and their names
@@ -146,6 +146,15 @@ class Naming:
                 out[len(out) - len(before) :] = [(None, f) for f in melted]
                 i += 1
         return tuple(out) or ((None, Factor(1)),)
+
+    def aligned(self, var: Var) -> FactorNames:
+        """Returns a name for each factor of a variable's canonical layout."""
+        assert var.layout is not None
+        out = []
+        for dim, named in zip(var.layout.dims, self.dims(var), strict=True):
+            same = len(dim) == len(named) and all(f == g for f, (_, g) in zip(dim, named, strict=True))
+            out.append(tuple(name for name, _ in named) if same else (None,) * len(dim))
+        return tuple(out)
 
     def typed(self, var: Var) -> str:
         """`f32[batch=8@data, (heads=4@tensor 32)] +tensor`."""

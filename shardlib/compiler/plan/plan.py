@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -13,8 +14,8 @@ from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan import backends
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
-from shardlib.compiler.plan.html import page
 from shardlib.compiler.plan.names import Naming, shorten
+from shardlib.compiler.plan.page.write_page import notebook_cell, page_text, write_page
 from shardlib.compiler.plan.pipeline_view import PipelineView
 from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
@@ -98,7 +99,7 @@ class Plan:
     def flops(self) -> float:
         """Floating-point operations in one call, on the busiest device: two for a multiply-add, one for a pointwise
         result."""
-        return max(map(flops.flops, self._programs))
+        return max(map(flops.flops, self.programs))
 
     @cached_property
     def redundant(self) -> tuple[Redundant, ...]:
@@ -120,15 +121,15 @@ class Plan:
     @cached_property
     def peak_memory(self) -> int:
         """The most bytes of local tensors alive at once on the fullest device, arguments and results included."""
-        return max(map(peak_bytes, self._programs))
+        return max(map(peak_bytes, self.programs))
 
     @cached_property
     def host_memory(self) -> int:
         """The most bytes that one device has at once in its host's memory (`sl.Schedule(offload=...)`)."""
-        return max(map(host_bytes, self._programs))
+        return max(map(host_bytes, self.programs))
 
     @cached_property
-    def _programs(self) -> tuple[Program, ...]:
+    def programs(self) -> tuple[Program, ...]:
         """The program of all devices, or one per stage."""
         compiled = self.compiled
         return (compiled.program,) if compiled.staged is None else tuple(map(own_program, compiled.staged.programs))
@@ -189,7 +190,7 @@ class Plan:
     @cached_property
     def output_names(self) -> tuple[FactorNames, ...]:
         """Logical names per output, dim and factor, aligned with the outputs' layouts."""
-        return tuple(self._aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
+        return tuple(self._naming.aligned(v) if isinstance(v, Var) else () for v in self.compiled.program.outputs)
 
     def layout_of(self, item: str | Value) -> Layout:
         """Returns the layout of an input (`"params['w']"` or `"params.w"`), an output (`"result[0]"`) or a value of the
@@ -299,9 +300,22 @@ class Plan:
         return "\n\n".join("\n".join(part) for part in parts)
 
     def _repr_html_(self) -> str:
-        rows = self._rows
-        inputs, outputs = (("inputs", rows.inputs()), ("outputs", rows.outputs()))
-        return page(self.heading, [inputs, (_PROGRAM, rows.program()), outputs], *totals(self))
+        return notebook_cell(self)
+
+    def html(self, path: str | os.PathLike[str], *, machine: Machine | str | None = None) -> None:
+        """Writes the plan as one HTML file that loads nothing: source, program, layouts, memory and reasons.
+
+        The page shows the streams of `machine`, simulated (None: the machine of the mesh, or none). Raises
+        `ShardingError` if the file cannot be written.
+
+        Example:
+            >>> import tempfile, torch, shardlib as sl
+            >>> with sl.Mesh(data=2):
+            ...     plan = sl.jit(lambda x: x.sum(), in_specs=("batch@data _",)).plan(torch.ones(4, 3))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     plan.html(f"{folder}/plan.html", machine="h100")
+        """
+        write_page(path, page_text(self.heading, [self], machine))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain data (JSON-ready)."""
@@ -336,15 +350,6 @@ class Plan:
         """`mlp on data=2, tensor=4 (8 devices, virtual)`."""
         axes = ", ".join(f"{name}={n}" for name, n in self.mesh.shape.items())
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
-
-    def _aligned(self, var: Var) -> FactorNames:
-        """Returns a name for each factor of a variable's canonical layout."""
-        assert var.layout is not None
-        out = []
-        for dim, named in zip(var.layout.dims, self._naming.dims(var), strict=True):
-            same = len(dim) == len(named) and all(f == g for f, (_, g) in zip(dim, named, strict=True))
-            out.append(tuple(name for name, _ in named) if same else (None,) * len(dim))
-        return tuple(out)
 
 
 _PROGRAM = "program (each device; lines with ! communicate)"
