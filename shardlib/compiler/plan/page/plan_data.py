@@ -232,7 +232,7 @@ class PlanData:
             for e in line.events
         )  # fmt: skip
         return {
-            "machine": str(simulated.machine),
+            "title": f"{simulated.name} on {simulated.program.mesh} ({simulated.machine}), simulated",
             "text": str(simulated),
             "streams": STREAMS,
             "seconds": simulated.seconds,
