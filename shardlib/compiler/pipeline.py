@@ -89,7 +89,8 @@ class Compiled:
     @cached_property
     def propagated(self) -> Decisions:
         """The decisions and their reasons; after folding, they are spread to all layers on first use."""
-        return self.propagate_whole()
+        with paused_gc():
+            return self.propagate_whole()
 
 
 @paused_gc()

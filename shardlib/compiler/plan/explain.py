@@ -201,8 +201,13 @@ class Explainer:
         return "\n".join(self._collective(c, self._decisions))
 
     def chain(self, c: Collective) -> str:
-        """Explains a collective without the decisions, which `alternatives` lists."""
-        return "\n".join(self._collective(c, lambda op: ()))
+        """Explains a collective with the decisions taken, and without the others, which `alternatives` lists."""
+        return "\n".join(self._collective(c, self._taken))
+
+    def _taken(self, op: Op) -> Iterator[str]:
+        for decision, source_of in self._decided(op):
+            first = next((first for dim, _, first in decision.alternatives if dim == decision.winner), ())
+            yield f"{decision.axis} shards {decision.winner}{f', {source_of(first)}' if first else ''}"
 
     def alternatives(self, c: Collective) -> Iterator[Alternative]:
         """Yields what the ops at both ends of a collective could do instead, by mesh axis."""

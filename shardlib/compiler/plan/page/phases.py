@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from shardlib.compiler.program.steps import Compute, Free, Program, Start, Step, Var, Wait, makes, reads
+from shardlib.compiler.program.steps import Compute, Free, Program, Start, Var, Wait, makes, reads
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 
 def phases(program: Program) -> list[str]:
-    """Returns the phase of each step: code that reads gradients, and is no backward code itself, is the optimizer's.
+    """Returns the phase of each step: calls that read gradients, and are no backward code, are the optimizer's.
 
-    A step without operands belongs to the phase before it, and so do waits and frees.
+    Messages and copies belong to the phase of their values. Waits, frees, and steps without operands belong to the
+    phase before them.
     """
-    derived: set[Var] = set()  # gradients, and all that depends on them
+    phase_of: dict[Var, str] = {}  # of gradients, and all that depends on them
     phase, out = FORWARD, list[str]()
     for step in program.steps:
-        if _is_backward(step):
-            phase = BACKWARD
-        elif not isinstance(step, Wait | Free) and reads(step):
-            phase = FORWARD if derived.isdisjoint(reads(step)) else OPTIMIZER
+        if not isinstance(step, Wait | Free) and reads(step):
+            derived = [phase_of[v] for v in reads(step) if v in phase_of]
+            if step.first.backward if isinstance(step, Start) else isinstance(step, Compute) and step.backward:
+                phase = BACKWARD
+            elif not derived:
+                phase = FORWARD
+            else:
+                phase = OPTIMIZER if isinstance(step, Compute) else derived[0]
         if phase != FORWARD and not isinstance(step, Wait | Free):
-            derived.update(step.outs if isinstance(step, Start) else makes(step))
+            phase_of |= dict.fromkeys(step.outs if isinstance(step, Start) else makes(step), phase)
         out.append(phase)
     return out
-
-
-def _is_backward(step: Step) -> bool:
-    first = step.first if isinstance(step, Start) else step
-    return bool(getattr(first, "backward", False)) if isinstance(step, Compute | Start) else False

@@ -24,7 +24,7 @@ from shardlib.compiler.program.buffers import Lifetime, lifetimes, peak_bytes
 from shardlib.compiler.program.steps import Collective, Compute, Copy, Program, Start, Step, Var, makes
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.compiler.simulate.timeline import STREAMS, called
-from shardlib.core.source_lines import Line, format_path_line
+from shardlib.core.source_lines import Line
 from shardlib.core.text_tables import group_names
 from shardlib.sharding.mesh.machine import Machine
 
@@ -215,7 +215,7 @@ class PlanData:
             return "not read"
         first = step.first if isinstance(step, Start) else step
         line: Line | None = getattr(first, "line", None)
-        return f"read by {_name_of(first)} ({step_phases[span.last]} at {format_path_line(line)})"
+        return f"read by {_name_of(first)} ({step_phases[span.last]} at {self.lines.label(line)})"
 
     # Time -------------------------------------------------------------------------------------------------------------
 

@@ -82,14 +82,17 @@ class TreeBuilder:
             if period == 1 and block[0].leaf is None and block[0].times == 1:
                 repeated = block[0]
             else:
-                repeated = self._group(block[0].text if period == 1 else _REPEATED, block)
+                repeated = self._group(_join_names([node.text for node in block]), block)
             repeated.times, repeated.last = times, last.text if period == 1 else ""
             out.append(repeated)
             i += period * times
         return out
 
 
-_REPEATED = "repeated"
+def _join_names(names: Sequence[str]) -> str:
+    """Names a repeated stretch by its first two different nodes."""
+    distinct = list(dict.fromkeys(names))
+    return ", ".join([*distinct[:2], *["..."] * (len(distinct) > 2)])
 
 
 def walk(nodes: Sequence[Node], parent: int = -1, times: int = 1) -> Iterator[tuple[Node, int, int]]:

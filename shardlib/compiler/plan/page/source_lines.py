@@ -18,7 +18,7 @@ class SourceLines:
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, int], int] = {}
         self._lines: list[Line | None] = []
-        self._by_label: dict[str, int] = {}
+        self._labels: list[str] = []
 
     def number(self, line: Line | None) -> int:
         """Returns the position of a line in the table."""
@@ -26,18 +26,22 @@ class SourceLines:
         if place not in self._numbers:
             self._numbers[place] = len(self._lines)
             self._lines.append(line)
-            self._by_label[format_path_line(line)] = self._numbers[place]
+            self._labels.append(format_path_line(line))
         return self._numbers[place]
 
+    def label(self, line: Line | None) -> str:
+        """Returns the place of a line as text: `models/mlp.py:12`."""
+        return self._labels[self.number(line)]
+
     def number_of_label(self, label: str) -> int:
-        """Returns the position of a line that is known by its text `models/mlp.py:12`; -1 if it is not in the table."""
-        return self._by_label.get(label, -1)
+        """Returns the position of the line at a place; -1 if it is not in the table."""
+        return self._labels.index(label) if label in self._labels else -1
 
     def table(self, strings: Strings) -> dict[str, Any]:
         """Returns a row per line: the label of its file, its number there (0 for no line), its text, its function."""
         rows = []
-        for line in self._lines:
-            file, _, number = format_path_line(line).rpartition(":")
+        for line, label in zip(self._lines, self._labels, strict=True):
+            file, _, number = label.rpartition(":")
             is_line = line is not None and bool(line.file)
             rows.append(
                 (file if is_line else "the results", int(number) if is_line else 0, line.text if line else "",

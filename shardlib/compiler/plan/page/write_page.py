@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlib.compiler.plan.page.plan_data import PlanData
 from shardlib.compiler.plan.page.tables import Strings
+from shardlib.core.context import paused_gc
 from shardlib.core.errors import ShardingError
 from shardlib.sharding.mesh.machine import Machine
 
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
 LARGEST_CELL = 1_000_000  # characters of a page inside a notebook
+_SCRIPTS = ("elements.js", "panels.js", "streams.js", "page.js")  # in this order
 _HEIGHT = 640  # pixels of a notebook's frame
 
 
+@paused_gc()
 def page_data(
     plans: Sequence[Plan], machine: Machine | str | None = None, change: PlanDiff | None = None
 ) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def page_text(
         "TITLE": html.escape(title),
         "STYLE": folder.joinpath("page.css").read_text("utf-8"),
         "DATA": data.replace("<", "\\u003c"),  # so that no text of the user ends the script
-        "CODE": folder.joinpath("page.js").read_text("utf-8"),
+        "CODE": "\n".join(folder.joinpath(name).read_text("utf-8") for name in _SCRIPTS),
     }
     before, *rest = folder.joinpath("template.html").read_text("utf-8").split("{{")
     return before + "".join(parts[name] + text for name, text in (part.split("}}", 1) for part in rest))
@@ -62,28 +65,29 @@ def write_page(path: str | os.PathLike[str], text: str) -> None:
           * FileNotFoundError: No such file or directory
         Remedy: name a file in a folder that exists and that this process may write, such as "plan.html"
     """
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
     try:
         target = Path(path)
-        aside = target.with_name(f"{target.name}.part") if target.name else target
+        aside = target.with_name(f"{target.name}.part")
+        aside.write_text(text, "utf-8")
         try:
-            aside.write_text(text, "utf-8")
             aside.replace(target)
-        finally:
-            if aside != target:
-                aside.unlink(missing_ok=True)
-    except (OSError, TypeError) as error:
+        except OSError:
+            aside.unlink()
+            raise
+    except (OSError, TypeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ShardingError(
-            f"the page cannot be written to {os.fspath(path) if isinstance(path, os.PathLike) else path!r}",
+            f"the page cannot be written to {name!r}",
             [f"{type(error).__name__}: {reason}"],
             remedy='name a file in a folder that exists and that this process may write, such as "plan.html"',
         ) from error
 
 
-def notebook_cell(plan: Plan) -> str:
-    """Returns the page in a frame for notebooks; of a large plan its totals, and how to write the page."""
+def notebook_cell(plan: Plan, largest: int = LARGEST_CELL) -> str:
+    """Returns the page in a frame for notebooks; above `largest` characters the totals, and how to write the page."""
     text = page_text(plan.heading, [plan])
-    if len(text) > LARGEST_CELL:
+    if len(text) > largest:
         note = 'plan.html("plan.html") writes the page of this plan, which is too large for a notebook'
         summary = "\n\n".join((plan.heading, plan.summary(), note))
         return f"<pre>{html.escape(summary)}</pre>"
