@@ -12,7 +12,7 @@ const state = {
   panel: DATA.diff ? "changes" : PLANS.length > 1 ? "meshes" : "program",
   show: "main", // "main", "all" or "collectives"
   phases: new Set(PHASES),
-  open: new Set(), // unfolded groups of the program, and source lines, by key
+  open: new Set(), // keys of unfolded groups of the program, and of source lines
   selected: null, // {kind: "row" | "message" | "line" | "input" | "output", index}
   step: null, // the step whose memory is listed; null: the peak
   window: [0, 1], // the shown part of the simulated time
@@ -77,8 +77,14 @@ function selectedLine(plan) {
   return { line: () => index, message: () => plan.messages[index].line, row: () => plan.program[index].line }[kind]?.() ?? -1;
 }
 
+/** Small programs are unfolded from the start, others to their phases. */
+function firstOpen(plan) {
+  const rows = plan.program.length <= 80 ? plan.program : plan.top;
+  return new Set(rows.map((row) => `row-${row.index}`));
+}
+
 function choosePlan(index) {
-  update({ plan: index, selected: null, step: null, open: new Set(), window: [0, 1] });
+  update({ plan: index, selected: null, step: null, open: firstOpen(PLANS[index]), window: [0, 1] });
 }
 
 // --- header ----------------------------------------------------------------------------------------------------------
@@ -176,7 +182,7 @@ function drawProgram(panel, plan) {
   const add = (row, depth) => {
     if (!isShown(row)) return;
     rows.push(programRow(plan, row, depth));
-    if (row.children.length && isOpen(plan, row)) row.children.forEach((child) => add(child, depth + 1));
+    if (row.children.length && isOpen(row)) row.children.forEach((child) => add(child, depth + 1));
   };
   plan.top.forEach((row) => add(row, 0));
   const head = h("div", { class: "head" }, h("span", {}, "per device, in order"), h("span", {}, "result"),
@@ -185,20 +191,7 @@ function drawProgram(panel, plan) {
   panel.replaceChildren(programTools(plan), h("div", { class: "tree", role: "tree" }, head, rows, empty));
 }
 
-/** Small programs are unfolded from the start. */
-function isOpen(plan, row) {
-  const first = plan.program.length <= 80 || row.parent < 0;
-  return first !== state.open.has(`${first ? "shut" : "row"}-${row.index}`) || state.open.has(`row-${row.index}`);
-}
-
-function fold(plan, row) {
-  const first = plan.program.length <= 80 || row.parent < 0;
-  const open = isOpen(plan, row);
-  state.open.delete(`row-${row.index}`);
-  state.open.delete(`shut-${row.index}`);
-  if (first === open) state.open.add(`${open ? "shut" : "row"}-${row.index}`);
-  update({});
-}
+const isOpen = (row) => state.open.has(`row-${row.index}`);
 
 function programTools(plan) {
   const modes = [["main", "main calls"], ["all", "every call"], ["collectives", "collectives only"]];
@@ -206,16 +199,9 @@ function programTools(plan) {
     "data-key": `show-${name}`, onchange: () => update({ show: name }) }), label);
   const phase = (name) => h("label", {}, h("input", { type: "checkbox", value: name, checked: state.phases.has(name),
     "data-key": `phase-${name}`, onchange: () => toggle(state.phases, name) }), name);
-  const unfold = () => {
-    plan.program.forEach((row) => row.kind === "group" && state.open.add(`row-${row.index}`));
-    update({});
-  };
-  const shut = () => {
-    plan.program.forEach((row) => state.open.delete(`row-${row.index}`) || state.open.add(`shut-${row.index}`));
-    update({});
-  };
+  const unfold = () => update({ open: new Set(plan.program.map((row) => `row-${row.index}`)) });
   return h("div", { class: "tools" }, h("span", {}, modes.map(mode)), h("span", {}, PHASES.map(phase)),
-    item("unfold", { class: "plain", onclick: unfold }, "Unfold all"), item("shut", { class: "plain", onclick: shut }, "Fold all"));
+    item("unfold", { class: "plain", onclick: unfold }, "Unfold all"), item("shut", { class: "plain", onclick: () => update({ open: new Set() }) }, "Fold all"));
 }
 
 function programRow(plan, row, depth) {
@@ -223,13 +209,13 @@ function programRow(plan, row, depth) {
   const kind = row.message >= 0 ? "message" : "row";
   const index = row.message >= 0 ? row.message : row.index;
   const name = row.last && row.last !== row.text ? `${row.text} ... ${row.last}` : row.text;
-  const twist = h("span", { class: "twist" }, isGroup ? (isOpen(plan, row) ? "▾" : "▸") : "");
+  const twist = h("span", { class: "twist" }, isGroup ? (isOpen(row) ? "▾" : "▸") : "");
   const times = row.times > 1 ? h("span", { class: "times" }, `x ${row.times}`) : null;
   const count = isGroup && row.all.messages ? h("span", { class: "quiet" }, `  ${counted(row.all.messages, "collective")}`) : null;
-  const open = () => (isGroup ? fold(plan, row) : select({ kind, index }));
+  const open = () => (isGroup ? toggle(state.open, `row-${row.index}`) : select({ kind, index }));
   return item(isGroup ? `row-${row.index}` : `${kind}-${index}`, {
     class: `node mono ${row.kind} ${!isGroup && isSelected(kind, index) ? "chosen" : ""}`, role: "treeitem",
-    "aria-expanded": isGroup ? String(isOpen(plan, row)) : null, "aria-level": depth + 1, style: `padding-left:${4 + 14 * depth}px`, onclick: open },
+    "aria-expanded": isGroup ? String(isOpen(row)) : null, "aria-level": depth + 1, style: `padding-left:${4 + 14 * depth}px`, onclick: open },
     h("span", { class: "name", title: name }, twist, name, times, count),
     h("span", { class: "type", "data-layout": row.layout >= 0 ? row.layout : null }, row.layout < 0 ? "" : plan.layouts[row.layout].text),
     h("span", { class: "number" }, bytesOrNothing(row.all.bytes)),
@@ -410,4 +396,4 @@ document.addEventListener("focusin", onHover);
 byId("search").addEventListener("input", drawResults);
 byId("plans").addEventListener("change", (event) => choosePlan(Number(event.target.value)));
 window.addEventListener("resize", () => state.panel === "time" && update({}));
-draw();
+choosePlan(state.plan);

@@ -254,10 +254,9 @@ def _microseconds(seconds: float) -> float:
 
 
 def _changes(levels: tuple[tuple[float, int], ...]) -> list[tuple[float, int]]:
-    """Keeps the last level of each moment, and only those that differ from the one before."""
-    latest = dict((_microseconds(second), held) for second, held in levels)
+    """Keeps the highest and the last level of each moment."""
     out: list[tuple[float, int]] = []
-    for moment, held in latest.items():
-        if not out or out[-1][1] != held:
-            out.append((moment, held))
+    for second, run in groupby(levels, lambda level: level[0]):
+        held = [level for _, level in run]
+        out += [(_microseconds(second), level) for level in dict.fromkeys((max(held), held[-1]))]
     return out
