@@ -305,9 +305,14 @@ class Explainer:
         unit = self.compiled.propagated.units.unit.get(op)
         for axis in self.compiled.mesh.axis_names if unit is not None else ():
             assert unit is not None
-            decision = explain_decision(self.compiled.propagated.search, op, axis)
-            if decision is not None:
+            if (op, axis) not in self._decision_memo:
+                self._decision_memo[op, axis] = explain_decision(self.compiled.propagated.search, op, axis)
+            if (decision := self._decision_memo[op, axis]) is not None:
                 yield decision, partial(self._source_of, unit, axis)
+
+    @cached_property
+    def _decision_memo(self) -> dict[tuple[Op, str], Decision | None]:
+        return {}
 
     def _decisions(self, op: Op) -> Iterator[str]:
         search = self.compiled.propagated.search

@@ -233,7 +233,6 @@ class PlanData:
         )  # fmt: skip
         return {
             "title": f"{simulated.name} on {simulated.program.mesh} ({simulated.machine}), simulated",
-            "text": str(simulated),
             "streams": STREAMS,
             "seconds": simulated.seconds,
             "exposed": simulated.exposed,

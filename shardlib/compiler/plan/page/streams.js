@@ -14,7 +14,7 @@ function drawTime(panel, plan) {
     item("perfetto", { class: "plain", onclick: () => downloadTrace(plan) }, "Download for Perfetto"),
     h("span", {}, h("i", { class: "swatch", style: "background:var(--exposed)" }), `exposed communication: ${clock(plan.clock.exposed)} of ${clock(plan.clock.seconds)}`));
   const canvas = h("canvas", { id: "streams", height: 40 + 30 * usedStreams(plan).length });
-  panel.replaceChildren(tools, canvas, h("h2", {}, "Messages that nothing hides"), exposedTable(plan), h("h2", {}, "Summary"), h("pre", {}, plan.clock.text));
+  panel.replaceChildren(tools, canvas, h("h2", {}, "Messages that nothing hides"), exposedTable(plan), ...busyTable(plan));
   drawStreams(canvas, plan);
   watchStreams(canvas, plan);
 }
@@ -110,6 +110,14 @@ function exposedTable(plan) {
   const rows = [...groups.values()].sort((a, b) => b.exposed - a.exposed).map((group) =>
     [h("span", { class: "mono" }, group.name), String(group.times), clock(group.exposed / 1e6), clock(group.duration / 1e6), lineLink(plan, group.line)]);
   return rows.length ? table(["message", ">times", ">exposed", ">in all", "line"], rows) : h("div", { class: "empty" }, "all communication is hidden");
+}
+
+function busyTable(plan) {
+  const rows = usedStreams(plan).map(({ name, i }) => {
+    const busy = plan.events.filter((event) => event.stream === i).reduce((sum, event) => sum + event.duration, 0) / 1e6;
+    return [name, clock(busy), `${significant((100 * busy) / plan.clock.seconds)} %`];
+  });
+  return [h("h2", {}, "Streams"), table(["stream", ">busy", ">of the step"], rows)];
 }
 
 /** The events in the form that Perfetto opens, like `Simulated.to_perfetto`. */
