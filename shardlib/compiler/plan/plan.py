@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, NoReturn
@@ -226,16 +226,12 @@ class Plan:
             value = self._naming.find(self.compiled.traced.twins.get(item, item))
         else:
             value = item
-        for var in self._variables():
+        program = self.compiled.program
+        for var in (*program.inputs, *(v for step in program.steps for v in makes(step))):
             if var.layout is not None and (var.name == item or (value is not None and var.value is value)):
                 return var
         names = ", ".join(self._naming.inputs[:20])
         raise KeyError(f"{self.name} has no value {item!r}; its inputs are {names}")
-
-    def _variables(self) -> Iterator[Var]:
-        yield from self.compiled.program.inputs
-        for step in self.compiled.program.steps:
-            yield from makes(step)
 
     def diff(self, other: Plan) -> PlanDiff:
         """Compares this plan with another one, in bytes, FLOPs, memory and layouts, line by line.
@@ -293,7 +289,7 @@ class Plan:
         inputs, outputs = (
             format_table([(f"  {name}", *rest) for name, *rest in s]) for s in (rows.inputs(), rows.outputs())
         )
-        program = [_PROGRAM, *indent_rows(rows.program())]
+        program = ["program (each device; lines with ! communicate)", *indent_rows(rows.program())]
         parts = [[self.heading], ["inputs", *inputs], program, ["outputs", *outputs], [self.summary()]]
         if (pipeline := self.pipeline) is not None:
             parts.append(["pipeline", *(f"  {line}" for line in pipeline.brief())])
@@ -350,6 +346,3 @@ class Plan:
         """`mlp on data=2, tensor=4 (8 devices, virtual)`."""
         axes = ", ".join(f"{name}={n}" for name, n in self.mesh.shape.items())
         return f"{self.name} on {axes} ({self.mesh.size} devices, {self.mesh.kind})"
-
-
-_PROGRAM = "program (each device; lines with ! communicate)"

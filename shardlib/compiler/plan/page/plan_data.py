@@ -181,7 +181,7 @@ class PlanData:
     # Memory -----------------------------------------------------------------------------------------------------------
 
     def _memory(self) -> dict[str, Any]:
-        """Returns the values in memory with their first and last steps, on the fullest device (of the fullest stage)."""
+        """Returns the values in memory, with their first and last steps, on the fullest device of the fullest stage."""
         program = max(self.plan.programs, key=peak_bytes)
         makers = {v: step for step in program.steps for v in makes(step)}
         makers |= {c.out: c for step in program.steps if isinstance(step, Start) for c in step.moves}

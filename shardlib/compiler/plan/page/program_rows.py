@@ -53,8 +53,8 @@ class ProgramRows:
         rows = [*self._rows()]
         calls = [i for i, (_, _, _, record) in enumerate(rows) if record.kind in (CALL, SMALL)]
         following = {}
-        for here, after in zip([-1, *calls], [*calls, len(rows)], strict=True):
-            following |= dict.fromkeys(range(here + 1, after + 1), after)
+        for before, after in zip([-1, *calls], [*calls, len(rows)], strict=True):
+            following |= dict.fromkeys(range(before + 1, after + 1), after)
         leaves: list[Leaf] = []
         for i, (path, text, more, record) in enumerate(rows):
             if record.kind in (MESSAGE, COPY):

@@ -24,6 +24,7 @@ from shardlib.compiler.propagate.solver.problem import Order, Problem
 from shardlib.compiler.propagate.solver.reshard_costs import LayoutCosts, ValueReshards
 from shardlib.compiler.propagate.solver.value_records import UnitClass, ValueRecord
 from shardlib.sharding.mesh.axis import group_size
+from shardlib.sharding.reshard import Prices
 
 # The share of all arithmetic behind which the schedule hides messages, by the simulator's clock: the first layer has no
 # arithmetic in front of it, and messages are unevenly spread.

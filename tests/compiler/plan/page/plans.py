@@ -80,7 +80,9 @@ def plan_pipeline() -> sl.Plan:
         return x.sum()
 
     with sl.Mesh(stage=2, data=2, stages="stage"):
-        return sl.jit(sl.grad(stack, argnums=(1, 2, 3, 4)), in_specs=("rows@data _", *[None] * 4)).plan(torch.ones(4, 8), *ws)  # type: ignore[no-any-return]
+        return sl.jit(sl.grad(stack, argnums=(1, 2, 3, 4)), in_specs=("rows@data _", *[None] * 4)).plan(
+            torch.ones(4, 8), *ws
+        )  # type: ignore[no-any-return]
 
 
 def plan_empty() -> sl.Plan:
@@ -104,6 +106,9 @@ def read_table(data: Mapping[str, Any], table: Mapping[str, Any]) -> list[dict[s
     """Returns a table's rows as records, as page.js does."""
     strings = data["strings"]
     return [
-        {name: strings[x] if kind == "text" else x for x, (name, kind) in zip(row, table["columns"].items(), strict=True)}
+        {
+            name: strings[x] if kind == "text" else x
+            for x, (name, kind) in zip(row, table["columns"].items(), strict=True)
+        }
         for row in table["rows"]
     ]

@@ -164,13 +164,19 @@ def test_a_collective_is_explained(opened: Callable[..., Any]) -> None:
     (reason,) = [c.reason for c in plan.collectives if c.value == "mm_1"]
     assert reason in details.inner_text()
     assert "made by mm_1 = mm(h, params[1])" in details.locator(".chain").inner_text()
-    assert "tensor shards ff, asked for by in_specs: params[0] embed ff@tensor" in details.locator(".chain").inner_text()
+    assert (
+        "tensor shards ff, asked for by in_specs: params[0] embed ff@tensor" in details.locator(".chain").inner_text()
+    )
     rows = [text for text in texts(page, "#details tbody tr") if "chosen" in text or "rejected" in text]
     assert any(re.search(r"ff chosen .* 3\.07 kB asked for by in_specs: params\[0\]", row) for row in rows)
     assert any(re.search(r"nothing rejected .* 67\.6 kB", row) for row in rows)
     assert page.locator("#source .chip.chosen").count() == page.locator(".tree .chosen").count() == 1
     details.locator(".facts .link").click()
-    assert details.locator("h2").inner_text().endswith(page.evaluate("String(current().lines[state.selected.index].number)"))
+    assert (
+        details.locator("h2")
+        .inner_text()
+        .endswith(page.evaluate("String(current().lines[state.selected.index].number)"))
+    )
 
 
 def test_lines_show_bytes_and_repeated_work(opened: Callable[..., Any]) -> None:
@@ -247,7 +253,10 @@ def test_a_diff_stands_side_by_side(opened: Callable[..., Any]) -> None:
 
 def test_a_plan_is_selected_among_meshes(opened: Callable[..., Any]) -> None:
     page = opened("meshes")
-    assert [text.split(" ")[:2] for text in texts(page, "#panel tbody tr")] == [["data=4,", "tensor=1"], ["data=2,", "tensor=2"]]
+    assert [text.split(" ")[:2] for text in texts(page, "#panel tbody tr")] == [
+        ["data=4,", "tensor=1"],
+        ["data=2,", "tensor=2"],
+    ]
     page.locator("[data-key=plan-1]").click()
     assert page.locator("#plans").input_value() == "1"
     page.locator("[data-key=tab-layouts]").click()

@@ -103,7 +103,7 @@ def test_a_diff_has_both_plans(tmp_path: Path) -> None:
     assert data["diff"] == json.loads(json.dumps(change.to_dict()))
     assert "plans" not in data["diff"]
     assert [plan["heading"] for plan in data["plans"]] == [before.heading, after.heading]
-    assert [dict((name, x) for name, x, _ in plan["totals"])["sent per device"] for plan in data["plans"]] == [
+    assert [{name: x for name, x, _ in plan["totals"]}["sent per device"] for plan in data["plans"]] == [
         before.comm_bytes,
         after.comm_bytes,
     ]
@@ -127,7 +127,16 @@ def test_meshes_are_compared_on_one_page(tmp_path: Path) -> None:
         totals = {name: x for name, x, _ in own["totals"]}
         assert (totals["peak memory"], totals["work per device"]) == (plan.peak_memory, plan.flops)
         assert totals["simulated step"] == pytest.approx(plan.simulate("h100").seconds)
-    assert str(comparison).splitlines()[1].split() == ["mesh", "devices", "sent", "work", "peak", "memory", "simulated", "exposed"]
+    assert str(comparison).splitlines()[1].split() == [
+        "mesh",
+        "devices",
+        "sent",
+        "work",
+        "peak",
+        "memory",
+        "simulated",
+        "exposed",
+    ]
 
 
 @pytest.mark.parametrize(
