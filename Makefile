@@ -9,13 +9,14 @@ STAMP  := $(VENV)/.installed
 # Tests start some fifty processes, each of which would compile all modules that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test docs lint types tests avx2 long slow bench clean
+.PHONY: help demo test docs lint types tests avx2 long browser slow bench clean
 
 help:
 	@echo "make demo   set up, train a byte-level GPT on 8 virtual devices (options: ARGS='--steps 100')"
 	@echo "make test   set up, lint, check types, run the tests"
 	@echo "make avx2   set up, run the tests that compare numbers as a CPU without AVX-512 does"
 	@echo "make long   set up, run the tests that take longest, which CI runs as well: some minutes"
+	@echo "make browser  set up, run the tests of a plan's page, where Chromium is installed"
 	@echo "make slow   set up, run the largest tests: some hours"
 	@echo "make docs   set up, build the site of docs/ into site/"
 	@echo "make bench  set up, print the figures of the README's table"
@@ -55,6 +56,12 @@ avx2: $(STAMP)
 long: $(STAMP)
 	@echo "== long tests"
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 -m "long and not gpu and not peer and not slow" $(ARGS)
+
+# Uses a Chromium that is installed, and skips the tests without one; playwright brings no browser of its own here.
+browser: $(STAMP)
+	@echo "== tests of a plan's page in a browser"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[browser]'
+	$(BIN)/python -m pytest -q -rs -m browser $(ARGS)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m slow $(ARGS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from shardlib.compiler.program.steps import TIERS, Compute, Copy, Free, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.core.aten.op_traits import may_return_view
@@ -128,6 +129,44 @@ def _in_use(program: Program, *, host: bool = False) -> Iterator[tuple[int, Mapp
             root = owner[var]
             names[root] -= 1
             total -= 0 if names[root] else root.nbytes
+
+
+class Lifetime(NamedTuple):
+    """The memory of one value is in use from step `start` through step `end`; `last` is the last step that reads it."""
+
+    var: Var
+    start: int
+    end: int
+    last: int
+
+
+def lifetimes(program: Program) -> list[Lifetime]:
+    """Returns the memory in use on the device, in the order of allocation; at each step the bytes sum to `alive`."""
+    owner = owners(program.steps, exact=True)
+    names: Counter[Var] = Counter(v for v in program.entry_values if not v.host)
+    started: dict[Var, int] = dict.fromkeys((v for v in _entries(program) if not v.host), 0)
+    seen = {*program.entry_values}
+    last: dict[Var, int] = {}
+    spans: list[Lifetime] = []
+    for i, step in enumerate(program.steps):
+        last |= dict.fromkeys((owner.get(v, v) for v in reads(step)), i)
+        new = [v for v in (step.outs if isinstance(step, Start) else makes(step)) if not v.host and v not in seen]
+        seen.update(new)
+        for var in new:
+            started.setdefault(owner[var], i)
+            names[owner[var]] += 1
+        for var in step.vars if isinstance(step, Free) else ():
+            root = owner.get(var, var)
+            names[root] -= not var.host
+            if not var.host and not names[root]:
+                spans.append(Lifetime(root, started.pop(root), i, last.get(root, i)))
+    end = max(len(program.steps) - 1, 0)
+    spans += [Lifetime(root, start, end, last.get(root, start)) for root, start in started.items()]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _entries(program: Program) -> tuple[Var, ...]:
+    return (*program.inputs, *(v for v, _ in program.captured))
 
 
 def peak_bytes(program: Program) -> int:
