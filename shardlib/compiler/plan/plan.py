@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from shardlib.compiler.graph.ir import Value
 from shardlib.compiler.pipeline import Compiled
-from shardlib.compiler.plan import backends
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
 from shardlib.compiler.plan.items import Items
