@@ -89,7 +89,7 @@ class Items:
         items = []
         for i, c in enumerate(self.compiled.program.collectives):
             path, role, is_tensor = self._subject(c)
-            kind, note = f"{c.kind}[{' '.join(map(str, c.axes))}]", self._reason(c, role if is_tensor else None)
+            kind, note = f"{c.kind}[{' '.join(map(str, c.axes))}]", self._reason(c, role)
             items.append(Item(self._phase(c), path, role, kind, note, c.bytes, i, seconds.get(c, 0.0), is_tensor))
         return tuple(items)
 
@@ -145,21 +145,23 @@ class Items:
     def _prefixes(self) -> dict[str, str]:
         """Maps classes of outermost modules to what stands before their paths in names of inputs: `model.`."""
         counts: dict[str, Counter[str]] = {}
-        for value, name in self._input_names.items():
+        for name, (_, value) in zip(self.naming.inputs, self.compiled.inputs, strict=True):
             for op, _ in value.readers:
                 inside = op.node.meta.get("modules", ())
                 if inside and inside[-1].path and (at := f".{name}".find(f".{inside[-1].path}.")) >= 0:
                     counts.setdefault(inside[0].kind, Counter())[name[:at]] += 1
         return {kind: counter.most_common(1)[0][0] for kind, counter in counts.items()}
 
-    def _reason(self, c: Collective, role: str | None) -> str:
+    def _reason(self, c: Collective, role: str) -> str:
         """Returns why a collective is there, in a few words that are the same for all layers."""
         reader = c.because.by if isinstance(c.because, Asked) else None
-        if role is not None and c.kind == "all_gather":
-            if isinstance(reader, int):
-                return "returned as .grad" if role == GRADIENT else "stays whole between calls"
-            return "used whole" if role else self.explainer.brief(c)
-        return self.explainer.brief(c)
+        if not role or c.kind != "all_gather" or reader is None:
+            return self.explainer.brief(c)
+        if isinstance(reader, Op):
+            return "gathered for use"
+        if role == NEW:
+            return "kept gathered between calls"
+        return f"returned as {'.grad' if reader in self._grads else shorten(self._result_names[reader])}"
 
     # Phases ---------------------------------------------------------------------------------------------------------
 
@@ -177,10 +179,11 @@ class Items:
 
     @cached_property
     def _phases(self) -> dict[Op, str]:
-        """The phase of each op; code that reads gradients, and is not backward itself, is the optimizer's."""
+        """The phase of each op; forward code outside of modules that reads gradients is the optimizer's."""
         phases: dict[Op, str] = {}
         for op in self.compiled.graph.ops:
             late = any(v.op is not None and phases.get(v.op, FORWARD) != FORWARD for v in op.operands)
+            late = late and not op.node.meta.get("modules")
             phases[op] = BACKWARD if op.backward else OPTIMIZER if late else FORWARD
         return phases
 
@@ -235,11 +238,20 @@ class Items:
         return {*written, *(v.like for v in self.compiled.graph.values() if not v.constant)}
 
     @cached_property
+    def _result_names(self) -> tuple[str, ...]:
+        return self.compiled.traced.result_names
+
+    @cached_property
+    def _grads(self) -> set[int | None]:
+        """The positions of outputs that become `.grad`."""
+        return {at for _, at in self.compiled.traced.after.grads}
+
+    @cached_property
     def output_roles(self) -> dict[int, tuple[str, str, bool]]:
         """The path and the role of every output."""
         traced = self.compiled.traced
         named = dict(zip(traced.input_leaves, self.naming.inputs, strict=True))
-        roles = {at: (shorten(name), "", True) for at, name in enumerate(traced.result_names)}
+        roles = {at: (shorten(name), "", True) for at, name in enumerate(self._result_names)}
         after = traced.after
         for leaf, at in (*after.grads, *after.gradients):
             roles |= {at: (named[leaf], GRADIENT, True)} if at is not None and leaf in named else {}

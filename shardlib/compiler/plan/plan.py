@@ -296,9 +296,8 @@ class Plan:
         if detail == "full":
             return self.full
         if detail != "brief":
-            raise ShardingError(
-                f"text(detail={detail!r}) of the plan of {self.name}", remedy='detail="brief" or "full"'
-            )
+            problem = f"the plan of {self.name} has no text with detail={detail!r}"
+            raise ShardingError(problem, remedy='detail="brief" or detail="full"')
         return summarize(self, width or text_width())
 
     def show(self) -> None:

@@ -44,8 +44,8 @@ def _memory(plan: Plan) -> Iterator[PlanWarning]:
     machine = Machine.convert(plan.mesh.machine)
     peak, size = plan.peak_memory, machine.device.memory
     if peak > size:
-        text = f"out of memory: the peak is {format_si(peak, 'B')}, a device of {machine} has {format_si(size, 'B')}"
-        yield PlanWarning(text, 'strategy="fsdp", memory="80%", remat=..., a smaller batch or more devices')
+        text = f"out of memory: the peak is {format_si(peak, 'B')}, a device of {machine.name or 'the machine'} has {format_si(size, 'B')}"
+        yield PlanWarning(text, 'strategy="fsdp", memory=, remat=, a smaller batch or more devices')
 
 
 def _repeated_work(plan: Plan) -> Iterator[PlanWarning]:
@@ -76,7 +76,7 @@ def _returned_gradients(plan: Plan) -> Iterator[PlanWarning]:
     """Gradients that are gathered only because the call leaves them in `.grad`."""
     gathered = [i for i in plan.items.collectives if i.role == GRADIENT and i.kind.startswith("all_gather")]
     if gathered and plan.compiled.traced.after.grads:
-        text = f"{format_si(sum(i.bytes for i in gathered), 'B')} are sent only to leave whole gradients in .grad"
+        text = f"{format_si(sum(i.bytes for i in gathered), 'B')} are sent only to leave gathered gradients in .grad"
         yield PlanWarning(text, "end the step with opt.zero_grad(): it returns none then")
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
 LINES, WIDTH = 60, 120  # at most
-_RESULTS, _WARNINGS, _NOTES, _KINDS, _STATE = 3, 9, 4, 4, 4  # lines of sections; kinds of collectives, and of moments
+_RESULTS, _WARNINGS, _NOTES, _KINDS, _STATE = 3, 9, 4, 3, 4  # lines of sections; kinds of collectives, and of moments
 _NOTE = 26  # columns that a layout or a reason may take from names
 
 
@@ -103,8 +103,8 @@ def _inputs(plan: Plan, limit: int, width: int) -> list[str]:
         return ["no inputs"]
     tensors = [item for item in items if item.phase != STATE]
     groups: Sequence[Group] = join_siblings(group(tensors))
-    state = group([replace(item, note="") for item in items if item.phase == STATE])
-    state, rest = largest(state, _STATE)
+    moments = group([replace(item, note="") for item in items if item.phase == STATE])
+    state, rest = largest(moments, _STATE)
     room = max(limit - len(state) - bool(rest) - 1, 1)
     if len(groups) > room:
         groups = group_to_fit([_coarse(plan, item) for item in tensors], room)
@@ -139,7 +139,7 @@ def _program(plan: Plan, limit: int, width: int) -> list[str]:
     has_phases = phases != [FORWARD]
     room = max(limit - len(phases) * has_phases - 1, 1)
     shown, rest = largest(group_to_fit(items, room), room)
-    rows = [("collectives by module", "", "", "sent", "time", "i", "why")]
+    rows: list[tuple[str, ...]] = [("collectives by module", "", "", "sent", "time", "i", "why")]
     for phase in phases:
         some = [item for item in items if item.phase == phase]
         n, sent, seconds = len(some), sum(i.bytes for i in some), sum(i.seconds for i in some)

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.highlighter import RegexHighlighter
 from rich.text import Text
-from rich.theme import Theme
 
 from shardlib.compiler.plan.summary import WIDTH
 
 if TYPE_CHECKING:
     from shardlib.compiler.plan.plan import Plan
 
-
-class _Highlighter(RegexHighlighter):
-    base_style = "plan."
-    highlights: ClassVar[list[str]] = [
-        r"(?m)^(?P<heading>\S.*)$",
-        r"(?P<collective>\b\w+\[[\w ():]+\])",
-        r"(?m)^ +(?P<warning>! .*)$",
-        r"(?P<axes>@\w+)",
-    ]
-
-
-_THEME = Theme(
-    {"plan.heading": "bold", "plan.collective": "yellow", "plan.warning": "red", "plan.axes": "cyan"}, inherit=False
-)
+_STYLES = {
+    r"(?m)^\S.*$": "bold",  # headings, and totals
+    r"\b\w+\[[\w ():]+\]  ": "yellow",  # collectives
+    r"(?m)^ +! .*$": "red",  # warnings
+    r"@[\w:()]+": "cyan",  # mesh axes
+}
 
 
 def text_width() -> int:
@@ -37,9 +27,14 @@ def text_width() -> int:
     return min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
 
 
+def highlight(text: str) -> Text:
+    """Returns the text of a plan with styles."""
+    styled = Text(text)
+    for pattern, style in _STYLES.items():
+        styled.highlight_regex(pattern, style)
+    return styled
+
+
 def show(plan: Plan) -> None:
     """Prints the brief text of a plan; in color if stdout is a terminal."""
-    console = Console(theme=_THEME, width=None if sys.stdout.isatty() else WIDTH)
-    text = Text(plan.text(width=min(WIDTH, console.width)))
-    _Highlighter().highlight(text)
-    console.print(text, soft_wrap=True)
+    Console().print(highlight(plan.text()), soft_wrap=True)
