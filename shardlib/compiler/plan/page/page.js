@@ -231,6 +231,7 @@ function facts(entries) {
 
 function drawDetails(details, plan) {
   const { kind, index } = state.selected || {};
+  details.hidden = !kind && state.panel !== "program";
   const content = {
     message: () => messageDetails(plan, plan.messages[index]), row: () => rowDetails(plan, plan.program[index]),
     line: () => lineDetails(plan, index), input: () => valueDetails(plan, plan.inputs[index]), output: () => valueDetails(plan, plan.outputs[index]),

@@ -128,7 +128,7 @@ class PlanData:
     def _program(self) -> dict[str, Any]:
         plan = self.plan
         leaves = ProgramRows(plan.compiled.program, self.naming, self.explainer, plan.collectives).leaves()
-        rows, messages, alternatives = [], [], []
+        rows, messages, alternatives = list[Any](), list[Any](), list[Any]()
         for node, parent, total in walk(TreeBuilder().build(leaves)):
             record = None if node.leaf is None else node.leaf.record
             message = -1
@@ -183,7 +183,7 @@ class PlanData:
     def _memory(self) -> dict[str, Any]:
         """Returns the values in memory, with their first and last steps, on the fullest device of the fullest stage."""
         program = max(self.plan.programs, key=peak_bytes)
-        makers = {v: step for step in program.steps for v in makes(step)}
+        makers: dict[Var, Step | Collective] = {v: step for step in program.steps for v in makes(step)}
         makers |= {c.out: c for step in program.steps if isinstance(step, Start) for c in step.moves}
         results = {v: shorten(name) for name, v in zip(self._result_names, program.outputs, strict=False)
                    if isinstance(v, Var)}  # fmt: skip

@@ -52,7 +52,7 @@ class ProgramRows:
         """Returns a leaf per call and per collective; a collective stands in a group of its neighbors."""
         rows = [*self._rows()]
         calls = [i for i, (_, _, _, record) in enumerate(rows) if record.kind in (CALL, SMALL)]
-        following = {}
+        following: dict[int, int] = {}
         for before, after in zip([-1, *calls], [*calls, len(rows)], strict=True):
             following |= dict.fromkeys(range(before + 1, after + 1), after)
         leaves: list[Leaf] = []

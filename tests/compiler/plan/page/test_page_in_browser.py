@@ -120,8 +120,9 @@ def test_keys_search_move_and_open(opened: Callable[..., Any]) -> None:
     assert page.locator("#details h2").inner_text().startswith("model.*.0.weight")
     assert page.locator("[role=tab][aria-selected=true]").inner_text() == "Layouts"
     page.keyboard.press("Escape")
-    assert page.locator("#details h2").inner_text() == "Collectives"
+    assert page.locator("#details").is_hidden()
     page.locator("[data-key=tab-program]").click()
+    assert page.locator("#details h2").inner_text() == "Collectives"
     page.locator("[role=treeitem]").first.focus()
     page.keyboard.press("ArrowLeft")
     assert page.locator("[role=treeitem]").first.get_attribute("aria-expanded") == "false"
