@@ -9,7 +9,7 @@ Example:
     >>> args = torch.randn(16, 64), torch.randn(64, 256), torch.randn(256, 64)
     >>> with sl.Mesh(data=2, tensor=4):  # 8 virtual devices in this process, or the ranks of torchrun
     ...     step = sl.jit(mlp, in_specs=("batch@data embed", "embed ff@tensor", "ff@tensor embed"))
-    ...     plan = step.plan(*args)  # print(plan) shows what each device does; nothing has run yet
+    ...     plan = step.plan(*args)  # print(plan) shows what each device sends; nothing has run yet
     ...     out = step(*args)
     >>> plan
     <plan of mlp on data=2, tensor=4 (8 devices, virtual): 1 collective, 3.07 kB sent per device, peak memory 38.9 kB>

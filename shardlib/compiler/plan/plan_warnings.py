@@ -95,13 +95,13 @@ def _ops_without_rule(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _names_without_rule(plan: Plan) -> Iterator[PlanWarning]:
-    dims = [(x.names[d], dim) for x in plan.compiled.fixed_inputs.values() for d, dim in enumerate(x.layout.dims)]
-    factors = [(name, f.axes) for names, dim in dims for name, f in zip(names, dim, strict=True)]
-    sharded = {name for name, axes in factors if axes} | set(plan.mesh.rules)
-    names = list(dict.fromkeys(name for name, _ in factors if name and name not in sharded))
-    if names:
-        text = f"no rule for {', '.join(names)}: these dims are whole"
-        yield PlanWarning(text, f'Mesh(..., rules={{"{names[0]}": axis}}); None as the axis says that it is meant')
+    """Large tensors with a spec that shards nothing, because no name in it has a rule."""
+    fixed, items = plan.compiled.fixed_inputs, plan.items.inputs
+    for at, layout in fixed.items():
+        names = [name for dim in layout.names for name in dim if name and name not in plan.mesh.rules]
+        if names and not layout.layout.axes and _is_large(plan, items[at].bytes):
+            text = f"no rule for {' '.join(names)}: {items[at].path} is whole on every device"
+            yield PlanWarning(text, f'Mesh(..., rules={{"{names[0]}": axis}}); None as the axis says that it is meant')
 
 
 def _free_inputs(plan: Plan) -> list[Item]:
