@@ -251,7 +251,7 @@ function messageDetails(plan, message) {
   const chain = message.explain.split("\n").filter((text) => !/^(\S|  (at|from|to|because) )/.test(text));
   return [h("h2", { class: "mono" }, `${message.kind}[${message.axes}] of ${message.value}`),
     facts([["because", message.reason], ["sends", `${si(message.bytes, "B")} per device${times}`],
-      ["takes", message.seconds ? `${clock(message.seconds)} simulated, exposed for ${clock(message.exposed)}` : ""],
+      ["takes", message.seconds ? `${clock(message.seconds)} simulated; calls wait ${clock(message.exposed)} for it` : ""],
       ["from", typeLabel(plan, message.before)], ["to", typeLabel(plan, message.after)], ["at", [message.phase, " of ", lineLink(plan, message.line)]],
       ["in one message with", message.together > 1 ? counted(message.together - 1, "other") : ""], ["form", message.form], ["backend", message.backend]]),
     h("h3", {}, "Reasons, back to the annotations"),

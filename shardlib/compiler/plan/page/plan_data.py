@@ -215,7 +215,7 @@ class PlanData:
             return "not read"
         first = step.first if isinstance(step, Start) else step
         line: Line | None = getattr(first, "line", None)
-        return f"read by {_name_of(first)} ({step_phases[span.last]} at {self.lines.label(line)})"
+        return f"read by {_name_of(first)} ({step_phases[span.last]} at {self.lines.label(line).rpartition('/')[2]})"
 
     # Time -------------------------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ function exposedTable(plan) {
   }
   const rows = [...groups.values()].sort((a, b) => b.exposed - a.exposed).map((group) =>
     [h("span", { class: "mono" }, group.name), String(group.times), clock(group.exposed / 1e6), clock(group.duration / 1e6), lineLink(plan, group.line)]);
-  return rows.length ? table(["message", ">times", ">exposed", ">in all", "line"], rows) : h("div", { class: "empty" }, "all communication is hidden");
+  return rows.length ? table(["message", ">times", ">calls wait", ">it takes", "line"], rows) : h("div", { class: "empty" }, "all communication is hidden");
 }
 
 function busyTable(plan) {

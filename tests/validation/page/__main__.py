@@ -1,8 +1,7 @@
 """The page of Llama 70B on 4,096 devices: seconds to write, to open, to search and to unfold, and its size.
 
-`python -m tests.validation.benchmarks.page` prints one line of JSON. It needs playwright and Chromium, and runs the
-page in a window of 1400 x 860. `--images FOLDER` also writes the pictures of three pages for the documents,
-for which it needs pillow.
+`python -m tests.validation.page` prints one line of JSON. It needs playwright and Chromium, and opens the page in a
+window of 1400 x 860. `--images docs/images` also writes the pictures of three pages for the documents; it needs pillow.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def draw(folder: Path, images: Path, browser: Any) -> None:
         for selector in selectors:
             page.click(selector)
         image = Image.open(io.BytesIO(page.screenshot()))
-        image.quantize(128).save(images / f"plan_page_{name}.png", optimize=True)
+        image.quantize(256).save(images / f"plan_page_{name}.png", optimize=True)
         page.close()
 
 
