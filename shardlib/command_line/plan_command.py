@@ -16,7 +16,6 @@ from shardlib.compiler.memory_options import WORDS
 from shardlib.compiler.plan.plan import Plan
 from shardlib.compiler.simulate.simulated import clock
 from shardlib.core.errors import ShardingError
-from shardlib.core.text_tables import format_si
 from shardlib.nn.strategies import NAMED
 from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.mesh.mesh import Mesh
@@ -85,6 +84,8 @@ def run(options: argparse.Namespace) -> int:
         print(*step.facts, "", sep="\n")
     else:
         plan = plan_function(options.target, mesh)
+    if options.html is not None:
+        write_page(plan, options.html)
     print(plan)
     print("", *memory_table(plan, labels), sep="\n")
     if machine is not None:
@@ -127,6 +128,11 @@ def check_writable(path: Path) -> None:
         raise ShardingError(f"--html {path} cannot be written", [fault], remedy="name a file in a folder of yours")
 
 
+def write_page(plan: Plan, path: Path) -> None:
+    """Writes the plan as a page."""
+    path.write_text(plan._repr_html_())
+
+
 def _time_lines(plan: Plan, machine: Machine, samples: Mapping[str, int]) -> list[str]:
     """Returns the simulated seconds of a step, and rates of `samples`, by their unit."""
     step = plan.simulate(machine)
@@ -134,5 +140,7 @@ def _time_lines(plan: Plan, machine: Machine, samples: Mapping[str, int]) -> lis
         f"simulated step on {machine}: {clock(step.seconds)}, of which communication is exposed for "
         f"{clock(step.exposed)}; utilization {step.utilization.model:.1%}"
     ]
-    rates = [f"{format_si(count / step.seconds, unit)}/s" for unit, count in samples.items() if step.seconds]
-    return [*lines, *(f"simulated rate: {', '.join(rates)}" for _ in rates[:1])]
+    if samples and step.seconds:
+        rates = (f"{float(f'{count / step.seconds:.3g}'):,.0f} {unit}/s" for unit, count in samples.items())
+        lines.append(f"simulated rate: {', '.join(rates)}")
+    return lines

@@ -20,7 +20,7 @@ from shardlib.core.text_tables import format_si
 from shardlib.jit.jit import jit
 from shardlib.nn import hf_tp_plan
 from shardlib.nn.parallelize import parallelize
-from shardlib.nn.strategies import SEQUENCE, TENSOR, axes_for, resolve_strategy
+from shardlib.nn.strategies import DATA, SEQUENCE, TENSOR, StrategyAxes, axes_for, resolve_strategy
 from shardlib.nn.suggest import suggest
 from shardlib.sharding.mesh.mesh import Mesh
 
@@ -40,6 +40,7 @@ class PlannedStep:
 def plan_training_step(mesh: Mesh, options: argparse.Namespace) -> PlannedStep:
     """Builds the model of `options.model` on the meta device and plans one step of it on a mesh."""
     strategy = resolve_strategy(options.strategy).on(mesh)
+    _check_axes(mesh, strategy)
     model = build_model(read_config(options.model, options.layers))
     batch = make_inputs(model, options.batch, options.seq)
     _check_divisible(mesh, strategy.batch, options.batch, options.seq if "input_ids" in batch else None)
@@ -57,8 +58,8 @@ def plan_training_step(mesh: Mesh, options: argparse.Namespace) -> PlannedStep:
         f"batch: {', '.join(shapes)}",
         *([f"tensor axis: {origin}"] if origin else []),
     ]
-    tokens = {" tokens": options.batch * options.seq} if "input_ids" in batch else {}
-    return PlannedStep(plan, facts, tokens | {" samples": options.batch}, LABELS)
+    tokens = {"tokens": options.batch * options.seq} if "input_ids" in batch else {}
+    return PlannedStep(plan, facts, tokens | {"samples": options.batch}, LABELS)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any]) -> Tensor:
@@ -82,6 +83,19 @@ def _tensor_specs(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any]) -> tup
     if any("*" in name for name in hf_tp_plan.table_of(model)):
         return None, "specs of the model's tp_plan"
     return suggest(model, mesh, axis=axis, **batch), "specs of sl.suggest"
+
+
+def _check_axes(mesh: Mesh, strategy: StrategyAxes) -> None:
+    """Raises `ShardingError` for axes over which the step would be repeated."""
+    used = {*strategy.batch, *strategy.parameters, *SEQUENCE, *TENSOR}
+    if unused := [axis for axis in mesh.axes if axis not in used]:
+        raise ShardingError(
+            "the step is not sharded over all axes of the mesh",
+            [f"{axis}={mesh.axes[axis]}" for axis in unused],
+            rule=f"the batch is sharded over {', '.join(DATA)}; tokens over {', '.join(SEQUENCE)}; "
+            f"weights over {', '.join(TENSOR)}",
+            remedy="--mesh data=512,tensor=8",
+        )
 
 
 def _check_divisible(mesh: Mesh, batch_axes: Sequence[str], batch: int, seq: int | None) -> None:
