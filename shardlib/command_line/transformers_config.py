@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -106,11 +106,14 @@ def _choose_class(config: Any) -> Any:
     return getattr(transformers, name)
 
 
-def _build(name: str, build: Any) -> Any:
+def _build(name: str, build: Callable[[], Any]) -> Any:
     """Returns `build()`; reports what transformers raises for values that do not fit as a `ShardingError`."""
+    from huggingface_hub import errors
+
+    invalid = getattr(errors, "StrictDataclassError", ValueError)  # earlier versions validate nothing
     try:
         return build()
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError, invalid) as error:
         text = str(error).strip() or type(error).__name__
         raise ShardingError(f"transformers cannot build {name}", [text], remedy="correct the config") from error
 
