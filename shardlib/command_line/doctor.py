@@ -105,18 +105,17 @@ def run_tests(name: str, arguments: Sequence[str], seconds: float) -> list[Findi
 
     If it fails or takes longer than `seconds`, it is ended with all processes that it started, and that is the finding.
     """
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        remedy = "run it by hand and look where it waits: " + " ".join(["python", *arguments])
-        return [Finding(name, FAULT, f"no result after {seconds:.0f} s; the test was ended", remedy)]
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            remedy = "run it by hand and look where it waits: " + " ".join(["python", *arguments])
+            return [Finding(name, FAULT, f"no result after {seconds:.0f} s; the test was ended", remedy)]
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
     results = [line for line in out.splitlines() if line.startswith("[")]
     if process.returncode or not results:
         end = "\n".join(err.splitlines()[-_LINES:])

@@ -17,7 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The status is 2 for input that shardlib refuses, with the reason on stderr.
     """
-    parser = argparse.ArgumentParser(prog="shardlib", description="Plans sharded PyTorch programs, and checks an installation.")
+    parser = argparse.ArgumentParser(
+        prog="shardlib", description="Plans sharded PyTorch programs, and checks an installation."
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     plan_command.add_to(commands)
     doctor.add_to(commands)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from shardlib.compiler.plan.plan import Plan
-from shardlib.compiler.program.buffers import owners_in, peak_bytes, peak_by_group
+from shardlib.compiler.program.buffers import owners_in, peak_by_group, peak_bytes
 from shardlib.compiler.program.steps import Compute, Program, Start, Var
 from shardlib.compiler.stages.stage_times import own_program
 from shardlib.core.text_tables import format_table

@@ -1,4 +1,4 @@
-"""`shardlib plan`: prints the plan of a function, or of a training step of a transformers model, on an abstract mesh."""
+"""`shardlib plan`: prints the plan of a function or of a transformers model's training step, on an abstract mesh."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def parse_axes(text: str) -> dict[str, int]:
     matches = [_AXIS.fullmatch(part) for part in parts]
     wrong = [f"{part.strip()!r} is no axis" for part, match in zip(parts, matches, strict=True) if match is None]
     names = [match[1] for match in matches if match is not None]
-    wrong += [f"{name!r} stands there {names.count(name)} times" for name in dict.fromkeys(names) if names.count(name) > 1]
+    wrong += [
+        f"{name!r} stands there {names.count(name)} times" for name in dict.fromkeys(names) if names.count(name) > 1
+    ]
     if wrong:
         raise ShardingError(
             f"--mesh {text!r} is no mesh",

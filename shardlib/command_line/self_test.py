@@ -118,7 +118,9 @@ def _compare(mesh: Mesh) -> list[Finding]:
     sharded.load_state_dict(single.state_dict())
     x, y = torch.randn(8, 16), torch.randn(8, 4)
     with mesh:
-        parallelize(sharded, {"0.*": "ff@tensor ...", "2.weight": "_ ff@tensor"} if "tensor" in mesh else {}, strategy="fsdp")
+        parallelize(
+            sharded, {"0.*": "ff@tensor ...", "2.weight": "_ ff@tensor"} if "tensor" in mesh else {}, strategy="fsdp"
+        )
         losses = _train(sharded, jit(_step), x, y)
         pairs = [*zip(losses, _train(single, _step, x, y), strict=True)]
         pairs += [(a.full_tensor(), b) for a, b in zip(sharded.parameters(), single.parameters(), strict=True)]

@@ -43,9 +43,10 @@ def read_config(path: Path, layers: int | None = None) -> Any:
     kind = content.get("model_type") if isinstance(content, Mapping) else None
     if kind not in transformers.CONFIG_MAPPING:
         close = get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ShardingError(
             f"{file} is of model type {kind!r}" if kind else f"{file} has no model_type",
-            [f"transformers {transformers.__version__} has no such type" + (f"; did you mean {close[0]!r}?" if close else "")],
+            [f"transformers {transformers.__version__} has no such type{hint}"],
             rule="the model's code comes from transformers; code beside a config is not run",
             remedy="install the version of transformers that the config is for, or plan your own MODULE:FUNCTION",
         )  # fmt: skip

@@ -35,7 +35,9 @@ def logical_to_mesh(tree: Any, rules: Rules, mesh: Mesh | None = None) -> Any:
     """
     pairs = _read_rules(rules, mesh)
     return pytree.tree_map(
-        lambda x: x if x is None else _resolve(x, pairs), tree, is_leaf=lambda x: isinstance(x, P) or is_partition_spec(x)
+        lambda x: x if x is None else _resolve(x, pairs),
+        tree,
+        is_leaf=lambda x: isinstance(x, P) or is_partition_spec(x),
     )
 
 
@@ -48,7 +50,9 @@ def _read_rules(rules: Rules, mesh: Mesh | None) -> list[tuple[str, tuple[str, .
         or not (rule[1] is None or isinstance(rule[1], str | Iterable))
     ]
     if wrong:
-        raise ShardingError("these are no rules", wrong, rule="a rule is a pair of a logical name and mesh axes, or None")
+        raise ShardingError(
+            "these are no rules", wrong, rule="a rule is a pair of a logical name and mesh axes, or None"
+        )
     pairs = [(name, (to,) if isinstance(to, str) else tuple(to or ())) for name, to in items]
     return [(name, tuple(a for a in axes if mesh is None or a in mesh.axes)) for name, axes in pairs]
 
@@ -57,7 +61,9 @@ def _resolve(spec: Any, rules: Sequence[tuple[str, tuple[str, ...]]]) -> P:
     names = list(spec)
     texts = [name for name in names if isinstance(name, str)]
     if twice := sorted({name for name in texts if texts.count(name) > 1}):
-        raise ShardingError(f"{spec!r} names a dim twice", twice, rule="the dims of a tensor have distinct logical names")
+        raise ShardingError(
+            f"{spec!r} names a dim twice", twice, rule="the dims of a tensor have distinct logical names"
+        )
     axes: dict[str, tuple[str, ...]] = {}
     for name, to in rules:
         used = {axis for one in axes.values() for axis in one}

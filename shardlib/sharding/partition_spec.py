@@ -10,8 +10,11 @@ Entry = str | tuple[str, ...] | None
 
 
 def is_partition_spec(x: Any) -> bool:
-    """Returns whether `x` is a `jax.sharding.PartitionSpec`, of whatever version of JAX, or of a subclass."""
-    return any(cls.__name__ == "PartitionSpec" for cls in type(x).__mro__)
+    """Returns whether `x` is a `jax.sharding.PartitionSpec`, which later versions of JAX call `jax.P`."""
+    return any(
+        cls.__name__ == "PartitionSpec" or (cls.__name__ == "P" and cls.__module__.partition(".")[0] == "jax")
+        for cls in type(x).__mro__
+    )
 
 
 def list_entries(x: Any) -> tuple[list[Entry], list[bool]]:
@@ -22,9 +25,8 @@ def list_entries(x: Any) -> tuple[list[Entry], list[bool]]:
     sums = [f"{kind}={set(axes)}" for kind in ("unreduced", "reduced") if (axes := getattr(x, kind, ()))]
     if sums:
         raise ShardingError(
-            f"{x!r} is not a spec of shardlib",
-            sums,
-            rule="a spec says how dims are sharded; the compiler infers partial sums and adds them when needed",
+            f"{x!r} is not a spec of shardlib, because of {' and '.join(sums)}",
+            rule="a spec says how dims are sharded; the compiler infers partial sums, and adds them when needed",
             remedy="leave these axes out",
         )
     free = [not (part is None or isinstance(part, str | tuple)) for part in x]

@@ -86,7 +86,12 @@ SIZES = ("--batch", "8", "--seq", "16")
 BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mesh without sizes": (
         (f"{HERE}:product", "--mesh", "data,tensor=4x"),
-        ("--mesh 'data,tensor=4x' is no mesh", "* 'data' is no axis", "* 'tensor=4x' is no axis", "--mesh data=512,tensor=8"),
+        (
+            "--mesh 'data,tensor=4x' is no mesh",
+            "* 'data' is no axis",
+            "* 'tensor=4x' is no axis",
+            "--mesh data=512,tensor=8",
+        ),
     ),
     "axis twice": ((f"{HERE}:product", "--mesh", "data=2,data=4"), ("'data' stands there 2 times",)),
     "axis of size 0": ((f"{HERE}:product", "--mesh", "data=0"), ("is not a mesh", "'data'")),
@@ -115,14 +120,16 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("unknown.json is of model type 'lama'", "has no such type; did you mean 'llama'?", "MODULE:FUNCTION"),
     ),
     "unfit config": (
-        ("--model", "{folder}/unfit.json", *MESH, *SIZES), ("transformers cannot build", "correct the config"),
+        ("--model", "{folder}/unfit.json", *MESH, *SIZES),
+        ("transformers cannot build", "correct the config"),
     ),
     "strategy": (
         ("--model", "{folder}", *MESH, *SIZES, "--strategy", "fsdpp"),
         ("strategy='fsdpp' is no strategy", "ddp, zero1, zero2, fsdp, hsdp"),
     ),
     "strategy without its axes": (
-        ("--model", "{folder}", "--mesh", "tensor=4", *SIZES), ("the strategy does not fit the mesh (tensor=4)",),
+        ("--model", "{folder}", "--mesh", "tensor=4", *SIZES),
+        ("the strategy does not fit the mesh (tensor=4)",),
     ),
     "axis without use": (
         ("--model", "{folder}", "--mesh", "data=2,other=4", *SIZES),
@@ -139,13 +146,17 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "shares that differ": (
         ("--model", "{folder}", "--mesh", "replica=2,data=3,seq=4", "--batch", "8", "--seq", "18"),
-        ("--batch 8 does not divide by replica=2 x data=3 = 6; 6 or 12 does", "--seq 18 does not divide by seq=4 = 4; 16 or 20 does"),
+        (
+            "--batch 8 does not divide by replica=2 x data=3 = 6; 6 or 12 does",
+            "--seq 18 does not divide by seq=4 = 4; 16 or 20 does",
+        ),
     ),
     "layers": (("--model", "{folder}", *MESH, *SIZES, "--layers", "0"), ("--layers 0 is no number of layers",)),
     "inputs of another kind": (
-        ("--model", "{folder}/series.json", "--mesh", "data=2", *SIZES), ("cannot make", "past_values of its forward"),
+        ("--model", "{folder}/series.json", "--mesh", "data=2", *SIZES),
+        ("cannot make", "past_values of its forward"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -176,7 +187,9 @@ def test_axes() -> None:
 @pytest.mark.long
 def test_modules_of_the_current_folder(tmp_path: Path) -> None:
     """A process whose path lacks the current folder, as that of a console script, still sees its modules."""
-    (tmp_path / "mine.py").write_text("import torch\n\ndef f():\n    return torch.relu, torch.empty(8, device='meta')\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\ndef f():\n    return torch.relu, torch.empty(8, device='meta')\n"
+    )
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path[0] = {root!r}; from shardlib.command_line.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "plan", "mine:f", "--mesh", "data=2"]

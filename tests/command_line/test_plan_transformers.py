@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import shardlib as sl
 from shardlib.command_line import memory_table

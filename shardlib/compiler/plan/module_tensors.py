@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from shardlib.compiler.graph.ir import Op
+import torch
+
+from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Module
@@ -23,21 +25,38 @@ def module_names(compiled: Compiled) -> dict[str, str]:
 
     A module holds an input if an op inside of it reads the input. Other inputs keep their names.
     """
-    values = {value: name for name, value in compiled.inputs}
-    roots: Counter[str] = Counter()
+    origin = origins(compiled)
+    roots: set[str] = set()
     for op in compiled.graph.ops:
-        if (module := innermost_module(op)) is None:
+        if (module := innermost_module(op)) is None or op.target in _CASTS:  # a cast may run outside the owner
             continue
-        for name in (values[v] for v in op.operands if v in values):
+        for name in (origin[v] for v in op.operands if v in origin):
             head = name.rpartition(".")[0]
             if not module.path or head.endswith(f".{module.path}"):
-                roots[head.removesuffix(f".{module.path}")] += 1
+                roots.add(head.removesuffix(f".{module.path}"))
     names = {}
     for name, _ in compiled.inputs:
-        root = next((root for root in roots if root and name.startswith(f"{root}.")), None)
+        root = next((root for root in sorted(roots, key=len) if root and name.startswith(f"{root}.")), None)
         names[name] = name if root is None else name[len(root) + 1 :]
     twice = {name for name, n in Counter(names.values()).items() if n > 1}
     return {name: name if own in twice else own for name, own in names.items()}
+
+
+def origins(compiled: Compiled) -> dict[Value, str]:
+    """Maps the inputs, and views and casts of them, to the inputs' names."""
+    origin = {value: name for name, value in compiled.inputs}
+    for op in compiled.graph.ops:
+        if is_same_tensor(op) and op.operands[0] in origin and op.results[0] is not None:
+            origin[op.results[0]] = origin[op.operands[0]]
+    return origin
+
+
+def is_same_tensor(op: Op) -> bool:
+    """Returns whether an op's result is its one operand in another form or dtype."""
+    return len(op.operands) == 1 == len(op.results) and (op.transparent or op.constrains or op.target in _CASTS)
+
+
+_CASTS = (torch.ops.aten._to_copy.default,)
 
 
 def dtensor_placements(compiled: Compiled) -> dict[str, tuple[Any, ...]]:
@@ -61,5 +80,3 @@ def dtensor_placements(compiled: Compiled) -> dict[str, tuple[Any, ...]]:
 def numberless(name: str) -> str:
     """Returns a name with a star for each number: `layers.0.weight` to `layers.*.weight`."""
     return ".".join("*" if word.isdecimal() else word for word in name.split("."))
-
-

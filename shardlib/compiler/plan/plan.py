@@ -13,14 +13,13 @@ from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan import backends
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
+from shardlib.compiler.plan.exports import Exports
 from shardlib.compiler.plan.html import page
-from shardlib.compiler.plan.module_tensors import dtensor_placements
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.pipeline_view import PipelineView
 from shardlib.compiler.plan.planned_collective import PlannedCollective
 from shardlib.compiler.plan.redundant_work import Redundant, redundant
 from shardlib.compiler.plan.rows import Rows, totals
-from shardlib.compiler.plan.tp_plan import tp_plan
 from shardlib.compiler.plan.view_pipeline import view_pipeline
 from shardlib.compiler.program import flops
 from shardlib.compiler.program.buffers import host_bytes, peak_bytes
@@ -38,7 +37,7 @@ from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.placement import FactorNames
 
 
-class Plan:
+class Plan(Exports):
     """The printable result of propagation and lowering; made by `step.plan(*args)`, without any device.
 
     Example:
@@ -320,38 +319,6 @@ class Plan:
             "host_memory": self.host_memory,
             "replicated_ops": list(self.replicated_ops),
         }
-
-    def to_tp_plan(self, axis: str = "tensor") -> dict[str, str]:
-        """Returns the parameters' layouts along one mesh axis as a `tp_plan` of transformers, by names in the module.
-
-        Sharding over other axes is not part of it. Raises `ShardingError` with all layouts that no style of
-        transformers expresses.
-
-        Example:
-            >>> import torch, shardlib as sl
-            >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-            >>> with sl.Mesh(tensor=2):
-            ...     sl.parallelize(mlp, {"0.*": "ff@tensor ...", "2.weight": "_ ff@tensor"}).forward.plan(
-            ...         torch.ones(2, 4)).to_tp_plan()
-            {'0': 'colwise', '2': 'rowwise'}
-        """
-        return tp_plan(self.compiled, axis)
-
-    def to_dtensor_placements(self) -> dict[str, tuple[Any, ...]]:
-        """Returns for every input one DTensor placement per mesh axis; parameters have their names in the module.
-
-        `torch.distributed.tensor.distribute_tensor(x, device_mesh, placements[name])` gives the same shards on a
-        DeviceMesh with the same axes. Raises `ShardingError` with all layouts that DTensor does not have.
-
-        Example:
-            >>> import torch, shardlib as sl
-            >>> with sl.Mesh(data=2, tensor=2):
-            ...     layer = sl.parallelize(torch.nn.Linear(4, 8), {"weight": "out@tensor _"})
-            ...     placements = layer.forward.plan(torch.ones(2, 4)).to_dtensor_placements()
-            >>> placements["weight"]
-            (Replicate(), Shard(dim=0))
-        """
-        return dtensor_placements(self.compiled)
 
     def listing(self, where: Callable[[Line | None], str] = format_path_line) -> str:
         """Returns the program's text, step by step; equal plans have equal listings. `where` formats source lines."""

@@ -15,7 +15,7 @@ import torch
 
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
-from shardlib.compiler.plan.module_tensors import innermost_module, module_names, numberless
+from shardlib.compiler.plan.module_tensors import innermost_module, is_same_tensor, module_names, numberless, origins
 from shardlib.compiler.program.steps import Compute, Var
 from shardlib.compiler.propagate.dim_factors import DimFactor
 from shardlib.core.errors import ShardingError
@@ -70,7 +70,11 @@ def tp_plan(compiled: Compiled, axis: str) -> dict[str, str]:
     for w in weights:
         if w.rank == 1 and w.dim is None and styles.get(w.key) == {""} and _meets_shards(w, compiled, axis):
             styles[w.key] = {"replicated_with_grad_allreduce"}
-    wrong += [f"layers of {key} differ: {', '.join(sorted(x or 'whole' for x in s))}" for key, s in styles.items() if len(s) > 1]
+    wrong += [
+        f"layers of {key} differ: {', '.join(sorted(x or 'whole' for x in s))}"
+        for key, s in styles.items()
+        if len(s) > 1
+    ]
     if wrong:
         raise ShardingError(
             f"layouts of {compiled.traced.name} along {axis!r} have no style in transformers",
@@ -82,8 +86,10 @@ def tp_plan(compiled: Compiled, axis: str) -> dict[str, str]:
     return {key: style for key, (style,) in styles.items() if style}
 
 
-def _find_style(w: _Weight, axis: str, rows: list[_Weight], columns: list[_Weight], styles: dict[str, set[str]]) -> str | None:
-    """Returns the style of a parameter, "" for a replicated one or one that goes with its weight; None: there is none."""
+def _find_style(
+    w: _Weight, axis: str, rows: list[_Weight], columns: list[_Weight], styles: dict[str, set[str]]
+) -> str | None:
+    """Returns the style of a parameter, or None; "" for a replicated one, and a bias that goes with its weight."""
     if w.rank < 2:
         goes_with = {"colwise", "colwise_gather_output"} & styles.get(w.key, set())
         return "" if w.dim is None or goes_with else None
@@ -114,31 +120,25 @@ def _list_weights(compiled: Compiled, axis: str) -> list[_Weight]:
         for (name, value), var in zip(compiled.inputs, compiled.program.inputs, strict=True)
         if names[name] != name and var.dtype.is_floating_point
     }
-    owner = {value: w for value, w in weights.items()}
-    for op in compiled.graph.ops:
-        for v in [v for v in op.operands if v in owner]:
-            if _passes_on(op):
-                owner |= {r: owner[v] for r in op.results if r is not None}
-            elif not op.backward and innermost_module(op) is not None:
-                owner[v].readers.append(op)
+    by_name = {name: weights[value] for name, value in compiled.inputs if value in weights}
+    owner = {value: by_name[name] for value, name in origins(compiled).items() if name in by_name}
     for value, w in owner.items():
         w.values.add(value)
+    for op in compiled.graph.ops:
+        if not op.backward and not is_same_tensor(op) and innermost_module(op) is not None:
+            for v in op.operands:
+                if v in owner:
+                    owner[v].readers.append(op)
     for value, w in weights.items():
         assert w.var.layout is not None
         sharded = [d for d, dim in enumerate(w.var.layout.dims) if any(a.name == axis for f in dim for a in f.axes)]
         if sharded:
             w.dim = sharded[0]
             w.classes = {find(x) for x in propagation.value[value][w.dim]}
-            w.is_contracted = any(w.classes & {find(x) for x in leaves} for op in w.readers for leaves in _summed(op, compiled))
+            w.is_contracted = any(
+                w.classes & {find(x) for x in leaves} for op in w.readers for leaves in _summed(op, compiled)
+            )
     return [w for w in weights.values() if w.readers]
-
-
-def _passes_on(op: Op) -> bool:
-    """Returns whether an op's result is its one operand in another form or dtype."""
-    return len(op.operands) == 1 and len(op.results) == 1 and (op.transparent or op.constrains or op.target is _CAST)
-
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 def _summed(op: Op, compiled: Compiled) -> Iterator[list[DimFactor]]:
@@ -151,7 +151,7 @@ def _summed(op: Op, compiled: Compiled) -> Iterator[list[DimFactor]]:
 
 
 def _meets_shards(w: _Weight, compiled: Compiled, axis: str) -> bool:
-    """Returns whether a replicated parameter is computed with shards along the axis, so its gradient is summed there."""
+    """Returns whether a replicated parameter meets shards along the axis, so that its gradient is summed there."""
     return any(
         not step.backward
         and any(v.value in w.values for v in step.operands)
