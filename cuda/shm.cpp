@@ -19,6 +19,14 @@ void shm_join(void* engine, int channel, int n, int me, char* const* bases, uint
     static_cast<shm::Engine*>(engine)->join(channel, n, me, bases, first);
 }
 
+void shm_set_ring(void* engine, int channel, uint64_t start, uint64_t bytes) {
+    static_cast<shm::Engine*>(engine)->set_ring(channel, start, bytes);
+}
+
+int shm_has_room(void* engine, int channel, uint64_t bytes, uint64_t rounds, uint64_t longest) {
+    return static_cast<shm::Engine*>(engine)->has_room(channel, bytes, rounds, longest);
+}
+
 void shm_leave(void* engine, int channel) { static_cast<shm::Engine*>(engine)->leave(channel); }
 uint64_t shm_posted(void* engine) { return static_cast<shm::Engine*>(engine)->posted(); }
 uint64_t shm_rounds() { return shm::kRounds; }

@@ -25,9 +25,12 @@ struct Op {
     bool ended = false;  // its channel was left, or the engine closed: it makes no progress any more
 };
 
+class Staging;
+
 // A channel as this process sees it.
 struct Member {
     int n = 0, me = 0;
+    Staging* staging = nullptr;  // where this process stages its rounds
     std::vector<char*> bases;  // the members' segments
     std::vector<Channel*> peers;
     uint64_t next = 0;                        // round
@@ -44,20 +47,23 @@ struct Member {
     }
 };
 
-// The ring: rounds lie in the order in which they were staged, and are freed in that order.
+// A ring: rounds lie in the order in which they were staged, and are freed in that order.
 class Staging {
   public:
     Staging(uint64_t start, uint64_t bytes) : start_(start), size_(bytes / kLine * kLine) {}
 
+    std::deque<std::shared_ptr<Op>> unstaged;  // in the order in which their rounds are staged
+
+    // Whether rounds of `bytes` in all, and of `longest` at most, have room now.
+    bool has_room(size_t bytes, size_t longest) {
+        release();
+        const size_t unused = head_ % size_ + bytes > size_ ? longest : 0;  // at the end of the ring
+        return head_ + bytes + unused - tail_ <= size_;
+    }
+
     // Where in the segment there is room for round `number` of the channel, or kNowhere.
     uint64_t allocate(size_t bytes, Member& member, uint64_t number) {
-        while (!held_.empty()) {
-            const Held& oldest = held_.front();
-            if (oldest.member->freed <= oldest.number && oldest.member->all_taken() <= oldest.number) break;
-            tail_ = oldest.end;
-            held_.pop_front();
-        }
-        if (held_.empty()) head_ = tail_ = 0;  // the memory that is in the caches already
+        release();
         uint64_t at = head_;
         if (at % size_ + bytes > size_) at += size_ - at % size_;  // a round is one block of memory
         if (at + bytes - tail_ > size_) return kNowhere;
@@ -71,6 +77,16 @@ class Staging {
         Member* member;
         uint64_t number, end;
     };
+
+    void release() {
+        while (!held_.empty()) {
+            const Held& oldest = held_.front();
+            if (oldest.member->freed <= oldest.number && oldest.member->all_taken() <= oldest.number) break;
+            tail_ = oldest.end;
+            held_.pop_front();
+        }
+        if (held_.empty()) head_ = tail_ = 0;  // the memory that is in the caches already
+    }
 
     uint64_t start_, size_, head_ = 0, tail_ = 0;  // head and tail only grow while there is something between them
     std::deque<Held> held_;

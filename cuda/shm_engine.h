@@ -1,7 +1,7 @@
 // Collectives of processes on one machine, over memory that all of them map.
 //
 // Every process has one segment: a header, with a doorbell and a block of counters for every channel (a group of
-// ranks), and the staging memory, a ring that all its channels share. A collective ("op") consists of rounds. All
+// ranks), and the staging memory, a ring that its channels share. A collective ("op") consists of rounds. All
 // members of the channel divide it equally, so they only exchange a round's number:
 //
 //   stage   pack this member's part of a round into the ring, record its offset, then `posted` = round + 1
@@ -23,6 +23,9 @@
 // No deadlock: starting an op never blocks. Staging follows the order in which this process started its ops, over all
 // channels, and a thread that waits for one op progresses all of them. So the oldest running op can always finish, if
 // processes start the ops that they share in the same order.
+//
+// Messages of one process to another have a channel with a ring of its own: they are ops in which one member sends.
+// Collectives do not wait for their room, nor they for that of collectives. Both members count the messages of a channel.
 #pragma once
 
 #include <sched.h>
@@ -51,8 +54,9 @@ class Engine {
         : base_(base),
           asking_(asking),
           header_(reinterpret_cast<Header*>(base)),
-          staging_(start(), bytes - start()),
-          blocks_(header_) {}
+          blocks_(header_) {
+        rings_.emplace_back(start(), bytes - start());
+    }
 
     ~Engine() {
         for (auto& [ticket, op] : ops_)
@@ -69,10 +73,25 @@ class Engine {
         m.n = n;
         m.me = me;
         m.next = m.freed = first;
+        m.staging = &rings_.front();
         m.bases.assign(bases, bases + n);
         for (char* b : m.bases) m.peers.push_back(&reinterpret_cast<Header*>(b)->channels[channel]);
         Channel& mine = *m.peers[me];
         for (auto* counter : {&mine.posted, &mine.reduced, &mine.taken}) counter->store(first, std::memory_order_release);
+    }
+
+    // Stages the channel's rounds in a ring of their own, at `start` in the segment.
+    void set_ring(int channel, uint64_t start, uint64_t bytes) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        members_[channel].staging = &rings_.emplace_back(start, bytes);
+    }
+
+    // Whether an op of so many bytes and rounds, `longest` bytes at most in each, would be staged when it begins.
+    bool has_room(int channel, uint64_t bytes, uint64_t rounds, uint64_t longest) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        Member& m = members_[channel];
+        return m.n && m.staging->unstaged.empty() && m.next + rounds - m.all_taken() <= kRounds &&
+               m.staging->has_room(bytes, longest);
     }
 
     // Gives the channel up: ops under way in it end without results.
@@ -107,11 +126,13 @@ class Engine {
         op->tensors.assign(tensors, tensors + count);
         op->channel = channel;
         op->first = m.next;
-        op->sign = {asking_[0], asking_[1], asking_[2], asking_[3]++, op->recipe->size()};
+        const bool shares_ring = m.staging == &rings_.front();
+        const uint64_t position = shares_ring ? asking_[3]++ : 0;
+        op->sign = {asking_[0], asking_[1], asking_[2], position, op->recipe->size()};
         op->got.assign(m.n, 0);
         m.next += op->recipe->rounds;
         m.pending.push_back(op);
-        unstaged_.push_back(op);
+        m.staging->unstaged.push_back(op);
         uint64_t ticket = ++tickets_;
         ops_[ticket] = op;
         while (stage_next()) {
@@ -119,7 +140,7 @@ class Engine {
         announce();
         // What others wait for is done now and not only when this process waits: slices of all-reduces, and room.
         for (auto& [index, other] : members_) reduce_ahead(other);
-        if (!unstaged_.empty()) push(nullptr);
+        if (!shares_ring || lacks_room()) push(nullptr);  // the sender of a message has nothing more to do
         return ticket;
     }
 
@@ -139,7 +160,7 @@ class Engine {
                 continue;
             }
             const uint32_t seen = header_->rings.load(std::memory_order_acquire);
-            header_->wants.store(kNews | (unstaged_.empty() ? Event{} : kRoom), std::memory_order_relaxed);
+            header_->wants.store(kNews | (lacks_room() ? kRoom : Event{}), std::memory_order_relaxed);
             std::atomic_thread_fence(std::memory_order_seq_cst);
             if (push(op.get()) || m.stranger >= 0) continue;
             const bool late = sleep(hold, *op, seen, patience);
@@ -211,7 +232,10 @@ class Engine {
             op->block = nullptr;
         }
         const auto gone = [](const std::shared_ptr<Op>& op) { return op->ended; };
-        unstaged_.erase(std::remove_if(unstaged_.begin(), unstaged_.end(), gone), unstaged_.end());
+        if (m.staging) {
+            auto& unstaged = m.staging->unstaged;
+            unstaged.erase(std::remove_if(unstaged.begin(), unstaged.end(), gone), unstaged.end());
+        }
         m = Member{};
     }
 
@@ -273,12 +297,21 @@ class Engine {
         }
     }
 
+    // Stages a round in each ring; whether any was.
     bool stage_next() {
-        if (unstaged_.empty()) return false;
-        Op& op = *unstaged_.front();
-        if (!stage(op)) return false;
-        if (op.staged == op.recipe->rounds) unstaged_.pop_front();
-        return true;
+        bool moved = false;
+        for (Staging& ring : rings_) {
+            if (ring.unstaged.empty()) continue;
+            Op& op = *ring.unstaged.front();
+            if (!stage(op)) continue;
+            moved = true;
+            if (op.staged == op.recipe->rounds) ring.unstaged.pop_front();
+        }
+        return moved;
+    }
+
+    bool lacks_room() const {
+        return std::any_of(rings_.begin(), rings_.end(), [](const Staging& ring) { return !ring.unstaged.empty(); });
     }
 
     bool stage(Op& op) {
@@ -288,14 +321,15 @@ class Engine {
         const uint64_t number = op.first + op.staged;
         if (number - m.freed >= kRounds && number - m.all_taken() >= kRounds) return false;
         if (r.shares && !op.block && !op.fault) share(m, op);
+        const size_t needs = r.shares ? 0 : stage_bytes(r, op.staged);
         Round round{0, op.culprit == m.me ? static_cast<uint64_t>(op.fault) : 0, 0, op.sign};
         if (r.shares) {
             if (!op.block) {
                 // it has no memory for this member's part
             } else if (const size_t length = r.length(r.sends[0], op.staged))
                 own_copy(r.sends[0], r.receives[r.me], op, op.staged, length);
-        } else if (const size_t needs = stage_bytes(r, op.staged)) {
-            const uint64_t at = staging_.allocate(needs, m, number);
+        } else if (needs) {
+            const uint64_t at = m.staging->allocate(needs, m, number);
             if (at == kNowhere) return false;
             round.staged = at;
             round.own = at + (r.slots() - 1) * r.slot;
@@ -310,7 +344,7 @@ class Engine {
         mine.rounds[number % kRounds] = round;
         mine.posted.store(number + 1, std::memory_order_release);
         ++op.staged;
-        m.untold = true;
+        m.untold |= needs || r.shares || r.how != kCopy;  // nobody waits for a member that sends nothing in a copy
         return true;
     }
 
@@ -516,10 +550,9 @@ class Engine {
     char* base_;
     uint64_t* asking_;
     Header* header_;
-    Staging staging_;
+    std::deque<Staging> rings_;  // the first is shared by channels that have none of their own
     Blocks blocks_;
     std::unordered_map<int, Member> members_;
-    std::deque<std::shared_ptr<Op>> unstaged_;
     int sleepers_ = 0;  // threads that sleep in `finish`
     std::unordered_map<uint64_t, std::shared_ptr<Op>> ops_;
     uint64_t tickets_ = 0;

@@ -16,6 +16,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("torch", "shm", "cuda"),
     "all_to_all": ("torch", "shm", "cuda"),
     "ppermute": ("torch", "shm"),
+    "send": ("torch", "shm"),  # messages between stages
     "random": ("torch", "host"),
     "matmul": ("torch", "onednn"),  # of large float32 matrices on CPUs
     # A plan's way to compute attention over a sharded sequence: keys sent round a ring (in order, or balanced), heads

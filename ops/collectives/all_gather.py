@@ -17,9 +17,9 @@ from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives import two_level
 from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.flat_messages import group_by_dtype, is_leading, pack, resize_dim, resolve_views
-from shardlib.ops.collectives.transport.forms import choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle
-from shardlib.ops.collectives.transport.pick import NCCL, pick
+from shardlib.ops.collectives.transport.pick import pick
+from shardlib.ops.collectives.transport.request import NCCL, CollectiveRequest
 from shardlib.ops.collectives.transport.shm_channel import Recipe
 from shardlib.ops.collectives.transport.shm_streams import (
     COPY,
@@ -32,7 +32,6 @@ from shardlib.ops.collectives.transport.shm_streams import (
     metas_key,
 )
 from shardlib.ops.collectives.transport.torch_wire import Handle, PendingParts, first_result, gather
-from shardlib.sharding.mesh.machine import Span
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: see `choose`.
 _GLOO_EXCHANGE_BYTES = 1 << 20
@@ -48,31 +47,20 @@ def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[
     return [out] * len(shards)
 
 
-def choose(
-    nbytes: int,
-    even: bool,
-    dtype: torch.dtype,
-    kind: str,
-    transport: str,
-    n: int,
-    why: str = "",
-    span: Span | None = None,
-) -> Choice:
-    """Chooses the way to gather `nbytes` of result; see `pick` for `transport` and `why`, `forms` for `span`."""
+def choose(request: CollectiveRequest) -> Choice:
+    """Chooses the way to gather a result."""
     shm = Choice("shm", "", "each member's part is copied to its place")
-    cuda = cuda_wire.choose_form("all_gather", nbytes, even, dtype, kind, n)
-    form = choose_form("all_gather", nbytes, even, dtype, kind, span).choice if span else None
-    return pick("all_gather", transport, why, shm, form or _over_torch(nbytes, even, transport), cuda)
+    return pick("all_gather", request, shm, _over_torch(request))
 
 
-def _over_torch(nbytes: int, even: bool, transport: str) -> Choice:
-    if transport not in NCCL:
-        if not even:
+def _over_torch(request: CollectiveRequest) -> Choice:
+    if request.transport not in NCCL:
+        if not request.even:
             return Choice("torch", "exchange", "sizes differ: sent pairwise, nothing is padded")
-        if nbytes <= _GLOO_EXCHANGE_BYTES:
+        if request.nbytes <= _GLOO_EXCHANGE_BYTES:
             return Choice("torch", "exchange", "a small message: one round of latency instead of a ring of them")
         return Choice("torch", "native", "a large, even gather: the ring copies less")
-    if even:
+    if request.even:
         return Choice("torch", "native", "sizes are equal")
     return Choice("torch", "padded", "sizes differ, and the backend gathers equal ones only")
 
@@ -115,9 +103,7 @@ def start_many(
             continue
         message = batch[0].contiguous().view(-1) if len(batch) == 1 else pack(batch)
         even = len(set(counts)) == 1
-        choice = choose(
-            total * message.itemsize, even, message.dtype, "", group.transport, group.size, group.why, group.span
-        )
+        choice = choose(group.request(total * message.itemsize, even, message.dtype))
         if choice.backend == "cuda":
             pending = cuda_wire.gather(message, counts, group)
         elif choice.way == "two_level":
@@ -148,7 +134,7 @@ def _recipe(
     outs = [dense_meta(shape, x.dtype) for x, shape in zip(xs, shapes, strict=True)]
     nbytes, n = sum(out.nbytes for out in outs), group.size
     even = all(len(set(dim_sizes)) == 1 for dim_sizes in sizes)
-    if choose(nbytes, even, xs[0].dtype, "", group.transport, n, group.why).backend != "shm":
+    if choose(group.request(nbytes, even, xs[0].dtype)).backend != "shm":
         return None
     sent, packed = choose_sources(xs)
     message = Message(n, group.position, COPY)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from shardlib.core.torch_internals.torch_private import c10d_functional
@@ -22,9 +21,9 @@ from shardlib.ops.collectives.transport.flat_messages import (
     resolve_views,
     split_evenly,
 )
-from shardlib.ops.collectives.transport.forms import choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle
-from shardlib.ops.collectives.transport.pick import NCCL, find_native_fault, pick
+from shardlib.ops.collectives.transport.pick import pick
+from shardlib.ops.collectives.transport.request import NCCL, CollectiveRequest
 from shardlib.ops.collectives.transport.shm_channel import Recipe
 from shardlib.ops.collectives.transport.shm_streams import (
     LINE,
@@ -39,8 +38,14 @@ from shardlib.ops.collectives.transport.shm_streams import (
     find_reduce_fault,
     metas_key,
 )
-from shardlib.ops.collectives.transport.torch_wire import Handle, exchange, first_result, gather, wait
-from shardlib.sharding.mesh.machine import Span
+from shardlib.ops.collectives.transport.torch_wire import (
+    Handle,
+    exchange,
+    find_native_fault,
+    first_result,
+    gather,
+    wait,
+)
 
 # Measured on Gloo over the loop-back device, 2 and 4 processes: an exchange wins while a member sends less than 1 MB
 # (1.3 to 2 times faster than the ring), two rounds of one up to 4 MB (1.1 to 1.3 times), the ring above.
@@ -55,32 +60,22 @@ def reference(shards: Sequence[Tensor], kind: str = "sum") -> list[Tensor]:
     return [out] * len(shards)
 
 
-def choose(
-    nbytes: int,
-    even: bool,
-    dtype: torch.dtype,
-    kind: str,
-    transport: str,
-    n: int,
-    why: str = "",
-    span: Span | None = None,
-) -> Choice:
-    """Chooses the way to reduce `nbytes` over `n` members; see `pick` for `transport` and `why`, `forms` for `span`."""
-    if nbytes <= _ONE_STEP_BYTES:
+def choose(request: CollectiveRequest) -> Choice:
+    """Chooses the way to reduce a tensor."""
+    if request.nbytes <= _ONE_STEP_BYTES:
         step = Choice("shm", "one_step", "a small message: each member adds up all of it")
     else:
         step = Choice("shm", "two_steps", "each member adds up a part, then reads the others'")
-    form = choose_form("all_reduce", nbytes, even, dtype, kind, span).choice if span else None
-    torch_way = form or _over_torch(nbytes, dtype, kind, transport, n)
-    cuda = cuda_wire.choose_form("all_reduce", nbytes, even, dtype, kind, n)
-    return pick("all_reduce", transport, why, find_reduce_fault(dtype, kind) or step, torch_way, cuda)
+    shm = find_reduce_fault(request.dtype, request.kind) or step
+    return pick("all_reduce", request, shm, _over_torch(request))
 
 
-def _over_torch(nbytes: int, dtype: torch.dtype, kind: str, transport: str, n: int) -> Choice:
-    backend = "nccl" if transport in NCCL else "gloo"
+def _over_torch(request: CollectiveRequest) -> Choice:
+    nbytes, n = request.nbytes, request.members
+    backend = "nccl" if request.transport in NCCL else "gloo"
     if backend == "gloo" and n == 2:
         return Choice("torch", "exchange", "two members: each sends the other its own, and adds")
-    fault = find_native_fault(dtype, kind, backend)
+    fault = find_native_fault(request.dtype, request.kind, backend)
     small = nbytes * (n - 1) <= _EXCHANGE_BYTES
     if fault:
         return Choice("torch", "exchange" if small else "scatter_gather", fault)
@@ -132,7 +127,7 @@ def _recipe(xs: Sequence[TensorMeta], group: GroupHandle, kind: str) -> Recipe |
     """Makes one stream of all tensors. A member reduces all of it, or one n-th of it, which the others then read."""
     n, me = group.size, group.position
     nbytes = sum(x.nbytes for x in xs)
-    choices = [choose(nbytes, True, x.dtype, kind, group.transport, n, group.why) for x in xs]
+    choices = [choose(group.request(nbytes, True, x.dtype, kind)) for x in xs]
     if any(choice.backend != "shm" for choice in choices):
         return None
     sent, packed = choose_sources(xs)
@@ -158,7 +153,7 @@ def _start_flat(message: Tensor, group: GroupHandle, kind: str, *, fresh: bool) 
     n, count = group.size, len(message)
     if count == 0:
         return Handle(lambda: message)
-    choice = choose(message.nbytes, True, message.dtype, kind, group.transport, n, group.why, group.span)
+    choice = choose(group.request(message.nbytes, True, message.dtype, kind))
     if choice.backend == "cuda":
         return cuda_wire.reduce(message, group)
     if choice.way == "two_level":

@@ -19,9 +19,9 @@ from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives import two_level
 from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.flat_messages import is_leading, pack, resize_dim, resolve_views
-from shardlib.ops.collectives.transport.forms import choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle
 from shardlib.ops.collectives.transport.pick import pick
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.ops.collectives.transport.shm_channel import Recipe
 from shardlib.ops.collectives.transport.shm_streams import (
     COPY,
@@ -34,7 +34,6 @@ from shardlib.ops.collectives.transport.shm_streams import (
     metas_key,
 )
 from shardlib.ops.collectives.transport.torch_wire import Handle, PendingParts, exchange, first_result
-from shardlib.sharding.mesh.machine import Span
 
 Split = Sequence[int] | Sequence[Sequence[int]]
 
@@ -60,22 +59,10 @@ def reference(
     return [torch.cat(received, concat_dim) for received in parts]
 
 
-def choose(
-    nbytes: int,
-    even: bool,
-    dtype: torch.dtype,
-    kind: str,
-    transport: str,
-    n: int,
-    why: str = "",
-    span: Span | None = None,
-) -> Choice:
-    """Chooses the way to exchange `nbytes`; see `pick` for `transport` and `why`, `forms` for `span`."""
+def choose(request: CollectiveRequest) -> Choice:
+    """Chooses the way to exchange parts of a tensor."""
     shm = Choice("shm", "", "each member reads its pieces to their places")
-    cuda = cuda_wire.choose_form("all_to_all", nbytes, even, dtype, kind, n)
-    form = choose_form("all_to_all", nbytes, even, dtype, kind, span).choice if span else None
-    pairwise = Choice("torch", "exchange", "pieces are sent pairwise")
-    return pick("all_to_all", transport, why, shm, form or pairwise, cuda)
+    return pick("all_to_all", request, shm, Choice("torch", "exchange", "pieces are sent pairwise"))
 
 
 def start(
@@ -107,7 +94,7 @@ def start(
     parts = x.split_with_sizes(rows[me], split_dim)
     message = x.contiguous().view(-1) if is_leading(x.shape, split_dim) else pack(parts)
     even = _is_even(rows, concat_sizes, same)
-    choice = choose(x.nbytes, even, x.dtype, "", group.transport, group.size, group.why, group.span)
+    choice = choose(group.request(x.nbytes, even, x.dtype))
     if choice.backend == "cuda":
         # Members' tensors differ along concat_dim only. Where that is split_dim, the rows hold the differences.
         theirs = [x.shape] * len(rows) if same else [resize_dim(x.shape, concat_dim, size) for size in concat_sizes]
@@ -148,7 +135,7 @@ def _recipe(
     n, me, item = group.size, group.position, x.dtype.itemsize
     mine, same = rows[me], split_dim == concat_dim
     even = _is_even(rows, concat_sizes, same)
-    if choose(x.nbytes, even, x.dtype, "", group.transport, n, group.why).backend != "shm":
+    if choose(group.request(x.nbytes, even, x.dtype)).backend != "shm":
         return None
     (sent,), packed = choose_sources([x])
     message = Message(n, me, COPY)

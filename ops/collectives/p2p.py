@@ -1,8 +1,9 @@
 """Messages between two ranks: of one stage of a pipeline to the rank at the same place in another stage.
 
-A message holds one value or several. Both ranks know its layout: each value begins at a multiple of 16 bytes. A message
-travels as bytes, so every dtype works on every backend. The ranks of a world agree on the turn (see
-`distributed/turns.py`), which is part of the tag: a message of another turn is never taken for one of this.
+Ranks that share memory send each value when it is ready, by a route (`transport/shm_route.py`). Other messages go over
+torch. A message holds one value or several. Both ranks know its layout: each value begins at a multiple of 16 bytes. A
+message travels as bytes, so every dtype works on every backend. The ranks of a world agree on the turn (see
+`distributed/turns.py`), which messages carry: none of another turn is taken for one of this.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -28,8 +29,10 @@ from shardlib.distributed import turns, world
 from shardlib.distributed.turn_errors import PATIENCE
 from shardlib.ops.collectives.transport import groups
 from shardlib.ops.collectives.transport.groups import GroupHandle
+from shardlib.ops.collectives.transport.shm_channel import Transfer
+from shardlib.ops.collectives.transport.shm_route import Pair, Route
 
-AHEAD = 4  # receives that have begun and for which the program does not wait yet
+AHEAD = 4  # receives over torch that have begun and for which the program does not wait yet
 _ALIGNMENT = 16  # bytes
 _NUMBERS = 11  # bits of a tag that tell the messages of one turn apart; torch takes 31 bits
 _POLL_SECONDS = 0.001  # between two moves of running collectives in shared memory
@@ -55,19 +58,23 @@ class Incoming:
 class Mailbox:
     """The messages of one program, a context manager around each of its calls.
 
-    A send never waits for its receiver; the end of a call waits for all sends. Receives begin in the order of the
-    program, `AHEAD` of them before the program needs them. Waits raise `CollectiveError` that names the peer if it is
-    gone or late, and what `turns.Patience` raises.
+    `routes` holds those of this rank. A send never waits for its receiver; the end of a call waits for all sends.
+    Receives begin in the order of the program; over torch, `AHEAD` of them begin before the program needs them. Waits
+    raise `CollectiveError` that names the peer if it is gone or late, and what `turns.Patience` raises.
     """
 
-    def __init__(self, incoming: Sequence[Incoming], device: str) -> None:
+    def __init__(self, incoming: Sequence[Incoming], device: str, routes: Mapping[Pair, Route] | None = None) -> None:
         self._incoming, self._device = tuple(incoming), device
+        self._to = {route.ranks[1]: route for route in (routes or {}).values() if route.position == 0}
+        self._from = {route.ranks[0]: route for route in (routes or {}).values() if route.position == 1}
         self._reset()
 
     def _reset(self) -> None:
-        self._next: Iterator[Incoming] = iter(self._incoming)
+        self._next = (message for message in self._incoming if message.peer not in self._from)
         self._coming: deque[tuple[Incoming, _Flight]] = deque()
-        self._values: deque[Tensor] = deque()  # of the message that arrived last
+        self._expected = deque((m, form) for m in self._incoming for form in m.values if m.peer in self._from)
+        self._arrivals = self._arrive()
+        self._queued: list[Transfer] = []  # sends in shared memory that wait for room
         self._held = defaultdict[int, list[Tensor]](list)  # parts of the next message to each rank
         self._sent: list[_Flight] = []
         self._receiver, self._sender = _Waiter(self._device, keeps=True), _Waiter(self._device, keeps=False)
@@ -78,10 +85,16 @@ class Mailbox:
         for message in itertools.islice(self._next, AHEAD):
             self._begin(message)
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            for flight in () if kind else self._sent:
-                flight.wait()
+            if error is None:
+                for transfer in self._queued:
+                    transfer.finish()
+                for flight in self._sent:
+                    flight.wait()
+            elif not isinstance(error, CollectiveError):  # the next call must not take what this one leaves
+                for message, form in self._expected:
+                    self._from[message.peer].expect(*form)
         finally:
             self._receiver.stop()
             self._sender.stop()
@@ -89,6 +102,10 @@ class Mailbox:
 
     def send(self, x: Tensor, peer: int, number: int, last: bool) -> None:
         """Adds a copy of `x` to the next message, so that the program may write over it; the `last` value sends it."""
+        if (route := self._to.get(peer)) is not None:
+            if (queued := route.send(x)) is not None:
+                self._queued.append(queued)
+            return
         self._held[peer].append(x.clone(memory_format=torch.contiguous_format))
         if last:
             message = pack(self._held.pop(peer))
@@ -98,14 +115,21 @@ class Mailbox:
 
     def receive(self) -> Tensor:
         """Waits for the program's next value."""
-        if not self._values:
-            message, flight = self._coming.popleft()
+        return next(self._arrivals)
+
+    def _arrive(self) -> Iterator[Tensor]:
+        for message in self._incoming:
+            if (route := self._from.get(message.peer)) is not None:
+                for _ in message.values:
+                    _, form = self._expected.popleft()
+                    yield route.receive(*form)
+                continue
+            _, flight = self._coming.popleft()
             buffer = flight.wait()
             assert buffer is not None, "what was received is kept"
-            self._values.extend(unpack(buffer, message))
             if (following := next(self._next, None)) is not None:
                 self._begin(following)
-        return self._values.popleft()
+            yield from unpack(buffer, message)
 
     def _begin(self, message: Incoming) -> None:
         buffer = torch.empty(_offsets(message.sizes)[-1], dtype=torch.uint8, device=self._device)

@@ -18,6 +18,7 @@ from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives.transport.flat_messages import resolve_views
 from shardlib.ops.collectives.transport.groups import GroupHandle
 from shardlib.ops.collectives.transport.pick import pick
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.ops.collectives.transport.shm_channel import Recipe
 from shardlib.ops.collectives.transport.shm_streams import (
     COPY,
@@ -55,11 +56,10 @@ def check(pairs: Pairs, n: int) -> None:
         )
 
 
-def choose(nbytes: int, even: bool, dtype: torch.dtype, kind: str, transport: str, n: int, why: str = "") -> Choice:
-    """Chooses the way to send `nbytes` to another member; see `pick` for `transport` and `why`."""
+def choose(request: CollectiveRequest) -> Choice:
+    """Chooses the way to send a tensor to another member."""
     shm = Choice("shm", "", "each member reads what is sent to it")
-    other = Choice("torch", "exchange", "tensors are sent pairwise")
-    return pick("ppermute", transport, why, shm, other, "they have no ppermute")
+    return pick("ppermute", request, shm, Choice("torch", "exchange", "tensors are sent pairwise"))
 
 
 def start(x: Tensor, pairs: Pairs, group: GroupHandle, shapes: Sequence[Sequence[int]] | None = None) -> Handle[Tensor]:
@@ -103,7 +103,7 @@ def _recipe(x: TensorMeta, pairs: Pairs, shapes: Sequence[Sequence[int]] | None,
     n, me = group.size, group.position
     theirs = [dense_meta(x.shape if shapes is None else shapes[i], x.dtype) for i in range(n)]
     longest = max((align(theirs[source].nbytes) for source, _ in pairs), default=0)
-    if choose(longest, shapes is None, x.dtype, "", group.transport, n, group.why).backend != "shm":
+    if choose(group.request(longest, shapes is None, x.dtype)).backend != "shm":
         return None
     (sent,), packed = choose_sources([x])
     source = {dst: src for src, dst in pairs}.get(me)

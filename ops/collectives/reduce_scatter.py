@@ -23,9 +23,9 @@ from shardlib.ops.collectives.transport.flat_messages import (
     resize_dim,
     resolve_views,
 )
-from shardlib.ops.collectives.transport.forms import choose_form
 from shardlib.ops.collectives.transport.groups import GroupHandle
-from shardlib.ops.collectives.transport.pick import NCCL, find_native_fault, pick
+from shardlib.ops.collectives.transport.pick import pick
+from shardlib.ops.collectives.transport.request import NCCL, CollectiveRequest
 from shardlib.ops.collectives.transport.shm_channel import Recipe
 from shardlib.ops.collectives.transport.shm_streams import (
     REDUCE,
@@ -37,8 +37,7 @@ from shardlib.ops.collectives.transport.shm_streams import (
     find_reduce_fault,
     metas_key,
 )
-from shardlib.ops.collectives.transport.torch_wire import Handle, exchange, first_result, wait
-from shardlib.sharding.mesh.machine import Span
+from shardlib.ops.collectives.transport.torch_wire import Handle, exchange, find_native_fault, first_result, wait
 
 
 def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int], kind: str = "sum") -> list[Tensor]:
@@ -49,33 +48,22 @@ def reference(shards: Sequence[Tensor], dim: int, sizes: Sequence[int], kind: st
     return [combine(parts, kind).contiguous() for parts in rows]
 
 
-def choose(
-    nbytes: int,
-    even: bool,
-    dtype: torch.dtype,
-    kind: str,
-    transport: str,
-    n: int,
-    why: str = "",
-    span: Span | None = None,
-) -> Choice:
-    """Chooses the way to reduce and scatter `nbytes`; see `pick` for `transport` and `why`, `forms` for `span`."""
-    shm = find_reduce_fault(dtype, kind) or Choice(
+def choose(request: CollectiveRequest) -> Choice:
+    """Chooses the way to reduce and scatter a tensor."""
+    shm = find_reduce_fault(request.dtype, request.kind) or Choice(
         "shm", "", "each member adds up its own rows straight from the others' memory"
     )
-    cuda = cuda_wire.choose_form("reduce_scatter", nbytes, even, dtype, kind, n)
-    form = choose_form("reduce_scatter", nbytes, even, dtype, kind, span).choice if span else None
-    return pick("reduce_scatter", transport, why, shm, form or _over_torch(even, dtype, kind, transport), cuda)
+    return pick("reduce_scatter", request, shm, _over_torch(request))
 
 
-def _over_torch(even: bool, dtype: torch.dtype, kind: str, transport: str) -> Choice:
-    if transport not in NCCL:
+def _over_torch(request: CollectiveRequest) -> Choice:
+    if request.transport not in NCCL:
         reason = "Gloo reduce-scatters by a whole all-reduce, 2 to 6 times slower than pieces added where they belong"
         return Choice("torch", "exchange", reason)
-    fault = find_native_fault(dtype, kind, "nccl")
+    fault = find_native_fault(request.dtype, request.kind, "nccl")
     if fault:
         return Choice("torch", "exchange", fault)
-    if not even:
+    if not request.even:
         return Choice("torch", "exchange", "sizes differ: pieces are sent unpadded")
     return Choice("torch", "native", "sizes are equal")
 
@@ -126,7 +114,7 @@ def _recipe(
     n, me = group.size, group.position
     even = all(len(set(dim_sizes)) == 1 for dim_sizes in sizes)
     nbytes = sum(x.nbytes for x in xs)
-    if any(choose(nbytes, even, x.dtype, kind, group.transport, n, group.why).backend != "shm" for x in xs):
+    if any(choose(group.request(nbytes, even, x.dtype, kind)).backend != "shm" for x in xs):
         return None
     sent, packed = choose_sources(xs)
     message = Message(n, me, REDUCE, kind)
@@ -163,7 +151,7 @@ def _start_dtype(
     else:
         message = pack([part for member_parts in parts for part in member_parts])
     even = len(set(counts)) == 1 and (group.by_rank is None or group.span is not None)
-    choice = choose(message.nbytes, even, message.dtype, kind, group.transport, n, group.why, group.span)
+    choice = choose(group.request(message.nbytes, even, message.dtype, kind))
     if choice.backend == "cuda":
         return cuda_wire.scatter_sum(message, counts, group)
     if choice.way == "two_level":

@@ -28,7 +28,7 @@ from shardlib.compiler.lower import MessageCounter, Part, lower_in_parts
 from shardlib.compiler.memory_options import MemoryOptions
 from shardlib.compiler.output_placement import fixed_outputs, forget_moved, gradients, place_outputs, state_away
 from shardlib.compiler.passes.memory.offload_saved import refuse_offload
-from shardlib.compiler.passes.memory.recompute import Recomputed
+from shardlib.compiler.passes.memory.recompute import Recomputed, refuse_remat
 from shardlib.compiler.passes.memory.remat_policies import is_absent
 from shardlib.compiler.passes.split_backward import Halves, split
 from shardlib.compiler.program.steps import Program, Var
@@ -218,19 +218,20 @@ def _finish(
     program = replace(program, replaced=_replaced(traced, program)) if is_whole else program
     absent = partial(is_absent, kept)
     refuse_offload(program, options.schedule, absent, whole=is_whole)
+    refuse_remat(program, options, absent)
     away = state_away(traced.name, input_tensors(traced, call), traced.input_names, kept, options.schedule)
-    runner = PassRunner(traced, away, options, absent, dump)
+    runner = PassRunner(traced, away, options, dump)
     if not _has_stages(program.mesh):
-        return _Finished(*runner.run(program))
+        return _Finished(*runner.run(program, traced.name))
     staged = _cut(traced, graph, program, call, options.memory)
-    passed = [runner.run(p) for p in staged.programs]
-    staged = replace(staged, programs=tuple(p for p, _, _ in passed))
+    programs, stage_halves, recomputed = runner.run_stages(staged.programs)
+    staged = replace(staged, programs=tuple(programs))
     if is_whole:
-        return _Finished(verify(merge(staged)), staged=staged)
-    staged = replace(staged, halves=tuple(halves for _, halves, _ in passed if halves is not None))
+        return _Finished(verify(merge(staged)), recomputed=recomputed, staged=staged)
+    staged = replace(staged, halves=tuple(stage_halves))
     needs = split(program, len(traced.after.cotangents), len(traced.after.gradients)).needs
     halves = merge_halves(staged, needs)
-    return _Finished(verify(halves.joint), halves, staged=staged)
+    return _Finished(verify(halves.joint), halves, recomputed, staged)
 
 
 def _has_stages(mesh: Mesh) -> bool:

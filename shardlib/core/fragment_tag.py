@@ -48,11 +48,23 @@ def current_tag() -> FragmentTag:
 @contextmanager
 def tagged(tag: FragmentTag) -> Iterator[None]:
     """Gives nodes that are traced inside this tag, where code further inside names no other one."""
-    token = _current.set(tag.inside(_current.get()))
+    before = enter_tag(tag)
     try:
         yield
     finally:
-        _current.reset(token)
+        leave_tag(before)
+
+
+def enter_tag(tag: FragmentTag) -> FragmentTag:
+    """Begins a tag as `tagged` does; returns the one before, for `leave_tag`."""
+    before = _current.get()
+    _current.set(tag.inside(before))
+    return before
+
+
+def leave_tag(before: FragmentTag) -> None:
+    """Returns to an earlier tag: all that began since then ends."""
+    _current.set(before)
 
 
 @contextmanager

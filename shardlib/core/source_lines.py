@@ -39,6 +39,11 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         return f"{self.file}:{self.lineno} in {self.function}: {self.text}"
 
+    @property
+    def untagged(self) -> Line:
+        """The same line of any stage and microbatch."""
+        return self if self.tag is NO_TAG else self._replace(tag=NO_TAG)
+
 
 class Module(NamedTuple):
     """A module: its path from the outermost called module, and its class."""

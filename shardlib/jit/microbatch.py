@@ -51,10 +51,11 @@ def microbatch(
     total: list[Any] = []
     first: Any = None
     how = Microbatches(n, schedule if isinstance(schedule, str) or callable(schedule) else tuple(map(tuple, schedule)))
+    rows = [_rows(x, n) if isinstance(x, Tensor) else (x,) * n for x in leaves]
     for m in range(n):
         with tagged(FragmentTag(microbatch=m, microbatches=how)):
-            rows = [_rows(x, m, n) if isinstance(x, Tensor) else x for x in leaves]
-            results, out = pytree.tree_flatten(register_mappings(fn(pytree.tree_unflatten(rows, tree))))
+            piece = pytree.tree_unflatten([x[m] for x in rows], tree)
+            results, out = pytree.tree_flatten(register_mappings(fn(piece)))
         first = out if m == 0 else first
         if out != first:
             raise ShardingError(
@@ -66,9 +67,9 @@ def microbatch(
     return pytree.tree_unflatten([_combine(parts, n, reduce) for parts in total], first)
 
 
-def _rows(x: Tensor, m: int, n: int) -> Tensor:
-    """Returns every n-th row, beginning with row m: a view of each device's own rows."""
-    return x.view(x.shape[0] // n, n, *x.shape[1:]).select(1, m)
+def _rows(x: Tensor, n: int) -> tuple[Tensor, ...]:
+    """Returns the rows of each microbatch: row m and every n-th one behind it, a view of each device's own rows."""
+    return x.view(x.shape[0] // n, n, *x.shape[1:]).unbind(1)
 
 
 def _add(fn: Callable[[Any], Any], parts: list[Any], x: Any, reduce: Reduce) -> list[Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from shardlib.core.errors import ShardingError
-from shardlib.jit.stage import stage
+from shardlib.core.fragment_tag import FragmentTag, enter_tag, leave_tag
 from shardlib.nn.parameters import NamedTensor
 from shardlib.sharding.mesh.mesh import Mesh
 
@@ -27,16 +26,18 @@ def assign_modules(module: nn.Module, table: Mapping[str, int], mesh: Mesh) -> d
     faults = [] if mesh.stage_axis is not None else [f"{mesh} has no axis of stages"]
     names = [name for name, _ in module.named_modules() if name]
     assigned: dict[str, int] = {}
-    for pattern, at in table.items():
+    for pattern, index in table.items():
         named = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(f"{name}.", pattern)]
         if not named:
             faults.append(f"{pattern!r} names no module")
-        if type(at) is not int or at < 0:
-            faults.append(f"{pattern!r}: {at!r} is no stage")
+        if type(index) is not int or index < 0:
+            faults.append(f"{pattern!r}: {index!r} is no stage")
         faults += [
-            f"{x} is on stage {assigned[x]} and, by {pattern!r}, on {at}" for x in named if assigned.get(x, at) != at
+            f"{x} is on stage {assigned[x]} and, by {pattern!r}, on {index}"
+            for x in named
+            if assigned.get(x, index) != index
         ]
-        assigned.update(dict.fromkeys(named, at))
+        assigned.update(dict.fromkeys(named, index))
     if faults:
         raise ShardingError(
             "the table of stages does not fit the module",
@@ -66,7 +67,7 @@ def stages_of_parameters(tensors: Sequence[NamedTensor], modules: Mapping[str, i
     which stage runs it.
     """
     held = {x.name: modules.get(x.name.rpartition(".")[0]) for x in tensors}
-    return {name: at for name, at in held.items() if at is not None and at < mesh.stages}
+    return {name: index for name, index in held.items() if index is not None and index < mesh.stages}
 
 
 def run_on_stages(
@@ -82,8 +83,8 @@ def run_on_stages(
     for handle in module.__dict__.pop(_HOOKS, ()):
         handle.remove()
     handles = []
-    for name, at in modules.items():
-        inner, hook = module.get_submodule(name), _OnStage(at)
+    for name, index in modules.items():
+        inner, hook = module.get_submodule(name), _OnStage(index)
         handles.append(inner.register_forward_pre_hook(hook.enter))
         handles.append(inner.register_forward_hook(hook.leave, always_call=True))
     module.__dict__[_HOOKS] = handles
@@ -91,16 +92,18 @@ def run_on_stages(
 
 
 class _OnStage:
-    """Enters a stage in front of a module's forward, and leaves it behind."""
+    """Enters a stage in front of a module's forward, and leaves it behind.
 
-    def __init__(self, at: int) -> None:
-        self.at = at
-        self._open: list[AbstractContextManager[None]] = []
+    In a trace, torch calls no hook behind a forward that raises, as the end of a checkpoint's second pass does. Then
+    the code around it leaves the stage.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._before: list[FragmentTag] = []
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        block = stage(self.at)
-        block.__enter__()
-        self._open.append(block)
+        self._before.append(enter_tag(FragmentTag(stage=self.index)))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
+        leave_tag(self._before.pop())

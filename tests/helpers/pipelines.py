@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import shardlib as sl
 from shardlib.compiler.stages.staged import Staged
@@ -41,7 +42,7 @@ class Example(NamedTuple):
 BLOCK = {"*up.weight": "hidden@tensor _", "*up.bias": "hidden@tensor", "*down.weight": "_ hidden@tensor"}
 
 CONVOLUTION = {"*.weight": "out@tensor _ _"}
-FLOAT32 = 1e-5  # losses of transformers, and some norms, are computed in float32
+FLOAT32 = 1e-5  # of models that compute norms (T5, Llama) and rotary angles (Llama) in float32, in any dtype
 
 
 def _tokens(rows: int, length: int = 6, vocab: int = 16) -> Tensor:
@@ -83,12 +84,30 @@ class Mlp(nn.Module):
             return self.head(x)
 
 
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+class Checkpointed(nn.Module):
+    """Computes the values of a module again in the backward pass, by torch's own checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def next_token_loss(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 def mlp(layers: int, stages: int | None = None) -> Example:
     return Example(Mlp(layers, stages), next_token_loss, _tokens, tuple(f"layers.{i}" for i in range(layers)), BLOCK)
+
+
+def checkpointed(layers: int, stages: int | None = None) -> Example:
+    example = mlp(layers, stages)
+    blocks = example.model.layers
+    example.model.layers = nn.ModuleList(map(Checkpointed, blocks))  # type: ignore[arg-type]
+    return example
 
 
 class UNet(nn.Module):
@@ -193,7 +212,12 @@ def gpt2(layers: int, stages: int | None = None) -> Example:
     config = GPT2Config(n_embd=8, n_layer=layers, n_head=2, vocab_size=16, n_positions=16, **off)
     names = tuple(f"transformer.h.{i}" for i in range(layers))
     specs = {"*c_fc.weight": "_ hidden@tensor", "*c_fc.bias": "hidden@tensor", "*mlp.c_proj.weight": "hidden@tensor _"}
-    return Example(GPT2LMHeadModel(config), _own_loss, _tokens, names, specs, FLOAT32)
+    return Example(GPT2LMHeadModel(config), _loss_of_logits, _tokens, names, specs)
+
+
+def _loss_of_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Returns the loss in the dtype of the logits; that of transformers for next tokens is in float32."""
+    return next_token_loss(lambda tokens: model(input_ids=tokens).logits, tokens)
 
 
 def _own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -208,7 +232,7 @@ def bert(layers: int, stages: int | None = None) -> Example:
     config = BertConfig(num_hidden_layers=layers, max_position_embeddings=16, **size, **off)
     names = tuple(f"bert.encoder.layer.{i}" for i in range(layers))
     specs = {"*intermediate.dense.weight": "hidden@tensor _", "*intermediate.dense.bias": "hidden@tensor"}
-    return Example(BertForMaskedLM(config), _own_loss, _tokens, names, specs, FLOAT32)
+    return Example(BertForMaskedLM(config), _own_loss, _tokens, names, specs)
 
 
 def t5(layers: int, stages: int | None = None) -> Example:
@@ -228,11 +252,12 @@ def llama(layers: int, stages: int | None = None) -> Example:
     size = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
     names = tuple(f"model.layers.{i}" for i in range(layers))
     config = LlamaConfig(num_hidden_layers=layers, max_position_embeddings=16, **size)
-    return Example(LlamaForCausalLM(config), _own_loss, _tokens, names, tolerance=FLOAT32)
+    return Example(LlamaForCausalLM(config), _loss_of_logits, _tokens, names, tolerance=FLOAT32)
 
 
 MODELS: Mapping[str, Callable[[int, int | None], Example]] = {
     "mlp": mlp,
+    "checkpointed": checkpointed,
     "unet": unet,
     "two_tower": two_tower,
     "encoder_decoder": encoder_decoder,

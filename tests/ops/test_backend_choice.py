@@ -7,7 +7,7 @@ import pytest
 from shardlib.core.errors import ShardingError
 from shardlib.ops.backend_choice import BACKENDS, Choice, requested_backend, unavailable_error
 
-OPS = ("attention", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "random", "matmul")
+OPS = ("attention", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "send", "random", "matmul")
 REST = 'Rule: SHARDLIB_OPS is "torch", which means every op, or entries op=backend with commas between them'
 REMEDY = 'Remedy: for instance "all_gather=shm,attention=math"'
 
@@ -41,7 +41,7 @@ def test_what_is_wanted(text: str | None, wants: dict[str, str], monkeypatch: py
             "gather=shm",
             [
                 "'gather=shm': there is no op 'gather'; the ops are attention, all_gather, reduce_scatter, all_reduce,"
-                " all_to_all, ppermute, random, matmul, sequence"
+                " all_to_all, ppermute, send, random, matmul, sequence"
             ],
         ),
         ("sequence=torch", ["'sequence=torch': sequence has no backend 'torch'; it has ring, zigzag, heads, gather"]),

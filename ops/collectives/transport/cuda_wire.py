@@ -19,6 +19,7 @@ from shardlib.ops.backend_choice import Choice, requested_backend
 from shardlib.ops.collectives.transport import cuda_peers
 from shardlib.ops.collectives.transport.cuda_peers import Peers
 from shardlib.ops.collectives.transport.flat_messages import resolve_views
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.ops.collectives.transport.torch_wire import Handle, PendingParts
 
 if TYPE_CHECKING:
@@ -32,21 +33,24 @@ def requested_op() -> str:
     return next((op for op in OPS if requested_backend(op) == "cuda"), "")
 
 
-def choose_form(op: str, nbytes: int, even: bool, dtype: torch.dtype, kind: str, n: int) -> Choice | str:
-    """Chooses the form in which the kernels move `nbytes`, or returns why they cannot.
+def choose_form(op: str, request: CollectiveRequest) -> Choice | str:
+    """Chooses the form in which the kernels move a message, or returns why they cannot.
 
-    `nbytes` counts the op's whole tensor. The longest message decides the form; its size is unknown if sizes differ.
+    The longest message decides the form; its size is unknown if sizes differ.
     """
-    if fault := cuda_peers.find_kernel_fault(op, dtype, kind, n):
+    nbytes, members = request.nbytes, request.members
+    if op not in OPS:
+        return f"they have no {op}"
+    if fault := cuda_peers.find_kernel_fault(op, request.dtype, request.kind, members):
         return fault
     if op == "all_reduce":
         if nbytes <= cuda_peers.load_tuning().one_step_bytes:
             return cuda_peers.choose_form(op, nbytes)
-        form = cuda_peers.choose_form(op, -(-nbytes // n))
+        form = cuda_peers.choose_form(op, -(-nbytes // members))
         return Choice("cuda", form.way, f"each member adds up a part, then gathers the others'; {form.reason}")
-    if not even:
+    if not request.even:
         return Choice("cuda", "", "sizes differ: the longest message decides the form")
-    return cuda_peers.choose_form(op, nbytes // n)
+    return cuda_peers.choose_form(op, nbytes // members)
 
 
 def gather(message: Tensor, counts: Sequence[int], group: GroupHandle) -> PendingParts:

@@ -21,7 +21,7 @@ import torch
 from shardlib.core.text_tables import format_si
 from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives.transport.flat_messages import sum_dtype
-from shardlib.ops.collectives.transport.pick import find_native_fault
+from shardlib.ops.collectives.transport.torch_wire import find_native_fault
 from shardlib.sharding.mesh.machine import Span
 
 BUFFER_BYTES = 256 << 20  # the most that a form may hold beside operand and result, where another form can run

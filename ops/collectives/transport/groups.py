@@ -15,7 +15,7 @@ If the mesh has a machine model, groups of CPU tensors that span machines choose
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,12 +28,14 @@ from shardlib.distributed import torch_waits, turns, world
 from shardlib.distributed.comm_counting import without_counting
 from shardlib.distributed.consensus import raise_lost_ranks
 from shardlib.distributed.turns import Turn
-from shardlib.ops.backend_choice import unavailable_error
+from shardlib.ops.backend_choice import requested_backend, unavailable_error
 from shardlib.ops.collectives.transport import cuda_wire
 from shardlib.ops.collectives.transport.cuda_open import open_group
 from shardlib.ops.collectives.transport.cuda_peers import Peers, find_kernel_fault
 from shardlib.ops.collectives.transport.levels import Cosets, find_levels
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.ops.collectives.transport.shm_channel import Channel
+from shardlib.ops.collectives.transport.shm_route import Pair, Route
 from shardlib.ops.collectives.transport.shm_world import Session
 from shardlib.sharding.mesh.axis import Axis, group_size
 from shardlib.sharding.mesh.machine import Span
@@ -95,8 +97,12 @@ class GroupHandle:
 
     @property
     def transport(self) -> str:
-        """The transport for a collective's `choose`: "shm", "cuda", "gloo", "nccl", or "none" for a single member."""
+        """The transport of a `CollectiveRequest`: "shm", "cuda", "gloo", "nccl", or "none" for a single member."""
         return "shm" if self.shm is not None else "cuda" if self.peers is not None else self.backend
+
+    def request(self, nbytes: int, even: bool, dtype: torch.dtype, kind: str = "") -> CollectiveRequest:
+        """Returns the request for a message between the members."""
+        return CollectiveRequest(nbytes, even, dtype, kind, self.transport, self.size, self.why, self.span)
 
 
 def group_for(mesh: Mesh, axes: tuple[Axis, ...]) -> GroupHandle:
@@ -143,7 +149,7 @@ def prepare(mesh: Mesh, groups: Iterable[tuple[Axis, ...]]) -> None:
 
 
 def predict_transport(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[str, str]:
-    """Returns the `transport` and the `why` that `choose` takes, for the group over `axes`.
+    """Returns the transport of the group over `axes`, and the reason why there is no shared memory.
 
     Communicates nothing: the transport is "open" until the ranks have made the group.
     """
@@ -213,6 +219,23 @@ def _session(mesh: Mesh) -> Session:
         _forget_worlds()
         _sessions[key] = Session(mesh.rank, mesh.size, mesh.device)
     return _sessions[key]
+
+
+def open_routes(mesh: Mesh, pairs: Sequence[Pair]) -> dict[Pair, Route]:
+    """Opens routes in shared memory for messages between these pairs of ranks; returns those to and from this rank.
+
+    Every rank calls it with the same pairs. Both ranks of a pair have the route, or neither. Raises `ShardingError` on
+    all ranks if SHARDLIB_OPS asks for shared memory and some pair has no route.
+    """
+    requested = requested_backend("send")
+    if requested == "torch" or not pairs:
+        return {}
+    with _lock:
+        session = _session(mesh)
+        session.open_routes(pairs)
+    if requested is not None and (fault := next(filter(None, map(session.route_faults.__getitem__, pairs)), "")):
+        raise unavailable_error("send", requested, fault)
+    return {pair: session.routes[pair] for pair in pairs if pair in session.routes}
 
 
 def advance() -> bool:

@@ -2,72 +2,61 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
 from shardlib.ops.backend_choice import Choice, requested_backend, unavailable_error
-
-NCCL = ("nccl", "cuda")  # transports of GPUs
-_NATIVE = {
-    "gloo": {torch.float32, torch.float64, torch.int32, torch.int64},
-    "nccl": {torch.float32, torch.float64, torch.float16, torch.bfloat16}
-    | {torch.int8, torch.uint8, torch.int32, torch.int64},
-}
+from shardlib.ops.collectives.transport import cuda_wire, forms
+from shardlib.ops.collectives.transport.request import NCCL, CollectiveRequest
 
 
-def find_native_fault(dtype: torch.dtype, kind: str, backend: str) -> str | None:
-    """Returns why the backend's own reduction is not exact, or None if it is."""
-    if dtype not in _NATIVE[backend]:
-        return f"{backend} does not reduce {str(dtype).removeprefix('torch.')} exactly"
-    if kind != "sum" and dtype.is_floating_point:
-        return f"{backend} loses NaNs in a {kind}"
-    return None
+def pick(op: str, request: CollectiveRequest, shm: Choice | str, over_torch: Choice) -> Choice:
+    """Returns the way that SHARDLIB_OPS asks for; else shared memory, if there is some; else torch's way.
 
-
-def pick(op: str, transport: str, why: str, shm: Choice | str, other: Choice, cuda: Choice | str) -> Choice:
-    """Returns the way that SHARDLIB_OPS asks for; else shared memory, if there is some; else `other`, torch's way.
-
-    * `transport`: "shm", "gloo", "nccl", "cuda" (NCCL, and GPUs that reach each other's memory), "virtual" (all members
-      in one process), "none" (one member) or "open" (the ranks do not know yet if they share memory).
-    * `why`: the reason why there is no shared memory.
-    * `shm`, `cuda`: the ways of these backends, or texts that say why they cannot run this case.
+    Where the members span machines, the machine model chooses the form over torch. `shm` is a text if shared memory
+    cannot run this case: it says why.
     """
-    want = requested_backend(op)
+    transport, want = request.transport, requested_backend(op)
     if transport in ("virtual", "none"):
         return Choice("torch", "", "all members are in this process" if transport == "virtual" else "one member")
+    r = request
+    if r.span is not None and op in forms.OPS:
+        over_torch = forms.choose_form(op, r.nbytes, r.even, r.dtype, r.kind, r.span).choice
     if transport in NCCL and want != "shm":
-        return _on_gpus(op, transport, want, cuda, other)
+        return _on_gpus(op, request, want, over_torch)
     if transport == "open" and want in (None, "shm") and isinstance(shm, Choice):
-        return Choice("shm", shm.way, f"{shm.reason}; {other.name} if the ranks find that they share no memory")
-    return _on_cpus(op, transport, want, why, shm, other)
+        return Choice("shm", shm.way, f"{shm.reason}; {over_torch.name} if the ranks find that they share no memory")
+    return _on_cpus(op, request, want, shm, over_torch)
 
 
-def _on_cpus(op: str, transport: str, want: str | None, why: str, shm: Choice | str, other: Choice) -> Choice:
+def _on_cpus(op: str, request: CollectiveRequest, want: str | None, shm: Choice | str, over_torch: Choice) -> Choice:
     """Picks shared memory, unless it is missing, cannot run this case, or SHARDLIB_OPS asks for torch."""
-    if transport == "shm":
+    if request.transport == "shm":
         fault = shm if isinstance(shm, str) else ""
     else:
-        fault = why or f"the members speak over {'nccl' if transport in NCCL else transport}"
+        backend = "nccl" if request.transport in NCCL else request.transport
+        fault = request.shm_fault or f"the members speak over {backend}"
     if want == "torch":
-        return other
+        return over_torch
     if want == "shm" and fault:
         raise unavailable_error(op, want, fault)
     if want not in (None, "shm"):
         raise unavailable_error(op, want, fault or f"there is no {want} backend of {op} for CPU tensors")
     if isinstance(shm, Choice) and not fault:
         return shm
-    return Choice(other.backend, other.way, f"{other.reason} (no shared memory: {fault})" if fault else other.reason)
+    return replace(over_torch, reason=f"{over_torch.reason} (no shared memory: {fault})") if fault else over_torch
 
 
-def _on_gpus(op: str, transport: str, want: str | None, cuda: Choice | str, other: Choice) -> Choice:
+def _on_gpus(op: str, request: CollectiveRequest, want: str | None, over_torch: Choice) -> Choice:
     """Picks NCCL, unless SHARDLIB_OPS asks for the kernels and they can run this case."""
+    cuda = cuda_wire.choose_form(op, request)
     if want == "torch" or (want is None and isinstance(cuda, str)):
-        return other
+        return over_torch
     if want is None:
         reason = f"not yet measured on a GPU: SHARDLIB_OPS={op}=cuda takes shardlib's kernels"
     elif isinstance(cuda, str):
         reason = f"not shardlib's kernels: {cuda}"
-    elif transport == "cuda":
+    elif request.transport == "cuda":
         return cuda
     else:
         raise unavailable_error(op, "cuda", "the ranks made this group before SHARDLIB_OPS asked for the kernels")
-    return Choice(other.backend, other.way, f"{other.reason} ({reason})")
+    return replace(over_torch, reason=f"{over_torch.reason} ({reason})")

@@ -31,6 +31,7 @@ POLL_SECONDS = 0.1  # between two checks of a waiting rank that its peers are al
 MAX_RECIPES = 1024  # that a channel keeps
 MAX_TRANSFERS = 256  # running; more are searched for finished ones for which no caller waits
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
+KINDS = (*OPS, "send")
 _DONE, _OUT_OF_STEP, _NO_MEMORY, _ENDED = 1, 2, 3, 4  # status codes of the library; 0: still running
 
 
@@ -120,7 +121,7 @@ class Channel:
             if len(self.recipes) >= MAX_RECIPES:  # most are for shapes that never return
                 self.recipes.clear()
             recipe = make()
-            kind = OPS.index(key[0])
+            kind = KINDS.index(key[0])
             self.recipes[key] = None if recipe is None else _LoadedRecipe(self.library, recipe, kind)
         if (loaded := self.recipes[key]) is None:
             turns.CURRENT_TURN[3] += 1  # every rank counts it, since in other groups it may use shared memory
@@ -193,8 +194,11 @@ class Channel:
         if time.monotonic() - begin > seconds:
             late = self.library.shm_lacks(engine.pointer, ticket)
             rank = self.ranks[late] if late >= 0 else engine.rank
-            text = f"rank {rank} did not come to a collective of {format_ranks(self.ranks)} within {seconds:g} s"
-            self._fail(engine, text, rank)
+            self._fail(engine, f"{self.absence(rank)} within {seconds:g} s", rank)
+
+    def absence(self, rank: int) -> str:
+        """Returns the text that this rank is not where its peers wait for it."""
+        return f"rank {rank} did not come to a collective of {format_ranks(self.ranks)}"
 
     def memory_error(self, results: Sequence[TensorMeta], status: TransferStatus) -> CollectiveError:
         """Makes the error of a member that has no memory for shared results. All members get it, and may go on."""

@@ -18,7 +18,7 @@ class Engine:
     def __init__(self, library: ctypes.CDLL, segments: Mapping[int, Segment], rank: int, asking: int) -> None:
         self.library, self.segments, self.rank = library, segments, rank
         mine = segments[rank]
-        size = mine.address.size - PAGE
+        size = mine.reserved - PAGE
         self.pointer: int | None = library.shm_open_engine(mine.base + PAGE, size, asking)
 
     def end(self) -> None:
@@ -47,6 +47,8 @@ def declare_functions(library: ctypes.CDLL) -> None:
         ("shm_close_engine", None, (pointer,)),
         ("shm_end", None, (pointer,)),
         ("shm_join", None, (pointer, i32, i32, i32, pointer, u64)),
+        ("shm_set_ring", None, (pointer, i32, u64, u64)),
+        ("shm_has_room", i32, (pointer, i32, u64, u64, u64)),
         ("shm_leave", None, (pointer, i32)),
         ("shm_posted", u64, (pointer,)),
         ("shm_recipe", pointer, (pointer, i32)),

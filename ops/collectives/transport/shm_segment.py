@@ -4,12 +4,16 @@ A segment is an anonymous file (memfd). It has no name in /dev/shm or elsewhere,
 clean up, and the size of /dev/shm does not limit it. Peers open it as /proc/<pid>/fd/<n>. Its pages are reserved when
 it is made: missing memory is an error then, and not a SIGBUS later.
 
+`Segment.reserve` adds memory behind what was there at first. The file and all mappings of it cover that memory from the
+start, without pages.
+
 The owner holds a lock on the file, which the kernel drops when the process ends. A peer that gets the lock knows that
 the owner is gone. This does not depend on process ids, which the system may reuse.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -21,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PAGE = 4096  # ahead of what the library uses
+SPARE = 32 << 20  # bytes that `reserve` may add to a segment
+_MADV_POPULATE_WRITE = 23  # which Python's mmap does not name
 _TOKEN = slice(0, 32)
 _CULPRIT = slice(64, 72)
 
@@ -51,8 +57,10 @@ class Segment:
     """A mapped segment: this process's own (`make`) or a peer's (`Segment.open`)."""
 
     def __init__(self, fd: int, address: Address) -> None:
-        self.fd, self.address = fd, address
-        self.memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self.fd, self.address, self.reserved = fd, address, address.size
+        self.memory = mmap.mmap(fd, address.size + SPARE, flags=mmap.MAP_SHARED)
+        with contextlib.suppress(OSError):  # an old kernel maps pages when they are first touched
+            self.memory.madvise(_MADV_POPULATE_WRITE, 0, address.size)
         # from_buffer is ctypes' way to get an address. The object is dropped at once: `memory` could not close with it.
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
@@ -62,6 +70,7 @@ class Segment:
         fd = -1
         try:
             fd = os.memfd_create("shardlib", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size + SPARE)
             os.posix_fallocate(fd, 0, size)
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             token = secrets.token_hex(16)
@@ -69,10 +78,21 @@ class Segment:
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            reason = error.strerror or str(error)
-            raise SegmentError(f"cannot reserve {size / 2**20:.0f} MiB of shared memory: {reason}") from error
+            raise _no_memory(size, error) from error
         segment.memory[_TOKEN] = token.encode()
         return segment
+
+    def reserve(self, size: int) -> int:
+        """Adds `size` bytes to one's own segment and returns where they begin. Raises `SegmentError`."""
+        start = self.reserved
+        if start + size > len(self.memory):
+            raise SegmentError(f"a process has {SPARE / 2**20:.0f} MiB of shared memory for messages, which are in use")
+        try:
+            os.posix_fallocate(self.fd, start, size)
+        except OSError as error:
+            raise _no_memory(size, error) from error
+        self.reserved += size
+        return start
 
     @staticmethod
     def open(address: Address) -> Segment:
@@ -118,6 +138,10 @@ class Segment:
         except BufferError:
             return
         os.close(self.fd)
+
+
+def _no_memory(size: int, error: OSError) -> SegmentError:
+    return SegmentError(f"cannot reserve {size / 2**20:.0f} MiB of shared memory: {error.strerror or error}")
 
 
 def machine() -> str:

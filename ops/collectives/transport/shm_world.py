@@ -22,6 +22,7 @@ from shardlib.ops.backend_choice import requested_backend
 from shardlib.ops.collectives.transport.shm_channel import OPS, Channel, Transfer
 from shardlib.ops.collectives.transport.shm_engine import Engine, declare_functions
 from shardlib.ops.collectives.transport.shm_numbers import ChannelNumbers, Group
+from shardlib.ops.collectives.transport.shm_route import RING, Pair, Route
 from shardlib.ops.collectives.transport.shm_segment import PAGE, Address, Segment, SegmentError
 
 CHANNELS = 64  # of a process: kChannels in cuda/shm_layout.h
@@ -46,8 +47,11 @@ class Session:
         self.segments: dict[int, Segment] = {}
         self.numbers = ChannelNumbers(CHANNELS)
         self.channels: dict[Group, Channel] = {}  # of this rank
+        self.routes: dict[Pair, Route] = {}  # to and from this rank
+        self.route_faults: dict[Pair, str] = {}  # why a pair of ranks has no route; empty if it has one
         self.first = 0  # the first round of new channels
         self.reclaims = 0  # calls of `_reclaim_channels`
+        self.openings = 0  # exchanges of `open_routes`
         self.transfers: dict[int, tuple[object, weakref.ref[Transfer]]] = {}  # running, with their tensors, by ticket
         self.library: ctypes.CDLL | None = None
         self.engine: Engine | None = None
@@ -136,6 +140,43 @@ class Session:
         if mine not in self.channels:
             self.channels[mine] = Channel(self, self.numbers.groups[mine], mine, self.first)
         return self.channels[mine]
+
+    def open_routes(self, pairs: Sequence[Pair]) -> None:
+        """Opens a route for each pair of ranks that has none yet, or notes in `route_faults` why it has none.
+
+        All ranks call it together with the same pairs.
+        """
+        new = [pair for pair in pairs if pair not in self.route_faults]
+        self.route_faults |= {pair: self.find_sharing_fault(pair) for pair in new}
+        sharing = [pair for pair in new if not self.route_faults[pair]]
+        rings: dict[Pair, int] = {}
+        faults: dict[int, str] = {}  # of this rank's rings, by position in `sharing`
+        for i, pair in enumerate(sharing):
+            if pair[0] == self.rank:
+                try:
+                    rings[pair] = self.segments[self.rank].reserve(RING) - PAGE
+                except SegmentError as error:
+                    faults[i] = f"rank {self.rank}: {error}"
+        if not sharing:
+            return
+        room, self.openings = f"{self.room}/routes/{self.openings}", self.openings + 1
+        everyone, seconds = range(self.order.size), world.timeout().total_seconds()
+        posted = self.order.store().exchange(
+            room, json.dumps(faults), everyone, seconds, "share memory", self.order.watcher()
+        )
+        for i, pair in enumerate(sharing):
+            fault = json.loads(posted[pair[0]]).get(str(i), "")
+            number = None if fault else self._reserve_number(pair)
+            self.route_faults[pair] = fault or (_too_many(pair) if number is None else "")
+            if number is not None and self.rank in pair:
+                self.routes[pair] = Route(self, number, pair, self.first, rings.get(pair, 0))
+
+    def _reserve_number(self, pair: Pair) -> int | None:
+        number = self.numbers.reserve(pair)
+        if number is None:
+            self._reclaim_channels()
+            number = self.numbers.reserve(pair)
+        return number
 
     def _without_number(self, groups: Sequence[Group]) -> list[Group]:
         return [group for group in groups if self.numbers.take(group) is None]

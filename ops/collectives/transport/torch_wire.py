@@ -23,6 +23,21 @@ if TYPE_CHECKING:
     from shardlib.ops.collectives.transport.groups import GroupHandle
 T = TypeVar("T")
 
+_REDUCED_DTYPES = {
+    "gloo": {torch.float32, torch.float64, torch.int32, torch.int64},
+    "nccl": {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+    | {torch.int8, torch.uint8, torch.int32, torch.int64},
+}
+
+
+def find_native_fault(dtype: torch.dtype, kind: str, backend: str) -> str | None:
+    """Returns why the backend's own reduction is not exact, or None if it is."""
+    if dtype not in _REDUCED_DTYPES[backend]:
+        return f"{backend} does not reduce {str(dtype).removeprefix('torch.')} exactly"
+    if kind != "sum" and dtype.is_floating_point:
+        return f"{backend} loses NaNs in a {kind}"
+    return None
+
 
 @dataclass(slots=True, frozen=True)
 class Handle(Generic[T]):

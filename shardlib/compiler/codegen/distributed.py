@@ -26,6 +26,7 @@ from shardlib.compiler.codegen.profiler_ranges import Runner, label, ranged, wat
 from shardlib.compiler.program.call_numbers import list_numbers
 from shardlib.compiler.program.steps import TIERS, Collective, Compute, Program, Start, Step, Var
 from shardlib.compiler.stages.message_groups import group_messages
+from shardlib.compiler.stages.staged import Staged
 from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import CollectiveError
 from shardlib.core.source_lines import format_file_line
@@ -35,6 +36,7 @@ from shardlib.ops import offload
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops.collectives.p2p import Form, Incoming, Mailbox
 from shardlib.ops.collectives.transport import groups
+from shardlib.ops.collectives.transport.shm_route import Pair, Route
 from shardlib.ops.transfers import RECEIVE, SEND
 from shardlib.sharding.mesh.axis import Coords
 from shardlib.sharding.mesh.mesh import Mesh
@@ -66,10 +68,20 @@ def source(program: Program, mesh: Mesh, *, ranges: bool = False) -> Source:
     return Generator(program, [coords], ranges=ranges).generate(_communicate)
 
 
-def _addressed(program: Program, mesh: Mesh, groups: Mapping[int, int]) -> tuple[Program, Mailbox]:
+def _open_routes(staged: Staged, mesh: Mesh) -> Mapping[Pair, Route]:
+    """Opens routes in shared memory for all messages of the stages; every rank calls it. Returns those of this rank."""
+    stages = {(message.sender, message.receiver) for message in staged.messages}
+    axis, places = str(mesh.stage_axis), mesh.all_coords()
+    pairs = {(mesh.rank_of({**at, axis: a}), mesh.rank_of({**at, axis: b})) for a, b in stages for at in places}
+    return groups.open_routes(mesh, sorted(pairs))
+
+
+def _addressed(
+    program: Program, mesh: Mesh, last: Mapping[int, int], routes: Mapping[Pair, Route]
+) -> tuple[Program, Mailbox]:
     """Returns the program of a stage with this rank's peers and mailbox in its messages.
 
-    `groups` has the number of the last value of each message.
+    `last` has the number of the last value of each message.
     """
     coords = mesh.coords(mesh.rank)
 
@@ -81,13 +93,13 @@ def _addressed(program: Program, mesh: Mesh, groups: Mapping[int, int]) -> tuple
         if isinstance(step, Compute) and step.target is RECEIVE:
             (out,), (stage, number) = step.out_vars, step.args
             assert out.layout is not None, f"{out} travels, and has no layout"
-            values[peer(stage), groups[number]].append((out.layout.local_shape(coords), out.dtype))
-    mailbox = Mailbox([Incoming(*key, tuple(forms)) for key, forms in values.items()], mesh.device)
+            values[peer(stage), last[number]].append((out.layout.local_shape(coords), out.dtype))
+    mailbox = Mailbox([Incoming(*key, tuple(forms)) for key, forms in values.items()], mesh.device, routes)
     steps: list[Step] = []
     for step in program.steps:
         if isinstance(step, Compute) and step.target is SEND:
             x, stage, number = step.args
-            message = {"peer": peer(stage), "number": number, "last": groups[number] == number}
+            message = {"peer": peer(stage), "number": number, "last": last[number] == number}
             step = replace(step, target=partial(mailbox.send, **message), args=(x,))
         elif isinstance(step, Compute) and step.target is RECEIVE:
             step = replace(step, target=mailbox.receive, args=())
@@ -197,8 +209,9 @@ def _compile(
     own: Program = program
     mailbox: AbstractContextManager[None] = nullcontext()
     if stage is not None:
-        assert plan.compiled.staged is not None, "the program of a stage is one of several"
-        own, mailbox = _addressed(stage, mesh, group_messages(plan.compiled.staged, stage))
+        staged = plan.compiled.staged
+        assert staged is not None, "the program of a stage is one of several"
+        own, mailbox = _addressed(stage, mesh, group_messages(staged, stage), _open_routes(staged, mesh))
         own = _with_all_draws(own, program)
     function = watched(source(own, mesh).compile(), lambda: source(own, mesh, ranges=True).compile())
     return (function if stage is None else _with_absent(function, stage, program, mesh)), mailbox

@@ -218,7 +218,9 @@ def _constants(step: Step) -> Any:
         if (at := COUNTER.get(step.target)) is not None:
             args = (*args[0][:at], None, *args[0][at + 1 :]), args[1]
         outs = [v is None for v in step.outs]
-        return step.target, args, outs, step.line, step.backward, step.flops, step.work, step.over, step.copies
+        line = step.line and step.line.untagged
+        return step.target, args, outs, line, step.backward, step.flops, step.work, step.over, step.copies
     if isinstance(step, Start):
-        return [(c.kind, c.axes, c.params, c.bytes, c.reduce, c.line, c.backward) for c in step.moves]
+        lines = [c.line and c.line.untagged for c in step.moves]
+        return lines, [(c.kind, c.axes, c.params, c.bytes, c.reduce, c.backward) for c in step.moves]
     return Wait

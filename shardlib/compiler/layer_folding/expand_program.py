@@ -14,6 +14,7 @@ from shardlib.compiler.lower.lowering import Part
 from shardlib.compiler.program.nested_args import rebuild
 from shardlib.compiler.program.steps import Asked, Collective, Compute, Inside, Program, Start, Step, Var, Wait, reads
 from shardlib.compiler.propagate import Decisions
+from shardlib.core.source_lines import Line
 from shardlib.primitives.random.keys import COUNTER
 
 _NUMBER = re.compile(r"_\d+$")
@@ -74,6 +75,8 @@ class _Unroller(LayeredProgram):
         """Returns a step of the short graph's layer `own` in the whole: unchanged (None), or for a layer left out."""
         collected = self._collected(mine) if own is None else []
         step, stays = mine.step, iter(self.stays[mine.step] if layer is not None else ())
+        is_repeated = layer is not None and isinstance(mine.owner, Op)
+        op: Op | None = self.folded.seen(mine.owner, own, layer) if is_repeated else None
 
         def read(x: Var) -> Var:
             where = self.layer(x)
@@ -86,14 +89,14 @@ class _Unroller(LayeredProgram):
             if (at := COUNTER.get(step.target)) is not None:
                 number = self.folded.seen(self.draws[args[at]], own, layer).node.args[at]
                 args = (*args[:at], number, *args[at + 1 :])
-            outs, inside = self._outs(mine, step, own, layer), step.inside
-            if inside and layer is not None and not isinstance(mine.owner, int):
-                op = self.folded.seen(mine.owner, own, layer)
-                inside = op.node.meta.get("modules", ()) if isinstance(op, Op) else inside
+            outs, inside, line = self._outs(mine, step, own, layer), step.inside, step.line
+            if op is not None:
+                inside, line = op.node.meta.get("modules", ()) if inside else inside, _tagged(line, op)
             note = renamed(step.note, lambda name: self._name(name, own, layer))
-            return replace(step, args=args, kwargs=kwargs, outs=outs, inside=inside, note=note)
+            return replace(step, args=args, kwargs=kwargs, outs=outs, line=line, inside=inside, note=note)
         if isinstance(step, Start):
-            return Start(tuple(self._move(c, read(c.source), own, layer) for c in step.moves))
+            moves = (self._move(c, read(c.source), own, layer) for c in step.moves)
+            return Start(tuple(moves if op is None else (replace(c, line=_tagged(c.line, op)) for c in moves)))
         assert isinstance(step, Wait), "nothing else is lowered"
         return Wait(tuple(self._var(v, layer) for v in step.outs))
 
@@ -185,3 +188,8 @@ class _Unroller(LayeredProgram):
         """Returns an unused name, numbered as `Builder` does."""
         n = self.names[base] = self.names.get(base, -1) + 1
         return base if n == 0 else self._free(f"{base}_{n}")
+
+
+def _tagged(line: Line | None, op: Op) -> Line | None:
+    """Returns a line with the stage and the microbatch of an op."""
+    return line if line is None or op.line is None else line._replace(tag=op.line.tag)

@@ -23,6 +23,8 @@ from shardlib.primitives.random.keys import COUNTER
 from shardlib.sharding.placement import FixedLayout
 
 _WIDEST = 4  # most repeats of one run that make a layer of another
+_TRIES = 3  # few microbatches repeat long runs forward and backward, and their layers shorter ones
+_AGREED = 0.75  # share of the connections to other runs that fit the layers of a run
 
 Item = Op | Value | int  # an op; an input, or a value that an op hands out to layers; or a result by its position
 
@@ -74,8 +76,14 @@ def find_layers(graph: Graph, pins: Pins) -> Layers | None:
     """Returns the layers of a graph, equal in their annotations, too; None if nothing is repeated often enough."""
     number: dict[Hashable, int] = {}
     row = np.array([number.setdefault(_op_key(op), len(number)) for op in graph.ops], dtype=np.int64)
-    runs = find_runs(row)
-    return _Search(graph, runs, pins).layers() if runs else None
+    below = None
+    for _ in range(_TRIES):
+        if not (runs := find_runs(row, below)):
+            return None
+        if (layers := _Search(graph, runs, pins).layers()) is not None:
+            return layers
+        below = runs[0].period
+    return None
 
 
 def _op_key(op: Op) -> Hashable:
@@ -83,7 +91,8 @@ def _op_key(op: Op) -> Hashable:
     owns = None if op.owns is None else (op.owns.factor, op.owns.reads, op.owns.begins)
     ordered = None if op.ordered is None else op.ordered.rows
     results = tuple([r and (r.again, r.is_output, r.constant, r.manual, r.rows and r.rows.dim) for r in op.results])
-    return _call_key(op), op.call.results, op.line, op.backward, owns, ordered, results
+    line = op.line and op.line.untagged
+    return _call_key(op), op.call.results, line, op.backward, owns, ordered, results
 
 
 def _call_key(op: Op) -> Hashable:
@@ -169,10 +178,13 @@ class _Search:
                     elif is_placed and layer is None and source is not None and source[0] not in self.ways:
                         met[source[0]].append((source[2], self._op(op).layer))
             for r, pairs in met.items():
-                widened, phase, way = _way(pairs)
+                widened, phase, way, share = _way(pairs)
                 self._widen(r, widened, phase)
-                self.ways[r] = way
-                self._take_inputs(r)
+                if share > _AGREED and self.runs[r].times >= MIN_REPEATS:
+                    self.ways[r] = way
+                    self._take_inputs(r)
+                else:
+                    self._leave(r)
             if not met:
                 return
 
@@ -180,11 +192,16 @@ class _Search:
         """Merges `times` repeats of a run into one, after leaving out the first `phase` repeats."""
         if times == 1:
             return
-        run = self.runs[r]
+        run = self._leave(r)
         wide = self.runs[r] = Run(run.start + phase * run.period, run.period * times, (run.times - phase) // times)
+        self._place(r, wide)
+
+    def _leave(self, r: int) -> Run:
+        """Takes the ops of a run out of it."""
+        run = self.runs[r]
         for i in range(run.period * run.times):
             del self.at[self.graph.ops[run.start + i]]
-        self._place(r, wide)
+        return run
 
     def _layer(self, value: Value) -> int | None:
         if value in self.inputs:
@@ -291,8 +308,11 @@ class _Search:
         return places if alike else None
 
 
-def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int]]:
-    """Votes on how many repeats of a run make a layer, how many come before the first, and the (sign, offset) then."""
+def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int], float]:
+    """Votes on how many repeats of a run make a layer, how many come before the first, and the (sign, offset) then.
+
+    Also returns the share of the pairs that agree: layers inside one microbatch do not agree on a microbatch.
+    """
     votes: Counter[tuple[int, int, tuple[int, int]]] = Counter()
     for wide in range(1, _WIDEST + 1):
         for phase in range(wide):
@@ -300,7 +320,8 @@ def _way(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, tuple[int, int]]:
                 at = (repeat - phase) // wide
                 votes[wide, phase, (1, layer - at)] += 1
                 votes[wide, phase, (-1, layer + at)] += 1
-    return max(votes, key=lambda way: (votes[way], -way[0]))
+    best = max(votes, key=lambda way: (votes[way], -way[0]))
+    return *best, votes[best] / len(pairs)
 
 
 def _fixed_key(fixed: FixedLayout | None) -> Hashable:

@@ -19,8 +19,8 @@ class Run(NamedTuple):
     times: int
 
 
-def find_runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[Run]:
-    """Returns disjoint periodic stretches of a row of numbers, the longest first.
+def find_runs(row: np.ndarray[Any, np.dtype[np.int64]], below: int | None = None) -> list[Run]:
+    """Returns disjoint periodic stretches of a row of numbers, with periods `below` a limit, the longest first.
 
     Example:
         >>> find_runs(np.array([9, *[1, 2] * 6, 3]))
@@ -33,7 +33,8 @@ def find_runs(row: np.ndarray[Any, np.dtype[np.int64]]) -> list[Run]:
             distances[i - last[x]] += 1
         last[x] = i
     candidates: list[Run] = []
-    for period, _ in distances.most_common(_MAX_PERIODS):
+    periods = [period for period, _ in distances.most_common(_MAX_PERIODS) if below is None or period < below]
+    for period in periods:
         differs = np.flatnonzero(row[period:] != row[:-period])
         ends = np.concatenate([[-1], differs, [len(row) - period]])
         for before, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):

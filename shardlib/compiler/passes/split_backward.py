@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardlib.compiler.program.dependents import find_dependents
 from shardlib.compiler.program.replication import varying
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads, swapped
 from shardlib.core.aten.op_traits import has_trait, is_view
@@ -53,12 +54,10 @@ def split(program: Program, cotangents: int, gradients: int, *, whole: bool = Fa
     inputs, incoming = program.inputs[:-cotangents], program.inputs[-cotangents:]
     own, results = program.outputs[:-gradients], program.outputs[-gradients:]
     needed = {v for v in own if isinstance(v, Var)}
-    late = {*incoming, *(v for s in program.steps if _brings_gradient(s) for v in makes(s))}  # depends on a cotangent
+    received = (v for s in program.steps if _brings_gradient(s) for v in makes(s))
+    late = find_dependents(((needs(s), gives(s)) for s in program.steps), [*incoming, *received])  # on a cotangent
     first: list[Step] = []
     second: list[Step] = []
-    for step in program.steps:
-        if any(v in late for v in needs(step)):
-            late |= {*gives(step)}
     for step in reversed(program.steps):
         outs = set(gives(step))
         if outs & needed or (stays(step) and late.isdisjoint((*needs(step), *outs))):

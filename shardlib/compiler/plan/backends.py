@@ -20,11 +20,12 @@ from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops.collectives.transport import forms, groups
 from shardlib.ops.collectives.transport.forms import Form
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.rules.rule import Meta
 from shardlib.sharding.mesh.axis import group_size
 from shardlib.sharding.mesh.mesh import Mesh
 
-_COLLECTIVES: dict[str, Callable[..., Choice]] = {
+_COLLECTIVES: dict[str, Callable[[CollectiveRequest], Choice]] = {
     "all_gather": all_gather.choose,
     "all_reduce": all_reduce.choose,
     "all_to_all": all_to_all.choose,
@@ -37,11 +38,11 @@ def of_collective(c: Collective, mesh: Mesh) -> Choice | None:
     """Returns the backend of a collective; None on an abstract mesh, which has no devices."""
     if mesh.kind == "abstract":
         return None
-    transport, why = ("virtual", "") if mesh.kind == "virtual" else groups.predict_transport(mesh, c.axes)
-    span = groups.predict_span(mesh, c.axes) if mesh.kind == "distributed" and c.kind in forms.OPS else None
-    more = () if span is None else (span,)
+    transport, fault = ("virtual", "") if mesh.kind == "virtual" else groups.predict_transport(mesh, c.axes)
+    span = groups.predict_span(mesh, c.axes) if mesh.kind == "distributed" else None
+    members = group_size(c.axes)
     return _COLLECTIVES[c.kind](
-        _whole_bytes(c), _is_even(c), c.source.dtype, c.reduce, transport, group_size(c.axes), why, *more
+        CollectiveRequest(_whole_bytes(c), _is_even(c), c.source.dtype, c.reduce, transport, members, fault, span)
     )
 
 

@@ -27,7 +27,7 @@ from shardlib.compiler.program.steps import Program, Var, makes
 from shardlib.compiler.program.text import show
 from shardlib.compiler.propagate.solver.lower_bound import LowerBound, lower_bound
 from shardlib.compiler.simulate.simulated import Simulated
-from shardlib.compiler.stages.stage_times import own_program, simulate_stages
+from shardlib.compiler.stages.stage_times import simulate_stages
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Line, format_path_line
 from shardlib.core.text_tables import format_si, format_table, indent_rows
@@ -132,7 +132,7 @@ class Plan(Exports):
     def _programs(self) -> tuple[Program, ...]:
         """The program of all devices, or one per stage."""
         compiled = self.compiled
-        return (compiled.program,) if compiled.staged is None else tuple(map(own_program, compiled.staged.programs))
+        return (compiled.program,) if compiled.staged is None else compiled.staged.programs
 
     @cached_property
     def lower_bound(self) -> LowerBound:
@@ -165,7 +165,7 @@ class Plan(Exports):
     def stages(self) -> Sequence[int | None]:
         """The stage that each output lives on; None: all of them."""
         compiled = self.compiled
-        return compiled.staged.homes if compiled.staged is not None else (None,) * len(compiled.program.outputs)
+        return compiled.staged.output_stages if compiled.staged is not None else (None,) * len(compiled.program.outputs)
 
     @cached_property
     def pipeline(self) -> PipelineView | None:

@@ -16,7 +16,7 @@ from shardlib.compiler.program import flops
 from shardlib.compiler.program.steps import Compute, Program, Start, Var, makes, reads
 from shardlib.compiler.stages.fragment_tags import fragments_of
 from shardlib.compiler.stages.fragments import PipelineShape
-from shardlib.compiler.stages.stage_times import StageTimes, own_program, stage_times, staged_timetable, step_seconds
+from shardlib.compiler.stages.stage_times import StageTimes, stage_times, staged_timetable, step_seconds
 from shardlib.compiler.stages.staged import Message, Staged
 from shardlib.compiler.stages.timetable import Timetable
 from shardlib.ops.transfers import SEND
@@ -33,8 +33,7 @@ def view_pipeline(compiled: Compiled, naming: Naming, machine: Machine) -> Pipel
     tied = _messages_of_parameters(staged, parameters)
     modules = stage_modules(staged)
     stages = tuple(
-        _stage(i, staged.shape, own_program(p), modules[i], times[i], table, parameters)
-        for i, p in enumerate(staged.programs)
+        _stage(i, staged.shape, p, modules[i], times[i], table, parameters) for i, p in enumerate(staged.programs)
     )
     schedule = staged.schedule
     return PipelineView(

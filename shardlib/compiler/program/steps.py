@@ -32,6 +32,7 @@ class Var:
 
     An intermediate of a rule's local form has no layout, but the `shape` of the fullest device that was looked at.
     `host`: the tensor lives in the host's memory. `part` is (i, n) if it holds part i of n of the shard's rows.
+    `elsewhere`: an input that another stage of a pipeline holds; it takes no memory on these devices.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Var:
     shape: tuple[int, ...] | None = None
     host: bool = False
     part: tuple[int, int] | None = None
+    elsewhere: bool = False
 
     @lazy_property
     def numel(self) -> int:
@@ -52,7 +54,7 @@ class Var:
 
     @lazy_property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return 0 if self.elsewhere else self.numel * self.dtype.itemsize
 
     def __repr__(self) -> str:
         return f"%{self.name}"

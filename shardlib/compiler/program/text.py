@@ -45,8 +45,8 @@ def show(program: Program, where: Callable[[Line | None], str] | None = None) ->
     for i, var in enumerate(program.inputs):
         varies = f" varies [{_axes(axes)}]" if (axes := program.varies.get(var)) is not None else ""
         fate = f" becomes {program.replaced[i]}" if i in program.replaced else ""
-        is_donated, is_away = i in program.donated, var.host
-        lines.append(f"input {_typed(var)}{' away' * is_away}{varies}{' donated' * is_donated}{fate}")
+        place = " away" * var.host + " elsewhere" * var.elsewhere
+        lines.append(f"input {_typed(var)}{place}{varies}{' donated' * (i in program.donated)}{fate}")
     lines += [f"captured {_typed(var)}" for var, _ in program.captured]
     for step in program.steps:
         line = step.line if isinstance(step, Compute) else step.first.line if isinstance(step, Start) else None
@@ -153,9 +153,9 @@ class _Reader:
             if word == "mesh":
                 self.mesh = {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", rest)}
             elif word == "input":
-                pattern = r"(.*?[\]>])( away)?(?: varies \[(.*)\])?( donated)?(?: becomes (\d+))?"
-                typed, is_away, axes, is_donated, fate = self.match(pattern, rest)
-                inputs.append(self.make(typed, host=is_away is not None))
+                pattern = r"(.*?[\]>])( away)?( elsewhere)?(?: varies \[(.*)\])?( donated)?(?: becomes (\d+))?"
+                typed, is_away, is_elsewhere, axes, is_donated, fate = self.match(pattern, rest)
+                inputs.append(self.make(typed, host=is_away is not None, elsewhere=is_elsewhere is not None))
                 replaced |= {} if fate is None else {len(inputs) - 1: int(fate)}
                 donated |= {len(inputs) - 1} if is_donated else set()
                 varies |= {} if axes is None else {inputs[-1]: self.axes(axes)}
@@ -224,15 +224,15 @@ class _Reader:
             raise ValueError(f"{text!r} is no step of a program")
         return match.groups()
 
-    def make(self, text: str, *, host: bool = False) -> Var:
+    def make(self, text: str, *, host: bool = False, elsewhere: bool = False) -> Var:
         if (match := _TYPED.fullmatch(text)) is None:
             raise ValueError(f"{text!r} says no name and type")
         name, dtype, inside = match["name"], _DTYPES[match["dtype"]], match["shape"][1:-1]
         if match["shape"][0] == "[":
-            var = Var(name, Layout.parse(inside, self.mesh), dtype, host=host)
+            var = Var(name, Layout.parse(inside, self.mesh), dtype, host=host, elsewhere=elsewhere)
         else:
             shape = None if inside == "?" else tuple(map(int, _split(inside)))
-            var = Var(name, None, dtype, shape=shape, host=host)
+            var = Var(name, None, dtype, shape=shape, host=host, elsewhere=elsewhere)
         self.vars[name] = var
         return var
 

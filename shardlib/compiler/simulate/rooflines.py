@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from shardlib.compiler.program.steps import Compute, Free, Program, Start, Step, Var, reads
-from shardlib.compiler.simulate.special_functions import evaluated, op_name, tiled
+from shardlib.compiler.simulate.special_functions import PRODUCTS, evaluated, op_name, tiled
 from shardlib.core.aten.op_traits import is_view
 from shardlib.sharding.mesh.machine import Device, Machine
 from shardlib.tensor.tensor_meta import short_dtype
@@ -97,7 +97,11 @@ def seconds(step: Compute, cost: Cost, device: Device) -> float:
 
     A device with a host overlaps launches with the call before. One that is its own host adds the launch to each call.
     """
-    busy = arithmetic(step, device) * tiled(step, device.tile) + evaluated(step, device.tile) / device.special
+    busy = arithmetic(step, device) * tiled(step, device.tile)
+    if device.attention is not None and op_name(step.target) in PRODUCTS:
+        busy /= device.attention
+    else:
+        busy += evaluated(step, device.tile) / device.special
     work = max(busy, cost.bytes / device.bandwidth)
     return max(work, device.launch if cost.launched else 0.0) if device.overlaps else work + device.launch
 

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from shardlib.compiler.program.dependents import find_dependents
 from shardlib.compiler.program.steps import Compute, Program, Start, Step, Var, Wait, makes, reads
 from shardlib.compiler.stages.fragments import PipelineShape
 from shardlib.core.errors import ShardingError
@@ -27,8 +28,8 @@ from shardlib.core.source_lines import Line, format_path_line
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
-    """A call, or a message with its wait."""
+class Task:
+    """A call, or a message with its wait: what runs on one stage as a whole."""
 
     steps: tuple[Step, ...]
     reads: tuple[Var, ...]
@@ -46,136 +47,151 @@ class Unit:
         return f"{names} ({format_path_line(self.line)})"
 
 
-def units(program: Program) -> list[Unit]:
+def list_tasks(program: Program) -> list[Task]:
     """Returns the steps of a lowered program, each message together with its wait."""
     result = []
     for step in program.steps:
         if isinstance(step, Start):
             wait = Wait(step.outs)
-            result.append(Unit((step, wait), reads(step), makes(wait), step.first.line, step.first.backward, True))
+            result.append(Task((step, wait), reads(step), makes(wait), step.first.line, step.first.backward, True))
         elif isinstance(step, Compute):
-            result.append(Unit((step,), step.operands, step.out_vars, step.line, step.backward, step.is_pure))
+            result.append(Task((step,), step.operands, step.out_vars, step.line, step.backward, step.is_pure))
         else:
             assert isinstance(step, Wait), "a lowered program only calls and communicates"
     return result
 
 
-class Assignment(NamedTuple):
-    """The stage of every unit (None: each stage that needs it has its own), of those that are named, and of values.
+def list_parameter_tasks(
+    tasks: Iterable[Task], parameters: Collection[Var], outputs: Collection[Any] = ()
+) -> Set[Task]:
+    """Returns tasks that read parameters alone (gathers, casts), but for those that make one of `outputs`."""
+    values = set(parameters)
+    result = set()
+    for task in tasks:
+        if task.reads and task.is_pure and values.issuperset(task.reads) and not any(v in outputs for v in task.makes):
+            values.update(task.makes)
+            result.add(task)
+    return result
 
-    `users` has the stages whose forward pass reads a parameter.
+
+def find_gradients(tasks: Sequence[Task], cotangents: Collection[Var] = ()) -> set[Var]:
+    """Returns `cotangents`, the values that backward tasks make, and those that depend on them."""
+    backward = (v for task in tasks if task.backward for v in task.makes)
+    return find_dependents(((task.reads, task.makes) for task in tasks), [*cotangents, *backward])
+
+
+class Assignment(NamedTuple):
+    """The position in the chain of every task (None: each stage that needs it has its own), and of values.
+
+    `named` has the positions that the code names. `gradients` are the values of the backward pass, and those that
+    depend on them. `reader_positions` are those whose forward pass reads a parameter.
     """
 
-    named: Mapping[Unit, int]
-    units: Mapping[Unit, int | None]
-    values: Mapping[Var, int]
-    gradients: Set[Var]  # values of the backward pass, and those that depend on them
-    users: Mapping[Var, Set[int]]
+    named: Mapping[Task, int]
+    positions: Mapping[Task, int | None]
+    value_positions: Mapping[Var, int]
+    gradients: Set[Var]
+    reader_positions: Mapping[Var, Set[int]]
 
 
 class Boundary(NamedTuple):
     """The inputs and outputs of a program, as its stages see them.
 
-    `homes` are the stages of inputs that live on one, and `parameters` the inputs that are no arguments of the call.
-    `cotangents` map inputs to the results whose gradients they are; they come to the same stage.
+    `owner_stages` are the stages of inputs that live on one; their number is also the position of a stage's first
+    chunk. `parameters` are the inputs that are no arguments of the call. `cotangents` map inputs to the results whose
+    gradients they are; they come to the same stage.
     """
 
     inputs: Collection[Var]
     outputs: Collection[Any]
-    homes: Mapping[Var, int]
+    owner_stages: Mapping[Var, int]
     parameters: Collection[Var]
     cotangents: Mapping[Var, Var]
 
 
-def assign(parts: Sequence[Unit], named: Mapping[Unit, int], boundary: Boundary, shape: PipelineShape) -> Assignment:
-    """Assigns units to stages, numbered along the chain: `named` ones as given.
+def assign(tasks: Sequence[Task], named: Mapping[Task, int], boundary: Boundary, shape: PipelineShape) -> Assignment:
+    """Assigns tasks to positions in the chain: `named` ones as given.
 
-    If none is named, each unit follows the parameters to the stages where they live.
+    If none is named, each task follows the parameters to the stages where they live.
 
     Raises `ShardingError` for values that flow backwards: all of them are named.
     """
-    return _Assigner(named, boundary, shape).run(parts)
+    return _Assigner(named, boundary, shape).run(tasks)
 
 
 class _Assigner:
-    def __init__(self, named: Mapping[Unit, int], boundary: Boundary, shape: PipelineShape) -> None:
+    def __init__(self, named: Mapping[Task, int], boundary: Boundary, shape: PipelineShape) -> None:
         self.named, self.boundary, self.shape = named, boundary, shape
-        self.units: dict[Unit, int | None] = {}
+        self.positions: dict[Task, int | None] = {}
         parameters = set(boundary.parameters)
         self.sources = {v: frozenset({v}) for v in parameters}  # parameters of values that depend on nothing else
-        self.stage = {v: at for v, at in boundary.homes.items() if v not in parameters}
-        self.has = defaultdict[Var, set[int]](set)  # the stages that have a value, or read a parameter, in forward
-        self.has.update({v: {at} for v, at in self.stage.items()})
+        self.value_positions = {v: stage for v, stage in boundary.owner_stages.items() if v not in parameters}
+        self.available = defaultdict[Var, set[int]](set)  # positions that have a value, or read a parameter, in forward
+        self.available.update({v: {position} for v, position in self.value_positions.items()})
         self.data = {*boundary.inputs} - parameters - {*boundary.cotangents}  # the batch, and what only it decides
         self.outputs = {v for v in boundary.outputs if isinstance(v, Var)}
-        self.maker: dict[Var, Unit] = {}
-        self.readers = defaultdict[Var, list[Unit]](list)
-        self.gradients: set[Var] = set(boundary.cotangents)
-        self.bound: set[Unit] = set()  # units of the backward pass whose saved values or parameters decide
+        self.producers: dict[Var, Task] = {}
+        self.readers = defaultdict[Var, list[Task]](list)
+        self.gradients: set[Var] = set()
+        self.bound: set[Task] = set()  # tasks of the backward pass whose saved values or parameters decide
 
-    def run(self, parts: Sequence[Unit]) -> Assignment:
-        for u in parts:
-            self.maker.update(dict.fromkeys(u.makes, u))
-            for v in dict.fromkeys(u.reads):
-                self.readers[v].append(u)
-        forward, late = self._divide(parts)
-        first = [u for u in forward if self._assign(u, self._forward_stage(u)) is None and self._reads_both(u)]
-        for u in reversed(first):
-            self._assign(u, min(self._stages_of_readers(u), default=0))
+    def run(self, tasks: Sequence[Task]) -> Assignment:
+        for task in tasks:
+            self.producers.update(dict.fromkeys(task.makes, task))
+            for v in dict.fromkeys(task.reads):
+                self.readers[v].append(task)
+        self.gradients = find_gradients(tasks, self.boundary.cotangents)
+        late = [task for task in tasks if task.backward or not self.gradients.isdisjoint(task.reads)]
+        forward = [task for task in tasks if not task.backward and self.gradients.isdisjoint(task.reads)]
+        first = [t for t in forward if self._assign(t, self._forward_position(t)) is None and self._reads_both(t)]
+        for task in reversed(first):
+            self._assign(task, min(self._positions_of_readers(task), default=0))
         self._check_flow(forward)
         for v, result in self.boundary.cotangents.items():
-            if result in self.stage:
-                self.stage[v] = self.stage[result]
-        for u in late:
-            self._assign(u, self._late_stage(u))
+            if result in self.value_positions:
+                self.value_positions[v] = self.value_positions[result]
+        for task in late:
+            self._assign(task, self._late_position(task))
         pulled = self._pull(late)
-        for u in late if pulled else ():
-            self._assign(u, pulled.get(u, self._late_stage(u)))
-        users = {v: self.has[v] for v in self.boundary.parameters}
-        return Assignment(self.named, self.units, {**self.boundary.homes, **self.stage}, self.gradients, users)
+        for task in late if pulled else ():
+            self._assign(task, pulled.get(task, self._late_position(task)))
+        value_positions = {**self.boundary.owner_stages, **self.value_positions}
+        readers = {v: self.available[v] for v in self.boundary.parameters}
+        return Assignment(self.named, self.positions, value_positions, self.gradients, readers)
 
-    def _divide(self, parts: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-        """Returns the units of the forward pass, and those behind it: gradients and what depends on them."""
-        forward, late = [], []
-        for u in parts:
-            if u.backward or not self.gradients.isdisjoint(u.reads):
-                self.gradients.update(u.makes)
-                late.append(u)
-            else:
-                forward.append(u)
-        return forward, late
-
-    def _assign(self, u: Unit, stage: int | None) -> int | None:
-        inner = [self.stage[v] for v in u.reads if v.layout is None and v in self.stage]  # halves of a reshard
-        stage = self.units[u] = inner[0] if inner else stage
-        own = None if stage is not None or self._reads_both(u) else self._parameters(u)
-        for v in u.makes:
-            if stage is not None:
-                self.stage[v], self.has[v] = stage, {stage}
-            elif own:
-                self.sources[v] = own
-            elif not self.data.isdisjoint(u.reads):
+    def _assign(self, task: Task, position: int | None) -> int | None:
+        between_halves = [v for v in task.reads if v.layout is None and v in self.value_positions]  # of a reshard
+        if between_halves:
+            position = self.value_positions[between_halves[0]]
+        self.positions[task] = position
+        sources = None if position is not None or self._reads_both(task) else self._parameters(task)
+        for v in task.makes:
+            if position is not None:
+                self.value_positions[v], self.available[v] = position, {position}
+            elif sources:
+                self.sources[v] = sources
+            elif not self.data.isdisjoint(task.reads):
                 self.data.add(v)
-        return stage
+        return position
 
-    def _parameters(self, u: Unit) -> frozenset[Var]:
-        return frozenset[Var]().union(*(self.sources.get(v, ()) for v in u.reads))
+    def _parameters(self, task: Task) -> frozenset[Var]:
+        return frozenset[Var]().union(*(self.sources.get(v, ()) for v in task.reads))
 
-    def _reads_both(self, u: Unit) -> bool:
-        """Returns whether a unit reads parameters, and the batch or what is computed from it."""
-        return not self.data.isdisjoint(u.reads) and not self.sources.keys().isdisjoint(u.reads)
+    def _reads_both(self, task: Task) -> bool:
+        """Returns whether a task reads parameters, and the batch or what is computed from it."""
+        return not self.data.isdisjoint(task.reads) and not self.sources.keys().isdisjoint(task.reads)
 
-    def _check_flow(self, forward: Sequence[Unit]) -> None:
-        """Notes which stages read a value; raises `ShardingError` for readers in front of the stage that makes it."""
+    def _check_flow(self, forward: Sequence[Task]) -> None:
+        """Notes the positions that read a value; raises `ShardingError` for readers in front of its producer."""
         faults = []
-        for u in forward:
-            if (stage := self.units[u]) is None:
+        for task in forward:
+            if (position := self.positions[task]) is None:
                 continue
-            for v in u.reads:
-                for x in self.sources.get(v, (v,)):
-                    self.has[x].add(stage)
-                if v in self.maker and self.stage.get(v, stage) > stage:
-                    faults.append(f"{u} of stage {stage} reads {self.maker[v]} of stage {self.stage[v]}")
+            for v in task.reads:
+                for source in self.sources.get(v, (v,)):
+                    self.available[source].add(position)
+                if v in self.producers and (origin := self.value_positions.get(v, position)) > position:
+                    faults.append(f"{task} of stage {position} reads {self.producers[v]} of stage {origin}")
         if faults:
             raise ShardingError(
                 "values flow backwards through the stages",
@@ -184,88 +200,81 @@ class _Assigner:
                 remedy="number the stages in the order in which the model runs",
             )
 
-    def _stages_of_readers(self, u: Unit) -> set[int]:
-        stages = (self.units.get(r) for v in u.makes for r in self.readers[v])
-        return {stage for stage in stages if stage is not None}
+    def _positions_of_readers(self, task: Task) -> set[int]:
+        positions = (self.positions.get(reader) for v in task.makes for reader in self.readers[v])
+        return {position for position in positions if position is not None}
 
-    def _forward_stage(self, u: Unit) -> int | None:
-        if (stage := self.named.get(u)) is not None:
-            return stage
-        staged = [self.stage[v] for v in u.reads if v in self.stage]
-        homes = [at for v in self._parameters(u) if (at := self.boundary.homes.get(v)) is not None]
-        if not staged and homes and not self.outputs.isdisjoint(u.makes):
-            return max(homes)
-        if not self.named and homes and (staged or self._reads_both(u)):
-            return self._next_part(max(staged, default=0), max(homes))
-        if not staged:
-            return None if u.is_pure else max(homes, default=0)
-        return max(staged)
+    def _forward_position(self, task: Task) -> int | None:
+        if (position := self.named.get(task)) is not None:
+            return position
+        inputs = [self.value_positions[v] for v in task.reads if v in self.value_positions]
+        owner_stages = self.boundary.owner_stages
+        owners = [owner_stages[v] for v in self._parameters(task) if v in owner_stages]
+        if not inputs and owners and not self.outputs.isdisjoint(task.makes):
+            return max(owners)
+        if not self.named and owners and (inputs or self._reads_both(task)):
+            return self._next_position(max(inputs, default=0), max(owners))
+        if not inputs:
+            return None if task.is_pure else max(owners, default=0)
+        return max(inputs)
 
-    def _next_part(self, part: int, stage: int) -> int:
-        """Returns the first part of the model, from `part` on, that a stage of the mesh runs; without one, `part`."""
-        parts = range(part, self.shape.chain_length)
-        return next((i for i in parts if self.shape.stage_and_chunk(i)[0] == stage), part)
+    def _next_position(self, first: int, stage: int) -> int:
+        """Returns the first position, from `first` on, that a stage of the mesh runs; without one, `first`."""
+        positions = range(first, self.shape.chain_length)
+        return next((i for i in positions if self.shape.stage_and_chunk(i)[0] == stage), first)
 
-    def _late_stage(self, u: Unit) -> int | None:
-        if (stage := self.named.get(u)) is not None:
-            return stage
-        staged = [v for v in u.reads if v in self.stage]
-        parameters = self._parameters(u)
-        if not u.backward:
-            homed = [v for v in parameters if v in self.boundary.homes]
-            is_written = bool(homed) and not self.outputs.isdisjoint(u.makes)
-            return self._most([*staged, *homed]) if staged or is_written else None if u.is_pure else 0
-        saved = [self.has[v] for v in staged if v not in self.gradients]
-        gradients = [v for v in staged if v in self.gradients]
-        if not staged and u.is_pure and (not parameters or all(self._is_common(v) for v in u.reads)):
+    def _late_position(self, task: Task) -> int | None:
+        if (position := self.named.get(task)) is not None:
+            return position
+        inputs = [v for v in task.reads if v in self.value_positions]
+        parameters = self._parameters(task)
+        if not task.backward:
+            staged_parameters = [v for v in parameters if v in self.boundary.owner_stages]
+            is_written = bool(staged_parameters) and not self.outputs.isdisjoint(task.makes)
+            if inputs or is_written:
+                return self._position_of_most_bytes([*inputs, *staged_parameters])
+            return None if task.is_pure else 0
+        saved = [self.available[v] for v in inputs if v not in self.gradients]
+        gradients = [v for v in inputs if v in self.gradients]
+        if not inputs and task.is_pure and (not parameters or all(self._is_common(v) for v in task.reads)):
             return None
-        options = [*saved, *(self.has[v] for v in parameters if self.has[v])]
+        options = [*saved, *(self.available[v] for v in parameters if self.available[v])]
         if not options:
-            return self._most(gradients) if gradients else 0
-        self.bound.add(u)
+            return self._position_of_most_bytes(gradients) if gradients else 0
+        self.bound.add(task)
         common = set.intersection(*options) or set.intersection(*(saved or options)) or set.union(*options)
-        last = max((self.stage[v] for v in gradients), default=self.shape.chain_length)
-        return max((s for s in common if s <= last), default=min(common))
+        last = max((self.value_positions[v] for v in gradients), default=self.shape.chain_length)
+        return max((position for position in common if position <= last), default=min(common))
 
     def _is_common(self, v: Var) -> bool:
         """Returns whether a value is no gradient: it depends on parameters alone, or on the batch."""
         return v not in self.gradients or v in self.sources or v in self.data
 
-    def _pull(self, late: Iterable[Unit]) -> dict[Unit, int]:
-        """Returns units that only view or sum up a gradient which other stages alone read, with the stage to run on."""
+    def _pull(self, late: Iterable[Task]) -> dict[Task, int]:
+        """Returns the positions of tasks that only view or sum up a gradient which earlier positions alone read."""
         roots: dict[Var, Var] = {}
         readers = defaultdict[Var, set[int]](set)
-        groups = defaultdict[Var, list[Unit]](list)
-        for u in late:
-            staged = [v for v in u.reads if v in self.stage]
-            if u in self.bound:
-                for v in staged:
-                    readers[roots.get(v, v)].add(self.stage[u.makes[0]] if u.makes else 0)
-            elif u.backward and u not in self.named and len(staged) == 1:
-                root = roots.get(staged[0], staged[0])
-                roots.update(dict.fromkeys(u.makes, root))
-                groups[root].append(u)
+        groups = defaultdict[Var, list[Task]](list)
+        for task in late:
+            inputs = [v for v in task.reads if v in self.value_positions]
+            if task in self.bound:
+                for v in inputs:
+                    readers[roots.get(v, v)].add(self.value_positions[task.makes[0]] if task.makes else 0)
+            elif task.backward and task not in self.named and len(inputs) == 1:
+                root = roots.get(inputs[0], inputs[0])
+                roots.update(dict.fromkeys(task.makes, root))
+                groups[root].append(task)
         return {
-            u: stage
+            task: position
             for root, group in groups.items()
-            if readers[root] and (stage := max(readers[root])) < self.stage[root]
-            for u in group
+            if readers[root] and (position := max(readers[root])) < self.value_positions[root]
+            for task in group
         }
 
-    def _most(self, values: Iterable[Var]) -> int:
-        """Returns the stage of most bytes, the first of equal ones; a parameter counts where it lives."""
+    def _position_of_most_bytes(self, values: Iterable[Var]) -> int:
+        """Returns the position of most bytes, the first of equal ones; a parameter counts on its owner."""
         counts = Counter[int]()
         for v in values:
-            counts[self.stage[v] if v in self.stage else self.boundary.homes[v]] += v.nbytes
-        return min(counts, key=lambda stage: (-counts[stage], stage))
-
-
-def list_weight_units(parts: Sequence[Unit], parameters: Collection[Var]) -> Set[Unit]:
-    """Returns units that read parameters alone (gathers, casts): microbatches and stages share them."""
-    values = set(parameters)
-    result = set()
-    for u in parts:
-        if u.reads and u.is_pure and values.issuperset(u.reads):
-            values.update(u.makes)
-            result.add(u)
-    return result
+            owner = self.value_positions[v] if v in self.value_positions else self.boundary.owner_stages[v]
+            counts[owner] += v.nbytes
+        return min(counts, key=lambda position: (-counts[position], position))

@@ -90,17 +90,17 @@ class Assignment:
     def _charge(self, numbers: Sequence[int], sign: int) -> None:
         """Adds the messages and the memory of some values, or takes them away."""
         for number in numbers:
-            value, home = self.graph.values[number], self.stages[self.graph.values[number].producer]
-            if home == UNASSIGNED:
+            value, owner = self.graph.values[number], self.stages[self.graph.values[number].producer]
+            if owner == UNASSIGNED:
                 continue
             present = sorted(stage for stage, count in self._readers[number].items() if count)
-            messages = pairwise(present) if home == COPIES else [(home, x) for x in present if x != home]
-            for stage in present if home == COPIES else [home]:
+            messages = pairwise(present) if owner == COPIES else [(owner, x) for x in present if x != owner]
+            for stage in present if owner == COPIES else [owner]:
                 self.memory[stage] += sign * value.kept
             for source, target in messages:
                 self.seconds[source] += sign * value.seconds
                 self.seconds[target] += sign * value.seconds
-                self.memory[target] += sign * value.held * (home != COPIES)
+                self.memory[target] += sign * value.held * (owner != COPIES)
                 self.traffic += sign * value.traffic
 
     def price(self, work: float = 0.0) -> Price:

@@ -170,10 +170,10 @@ class Intervals:
                 total = np.where(valid, combine(best[:, None], cost), np.inf)
                 choices.append(total.argmin(axis=0))
                 best = total.min(axis=0)
-            at = [len(places) - 1]
+            boundaries = [len(places) - 1]
             for choice in reversed(choices):
-                at.append(int(choice[at[-1]]))
-            return float(best[-1]), at[::-1]
+                boundaries.append(int(choice[boundaries[-1]]))
+            return float(best[-1]), boundaries[::-1]
 
         if graph.limit < np.inf:
             limit = max(chain(memories, np.maximum)[0], graph.limit)

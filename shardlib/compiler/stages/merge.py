@@ -20,7 +20,7 @@ from shardlib.ops.transfers import RECEIVE, SEND, TRANSFER
 
 def merge(staged: Staged) -> Program:
     """Returns the program of all stages; raises `ShardingError`, with the fragments, if stages wait for each other."""
-    return _merge(staged, staged.programs, staged.homes, [0] * len(staged.programs))
+    return _merge(staged, staged.programs, staged.output_stages, [0] * len(staged.programs))
 
 
 def merge_halves(staged: Staged, needs: tuple[frozenset[int], ...]) -> Halves:
@@ -31,13 +31,15 @@ def merge_halves(staged: Staged, needs: tuple[frozenset[int], ...]) -> Halves:
     assert staged.halves is not None, "its results have gradients"
     saved = [len(h.saved) for h in staged.halves]
     own = staged.halves[0].own
-    forward = _merge(staged, [h.forward for h in staged.halves], staged.homes[:own], [0] * len(saved))
-    backward = _merge(staged, [h.backward for h in staged.halves], staged.homes[own:], saved)
+    forward = _merge(staged, [h.forward for h in staged.halves], staged.output_stages[:own], [0] * len(saved))
+    backward = _merge(staged, [h.backward for h in staged.halves], staged.output_stages[own:], saved)
     return Halves(forward, backward, backward.inputs[: sum(saved)], needs)
 
 
-def _merge(staged: Staged, programs: Sequence[Program], homes: Sequence[int | None], own: Sequence[int]) -> Program:
-    """Merges programs. The first inputs of each, `own` many, are its own; outputs behind those of `homes` are, too."""
+def _merge(
+    staged: Staged, programs: Sequence[Program], output_stages: Sequence[int | None], own: Sequence[int]
+) -> Program:
+    """Merges programs. The first inputs of each, `own` many, are its own, and so are its last outputs."""
     programs = _with_common_inputs(programs, own)
     programs = _with_own_names(programs, own)
     copies, programs = _with_own_state(programs)
@@ -67,12 +69,12 @@ def _merge(staged: Staged, programs: Sequence[Program], homes: Sequence[int | No
     if any(n < len(p.steps) for n, p in zip(at, programs, strict=True)):
         raise _deadlock(staged, [p.steps[n] for n, p in zip(at, programs, strict=True) if n < len(p.steps)])
     first = programs[0]
-    shared = [next(p.outputs[i] for p in programs[home or 0 :]) for i, home in enumerate(homes)]
+    shared = [next(p.outputs[i] for p in programs[owner or 0 :]) for i, owner in enumerate(output_stages)]
     return replace(
         first,
         steps=tuple(steps),
         inputs=(*(v for p, n in zip(programs, own, strict=True) for v in p.inputs[:n]), *first.inputs[own[0] :]),
-        outputs=(*shared, *(x for p in programs for x in p.outputs[len(homes) :])),
+        outputs=(*shared, *(x for p in programs for x in p.outputs[len(output_stages) :])),
         replaced={i: out for p in programs for i, out in p.replaced.items()},
         varies={v: axes for p in programs for v, axes in p.varies.items()},
     )
@@ -92,12 +94,11 @@ def _shared(program: Program, own: int) -> list[Var]:
 
 
 def _with_common_inputs(programs: Sequence[Program], own: Sequence[int]) -> list[Program]:
-    """Gives all programs the shared input variables of the first one."""
-    first = _shared(programs[0], own[0])
-    result = [programs[0]]
-    for p, n in zip(programs[1:], own[1:], strict=True):
-        result.append(p.with_vars({v: x for v, x in zip(_shared(p, n), first, strict=True) if v is not x}))
-    return result
+    """Gives all programs common variables for shared inputs: those of the first stage that holds them."""
+    shared = [_shared(p, n) for p, n in zip(programs, own, strict=True)]
+    common = [min(some, key=lambda v: v.elsewhere) for some in zip(*shared, strict=True)]
+    pairs = (zip(some, common, strict=True) for some in shared)
+    return [p.with_vars({v: x for v, x in pair if v is not x}) for p, pair in zip(programs, pairs, strict=True)]
 
 
 def _with_own_names(programs: Sequence[Program], own: Sequence[int]) -> list[Program]:

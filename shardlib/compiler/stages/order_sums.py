@@ -3,12 +3,17 @@
 Autograd adds up the uses of a weight from the last one back to the first. A stage that runs the backward pass of the
 first microbatch first would have to keep all gradients until the last one is there. So each use of a weight (each line
 that reads it) gets a sum of its own, from the first microbatch to the last one. Uses are added up behind it, so that a
-weight of two stages sends its gradient once.
+weight of two stages sends its gradient once. The backward passes themselves follow in that order, too: each microbatch
+then repeats the one before it, and the compiler plans only a few of them.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -20,12 +25,37 @@ ADD = torch.ops.aten.add.Tensor
 
 
 def order_sums(graph: fx.Graph) -> None:
-    """Rewrites all sums of gradients of several microbatches."""
+    """Rewrites all sums of gradients of several microbatches, and sorts the backward passes of these."""
     for node in [n for n in graph.nodes if _adds(n) and not any(_adds_up(user, n) for user in n.users)]:
         leaves = _leaves(node)
         tags = {x.meta["line"].tag for x in leaves if "line" in x.meta}
         if len({tag.microbatch for tag in tags}) > 1 and all(x.meta.get("backward") for x in leaves):
             _rewrite(graph, node, leaves)
+    for backward, run in itertools.groupby([*graph.nodes], lambda n: bool(n.meta.get("backward"))):
+        if backward:
+            _sort(graph, [*run])
+
+
+def _sort(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
+    """Sorts successive nodes by the first microbatch that needs them, each behind its operands."""
+    number = {n: i for i, n in enumerate(run)}
+    waits = {n: sum(x in number for x in n.all_input_nodes) for n in run}
+    place: dict[fx.Node, tuple[float, int]] = {}
+    for node in reversed(run):
+        microbatch = node.meta["line"].tag.microbatch
+        needed = [place[user][0] for user in node.users if user in place]
+        place[node] = min([math.inf if microbatch is None else microbatch, *needed]), number[node]
+    ready = [place[n] for n in run if not waits[n]]
+    heapq.heapify(ready)
+    behind = run[-1].next
+    while ready:
+        node = run[heapq.heappop(ready)[1]]
+        behind.prepend(node)
+        for user in node.users:
+            if user in waits:
+                waits[user] -= 1
+                if not waits[user]:
+                    heapq.heappush(ready, place[user])
 
 
 def _rewrite(graph: fx.Graph, root: fx.Node, leaves: list[fx.Node]) -> None:

@@ -66,6 +66,7 @@ def partition(
     tied: Tied = (),
     microbatches: int = 1,
     live: Sequence[int] | None = None,
+    strict: bool = True,
 ) -> Partition:
     """Assigns nodes to stages so that values flow forwards only and the slowest stage takes the least time.
 
@@ -81,6 +82,7 @@ def partition(
         fixed: stages of some nodes, by number.
         microbatches: number in a step; messages of parameters are divided by it.
         live: number of microbatches whose saved values each stage holds at once (all 1 by default).
+        strict: if False and no assignment stays within `memory`, returns one whose largest stage needs least.
 
     Raises:
         ShardingError: there are more stages than nodes that take time, fixed stages let a value flow backwards, or no
@@ -104,7 +106,7 @@ def partition(
     numbers, groups, values = _build_groups(nodes, ranges, tied, message_seconds, microbatches)
     limit = math.inf if memory is None else memory
     cut, bound, exact = search_cut(CutGraph(groups, len(groups) - len(tied), values, live or [1] * stages, limit))
-    _refuse_no_cut(nodes, stages, fixed, memory, cut, exact)
+    _refuse_no_cut(nodes, stages, fixed, memory if strict else None, cut, exact)
     assert cut is not None
     return _describe(nodes, tied, fixed, numbers, cut, bound, exact)
 

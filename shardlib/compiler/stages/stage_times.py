@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardlib.compiler.program.buffers import peak_bytes
-from shardlib.compiler.program.steps import Program, reads
+from shardlib.compiler.program.steps import Program
 from shardlib.compiler.simulate.collectives import transfer
 from shardlib.compiler.simulate.simulated import Simulated
 from shardlib.compiler.simulate.timeline import refuse_other_axes, timeline
@@ -40,19 +40,13 @@ class StageTimes:
         return self.before + sum(self.fragments.values()) + self.after
 
 
-def own_program(program: Program) -> Program:
-    """Returns a stage's program without the inputs that other stages have."""
-    used = {v for step in program.steps for v in reads(step)} | {*program.results}
-    return replace(program, inputs=tuple(v for v in program.inputs if v in used), replaced={}, donated=frozenset())
-
-
 def stage_times(staged: Staged, machine: Machine, *, fused: bool = False) -> tuple[StageTimes, ...]:
     """Simulates the program of every stage on a machine; `fused` as in `Plan.simulate`.
 
     Raises `ShardingError` if the machine has links for axes that the mesh does not have.
     """
     refuse_other_axes(staged.programs[0], machine)
-    return tuple(_stage_times(own_program(p), staged, machine, fused) for p in staged.programs)
+    return tuple(_stage_times(p, staged, machine, fused) for p in staged.programs)
 
 
 def _stage_times(program: Program, staged: Staged, machine: Machine, fused: bool) -> StageTimes:
@@ -105,5 +99,5 @@ def simulate_stages(staged: Staged, name: str, machine: Machine, *, fused: bool 
     times = stage_times(staged, machine, fused=fused)
     slowest = max(range(len(times)), key=lambda stage: times[stage].seconds)
     idle = step_seconds(times, staged_timetable(staged, times, machine)) - times[slowest].seconds
-    program, peak = own_program(staged.programs[slowest]), max(t.peak for t in times)
-    return Simulated(program, name, machine, fused=fused, idle=idle, peak=peak)
+    peak = max(t.peak for t in times)
+    return Simulated(staged.programs[slowest], name, machine, fused=fused, idle=idle, peak=peak)

@@ -48,14 +48,14 @@ class Message:
 class Staged:
     """The programs of all stages. Each has all inputs of the whole, and its own outputs; others are None.
 
-    `homes` has the stage of each output; None: every stage has it.
+    `output_stages` has the stage of each output; None: every stage has it.
     """
 
     shape: PipelineShape
     orders: Orders
     programs: tuple[Program, ...]
     halves: tuple[Halves, ...] | None  # of each program, where its results have gradients
-    homes: tuple[int | None, ...]
+    output_stages: tuple[int | None, ...]
     messages: tuple[Message, ...]
     partition: Partition | None = None  # why the cuts are where they are, if they are automatic
     schedule: Any = ONCE.schedule

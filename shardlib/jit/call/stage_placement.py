@@ -42,8 +42,8 @@ def _uses(compiled: Compiled, leaves: Sequence[Any]) -> Iterator[tuple[ShardedTe
         if not isinstance(x, ShardedTensor) or x.mesh.stage is not None or not x.is_leaf or x.__dict__.get("_path"):
             continue
         users = {stage for stage, p in enumerate(staged.programs) if p.inputs[i] in read[stage]}
-        if leaf in written and (home := staged.homes[written[leaf]]) is not None:
-            users.add(home)
+        if leaf in written and (owner := staged.output_stages[written[leaf]]) is not None:
+            users.add(owner)
         if leaf in written or isinstance(x, torch.nn.Parameter):
             yield x, users
 

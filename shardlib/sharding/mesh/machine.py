@@ -38,6 +38,8 @@ class Device:
     * `flops`: FLOP/s of matrix products by dtype (`f64`, `f32`, `bf16`, `f16`, `f8`). A dtype without an entry has the
       rate of one that is as wide, or of the next wider one.
     * `efficiency`: the share of `flops` that products reach.
+    * `attention`: the rate of attention, its exponentials included, as a share of the rate of products; without it
+      attention multiplies at the rate of products, and evaluates exponentials behind them.
     * `bandwidth`: bytes/s of its memory, read or written; `memory`: its bytes.
     * `host`: bytes/s to and from the host's memory.
     * `launch`: seconds to start a call.
@@ -53,6 +55,7 @@ class Device:
     host: float
     launch: float = 0.0
     efficiency: float = 1.0
+    attention: float | None = None
     special: float = math.inf
     tile: int = 1
     overlaps: bool = True
@@ -67,6 +70,8 @@ class Device:
         rates = {name: getattr(self, name) for name in ("bandwidth", "memory", "host", "efficiency", "special", "tile")}
         if self.special == math.inf:  # special functions are free
             del rates["special"]
+        if self.attention is not None:
+            rates["attention"] = self.attention
         wrong = [] if self.flops else ["flops names no dtype"]
         wrong += (
             [f"efficiency is {self.efficiency!r}, more than all"]

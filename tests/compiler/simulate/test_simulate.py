@@ -150,6 +150,16 @@ def test_functions_wait_for_products_and_memory_for_neither() -> None:
     assert plan(torch.exp, meta(64, 64)).simulate(fast).seconds == pytest.approx(2 * 4 * 64 * 64 / 1e9)
 
 
+def test_attention_has_its_share_of_the_rate_of_products() -> None:
+    """The share holds for its exponentials, too; other products keep their rate."""
+    machine = replace(SPECIAL, device=replace(SPECIAL.device, attention=0.25))
+    q = meta(2, 4, 32, 8)
+    step = plan(torch.nn.functional.scaled_dot_product_attention, q, q, q).simulate(machine)
+    assert step.seconds == pytest.approx(4 * 2 * 4 * 32 * 32 * 8 / 0.25e9)
+    product = plan(lambda x: x @ x, meta(64, 64))
+    assert product.simulate(machine).seconds == product.simulate(SPECIAL).seconds
+
+
 @pytest.mark.parametrize(("n", "keys"), [(32, 32), (128, 128), (1024, 512 + 64)])
 def test_attention_works_on_whole_tiles(n: int, keys: int) -> None:
     """The half of the keys that a query sees on average ends inside a tile of 128, at worst the only one."""

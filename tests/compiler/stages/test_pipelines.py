@@ -47,8 +47,23 @@ def _many() -> list[Case]:
     ]
 
 
+def _matrix() -> list[Case]:
+    """Returns every number of stages with every schedule; rows turn through microbatches, axes and entry points.
+
+    8 stages with 16 microbatches follow, once per schedule.
+    """
+    counts, doors = itertools.cycle([1, 2, 4, 8, 16]), itertools.cycle(["inside", "around", "loop"])
+    inside = itertools.cycle(["none", "ddp", "tensor", "fsdp"])
+    rows = [
+        Case("mlp", stages, next(counts), schedule, next(inside), next(doors))
+        for schedule in SCHEDULES
+        for stages in (2, 4, 8)
+    ]
+    return rows + [Case("mlp", 8, 16, schedule, "none", "inside", "patterns") for schedule in SCHEDULES]
+
+
 def _check(case: Case) -> Outcome:
-    outcome = train(case)
+    outcome = train(case, rows=max(16, 2 * case.n))
     assert max(outcome.loss, outcome.parameters) <= outcome.tolerance
     return outcome
 
@@ -61,8 +76,14 @@ def test_equal_to_one_device(case: Case) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", _many(), ids=str)
 def test_many_are_equal_to_one_device(case: Case) -> None:
-    if case.model not in ("mlp", "unet", "two_tower", "encoder_decoder"):
+    if case.model in ("gpt2", "bert", "t5", "llama"):
         pytest.importorskip("transformers")
+    _check(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", _matrix(), ids=str)
+def test_stages_by_schedules_are_equal_to_one_device(case: Case) -> None:
     _check(case)
 
 

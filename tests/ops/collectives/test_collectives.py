@@ -15,6 +15,7 @@ from shardlib.core.errors import ShardingError
 from shardlib.ops.backend_choice import Choice
 from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardlib.ops.collectives.transport.groups import GroupHandle, group_for, prepare
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from tests.helpers.ranks import only, run_ranks
@@ -239,7 +240,9 @@ def test_large_messages(n, kind, dtype):
     big = addends((1, 300_000), n, dtype=dtype)
     for dim in (0, 1):
         sizes = tuple(x.shape[dim] for x in big)
-        assert all_gather.choose(n * big[0].nbytes, True, torch.float32, "", "gloo", n).way == "native"
+        assert (
+            all_gather.choose(CollectiveRequest(n * big[0].nbytes, True, torch.float32, "", "gloo", n)).way == "native"
+        )
         check_op("all_gather", big, (dim, sizes), [torch.cat(big, dim)] * n)
 
 
@@ -520,4 +523,4 @@ def test_virtual_meshes_have_no_groups():
 def test_choices_say_why(choice, text, monkeypatch):
     monkeypatch.delenv("SHARDLIB_OPS", raising=False)
     op, *case = choice
-    assert str(OPS[op].choose(*case)).startswith(text)
+    assert str(OPS[op].choose(CollectiveRequest(*case))).startswith(text)

@@ -14,6 +14,7 @@ from shardlib.ops.collectives import all_gather, all_reduce, all_to_all, ppermut
 from shardlib.ops.collectives.transport import groups as transport_groups
 from shardlib.ops.collectives.transport.cuda_peers import Peers
 from shardlib.ops.collectives.transport.groups import GroupHandle
+from shardlib.ops.collectives.transport.request import CollectiveRequest
 from shardlib.sharding.mesh.axis import Axis
 from shardlib.sharding.mesh.mesh import Mesh
 from tests.kernels.collectives import make_group
@@ -37,7 +38,7 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 def chosen(op: str, setting: str, nbytes: int, even: bool, dtype: torch.dtype, kind: str, on: str, n: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDLIB_OPS", setting)
-        return str(OPS[op].choose(nbytes, even, dtype, kind, on, n))
+        return str(OPS[op].choose(CollectiveRequest(nbytes, even, dtype, kind, on, n)))
 
 
 def hint(op: str) -> str:

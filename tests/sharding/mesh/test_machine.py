@@ -40,8 +40,8 @@ def test_a_machine_may_be_copied_and_pickled() -> None:
 
 
 def test_functions_of_a_device_print_and_parse_back() -> None:
-    device = Device({"f32": 1e12}, bandwidth=1e12, memory=1e9, host=1e9, special=3e9, tile=64)
-    assert repr(device).endswith("special=3e9, tile=64)")
+    device = Device({"f32": 1e12}, bandwidth=1e12, memory=1e9, host=1e9, attention=0.5, special=3e9, tile=64)
+    assert repr(device).endswith("attention=0.5, special=3e9, tile=64)")
     machine = Machine(device, Link(1e9), Link(1e9))
     assert Machine.parse(repr(machine)).device == device
     silent = replace(machine, device=replace(device, special=float("inf"), tile=1))  # what never waits is not said
@@ -90,6 +90,7 @@ def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
             memory=float("nan"),
             host=1.0,
             launch=-1e-6,
+            attention=0.0,
             special=0.0,
             tile=0,
             spread=-0.1,
@@ -102,6 +103,7 @@ def test_all_that_is_wrong_with_a_device_is_said_at_once() -> None:
         "  * memory is nan, not a positive, finite number\n"
         "  * special is 0.0, not a positive, finite number\n"
         "  * tile is 0, not a positive, finite number\n"
+        "  * attention is 0.0, not a positive, finite number\n"
         "  * launch is -1e-06, not a number of 0 or more\n"
         "  * spread is -0.1, not a number of 0 or more\n"
         "Rule: rates are per second, in bytes or FLOPs, and positive"

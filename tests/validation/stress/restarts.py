@@ -32,8 +32,12 @@ class Hosts:
     ranks: int
 
     def run(self, folder: Path, count: int = 2, background: bool = False, loss: Moment | None = None) -> str:
-        """Runs on so many hosts, of which the last one is lost at this moment."""
-        options = (*restarts.OPTIONS, restarts.CONF, f"--nnodes=1:{count}")
+        """Runs on so many hosts, of which the last one is lost at this moment.
+
+        If none is lost, no host goes on without another that is late.
+        """
+        nodes = [f"--nnodes={count}"] if loss is None else [restarts.CONF, f"--nnodes=1:{count}"]
+        options = (*restarts.OPTIONS, *nodes)
         script = restarts.script(folder, f"--steps={STEPS}", *(["--background"] if background else []))
         with hosts(count) as members:
             launchers = torchrun(members, self.ranks, script, options, **restarts.environment())
@@ -60,13 +64,14 @@ class Hosts:
         restarts.prepare(folder, rank, moment)
         fault = self.run(folder, background=background, loss=moment if rank is None else None)
         seconds = time.monotonic() - begin
-        wrong = [fault] if fault else []
         who = "host 1" if rank is None else f"rank {rank}"
-        if not (folder / "killed").exists():
-            return [str(moment), who, "the run ended before", *"-----"], wrong
+        if fault or not (folder / "killed").exists():
+            return [str(moment), who, "the run failed" if fault else "the run ended before", *"-----"], [
+                fault
+            ] if fault else []
         named, stopped, faults = restarts.list_endings(folder, victims)
         losses = restarts.read_losses(folder)
-        wrong += [*faults, *restarts.find_differences(losses, undisturbed)]
+        wrong = [*faults, *restarts.find_differences(losses, undisturbed)]
         last = losses[-1]
         if rank is None:
             by_hand = restarts.resume_by_hand(folder, last.first, lambda copy: self.run(copy, count=1))
@@ -83,6 +88,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2, help="on each of the two hosts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first kill that is run")
     options = parser.parse_args()
     rng, two, faults = random.Random(options.seed), Hosts(options.ranks), 0
     with tempfile.TemporaryDirectory() as name:
@@ -98,10 +104,12 @@ def main() -> int:
         )
         for number in range(options.kills):
             moment, rank = two.draw(rng, number, 0.3 * seconds)
+            if number < options.first:
+                continue
             row, lines = two.kill(root / str(number), moment, rank, undisturbed, background=number % 2 == 1)
             print("\n  ".join([" | ".join(row), *lines]), flush=True)
             faults += bool(lines)
-    print(f"{options.kills} kills: {faults} with faults")
+    print(f"{options.kills - options.first} kills: {faults} with faults")
     return bool(faults)
 
 

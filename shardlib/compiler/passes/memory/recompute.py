@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.compiler.memory_options import WORDS, MemoryOptions
@@ -51,14 +51,13 @@ def recompute(
     options: MemoryOptions,
     finish: Finish,
     trial: Finish,
-    absent: Callable[[str], bool],
     *,
     moves: bool,
 ) -> tuple[Program, frozenset[Var], Recomputed | None]:
     """Returns the program that recomputes values as in `options`, the values to offload, and the counts.
 
     `finish` runs the later passes, `trial` a quick version of them. A budget `moves` values unless the schedule names
-    some. Raises `ShardingError` for unknown names, except those that are `absent`, and for a budget that is too small.
+    some. Raises `ShardingError` for a budget that is too small.
     """
     if options.remat == "none" and options.memory is None:
         return program, frozenset(), None
@@ -73,7 +72,7 @@ def recompute(
         programs = LAST_RESORT if options.planning == "best" else PROGRAMS
         dropped, moved = within(crossing, options.memory, finish, machine, fixed, may_move, trial, programs)
     else:
-        request, dropped = f"remat={options.remat!r}", frozenset(_by_name(crossing, options, absent))
+        request, dropped = f"remat={options.remat!r}", frozenset(_by_name(crossing, options))
     again = remade(crossing, dropped)
     counts = _count(request, crossing, dropped, again)
     if options.memory is None and dropped:
@@ -94,15 +93,45 @@ def warn_of_a_higher_peak(name: str, counts: Recomputed, peak: int) -> None:
         )
 
 
-def _by_name(crossing: Crossing, options: MemoryOptions, absent: Callable[[str], bool]) -> set[Var]:
+def refuse_remat(program: Program, options: MemoryOptions, absent: Callable[[str], bool]) -> None:
+    """Raises `ShardingError` for names in `remat` of no op and no module, except those that are `absent`."""
+    if names := _names(options):
+        remat_policies.refuse_unknown(Crossing.analyze(program), names, absent)
+
+
+def add_up(counts: Sequence[Recomputed | None]) -> Recomputed | None:
+    """Returns the counts of several programs as one: sums, and the largest peak."""
+    some = [x for x in counts if x is not None]
+    if not some:
+        return None
+    peaks = [x.kept_peak for x in some if x.kept_peak is not None]
+    return Recomputed(
+        some[0].request,
+        sum(x.values for x in some),
+        sum((Counter(x.ops) for x in some), Counter()),
+        sum(x.nbytes for x in some),
+        sum(x.flops for x in some),
+        sum(x.collectives for x in some),
+        sum(x.sent for x in some),
+        max(peaks) if len(peaks) == len(counts) else None,
+        sum(x.moved for x in some),
+    )
+
+
+def _names(options: MemoryOptions) -> list[str]:
+    """Returns the names in `remat` that are no words of its own."""
+    request = [options.remat] if isinstance(options.remat, str) else options.remat
+    return [name for name in request if name not in WORDS]
+
+
+def _by_name(crossing: Crossing, options: MemoryOptions) -> set[Var]:
     """Returns the values that the option's words and names drop."""
     request = [options.remat] if isinstance(options.remat, str) else options.remat
     dropped = set[Var]()
     for word, policy in (("full", remat_policies.full), ("attention", remat_policies.attention)):
         dropped |= policy(crossing) if word in request else set()
-    names = [name for name in request if name not in WORDS]
-    if names and any(crossing.back):
-        dropped |= remat_policies.named(crossing, names, absent)
+    if (names := _names(options)) and any(crossing.back):
+        dropped |= remat_policies.named(crossing, names)
     if options.regather == "never":
         return dropped - crossing.weights
     return dropped | (crossing.weights - {*crossing.held}) if dropped else dropped

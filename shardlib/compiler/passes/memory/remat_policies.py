@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +26,23 @@ _LISTED = 12  # known names that an error lists
 
 
 def full(crossing: Crossing) -> set[Var]:
-    """Returns all values of layers except those that the next layer reads."""
+    """Returns all values of layers except those that the next layer reads.
+
+    Values of a turn's last layer are kept if the next turn, which runs backward, reads them at once.
+    """
     kept, last = set[Var](), dict[int, int]()
     for at in boundaries(crossing):
         kept |= frontier(crossing, at)
         last[crossing.turn[at]] = max(at, last.get(crossing.turn[at], 0))
-    makers = crossing.maker
-    return {o for o in crossing.droppable if o not in kept and makers[o] < last.get(crossing.turn[makers[o]], 0)}
+    turn = {o: crossing.turn[crossing.maker[o]] for o in crossing.droppable}
+    later = {o: min(crossing.turn[i] for i in crossing.readers[o] if crossing.back[i]) for o in crossing.held}
+    waiting = {turn[o] for o, backward in later.items() if backward > turn[o] + 1}
+
+    def is_dropped(o: Var) -> bool:
+        is_inside = crossing.maker[o] < last.get(turn[o], 0)
+        return is_inside or (turn[o] in waiting and later.get(o, math.inf) > turn[o] + 1)
+
+    return {o for o in crossing.droppable if o not in kept and is_dropped(o)}
 
 
 def attention(crossing: Crossing) -> set[Var]:
@@ -46,16 +57,11 @@ def attention(crossing: Crossing) -> set[Var]:
     return chosen
 
 
-def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool]) -> set[Var]:
-    """Returns the results of ops with these names, and the inner values of modules with these paths or classes.
-
-    Values that other modules read are kept, as `torch.utils.checkpoint` keeps inputs and outputs. Raises
-    `ShardingError` for unknown names, except those that are `absent`.
-    """
-    ops = {owner: _ops(crossing, owner) for owner in crossing.droppable}
-    scopes = {owner: _made_in(crossing, owner) for owner in crossing.droppable}
-    every = {name for op_names in ops.values() for name in op_names}
-    every |= {name for modules in scopes.values() for module in modules for name in module}
+def refuse_unknown(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool]) -> None:
+    """Raises `ShardingError` for names of no op and no module of the forward pass, except those that are `absent`."""
+    if not any(crossing.back):
+        return
+    ops, scopes, every = _all_names(crossing)
     wrong = []
     for name in names:
         if not any(_fits(name, known_name) for known_name in every) and not absent(name):
@@ -70,6 +76,14 @@ def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool
             'read; `*` stands for any text; "full" and "attention" may stand beside names',
             remedy=f"here these are {_listed(ops[owner] | {module.kind for module in scopes[owner]} for owner in ops)}",
         )
+
+
+def named(crossing: Crossing, names: Sequence[str]) -> set[Var]:
+    """Returns the results of ops with these names, and the inner values of modules with these paths or classes.
+
+    Values that other modules read are kept, as `torch.utils.checkpoint` keeps inputs and outputs.
+    """
+    ops, scopes, every = _all_names(crossing)
     meant = {x for x in every if any(_fits(name, x) for name in names)}
     chosen = {owner for owner, op_names in ops.items() if not meant.isdisjoint(op_names)}
     for owner, modules in scopes.items():
@@ -77,6 +91,14 @@ def named(crossing: Crossing, names: Sequence[str], absent: Callable[[str], bool
         if any(all(module in _around(crossing, i) for i in _readers(crossing, owner)) for module in around):
             chosen.add(owner)
     return chosen
+
+
+def _all_names(crossing: Crossing) -> tuple[dict[Var, set[str]], dict[Var, frozenset[Module]], set[str]]:
+    """Returns the names of the op that makes each value, the modules that it is made in, and all these names."""
+    ops = {owner: _ops(crossing, owner) for owner in crossing.droppable}
+    scopes = {owner: _made_in(crossing, owner) for owner in crossing.droppable}
+    every = {name for op_names in ops.values() for name in op_names}
+    return ops, scopes, every | {name for modules in scopes.values() for module in modules for name in module}
 
 
 def is_absent(objects: Iterable[object], name: str) -> bool:

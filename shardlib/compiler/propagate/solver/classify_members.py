@@ -47,7 +47,7 @@ def color_members(graph: Graph, rounds: int) -> dict[Member, int]:
         own[value] = value.shape, value.dtype
     for op in graph.ops:
         around[op] = op.operands, [v for v in op.results if v is not None]
-        own[op] = op.target, op.line, op.backward
+        own[op] = op.target, op.line and op.line.untagged, op.backward
     number = {member: i for i, member in enumerate(own)}
     neighbors = [([number[y] for y in around[x][0]], [number[y] for y in around[x][1]]) for x in own]
     colors: dict[object, int] = {}

@@ -149,7 +149,7 @@ def test_a_backend_that_is_asked_for_is_not_replaced():
 def one_op_on_torch() -> tuple[list[str], list[float]]:
     os.environ["SHARDLIB_OPS"] = "all_gather=torch"
     group = group_of(2)
-    choices = [str(op.choose(8, True, torch.float32, "sum", group.transport, 2)) for op in (all_gather, all_reduce)]
+    choices = [str(op.choose(group.request(8, True, torch.float32, "sum"))) for op in (all_gather, all_reduce)]
     return choices, gathered(group)
 
 
