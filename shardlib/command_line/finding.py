@@ -9,7 +9,7 @@ OK, WARNING, FAULT = "ok", "warning", "fault"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was checked, its level (`ok`, `warning`, `fault`), the result, and a remedy for warnings and faults."""
+    """Names a check, its level (`ok`, `warning`, `fault`), its result, and a remedy for warnings and faults."""
 
     name: str
     level: str

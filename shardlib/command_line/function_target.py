@@ -45,9 +45,9 @@ def load_function(target: str) -> Callable[[], Any]:
         raise ShardingError(
             f"{target!r} is not MODULE:FUNCTION", rule="a module as in `import`, without .py", remedy=_EXAMPLE
         )
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:  # a console script, in contrast to `python -m`, leaves it out
-        sys.path.insert(0, here)
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:  # a console script, in contrast to `python -m`, leaves it out
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -55,7 +55,7 @@ def load_function(target: str) -> Callable[[], Any]:
             raise  # a module that the named one imports
         raise ShardingError(
             f"there is no module {module_name!r}",
-            [f"{error.name!r} is neither installed nor in {here}"],
+            [f"{error.name!r} is neither installed nor in {folder}"],
             remedy="run in the folder that holds it, or set PYTHONPATH",
         ) from error
     function = getattr(module, name, None)

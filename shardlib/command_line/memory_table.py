@@ -35,13 +35,13 @@ def memory_table(plan: Plan, labels: Mapping[str, str] = MappingProxyType({})) -
 def group_values(plan: Plan, program: Program) -> dict[Var, str]:
     """Maps owners of memory to the argument that they belong to, or to gradients."""
     names = {value: re.split(r"[.\[]", name)[0] for name, value in plan.compiled.inputs}
-    groups = {v: names.get(v.value, OTHERS) for v in program.inputs}
+    groups = {v: names[v.value] for v in program.inputs if v.value is not None}
     owner = owners_in(program)
     calls = [(s.backward, s.out_vars, s.operands) for s in program.steps if isinstance(s, Compute)]
     calls += [(s.first.backward, s.outs, s.sources) for s in program.steps if isinstance(s, Start)]
-    made = {v for is_backward, results, _ in calls if is_backward for v in results}
-    read = {v for is_backward, _, operands in calls if not is_backward for v in operands}
-    for v in made & {*read, *program.results}:
+    results_of_backward = {v for is_backward, outs, _ in calls if is_backward for v in outs}
+    read_later = {v for is_backward, _, operands in calls if not is_backward for v in operands}
+    for v in results_of_backward & {*read_later, *program.results}:
         groups.setdefault(owner.get(v, v), GRADIENTS)
     return groups
 

@@ -27,6 +27,7 @@ from shardlib.ops.attention.variant import Variant
 from shardlib.ops.collectives.transport.shm_segment import Segment, SegmentError
 from shardlib.ops.random import op as random
 from shardlib.sharding.mesh.mesh import Mesh
+from shardlib.tensor.sharded_tensor import ShardedTensor
 
 TOLERANCE = 1e-5  # of a loss and of parameters after two steps, in float32
 _SEGMENT_BYTES = 64 << 20
@@ -123,7 +124,7 @@ def _compare(mesh: Mesh) -> list[Finding]:
         )
         losses = _train(sharded, jit(_step), x, y)
         pairs = [*zip(losses, _train(single, _step, x, y), strict=True)]
-        pairs += [(a.full_tensor(), b) for a, b in zip(sharded.parameters(), single.parameters(), strict=True)]
+        pairs += [(_whole(a), b) for a, b in zip(sharded.parameters(), single.parameters(), strict=True)]
         error = max(float((a - b).detach().abs().max()) for a, b in pairs)
         plan = jit(_step).plan(sharded, torch.optim.AdamW(sharded.parameters()), x, y)
     name = f"{mesh.size} {'virtual devices' if mesh.kind == 'virtual' else 'ranks'}"
@@ -140,7 +141,11 @@ def _compare(mesh: Mesh) -> list[Finding]:
 def _train(model: nn.Module, step: Callable[..., Any], x: Tensor, y: Tensor) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = [step(model, optimizer, x, y) for _ in range(2)]
-    return [getattr(loss, "full_tensor", lambda loss=loss: loss)() for loss in losses]
+    return [_whole(loss) for loss in losses]
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mappin
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()  # type: ignore[no-any-return]
+    return loss.detach()
 
 
 def _tensor_specs(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any]) -> tuple[dict[str, str] | None, str]:

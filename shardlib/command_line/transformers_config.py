@@ -40,9 +40,9 @@ def read_config(path: Path, layers: int | None = None) -> Any:
             [f"{file}: {error.strerror if isinstance(error, OSError) else error}"],
             rule="it is a config.json of transformers, or a folder that holds one; names of the hub are not fetched",
         ) from error
-    kind = content.get("model_type") if isinstance(content, Mapping) else None
+    kind = str(content.get("model_type", "")) if isinstance(content, Mapping) else ""
     if kind not in transformers.CONFIG_MAPPING:
-        close = get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), n=1)
+        close = get_close_matches(kind, list(transformers.CONFIG_MAPPING), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ShardingError(
             f"{file} is of model type {kind!r}" if kind else f"{file} has no model_type",

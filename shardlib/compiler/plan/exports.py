@@ -21,12 +21,14 @@ class Exports:
         transformers expresses.
 
         Example:
+            >>> from collections import OrderedDict
             >>> import torch, shardlib as sl
-            >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+            >>> mlp = torch.nn.Sequential(OrderedDict(up=torch.nn.Linear(4, 8), down=torch.nn.Linear(8, 4)))
             >>> with sl.Mesh(tensor=2):
-            ...     sl.parallelize(mlp, {"0.*": "ff@tensor ...", "2.weight": "_ ff@tensor"}).forward.plan(
-            ...         torch.ones(2, 4)).to_tp_plan()
-            {'0': 'colwise', '2': 'rowwise'}
+            ...     mlp = sl.parallelize(mlp, {"up.*": "ff@tensor ...", "down.weight": "_ ff@tensor"})
+            ...     plan = mlp.forward.plan(torch.ones(2, 4))
+            >>> plan.to_tp_plan()
+            {'up': 'colwise', 'down': 'rowwise'}
         """
         return tp_plan(self.compiled, axis)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
-
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
+from shardlib.core.aten.op_traits import has_trait
 from shardlib.core.errors import ShardingError
 from shardlib.core.source_lines import Module
 from shardlib.tensor.dtensor import placements_of
@@ -28,7 +27,9 @@ def module_names(compiled: Compiled) -> dict[str, str]:
     origin = origins(compiled)
     roots: set[str] = set()
     for op in compiled.graph.ops:
-        if (module := innermost_module(op)) is None or op.target in _CASTS:  # a cast may run outside the owner
+        if (module := innermost_module(op)) is None or has_trait(
+            op.target, "copies"
+        ):  # a cast may run outside the owner
             continue
         for name in (origin[v] for v in op.operands if v in origin):
             head = name.rpartition(".")[0]
@@ -53,10 +54,9 @@ def origins(compiled: Compiled) -> dict[Value, str]:
 
 def is_same_tensor(op: Op) -> bool:
     """Returns whether an op's result is its one operand in another form or dtype."""
-    return len(op.operands) == 1 == len(op.results) and (op.transparent or op.constrains or op.target in _CASTS)
-
-
-_CASTS = (torch.ops.aten._to_copy.default,)
+    return len(op.operands) == 1 == len(op.results) and (
+        op.transparent or op.constrains or has_trait(op.target, "copies")
+    )
 
 
 def dtensor_placements(compiled: Compiled) -> dict[str, tuple[Any, ...]]:

@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-
 from shardlib.compiler.graph.ir import Op, Value
 from shardlib.compiler.pipeline import Compiled
 from shardlib.compiler.plan.module_tensors import innermost_module, is_same_tensor, module_names, numberless, origins
@@ -95,7 +93,7 @@ def _find_style(
         return "" if w.dim is None or goes_with else None
     if w.dim is None:
         return ""
-    if any(op.target is torch.ops.aten.embedding.default for op in w.readers):
+    if any(not v.dtype.is_floating_point for op in w.readers for v in op.operands):  # a table, read by indices
         return {0: "embedding_rowwise", 1: "embedding_colwise"}[w.dim]
     assert w.var.layout is not None
     factors = w.var.layout.dims[w.dim]
