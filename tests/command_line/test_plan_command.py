@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_function(capsys: pytest.CaptureFixture[str], name: str) -> None:
     status, out, err = run(capsys, f"{HERE}:{name}", *MESH, "--machine", "h100")
     assert (status, err) == (0, "")
-    assert "f32[batch=64@data, 512]" in out
+    assert "batch@data 512" in out
     assert "memory per device" in out
     assert "simulated step on h100: " in out
 
