@@ -19,7 +19,7 @@ from shardlib import Mesh, Plan
 from shardlib.compiler.plan.groups import Item, group, group_to_fit, join_siblings, largest, star
 from shardlib.compiler.plan.terminal import highlight
 from shardlib.sharding.mesh.machine import Machine
-from tests.models import zoo
+from tests.models import w1, w1_sharded, zoo
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -202,10 +202,10 @@ def _train(model: nn.Module, batch: dict[str, Tensor], patterns: dict[str, str] 
         return loss
 
     with Mesh.abstract(data=2, tensor=4, rules=zoo.RULES, machine="h100"):
-        specs = None
-        if patterns is not None:
-            lm = zoo.CausalLM(model, patterns)
-            specs = lm.specs()
+        if patterns is None:
+            specs = sl.suggest(model, sl.current_mesh(), batch["input_ids"])
+        else:
+            specs = zoo.CausalLM(model, patterns).specs()
         sl.parallelize(model, specs, strategy="zero1")
         opt = torch.optim.AdamW(model.parameters())
         plan: Plan = sl.jit(step, in_specs=(None, None, "batch ...")).plan(model, opt, batch)
@@ -328,7 +328,10 @@ def test_fits_on_a_screen(name: str) -> None:
 @pytest.mark.long
 def test_text_of_folded_layers_reads_one_of_them() -> None:
     """The decisions about all layers, which take long to spread, are not needed; the text says the same as with them."""
-    plan = trained(layers=12)
+    config = w1.Config(layers=12)
+    mode = w1.modes(config)["tp_sp"]
+    with w1_sharded.mesh_of(mode, abstract=True):
+        plan: Plan = w1_sharded.sharded_step(mode, config).plan(*w1.abstract(config))
     text = plan.text(width=120)
     assert plan.compiled.layer_decisions is not None, "the layers fold"
     assert "propagated" not in vars(plan.compiled)
