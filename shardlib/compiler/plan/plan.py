@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 
 from shardlib.compiler.graph.ir import Value
 from shardlib.compiler.pipeline import Compiled
-from shardlib.compiler.plan import backends
+from shardlib.compiler.plan import backends, exports
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
-from shardlib.compiler.plan.exports import Exports
 from shardlib.compiler.plan.html import page
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.pipeline_view import PipelineView
@@ -37,7 +36,7 @@ from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.placement import FactorNames
 
 
-class Plan(Exports):
+class Plan(exports.Exports):
     """The printable result of propagation and lowering; made by `step.plan(*args)`, without any device.
 
     Example:
