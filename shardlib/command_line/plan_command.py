@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         plan = plan_function(options.target, mesh)
     if options.html is not None:
         write_page(plan, options.html)
-    print(plan)
+    print(getattr(plan, "full", plan) if options.full else plan)
     print("", *memory_table(plan, labels), sep="\n")
     if machine is not None:
         print("", *_time_lines(plan, machine, samples), sep="\n")

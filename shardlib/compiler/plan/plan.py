@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from shardlib.compiler.graph.ir import Value
 from shardlib.compiler.pipeline import Compiled
+from shardlib.compiler.plan import exports
 from shardlib.compiler.plan.diff import PlanDiff, diff
 from shardlib.compiler.plan.explain import Explainer
-from shardlib.compiler.plan.exports import Exports
 from shardlib.compiler.plan.items import Items
 from shardlib.compiler.plan.names import Naming, shorten
 from shardlib.compiler.plan.page.write_page import notebook_cell, page_text, write_page
@@ -41,7 +41,7 @@ from shardlib.sharding.mesh.machine import Machine
 from shardlib.sharding.placement import FactorNames
 
 
-class Plan(Exports):
+class Plan(exports.Exports):
     """The printable result of propagation and lowering; made by `step.plan(*args)`, without any device.
 
     Example:
